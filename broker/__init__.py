@@ -1,0 +1,1 @@
+"""Decides which kernel serves a call and supervises the workers. Never sees tensor bytes, imports no kernel library."""

@@ -1,0 +1,24 @@
+"""`python -m layerzero.broker`: fork away, read settings, take the lock, build the parts, run the loop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="layerzero.broker", description=__doc__)
+    parser.add_argument("--runtime-dir", help="folder of sockets, locks and logs")
+    parser.add_argument("--stays", action="store_true", help="do not end with the last client")
+    parser.add_argument("--ready-fd", type=int, help="descriptor to write a byte to when clients may connect")
+    parser.add_argument("--daemon", action="store_true", help="go on as a daemon")
+    args = parser.parse_args()
+    if args.daemon and os.fork():
+        os._exit(0)
+    from layerzero.broker import run  # after the fork: nothing is imported twice
+
+    return run.run(runtime_dir=args.runtime_dir, stays=args.stays, ready_fd=args.ready_fd)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

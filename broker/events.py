@@ -1,0 +1,326 @@
+"""What can happen to the broker's core (events) and what it can ask for (actions). Plain data, no I/O.
+
+Byte strings named `identity` are the routing ids of ZeroMQ peers: one per start of a process, never reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.ipc.errors import LayerZeroError
+
+# --- events ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ClientJoined:
+    identity: bytes
+    number: int
+
+
+@dataclass(slots=True)
+class ClientLeft:
+    identity: bytes
+
+
+@dataclass(slots=True)
+class ArenaOffered:
+    identity: bytes
+    arena: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class ArenaGivenUp:
+    identity: bytes
+    arena: int
+
+
+@dataclass(slots=True)
+class RouteDefined:
+    """`body` is the encoded Route message: equal bodies are equal signatures."""
+
+    identity: bytes
+    route: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class RouteForgotten:
+    identity: bytes
+    route: int
+
+
+@dataclass(slots=True)
+class CallArrived:
+    identity: bytes
+    route: int
+    seq: int
+    timeout_s: float  # 0: the default
+    body: bytes
+    digest: bytes = b""
+
+
+@dataclass(slots=True)
+class CallPoisoned:
+    identity: bytes
+    route: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class ProbeEnded:
+    """`error` is None when the environment works."""
+
+    backend: str
+    error: LayerZeroError | None
+
+
+@dataclass(slots=True)
+class WorkerSpawned:
+    backend: str
+    generation: int
+    pid: int
+
+
+@dataclass(slots=True)
+class SpawnFailed:
+    backend: str
+    generation: int
+    error: LayerZeroError
+
+
+@dataclass(slots=True)
+class WorkerReady:
+    identity: bytes
+    backend: str
+    generation: int
+    versions: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class CallRan:
+    identity: bytes
+    dispatch: int
+    attempt: int
+    kernel_ns: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class CallRaised:
+    identity: bytes
+    dispatch: int
+    attempt: int
+    error: LayerZeroError
+
+
+@dataclass(slots=True)
+class WorkerMisbehaved:
+    """It sent bytes that break the protocol."""
+
+    backend: str
+    generation: int
+    detail: str
+
+
+@dataclass(slots=True)
+class WorkerExited:
+    """Its exit is confirmed: no write of this process can come any more. `executing` is what its control page
+    said at the end, 0 when idle."""
+
+    backend: str
+    generation: int
+    exit_code: int  # negative: killed by that signal
+    executing: int
+    phase: str
+    stderr_tail: str
+
+
+@dataclass(slots=True)
+class BackendReset:
+    """Someone repaired it: forget its failures. `missing` says why it still cannot start, or is None."""
+
+    backend: str
+    missing: str | None
+
+
+@dataclass(slots=True)
+class Tick:
+    """Time has passed `BrokerState.wakeup_s`."""
+
+
+@dataclass(slots=True)
+class ShutdownAsked:
+    pass
+
+
+Event = (
+    ClientJoined
+    | ClientLeft
+    | ArenaOffered
+    | ArenaGivenUp
+    | RouteDefined
+    | RouteForgotten
+    | CallArrived
+    | CallPoisoned
+    | ProbeEnded
+    | WorkerSpawned
+    | SpawnFailed
+    | WorkerReady
+    | CallRan
+    | CallRaised
+    | WorkerMisbehaved
+    | WorkerExited
+    | BackendReset
+    | Tick
+    | ShutdownAsked
+)
+
+# --- actions ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Probe:
+    backend: str
+
+
+@dataclass(slots=True)
+class Spawn:
+    backend: str
+    generation: int
+
+
+@dataclass(slots=True)
+class Kill:
+    backend: str
+    generation: int
+
+
+@dataclass(slots=True)
+class StopWorker:
+    backend: str
+    generation: int
+    identity: bytes  # empty: it has not said hello yet
+
+
+@dataclass(slots=True)
+class SendPrepare:
+    identity: bytes
+    plan: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class SendDrop:
+    identity: bytes
+    plan: int
+
+
+@dataclass(slots=True)
+class LendArena:
+    backend: str
+    generation: int
+    client: int
+    arena: int
+
+
+@dataclass(slots=True)
+class TakeBackArena:
+    backend: str
+    generation: int
+    client: int
+    arena: int
+
+
+@dataclass(slots=True)
+class CloseArena:
+    """Nobody uses it any more: the broker closes its descriptor."""
+
+    client: int
+    arena: int
+
+
+@dataclass(slots=True)
+class Run:
+    identity: bytes
+    plan: int
+    dispatch: int
+    attempt: int
+    client: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class SendDecision:
+    identity: bytes
+    route: int
+    decision: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class Answer:
+    """A call ended well. `attempts` lists failures on the way, usually none."""
+
+    identity: bytes
+    seq: int
+    decision: int
+    attempt: int
+    kernel_ns: int
+    body: bytes
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Refuse:
+    """A call ended in an error."""
+
+    identity: bytes
+    seq: int
+    error: LayerZeroError
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DropClient:
+    """It broke the protocol."""
+
+    identity: bytes
+    detail: str
+
+
+@dataclass(slots=True)
+class Note:
+    """A line for the log: `event` is noun.verb."""
+
+    event: str
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Exit:
+    """Everything is stopped; the server may end."""
+
+
+Action = (
+    Probe
+    | Spawn
+    | Kill
+    | StopWorker
+    | SendPrepare
+    | SendDrop
+    | LendArena
+    | TakeBackArena
+    | CloseArena
+    | Run
+    | SendDecision
+    | Answer
+    | Refuse
+    | DropClient
+    | Note
+    | Exit
+)

@@ -1,0 +1,95 @@
+"""From manifests to what the core and the supervisor need: capabilities, reasons, probes, launches."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+from layerzero.broker.settings import Settings
+from layerzero.broker.supervisor import Launch
+from layerzero.capabilities import descriptor
+from layerzero.capabilities.descriptor import Capability, DescriptorError
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.envs import build, probe, stage
+from layerzero.envs.environ import worker_environ
+from layerzero.envs.manifest import EnvManifest, discover
+from layerzero.ipc.errors import ConfigError, EnvError, LayerZeroError
+
+
+class Launcher:
+    """Reads all manifests and descriptors once; a broken one disables its own backend and is a problem.
+
+    `probe` may be called from other threads; the rest only from the broker's own.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._held: dict[str, ExitStack] = {}
+        found, problems = discover(settings.manifest_dirs)
+        self.manifests: dict[str, EnvManifest] = {}
+        self.capabilities: dict[str, Capability] = {}
+        self.unusable: dict[str, Rejection] = {}
+        self.problems = [problem.message for problem in problems]
+        for name, manifest in sorted(found.items()):
+            try:
+                capability = descriptor.load(manifest.descriptor_path)
+                if capability.backend != name:
+                    text = f"{manifest.descriptor_path}: backend is {capability.backend!r}, the manifest says {name!r}"
+                    raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
+            except DescriptorError as exc:
+                self.problems.append(exc.message)
+                continue
+            self.manifests[name] = manifest
+            self.capabilities[name] = capability
+            missing = self.missing(name)
+            if missing is not None:
+                self.unusable[name] = Rejection(Reason.NOT_INSTALLED, missing)
+
+    def _plan(self, backend: str) -> build.Env:
+        return build.plan(self.manifests[backend], variant=self._settings.variant, store=self._settings.store)  # type: ignore[arg-type]
+
+    def missing(self, backend: str) -> str | None:
+        """Why this backend's environment cannot be used as it is, with the command that builds it; None if it can."""
+        try:
+            env = self._plan(backend)
+        except (EnvError, ConfigError) as exc:
+            return exc.message
+        return None if env.is_built else f"its environment is not built; run: {build.build_command(env)}"
+
+    def probe(self, backend: str) -> None:
+        """Return when the environment is known to work. Raises EnvError with cause and repair, ConfigError."""
+        env = self._plan(backend)
+        if not env.is_built:
+            repair = build.build_command(env)
+            raise EnvError(f"its environment is not built; run: {repair}", env=backend, repair=repair)
+        stage.stage(env.store)
+        record = probe.probe_cached(env, self.manifests[backend], timeout_s=self._settings.start_timeout_s)
+        if not record.ok:
+            raise EnvError(
+                f"the probe of {backend} failed ({record.kind}): {record.message}",
+                env=backend,
+                cause=record.message,
+                missing=record.missing,
+                repair=record.repair,
+                stderr_tail=record.stderr_tail[-1000:],
+            )
+
+    def launch(self, backend: str) -> Launch:
+        """How to start the worker. Its environment is kept from being collected from now on. Raises LayerZeroError."""
+        env = self._plan(backend)
+        stage.stage(env.store)
+        if backend in self._held:
+            self._held.pop(backend).close()
+        self._held[backend] = build.hold(env)
+        manifest = self.manifests[backend]
+        return Launch(env.python, worker_environ(env.environ, os.environ), manifest.provider_target)
+
+    def facts(self, backend: str) -> dict[str, object]:
+        """For `lz status`: what this backend is and where it runs."""
+        manifest = self.manifests[backend]
+        try:
+            env = self._plan(backend)
+            return {"summary": manifest.summary, "env": env.id, "built": env.is_built, "on_host": env.on_host}
+        except LayerZeroError as exc:
+            return {"summary": manifest.summary, "env": None, "built": False, "error": exc.message}

@@ -1,0 +1,64 @@
+"""Control connections of clients and workers: who they are, which descriptors came through them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass, field
+
+from layerzero.ipc import control, messages, wire
+from layerzero.ipc.errors import LayerZeroError, ProtocolError, VersionMismatch
+
+HELLO_TIMEOUT_S = 5.0
+
+
+@dataclass(eq=False)
+class Peer:
+    """`role` is "" until the hello. A client's peer owns the descriptors of its arenas."""
+
+    sock: socket.socket
+    role: str = ""
+    identity: bytes = b""
+    number: int = 0
+    pid: int = 0
+    backend: str = ""
+    generation: int = 0
+    since_s: float = 0.0
+    arenas: dict[int, int] = field(default_factory=dict)  # arena -> memfd
+
+    def close(self) -> None:
+        self.sock.close()
+        for fd in self.arenas.values():
+            os.close(fd)
+        self.arenas.clear()
+
+
+def new_identity() -> bytes:
+    """A routing id nobody can guess. ZeroMQ reserves ids that begin with a zero byte."""
+    return b"L" + secrets.token_bytes(16)
+
+
+def check_hello(peer: Peer, hello: messages.Hello, package: str) -> None:
+    """Refuse other users and other protocol versions. Raises ProtocolError or VersionMismatch."""
+    pid, uid, _ = control.peer_credentials(peer.sock)
+    if uid != os.getuid():
+        raise ProtocolError(f"user {uid} may not use the broker of user {os.getuid()}")
+    if wire.PROTOCOL not in hello.protocols:
+        raise VersionMismatch(
+            f"this broker (layerzero-broker {package}) speaks protocol {wire.PROTOCOL}; the {hello.role} "
+            f"(layerzero-broker {hello.package}) speaks {', '.join(map(str, hello.protocols))}. "
+            "Restart the older side: lz down, then connect again",
+            broker_protocol=wire.PROTOCOL,
+            peer_protocols=hello.protocols,
+            command="lz down",
+        )
+    peer.pid = pid or hello.pid
+
+
+def refuse(peer: Peer, error: LayerZeroError) -> None:
+    """Say why; the caller closes the connection."""
+    try:
+        control.send(peer.sock, messages.Refused(error=error.to_wire()))
+    except (control.Closed, OSError):
+        return  # it is gone already, which is what we want

@@ -1,0 +1,84 @@
+"""What the broker's core remembers: clients, calls, workers. Plain records; state.py alone changes them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.broker.selection import Signature
+from layerzero.broker.worker_fsm import WorkerState
+from layerzero.ipc.errors import LayerZeroError
+
+MAX_CHECKED_BODIES = 256
+
+
+@dataclass
+class Route:
+    """A client's use of a signature. `decision` numbers change when what serves it changes."""
+
+    number: int
+    signature: Signature
+    checked: OrderedDict[bytes, tuple[int, ...]] = field(default_factory=OrderedDict)  # valid bodies -> arenas
+    decision: int = 0
+    decided_for: tuple[str, int, int] | None = None  # kernel id, worker generation, epoch
+
+
+@dataclass
+class Client:
+    identity: bytes
+    number: int
+    arenas: dict[int, int] = field(default_factory=dict)  # id -> bytes
+    routes: dict[int, Route] = field(default_factory=dict)
+    open_calls: int = 0
+    has_left: bool = False
+    next_decision: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call from arrival to its single answer. It is in exactly one worker's `running` or `waiting`."""
+
+    client: Client
+    route: Route
+    seq: int
+    timeout_s: float
+    body: bytes
+    arenas: tuple[int, ...]
+    dispatch: int = 0  # id of the present attempt
+    attempt: int = 0
+    deaths: int = 0  # workers that died while executing it
+    kernel_id: str = ""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    tried: set[str] = field(default_factory=set)
+    last_error: LayerZeroError | None = None
+
+
+@dataclass(eq=False)
+class Worker:
+    """The one worker of a backend. `running` was sent to it, oldest first; `waiting` was not."""
+
+    backend: str
+    state: WorkerState = WorkerState.ABSENT
+    generation: int = 0
+    identity: bytes = b""
+    pid: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    running: deque[Call] = field(default_factory=deque)
+    waiting: deque[Call] = field(default_factory=deque)
+    head_since_s: float = 0.0  # when the oldest running call became the oldest
+    started_s: float = 0.0
+    retry_at_s: float = 0.0
+    was_ready: bool = False  # in this generation
+    fault: LayerZeroError | None = None  # why the broker kills it
+    cause: LayerZeroError | None = None  # why it is not serving
+    deaths_s: deque[float] = field(default_factory=deque)
+    restarts: int = 0
+    answered: int = 0
+    failed: int = 0
+    arenas: set[tuple[int, int]] = field(default_factory=set)
+    plans: set[int] = field(default_factory=set)
+
+    @property
+    def head_deadline_s(self) -> float:
+        return self.head_since_s + self.running[0].timeout_s

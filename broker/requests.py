@@ -1,0 +1,117 @@
+"""What clients can ask the broker besides calls: one function per method, plain values in and out."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import layerzero
+from layerzero.broker import events as ev
+from layerzero.broker.selection import CallSpec
+from layerzero.ipc import wire
+from layerzero.ipc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from layerzero.broker.server import Server
+
+
+def answer(server: Server, method: str, params: Mapping[str, Any]) -> Any:
+    """Run one method. Raises LayerZeroError."""
+    function = METHODS.get(method)
+    if function is None:
+        near = difflib.get_close_matches(method, METHODS, n=1)
+        raise InvalidArgument(
+            f"unknown method {method!r:.60}; known: {', '.join(METHODS)}{f'; near: {near}' if near else ''}"
+        )
+    return function(server, params)
+
+
+def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """The broker, its clients and every backend with its state, cause and repair."""
+    state = server.state
+    backends = []
+    for name, worker in state.workers.items():
+        reason = state.unavailable.get(name)
+        is_busy = bool(worker.running)
+        backends.append(
+            {
+                "name": name,
+                "state": "busy" if is_busy and worker.state.value == "ready" else worker.state.value,
+                "pid": worker.pid if worker.state.value in ("starting", "ready", "killing", "stopping") else None,
+                "ops": sorted(server.launcher.capabilities[name].ops),
+                "versions": worker.versions,
+                "answered": worker.answered,
+                "failed": worker.failed,
+                "restarts": worker.restarts,
+                "running": len(worker.running),
+                "waiting": len(worker.waiting),
+                "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
+                "cause": worker.cause.message if worker.cause else None,
+                **server.launcher.facts(name),
+            }
+        )
+    return {
+        "broker": {
+            "pid": os.getpid(),
+            "package": layerzero.__version__,
+            "protocol": wire.PROTOCOL,
+            "incarnation": server.incarnation,
+            "up_s": round(time.time() - server.started_s, 1),
+            "runtime_dir": str(server.endpoints.folder),
+            "store": str(server.settings.store),
+            "stale_answers": state.stale,
+        },
+        "clients": [
+            {"number": c.number, "open_calls": c.open_calls, "arenas": len(c.arenas), "bytes": sum(c.arenas.values())}
+            for c in state.clients.values()
+        ],
+        "backends": backends,
+        "problems": server.launcher.problems,
+    }
+
+
+def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Who would serve a call signature (an encoded Route message) now."""
+    body = params.get("route")
+    if not isinstance(body, bytes):
+        raise InvalidArgument("explain needs `route`: an encoded route message")
+    spec, ranked = server.state.explain(body)
+    _check_pin(server, spec)
+    return {"candidates": [verdict.to_wire() for verdict in ranked]}
+
+
+def _check_pin(server: Server, spec: CallSpec) -> None:
+    known = server.launcher.capabilities
+    if spec.pinned and spec.pinned not in known:
+        near = difflib.get_close_matches(spec.pinned, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InvalidArgument(f"no backend is called {spec.pinned!r}; known: {', '.join(sorted(known))}{hint}")
+
+
+def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Forget a backend's failures, or those of all, after a repair."""
+    name = params.get("backend")
+    if name is not None and name not in server.state.workers:
+        known = ", ".join(sorted(server.state.workers))
+        raise InvalidArgument(f"no backend is called {name!r:.60}; known: {known}")
+    names = [name] if name is not None else list(server.state.workers)
+    for backend in names:
+        server.handle(ev.BackendReset(backend, server.launcher.missing(backend)))
+    return {"reset": names}
+
+
+def shutdown(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Finish what runs, refuse the rest, end."""
+    server.post(ev.ShutdownAsked())
+    return {"pid": os.getpid()}
+
+
+METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
+    "status": status,
+    "explain": explain,
+    "reset": reset,
+    "shutdown": shutdown,
+}

@@ -1,0 +1,53 @@
+"""From settings to a running broker: the lock that makes it the only one, its parts, the loop."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import sys
+
+import layerzero
+from layerzero.broker import settings as knobs
+from layerzero.broker.launcher import Launcher
+from layerzero.broker.server import Server
+from layerzero.broker.state import BrokerState
+from layerzero.ipc.endpoints import open_endpoints
+from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.logs import log
+
+
+def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None) -> int:
+    """Run one broker until it ends. Returns the exit code: 1 when another one holds the lock or settings are wrong."""
+    try:
+        settings = knobs.load(runtime_dir=runtime_dir)
+        endpoints = open_endpoints(settings.runtime_dir)
+    except LayerZeroError as exc:
+        print(f"error: {exc.message}", file=sys.stderr)
+        return 1
+    lock_fd = os.open(endpoints.broker_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(lock_fd, 32, 0).decode(errors="replace").strip()
+        print(
+            f"error: a broker runs already: pid {pid}, socket {endpoints.control}; end it with lz down", file=sys.stderr
+        )
+        return 1
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, str(os.getpid()).encode(), 0)
+    for stale in (*endpoints.folder.glob("client-*"), *endpoints.folder.glob("worker-*")):
+        if stale.is_socket():  # of a broker that was killed
+            stale.unlink(missing_ok=True)
+    launcher = Launcher(settings)
+    state = BrokerState(launcher.capabilities, launcher.unusable, settings.limits(), random.Random())
+    server = Server(settings, endpoints, state, launcher, stays=stays)
+    for problem in launcher.problems:
+        log("backend.unusable", detail=problem)
+    log("broker.started", pid=os.getpid(), package=layerzero.__version__, backends=sorted(launcher.capabilities))
+    if ready_fd is not None:
+        os.write(ready_fd, b"1")
+        os.close(ready_fd)
+    server.run()
+    log("broker.ended", pid=os.getpid())
+    return 0

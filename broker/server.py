@@ -1,0 +1,536 @@
+"""The broker's loop: sockets and processes in, events to the core, its actions out. All of the broker's I/O but
+the worker processes themselves (supervisor.py) and the environments (launcher.py)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import zmq
+
+import layerzero
+from layerzero.broker import events as ev
+from layerzero.broker import requests, supervisor
+from layerzero.broker.launcher import Launcher
+from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
+from layerzero.broker.settings import Settings
+from layerzero.broker.state import BrokerState
+from layerzero.ipc import control, memory, messages, sockets, wire
+from layerzero.ipc.endpoints import Endpoints
+from layerzero.ipc.errors import (
+    BackendError,
+    EnvError,
+    InvalidArgument,
+    LayerZeroError,
+    OutputTooSmall,
+    ProtocolError,
+    from_wire,
+)
+from layerzero.ipc.logs import log
+from layerzero.ipc.wire import HEADER_BYTES, Kind
+
+BATCH = 64  # messages taken from one socket before the other one gets its turn
+STOP_GRACE_S = 5.0
+# What a worker may say of a call; anything else it says counts as a failed kernel.
+WORKER_CODES = frozenset({InvalidArgument.code, OutputTooSmall.code, BackendError.code})
+
+
+class Server:
+    """One broker. `run()` returns when it was told to stop, or when its last client left and `stays` is off."""
+
+    def __init__(
+        self, settings: Settings, endpoints: Endpoints, state: BrokerState, launcher: Launcher, *, stays: bool
+    ) -> None:
+        self.settings = settings
+        self.endpoints = endpoints
+        self.state = state
+        self.launcher = launcher
+        self.incarnation = os.urandom(8).hex()
+        self.started_s = time.time()
+        self.processes: dict[tuple[str, int], supervisor.Process] = {}
+        self.peers: dict[int, Peer] = {}
+        self._stays = stays
+        self._ended = False
+        self._idle_since_s: float | None = time.monotonic()
+        self._kill_at_s: float | None = None
+        self._numbers = itertools.count(1)
+        self._clients: dict[bytes, Peer] = {}
+        self._workers: dict[tuple[str, int], Peer] = {}
+        self._by_identity: dict[bytes, Peer] = {}
+        self._fds_of: dict[int, dict[int, int]] = {}  # client number -> arena -> memfd, also after it has left
+        self._from_threads: deque[ev.Event] = deque()
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._on_fd: dict[int, Callable[[], None]] = {}
+        self._context = zmq.Context()
+        self._front = self._bind("client")
+        self._back = self._bind("worker")
+        self._listener = control.listen(endpoints.control)
+        self._watch(self._listener.fileno(), self._accept)
+        self._watch(self._wake, self._take_from_threads)
+
+    def _bind(self, side: str) -> zmq.Socket[bytes]:
+        path = self.endpoints.zmq_path(side, self.incarnation)
+        sock = sockets.bind_router(self._context, path, 4 * self.settings.max_in_flight)
+        self._watch(sockets.poll_fd(sock), lambda: None)  # the loop asks for its events anyway
+        return sock
+
+    def _watch(self, fd: int, handler: Callable[[], None]) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
+        self._on_fd[fd] = handler
+
+    def _unwatch(self, fd: int) -> None:
+        self._epoll.unregister(fd)
+        del self._on_fd[fd]
+
+    # --- the loop ------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
+        try:
+            while not self._ended:
+                busy = self._drain(self._front, self._from_client)
+                busy |= self._drain(self._back, self._from_worker)
+                now_s = time.monotonic()
+                if now_s >= self.state.wakeup_s:
+                    self.handle(ev.Tick())
+                self._housekeeping(now_s)
+                for fd, _ in self._epoll.poll(0 if busy or self._ended else self._timeout_s(now_s)):
+                    handler = self._on_fd.get(fd)  # an earlier one may have closed it
+                    if handler is not None:
+                        handler()
+        finally:
+            self._close()
+
+    def _timeout_s(self, now_s: float) -> float:
+        due = [self.state.wakeup_s - now_s, 30.0]
+        if not self._stays and self._idle_since_s is not None:
+            due.append(self._idle_since_s + self.settings.linger_s - now_s)
+        if self._kill_at_s is not None:
+            due.append(self._kill_at_s - now_s)
+        if any(not peer.role for peer in self.peers.values()):
+            due.append(HELLO_TIMEOUT_S)
+        return max(min(due), 0.0)
+
+    def _housekeeping(self, now_s: float) -> None:
+        if self._idle_since_s is not None and not self._stays and now_s >= self._idle_since_s + self.settings.linger_s:
+            self._idle_since_s = None
+            self.handle(ev.ShutdownAsked())
+        if self._kill_at_s is not None and now_s >= self._kill_at_s:
+            self._kill_at_s = None
+            for process in self.processes.values():
+                supervisor.kill(process)
+        for peer in [p for p in self.peers.values() if not p.role and now_s > p.since_s + HELLO_TIMEOUT_S]:
+            self._close_peer(peer)
+
+    def _drain(self, sock: zmq.Socket[bytes], take: Callable[[bytes, bytes], None]) -> bool:
+        """Take what is there, up to a batch. True when there may be more."""
+        for _ in range(BATCH):
+            if not sockets.has_input(sock):
+                return False
+            frames = sock.recv_multipart(zmq.NOBLOCK)
+            if len(frames) == 2:
+                take(frames[0], frames[1])
+        return True
+
+    def handle(self, event: ev.Event) -> None:
+        for action in self.state.handle(event, time.monotonic()):
+            self._perform[type(action)](self, action)
+
+    def post(self, event: ev.Event) -> None:
+        """From another thread or a signal handler: let the loop handle this event."""
+        self._from_threads.append(event)
+        os.eventfd_write(self._wake, 1)
+
+    def _take_from_threads(self) -> None:
+        os.eventfd_read(self._wake)
+        while self._from_threads:
+            self.handle(self._from_threads.popleft())
+
+    # --- frames --------------------------------------------------------------------------------------
+
+    def _from_client(self, identity: bytes, frame: bytes) -> None:
+        if identity not in self._clients:
+            return  # it was dropped, or was never welcomed
+        try:
+            header = wire.unpack(frame)
+            body = frame[HEADER_BYTES:]
+            kind = header.kind
+            if kind == Kind.EXECUTE:
+                digest = b""
+                if header.flags & wire.HAS_DIGEST:
+                    body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
+                event: ev.Event = ev.CallArrived(identity, header.route, header.seq, header.time / 1e6, body, digest)
+            elif kind == Kind.ROUTE:
+                event = ev.RouteDefined(identity, header.route, body)
+            elif kind == Kind.FORGET:
+                event = ev.RouteForgotten(identity, header.route)
+            elif kind == Kind.POISONED and len(body) == wire.DIGEST_BYTES:
+                event = ev.CallPoisoned(identity, header.route, body)
+            elif kind == Kind.REQUEST:
+                self._answer_request(identity, header.seq, body)
+                return
+            else:
+                raise ProtocolError(f"a client does not send kind {kind} with {len(body)} bytes")
+        except ProtocolError as exc:
+            self._drop_client(ev.DropClient(identity, str(exc)))
+            return
+        self.handle(event)
+
+    def _answer_request(self, identity: bytes, seq: int, body: bytes) -> None:
+        message = messages.decode(body, messages.Request)
+        try:
+            answer = requests.answer(self, message.method, message.params)
+            frame = wire.pack(Kind.RESPONSE, seq=seq, body=msgpack.packb(answer))
+        except LayerZeroError as exc:
+            frame = wire.pack(Kind.FAILED, seq=seq, body=messages.encode(messages.Outcome(error=exc.to_wire())))
+        self._send_client(identity, frame)
+
+    def _from_worker(self, identity: bytes, frame: bytes) -> None:
+        peer = self._by_identity.get(identity)
+        if peer is None:
+            return
+        try:
+            header = wire.unpack(frame)
+            body = frame[HEADER_BYTES:]
+            if header.kind == Kind.RAN:
+                event: ev.Event = ev.CallRan(identity, header.seq, header.attempt, header.time, body)
+            elif header.kind == Kind.RAISED:
+                event = ev.CallRaised(identity, header.seq, header.attempt, _kernel_error(body))
+            elif header.kind == Kind.READY:
+                ready = messages.decode(body, messages.Ready)
+                event = ev.WorkerReady(identity, peer.backend, peer.generation, ready.versions)
+            else:
+                raise ProtocolError(f"a worker does not send kind {header.kind}")
+        except ProtocolError as exc:
+            event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
+        self.handle(event)
+
+    def _send_client(self, identity: bytes, frame: bytes) -> None:
+        try:
+            self._front.send_multipart((identity, frame), zmq.NOBLOCK)
+        except zmq.ZMQError as exc:  # gone, or its queue is full: it does not read
+            if identity in self._clients:
+                log("client.unreachable", client=self._clients[identity].number, error=str(exc))
+                if exc.errno == zmq.EAGAIN:
+                    self._drop_client(ev.DropClient(identity, "it does not read its answers"))
+
+    def _send_worker(self, identity: bytes, frame: bytes) -> None:
+        try:
+            self._back.send_multipart((identity, frame), zmq.NOBLOCK)
+        except zmq.ZMQError as exc:  # dying: its exit is about to be seen. A full queue is its fault
+            peer = self._by_identity.get(identity)
+            if peer is not None and exc.errno == zmq.EAGAIN:
+                self.handle(ev.WorkerMisbehaved(peer.backend, peer.generation, "it does not read its queue"))
+
+    # --- control sockets -------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            peer = Peer(sock, since_s=time.monotonic())
+            self.peers[sock.fileno()] = peer
+            self._watch(sock.fileno(), lambda: self._from_control(peer))
+
+    def _from_control(self, peer: Peer) -> None:
+        try:
+            if not peer.role:
+                hello, fds = control.receive(peer.sock, messages.Hello)
+                _close_all(fds)
+                self._welcome(peer, hello)
+            elif peer.role == "client":
+                message, fds = control.receive(peer.sock, messages.AddArena, messages.RetireArena)
+                if isinstance(message, messages.AddArena):
+                    self._add_arena(peer, message, fds)
+                else:
+                    _close_all(fds)
+                    self.handle(ev.ArenaGivenUp(peer.identity, message.arena))
+            else:
+                control.receive(peer.sock)
+        except BlockingIOError:
+            return
+        except control.Closed:
+            self._close_peer(peer)
+        except LayerZeroError as exc:
+            refuse(peer, exc)
+            log("peer.refused", role=peer.role, pid=peer.pid, error=exc.message)
+            self._close_peer(peer)
+
+    def _welcome(self, peer: Peer, hello: messages.Hello) -> None:
+        check_hello(peer, hello, layerzero.__version__)
+        fds: tuple[int, ...] = ()
+        if hello.role == "worker":
+            process = next((p for p in self.processes.values() if p.ticket == hello.ticket), None)
+            if process is None or (process.backend, process.generation) in self._workers:
+                raise ProtocolError("unknown worker ticket")
+            peer.backend, peer.generation = process.backend, process.generation
+            self._workers[peer.backend, peer.generation] = peer
+            fds = (process.page_fd,)
+        elif hello.role == "client":
+            if self.state.stopping:
+                raise ProtocolError("the broker is shutting down")
+        else:
+            raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, worker")
+        peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)
+        self._by_identity[peer.identity] = peer
+        if peer.role == "client":
+            self._clients[peer.identity] = peer
+            self._fds_of[peer.number] = peer.arenas
+            self._idle_since_s = None
+            self.handle(ev.ClientJoined(peer.identity, peer.number))
+        welcome = messages.Welcome(
+            protocol=wire.PROTOCOL,
+            package=layerzero.__version__,
+            broker=self.incarnation,
+            broker_pid=os.getpid(),
+            endpoint=f"ipc://{self.endpoints.zmq_path(peer.role, self.incarnation)}",
+            identity=peer.identity,
+            number=peer.number,
+            max_in_flight=self.settings.max_in_flight,
+            timeout_s=self.settings.timeout_s,
+        )
+        control.send(peer.sock, welcome, fds)
+
+    def _add_arena(self, peer: Peer, message: messages.AddArena, fds: list[int]) -> None:
+        try:
+            if len(fds) != 1:
+                raise ProtocolError(f"add_arena carries one descriptor, got {len(fds)}")
+            memory.check_memfd(fds[0], message.nbytes)
+            if message.arena in peer.arenas or not 0 <= message.arena < wire.NO_ARENA:
+                raise ProtocolError(f"arena {message.arena} is in use or out of range")
+        except ProtocolError:
+            _close_all(fds)
+            raise
+        peer.arenas[message.arena] = fds[0]
+        self.handle(ev.ArenaOffered(peer.identity, message.arena, message.nbytes))
+        control.send(peer.sock, messages.ArenaAdded(arena=message.arena))
+
+    def _close_peer(self, peer: Peer) -> None:
+        fd = peer.sock.fileno()
+        if self.peers.pop(fd, None) is None:
+            return
+        self._unwatch(fd)
+        self._by_identity.pop(peer.identity, None)
+        peer.sock.close()
+        if peer.role == "client":
+            del self._clients[peer.identity]
+            if not self._clients:
+                self._idle_since_s = time.monotonic()
+            if not peer.arenas:
+                del self._fds_of[peer.number]
+            self.handle(ev.ClientLeft(peer.identity))
+        elif peer.role == "worker":
+            del self._workers[peer.backend, peer.generation]
+            if (peer.backend, peer.generation) in self.processes:  # alive, yet it hung up
+                text = "it closed its control socket"
+                self.handle(ev.WorkerMisbehaved(peer.backend, peer.generation, text))
+
+    # --- processes -----------------------------------------------------------------------------------
+
+    def _worker_ended(self, process: supervisor.Process) -> None:
+        while self._drain(self._back, self._from_worker):  # what it still said counts
+            pass
+        self._unwatch(process.pidfd)
+        key = (process.backend, process.generation)
+        del self.processes[key]
+        peer = self._workers.get(key)
+        if peer is not None:
+            self._close_peer(peer)
+        ended = supervisor.reap(process)
+        self.handle(ev.WorkerExited(*key, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail))
+
+    # --- actions -------------------------------------------------------------------------------------
+
+    def _probe(self, action: ev.Probe) -> None:
+        def work() -> None:
+            error: LayerZeroError | None = None
+            try:
+                self.launcher.probe(action.backend)
+            except LayerZeroError as exc:
+                error = exc
+            except Exception as exc:  # a broken environment may fail in any way; it disables that backend only
+                error = EnvError(f"the probe failed: {type(exc).__name__}: {exc}", env=action.backend)
+            self.post(ev.ProbeEnded(action.backend, error))
+
+        self._threads.submit(work)
+
+    def _spawn(self, action: ev.Spawn) -> None:
+        backend, generation = action.backend, action.generation
+        try:
+            process = supervisor.spawn(
+                backend,
+                generation,
+                self.launcher.launch(backend),
+                control_path=self.endpoints.control,
+                log=self.endpoints.worker_log(backend),
+                package=layerzero.__version__,
+                failpoints=self.settings.failpoints_of(backend),
+            )
+        except (OSError, LayerZeroError) as exc:
+            error = exc if isinstance(exc, LayerZeroError) else EnvError(f"cannot start the worker: {exc}", env=backend)
+            self.handle(ev.SpawnFailed(backend, generation, error))
+            return
+        self.processes[backend, generation] = process
+        self._watch(process.pidfd, lambda: self._worker_ended(process))
+        log("worker.started", backend=backend, generation=generation, pid=process.pid)
+        self.handle(ev.WorkerSpawned(backend, generation, process.pid))
+
+    def _kill(self, action: ev.Kill) -> None:
+        process = self.processes.get((action.backend, action.generation))
+        if process is not None:
+            supervisor.kill(process)
+
+    def _stop_worker(self, action: ev.StopWorker) -> None:
+        self._kill_at_s = time.monotonic() + STOP_GRACE_S
+        if action.identity:
+            self._send_worker(action.identity, wire.pack(Kind.STOP))
+        else:
+            self._kill(ev.Kill(action.backend, action.generation))
+
+    def _send_prepare(self, action: ev.SendPrepare) -> None:
+        self._send_worker(action.identity, wire.pack(Kind.PREPARE, route=action.plan, body=action.body))
+
+    def _send_drop(self, action: ev.SendDrop) -> None:
+        self._send_worker(action.identity, wire.pack(Kind.DROP, route=action.plan))
+
+    def _lend_arena(self, action: ev.LendArena) -> None:
+        fd = self._fds_of[action.client][action.arena]
+        message = messages.MapArena(client=action.client, arena=action.arena, nbytes=os.fstat(fd).st_size)
+        self._tell_worker(action.backend, action.generation, message, (fd,))
+
+    def _take_back_arena(self, action: ev.TakeBackArena) -> None:
+        message = messages.UnmapArena(client=action.client, arena=action.arena)
+        self._tell_worker(action.backend, action.generation, message)
+
+    def _tell_worker(self, backend: str, generation: int, message: messages.Message, fds: tuple[int, ...] = ()) -> None:
+        peer = self._workers.get((backend, generation))
+        if peer is None:
+            return  # it has just died; its exit event is on the way
+        try:
+            control.send(peer.sock, message, fds)
+        except control.Closed:
+            return
+        except BlockingIOError:
+            self.handle(ev.WorkerMisbehaved(backend, generation, "it does not read its control socket"))
+
+    def _close_arena(self, action: ev.CloseArena) -> None:
+        arenas = self._fds_of[action.client]
+        os.close(arenas.pop(action.arena))
+        if not arenas and all(peer.number != action.client for peer in self._clients.values()):
+            del self._fds_of[action.client]
+
+    def _run(self, action: ev.Run) -> None:
+        self._send_worker(
+            action.identity,
+            wire.pack(
+                Kind.RUN,
+                route=action.plan,
+                seq=action.dispatch,
+                attempt=action.attempt,
+                aux=action.client,
+                body=action.body,
+            ),
+        )
+
+    def _send_decision(self, action: ev.SendDecision) -> None:
+        frame = wire.pack(Kind.DECISION, route=action.route, aux=action.decision, body=action.body)
+        self._send_client(action.identity, frame)
+
+    def _answer(self, action: ev.Answer) -> None:
+        body, flags = action.body, 0
+        if action.attempts:
+            flags = wire.HAS_OUTCOME
+            body = messages.encode(messages.Outcome(attempts=action.attempts, result=action.body))
+        frame = wire.pack(
+            Kind.DONE,
+            flags=flags,
+            seq=action.seq,
+            attempt=action.attempt,
+            aux=action.decision,
+            time=action.kernel_ns,
+            body=body,
+        )
+        self._send_client(action.identity, frame)
+
+    def _refuse(self, action: ev.Refuse) -> None:
+        outcome = messages.Outcome(error=action.error.to_wire(), attempts=action.attempts, candidates=action.candidates)
+        self._send_client(action.identity, wire.pack(Kind.FAILED, seq=action.seq, body=messages.encode(outcome)))
+
+    def _drop_client(self, action: ev.DropClient) -> None:
+        peer = self._clients.get(action.identity)
+        if peer is not None:
+            refuse(peer, ProtocolError(action.detail))
+            log("client.dropped", client=peer.number, pid=peer.pid, detail=action.detail)
+            self._close_peer(peer)
+
+    def _note(self, action: ev.Note) -> None:
+        log(action.event, **action.facts)
+
+    def _exit(self, _: ev.Exit) -> None:
+        self._ended = True
+
+    _perform: dict[type, Callable[[Server, Any], None]] = {
+        ev.Run: _run,
+        ev.Answer: _answer,
+        ev.Refuse: _refuse,
+        ev.SendDecision: _send_decision,
+        ev.SendPrepare: _send_prepare,
+        ev.SendDrop: _send_drop,
+        ev.LendArena: _lend_arena,
+        ev.TakeBackArena: _take_back_arena,
+        ev.CloseArena: _close_arena,
+        ev.Probe: _probe,
+        ev.Spawn: _spawn,
+        ev.Kill: _kill,
+        ev.StopWorker: _stop_worker,
+        ev.DropClient: _drop_client,
+        ev.Note: _note,
+        ev.Exit: _exit,
+    }
+
+    def _close(self) -> None:
+        for process in list(self.processes.values()):
+            supervisor.kill(process)
+            supervisor.reap(process)
+        self._listener.close()
+        self._front.close()
+        self._back.close()
+        self._context.term()  # the last answers leave before the control sockets say that the broker is gone
+        for peer in list(self.peers.values()):
+            peer.close()
+        for path in (
+            self.endpoints.control,
+            self.endpoints.zmq_path("client", self.incarnation),
+            self.endpoints.zmq_path("worker", self.incarnation),
+        ):
+            path.unlink(missing_ok=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._epoll.close()
+        os.close(self._wake)
+
+
+def _kernel_error(body: bytes) -> LayerZeroError:
+    """A worker's word on a failed call, held to what a worker may say."""
+    error = from_wire(messages.unpack_body(body))
+    if error.code in WORKER_CODES:
+        return error
+    failure = BackendError(f"{error.code}: {error.message}")
+    failure.facts = error.facts
+    return failure
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

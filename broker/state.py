@@ -1,0 +1,759 @@
+"""The broker's core: `BrokerState.handle(event, now_s) -> [action]`. No I/O, no clock, no randomness of its own.
+
+Invariants, checked by tests/unit/broker/test_simulation.py over thousands of seeded schedules:
+every call ends in exactly one Answer or Refuse; a call runs on at most one worker at a time, and is given to another
+only when the one before has answered or its exit is confirmed; the step that picks a worker reserves it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from layerzero.broker import events as ev
+from layerzero.broker.records import MAX_CHECKED_BODIES, Call, Client, Route, Worker
+from layerzero.broker.selection import CallSpec, Signature, Verdict, rank, static_verdicts
+from layerzero.broker.worker_fsm import Signal, WorkerState, step
+from layerzero.capabilities.descriptor import Capability
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc import wire
+from layerzero.ipc.errors import (
+    NEVER,
+    SAME,
+    BackendError,
+    BrokerLost,
+    Busy,
+    DeadlineExceeded,
+    DigestRequired,
+    EnvError,
+    InvalidArgument,
+    LayerZeroError,
+    NoBackend,
+    Poison,
+    ProtocolError,
+)
+from layerzero.ipc.messages import Decision, Prepare, encode
+
+MAX_DEATHS_PER_CALL = 2
+S = WorkerState
+E = TypeVar("E", bound=ev.Event)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The knobs of the core; settings.py declares their defaults, units and variables."""
+
+    timeout_s: float
+    start_timeout_s: float
+    max_in_flight: int
+    depth: int
+    standby: int
+    restart_budget: int
+    restart_window_s: float
+    backoff_s: float
+    backoff_max_s: float
+    poison_quarantine_s: float
+
+
+class BrokerState:
+    """`capabilities`: what each usable backend claims. `unusable`: why the others cannot start."""
+
+    def __init__(
+        self,
+        capabilities: Mapping[str, Capability],
+        unusable: Mapping[str, Rejection],
+        limits: Limits,
+        rng: random.Random,
+    ) -> None:
+        self.capabilities = dict(capabilities)
+        self.limits = limits
+        self.clients: dict[bytes, Client] = {}
+        self.workers: dict[str, Worker] = {name: Worker(name) for name in capabilities}
+        self.unavailable: dict[str, Rejection] = dict(unusable)
+        self.wakeup_s = math.inf  # the server sends a Tick at this time
+        self.epoch = 0  # grows whenever the set of available backends changes
+        self.stale = 0  # answers that came too late to count
+        self.stopping = False
+        self._rng = rng
+        self._signatures: dict[bytes, Signature] = {}
+        self._plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
+        self._poison: dict[bytes, dict[bytes, float]] = {}  # signature -> digest -> end of quarantine
+        self._by_identity: dict[bytes, Worker] = {}
+        self._dispatch = itertools.count(1)
+        self._plan_numbers = itertools.count(1)
+        self._actions: list[ev.Action] = []
+        self._now_s = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.ClientJoined: self._client_joined,
+            ev.ClientLeft: self._client_left,
+            ev.ArenaOffered: self._arena_offered,
+            ev.ArenaGivenUp: self._arena_given_up,
+            ev.RouteDefined: self._route_defined,
+            ev.RouteForgotten: self._route_forgotten,
+            ev.CallArrived: self._call_arrived,
+            ev.CallPoisoned: self._call_poisoned,
+            ev.ProbeEnded: self._probe_ended,
+            ev.WorkerSpawned: self._worker_spawned,
+            ev.SpawnFailed: self._spawn_failed,
+            ev.WorkerReady: self._worker_ready,
+            ev.CallRan: self._call_ran,
+            ev.CallRaised: self._call_raised,
+            ev.WorkerMisbehaved: self._worker_misbehaved,
+            ev.WorkerExited: self._worker_exited,
+            ev.BackendReset: self._backend_reset,
+            ev.Tick: self._tick,
+            ev.ShutdownAsked: self._shutdown_asked,
+        }
+
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+        """Take one event; returns what must be done, in order."""
+        self._now_s = now_s
+        self._actions = []
+        self._handlers[type(event)](event)
+        return self._actions
+
+    # --- clients -------------------------------------------------------------------------------------
+
+    def _client_joined(self, event: ev.ClientJoined) -> None:
+        self.clients[event.identity] = Client(event.identity, event.number)
+
+    def _client_left(self, event: ev.ClientLeft) -> None:
+        client = self.clients.pop(event.identity, None)
+        if client is None:
+            return
+        client.has_left = True
+        for worker in self.workers.values():
+            gone = [call for call in worker.waiting if call.client is client]
+            for call in gone:
+                worker.waiting.remove(call)
+                client.open_calls -= 1
+        for route in list(client.routes.values()):
+            self._drop_route(client, route)
+        self._release_if_done(client)
+
+    def _release_if_done(self, client: Client) -> None:
+        """A client's memory is given back when it has left and no worker may write into it any more."""
+        if client.has_left and client.open_calls == 0:
+            for arena in list(client.arenas):
+                self._release_arena(client, arena)
+
+    def _arena_offered(self, event: ev.ArenaOffered) -> None:
+        client = self.clients[event.identity]
+        if event.arena in client.arenas:
+            self._drop_client(client, f"arena {event.arena} offered twice")
+            return
+        client.arenas[event.arena] = event.nbytes
+
+    def _arena_given_up(self, event: ev.ArenaGivenUp) -> None:
+        client = self.clients.get(event.identity)
+        if client is not None and event.arena in client.arenas:
+            self._release_arena(client, event.arena)
+
+    def _release_arena(self, client: Client, arena: int) -> None:
+        key = (client.number, arena)
+        del client.arenas[arena]
+        for route in client.routes.values():
+            route.checked.clear()
+        for worker in self.workers.values():
+            if key in worker.arenas:
+                worker.arenas.discard(key)
+                self._do(ev.TakeBackArena(worker.backend, worker.generation, *key))
+        self._do(ev.CloseArena(*key))
+
+    def _drop_client(self, client: Client, detail: str) -> None:
+        self._do(ev.DropClient(client.identity, detail))
+        self._do(ev.Note("client.dropped", {"client": client.number, "detail": detail}))
+        self._client_left(ev.ClientLeft(client.identity))
+
+    # --- routes --------------------------------------------------------------------------------------
+
+    def _route_defined(self, event: ev.RouteDefined) -> None:
+        client = self.clients[event.identity]
+        if event.route in client.routes:
+            self._drop_client(client, f"route {event.route} defined twice")
+            return
+        signature = self._signatures.get(event.body)
+        if signature is None:
+            try:
+                spec = CallSpec.parse(event.body)
+            except LayerZeroError as exc:
+                self._drop_client(client, f"route {event.route}: {exc}")
+                return
+            signature = Signature(event.body, spec, static_verdicts(spec, self.capabilities))
+            self._signatures[event.body] = signature
+        signature.users += 1
+        client.routes[event.route] = Route(event.route, signature)
+
+    def _route_forgotten(self, event: ev.RouteForgotten) -> None:
+        client = self.clients[event.identity]
+        route = client.routes.get(event.route)
+        if route is not None:
+            self._drop_route(client, route)
+
+    def _drop_route(self, client: Client, route: Route) -> None:
+        del client.routes[route.number]
+        signature = route.signature
+        signature.users -= 1
+        if signature.users:
+            return
+        del self._signatures[signature.key]
+        for verdict in signature.verdicts:
+            plan = self._plans.pop((signature.key, verdict.kernel_id), None)
+            worker = self.workers.get(verdict.backend)
+            if plan is not None and worker is not None and plan in worker.plans:
+                worker.plans.discard(plan)
+                self._do(ev.SendDrop(worker.identity, plan))
+
+    def explain(self, body: bytes) -> tuple[CallSpec, tuple[Verdict, ...]]:
+        """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
+        known = self._signatures.get(body)
+        spec = known.spec if known else CallSpec.parse(body)
+        verdicts = known.verdicts if known else static_verdicts(spec, self.capabilities)
+        return spec, rank(spec, verdicts, self.unavailable, known.measured_us if known else {})
+
+    def _order(self, signature: Signature) -> tuple[Verdict, ...]:
+        """Accepted candidates, best first; kept until availability changes, looked at again as calls double."""
+        signature.calls += 1
+        if signature.epoch != self.epoch or not signature.calls & (signature.calls - 1):
+            signature.ranked = rank(signature.spec, signature.verdicts, self.unavailable, signature.measured_us)
+            signature.order = tuple(v for v in signature.ranked if v.is_accepted)
+            signature.epoch = self.epoch
+        return signature.order
+
+    # --- calls ---------------------------------------------------------------------------------------
+
+    def _call_arrived(self, event: ev.CallArrived) -> None:
+        client = self.clients[event.identity]
+        route = client.routes.get(event.route)
+        if route is None:
+            self._drop_client(client, f"call on unknown route {event.route}")
+            return
+        if self.stopping:
+            self._do(ev.Refuse(client.identity, event.seq, BrokerLost("the broker is shutting down")))
+            return
+        if client.open_calls >= self.limits.max_in_flight:
+            error = Busy(
+                f"{client.open_calls} calls are open; allowed: {self.limits.max_in_flight}", limit=client.open_calls
+            )
+            self._do(ev.Refuse(client.identity, event.seq, error))
+            return
+        arenas = route.checked.get(event.body)
+        if arenas is None:
+            try:
+                arenas = self._check_refs(client, route, event.body)
+            except ProtocolError as exc:
+                self._drop_client(client, str(exc))
+                return
+        if self._poison and (refusal := self._poison_refusal(route.signature.key, event.digest)):
+            self._do(ev.Refuse(client.identity, event.seq, refusal))
+            return
+        client.open_calls += 1
+        timeout_s = event.timeout_s or self.limits.timeout_s
+        self._place(Call(client, route, event.seq, timeout_s, event.body, arenas))
+
+    def _check_refs(self, client: Client, route: Route, body: bytes) -> tuple[int, ...]:
+        spec = route.signature.spec
+        specs = (*spec.inputs, *spec.outputs)
+        if len(body) != len(specs) * wire.REF_BYTES:
+            raise ProtocolError(f"a call of {spec.op} has {len(specs)} references, got {len(body)} bytes")
+        arenas = set()
+        for tensor, ref in zip(specs, wire.unpack_refs(body, len(specs)), strict=True):
+            if tensor is None:
+                continue
+            size = client.arenas.get(ref.arena)
+            if size is None:
+                raise ProtocolError(f"unknown arena {ref.arena}")
+            if ref.nbytes < tensor.span_bytes or ref.offset + ref.nbytes > size:
+                raise ProtocolError(
+                    f"{tensor} does not lie in bytes {ref.offset}+{ref.nbytes} of arena {ref.arena} ({size})"
+                )
+            arenas.add(ref.arena)
+        if len(route.checked) >= MAX_CHECKED_BODIES:
+            route.checked.popitem(last=False)
+        route.checked[body] = result = tuple(sorted(arenas))
+        return result
+
+    def _poison_refusal(self, key: bytes, digest: bytes) -> LayerZeroError | None:
+        known = self._poison.get(key)
+        if known is None:
+            return None
+        for old in [d for d, until_s in known.items() if until_s <= self._now_s]:
+            del known[old]
+        if not known:
+            del self._poison[key]
+            return None
+        if not digest:
+            return DigestRequired("calls of this signature need a digest of their inputs")
+        if digest not in known:
+            return None
+        left_s = known[digest] - self._now_s
+        return Poison(
+            f"these inputs killed {MAX_DEATHS_PER_CALL} workers; refused for another {left_s:.0f} s",
+            quarantine_s=round(left_s, 1),
+        )
+
+    def _call_poisoned(self, event: ev.CallPoisoned) -> None:
+        route = self.clients[event.identity].routes.get(event.route)
+        if route is not None:
+            quarantine = self._poison.setdefault(route.signature.key, {})
+            quarantine[event.digest] = self._now_s + self.limits.poison_quarantine_s
+
+    def _place(self, call: Call) -> None:
+        """Give the call to the best candidate it has not tried, or end it."""
+        order = self._order(call.route.signature)
+        for position, verdict in enumerate(order):
+            if verdict.backend in call.tried:
+                continue
+            call.kernel_id = verdict.kernel_id
+            worker = self.workers[verdict.backend]
+            if worker.state is S.READY and len(worker.running) < self.limits.depth:
+                self._send(worker, call)
+            else:
+                worker.waiting.append(call)
+                self._need(worker)
+            if call.attempt <= 1 and not call.route.signature.spec.pinned:
+                for spare in order[position + 1 : position + 1 + self.limits.standby]:
+                    self._need(self.workers[spare.backend])
+            return
+        self._end_unserved(call)
+
+    def _need(self, worker: Worker) -> None:
+        if worker.state is S.ABSENT:
+            self._signal(worker, Signal.NEEDED)
+            self._do(ev.Probe(worker.backend))
+
+    def _send(self, worker: Worker, call: Call) -> None:
+        signature = call.route.signature
+        plan_key = (signature.key, call.kernel_id)
+        plan = self._plans.get(plan_key)
+        if plan is None:
+            plan = self._plans[plan_key] = next(self._plan_numbers)
+        if plan not in worker.plans:
+            worker.plans.add(plan)
+            self._do(ev.SendPrepare(worker.identity, plan, _prepare_body(signature.spec, call.kernel_id)))
+        number = call.client.number
+        for arena in call.arenas:
+            key = (number, arena)
+            if key not in worker.arenas:
+                worker.arenas.add(key)
+                self._do(ev.LendArena(worker.backend, worker.generation, number, arena))
+        call.attempt += 1
+        call.dispatch = next(self._dispatch)
+        worker.running.append(call)
+        if len(worker.running) == 1:
+            self._start_clock(worker)
+        self._do(ev.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body))
+
+    def _start_clock(self, worker: Worker) -> None:
+        worker.head_since_s = self._now_s
+        self.wakeup_s = min(self.wakeup_s, worker.head_deadline_s)
+
+    def _take_head(self, worker: Worker) -> Call:
+        """The oldest running call is over; the next one starts, and a waiting one is sent."""
+        call = worker.running.popleft()
+        if worker.waiting and worker.state is S.READY:
+            self._send(worker, worker.waiting.popleft())
+        if worker.running:
+            self._start_clock(worker)
+        elif worker.state is S.STOPPING:
+            self._stop_if_idle()
+        return call
+
+    def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
+        """The worker whose oldest running call this answers. Late answers of a killed one are counted, not used."""
+        worker = self._by_identity.get(identity)
+        if worker is None or worker.state is S.KILLING:
+            self.stale += 1
+            return None
+        head = worker.running[0] if worker.running else None
+        if head is None or head.dispatch != dispatch or head.attempt != attempt:
+            self._fault(worker, ProtocolError(f"answered dispatch {dispatch}.{attempt}, which is not the one it runs"))
+            return None
+        return worker
+
+    def _call_ran(self, event: ev.CallRan) -> None:
+        worker = self._answers_head(event.identity, event.dispatch, event.attempt)
+        if worker is None:
+            return
+        call = self._take_head(worker)
+        worker.answered += 1
+        call.route.signature.note_time(call.kernel_id, event.kernel_ns)
+        client = call.client
+        client.open_calls -= 1
+        if client.has_left:
+            self._release_if_done(client)
+            return
+        decision = self._decision(call, worker)
+        self._do(
+            ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body, call.attempts)
+        )
+
+    def _decision(self, call: Call, worker: Worker) -> int:
+        """Number of the decision that this answer follows; sent to the client when it is a new one."""
+        route, signature = call.route, call.route.signature
+        decided_for = (call.kernel_id, worker.generation, signature.epoch)
+        if route.decided_for != decided_for:
+            route.decided_for = decided_for
+            route.decision = call.client.next_decision
+            call.client.next_decision += 1
+            kernel = next(v.kernel for v in signature.verdicts if v.kernel_id == call.kernel_id)
+            assert kernel is not None
+            body = encode(
+                Decision(
+                    kernel_id=call.kernel_id,
+                    backend=worker.backend,
+                    worker_pid=worker.pid,
+                    copies_inputs=kernel.copies_inputs,
+                    copies_outputs=kernel.copies_outputs,
+                    candidates=[v.to_wire() for v in signature.ranked],
+                )
+            )
+            self._do(ev.SendDecision(call.client.identity, route.number, route.decision, body))
+        return route.decision
+
+    def _call_raised(self, event: ev.CallRaised) -> None:
+        worker = self._answers_head(event.identity, event.dispatch, event.attempt)
+        if worker is None:
+            return
+        call = self._take_head(worker)
+        worker.failed += 1
+        self._attempt_failed(call, worker, event.error)
+
+    def _attempt_failed(
+        self, call: Call, worker: Worker, error: LayerZeroError, *, exit_code: int | None = None, phase: str = ""
+    ) -> None:
+        """An attempt is over for good (the worker has answered, or is dead): try the next kernel, or end the call."""
+        if call.client.has_left:
+            call.client.open_calls -= 1
+            self._release_if_done(call.client)
+            return
+        if error.retry in (NEVER, SAME) and exit_code is None:
+            self._refuse(call, error)
+            return
+        call.attempts.append(
+            {
+                "backend": worker.backend,
+                "kernel_id": call.kernel_id,
+                "worker_pid": worker.pid,
+                "code": error.code,
+                "detail": error.message,
+                "exit_signal": -exit_code if exit_code is not None and exit_code < 0 else None,
+                "exit_code": exit_code if exit_code is not None and exit_code >= 0 else None,
+                "phase": phase,
+            }
+        )
+        call.last_error = error
+        call.tried.add(worker.backend)
+        if call.deaths >= MAX_DEATHS_PER_CALL:
+            text = f"this call killed {call.deaths} workers and is refused from now on"
+            self._refuse(call, Poison(text, quarantine_s=self.limits.poison_quarantine_s))
+        elif call.route.signature.spec.pinned:
+            self._refuse(call, error)
+        else:
+            self._place(call)
+
+    def _end_unserved(self, call: Call) -> None:
+        spec = call.route.signature.spec
+        if call.last_error is not None:
+            tried = ", ".join(f"{a['kernel_id']} ({a['code']})" for a in call.attempts)
+            cls = DeadlineExceeded if call.last_error.code == DeadlineExceeded.code else BackendError
+            error: LayerZeroError = cls(f"{spec.op}: no kernel is left; tried {tried}: {call.last_error.message}")
+            error.facts = dict(call.last_error.facts)
+        else:
+            error = no_backend(spec, call.route.signature.ranked)
+        self._refuse(call, error)
+
+    def _refuse(self, call: Call, error: LayerZeroError) -> None:
+        candidates = [v.to_wire() for v in call.route.signature.ranked]
+        self._do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates))
+        call.client.open_calls -= 1
+        facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
+        self._do(ev.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
+
+    # --- workers -------------------------------------------------------------------------------------
+
+    def _signal(self, worker: Worker, signal: Signal) -> None:
+        worker.state = step(worker.state, signal)
+
+    def _set_unavailable(self, backend: str, reason: Rejection | None) -> None:
+        if reason is None:
+            self.unavailable.pop(backend, None)
+        else:
+            self.unavailable[backend] = reason
+        self.epoch += 1
+
+    def _probe_ended(self, event: ev.ProbeEnded) -> None:
+        worker = self.workers[event.backend]
+        if worker.state is not S.PROBING:
+            return
+        if event.error is None:
+            self._signal(worker, Signal.PROBE_PASSED)
+            self._spawn(worker)
+        else:
+            self._signal(worker, Signal.PROBE_FAILED)
+            self._disable(worker, event.error, Reason.BACKEND_IMPORT_FAILED)
+
+    def _spawn(self, worker: Worker) -> None:
+        worker.generation += 1
+        worker.started_s = self._now_s
+        worker.was_ready = False
+        worker.fault = None
+        worker.pid = 0
+        worker.identity = b""
+        worker.arenas.clear()
+        worker.plans.clear()
+        self.wakeup_s = min(self.wakeup_s, self._now_s + self.limits.start_timeout_s)
+        self._do(ev.Spawn(worker.backend, worker.generation))
+
+    def _worker_spawned(self, event: ev.WorkerSpawned) -> None:
+        worker = self._current(event.backend, event.generation)
+        if worker is not None:
+            worker.pid = event.pid
+
+    def _spawn_failed(self, event: ev.SpawnFailed) -> None:
+        worker = self._current(event.backend, event.generation)
+        if worker is None:
+            return
+        if worker.state is S.STOPPING:
+            self._signal(worker, Signal.EXITED)
+            self._stop_if_idle()
+            return
+        self._signal(worker, Signal.SPAWN_FAILED)
+        self._disable(worker, event.error, Reason.BACKEND_IMPORT_FAILED)
+
+    def _worker_ready(self, event: ev.WorkerReady) -> None:
+        worker = self._current(event.backend, event.generation)
+        if worker is None or worker.state is not S.STARTING:
+            return
+        self._signal(worker, Signal.LOADED)
+        worker.identity = event.identity
+        worker.versions = dict(event.versions)
+        worker.was_ready = True
+        self._by_identity[event.identity] = worker
+        self._set_unavailable(worker.backend, None)
+        self._do(
+            ev.Note(
+                "worker.ready",
+                {"backend": worker.backend, "pid": worker.pid, "start_s": round(self._now_s - worker.started_s, 3)},
+            )
+        )
+        while worker.waiting and len(worker.running) < self.limits.depth:
+            self._send(worker, worker.waiting.popleft())
+
+    def _worker_misbehaved(self, event: ev.WorkerMisbehaved) -> None:
+        worker = self._current(event.backend, event.generation)
+        if worker is not None:
+            self._fault(worker, ProtocolError(event.detail))
+
+    def _fault(self, worker: Worker, error: LayerZeroError) -> None:
+        """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before."""
+        if worker.state in (S.STARTING, S.READY):
+            self._signal(worker, Signal.FAULT)
+            worker.fault = error
+            self._set_unavailable(
+                worker.backend, Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}")
+            )
+            self._do(ev.Kill(worker.backend, worker.generation))
+
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
+        worker = self._current(event.backend, event.generation)
+        if worker is None or worker.state in (S.STOPPED, S.BACKOFF, S.DISABLED, S.ABSENT):
+            return
+        was_stopping = worker.state is S.STOPPING
+        self._signal(worker, Signal.EXITED)
+        self._by_identity.pop(worker.identity, None)
+        how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
+        died = BackendError(
+            f"the {worker.backend} worker died ({how})",
+            backend=worker.backend,
+            exit_code=event.exit_code,
+            phase=event.phase,
+            stderr_tail=event.stderr_tail,
+        )
+        error = worker.fault or died
+        facts = {
+            "backend": worker.backend,
+            "pid": worker.pid,
+            "exit": how,
+            "cause": error.message,
+            "phase": event.phase,
+        }
+        self._do(ev.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
+        running, waiting = list(worker.running), list(worker.waiting)
+        worker.running.clear()
+        worker.waiting.clear()
+        if was_stopping:
+            for call in (*running, *waiting):
+                self._refuse_for_shutdown(call)
+            self._stop_if_idle()
+            return
+        self._plan_restart(worker, error, event.stderr_tail)
+        self._move_calls(worker, running, waiting, error, event)
+
+    def _move_calls(
+        self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
+    ) -> None:
+        """The one being executed is blamed; those behind it only lost their place."""
+        for position, call in enumerate(running):
+            is_blamed = call.dispatch == event.executing or (position == 0 and worker.fault is not None)
+            if is_blamed:
+                call.deaths += worker.fault is None
+                self._attempt_failed(call, worker, error, exit_code=event.exit_code, phase=event.phase)
+            else:
+                self._requeue(call, worker, event)
+        for call in waiting:
+            self._requeue(call, worker, event)
+
+    def _requeue(self, call: Call, worker: Worker, event: ev.WorkerExited) -> None:
+        if call.client.has_left:
+            call.client.open_calls -= 1
+            self._release_if_done(call.client)
+        elif call.route.signature.spec.pinned and worker.state is S.BACKOFF:
+            worker.waiting.append(call)
+        else:
+            lost = BackendError(f"the {worker.backend} worker died while the call was queued", backend=worker.backend)
+            self._attempt_failed(call, worker, lost, exit_code=event.exit_code, phase="queued")
+
+    def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+        limits = self.limits
+        worker.cause = error
+        is_crash = worker.fault is None or worker.fault.code != DeadlineExceeded.code
+        if is_crash:
+            worker.deaths_s.append(self._now_s)
+        while worker.deaths_s and worker.deaths_s[0] < self._now_s - limits.restart_window_s:
+            worker.deaths_s.popleft()
+        if not worker.was_ready:
+            self._signal(worker, Signal.GIVEN_UP)
+            cause = EnvError(
+                f"the {worker.backend} worker never became ready: {error.message}"
+                + (f"; its last words: {stderr_tail.strip().splitlines()[-1][:300]}" if stderr_tail.strip() else ""),
+                env=worker.backend,
+                cause=error.message,
+                repair=f"lz env probe {worker.backend}",
+            )
+            self._disable(worker, cause, Reason.BACKEND_IMPORT_FAILED)
+        elif len(worker.deaths_s) > limits.restart_budget:
+            self._signal(worker, Signal.GIVEN_UP)
+            text = f"{len(worker.deaths_s)} deaths in {limits.restart_window_s:g} s; the last: {error.message}"
+            self._disable(worker, BackendError(text, repair=f"lz restart {worker.backend}"), Reason.BACKEND_DISABLED)
+        else:
+            exponent = max(len(worker.deaths_s) - 1, 0)
+            delay_s = min(limits.backoff_s * 2**exponent, limits.backoff_max_s) * self._rng.uniform(0.75, 1.25)
+            worker.retry_at_s = self._now_s + delay_s
+            worker.restarts += 1
+            self.wakeup_s = min(self.wakeup_s, worker.retry_at_s)
+            detail = f"{error.message}; restarts in {delay_s:.1f} s"
+            self._set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, detail))
+
+    def _disable(self, worker: Worker, cause: LayerZeroError, reason: Reason) -> None:
+        worker.cause = cause
+        repair = cause.facts.get("repair") or f"lz env probe {worker.backend}"
+        self._set_unavailable(worker.backend, Rejection(reason, f"{cause.message}; repair: {repair}"))
+        self._do(ev.Note("backend.disabled", {"backend": worker.backend, "cause": cause.message, "repair": repair}))
+        waiting = list(worker.waiting)
+        worker.waiting.clear()
+        for call in waiting:
+            if call.client.has_left:
+                continue
+            failure = BackendError(f"the {worker.backend} backend is disabled: {cause.message}")
+            failure.facts = {**cause.facts, "repair": repair}
+            self._attempt_failed(call, worker, failure)
+
+    def _backend_reset(self, event: ev.BackendReset) -> None:
+        worker = self.workers.get(event.backend)
+        if worker is None:
+            return
+        if worker.state in (S.DISABLED, S.BACKOFF, S.ABSENT):
+            self._signal(worker, Signal.RESET)
+            worker.cause = None
+            worker.deaths_s.clear()
+            missing = Rejection(Reason.NOT_INSTALLED, event.missing) if event.missing else None
+            self._set_unavailable(worker.backend, missing)
+            if worker.waiting:
+                self._need(worker)
+
+    def _current(self, backend: str, generation: int) -> Worker | None:
+        worker = self.workers[backend]
+        return worker if worker.generation == generation else None
+
+    # --- time and the end ------------------------------------------------------------------------------
+
+    def _tick(self, _: ev.Tick) -> None:
+        now_s, limits = self._now_s, self.limits
+        self.wakeup_s = math.inf
+        for worker in self.workers.values():
+            if worker.state is S.READY and worker.running:
+                if now_s >= worker.head_deadline_s:
+                    head = worker.running[0]
+                    text = f"{head.kernel_id} ran longer than {head.timeout_s:g} s; its worker was killed"
+                    self._fault(worker, DeadlineExceeded(text, timeout_s=head.timeout_s, backend=worker.backend))
+                else:
+                    self.wakeup_s = min(self.wakeup_s, worker.head_deadline_s)
+            elif worker.state is S.STARTING:
+                due_s = worker.started_s + limits.start_timeout_s
+                if now_s >= due_s:
+                    text = f"the provider did not load within {limits.start_timeout_s:g} s"
+                    self._fault(worker, EnvError(text, env=worker.backend, repair=f"lz env probe {worker.backend}"))
+                else:
+                    self.wakeup_s = min(self.wakeup_s, due_s)
+            elif worker.state is S.BACKOFF:
+                if now_s >= worker.retry_at_s:
+                    self._signal(worker, Signal.RETRY_DUE)
+                    self._spawn(worker)
+                else:
+                    self.wakeup_s = min(self.wakeup_s, worker.retry_at_s)
+
+    def _shutdown_asked(self, _: ev.ShutdownAsked) -> None:
+        if self.stopping:
+            return
+        self.stopping = True
+        for worker in self.workers.values():
+            waiting = list(worker.waiting)
+            worker.waiting.clear()
+            for call in waiting:
+                self._refuse_for_shutdown(call)
+            if worker.state is not S.STOPPED:
+                self._signal(worker, Signal.STOP)
+            if worker.state is S.STOPPING:
+                self._do(ev.StopWorker(worker.backend, worker.generation, worker.identity))
+        self._stop_if_idle()
+
+    def _refuse_for_shutdown(self, call: Call) -> None:
+        if call.client.has_left:
+            call.client.open_calls -= 1
+        else:
+            self._refuse(call, BrokerLost("the broker was shut down before the call ran"))
+
+    def _stop_if_idle(self) -> None:
+        if self.stopping and all(w.state is S.STOPPED for w in self.workers.values()):
+            self._do(ev.Exit())
+
+    def _do(self, action: ev.Action) -> None:
+        self._actions.append(action)
+
+
+def no_backend(spec: CallSpec, ranked: tuple[Verdict, ...]) -> NoBackend | InvalidArgument:
+    """The error for a call that nobody can take: which candidates there are, and why each refuses."""
+    if not ranked:
+        pinned = f" in backend {spec.pinned!r}" if spec.pinned else ""
+        return NoBackend(f"{spec.op}: no kernel is known for it{pinned}; see `lz status` for the backends")
+    relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned] or list(ranked)
+    lines = [f"  {v.kernel_id}: " + "; ".join(f"{r.code.value}: {r.detail}" for r in v.reasons) for v in relevant[:12]]
+    return NoBackend(f"{spec.op}: no kernel accepts this call\n" + "\n".join(lines))
+
+
+def _prepare_body(spec: CallSpec, kernel_id: str) -> bytes:
+    return encode(
+        Prepare(
+            op=spec.op,
+            kernel_id=kernel_id,
+            inputs=[None if s is None else s.to_wire() for s in spec.inputs],
+            outputs=[s.to_wire() for s in spec.outputs],
+            attrs=dict(spec.attrs),
+        )
+    )

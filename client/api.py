@@ -1,0 +1,217 @@
+"""lz.connect and what belongs to it: the default session, shared memory, reports, futures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import layerzero
+from layerzero.client import arena as arenas
+from layerzero.client import ops, start
+from layerzero.client.arrays import Array, copy_into, describe, wrap
+from layerzero.client.report import SelectionReport
+from layerzero.client.session import Request, Session, Submitted
+from layerzero.ipc.errors import BrokerLost, InvalidArgument, NotConnected
+from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
+
+_session: Session | None = None
+_lock = threading.Lock()
+CONNECT_TRIES = 3
+
+
+def connect(*, runtime_dir: str | os.PathLike[str] | None = None) -> Session:
+    """Connect this process to the user's broker, starting one if none runs.
+
+    A broker started here ends with its last client; `lz up` starts one that stays. Calling again returns the same
+    session while its broker lives, and a new one after it was lost. All threads share the session; a forked child
+    connects anew at its first call.
+    runtime_dir: folder of the broker's sockets; default LAYERZERO_RUNTIME_DIR or the platform's runtime folder.
+    Raises BrokerLost when no broker can be started, VersionMismatch when one of another version runs.
+    """
+    global _session
+    where = start.endpoints(None if runtime_dir is None else Path(runtime_dir))
+    with _lock:
+        if _session is not None and _session.is_alive and _session.path == where.control:
+            return _session
+        for attempt in range(CONNECT_TRIES):
+            try:
+                start.ensure_broker(where, stays=False)
+                _session = Session(where.control, layerzero.__version__)
+                return _session
+            except OSError as exc:  # the last client left just now, and the broker with it
+                if attempt == CONNECT_TRIES - 1:
+                    raise BrokerLost(f"no broker answers on {where.control}: {exc}") from exc
+    raise AssertionError("unreachable")
+
+
+def disconnect() -> None:
+    """Close the session. A broker that lz.connect() started ends when its last client has left."""
+    global _session
+    with _lock:
+        if _session is not None:
+            _session.close()
+            _session = None
+
+
+def session() -> Session:
+    """The session of lz.connect(). Raises NotConnected."""
+    current = _session
+    if current is None:
+        raise NotConnected("not connected; call lz.connect() first")
+    return current
+
+
+def last_report() -> SelectionReport | None:
+    """Of this thread's last call: which kernel, what it cost, what was copied, which attempts failed, why not others.
+    None before the first call."""
+    return session().last_report()
+
+
+def status() -> dict[str, Any]:
+    """The broker and its backends: states, pids, causes, repairs. The same as `lz status --json`."""
+    answer: dict[str, Any] = session().ask("status")
+    return answer
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> SelectionReport:
+    """Which kernel would serve this call, and why not the others; runs nothing, copies nothing.
+
+    op: an op's name or function, for instance lz.explain("attention", q, k, v, is_causal=True). An lz TensorSpec may
+    stand for an array.
+    """
+    return _with_handler(session().explain, op, args, kwargs)  # type: ignore[no-any-return]
+
+
+class Future:
+    """A submitted call. `result()` waits; it can be awaited too."""
+
+    def __init__(self, owner: Session, submitted: Submitted) -> None:
+        self._session = owner
+        self._submitted: Submitted | None = submitted
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """True when `result()` would not wait."""
+        submitted = self._submitted
+        return submitted is None or submitted.pending.is_done
+
+    def result(self) -> Any:
+        """The op's result. Raises what the op raises."""
+        with self._lock:
+            if self._submitted is not None:
+                try:
+                    self._value = self._session.wait(self._submitted)
+                except BaseException as exc:
+                    if not isinstance(exc, Exception):
+                        raise  # an interrupt: the call goes on
+                    self._error = exc
+                self._submitted = None
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.to_thread(self.result).__await__()
+
+
+def submit(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+    """Send a call and return at once: lz.submit(lz.linear, x, w).result(). Inputs must not change before it is done."""
+    future: Future = _with_handler(SUBMIT, op, args, kwargs)
+    return future
+
+
+def _submit(request: Request) -> Future:
+    owner = session()
+    return Future(owner, owner.submit(request))
+
+
+SUBMIT = _submit
+
+
+def _with_handler(
+    handle: Callable[[Request], Any], op: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    function = getattr(ops, op, None) if isinstance(op, str) else op
+    if getattr(function, "__module__", None) != ops.__name__ or function is None:
+        raise InvalidArgument(f"{op!r} is not an op; ops are lz.attention, lz.linear and so on, or their names")
+    token = ops.handler.set(handle)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        ops.handler.reset(token)
+
+
+# --- memory
+
+
+def empty(shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+    """An uninitialised array that workers can use without a copy, as input and as out=.
+
+    shape: extents. dtype: a torch.dtype gives a torch tensor; a NumPy dtype or a name gives a NumPy array.
+    Raises OutOfMemory.
+    """
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not all(isinstance(n, int) and n >= 0 for n in extents):
+        raise InvalidArgument(f"shape is {shape!r}; allowed: non-negative integers")
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(dtype, torch.dtype)
+    name = str(dtype).removeprefix("torch.") if is_torch or isinstance(dtype, str) else getattr(dtype, "name", None)
+    if name is None:
+        name = getattr(dtype, "__name__", str(dtype))  # numpy.float32, the class
+    if name not in ITEMSIZE:
+        raise InvalidArgument(f"dtype is {dtype!r}; allowed: {', '.join(ITEMSIZE)}")
+    spec = TensorSpec.contiguous(name, extents)
+    return _fresh(spec, Array("torch" if is_torch else "numpy", spec, 0, None, None))[0]
+
+
+def empty_like(array: Any) -> Any:
+    """As `empty`, of the shape, dtype and kind of `array`."""
+    like = describe(array)
+    return _fresh(TensorSpec.contiguous(like.spec.dtype, like.spec.shape), like)[0]
+
+
+def _fresh(spec: TensorSpec, like: Array) -> tuple[Any, memoryview]:
+    memory, _, _ = arenas.pool.allocate(spec.span_bytes)
+    value, was_copied = wrap(memory, spec, like)
+    if was_copied:
+        raise InvalidArgument(
+            f"arrays of {type(like.obj).__name__} own their memory; use a NumPy array or a torch tensor"
+        )
+    return value, memory
+
+
+def share(value: Any) -> Any:
+    """Move data where workers reach it without a copy: do it once for weights and caches.
+
+    An array gives a copy of its kind in shared memory (or itself, when it lies there already); lists, tuples and
+    dicts give the same with all arrays inside shared. A torch.nn.Module is changed in place: its parameters and
+    buffers move. Raises OutOfMemory.
+    """
+    if isinstance(value, Mapping):
+        return {key: share(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [share(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.nn.Module):
+        for tensor in (*value.parameters(), *value.buffers()):
+            tensor.data = share(tensor.data)
+        return value
+    array = describe(value)
+    if not array.needs_copy and arenas.pool.find(array.address, array.spec.span_bytes) is not None:
+        return value
+    shared, memory = _fresh(TensorSpec.contiguous(array.spec.dtype, array.spec.shape), array)
+    copy_into(array, memory)
+    return shared
+
+
+def default_runtime_dir() -> Path:
+    """Where lz.connect() looks for a broker."""
+    return start.runtime_dir()

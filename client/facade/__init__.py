@@ -1,0 +1,133 @@
+"""LayerZero: call kernels from libraries that cannot be installed together.
+
+    import layerzero as lz
+    lz.connect()
+    out = lz.attention(q, k, v, is_causal=True)
+    print(lz.last_report())
+
+Importing this loads nothing else; names are resolved when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from layerzero.client.api import (
+        connect,
+        disconnect,
+        empty,
+        empty_like,
+        explain,
+        last_report,
+        session,
+        share,
+        status,
+        submit,
+    )
+    from layerzero.client.ops import (
+        attention,
+        detokenize,
+        embedding,
+        gelu,
+        layer_norm,
+        linear,
+        matmul,
+        null,
+        rms_norm,
+        silu,
+        softmax,
+        tokenize,
+    )
+    from layerzero.client.report import SelectionReport
+    from layerzero.client.session import Session
+    from layerzero.client.tokenizer import TokenizerFile
+    from layerzero.ipc.errors import (
+        BackendError,
+        BrokerLost,
+        Busy,
+        Cancelled,
+        ConfigError,
+        DeadlineExceeded,
+        EnvError,
+        InvalidArgument,
+        LayerZeroError,
+        NoBackend,
+        NotConnected,
+        OutOfMemory,
+        Poison,
+        VersionMismatch,
+    )
+
+_HOME = {
+    "layerzero.client.api": ("connect disconnect empty empty_like explain last_report session share status submit"),
+    "layerzero.client.ops": (
+        "attention detokenize embedding gelu layer_norm linear matmul null rms_norm silu softmax tokenize"
+    ),
+    "layerzero.client.report": "SelectionReport",
+    "layerzero.client.session": "Session",
+    "layerzero.client.tokenizer": "TokenizerFile",
+    "layerzero.ipc.errors": (
+        "BackendError BrokerLost Busy Cancelled ConfigError DeadlineExceeded EnvError InvalidArgument LayerZeroError "
+        "NoBackend NotConnected OutOfMemory Poison VersionMismatch"
+    ),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+
+__all__ = [
+    "BackendError",
+    "BrokerLost",
+    "Busy",
+    "Cancelled",
+    "ConfigError",
+    "DeadlineExceeded",
+    "EnvError",
+    "InvalidArgument",
+    "LayerZeroError",
+    "NoBackend",
+    "NotConnected",
+    "OutOfMemory",
+    "Poison",
+    "SelectionReport",
+    "Session",
+    "TokenizerFile",
+    "VersionMismatch",
+    "__version__",
+    "attention",
+    "connect",
+    "detokenize",
+    "disconnect",
+    "embedding",
+    "empty",
+    "empty_like",
+    "explain",
+    "gelu",
+    "last_report",
+    "layer_norm",
+    "linear",
+    "matmul",
+    "null",
+    "rms_norm",
+    "session",
+    "share",
+    "silu",
+    "softmax",
+    "status",
+    "submit",
+    "tokenize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

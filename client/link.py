@@ -1,0 +1,253 @@
+"""One connection to a broker: frames out, answers in, shared by all threads of a process.
+
+No thread of its own: whoever waits first reads for all (leader and followers), so that a lone caller pays for no
+hand-over. The control socket's hang-up says that the broker is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from layerzero.ipc import control, messages, sockets, wire
+from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.wire import HEADER_BYTES, Header, Kind
+
+CONTROL_TIMEOUT_S = 10.0
+_POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
+
+
+class Pending:
+    """A call or request that is waited for. `hold` keeps lent memory alive until the answer is here."""
+
+    __slots__ = ("body", "error", "event", "header", "hold", "is_done", "on_done")
+
+    def __init__(self, hold: Any = None) -> None:
+        self.hold = hold
+        self.is_done = False
+        self.header: Header | None = None
+        self.body = b""
+        self.error: LayerZeroError | None = None
+        self.event: threading.Event | None = None
+        self.on_done: Callable[[], None] | None = None
+
+    def finish(self) -> None:
+        self.is_done = True
+        self.hold = None
+        if self.event is not None:
+            self.event.set()
+        if self.on_done is not None:
+            self.on_done()
+
+
+class Link:
+    """Raises BrokerLost from every method once the broker is gone."""
+
+    def __init__(self, path: Path, package: str, on_decision: Callable[[Header, bytes], None]) -> None:
+        self._control = control.connect(path, timeout_s=CONTROL_TIMEOUT_S)
+        self._control_lock = threading.Lock()
+        try:
+            hello = messages.Hello(protocols=[wire.PROTOCOL], role="client", package=package, pid=os.getpid())
+            control.send(self._control, hello)
+            answer, _ = control.receive(self._control, messages.Welcome, messages.Refused)
+            if isinstance(answer, messages.Refused):
+                raise from_wire(answer.error)
+        except BaseException:
+            self._control.close()
+            raise
+        self.welcome = answer
+        self.pid = os.getpid()
+        self.lost: LayerZeroError | None = None
+        self._on_decision = on_decision
+        self._context = zmq.Context()
+        self._dealer = sockets.connect_dealer(self._context, answer.endpoint, answer.identity, 4 * answer.max_in_flight)
+        self._lock = threading.Lock()  # the dealer
+        self._reader = threading.Lock()  # held by the thread that reads for all
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(sockets.poll_fd(self._dealer), select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+        self._poll.register(self._control, _POLLRDHUP)
+        self._pending: dict[int, Pending] = {}
+        self._waiting: dict[int, threading.Event] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the broker has hung up."""
+        if self.lost is not None or self.pid != os.getpid():
+            return False
+        hung_up = select.poll()
+        hung_up.register(self._control, _POLLRDHUP)
+        return not hung_up.poll(0)
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._pending)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame that has no answer."""
+        with self._lock:
+            self._send(frame)
+
+    def submit(self, pending: Pending, make_frame: Callable[[int], bytes]) -> int:
+        """Send a frame whose answer finishes `pending`; `make_frame` gets the sequence number."""
+        seq = next(self._numbers)
+        self._pending[seq] = pending
+        try:
+            with self._lock:
+                self._send(make_frame(seq))
+                if self._reader.locked() and sockets.has_input(self._dealer):
+                    os.eventfd_write(self._wake, 1)  # this call consumed the edge that the reader waits for
+        except BaseException:
+            self._pending.pop(seq, None)
+            raise
+        return seq
+
+    def _send(self, frame: bytes) -> None:
+        if self.lost is not None:
+            raise _again(self.lost)
+        try:
+            self._dealer.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            raise BrokerLost("the broker does not take messages any more") from None
+
+    def wait(self, pending: Pending) -> None:
+        """Return when `pending` is done."""
+        while not pending.is_done:
+            if self._reader.acquire(blocking=False):
+                try:
+                    self._read_until(pending)
+                finally:
+                    self._reader.release()
+                    self._wake_another()
+                return
+            event = pending.event = pending.event or threading.Event()
+            self._waiting[id(pending)] = event
+            try:
+                if pending.is_done:
+                    return
+                if self._reader.acquire(blocking=False):  # it was let go in between
+                    self._reader.release()
+                    continue
+                event.wait()
+                event.clear()
+            finally:
+                self._waiting.pop(id(pending), None)
+
+    def _wake_another(self) -> None:
+        for event in list(self._waiting.values()):
+            event.set()
+            return
+
+    def _read_until(self, pending: Pending) -> None:
+        while not pending.is_done:
+            with self._lock:
+                self._drain()
+            if pending.is_done:
+                return
+            for fd, events in self._poll.poll():
+                if fd == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
+                elif fd == self._control.fileno() and events:
+                    self._lose()
+
+    def _drain(self) -> None:
+        while sockets.has_input(self._dealer):
+            self._take(self._dealer.recv(zmq.NOBLOCK))
+
+    def _take(self, frame: bytes) -> None:
+        header = wire.unpack(frame)
+        if header.kind == Kind.DECISION:
+            self._on_decision(header, frame[HEADER_BYTES:])
+            return
+        pending = self._pending.pop(header.seq, None)
+        if pending is not None:
+            pending.header = header
+            pending.body = frame[HEADER_BYTES:]
+            pending.finish()
+
+    def _lose(self) -> None:
+        """The broker hung up: what it still said counts, the rest is lost."""
+        reason: LayerZeroError = BrokerLost(
+            f"the broker (pid {self.welcome.broker_pid}) is gone; lz.connect() starts or finds another"
+        )
+        try:
+            refused, _ = control.receive(self._control, messages.Refused)
+            reason = from_wire(refused.error)
+        except (control.Closed, ProtocolError, OSError):
+            pass  # no last word: it just went
+        with self._lock:
+            self._drain()
+            self.lost = reason
+            left = list(self._pending.values())
+            self._pending.clear()
+        for pending in left:
+            quarantine(pending.hold)
+            pending.error = _again(reason)
+            pending.finish()
+
+    def add_arena(self, number: int, fd: int, nbytes: int) -> None:
+        """Show the broker an arena; returns when it knows it."""
+        with self._control_lock:
+            if self.lost is not None:
+                raise _again(self.lost)
+            try:
+                control.send(self._control, messages.AddArena(arena=number, nbytes=nbytes), (fd,))
+                answer, _ = control.receive(self._control, messages.ArenaAdded, messages.Refused)
+            except control.Closed:
+                raise BrokerLost(f"the broker (pid {self.welcome.broker_pid}) is gone") from None
+        if isinstance(answer, messages.Refused):
+            raise from_wire(answer.error)
+
+    def retire_arena(self, number: int) -> None:
+        with self._control_lock, contextlib.suppress(control.Closed, OSError):  # a lost broker holds no arena
+            control.send(self._control, messages.RetireArena(arena=number))
+
+    def close(self) -> None:
+        """Hang up. Calls that are open end as BrokerLost for those who wait."""
+        self.lost = self.lost or BrokerLost("the session was closed")
+        if os.getpid() != self.pid:  # a fork's copy: the sockets are the parent's
+            return
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        if self._reader.acquire(blocking=False):
+            try:
+                self._lose()
+            finally:
+                self._reader.release()
+        with self._lock:
+            self._dealer.close()
+        self._context.term()
+        self._control.close()
+        os.close(self._wake)
+
+
+def _again(error: LayerZeroError) -> LayerZeroError:
+    """A fresh exception with the same content: one object must not be raised in several threads."""
+    copy = type(error)(error.message)
+    copy.facts = dict(error.facts)
+    return copy
+
+
+QUARANTINE_S = 10.0
+_quarantine: list[tuple[float, Any]] = []
+
+
+def quarantine(hold: Any) -> None:
+    """Keep memory that a lost broker's worker may still write to. The kernel kills those workers with the broker;
+    after QUARANTINE_S nothing of them can be left."""
+    now_s = time.monotonic()
+    _quarantine[:] = [entry for entry in _quarantine if entry[0] > now_s]
+    _quarantine.append((now_s + QUARANTINE_S, hold))

@@ -1,0 +1,294 @@
+"""The public ops. Names, argument order and meaning follow torch.nn.functional where it has the op; docs/ops.md has
+formulas and tolerances.
+
+All of them take `out=` (write the result there; zero-copy when it comes from lz.empty or lz.share), `backend=` (pin one
+backend: its failure is then raised instead of falling back) and `timeout_s=` (how long one attempt may run before its
+worker is killed and the next candidate takes over). Arrays are NumPy, torch (CPU), DLPack or buffer objects of one
+dtype; the result is of the kind of the first one, new, and owned by the caller.
+
+All raise InvalidArgument for calls that make no sense, NoBackend when no kernel accepts the call, BackendError when
+every kernel tried has failed (DeadlineExceeded when the last one was too slow), Poison for inputs that killed two
+workers, BrokerLost when the broker goes away meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from layerzero.client import api, plans
+from layerzero.client import tokenizer as texts
+from layerzero.client.session import Request
+from layerzero.ipc.errors import InvalidArgument, OutputTooSmall
+from layerzero.ipc.tensors import TensorSpec
+
+handler: ContextVar[Callable[[Request], Any] | None] = ContextVar("handler", default=None)
+"""What happens to requests in this context instead of running them: lz.submit and lz.explain set it."""
+
+
+def _perform(request: Request) -> Any:
+    handle = handler.get()
+    return handle(request) if handle is not None else api.session().run(request)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Softmax attention: softmax(q k^T * scale + mask) v.
+
+    q: (batch, heads, seq_q, head_dim), k: (batch, kv_heads, seq_k, head_dim), v: (batch, kv_heads, seq_k, value_dim),
+    or with layout="BSHD" heads and sequence exchanged; leading dimensions may be left out.
+    attn_mask: broadcastable to (batch, heads, seq_q, seq_k); bool (True: attend) or the dtype of q (added).
+    scale: multiplies q k^T, default 1/sqrt(head_dim). enable_gqa: heads may be a multiple of kv_heads.
+    causal_alignment: for is_causal with seq_q != seq_k: row i sees columns up to i ("top_left", as in torch) or up to
+    i + seq_k - seq_q ("bottom_right", as in FlashAttention). Rows that see nothing are zero. dropout_p must be 0.
+    Returns: shaped like q with value_dim for head_dim.
+    Source: Vaswani et al. 2017, eq. 1.
+    """
+    params = {
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "layout": layout,
+        "causal_alignment": causal_alignment,
+    }
+    args = (q, k, v, attn_mask)
+    return _perform(Request("attention", args, params, plans.plan_attention, out, backend, timeout_s))
+
+
+def matmul(a: Any, b: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
+    """Matrix product as torch.matmul: (..., M, K) @ (..., K, N) -> (..., M, N), leading dimensions broadcast; a 1-D
+    operand is a row on the left and a column on the right."""
+    return _perform(Request("matmul", (a, b), {}, plans.plan_matmul, out, backend, timeout_s))
+
+
+def linear(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """input @ weight^T + bias. input: (..., in_features), weight: (out_features, in_features), bias: (out_features)."""
+    return _perform(Request("linear", (input, weight, bias), {}, plans.plan_linear, out, backend, timeout_s))
+
+
+def softmax(
+    input: Any, dim: int, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None
+) -> Any:
+    """exp(x - max) / sum(exp(x - max)) along `dim`."""
+    return _perform(Request("softmax", (input,), {"dim": dim}, plans.plan_softmax, out, backend, timeout_s))
+
+
+def layer_norm(
+    input: Any,
+    normalized_shape: int | Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, which must equal normalized_shape.
+
+    var is the biased variance. weight and bias have that shape. Source: Ba, Kiros and Hinton 2016, eq. 4.
+    """
+    params = {"normalized_shape": _shape(normalized_shape), "eps": eps}
+
+    def plan(x: TensorSpec, w: TensorSpec | None, b: TensorSpec | None, *, normalized_shape: Any, eps: float) -> Any:
+        return plans.plan_layer_norm(x, normalized_shape, w, b, eps)
+
+    return _perform(Request("layer_norm", (input, weight, bias), params, plan, out, backend, timeout_s))
+
+
+def rms_norm(
+    input: Any,
+    normalized_shape: int | Sequence[int],
+    weight: Any = None,
+    eps: float | None = None,
+    *,
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimensions, which must equal normalized_shape.
+
+    eps: default is the machine epsilon of the type that is computed in. Source: Zhang and Sennrich 2019, eq. 4.
+    """
+    params = {"normalized_shape": _shape(normalized_shape), "eps": eps}
+
+    def plan(x: TensorSpec, w: TensorSpec | None, *, normalized_shape: Any, eps: float | None) -> Any:
+        return plans.plan_rms_norm(x, normalized_shape, w, eps)
+
+    return _perform(Request("rms_norm", (input, weight), params, plan, out, backend, timeout_s))
+
+
+def gelu(
+    input: Any,
+    approximate: str = "none",
+    *,
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """x * Phi(x); approximate="tanh" uses tanh for the Gaussian's Phi. Source: Hendrycks and Gimpel 2016."""
+    params = {"approximate": approximate}
+    return _perform(Request("gelu", (input,), params, plans.plan_gelu, out, backend, timeout_s))
+
+
+def silu(input: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
+    """x / (1 + exp(-x)). Source: Elfwing, Uchibe and Doya 2017."""
+    return _perform(Request("silu", (input,), {}, plans.plan_silu, out, backend, timeout_s))
+
+
+def embedding(
+    input: Any, weight: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None
+) -> Any:
+    """Rows of `weight` (num_embeddings, dim) at the int32 or int64 indices `input` (...) -> (..., dim).
+
+    The result is of the kind of `input`. An index outside [0, num_embeddings) is InvalidArgument.
+    """
+    return _perform(Request("embedding", (input, weight), {}, plans.plan_embedding, out, backend, timeout_s))
+
+
+def null(*, backend: str | None = None, timeout_s: float | None = None) -> None:
+    """Nothing, in a worker: what remains is the cost of a dispatch."""
+    _perform(Request("null", (), {}, plans.plan_null, None, backend, timeout_s))
+
+
+def tokenize(
+    text: str | Sequence[str],
+    tokenizer: Any,
+    *,
+    add_special_tokens: bool = True,
+    max_length: int | None = None,
+    return_offsets: bool = False,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Token ids of a text, or a list of them for a sequence of texts.
+
+    tokenizer: an lz.TokenizerFile, or the path or bytes of a tokenizer.json. max_length: truncate each text to so
+    many tokens, special ones included. return_offsets: returns (ids, offsets), offsets being (start, end) character
+    positions of each token.
+    """
+    file = texts.open_tokenizer(tokenizer)
+    items, is_single = texts.as_texts(text)
+    data, splits = texts.encode_texts(items)
+    max_length = texts.check_max_length(max_length)
+    params = {
+        "tokenizer_digest": file.digest,
+        "tokenizer_format": file.format,
+        "add_special_tokens": bool(add_special_tokens),
+        "max_length": max_length,
+        "return_offsets": bool(return_offsets),
+    }
+    room = texts.guess_token_count(len(data), len(items), max_length)
+
+    def make(ids: int, ends: int, offsets: int) -> Request:
+        sizes = (4 * ids, 8 * ends, 8 * offsets)
+        return Request(
+            "tokenize",
+            (api.session().lend_bytes(file, file.data), data, splits),
+            params,
+            _sized_plan("tokenize", ("int32", "int64", "int32"), ((0,), (0,), (0, 2))),
+            None,
+            backend,
+            timeout_s,
+            sizes,
+            lambda outputs, _: outputs,
+        )
+
+    outputs = _perform_sized(make, (room, len(items) + 1, room if return_offsets else 0))
+    if not isinstance(outputs, list):  # an explanation
+        return outputs
+    ids = texts.read_token_ids(outputs[0], outputs[1])
+    if not return_offsets:
+        return ids[0] if is_single else ids
+    offsets = texts.read_offsets(outputs[2], outputs[1])
+    return (ids[0], offsets[0]) if is_single else (ids, offsets)
+
+
+def detokenize(
+    ids: Any,
+    tokenizer: Any,
+    *,
+    skip_special_tokens: bool = True,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """The text of a sequence of token ids, or a list of texts for a sequence of sequences (or a 2-D array)."""
+    file = texts.open_tokenizer(tokenizer)
+    flat, splits, is_single = texts.encode_ids(ids)
+    params = {
+        "tokenizer_digest": file.digest,
+        "tokenizer_format": file.format,
+        "skip_special_tokens": bool(skip_special_tokens),
+    }
+
+    def make(nbytes: int, ends: int) -> Request:
+        return Request(
+            "detokenize",
+            (api.session().lend_bytes(file, file.data), flat, splits),
+            params,
+            _sized_plan("detokenize", ("uint8", "int64"), ((0,), (0,))),
+            None,
+            backend,
+            timeout_s,
+            (nbytes, 8 * ends),
+            lambda outputs, _: outputs,
+        )
+
+    outputs = _perform_sized(make, (texts.guess_text_bytes(len(flat), len(splits) - 1), len(splits)))
+    if not isinstance(outputs, list):
+        return outputs
+    found = texts.read_texts(outputs[0], outputs[1])
+    return found[0] if is_single else found
+
+
+def _perform_sized(make: Callable[..., Request], sizes: tuple[int, ...]) -> Any:
+    """Run a call whose output size depends on the data; once more with the size that the kernel asked for."""
+    if handler.get() is api.SUBMIT:
+        raise InvalidArgument("ops with text results cannot be submitted; call them in a thread of their own")
+    try:
+        return _perform(make(*sizes))
+    except OutputTooSmall as exc:
+        needed = exc.facts.get("needed")
+        if not (
+            isinstance(needed, list) and len(needed) == len(sizes) and all(type(n) is int and n >= 0 for n in needed)
+        ):
+            raise
+        return _perform(make(*(max(n, size) for n, size in zip(needed, sizes, strict=True))))
+
+
+def _sized_plan(op: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Callable[..., plans.Plan]:
+    outputs = tuple(TensorSpec.contiguous(d, s) for d, s in zip(dtypes, shapes, strict=True))
+
+    def plan(*inputs: TensorSpec | None, **attrs: Any) -> plans.Plan:
+        return plans.Plan(op, inputs, attrs, outputs, ())
+
+    return plan
+
+
+def _shape(value: int | Sequence[int]) -> Any:
+    """Hashable, so that it can be part of a call's key; plans.py checks it."""
+    return value if isinstance(value, int) else tuple(value)

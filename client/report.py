@@ -1,0 +1,162 @@
+"""What happened to a call, or what would: SelectionReport. Prints in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes that were copied, where ("client" or "worker") and why."""
+
+    arg: str
+    nbytes: int
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try that failed. `outcome` is an error code; `exit_signal` is set when the worker was killed by one."""
+
+    backend: str
+    kernel_id: str
+    outcome: str | None
+    detail: str = ""
+    exit_signal: int | None = None
+    exit_code: int | None = None
+    phase: str = ""
+    worker_pid: int = 0
+
+
+@dataclass(frozen=True)
+class ReasonDetail:
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel that was looked at: accepted with a score (higher is better), or rejected with every reason."""
+
+    kernel_id: str
+    backend: str
+    accepted: bool
+    reasons: tuple[ReasonDetail, ...] = ()
+    score: float | None = None
+    measured_us: float | None = None
+
+    @classmethod
+    def from_wire(cls, value: Mapping[str, Any]) -> Candidate:
+        return cls(
+            value["kernel_id"],
+            value["backend"],
+            value["accepted"],
+            tuple(ReasonDetail(r["code"], r["detail"]) for r in value["reasons"]),
+            value["score"],
+            value["measured_us"],
+        )
+
+
+@dataclass(frozen=True)
+class SelectionReport:
+    """Which kernel served a call (or would), what it cost, why not the others.
+
+    `elapsed_us` is the caller's wall time, `kernel_us` the kernel's own; both are None for an explanation.
+    `attempts` has every try, the successful one last with outcome None.
+    """
+
+    op: str
+    kernel_id: str | None
+    backend: str | None
+    worker_pid: int | None
+    lane: str | None
+    copies: tuple[Copy, ...] = ()
+    elapsed_us: float | None = None
+    kernel_us: float | None = None
+    attempts: tuple[Attempt, ...] = ()
+    candidates: tuple[Candidate, ...] = field(default=())
+
+    @property
+    def copied_bytes(self) -> int:
+        """All bytes copied for this call, on either side."""
+        return sum(copy.nbytes for copy in self.copies)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def _headline(self) -> str:
+        served = f"{self.kernel_id} ({self.backend}" + (f", pid {self.worker_pid})" if self.worker_pid else ")")
+        if self.kernel_id is None:
+            served = "no kernel"
+        times = ""
+        if self.elapsed_us is not None:
+            times = f", {self.elapsed_us:,.0f} us" + (
+                f" of which kernel {self.kernel_us:,.0f} us" if self.kernel_us else ""
+            )
+        return f"{self.op}: {served}{times}"
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        rows = []
+        for c in self.candidates:
+            why = "; ".join(f"{r.code}: {r.detail}" for r in c.reasons)
+            if c.accepted:
+                why = "measured " + f"{c.measured_us:,.0f} us" if c.measured_us is not None else "not measured yet"
+            verdict = "chosen" if c.kernel_id == self.kernel_id else "accepted" if c.accepted else "rejected"
+            rows.append((c.kernel_id, verdict, f"{c.score:.3f}" if c.score is not None else "", why))
+        return rows
+
+    def _notes(self) -> list[str]:
+        notes = []
+        for a in self.attempts:
+            if a.outcome is not None:
+                ended = (
+                    f" (signal {a.exit_signal})"
+                    if a.exit_signal
+                    else f" (exit {a.exit_code})"
+                    if a.exit_code is not None
+                    else ""
+                )
+                notes.append(f"attempt on {a.kernel_id} failed: {a.outcome}{ended}: {a.detail}")
+        for copy in self.copies:
+            notes.append(f"copied {copy.arg}: {copy.nbytes:,} bytes in the {copy.where}, {copy.reason}")
+        if self.elapsed_us is not None and not self.copies:
+            notes.append("copied nothing")
+        return notes
+
+    def __str__(self) -> str:
+        lines = [self._headline(), *(f"  {note}" for note in self._notes())]
+        rows = self._rows()
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        for kernel, verdict, score, why in rows:
+            lines.append(f"  {kernel:<{widths[0]}}  {verdict:<{widths[1]}}  {score:>{widths[2]}}  {why}".rstrip())
+        return "\n".join(lines)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for name in ("kernel", "verdict", "score", "why"):
+            table.add_column(name, justify="right" if name == "score" else "left", overflow="fold")
+        style = {"chosen": "bold green", "accepted": "green", "rejected": "dim"}
+        for row in self._rows():
+            table.add_row(*(Text(cell) for cell in row), style=style[row[1]])
+        notes = [Text("  " + n, style="yellow" if n.startswith("attempt") else "") for n in self._notes()]
+        return Group(Text(self._headline(), style="bold"), *notes, table)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self._rows()
+        )
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
+        return (
+            f"<b>{html.escape(self._headline())}</b><ul>{notes}</ul><table><thead><tr><th>kernel</th><th>verdict</th>"
+            f"<th>score</th><th>why</th></tr></thead><tbody>{rows}</tbody></table>"
+        )

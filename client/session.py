@@ -1,0 +1,509 @@
+"""A connection of this process to a broker, and the trip of a call: plan, lend, submit, wait, wrap."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from layerzero.client import arena as arenas
+from layerzero.client.arena import Arena
+from layerzero.client.arrays import Array, copy_into, describe, wrap
+from layerzero.client.link import Link, Pending
+from layerzero.client.plans import Plan, plan_out
+from layerzero.client.report import Attempt, Candidate, Copy, SelectionReport
+from layerzero.ipc import messages, wire
+from layerzero.ipc.errors import (
+    DigestRequired,
+    InvalidArgument,
+    LayerZeroError,
+    Poison,
+    ProtocolError,
+    from_wire,
+)
+from layerzero.ipc.ops import OPS
+from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.wire import NO_ARENA, REF, Header, Kind
+
+MAX_ROUTES = 4096
+LANE = "broker"
+_NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
+
+
+@dataclass(slots=True)
+class Request:
+    """One public call before it runs. `params` are its scalars: with the specs of `args` they settle the plan."""
+
+    op: str
+    args: tuple[Any, ...]  # the op's tensor arguments as given, None where left out
+    params: dict[str, Any]
+    planner: Callable[..., Plan]  # of the specs of `args` and `params`
+    out: Any = None
+    backend: str | None = None
+    timeout_s: float | None = None
+    output_bytes: tuple[int, ...] | None = None  # ops with sized outputs: how much to allocate for each
+    finish: Callable[[list[memoryview], bytes], Any] | None = None  # what to make of those for the caller
+
+
+@dataclass(slots=True)
+class Route:
+    """A call signature that the broker knows under `number`."""
+
+    number: int
+    plan: Plan
+    body: bytes
+    decisions: dict[int, messages.Decision] = field(default_factory=dict)
+    needs_digest: bool = False
+
+
+@dataclass(slots=True)
+class Submitted:
+    """A call on its way, with all that its answer needs."""
+
+    route: Route
+    request: Request
+    pending: Pending
+    arrays: tuple[Array | None, ...]
+    blocks: list[memoryview]
+    outputs: list[memoryview]
+    result_spec: TensorSpec | None
+    out: Array | None
+    out_is_direct: bool
+    copies: list[Copy]
+    start_ns: int
+    refs: bytes
+
+
+class Session:
+    """Threads may share it. A forked child gets a connection of its own at its next call."""
+
+    def __init__(self, path: Path, package: str) -> None:
+        self.path = path
+        self._package = package
+        self._lock = threading.RLock()
+        self._last = threading.local()
+        self._open()
+
+    def _open(self) -> None:
+        self._routes: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
+        self._by_number: dict[int, Route] = {}
+        self._arenas: dict[Arena, int] = {}
+        self._route_numbers = itertools.count(1)
+        self._arena_numbers = itertools.count(1)
+        self._link = Link(self.path, self._package, self._note_decision)
+
+    @property
+    def link(self) -> Link:
+        """The connection of this very process."""
+        if self._link.pid != os.getpid():
+            with self._lock:
+                if self._link.pid != os.getpid():
+                    _abandoned.append(self._link)  # its sockets are the parent's; closing them would disturb it
+                    self._open()
+        return self._link
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the broker is known to be gone or the session was closed."""
+        return self._link.is_alive
+
+    @property
+    def broker_pid(self) -> int:
+        return self._link.welcome.broker_pid
+
+    def close(self) -> None:
+        """Hang up. Open calls of other threads end as BrokerLost."""
+        self._link.close()
+
+    # --- a call --------------------------------------------------------------------------------------
+
+    def run(self, request: Request) -> Any:
+        """Run one op and return its result. Raises what client/ops.py documents."""
+        submitted = self.submit(request)
+        self._link.wait(submitted.pending)
+        return self.finish(submitted)
+
+    def submit(self, request: Request) -> Submitted:
+        """Send a call; `finish` takes its answer after `Link.wait`."""
+        start_ns = time.perf_counter_ns()
+        link = self.link
+        arrays = tuple([None if arg is None else describe(arg) for arg in request.args])
+        found = [None if a is None or a.needs_copy else arenas.pool.find(a.address, a.spec.span_bytes) for a in arrays]
+        specs: list[TensorSpec | None] = []
+        for array, place in zip(arrays, found, strict=True):
+            if array is None:
+                specs.append(None)
+            elif place is not None or array.spec.is_contiguous:
+                specs.append(array.spec)
+            else:
+                specs.append(TensorSpec.contiguous(array.spec.dtype, array.spec.shape))
+        out = None if request.out is None else self._describe_out(request.out)
+        route = self._route(link, request, tuple(specs), out)
+        _refuse_gradients(request.op, arrays)
+        copies: list[Copy] = []
+        blocks: list[memoryview] = []
+        refs: list[bytes] = []
+        names = OPS[request.op].inputs
+        for name, array, place, spec in zip(names, arrays, found, route.plan.inputs, strict=True):
+            if array is None or spec is None:
+                refs.append(_NO_REF)
+            elif place is not None:
+                arena, offset = place
+                refs.append(
+                    REF.pack(self._arenas.get(arena) or self._lend(link, arena), 0, offset, array.spec.span_bytes)
+                )
+            else:
+                block, arena, offset = arenas.pool.allocate(array.nbytes)
+                copy_into(array, block)
+                blocks.append(block)
+                if array.nbytes:
+                    copies.append(Copy(name, array.nbytes, "client", _why_copied(array)))
+                refs.append(REF.pack(self._arenas.get(arena) or self._lend(link, arena), 0, offset, array.nbytes))
+        outputs: list[memoryview] = []
+        out_is_direct = False
+        if out is not None and not out.needs_copy and not any(_overlap(out, a) for a in arrays if a is not None):
+            place = arenas.pool.find(out.address, out.spec.span_bytes)
+            if place is not None:
+                arena, offset = place
+                number = self._arenas.get(arena) or self._lend(link, arena)
+                refs.append(REF.pack(number, 0, offset, out.spec.span_bytes))
+                out_is_direct = True
+        if not out_is_direct:
+            for nbytes in request.output_bytes or [spec.span_bytes for spec in route.plan.outputs]:
+                block, arena, offset = arenas.pool.allocate(nbytes)
+                outputs.append(block)
+                refs.append(REF.pack(self._arenas.get(arena) or self._lend(link, arena), 0, offset, nbytes))
+        result = route.plan.results[0] if route.plan.results else None
+        submitted = Submitted(
+            route,
+            request,
+            Pending(hold=(arrays, blocks, outputs, out)),
+            arrays,
+            blocks,
+            outputs,
+            result,
+            out,
+            out_is_direct,
+            copies,
+            start_ns,
+            b"".join(refs),
+        )
+        self._send(link, submitted)
+        return submitted
+
+    def _send(self, link: Link, submitted: Submitted) -> None:
+        route, timeout_s = submitted.route, submitted.request.timeout_s
+        body, flags = submitted.refs, 0
+        if route.needs_digest:
+            body, flags = body + self._digest(submitted), wire.HAS_DIGEST
+        time_us = 0 if timeout_s is None else max(int(timeout_s * 1e6), 1)
+        number = route.number
+        link.submit(
+            submitted.pending,
+            lambda seq: wire.pack(Kind.EXECUTE, flags=flags, route=number, seq=seq, time=time_us, body=body),
+        )
+
+    def finish(self, submitted: Submitted) -> Any:
+        """Result of a call whose answer is here."""
+        pending = submitted.pending
+        if pending.error is not None:
+            raise pending.error
+        header = pending.header
+        assert header is not None
+        attempts: list[Any] = []
+        if header.kind == Kind.FAILED:
+            error, outcome = _error_of(pending.body)
+            if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
+                submitted.route.needs_digest = True
+                submitted.pending = Pending(hold=(submitted.arrays, submitted.blocks, submitted.outputs, submitted.out))
+                self._send(self._link, submitted)
+                self._link.wait(submitted.pending)
+                return self.finish(submitted)
+            self._raise(submitted, error, outcome)
+        body = pending.body
+        if header.flags & wire.HAS_OUTCOME:
+            outcome = messages.decode(body, messages.Outcome)
+            attempts, body = outcome.attempts, outcome.result
+        result = self._result(submitted, body)
+        self._last.record = (submitted, header, attempts, time.perf_counter_ns())
+        return result
+
+    def _result(self, submitted: Submitted, body: bytes) -> Any:
+        request = submitted.request
+        if submitted.out is not None:
+            if not submitted.out_is_direct:
+                spec = submitted.result_spec
+                assert spec is not None
+                assign(submitted.out, submitted.outputs[0], spec)
+                reason = "out= does not lie in an arena, or shares memory with an input"
+                submitted.copies.append(Copy("out", submitted.out.nbytes, "client", reason))
+            return submitted.out.obj
+        if request.finish is not None:
+            return request.finish(submitted.outputs, body)
+        if submitted.result_spec is None:
+            return None
+        like = next(a for a in submitted.arrays if a is not None)
+        value, was_copied = wrap(submitted.outputs[0], submitted.result_spec, like)
+        if was_copied:
+            name = type(like.obj).__module__.partition(".")[0]
+            submitted.copies.append(
+                Copy("out", submitted.result_spec.span_bytes, "client", f"{name} owns its arrays' memory")
+            )
+        return value
+
+    def _raise(self, submitted: Submitted, error: LayerZeroError, outcome: messages.Outcome) -> None:
+        if isinstance(error, Poison) and not submitted.route.needs_digest:
+            submitted.route.needs_digest = True
+            number = submitted.route.number
+            self._link.send(wire.pack(Kind.POISONED, route=number, body=self._digest(submitted)))
+        report = SelectionReport(
+            op=submitted.request.op,
+            kernel_id=None,
+            backend=None,
+            worker_pid=None,
+            lane=LANE,
+            copies=tuple(submitted.copies),
+            elapsed_us=(time.perf_counter_ns() - submitted.start_ns) / 1e3,
+            attempts=tuple(_attempt(a) for a in outcome.attempts),
+            candidates=tuple(Candidate.from_wire(c) for c in outcome.candidates),
+        )
+        self._last.record = report
+        error.report = report  # type: ignore[attr-defined]
+        raise error
+
+    def _digest(self, submitted: Submitted) -> bytes:
+        """Of the inputs' contents: tells a poisonous call from a harmless one of the same signature."""
+        digest = hashlib.blake2b(digest_size=wire.DIGEST_BYTES)
+        for array in submitted.arrays:
+            if array is not None:
+                scratch = bytearray(array.nbytes)
+                copy_into(array, memoryview(scratch))
+                digest.update(scratch)
+        return digest.digest()
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def _lend(self, link: Link, arena: Arena) -> int:
+        """Show the broker an arena; once for each."""
+        with self._lock:
+            number = self._arenas.get(arena)
+            if number is None:
+                number = next(self._arena_numbers)
+                link.add_arena(number, arena.fd, arena.nbytes)
+                self._arenas[arena] = number
+                arena.registrations.append(self._retire)
+            return number
+
+    def lend_bytes(self, owner: Any, data: bytes) -> memoryview:
+        """`data` in shared memory, copied once for as long as `owner` lives."""
+        block = _lent_bytes.get(owner)
+        if block is None:
+            block, _, _ = arenas.pool.allocate(len(data))
+            block[:] = data
+            _lent_bytes[owner] = block
+        return block
+
+    def _retire(self, arena: Arena) -> None:
+        number = self._arenas.pop(arena, None)
+        if number is not None:
+            self._link.retire_arena(number)
+
+    def _describe_out(self, out: Any) -> Array:
+        array = describe(out)
+        if not array.writable:
+            raise InvalidArgument(f"out= is read-only ({array.spec}); pass a writable array")
+        if array.kind == "dlpack":
+            raise InvalidArgument(f"out= is a {type(out).__name__}, whose memory its library owns; leave it out")
+        if array.kind == "buffer" and not array.owner.c_contiguous:
+            raise InvalidArgument("out= is a strided buffer; pass a contiguous one")
+        if array.requires_grad:
+            raise InvalidArgument("out= requires gradients; pass a tensor without, or use torch.no_grad()")
+        return array
+
+    # --- routes --------------------------------------------------------------------------------------
+
+    def _route(self, link: Link, request: Request, specs: tuple[TensorSpec | None, ...], out: Array | None) -> Route:
+        out_spec = None if out is None else out.spec
+        if request.output_bytes is not None:  # lengths travel with each call
+            specs = tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
+        key = (request.op, specs, tuple(request.params.values()), request.backend, out_spec)
+        route = self._routes.get(key)
+        if route is not None:
+            return route
+        plan = request.planner(*specs, **request.params)
+        if out is not None:
+            plan = plan_out(plan, out.spec)
+        body = messages.encode(self._route_message(plan, request.backend))
+        if len(body) > wire.MAX_MESSAGE_BYTES // 2:
+            raise InvalidArgument(f"{request.op}: the call's description is {len(body)} bytes; pass data as tensors")
+        with self._lock:
+            route = self._routes.get(key)
+            if route is None:
+                route = Route(next(self._route_numbers), plan, body)
+                self._by_number[route.number] = route
+                link.send(wire.pack(Kind.ROUTE, route=route.number, body=body))
+                self._routes[key] = route
+                if len(self._routes) > MAX_ROUTES:
+                    self._forget_one(link)
+        return route
+
+    def _route_message(self, plan: Plan, backend: str | None) -> messages.Route:
+        return messages.Route(
+            op=plan.op,
+            inputs=[None if s is None else s.to_wire() for s in plan.inputs],
+            outputs=[s.to_wire() for s in plan.outputs],
+            attrs=dict(plan.attrs),
+            backend=backend or "",
+        )
+
+    def _forget_one(self, link: Link) -> None:
+        """Oldest first. Calls in flight on it were sent before, so the broker forgets after them."""
+        _, oldest = self._routes.popitem(last=False)
+        if link.open_calls == 0:  # an open call's decision may still arrive under this number
+            del self._by_number[oldest.number]
+        link.send(wire.pack(Kind.FORGET, route=oldest.number))
+
+    def _note_decision(self, header: Header, body: bytes) -> None:
+        route = self._by_number.get(header.route)
+        if route is not None:
+            if len(route.decisions) >= 8:
+                del route.decisions[next(iter(route.decisions))]
+            route.decisions[header.aux] = messages.decode(body, messages.Decision)
+
+    # --- reports and requests ------------------------------------------------------------------------
+
+    def last_report(self) -> SelectionReport | None:
+        """Of this thread's last call."""
+        record = getattr(self._last, "record", None)
+        if record is None or isinstance(record, SelectionReport):
+            return record
+        submitted, header, attempts, end_ns = record
+        decision: messages.Decision = submitted.route.decisions[header.aux]
+        copies = list(submitted.copies)
+        if decision.copies_inputs:
+            nbytes = sum(a.nbytes for a in submitted.arrays if a is not None)
+            if nbytes:
+                copies.append(Copy("inputs", nbytes, "worker", f"{decision.backend} owns its arrays' memory"))
+        if decision.copies_outputs:
+            nbytes = sum(s.numel * s.itemsize for s in submitted.route.plan.outputs)
+            if nbytes:
+                copies.append(Copy("out", nbytes, "worker", f"{decision.backend} owns its arrays' memory"))
+        good = Attempt(decision.backend, decision.kernel_id, None, worker_pid=decision.worker_pid)
+        report = SelectionReport(
+            op=submitted.request.op,
+            kernel_id=decision.kernel_id,
+            backend=decision.backend,
+            worker_pid=decision.worker_pid,
+            lane=LANE,
+            copies=tuple(copies),
+            elapsed_us=(end_ns - submitted.start_ns) / 1e3,
+            kernel_us=header.time / 1e3,
+            attempts=(*(_attempt(a) for a in attempts), good),
+            candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
+        )
+        self._last.record = report
+        return report
+
+    def explain(self, request: Request) -> SelectionReport:
+        """Which kernel would serve this call now, and why not the others. Runs nothing."""
+        specs = tuple(
+            None if arg is None else arg if isinstance(arg, TensorSpec) else describe(arg).spec for arg in request.args
+        )
+        plan = request.planner(*specs, **request.params)
+        body = messages.encode(self._route_message(plan, request.backend))
+        answer = self.ask("explain", route=body)
+        candidates = tuple(Candidate.from_wire(c) for c in answer["candidates"])
+        best = next((c for c in candidates if c.accepted), None)
+        return SelectionReport(
+            op=request.op,
+            kernel_id=best.kernel_id if best else None,
+            backend=best.backend if best else None,
+            worker_pid=None,
+            lane=LANE if best else None,
+            candidates=candidates,
+        )
+
+    def ask(self, method: str, **params: Any) -> Any:
+        """A request to the broker: status, explain, reset, shutdown. Returns plain values."""
+        link, pending = self.link, Pending()
+        body = messages.encode(messages.Request(method=method, params=params))
+        link.submit(pending, lambda seq: wire.pack(Kind.REQUEST, seq=seq, body=body))
+        link.wait(pending)
+        if pending.error is not None:
+            raise pending.error
+        assert pending.header is not None
+        if pending.header.kind == Kind.FAILED:
+            raise _error_of(pending.body)[0]
+        return messages.unpack_body(pending.body)
+
+    def wait(self, submitted: Submitted) -> Any:
+        """Wait for a submitted call and take its result."""
+        self._link.wait(submitted.pending)
+        return self.finish(submitted)
+
+
+_abandoned: list[Link] = []
+_lent_bytes: weakref.WeakKeyDictionary[Any, memoryview] = weakref.WeakKeyDictionary()
+
+
+def assign(target: Array, memory: memoryview, result: TensorSpec) -> None:
+    """Write a result that lies in `memory` into the caller's own array."""
+    if not target.nbytes:
+        return
+    value, _ = wrap(memory, result, target)
+    match target.kind:
+        case "torch":
+            target.owner.copy_(value)
+        case "numpy":
+            target.owner[...] = value
+        case _:
+            target.owner.cast("B")[:] = memoryview(value).tobytes()
+
+
+def _error_of(body: bytes) -> tuple[LayerZeroError, messages.Outcome]:
+    outcome = messages.decode(body, messages.Outcome)
+    return from_wire(outcome.error), outcome
+
+
+def _attempt(value: Any) -> Attempt:
+    try:
+        return Attempt(
+            value["backend"],
+            value["kernel_id"],
+            value["code"],
+            value["detail"],
+            value["exit_signal"],
+            value["exit_code"],
+            value["phase"],
+            value["worker_pid"],
+        )
+    except (KeyError, TypeError) as exc:
+        raise ProtocolError(f"not an attempt: {value!r:.200}") from exc
+
+
+def _refuse_gradients(op: str, arrays: Sequence[Array | None]) -> None:
+    for name, array in zip(OPS[op].inputs, arrays, strict=True):
+        if array is not None and array.requires_grad and sys.modules["torch"].is_grad_enabled():
+            raise InvalidArgument(
+                f"{op}: {name} requires gradients, and kernels here are forward only; call under torch.no_grad(), "
+                f"or pass {name}.detach()"
+            )
+
+
+def _why_copied(array: Array) -> str:
+    if array.needs_copy:
+        return "its strides cannot be described to a worker"
+    return "it does not lie in an arena; lz.share() or lz.empty() avoid this"
+
+
+def _overlap(one: Array, other: Array) -> bool:
+    return one.address < other.address + other.spec.span_bytes and other.address < one.address + one.spec.span_bytes

@@ -1,0 +1,110 @@
+"""Find this user's broker, or start one. The only place of the client that reads the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from layerzero.ipc.endpoints import Endpoints, open_endpoints
+from layerzero.ipc.errors import BrokerLost
+
+START_TIMEOUT_S = 30.0
+
+
+def runtime_dir() -> Path:
+    """Where this user's broker has its sockets: LAYERZERO_RUNTIME_DIR, or the platform's runtime folder."""
+    given = os.environ.get("LAYERZERO_RUNTIME_DIR")
+    if given:
+        return Path(given)
+    import platformdirs
+
+    return platformdirs.user_runtime_path("layerzero")
+
+
+def endpoints(folder: Path | None = None) -> Endpoints:
+    return open_endpoints(folder if folder is not None else runtime_dir())
+
+
+def broker_pid(where: Endpoints) -> int | None:
+    """Pid of the broker that holds the lock, or None when there is none."""
+    try:
+        fd = os.open(where.broker_lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.read(fd, 32).decode(errors="replace").strip()
+            return int(text) if text.isdigit() else None
+        return None
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _start_lock(where: Endpoints) -> Iterator[None]:
+    """One starter at a time; the kernel lets go of the lock if this process dies."""
+    fd = os.open(where.start_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def ensure_broker(where: Endpoints, *, stays: bool) -> bool:
+    """Start a broker unless one runs. Returns True when this call started it. Raises BrokerLost when it does not
+    come up, with the end of its log."""
+    with _start_lock(where):
+        if broker_pid(where) is not None:
+            return False
+        _start(where, stays=stays)
+        return True
+
+
+def _start(where: Endpoints, *, stays: bool) -> None:
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    with open(where.log, "ab", opener=lambda p, f: os.open(p, f, 0o600)) as log:
+        log_start = log.tell()
+        command = [sys.executable, "-P", "-m", "layerzero.broker", "--daemon", "--ready-fd", str(write_fd)]
+        command += ["--runtime-dir", str(where.folder), *(["--stays"] if stays else [])]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=_environment(),
+            pass_fds=(write_fd,),
+            start_new_session=True,
+        )
+    os.close(write_fd)
+    process.wait()  # it leaves the broker behind as a daemon, so that nobody has a zombie to reap
+    with os.fdopen(read_fd, "rb") as ready:
+        os.set_blocking(read_fd, False)
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if select.select([ready], [], [], max(deadline_s - time.monotonic(), 0))[0]:
+                if ready.read(1):
+                    return
+                break
+    tail = where.log.read_bytes()[log_start:][-1500:].decode(errors="replace").strip()
+    raise BrokerLost(f"the broker did not start; the end of {where.log}:\n{tail}")
+
+
+def _environment() -> dict[str, str]:
+    """The broker's environment: ours, and the folder that this very package was imported from."""
+    environment = dict(os.environ)
+    import layerzero
+
+    root = str(Path(layerzero.__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
+    return environment

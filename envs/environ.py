@@ -1,0 +1,25 @@
+"""What a child process inherits. A worker gets a short list of variables, so that no token or key reaches a library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_PASSED = frozenset(
+    {"PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "LD_LIBRARY_PATH"}
+    | {"SSL_CERT_FILE", "SSL_CERT_DIR"}
+)
+_PASSED_PREFIXES = ("LC_", "XDG_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "NCCL_")
+# Set by the shell or by our own start; they would lead another interpreter to the wrong modules.
+_PYTHON_STATE = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"})
+
+
+def worker_environ(own: Mapping[str, str], parent: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of a worker or probe: the passed part of `parent`, then `own` (Env.environ)."""
+    passed = {k: v for k, v in parent.items() if k in _PASSED or k.startswith(_PASSED_PREFIXES)}
+    return {**passed, **own}
+
+
+def tool_environ(parent: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """For uv, pip and foreign interpreters: everything of the user's (proxies, indexes) but our Python's state."""
+    kept = {k: v for k, v in parent.items() if k not in _PYTHON_STATE}
+    return {**kept, "NO_COLOR": "1", **extra}

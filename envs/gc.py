@@ -1,0 +1,81 @@
+"""Remove environments and staged code that no manifest asks for any more and nobody uses."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerzero.envs import stage, store
+from layerzero.envs.build import plan
+from layerzero.envs.manifest import EnvManifest, VariantName, discover
+from layerzero.envs.probe import record_path
+from layerzero.ipc.errors import ConfigError, EnvError
+
+
+@dataclass(frozen=True)
+class Removed:
+    path: Path
+    freed_bytes: int  # what the disk got back: files that uv's cache shares do not count
+
+
+@dataclass(frozen=True)
+class Collected:
+    removed: tuple[Removed, ...]
+    in_use: tuple[Path, ...]  # left alone: a worker runs in it or a builder works on it
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(item.freed_bytes for item in self.removed)
+
+
+def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
+    """Remove what is neither current nor in use: environments, staged code, what killed builders left, verdicts."""
+    root = root.absolute()
+    found, problems = discover(folders)
+    current: set[str] = set()
+    undecided: set[str] = {problem.name for problem in problems}  # no reason to throw their environments away
+    for manifest in found.values():
+        try:
+            current.update(_current(manifest, root))
+        except (EnvError, ConfigError):
+            undecided.add(manifest.name)
+    removed: list[Removed] = []
+    in_use: list[Path] = []
+    for path, target in _candidates(root):
+        if path == target and (path.name in current or path.name.rpartition("-")[0] in undecided):
+            continue
+        try:
+            with store.locked_now(target):
+                freed = store.tree_size(path, freed=True)
+                if path == target:
+                    store.discard(path)
+                else:
+                    shutil.rmtree(path)
+                removed.append(Removed(path, freed))
+        except store.InUse:
+            in_use.append(path)
+    for verdict in sorted((root / "probes").glob("*.json")):
+        if verdict.name not in current and verdict.name.rpartition("-")[0] not in undecided:
+            removed.append(Removed(verdict, verdict.stat().st_size))
+            verdict.unlink()
+    return Collected(tuple(removed), tuple(in_use))
+
+
+def _current(manifest: EnvManifest, root: Path) -> Iterator[str]:
+    """The names of a manifest's folders in envs/ and files in probes/."""
+    variants: list[VariantName] = [v for v in manifest.variants if manifest.lock_path(v).is_file()]
+    for variant in variants or ["cpu"]:
+        env = plan(manifest, variant=variant, store=root)
+        yield from (env.lock_target.name, record_path(env, manifest).name)
+
+
+def _candidates(root: Path) -> Iterator[tuple[Path, Path]]:
+    """(folder, the target whose lock guards it)"""
+    for kind in ("envs", "stage"):
+        folder = root / kind
+        yield from store.leftovers(folder)
+        for path in sorted(folder.glob("[!.]*")):
+            if kind == "envs" or path != stage.staged_path(root):
+                yield path, path

@@ -1,0 +1,78 @@
+"""Find the Python that an environment wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerzero.envs.environ import tool_environ
+from layerzero.envs.installers import find_uv
+from layerzero.ipc.errors import EnvError
+
+_ASK = (
+    "import json, platform as p, sys, sysconfig;"
+    "print(json.dumps([sys.executable, p.python_implementation(), p.python_version(), sysconfig.get_platform()]))"
+)
+
+
+@dataclass(frozen=True)
+class Python:
+    path: Path
+    implementation: str
+    version: str  # "3.11.7"
+    platform: str  # "linux-x86_64"
+
+    @property
+    def minor(self) -> str:
+        return ".".join(self.version.split(".")[:2])
+
+
+def host() -> Python:
+    """The interpreter that runs this code."""
+    facts = platform.python_implementation(), platform.python_version(), sysconfig.get_platform()
+    return Python(Path(sys.executable), *facts)
+
+
+def find(minor: str, env: str) -> Python:
+    """An interpreter of version `minor` ("3.11"): ours, one that uv knows, or pythonX.Y on PATH. Raises EnvError."""
+    for python in _candidates(minor):
+        if python.minor == minor:
+            return python
+    raise EnvError(
+        f"environment {env} needs Python {minor}, and none was found; install it (for one: uv python install {minor}) "
+        f"so that `python{minor}` is on PATH",
+        env=env,
+        cause=f"Python {minor} not found",
+        repair=f"uv python install {minor}",
+    )
+
+
+def _candidates(minor: str) -> Iterator[Python]:
+    yield host()
+    if binary := find_uv():
+        known = _output([str(binary), "python", "find", "--no-project", "--no-python-downloads", minor])
+        if known and (python := _inspect(known.strip())):
+            yield python
+    if (found := shutil.which(f"python{minor}")) and (python := _inspect(found)):
+        yield python
+
+
+def _inspect(path: str) -> Python | None:
+    answer = _output([path, "-I", "-c", _ASK])
+    if not answer:  # for one, a version manager's shim without that version
+        return None
+    executable, *facts = json.loads(answer)
+    return Python(Path(executable), *facts)
+
+
+def _output(argv: list[str]) -> str | None:
+    run = subprocess.run(argv, env=tool_environ(os.environ, {}), capture_output=True, text=True, check=False)
+    return run.stdout if run.returncode == 0 else None

@@ -1,0 +1,166 @@
+"""Probe an environment: load its provider in a throw-away process there and keep the verdict.
+
+Metadata lies: an environment is usable when its library imported, computed and gave right numbers (workers/probe.py).
+A crash, a hang or a missing symbol ends the probe's process and is a verdict like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from layerzero.envs.build import Env, build_command
+from layerzero.envs.environ import worker_environ
+from layerzero.envs.manifest import EnvManifest
+
+DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes most of a minute on a slow one
+_STDERR_TAIL = 4000
+
+
+@dataclass(frozen=True)
+class ProbeRecord:
+    """The verdict on one environment. `kind` and `message` are empty when `ok`; kinds made here are crash, timeout
+    and protocol, the others come from workers/probe.py."""
+
+    env: str
+    key: str
+    ok: bool
+    seconds: float
+    versions: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    message: str = ""
+    missing: str | None = None
+    traceback: str = ""
+    stderr_tail: str = ""
+    repair: str = ""  # the command to run when not ok
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def probe_key(env: Env, manifest: EnvManifest) -> str:
+    """Everything the verdict depends on: what is installed, our code, the descriptor, the provider, the variables."""
+    digest = hashlib.sha256(f"{env.id}\0{env.source_hash}\0{json.dumps(manifest.env, sort_keys=True)}\0".encode())
+    provider = Path(manifest.provider_target)
+    for path in (manifest.descriptor_path, provider if provider.suffix == ".py" else None):
+        if path is not None and path.is_file():
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ProbeRecord:
+    """Run the probe now. Blocks up to `timeout_s`; the process and its group are gone when this returns."""
+    argv = [str(env.python), "-m", "layerzero.workers.probe", manifest.provider_target, str(manifest.descriptor_path)]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lz-probe-") as scratch:  # where a crash may drop its core
+        process = subprocess.Popen(
+            argv,
+            cwd=scratch,
+            env=worker_environ(env.environ, os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+            failure = _crash(process.returncode)
+        except subprocess.TimeoutExpired:
+            _kill_group(process.pid)
+            out, err = process.communicate()
+            failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s"}
+        finally:
+            _kill_group(process.pid)  # whatever the library started
+            process.wait()
+    verdict = failure or _parse(out) or _no_answer(process.returncode, err)
+    ok = not verdict.get("kind")
+    return ProbeRecord(
+        env=env.name,
+        key=probe_key(env, manifest),
+        ok=ok,
+        seconds=round(time.monotonic() - start, 3),
+        stderr_tail="" if ok else err.decode(errors="replace")[-_STDERR_TAIL:],
+        repair="" if ok else _repair(env),
+        **verdict,
+    )
+
+
+def cached_probe(env: Env, manifest: EnvManifest) -> ProbeRecord | None:
+    """The verdict on exactly this environment and code, or None."""
+    try:
+        data = json.loads(record_path(env, manifest).read_text(encoding="utf-8"))
+        return ProbeRecord(**data)
+    except (FileNotFoundError, ValueError, TypeError):  # absent, cut short, or of another version of this class
+        return None
+
+
+def probe_cached(
+    env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S, refresh: bool = False
+) -> ProbeRecord:
+    """The kept verdict, or a new one that is then kept. `refresh` probes in any case."""
+    record = None if refresh else cached_probe(env, manifest)
+    if record is None:
+        record = probe(env, manifest, timeout_s=timeout_s)
+        path = record_path(env, manifest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        aside.write_text(json.dumps(record.to_json()), encoding="utf-8")
+        aside.replace(path)
+    return record
+
+
+def record_path(env: Env, manifest: EnvManifest) -> Path:
+    return env.store / "probes" / f"{env.name}-{probe_key(env, manifest)}.json"
+
+
+def _repair(env: Env) -> str:
+    return f"lz env probe {env.name}" if env.on_host else build_command(env, force=True)
+
+
+def _crash(code: int) -> dict[str, Any]:
+    if code >= 0:
+        return {}
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return {"kind": "crash", "message": f"the probe's process died of {name}"}
+
+
+def _parse(out: bytes) -> dict[str, Any]:
+    """The last line of stdout is workers/probe.py's JSON object. Empty when it is anything else."""
+    try:
+        answer = json.loads(out.decode().strip().rpartition("\n")[2])
+    except ValueError:
+        return {}
+    match answer:
+        case {"ok": True, "versions": dict(versions), "kernels": dict(kernels)}:
+            return {"versions": versions, "kernels": kernels}
+        case {"ok": False, "error": {"kind": str(kind), "message": str(message)} as error} if kind:
+            return {
+                "versions": answer.get("versions") or {},
+                "kernels": answer.get("kernels") or {},
+                "kind": kind,
+                "message": message,
+                "missing": error.get("missing"),
+                "traceback": str(error.get("traceback") or ""),
+            }
+    return {}
+
+
+def _no_answer(code: int, err: bytes) -> dict[str, Any]:
+    last = err.decode(errors="replace").strip().rpartition("\n")[2]
+    return {"kind": "protocol", "message": f"the probe ended with exit code {code} and no verdict: {last:.200}"}
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,106 @@
+"""The folder that environments live in: kernel locks, folders built aside, sizes. Linux only.
+
+A lock belongs to a target folder (`.locks/NAME.lock` beside it) and is an flock: it ends with its holder, however
+the holder ends. Whoever creates, replaces or removes a target holds its lock exclusively; whoever uses it, shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_ASIDE = ".building-"
+
+
+def open_lock(target: Path, *, shared: bool = False, on_wait: Callable[[], None] | None = None) -> int:
+    """Take the lock of `target` and return its descriptor; closing it gives the lock back. Waits for the holder
+    after calling `on_wait`."""
+    path = target.parent / ".locks" / f"{target.name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if on_wait is not None:
+                on_wait()
+            fcntl.flock(fd, kind)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextlib.contextmanager
+def locked(target: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[int]:
+    """Hold the exclusive lock of `target`."""
+    fd = open_lock(target, on_wait=on_wait)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class InUse(Exception):
+    """Another process holds the lock."""
+
+
+@contextlib.contextmanager
+def locked_now(target: Path) -> Iterator[int]:
+    """Hold the exclusive lock of `target`, or raise InUse at once."""
+
+    def give_up() -> None:
+        raise InUse(target.name)
+
+    with locked(target, on_wait=give_up) as fd:
+        yield fd
+
+
+@contextlib.contextmanager
+def built_aside(target: Path) -> Iterator[Path]:
+    """A fresh folder beside `target` that becomes `target` when the block succeeds and is removed when it fails.
+
+    Hold the lock of `target`: then every other folder aside is what a killed builder left, and is removed.
+    """
+    for stale in target.parent.glob(f"{_ASIDE}{target.name}-*"):
+        shutil.rmtree(stale)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_ASIDE}{target.name}-", dir=target.parent))
+    try:
+        yield folder
+        discard(target)
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def discard(target: Path) -> None:
+    """Remove a folder such that a kill never leaves half of it under its name. Hold its lock."""
+    if target.exists():
+        aside = tempfile.mkdtemp(prefix=f"{_ASIDE}{target.name}-", dir=target.parent)
+        target.rename(aside)
+        shutil.rmtree(aside)
+
+
+def leftovers(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """(what was built aside, the target it was meant to become) for all of them, live builds included."""
+    for path in sorted(folder.glob(f"{_ASIDE}*")):
+        yield path, folder / path.name.removeprefix(_ASIDE).rpartition("-")[0]
+
+
+def tree_size(folder: Path, *, freed: bool = False) -> int:
+    """Bytes in all files below `folder`; with `freed`, only what removing it gives back (files with no other hard
+    link: uv's cache keeps the rest)."""
+    total = 0
+    for base, _, files in os.walk(folder):
+        for file in files:
+            stat = os.lstat(os.path.join(base, file))
+            if not freed or stat.st_nlink == 1:
+                total += stat.st_size
+    return total

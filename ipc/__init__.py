@@ -1,0 +1,1 @@
+"""What every process shares. Copied into foreign environments, so: Python 3.10, pyzmq, msgpack, nothing else."""

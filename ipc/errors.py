@@ -1,0 +1,161 @@
+"""Every error a caller can see or that crosses a process: one class per `code`, with plain facts."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+# Retry classes: may the same call succeed elsewhere, or at all?
+NEVER, SAME, OTHER_BACKEND = "never", "same", "other_backend"
+
+
+class LayerZeroError(Exception):
+    """Root of all errors raised by LayerZero.
+
+    `code` is stable across versions, `retry` says whether another attempt can help, `facts` are plain
+    values (str, int, float, bool, lists and dicts of them) that travel over the wire.
+    """
+
+    code: ClassVar[str] = "ERROR"
+    retry: ClassVar[str] = NEVER
+
+    def __init__(self, message: str, /, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"code": self.code, "message": self.message, "facts": self.facts}
+
+
+class InvalidArgument(LayerZeroError, ValueError):
+    """The call itself is wrong (shape, dtype, value). No backend can serve it; fix the arguments."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotConnected(LayerZeroError):
+    """An op was called before `lz.connect()` or after `lz.disconnect()`."""
+
+    code = "NOT_CONNECTED"
+
+
+class NoBackend(LayerZeroError):
+    """No kernel accepts this call. `.report.candidates` says why for each one. Not raised when a kernel
+    was tried and failed: that is BackendError."""
+
+    code = "NO_BACKEND"
+    report: Any = None
+
+
+class BackendError(LayerZeroError):
+    """Every kernel that was tried failed: crash, exception, or a reply that made no sense.
+
+    Facts: `backend`, `kernel_id`, `exit_code` or `signal`, `stderr_tail`. `.report.attempts` has each try.
+    With `backend=` pinned you get this at the first failure; without, only when no candidate is left.
+    """
+
+    code = "BACKEND_ERROR"
+    retry = OTHER_BACKEND
+    report: Any = None
+
+
+class DeadlineExceeded(BackendError):
+    """A kernel ran longer than `timeout_s`; its worker was killed. Raised when no other candidate is left."""
+
+    code = "DEADLINE"
+
+
+class Poison(LayerZeroError):
+    """This very call killed two workers and is refused from now on. Change the inputs, or wait until the
+    quarantine (fact `quarantine_s`) is over."""
+
+    code = "POISON"
+    report: Any = None
+
+
+class OutputTooSmall(LayerZeroError):
+    """A kernel with a data-dependent output needs larger buffers: fact `needed`, one size per output.
+    The client allocates and calls again; callers never see it."""
+
+    code = "OUTPUT_TOO_SMALL"
+    retry = SAME
+
+
+class DigestRequired(LayerZeroError):
+    """A call of this signature was poisonous before; the broker wants the digest of these inputs to tell
+    them apart. The client adds it and calls again; callers never see it."""
+
+    code = "DIGEST_REQUIRED"
+    retry = SAME
+
+
+class Busy(LayerZeroError):
+    """Too many calls are queued (fact `limit`). Nothing ran; slow down and try again."""
+
+    code = "BUSY"
+    retry = SAME
+
+
+class Cancelled(LayerZeroError):
+    """The call was given up before it finished, because its session was closed."""
+
+    code = "CANCELLED"
+
+
+class BrokerLost(LayerZeroError):
+    """The broker went away with the call in flight. Whether a kernel ran is unknown. `lz.connect()` starts
+    or finds a new one."""
+
+    code = "BROKER_LOST"
+    retry = SAME
+
+
+class VersionMismatch(LayerZeroError):
+    """The two sides speak different protocol versions. Facts name both and the command to run."""
+
+    code = "VERSION_MISMATCH"
+
+
+class ProtocolError(LayerZeroError):
+    """A peer sent bytes that break docs/protocol.md. The peer is cut off."""
+
+    code = "BAD_MESSAGE"
+    retry = OTHER_BACKEND
+
+
+class EnvError(LayerZeroError):
+    """A backend environment cannot be built or does not work. Facts: `env`, `cause`, `repair`."""
+
+    code = "ENV_BROKEN"
+
+
+class OutOfMemory(LayerZeroError):
+    """Shared memory for a tensor could not be reserved; nothing was changed. Facts: `nbytes`."""
+
+    code = "NO_MEMORY"
+
+
+class ConfigError(LayerZeroError, ValueError):
+    """A setting, manifest, lock or descriptor is wrong; the message names file, key, value and what is allowed."""
+
+    code = "CONFIG"
+
+
+def _subclasses(cls: type[LayerZeroError]) -> list[type[LayerZeroError]]:
+    return [cls, *(sub for child in cls.__subclasses__() for sub in _subclasses(child))]
+
+
+BY_CODE: dict[str, type[LayerZeroError]] = {cls.code: cls for cls in _subclasses(LayerZeroError)}
+
+
+def from_wire(value: object) -> LayerZeroError:
+    """Rebuild an error another process sent. Raises ProtocolError when it is not one."""
+    match value:
+        case {"code": str(code), "message": str(message), "facts": dict(facts)} if all(
+            isinstance(k, str) for k in facts
+        ):
+            cls = BY_CODE.get(code, LayerZeroError)
+            error = cls(message)
+            error.facts = facts
+            return error
+    raise ProtocolError(f"not an error on the wire: {value!r:.200}")

@@ -1,0 +1,80 @@
+"""CPU arenas: sealed memfds that a client owns and workers map. Who may write what is in docs/protocol.md.
+
+Also the control page, a word pair in which a worker says which dispatch it is in.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+
+from layerzero.ipc.errors import OutOfMemory, ProtocolError
+
+ALIGNMENT = 64  # bytes; JAX and oneDNN want that much to view memory without a copy
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PAGE = struct.Struct("<QQ")
+PAGE_BYTES = 4096
+
+
+def create_memfd(name: str, nbytes: int) -> int:
+    """A sealed memfd with all its pages reserved, so that a full system is an error here and never a SIGBUS later.
+
+    Raises OutOfMemory.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as exc:
+        os.close(fd)
+        if exc.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise OutOfMemory(f"cannot reserve {nbytes} bytes of shared memory: {exc.strerror}", nbytes=nbytes) from exc
+        raise
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_memfd(fd: int, nbytes: int) -> None:
+    """Refuse a descriptor that is not a memfd of this size, sealed against shrinking. Raises ProtocolError."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        size = os.fstat(fd).st_size
+    except OSError as exc:
+        raise ProtocolError(f"descriptor is not a memfd: {exc.strerror}") from exc
+    if seals & _SEALS != _SEALS:
+        raise ProtocolError(f"memfd has seals {seals:#x}; needed: {_SEALS:#x}")
+    if size != nbytes:
+        raise ProtocolError(f"memfd has {size} bytes, the message says {nbytes}")
+
+
+def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> mmap.mmap:
+    """Map a whole memfd, shared."""
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
+    return mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+
+
+class ControlPage:
+    """One page that a worker writes and the broker reads: the dispatch being executed and its phase.
+
+    The broker trusts it for blame and diagnosis only.
+    """
+
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        self._map = map_fd(fd, PAGE_BYTES, writable=writable)
+
+    def write(self, dispatch: int, phase: int) -> None:
+        _PAGE.pack_into(self._map, 0, dispatch, phase)
+
+    def read(self) -> tuple[int, int]:
+        """(dispatch id, or 0 when idle; phase)"""
+        dispatch, phase = _PAGE.unpack_from(self._map, 0)
+        return dispatch, phase
+
+    def close(self) -> None:
+        self._map.close()

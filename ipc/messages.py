@@ -1,0 +1,233 @@
+"""Every message with a msgpack body: its fields, who sends it and what answers it.
+
+A message is a frozen dataclass listed in MESSAGES. Unknown fields are ignored, unknown kinds and wrong types are
+refused by name. A change here is a change of docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
+
+import msgpack
+
+from layerzero.ipc.errors import ProtocolError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Message):
+    """client or worker -> broker, first message on the control socket. Answered by Welcome or Refused."""
+
+    kind: ClassVar[str] = "hello"
+    protocols: list  # type: ignore[type-arg]  # of int, newest first
+    role: str  # "client" or "worker"
+    package: str  # package version, for messages to people
+    pid: int
+    ticket: bytes = b""  # worker: the capability it was started with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome(Message):
+    """broker -> client or worker. For a worker the control page travels with it as a file descriptor."""
+
+    kind: ClassVar[str] = "welcome"
+    protocol: int
+    package: str
+    broker: str  # incarnation
+    broker_pid: int
+    endpoint: str  # ZeroMQ address
+    identity: bytes  # routing id to use there: 128 random bits, a capability
+    number: int  # of this client or worker in this broker
+    max_in_flight: int  # calls a client may have open at once
+    timeout_s: float  # default for calls that give none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Message):
+    """broker -> peer. The peer's last message was not accepted; after a Hello the socket closes."""
+
+    kind: ClassVar[str] = "refused"
+    error: dict  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddArena(Message):
+    """client -> broker, with the arena's memfd. Answered by ArenaAdded or Refused."""
+
+    kind: ClassVar[str] = "add_arena"
+    arena: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArenaAdded(Message):
+    """broker -> client."""
+
+    kind: ClassVar[str] = "arena_added"
+    arena: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetireArena(Message):
+    """client -> broker: no open call uses this arena and none will. Not answered."""
+
+    kind: ClassVar[str] = "retire_arena"
+    arena: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapArena(Message):
+    """broker -> worker, with the memfd, before the first RUN that uses it. Not answered."""
+
+    kind: ClassVar[str] = "map_arena"
+    client: int
+    arena: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmapArena(Message):
+    """broker -> worker. Not answered."""
+
+    kind: ClassVar[str] = "unmap_arena"
+    client: int
+    arena: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route(Message):
+    """Body of ROUTE: a call signature in canonical form (ipc/ops.py), specs as TensorSpec.to_wire()."""
+
+    kind: ClassVar[str] = "route"
+    op: str
+    inputs: list  # type: ignore[type-arg]
+    outputs: list  # type: ignore[type-arg]
+    attrs: dict  # type: ignore[type-arg]
+    backend: str = ""  # pinned backend, or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Message):
+    """Body of PREPARE: a call signature and the kernel that runs it."""
+
+    kind: ClassVar[str] = "prepare"
+    op: str
+    kernel_id: str
+    inputs: list  # type: ignore[type-arg]
+    outputs: list  # type: ignore[type-arg]
+    attrs: dict  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Message):
+    """Body of DECISION: who serves a route now. `candidates` as in SelectionReport."""
+
+    kind: ClassVar[str] = "decision"
+    kernel_id: str
+    backend: str
+    worker_pid: int
+    copies_inputs: bool
+    copies_outputs: bool
+    candidates: list  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Message):
+    """Body of FAILED, and of DONE when attempts failed before: the error, if any, and the attempts."""
+
+    kind: ClassVar[str] = "outcome"
+    error: dict = field(default_factory=dict)  # type: ignore[type-arg]
+    attempts: list = field(default_factory=list)  # type: ignore[type-arg]
+    candidates: list = field(default_factory=list)  # type: ignore[type-arg]
+    result: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Message):
+    """Body of REQUEST: a method of the broker and its parameters."""
+
+    kind: ClassVar[str] = "request"
+    method: str
+    params: dict = field(default_factory=dict)  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(Message):
+    """Body of READY: what the provider loaded."""
+
+    kind: ClassVar[str] = "ready"
+    versions: dict  # type: ignore[type-arg]
+    kernels: list  # type: ignore[type-arg]
+
+
+MESSAGES: dict[str, type[Message]] = {
+    cls.kind: cls
+    for cls in (
+        Hello,
+        Welcome,
+        Refused,
+        AddArena,
+        ArenaAdded,
+        RetireArena,
+        MapArena,
+        UnmapArena,
+        Route,
+        Prepare,
+        Decision,
+        Outcome,
+        Request,
+        Ready,
+    )
+}
+
+M = TypeVar("M", bound=Message)
+_HINTS: dict[type[Message], dict[str, type]] = {
+    cls: {f.name: get_origin(t) or t for f in fields(cls) for t in (get_type_hints(cls)[f.name],)}
+    for cls in MESSAGES.values()
+}
+
+
+def encode(message: Message) -> bytes:
+    """msgpack of the message's fields and its kind."""
+    packed: bytes = msgpack.packb(
+        {"kind": message.kind, **{name: getattr(message, name) for name in _HINTS[type(message)]}}
+    )
+    return packed
+
+
+def decode(data: bytes, *expected: type[M]) -> M:
+    """The message in `data`, which must be one of `expected`. Raises ProtocolError saying what is wrong."""
+    value = unpack_body(data)
+    if not isinstance(value, dict):
+        raise ProtocolError(f"message must be a map, got {type(value).__name__}")
+    kind = value.get("kind")
+    wanted = {cls.kind: cls for cls in expected}
+    if not isinstance(kind, str) or kind not in wanted:
+        raise ProtocolError(f"unexpected message kind {kind!r:.80}; expected {' or '.join(wanted)}")
+    cls = wanted[kind]
+    given: dict[str, Any] = {}
+    for name, typ in _HINTS[cls].items():
+        if name in value:
+            item = value[name]
+            if typ is float and type(item) is int:
+                item = float(item)
+            if type(item) is not typ:
+                raise ProtocolError(f"{kind}.{name} must be {typ.__name__}, got {type(item).__name__}")
+            given[name] = item
+    try:
+        return cls(**given)
+    except TypeError as exc:
+        raise ProtocolError(f"{kind}: {exc}") from exc
+
+
+def unpack_body(data: bytes) -> Any:
+    """msgpack with bounded sizes; raises ProtocolError on anything else."""
+    try:
+        return msgpack.unpackb(data, strict_map_key=True)
+    except Exception as exc:  # msgpack raises ValueError, its own classes and more, by the bytes it gets
+        raise ProtocolError(f"not msgpack: {type(exc).__name__}: {exc}") from exc

@@ -1,0 +1,51 @@
+"""ZeroMQ sockets with our limits, and the two readings that an event loop of its own needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import cast
+
+import zmq
+
+from layerzero.ipc import wire
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, hwm: int
+) -> zmq.Socket[bytes]:
+    """A client's or worker's end. `hwm`: messages queued per direction before sending fails."""
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.ROUTING_ID, identity)
+    _limit(sock, hwm)
+    sock.connect(endpoint)
+    return sock
+
+
+def bind_router(context: zmq.Context[zmq.Socket[bytes]], path: Path, hwm: int) -> zmq.Socket[bytes]:
+    """The broker's end, owner-only. A message to a peer that is gone is an error, never dropped in silence."""
+    sock = context.socket(zmq.ROUTER)
+    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    _limit(sock, hwm)
+    previous = os.umask(0o177)
+    try:
+        sock.bind(f"ipc://{path}")
+    finally:
+        os.umask(previous)
+    return sock
+
+
+def _limit(sock: zmq.Socket[bytes], hwm: int) -> None:
+    sock.setsockopt(zmq.SNDHWM, hwm)
+    sock.setsockopt(zmq.RCVHWM, hwm)
+    sock.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+    sock.setsockopt(zmq.LINGER, 500)
+
+
+def poll_fd(sock: zmq.Socket[bytes]) -> int:
+    """Readable when the socket's state may have changed. Edge-triggered: ask `has_input` before waiting on it."""
+    return cast(int, sock.getsockopt(zmq.FD))
+
+
+def has_input(sock: zmq.Socket[bytes]) -> bool:
+    return bool(cast(int, sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

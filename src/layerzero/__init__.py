@@ -1,0 +1,1 @@
+../../client/facade/__init__.py

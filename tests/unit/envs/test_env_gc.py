@@ -1,0 +1,53 @@
+"""gc removes what nobody asks for or uses, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from layerzero.envs.build import ensure, plan, resolve
+from layerzero.envs.gc import collect
+from layerzero.envs.stage import staged_path
+from layerzero.envs.store import open_lock
+
+
+def folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "file").write_bytes(b"x" * 7)
+    return path
+
+
+def test_only_stale_and_unused_folders_go(tmp_path: Path) -> None:
+    """A wrong removal costs a rebuild at best and a running worker at worst."""
+    ensure("null", store=tmp_path)  # stages the current code
+    current = folder(plan(resolve("mlx"), store=tmp_path).prefix)
+    used = folder(tmp_path / "envs" / "mlx-0000000000000001")
+    broken = tmp_path / "manifests" / "mine.toml"
+    kept = folder(tmp_path / "envs" / "mine-0000000000000002")
+    broken.parent.mkdir()
+    broken.write_text("[")
+    stale = [
+        folder(tmp_path / "envs" / ".building-mlx-0000000000000004-x_1"),
+        folder(tmp_path / "envs" / "gone-0000000000000003"),
+        folder(tmp_path / "stage" / "0000000000000005"),
+    ]
+    verdict = tmp_path / "probes" / "mlx-0000000000000006.json"  # on other code than today's
+    folder(verdict.parent)
+    verdict.write_bytes(b"x" * 7)
+    lock = open_lock(used, shared=True)
+    result = collect(tmp_path, [broken.parent])
+    os.close(lock)
+    assert [item.path for item in result.removed] == [*stale, verdict]
+    assert result.in_use == (used,)
+    assert result.freed_bytes == 7 * (len(stale) + 1)
+    assert all(path.is_dir() for path in (current, used, kept, staged_path(tmp_path)))
+    assert not any(path.exists() for path in stale)
+
+
+def test_folder_of_a_live_build_stays(tmp_path: Path) -> None:
+    """gc may run while another process builds."""
+    live = folder(tmp_path / "envs" / ".building-mlx-0000000000000004-x")
+    fd = open_lock(tmp_path / "envs" / "mlx-0000000000000004")
+    result = collect(tmp_path)
+    os.close(fd)
+    assert (result.removed, result.in_use) == ((), (live,))

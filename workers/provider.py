@@ -1,0 +1,61 @@
+"""What a provider is: the module that adapts one kernel library to our ops. Runs in the library's own env.
+
+A provider is a module with `load() -> Loaded`. It imports its library inside `load()` and nowhere else.
+See docs/adding-a-backend.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from layerzero.ipc.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call signature: everything about a call but the data.
+
+    `inputs` has one entry per tensor argument of the op (docs/ops.md), None where an optional one was left
+    out. Scalars are in `attrs`. Shapes, strides and dtypes are canonical (attention is always BHSD views).
+    """
+
+    op: str
+    kernel_id: str
+    inputs: tuple[TensorSpec | None, ...]
+    outputs: tuple[TensorSpec, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A tensor in client memory. `memory` starts at the first element and covers the strided span, or is
+    longer; it is read-only for inputs. Write through it only for outputs."""
+
+    memory: memoryview
+    spec: TensorSpec
+
+
+Bound = Callable[[], Any]
+"""Runs the kernel once: reads the bound inputs as they are now, writes every bound output in full.
+Returns None, or a msgpack-able value for ops with a data-dependent result."""
+
+Bind = Callable[[Call, Sequence["Block | None"], Sequence[Block]], Bound]
+"""Prepare a kernel for one signature and one set of blocks. Called once per set; `Bound` is then called many
+times. It may view the blocks' memory but must not read it yet."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load()` returns: versions of the libraries at work, and a Bind per kernel id of the descriptor."""
+
+    versions: Mapping[str, str]
+    kernels: Mapping[str, Bind]
+
+
+class Provider(Protocol):
+    """A provider module. `load()` imports the library; an exception here makes the env unusable, with its
+    message as the cause."""
+
+    def load(self) -> Loaded: ...
