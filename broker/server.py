@@ -100,13 +100,15 @@ class Server:
             signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
         try:
             while not self._ended:
-                busy = self._drain(self._front, self._from_client)
-                busy |= self._drain(self._back, self._from_worker)
+                self._drain(self._front, self._from_client)
+                self._drain(self._back, self._from_worker)
                 now_s = time.monotonic()
                 if now_s >= self.state.wakeup_s:
                     self.handle(ev.Tick())
                 self._housekeeping(now_s)
-                for fd, _ in self._epoll.poll(0 if busy or self._ended else self._timeout_s(now_s)):
+                # Sending on a socket may eat the edge that announces input on it: ask again before sleeping.
+                is_busy = self._ended or sockets.has_input(self._front) or sockets.has_input(self._back)
+                for fd, _ in self._epoll.poll(0 if is_busy else self._timeout_s(now_s)):
                     handler = self._on_fd.get(fd)  # an earlier one may have closed it
                     if handler is not None:
                         handler()
@@ -333,9 +335,8 @@ class Server:
             self.handle(ev.ClientLeft(peer.identity))
         elif peer.role == "worker":
             del self._workers[peer.backend, peer.generation]
-            if (peer.backend, peer.generation) in self.processes:  # alive, yet it hung up
-                text = "it closed its control socket"
-                self.handle(ev.WorkerMisbehaved(peer.backend, peer.generation, text))
+            # It is ending, or it hung up and is of no more use; the signal changes nothing for one that is ending.
+            self._kill(ev.Kill(peer.backend, peer.generation))
 
     # --- processes -----------------------------------------------------------------------------------
 

@@ -226,12 +226,15 @@ def _describe_numpy(array: Any) -> Array:
         if needs_copy:
             return Array("numpy", spec, array.ctypes.data, array, array, False, array.flags.writeable, True)
         _remember(key, spec)
-    try:
-        address = ctypes.addressof(c_char.from_buffer(array))  # six times as fast as array.ctypes.data
-        writable = True
-    except (TypeError, ValueError, BufferError):  # read-only, strided, empty, or bfloat16
-        address, writable = array.ctypes.data, array.flags.writeable
-    return Array("numpy", spec, address, array, array, False, writable, bool(address % dtype.alignment))
+    if spec.is_contiguous:
+        try:
+            address = ctypes.addressof(c_char.from_buffer(array))  # six times as fast as array.ctypes.data
+        except (TypeError, ValueError, BufferError):  # read-only, empty, or bfloat16
+            pass
+        else:
+            return Array("numpy", spec, address, array, array, False, True, address % dtype.alignment != 0)
+    address = array.ctypes.data
+    return Array("numpy", spec, address, array, array, False, array.flags.writeable, address % dtype.alignment != 0)
 
 
 def _describe_numpy_like(obj: Any) -> Array:

@@ -172,7 +172,7 @@ def embedding(
 
 def null(*, backend: str | None = None, timeout_s: float | None = None) -> None:
     """Nothing, in a worker: what remains is the cost of a dispatch."""
-    _perform(Request("null", (), {}, plans.plan_null, None, backend, timeout_s))
+    return _perform(Request("null", (), {}, plans.plan_null, None, backend, timeout_s))  # type: ignore[no-any-return]
 
 
 def tokenize(

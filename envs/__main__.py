@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.envs.build import Env, ensure_all, plan
+from layerzero.envs.build import Env, command, ensure_all, plan
 from layerzero.envs.gc import collect
 from layerzero.envs.installers import pick
 from layerzero.envs.lock import lock as write_lock
@@ -130,7 +130,7 @@ def probe(
         except (EnvError, ConfigError) as exc:
             env = exc
         if isinstance(env, Env) and not env.is_built:
-            repair = f"lz env build {manifest.name}"
+            repair = command("build", env)
             env = EnvError(f"{manifest.name} is not built", env=manifest.name, cause="not built", repair=repair)
         if names or isinstance(env, Env):
             rows.append(_verdict(manifest, env, timeout))

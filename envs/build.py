@@ -184,9 +184,10 @@ def hold(env: Env) -> ExitStack:
     return stack
 
 
-def build_command(env: Env, *, force: bool = False) -> str:
-    variant = "" if env.variant == "cpu" else f" --variant {env.variant}"
-    return f"lz env build {env.name}{variant}{' --force' if force else ''}"
+def command(verb: str, env: Env, *flags: str) -> str:
+    """The `lz env` command line that does `verb` to this very environment."""
+    variant = () if env.variant == "cpu" else ("--variant", env.variant)
+    return " ".join(("lz", "env", verb, env.name, *variant, *flags))
 
 
 def _build_locked(env: Env, python: Python, lock: Lock, installer: Installer, progress: Progress, force: bool) -> int:
@@ -235,7 +236,7 @@ def _build(env: Env, python: Python, lock: Lock, installer: Installer, progress:
 
 
 def _error(env: Env, what: str, cause: str = "") -> EnvError:
-    repair = build_command(env)
+    repair = command("build", env)
     text = f"{what}: {cause}" if cause else what
     return EnvError(
         f"environment {env.name} {text}\nto repair it run: {repair}", env=env.name, cause=cause or what, repair=repair

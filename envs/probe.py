@@ -19,12 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerzero.envs.build import Env, build_command
+from layerzero.envs.build import Env, command
 from layerzero.envs.environ import worker_environ
 from layerzero.envs.manifest import EnvManifest
+from layerzero.envs.stage import stage
 
 DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes most of a minute on a slow one
 _STDERR_TAIL = 4000
+_MENDED_BY_BUILDING = frozenset({"import", "abi", "version", "crash", "protocol"})
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ProbeRecord:
     missing: str | None = None
     traceback: str = ""
     stderr_tail: str = ""
-    repair: str = ""  # the command to run when not ok
+    repair: str = ""  # the command to run when not ok: mends it, or shows all that is known
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,6 +64,7 @@ def probe_key(env: Env, manifest: EnvManifest) -> str:
 def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ProbeRecord:
     """Run the probe now. Blocks up to `timeout_s`; the process and its group are gone when this returns."""
     argv = [str(env.python), "-m", "layerzero.workers.probe", manifest.provider_target, str(manifest.descriptor_path)]
+    stage(env.store)  # an env that was only planned may be older than today's code
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lz-probe-") as scratch:  # where a crash may drop its core
         process = subprocess.Popen(
@@ -91,7 +94,7 @@ def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT
         ok=ok,
         seconds=round(time.monotonic() - start, 3),
         stderr_tail="" if ok else err.decode(errors="replace")[-_STDERR_TAIL:],
-        repair="" if ok else _repair(env),
+        repair="" if ok else _repair(env, verdict["kind"]),
         **verdict,
     )
 
@@ -124,8 +127,11 @@ def record_path(env: Env, manifest: EnvManifest) -> Path:
     return env.store / "probes" / f"{env.name}-{probe_key(env, manifest)}.json"
 
 
-def _repair(env: Env) -> str:
-    return f"lz env probe {env.name}" if env.on_host else build_command(env, force=True)
+def _repair(env: Env, kind: str) -> str:
+    """Building again mends a damaged environment; it mends no provider, descriptor or numerics."""
+    if env.on_host or kind not in _MENDED_BY_BUILDING:
+        return command("probe", env, "--json")
+    return command("build", env, "--force")
 
 
 def _crash(code: int) -> dict[str, Any]:

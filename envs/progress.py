@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress as Bars
 from rich.progress import SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+_WIDTH = 48  # of a spinner's text: with the name and the time it fits 80 columns
 
 
 class Progress(Protocol):
@@ -66,7 +69,8 @@ class Spinners:
     """A live line per environment, for terminals. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
-        columns = (SpinnerColumn(finished_text=" "), TextColumn("{task.description}"), TimeElapsedColumn())
+        name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+        columns = (SpinnerColumn(finished_text=" "), name, TimeElapsedColumn())
         self._bars = Bars(*columns, TextColumn("{task.fields[text]}"), console=console)
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.Lock()
@@ -82,7 +86,7 @@ class Spinners:
         with self._lock:
             if env not in self._tasks:
                 self._tasks[env] = self._bars.add_task(env, total=1, text="")
-            self._bars.update(self._tasks[env], text=escape(text), completed=int(finished))
+            self._bars.update(self._tasks[env], text=escape(text.partition("\n")[0][:_WIDTH]), completed=int(finished))
 
     def started(self, env: str) -> None:
         self._show(env, "started")

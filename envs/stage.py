@@ -7,7 +7,6 @@ keep theirs.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from functools import cache
 from pathlib import Path
 
@@ -18,24 +17,24 @@ _PACKAGES = ("ipc", "workers")
 _SUFFIXES = frozenset({".py", ".json"})
 
 
-def sources() -> dict[str, Path]:
-    """Path inside the staged package -> file to copy."""
-    found: dict[str, Path] = {}
+@cache
+def sources() -> dict[str, bytes]:
+    """Path inside the staged package -> content. Read once: a process stages the code it started with, and the hash
+    is of what is copied."""
+    found: dict[str, bytes] = {}
     for package in _PACKAGES:
         folder = package_folder(package)
         for file in sorted(folder.rglob("*")):
             if file.suffix in _SUFFIXES and file.is_file():
-                found[f"{package}/{file.relative_to(folder).as_posix()}"] = file
+                found[f"{package}/{file.relative_to(folder).as_posix()}"] = file.read_bytes()
     return found
 
 
 @cache
 def source_hash() -> str:
-    """Names the staged copy; part of what makes a probe's verdict valid. Read once: a process serves the code it
-    started with."""
+    """Names the staged copy; part of what makes a probe's verdict valid."""
     digest = hashlib.sha256()
-    for name, file in sources().items():
-        data = file.read_bytes()
+    for name, data in sources().items():
         digest.update(f"{name}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()[:16]
 
@@ -59,6 +58,6 @@ def stage(store: Path) -> Path:
 def _copy(package: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()  # empty: the real one is the client's public API
-    for name, file in sources().items():
+    for name, data in sources().items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, package / name)
+        (package / name).write_bytes(data)

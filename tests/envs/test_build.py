@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -237,14 +238,26 @@ def test_held_environment_survives_gc_and_force(tmp_path: Path, tiny: EnvManifes
         hold(env)
 
 
-@pytest.mark.parametrize(("name", "code"), [("tiny", 0), ("no-such-env", 2)])
-def test_command_line_exit_codes(tmp_path: Path, name: str, code: int) -> None:
-    """Scripts tell a failed build from a typing error by the exit code."""
-    argv = [sys.executable, "-m", "layerzero.envs", "build", name, "--json"]
-    argv += ["--store", str(tmp_path), "--manifests", str(SAMPLES)]
-    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    if code == 0:
+def command_line(store: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "layerzero.envs", *args, "--json", "--store", str(store), "--manifests", str(SAMPLES)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+def test_command_line_builds_and_probes(tmp_path: Path) -> None:
+    """What `lz env build` calls ok has run its provider."""
+    built = command_line(tmp_path, "build", "tiny")
+    shutil.rmtree(tmp_path / "stage")  # as after an upgrade: the environment is there, today's worker code is not
+    probed = command_line(tmp_path, "probe", "tiny")
+    for ran in (built, probed):
+        assert ran.returncode == 0, ran.stdout + ran.stderr
         [row] = json.loads(ran.stdout)
-        assert (row["name"], row["ok"]) == ("tiny", True)
-        assert row["probe"]["versions"]["tiny"] == "on"
+        assert (row["name"], row["ok"], row["probe"]["versions"]["tiny"]) == ("tiny", True, "on")
+
+
+def test_command_line_tells_failure_from_wrong_usage(tmp_path: Path) -> None:
+    """Scripts go by the exit code."""
+    not_built = command_line(tmp_path, "probe", "tiny")
+    assert not_built.returncode == 1
+    assert json.loads(not_built.stdout)[0]["repair"] == "lz env build tiny"
+    unknown = command_line(tmp_path, "build", "tny")
+    assert (unknown.returncode, unknown.stdout) == (2, "")

@@ -1,0 +1,1 @@
+"""One file per kernel library. Each has `load() -> Loaded` and imports its library there and nowhere else."""

@@ -107,8 +107,9 @@ CALLS: dict[str, tuple[str, Callable[..., Tensor], tuple[Any, ...]]] = {
         f"matmul {len(a)}-D by {len(b)}-D {a} {b}": ("matmul", torch.matmul, (S(*a), S(*b)))
         for a, b in [
             ((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 4)), ((1, 3), (3, 1)), ((3,), (3, 1)), ((1, 3), (3,)),
-            ((2, 3), (3, 4)), ((3,), (2, 3, 4)), ((5, 2, 3), (3,)), ((5, 2, 3), (3, 4)), ((2, 3), (5, 3, 4)), ((5, 1, 2, 3), (6, 3, 4)),
-            ((1, 2, 3), (1, 3, 4)), ((0,), (0,)), ((2, 0), (0, 3)), ((0, 2, 3), (3, 4)), ((0, 2, 3), (1, 3, 4)),
+            ((2, 3), (3, 4)), ((3,), (2, 3, 4)), ((5, 2, 3), (3,)), ((5, 2, 3), (3, 4)), ((2, 3), (5, 3, 4)),
+            ((5, 1, 2, 3), (6, 3, 4)), ((1, 2, 3), (1, 3, 4)), ((0,), (0,)), ((2, 0), (0, 3)),
+            ((0, 2, 3), (3, 4)), ((0, 2, 3), (1, 3, 4)),
         ]
     },
     **{
@@ -141,7 +142,8 @@ CALLS: dict[str, tuple[str, Callable[..., Tensor], tuple[Any, ...]]] = {
     **{
         f"rms_norm {x} {n} {w} {eps}": ("rms_norm", F.rms_norm, (S(*x), n, S(*n) if w else None, eps))
         for x, n, w, eps in [
-            ((2, 3), (3,), True, None), ((2, 3, 4), (3, 4), True, 1e-3), ((2, 3), [3], False, 0.1), ((0, 3), (3,), True, 1),
+            ((2, 3), (3,), True, None), ((2, 3, 4), (3, 4), True, 1e-3), ((2, 3), [3], False, 0.1),
+            ((0, 3), (3,), True, 1),
         ]
     },
     **{
@@ -219,12 +221,12 @@ def test_attention_gives_what_torch_gives_in_both_layouts(case: str, layout: str
 
 
 @pytest.mark.parametrize(
-    "shape", [(5,), (1, 5), (3, 1), (3, 5), (4, 3, 5), (1, 3, 5), (2, 1, 3, 5), (1, 4, 1, 5), (1, 1, 1, 1)]
+    "shape", [(), (5,), (1, 5), (3, 1), (3, 5), (4, 3, 5), (1, 3, 5), (2, 1, 3, 5), (1, 4, 1, 5), (1, 1, 1, 1)]
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
 def test_masks_broadcast_to_batch_heads_queries_keys(shape: tuple[int, ...], dtype: Any, layout: str) -> None:
-    """In either layout; torch's fused kernel has no 1-D masks, its formula does."""
+    """In either layout, and with any number of dimensions up to 4."""
     q, k, v = spaced(2, 4, 3, 8), spaced(2, 4, 5, 8), spaced(2, 4, 5, 6)
     mask = spaced(*shape) > 0 if dtype == torch.bool else spaced(*shape)
     expected = F.scaled_dot_product_attention(q, k, v, mask.expand(2, 4, 3, 5))

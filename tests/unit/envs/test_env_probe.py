@@ -71,6 +71,12 @@ def test_every_failure_is_a_verdict_with_a_repair(
         assert (record.missing, record.traceback) == ("x", "tb")
 
 
+def test_repair_does_not_promise_that_building_mends_wrong_numbers(tmp_path: Path, manifest: EnvManifest) -> None:
+    """The same wheels would give the same numbers; the user needs the details instead."""
+    record = probe(fake_env(tmp_path, f"print('''{FAILED.replace('import', 'numeric')}''')"), manifest)
+    assert (record.kind, record.repair) == ("numeric", "lz env probe fake --json")
+
+
 def test_crash_keeps_the_last_words(tmp_path: Path, manifest: EnvManifest) -> None:
     """The signal alone does not say which library broke."""
     code = "import os, sys; sys.stderr.write('symbol lookup error: x'); sys.stderr.flush(); os.kill(os.getpid(), 11)"

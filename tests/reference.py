@@ -1,0 +1,230 @@
+"""What each op means, in float64 NumPy and as the formulas say it. Other code is compared with this, never the reverse.
+
+Inputs are NumPy arrays of any dtype (bfloat16 values as float64, see `to_bits`); results are float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+F64 = NDArray[np.float64]
+
+# Bits of the significand, with the implied one.
+SIGNIFICAND = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+
+
+def round_to(values: Array, dtype: str) -> F64:
+    """Values rounded to `dtype` (ties to even), as float64."""
+    values = np.asarray(values, np.float64)
+    return from_bits(to_bits(values, dtype), dtype).astype(np.float64)
+
+
+def to_bits(values: Array, dtype: str) -> Array:
+    """Values as an array with the memory layout of `dtype`; bfloat16 as its bits in uint16."""
+    if dtype != "bfloat16":
+        return np.asarray(values).astype(dtype)
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def from_bits(bits: Array, dtype: str) -> Array:
+    """The values in an array that `to_bits` made."""
+    if dtype != "bfloat16":
+        return bits
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    attn_mask: Array | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    layout: str = "BHSD",
+) -> F64:
+    """softmax(q k^T * scale + mask) v, one head at a time; a row that sees no key is 0."""
+    batch, heads, queries, _ = q.shape
+    keys, group = k.shape[2], heads // k.shape[1]
+    out = np.zeros((batch, heads, queries, v.shape[3]))
+    visible = np.ones((queries, keys), bool)
+    if is_causal:
+        last = np.arange(queries) + (keys - queries if causal_alignment == "bottom_right" else 0)
+        visible = np.arange(keys)[None, :] <= last[:, None]
+    for b in range(batch):
+        for h in range(heads):
+            scores = q[b, h].astype(np.float64) @ k[b, h // group].astype(np.float64).T * scale
+            seen = visible
+            if attn_mask is not None:
+                mask = np.broadcast_to(attn_mask, (batch, heads, queries, keys))[b, h]
+                seen = mask if mask.dtype == bool else mask > -np.inf
+                scores = scores if mask.dtype == bool else scores + mask
+            scores = np.where(seen, scores, -np.inf)
+            for row in np.flatnonzero(seen.any(axis=1)):
+                weights = np.exp(scores[row] - scores[row].max())
+                out[b, h, row] = weights / weights.sum() @ v[b, h // group].astype(np.float64)
+    return out
+
+
+def matmul(a: Array, b: Array) -> F64:
+    return np.asarray(np.matmul(a.astype(np.float64), b.astype(np.float64)))
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> F64:
+    product = matmul(x, weight.T) if x.ndim > 1 else matmul(x[None], weight.T)[0]
+    return product if bias is None else product + bias.astype(np.float64)
+
+
+def softmax(x: Array, *, dim: int) -> F64:
+    x = x.astype(np.float64)
+    if x.size == 0:
+        return x
+    powers = np.exp(x - x.max(axis=dim, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=dim, keepdims=True))
+
+
+def layer_norm(x: Array, weight: Array | None = None, bias: Array | None = None, *, ndim: int, eps: float) -> F64:
+    x, axes = x.astype(np.float64), tuple(range(x.ndim - ndim, x.ndim))
+    centred = x - x.mean(axis=axes, keepdims=True)
+    out = centred / np.sqrt((centred**2).mean(axis=axes, keepdims=True) + eps)
+    out = out if weight is None else out * weight.astype(np.float64)
+    return np.asarray(out if bias is None else out + bias.astype(np.float64))
+
+
+def rms_norm(x: Array, weight: Array | None = None, *, ndim: int, eps: float) -> F64:
+    x, axes = x.astype(np.float64), tuple(range(x.ndim - ndim, x.ndim))
+    out = x / np.sqrt((x**2).mean(axis=axes, keepdims=True) + eps)
+    return np.asarray(out if weight is None else out * weight.astype(np.float64))
+
+
+def gelu(x: Array, *, approximate: str) -> F64:
+    x = x.astype(np.float64)
+    if approximate == "tanh":
+        return np.asarray(x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+    # erfc keeps the digits of the left tail, where 1 + erf cancels
+    return np.asarray(x / 2 * np.vectorize(math.erfc, otypes=[float])(-x / math.sqrt(2)))
+
+
+def silu(x: Array) -> F64:
+    x = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return np.asarray(x / (1 + np.exp(-x)))
+
+
+def embedding(ids: Array, weight: Array) -> F64:
+    return np.asarray(weight.astype(np.float64)[ids])
+
+
+TENSOR_OPS: dict[str, Callable[..., F64]] = {
+    "attention": attention,
+    "matmul": matmul,
+    "linear": linear,
+    "softmax": softmax,
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "gelu": gelu,
+    "silu": silu,
+    "embedding": embedding,
+}
+
+# Largest |result - reference| that passes, as a share of max(1, largest |reference|). Half types lose up to half a
+# unit in the last place on output (2^-11, 2^-8) and, in attention, the same again on the weights inside.
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def error(result: Array, expected: F64) -> float:
+    """The measure TOLERANCE is about. Infinite when one is NaN or infinite where the other is not."""
+    if result.size == 0:
+        return 0.0
+    if not np.array_equal(np.isfinite(result), np.isfinite(expected)):
+        return math.inf
+    finite = np.isfinite(expected)
+    if not np.array_equal(result[~finite], expected[~finite]):
+        return math.inf
+    scale = max(1.0, float(np.abs(expected[finite]).max(initial=0.0)))
+    return float(np.abs(result[finite].astype(np.float64) - expected[finite]).max(initial=0.0)) / scale
+
+
+Tokens = list[tuple[int, int, int]]  # id, start and end character
+
+
+def tokenize(
+    document: dict[str, Any], texts: list[str], *, add_special_tokens: bool, max_length: int | None
+) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """ids, splits and offsets for documents with a WhitespaceSplit pre-tokenizer, a WordPiece or BPE model, an optional
+    Lowercase normalizer and an optional BertProcessing."""
+    model, processor = document["model"], document["post_processor"] if add_special_tokens else None
+    lower = document["normalizer"] is not None
+    ids: list[int] = []
+    splits, offsets = [0], []
+    for text in texts:
+        row: Tokens = []
+        start = 0
+        for word in text.split():
+            start = text.index(word, start)
+            split = _word_pieces if model["type"] == "WordPiece" else _merge
+            row += [(i, start + a, start + b) for i, a, b in split(model, word.lower() if lower else word)]
+            start += len(word)
+        if max_length is not None:
+            row = row[: max_length - (2 if processor else 0)]
+        if processor:
+            row = [(processor["cls"][1], 0, 0), *row, (processor["sep"][1], 0, 0)]
+        ids += [token[0] for token in row]
+        offsets += [token[1:] for token in row]
+        splits.append(len(ids))
+    return ids, splits, offsets
+
+
+def _word_pieces(model: dict[str, Any], word: str) -> Tokens:
+    """Longest match first; a word with a part that is not in the vocabulary is one unknown token."""
+    vocab, pieces, start = model["vocab"], [], 0
+    while start < len(word):
+        for end in range(len(word), start, -1):
+            piece = (model["continuing_subword_prefix"] if start else "") + word[start:end]
+            if piece in vocab:
+                pieces.append((vocab[piece], start, end))
+                start = end
+                break
+        else:
+            return [(vocab[model["unk_token"]], 0, len(word))]
+    return pieces
+
+
+def _merge(model: dict[str, Any], word: str) -> Tokens:
+    """Merge the pair of lowest rank, leftmost first, until none is left."""
+    ranks = {tuple(m.split(" ") if isinstance(m, str) else m): rank for rank, m in enumerate(model["merges"])}
+    parts = list(word)
+    while True:
+        pairs = [(ranks[pair], i) for i, pair in enumerate(zip(parts, parts[1:], strict=False)) if pair in ranks]
+        if not pairs:
+            break
+        _, i = min(pairs)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    row, start = [], 0
+    for part in parts:
+        row.append((model["vocab"][part], start, start + len(part)))
+        start += len(part)
+    return row
+
+
+def detokenize(document: dict[str, Any], rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+    """Texts for documents with a WordPiece decoder without cleanup, or none (tokens joined by spaces)."""
+    names = {i: token for token, i in document["model"]["vocab"].items()}
+    special = {token["id"] for token in document["added_tokens"] if token["special"]}
+    texts = []
+    for row in rows:
+        tokens = [names[i] for i in row if i in names and not (skip_special_tokens and i in special)]
+        text = " ".join(tokens)
+        if document["decoder"] is not None:
+            text = text.replace(" " + document["decoder"]["prefix"], "")
+        texts.append(text)
+    return texts

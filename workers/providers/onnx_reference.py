@@ -1,0 +1,52 @@
+"""The ONNX reference evaluator: the operators as NumPy code. Slow and plain; the last resort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from layerzero.workers.provider import Block, Bound, Call, Loaded
+
+OPSET, IR_VERSION = 17, 8
+
+
+def load() -> Loaded:
+    import numpy
+    import onnx
+    from onnx import helper
+    from onnx.reference import ReferenceEvaluator
+
+    nodes: dict[str, Callable[[Call, list[str]], Any]] = {
+        "layer_norm": lambda call, names: helper.make_node(
+            "LayerNormalization", names, ["y"], axis=-call.attrs["ndim"], epsilon=call.attrs["eps"]
+        ),
+        "matmul": lambda call, names: helper.make_node("MatMul", names, ["y"]),
+        "softmax": lambda call, names: helper.make_node("Softmax", names, ["y"], axis=call.attrs["dim"]),
+    }
+
+    def view(block: Block) -> Any:
+        spec = block.spec
+        strides = [stride * spec.itemsize for stride in spec.strides]
+        return numpy.ndarray(spec.shape, spec.dtype, buffer=block.memory, strides=strides)
+
+    def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        given = [block for block in inputs if block is not None]
+        feeds = {name: view(block) for name, block in zip("xwb", given, strict=False)}
+        out = view(outputs[0])
+        element = helper.np_dtype_to_tensor_dtype(out.dtype)
+        infos = [
+            helper.make_tensor_value_info(name, element, [None] * array.ndim) for name, array in (*feeds.items(), ("y", out))
+        ]
+        graph = helper.make_graph([nodes[call.op](call, list(feeds))], "kernel", infos[:-1], infos[-1:])
+        evaluator = ReferenceEvaluator(
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+        )
+
+        def bound() -> None:
+            (result,) = evaluator.run(None, feeds)
+            numpy.copyto(out, result, casting="no")
+
+        return bound
+
+    versions = {"onnx": onnx.__version__, "numpy": numpy.__version__}
+    return Loaded(versions=versions, kernels={f"onnx-reference.{op}": bind for op in nodes})

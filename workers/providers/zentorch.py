@@ -1,0 +1,100 @@
+"""zentorch (ZenDNN) kernels, called as bare torch ops on tensors that view the caller's memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from layerzero.workers.provider import Block, Bound, Call, Loaded
+
+WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
+
+
+def load() -> Loaded:
+    if os.environ.get(WEIGHT_CACHE) != "0":
+        raise RuntimeError(
+            f"{WEIGHT_CACHE} is {os.environ.get(WEIGHT_CACHE)!r}; it must be '0'. With its weight cache zentorch writes "
+            "into the caller's weights, or serves stale ones when memory is used again. Set it in the env's manifest."
+        )
+    import torch
+    import zentorch
+
+    torch.set_grad_enabled(False)
+    library = _Zentorch(torch)
+    kernels = {
+        "zentorch.attention": library.attention,
+        "zentorch.linear": library.linear,
+        "zentorch.rms_norm": library.rms_norm,
+    }
+    return Loaded(versions={"zentorch": zentorch.__version__, "torch": torch.__version__}, kernels=kernels)
+
+
+class _Zentorch:
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.ops = torch.ops.zentorch
+
+    def view(self, block: Block) -> Any:
+        """The block's memory as a tensor, without a copy."""
+        torch, spec = self.torch, block.spec
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+            flat = torch.frombuffer(
+                block.memory, dtype=getattr(torch, spec.dtype), count=spec.span_bytes // spec.itemsize
+            )
+        return flat.as_strided(spec.shape, spec.strides)
+
+    def attention(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        torch = self.torch
+        q, k, v, mask = (None if block is None else self.view(block) for block in inputs)
+        out = self.view(outputs[0])
+        queries, keys, value_width = q.shape[2], k.shape[2], v.shape[3]
+        width = max(q.shape[3], value_width)
+        is_causal, scale = call.attrs["is_causal"], call.attrs["scale"]
+        padded_out = torch.empty((*out.shape[:3], width), dtype=out.dtype) if width != value_width else out
+        sdpa = self.ops.zentorch_sdpa.out
+
+        def adapt(tensor: Any) -> Any:
+            """zentorch takes one head_dim for q, k and v (zeros added to it change nothing), and no stride of 0."""
+            if tensor.shape[3] != width:
+                return torch.nn.functional.pad(tensor, (0, width - tensor.shape[3]))
+            return tensor if tensor.stride(3) == 1 and 0 not in tensor.stride() else torch.clone(
+                tensor, memory_format=torch.contiguous_format
+            )
+
+        def bound() -> None:
+            bias = mask
+            if bias is not None:  # it takes a mask of q's dtype with every key in it, and no other
+                if bias.dtype == torch.bool:
+                    bias = torch.zeros(bias.shape, dtype=q.dtype).masked_fill_(~bias, -math.inf)
+                bias = bias.expand(*bias.shape[:2], queries, keys).contiguous()
+            sdpa(adapt(q), adapt(k), adapt(v), 0.0, is_causal, attn_mask=bias, scale=scale, out=padded_out)
+            if padded_out is not out:
+                out.copy_(padded_out[..., :value_width])
+
+        return bound
+
+    def linear(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        x, weight, bias = (None if block is None else self.view(block) for block in inputs)
+        out = self.view(outputs[0])
+        kernel = self.ops.zentorch_linear_unary.out
+
+        def bound() -> None:
+            kernel(x, weight, bias, out=out)
+
+        return bound
+
+    def rms_norm(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        x, weight = (None if block is None else self.view(block) for block in inputs)
+        # Anything but contiguous (rows, columns) gives wrong numbers or never returns (2.13.0.2).
+        rows, flat_weight = x.view(-1, weight.numel()), weight.view(-1)
+        out, eps = self.view(outputs[0]), call.attrs["eps"]
+        kernel = self.ops.zentorch_rms_norm
+
+        def bound() -> None:
+            out.copy_(kernel(rows, flat_weight, eps).view(out.shape))
+
+        return bound
