@@ -55,13 +55,13 @@ class Launcher:
             env = self._plan(backend)
         except (EnvError, ConfigError) as exc:
             return exc.message
-        return None if env.is_built else f"its environment is not built; run: {build.build_command(env)}"
+        return None if env.is_built else f"its environment is not built; run: {build.command('build', env)}"
 
     def probe(self, backend: str) -> None:
         """Return when the environment is known to work. Raises EnvError with cause and repair, ConfigError."""
         env = self._plan(backend)
         if not env.is_built:
-            repair = build.build_command(env)
+            repair = build.command("build", env)
             raise EnvError(f"its environment is not built; run: {repair}", env=backend, repair=repair)
         stage.stage(env.store)
         record = probe.probe_cached(env, self.manifests[backend], timeout_s=self._settings.start_timeout_s)

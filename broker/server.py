@@ -40,6 +40,10 @@ from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 BATCH = 64  # messages taken from one socket before the other one gets its turn
 STOP_GRACE_S = 5.0
+IDLE_CHECK_S = 3600.0
+# pyzmq's enums cost a microsecond a use, and these are used on every message.
+_NOBLOCK, _SNDMORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
+_EXECUTE, _RAN = int(Kind.EXECUTE), int(Kind.RAN)
 # What a worker may say of a call; anything else it says counts as a failed kernel.
 WORKER_CODES = frozenset({InvalidArgument.code, OutputTooSmall.code, BackendError.code})
 
@@ -62,6 +66,7 @@ class Server:
         self._ended = False
         self._idle_since_s: float | None = time.monotonic()
         self._kill_at_s: float | None = None
+        self._check_s = 0.0
         self._numbers = itertools.count(1)
         self._clients: dict[bytes, Peer] = {}
         self._workers: dict[tuple[str, int], Peer] = {}
@@ -100,14 +105,16 @@ class Server:
             signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
         try:
             while not self._ended:
-                self._drain(self._front, self._from_client)
-                self._drain(self._back, self._from_worker)
+                # Sending on a socket may eat the edge that announces input on it: sleep only when both were empty.
+                is_busy = self._drain(self._front, self._from_client)
+                is_busy |= self._drain(self._back, self._from_worker)
                 now_s = time.monotonic()
                 if now_s >= self.state.wakeup_s:
                     self.handle(ev.Tick())
-                self._housekeeping(now_s)
-                # Sending on a socket may eat the edge that announces input on it: ask again before sleeping.
-                is_busy = self._ended or sockets.has_input(self._front) or sockets.has_input(self._back)
+                    is_busy = True
+                if now_s >= self._check_s:
+                    self._housekeeping(now_s)
+                    is_busy = True
                 for fd, _ in self._epoll.poll(0 if is_busy else self._timeout_s(now_s)):
                     handler = self._on_fd.get(fd)  # an earlier one may have closed it
                     if handler is not None:
@@ -116,14 +123,17 @@ class Server:
             self._close()
 
     def _timeout_s(self, now_s: float) -> float:
-        due = [self.state.wakeup_s - now_s, 30.0]
-        if not self._stays and self._idle_since_s is not None:
-            due.append(self._idle_since_s + self.settings.linger_s - now_s)
+        return max(min(self.state.wakeup_s, self._check_s) - now_s, 0.0) if not self._ended else 0.0
+
+    def _plan_check(self) -> None:
+        """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
+        grace."""
+        due = [peer.since_s + HELLO_TIMEOUT_S for peer in self.peers.values() if not peer.role]
+        if self._idle_since_s is not None and not self._stays:
+            due.append(self._idle_since_s + self.settings.linger_s)
         if self._kill_at_s is not None:
-            due.append(self._kill_at_s - now_s)
-        if any(not peer.role for peer in self.peers.values()):
-            due.append(HELLO_TIMEOUT_S)
-        return max(min(due), 0.0)
+            due.append(self._kill_at_s)
+        self._check_s = min(due, default=IDLE_CHECK_S + time.monotonic())
 
     def _housekeeping(self, now_s: float) -> None:
         if self._idle_since_s is not None and not self._stays and now_s >= self._idle_since_s + self.settings.linger_s:
@@ -133,17 +143,24 @@ class Server:
             self._kill_at_s = None
             for process in self.processes.values():
                 supervisor.kill(process)
-        for peer in [p for p in self.peers.values() if not p.role and now_s > p.since_s + HELLO_TIMEOUT_S]:
+        for peer in [p for p in self.peers.values() if not p.role and now_s >= p.since_s + HELLO_TIMEOUT_S]:
             self._close_peer(peer)
+        self._plan_check()
 
     def _drain(self, sock: zmq.Socket[bytes], take: Callable[[bytes, bytes], None]) -> bool:
-        """Take what is there, up to a batch. True when there may be more."""
-        for _ in range(BATCH):
-            if not sockets.has_input(sock):
-                return False
-            frames = sock.recv_multipart(zmq.NOBLOCK)
-            if len(frames) == 2:
-                take(frames[0], frames[1])
+        """Take what is there, up to a batch. True when there was something."""
+        if not sockets.has_input(sock):
+            return False
+        try:
+            for _ in range(BATCH):
+                identity = sock.recv(_NOBLOCK)
+                frame = sock.recv()
+                if not sock.get(_RCVMORE):
+                    take(identity, frame)
+                else:  # nobody of ours sends several frames
+                    sock.recv_multipart()
+        except zmq.Again:
+            pass
         return True
 
     def handle(self, event: ev.Event) -> None:
@@ -166,22 +183,21 @@ class Server:
         if identity not in self._clients:
             return  # it was dropped, or was never welcomed
         try:
-            header = wire.unpack(frame)
+            _, kind, flags, route, seq, _, _, time_us = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
-            kind = header.kind
-            if kind == Kind.EXECUTE:
+            if kind == _EXECUTE:
                 digest = b""
-                if header.flags & wire.HAS_DIGEST:
+                if flags & wire.HAS_DIGEST:
                     body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
-                event: ev.Event = ev.CallArrived(identity, header.route, header.seq, header.time / 1e6, body, digest)
+                event: ev.Event = ev.CallArrived(identity, route, seq, time_us / 1e6, body, digest)
             elif kind == Kind.ROUTE:
-                event = ev.RouteDefined(identity, header.route, body)
+                event = ev.RouteDefined(identity, route, body)
             elif kind == Kind.FORGET:
-                event = ev.RouteForgotten(identity, header.route)
+                event = ev.RouteForgotten(identity, route)
             elif kind == Kind.POISONED and len(body) == wire.DIGEST_BYTES:
-                event = ev.CallPoisoned(identity, header.route, body)
+                event = ev.CallPoisoned(identity, route, body)
             elif kind == Kind.REQUEST:
-                self._answer_request(identity, header.seq, body)
+                self._answer_request(identity, seq, body)
                 return
             else:
                 raise ProtocolError(f"a client does not send kind {kind} with {len(body)} bytes")
@@ -204,24 +220,25 @@ class Server:
         if peer is None:
             return
         try:
-            header = wire.unpack(frame)
+            _, kind, _, _, dispatch, attempt, _, kernel_ns = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
-            if header.kind == Kind.RAN:
-                event: ev.Event = ev.CallRan(identity, header.seq, header.attempt, header.time, body)
-            elif header.kind == Kind.RAISED:
-                event = ev.CallRaised(identity, header.seq, header.attempt, _kernel_error(body))
-            elif header.kind == Kind.READY:
+            if kind == _RAN:
+                event: ev.Event = ev.CallRan(identity, dispatch, attempt, kernel_ns, body)
+            elif kind == Kind.RAISED:
+                event = ev.CallRaised(identity, dispatch, attempt, _kernel_error(body))
+            elif kind == Kind.READY:
                 ready = messages.decode(body, messages.Ready)
                 event = ev.WorkerReady(identity, peer.backend, peer.generation, ready.versions)
             else:
-                raise ProtocolError(f"a worker does not send kind {header.kind}")
+                raise ProtocolError(f"a worker does not send kind {kind}")
         except ProtocolError as exc:
             event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
         self.handle(event)
 
     def _send_client(self, identity: bytes, frame: bytes) -> None:
         try:
-            self._front.send_multipart((identity, frame), zmq.NOBLOCK)
+            self._front.send(identity, _SNDMORE | _NOBLOCK)
+            self._front.send(frame, _NOBLOCK)
         except zmq.ZMQError as exc:  # gone, or its queue is full: it does not read
             if identity in self._clients:
                 log("client.unreachable", client=self._clients[identity].number, error=str(exc))
@@ -230,7 +247,8 @@ class Server:
 
     def _send_worker(self, identity: bytes, frame: bytes) -> None:
         try:
-            self._back.send_multipart((identity, frame), zmq.NOBLOCK)
+            self._back.send(identity, _SNDMORE | _NOBLOCK)
+            self._back.send(frame, _NOBLOCK)
         except zmq.ZMQError as exc:  # dying: its exit is about to be seen. A full queue is its fault
             peer = self._by_identity.get(identity)
             if peer is not None and exc.errno == zmq.EAGAIN:
@@ -245,6 +263,7 @@ class Server:
             peer = Peer(sock, since_s=time.monotonic())
             self.peers[sock.fileno()] = peer
             self._watch(sock.fileno(), lambda: self._from_control(peer))
+            self._plan_check()
 
     def _from_control(self, peer: Peer) -> None:
         try:
@@ -286,6 +305,7 @@ class Server:
         else:
             raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, worker")
         peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)
+        self._plan_check()
         self._by_identity[peer.identity] = peer
         if peer.role == "client":
             self._clients[peer.identity] = peer
@@ -330,6 +350,7 @@ class Server:
             del self._clients[peer.identity]
             if not self._clients:
                 self._idle_since_s = time.monotonic()
+                self._plan_check()
             if not peer.arenas:
                 del self._fds_of[peer.number]
             self.handle(ev.ClientLeft(peer.identity))
@@ -395,6 +416,7 @@ class Server:
 
     def _stop_worker(self, action: ev.StopWorker) -> None:
         self._kill_at_s = time.monotonic() + STOP_GRACE_S
+        self._plan_check()
         if action.identity:
             self._send_worker(action.identity, wire.pack(Kind.STOP))
         else:

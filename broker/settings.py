@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from layerzero.broker.state import Limits
+from layerzero.ipc.endpoints import default_runtime_dir
 from layerzero.ipc.errors import ConfigError
 
 APP = "layerzero"
@@ -32,7 +33,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="LAYERZERO_", toml_file=CONFIG_FILE, extra="forbid")
 
-    runtime_dir: Path = Field(platformdirs.user_runtime_path(APP), description="sockets, locks and logs")
+    runtime_dir: Path = Field(
+        default_factory=lambda: default_runtime_dir(os.environ), description="sockets, locks and logs"
+    )
     store: Path = Field(platformdirs.user_cache_path(APP), description="built environments and probe records")
     manifest_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
         (), description="more folders with env manifests, separated by ':'"

@@ -306,6 +306,8 @@ class BrokerState:
     def _place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or end it."""
         order = self._order(call.route.signature)
+        if call.attempts:  # a fallback is in a hurry: those that are warm first
+            order = tuple(sorted(order, key=lambda v: self.workers[v.backend].state is not S.READY))
         for position, verdict in enumerate(order):
             if verdict.backend in call.tried:
                 continue

@@ -179,11 +179,13 @@ class Pool:
 
 
 pool = Pool()
+forks = 0  # how many forks lie between the first process and this one
 
 
 def _after_fork() -> None:
     """The parent goes on using its arenas; the child must not hand out their slots, nor free them."""
-    global pool
+    global pool, forks
+    forks += 1
     _inherited.append(pool)
     pool = Pool()
 

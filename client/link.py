@@ -19,11 +19,13 @@ from typing import Any
 
 import zmq
 
+from layerzero.client import arena
 from layerzero.ipc import control, messages, sockets, wire
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.wire import HEADER_BYTES, Header, Kind
 
 CONTROL_TIMEOUT_S = 10.0
+_NOBLOCK, _DECISION = int(zmq.NOBLOCK), int(Kind.DECISION)  # enums are slow
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 
 
@@ -66,7 +68,7 @@ class Link:
             self._control.close()
             raise
         self.welcome = answer
-        self.pid = os.getpid()
+        self.forks = arena.forks  # this object belongs to one process
         self.lost: LayerZeroError | None = None
         self._on_decision = on_decision
         self._context = zmq.Context()
@@ -85,7 +87,7 @@ class Link:
     @property
     def is_alive(self) -> bool:
         """False once the broker has hung up."""
-        if self.lost is not None or self.pid != os.getpid():
+        if self.lost is not None or self.forks != arena.forks:
             return False
         hung_up = select.poll()
         hung_up.register(self._control, _POLLRDHUP)
@@ -118,7 +120,7 @@ class Link:
         if self.lost is not None:
             raise _again(self.lost)
         try:
-            self._dealer.send(frame, zmq.NOBLOCK)
+            self._dealer.send(frame, _NOBLOCK)
         except zmq.Again:
             raise BrokerLost("the broker does not take messages any more") from None
 
@@ -164,12 +166,16 @@ class Link:
                     self._lose()
 
     def _drain(self) -> None:
-        while sockets.has_input(self._dealer):
-            self._take(self._dealer.recv(zmq.NOBLOCK))
+        if sockets.has_input(self._dealer):
+            try:
+                while True:
+                    self._take(self._dealer.recv(_NOBLOCK))
+            except zmq.Again:
+                return
 
     def _take(self, frame: bytes) -> None:
         header = wire.unpack(frame)
-        if header.kind == Kind.DECISION:
+        if header.kind == _DECISION:
             self._on_decision(header, frame[HEADER_BYTES:])
             return
         pending = self._pending.pop(header.seq, None)
@@ -218,7 +224,7 @@ class Link:
     def close(self) -> None:
         """Hang up. Calls that are open end as BrokerLost for those who wait."""
         self.lost = self.lost or BrokerLost("the session was closed")
-        if os.getpid() != self.pid:  # a fork's copy: the sockets are the parent's
+        if self.forks != arena.forks:  # a fork's copy: the sockets are the parent's
             return
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)

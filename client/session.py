@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from layerzero.ipc.wire import NO_ARENA, REF, Header, Kind
 
 MAX_ROUTES = 4096
 LANE = "broker"
+_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
 _NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
 
 
@@ -104,9 +104,9 @@ class Session:
     @property
     def link(self) -> Link:
         """The connection of this very process."""
-        if self._link.pid != os.getpid():
+        if self._link.forks != arenas.forks:
             with self._lock:
-                if self._link.pid != os.getpid():
+                if self._link.forks != arenas.forks:
                     _abandoned.append(self._link)  # its sockets are the parent's; closing them would disturb it
                     self._open()
         return self._link
@@ -209,7 +209,7 @@ class Session:
         number = route.number
         link.submit(
             submitted.pending,
-            lambda seq: wire.pack(Kind.EXECUTE, flags=flags, route=number, seq=seq, time=time_us, body=body),
+            lambda seq: wire.pack(_EXECUTE, flags, number, seq, 0, 0, time_us, body),
         )
 
     def finish(self, submitted: Submitted) -> Any:
@@ -220,7 +220,7 @@ class Session:
         header = pending.header
         assert header is not None
         attempts: list[Any] = []
-        if header.kind == Kind.FAILED:
+        if header.kind == _FAILED:
             error, outcome = _error_of(pending.body)
             if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
                 submitted.route.needs_digest = True
@@ -441,7 +441,7 @@ class Session:
         if pending.error is not None:
             raise pending.error
         assert pending.header is not None
-        if pending.header.kind == Kind.FAILED:
+        if pending.header.kind == _FAILED:
             raise _error_of(pending.body)[0]
         return messages.unpack_body(pending.body)
 

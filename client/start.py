@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from layerzero.ipc.endpoints import Endpoints, open_endpoints
+from layerzero.ipc.endpoints import Endpoints, default_runtime_dir, open_endpoints
 from layerzero.ipc.errors import BrokerLost
 
 START_TIMEOUT_S = 30.0
@@ -21,11 +21,7 @@ START_TIMEOUT_S = 30.0
 def runtime_dir() -> Path:
     """Where this user's broker has its sockets: LAYERZERO_RUNTIME_DIR, or the platform's runtime folder."""
     given = os.environ.get("LAYERZERO_RUNTIME_DIR")
-    if given:
-        return Path(given)
-    import platformdirs
-
-    return platformdirs.user_runtime_path("layerzero")
+    return Path(given) if given else default_runtime_dir(os.environ)
 
 
 def endpoints(folder: Path | None = None) -> Endpoints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,12 @@ class Endpoints:
 
     def zmq_path(self, side: str, incarnation: str) -> Path:
         return self.folder / f"{side}-{incarnation}"
+
+
+def default_runtime_dir(environ: Mapping[str, str]) -> Path:
+    """XDG_RUNTIME_DIR/layerzero, or /tmp/layerzero-UID where there is no such folder."""
+    base = environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "layerzero" if base else Path(f"/tmp/layerzero-{os.getuid()}")
 
 
 def open_endpoints(folder: Path) -> Endpoints:

@@ -18,17 +18,33 @@ EXTENDED = "extended"  # components or settings that came after 0.13
 FORMATS = (PLAIN, MERGES_STRINGS, MERGES_PAIRS, EXTENDED)
 
 # Component types of 0.13.3, by section of the file.
+# fmt: off
 _KNOWN: dict[str, frozenset[str]] = {
     "normalizer": frozenset(
-        "BertNormalizer Lowercase NFC NFD NFKC NFKD Nmt Precompiled Prepend Replace Sequence Strip StripAccents".split()
+        {
+            "BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Replace",
+            "Sequence", "Strip", "StripAccents",
+        }
     ),
     "pre_tokenizer": frozenset(
-        "BertPreTokenizer ByteLevel CharDelimiterSplit Digits Metaspace Punctuation Sequence Split UnicodeScripts "
-        "Whitespace WhitespaceSplit".split()
+        {
+            "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation", "Sequence",
+            "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
+        }
     ),
-    "post_processor": frozenset("BertProcessing ByteLevel RobertaProcessing Sequence TemplateProcessing".split()),
-    "decoder": frozenset("BPEDecoder ByteFallback ByteLevel CTC Fuse Metaspace Replace Sequence Strip WordPiece".split()),
+    "post_processor": frozenset(
+        {
+            "BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing",
+        }
+    ),
+    "decoder": frozenset(
+        {
+            "BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Sequence", "Strip",
+            "WordPiece",
+        }
+    ),
 }
+# fmt: on
 _CHILDREN = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",

@@ -62,6 +62,9 @@ class Header(NamedTuple):
     time: int
 
 
+_header = Header._make
+
+
 class Ref(NamedTuple):
     """Where a tensor lies: an arena of the calling client, and a byte range in it. `arena` is NO_ARENA for
     an optional argument that was left out."""
@@ -74,7 +77,6 @@ class Ref(NamedTuple):
 
 def pack(
     kind: int,
-    *,
     flags: int = 0,
     route: int = 0,
     seq: int = 0,
@@ -83,17 +85,20 @@ def pack(
     time: int = 0,
     body: bytes = b"",
 ) -> bytes:
-    return HEADER.pack(PROTOCOL, kind, flags, route, seq, attempt, aux, time) + body
+    return _pack(PROTOCOL, kind, flags, route, seq, attempt, aux, time) + body
+
+
+_pack = HEADER.pack
 
 
 def unpack(frame: bytes) -> Header:
     """The header of a frame; its body is `frame[HEADER_BYTES:]`. Raises ProtocolError."""
     if len(frame) < HEADER_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes is shorter than a header ({HEADER_BYTES})")
-    header = Header._make(HEADER.unpack_from(frame))
-    if header.protocol != PROTOCOL:
-        raise ProtocolError(f"frame has protocol {header.protocol}; this side speaks {PROTOCOL}")
-    return header
+    fields = HEADER.unpack_from(frame)
+    if fields[0] != PROTOCOL:
+        raise ProtocolError(f"frame has protocol {fields[0]}; this side speaks {PROTOCOL}")
+    return _header(fields)
 
 
 def pack_refs(refs: Sequence[Ref]) -> bytes:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from tests import reference
 
 VECTORS = Path(__file__).parents[1] / "workers" / "vectors.json"
 
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+PIECES = ["[UNK]", "[CLS]", "[SEP]", "kernel", "##s", "##el", "run", "un", "##run", "##ning", "in", "env", "##ir"]
+PIECES += ["##on", "é", "##t", "##é"]
 WORD_PIECE: dict[str, Any] = {
     "version": "1.0",
     "truncation": None,
@@ -36,12 +37,7 @@ WORD_PIECE: dict[str, Any] = {
         "unk_token": "[UNK]",
         "continuing_subword_prefix": "##",
         "max_input_chars_per_word": 100,
-        "vocab": {
-            token: i
-            for i, token in enumerate(
-                "[UNK] [CLS] [SEP] kernel ##s ##el run un ##run ##ning in env ##ir ##on é ##t ##é".split()
-            )
-        },
+        "vocab": {token: i for i, token in enumerate(PIECES)},
     },
 }
 BPE: dict[str, Any] = {
@@ -60,7 +56,7 @@ BPE: dict[str, Any] = {
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
         "fuse_unk": False,
-        "vocab": {token: i for i, token in enumerate("a b c é ab bc abc éa".split())},
+        "vocab": {token: i for i, token in enumerate(["a", "b", "c", "é", "ab", "bc", "abc", "éa"])},
         "merges": ["a b", "b c", "ab c", "é a"],
     },
 }
@@ -99,8 +95,15 @@ class Maker:
         )
 
     def attention(self) -> None:
-        def add(name: str, heads: int, kv_heads: int, queries: int, keys: int, causal: str, mask: str, needs: Any) -> None:
-            attrs = {"is_causal": bool(causal), "scale": 0.25, "causal_alignment": causal or "top_left", "layout": "BHSD"}
+        def add(
+            name: str, heads: int, kv_heads: int, queries: int, keys: int, causal: str, mask: str, needs: Any
+        ) -> None:
+            attrs = {
+                "is_causal": bool(causal),
+                "scale": 0.25,
+                "causal_alignment": causal or "top_left",
+                "layout": "BHSD",
+            }
             self.add(
                 "attention",
                 name,
@@ -131,7 +134,9 @@ class Maker:
         self.add("softmax", "last dimension", {"dim": 1}, {}, x=v(3, 7))
         self.add("softmax", "middle dimension, large logits", {"dim": 1}, {}, x=v(2, 3, 4) * 256)
         both = {"weight": v(8), "bias": v(8)}
-        self.add("layer_norm", "weight and bias", {"ndim": 1, "eps": 1e-5}, {"optional_args": "bias"}, x=v(2, 3, 8), **both)
+        self.add(
+            "layer_norm", "weight and bias", {"ndim": 1, "eps": 1e-5}, {"optional_args": "bias"}, x=v(2, 3, 8), **both
+        )
         self.add("layer_norm", "large mean", {"ndim": 1, "eps": 1e-5}, {}, x=np.round(v(3, 8)) / 2 + 96, weight=v(8))
         self.add("layer_norm", "large eps, two dimensions", {"ndim": 2, "eps": 0.5}, {}, x=v(3, 2, 4), weight=v(2, 4))
         self.add("rms_norm", "weight", {"ndim": 1, "eps": 1e-6}, {"optional_args": "weight"}, x=v(2, 3, 8), weight=v(8))

@@ -28,6 +28,7 @@ IDLE, MAPPED, EXECUTING, WRITTEN = range(4)
 MAX_BOUND = 64  # sets of blocks kept bound per signature
 CONTROL_TIMEOUT_S = 10.0
 HWM = 4096
+_NOBLOCK, _RUN, _RAN = int(zmq.NOBLOCK), int(Kind.RUN), int(Kind.RAN)  # enums are slow
 
 
 @dataclass
@@ -98,18 +99,22 @@ class _Loop:
         control_fd = self._control.fileno()
         while True:
             while sockets.has_input(self._dealer):
-                frame = self._dealer.recv(zmq.NOBLOCK)
-                header = wire.unpack(frame)
-                if header.kind == Kind.RUN:
-                    self._run(header, frame[HEADER_BYTES:])
-                elif header.kind == Kind.PREPARE:
-                    self._prepare(header.route, frame[HEADER_BYTES:])
-                elif header.kind == Kind.DROP:
-                    self._prepared.pop(header.route, None)
-                elif header.kind == Kind.STOP:
-                    return
-                else:
-                    raise ProtocolError(f"a worker does not take kind {header.kind}")
+                try:
+                    while True:
+                        frame = self._dealer.recv(_NOBLOCK)
+                        header = wire.unpack(frame)
+                        if header.kind == _RUN:
+                            self._run(header, frame[HEADER_BYTES:])
+                        elif header.kind == Kind.PREPARE:
+                            self._prepare(header.route, frame[HEADER_BYTES:])
+                        elif header.kind == Kind.DROP:
+                            self._prepared.pop(header.route, None)
+                        elif header.kind == Kind.STOP:
+                            return
+                        else:
+                            raise ProtocolError(f"a worker does not take kind {header.kind}")
+                except zmq.Again:
+                    continue  # empty; ask again, since a send may have eaten the edge that announces input
             if any(fd == control_fd for fd, _ in poll.poll()):
                 try:
                     self._take_control()
@@ -150,7 +155,7 @@ class _Loop:
             if failpoints:
                 fault = failpoints.hit("written")
             reply = wire.pack(
-                Kind.RAN,
+                _RAN,
                 seq=dispatch,
                 attempt=header.attempt,
                 time=elapsed_ns,

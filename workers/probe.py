@@ -37,7 +37,11 @@ _CODES = {"bool": "?", "uint8": "B", "int32": "i", "int64": "q", "float16": "e",
 # (kind, pattern over "ExceptionType: message"); the first that matches counts, its group is what is missing.
 _CAUSES = (
     ("abi", r"undefined symbol: ([\w@.]+)"),
-    ("abi", r"compiled using NumPy 1|numpy\.dtype size changed|numpy\.core\.(?:multiarray|umath) failed|_ARRAY_API not found"),
+    (
+        "abi",
+        r"compiled using NumPy 1|numpy\.dtype size changed|numpy\.core\.(?:multiarray|umath) failed"
+        r"|_ARRAY_API not found",
+    ),
     ("abi", r"ABI version|version `(\S+)' not found"),
     ("version", r"only compatible with|needs to be compatible with|but PyTorch .{0,40} is found|requires torch"),
     ("version", r"Descriptors cannot (?:be )?created? directly|Protobuf Gencode/Runtime|incompatible .{0,20}version"),
@@ -91,7 +95,11 @@ def probe(provider: str, descriptor: Path) -> dict[str, Any]:
         except Exception as exc:
             error = classify(exc)
             kind = "kernel" if error["kind"] == "load" else error["kind"]
-            verdict["error"] = verdict["error"] or {**error, "kind": kind, "message": f"{kernel['kernel_id']}: {error['message']}"}
+            verdict["error"] = verdict["error"] or {
+                **error,
+                "kind": kind,
+                "message": f"{kernel['kernel_id']}: {error['message']}",
+            }
             checked = KernelVerdict(False, 0.0, 0.0, 0.0, f"raised {error['message']}")
         verdict["kernels"][kernel["kernel_id"]] = asdict(checked)
         if not checked.ok and verdict["error"] is None:
@@ -151,7 +159,9 @@ class _Bench:
         return slice(start, self._end)
 
 
-def _check(bench: _Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], vectors: Mapping[str, Any]) -> KernelVerdict:
+def _check(
+    bench: _Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], vectors: Mapping[str, Any]
+) -> KernelVerdict:
     """Run one kernel on every case of its op that its descriptor admits, in each of its dtypes."""
     cases = [case for case in vectors["cases"] if case["op"] == op and is_admitted(case, kernel)]
     claimed = kernel.get("dtypes")
@@ -174,7 +184,7 @@ def _check(bench: _Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], ve
 
 
 def is_admitted(case: Mapping[str, Any], kernel: Mapping[str, Any]) -> bool:
-    """Whether a descriptor claims this case: every field the case needs is set, and no argument it lacks is required."""
+    """Whether a descriptor claims this case: all the case needs, and no required argument that it lacks."""
     for name, needed in case["needs"].items():
         claimed = kernel.get(name)
         if not (needed in claimed if isinstance(claimed, (list, tuple)) else claimed == needed):
@@ -192,14 +202,18 @@ def _run(bench: _Bench, bind: Bind, kernel_id: str, case: Mapping[str, Any], dty
     bench.clear()
     inputs = [None if tensor is None else bench.input(*encode(tensor, dtype)) for tensor in case["inputs"]]
     expected = case["outputs"]
-    outputs = [bench.output(TensorSpec.contiguous(_dtype(tensor, dtype), tuple(tensor["shape"]))) for tensor in expected]
+    outputs = [
+        bench.output(TensorSpec.contiguous(_dtype(tensor, dtype), tuple(tensor["shape"]))) for tensor in expected
+    ]
     specs = tuple(None if block is None else block.spec for block in inputs)
     call = Call(case["op"], kernel_id, specs, tuple(block.spec for block in outputs), attrs_of(case))
     bound = bind(call, inputs, outputs)
     result = bound()
     if type(result) is not type(case.get("result")) or result != case.get("result"):
         raise ValueError(f"{case['name']}: the kernel returned {result!r:.200}, expected {case.get('result')!r}")
-    error = max((_difference(decode(block), tensor) for block, tensor in zip(outputs, expected, strict=True)), default=0.0)
+    error = max(
+        (_difference(decode(block), tensor) for block, tensor in zip(outputs, expected, strict=True)), default=0.0
+    )
     runs_us = []
     for _ in range(TIMED_RUNS):
         start = time.perf_counter_ns()

@@ -55,11 +55,14 @@ def serve(
     places_out = [place(spec.span_bytes) for spec in outputs]
     assert end <= ARENA_BYTES, end
     blocks_in = [
-        None if spec is None or at is None else Block(read[at], spec) for spec, at in zip(inputs, places_in, strict=True)
+        None if spec is None or at is None else Block(read[at], spec)
+        for spec, at in zip(inputs, places_in, strict=True)
     ]
     blocks_out = [Block(memoryview(write)[at], spec) for spec, at in zip(outputs, places_out, strict=True)]
     call = Call(request["op"], request["kernel"], tuple(inputs), tuple(outputs), request["attrs"])
-    sets = [[None if at is None else requests.read(at.stop - at.start) for at in places_in] for _ in range(request["sets"])]
+    sets = [
+        [None if at is None else requests.read(at.stop - at.start) for at in places_in] for _ in range(request["sets"])
+    ]
     results: list[Any] = []
     written: list[bytes] = []
     try:

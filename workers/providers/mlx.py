@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 # Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
-_FORMAT = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_FORMAT: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _NORMS_IN_FLOAT32 = ("float16", "bfloat16")
 
 
@@ -74,7 +74,8 @@ class _Mlx:
     def attention(self, call: Call) -> Callable[..., Any]:
         mx, scale = self.mx, call.attrs["scale"]
         q, k, _, mask_spec = call.inputs
-        assert q is not None and k is not None
+        assert q is not None
+        assert k is not None
         queries, keys = q.shape[2], k.shape[2]
         dtype = getattr(mx, q.dtype)
         causal: Any = None
@@ -119,7 +120,7 @@ class _Mlx:
         return compute
 
     def matmul(self, call: Call) -> Callable[..., Any]:
-        return lambda a, b: self.mx.matmul(a, b)
+        return self.mx.matmul
 
     def softmax(self, call: Call) -> Callable[..., Any]:
         dim = call.attrs["dim"]

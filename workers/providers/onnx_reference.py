@@ -35,7 +35,8 @@ def load() -> Loaded:
         out = view(outputs[0])
         element = helper.np_dtype_to_tensor_dtype(out.dtype)
         infos = [
-            helper.make_tensor_value_info(name, element, [None] * array.ndim) for name, array in (*feeds.items(), ("y", out))
+            helper.make_tensor_value_info(name, element, [None] * array.ndim)
+            for name, array in (*feeds.items(), ("y", out))
         ]
         graph = helper.make_graph([nodes[call.op](call, list(feeds))], "kernel", infos[:-1], infos[-1:])
         evaluator = ReferenceEvaluator(

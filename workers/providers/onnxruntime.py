@@ -40,7 +40,7 @@ def load() -> Loaded:
 
 
 class _Runtime:
-    """One method per op: the nodes that compute `y` from `x`, `w` and `b`, and the shapes under which they are bound."""
+    """One method per op: the nodes that compute `y` from `x`, `w` and `b`, and the shapes that these are bound with."""
 
     def __init__(self, numpy: Any, onnx: Any, onnxruntime: Any) -> None:
         self.numpy = numpy
@@ -96,13 +96,20 @@ class _Runtime:
         nodes = [
             node("ReduceMean", ["x"], ["mean"], axes=axes, keepdims=1),
             node("Sub", ["x", "mean"], ["centred"]),
-            node("LayerNormalization", ["centred", *"wb"[: len(given) - 1]], ["y"], axis=axes[0], epsilon=call.attrs["eps"]),
+            node(
+                "LayerNormalization",
+                ["centred", *"wb"[: len(given) - 1]],
+                ["y"],
+                axis=axes[0],
+                epsilon=call.attrs["eps"],
+            ),
         ]
         return nodes, (*(spec.shape for spec in given), x.shape)
 
     def linear(self, call: Call) -> tuple[_Nodes, _Shapes]:
         x, weight, bias = call.inputs
-        assert x is not None and weight is not None
+        assert x is not None
+        assert weight is not None
         rows, columns = math.prod(x.shape[:-1]), weight.shape[0]
         node = self.onnx.helper.make_node("Gemm", ["x", "w"] + (["b"] if bias else []), ["y"], transB=1)
         biases = (bias.shape,) if bias else ()

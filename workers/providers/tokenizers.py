@@ -6,8 +6,8 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain
-from typing import Any, TypeVar
+from itertools import accumulate, chain, pairwise
+from typing import Any, Literal, TypeVar
 
 from layerzero.ipc.errors import InvalidArgument, OutputTooSmall
 from layerzero.workers.provider import Block, Bound, Call, Loaded
@@ -40,7 +40,9 @@ class _Tokenizers:
         text = bytes(file.memory[: file.spec.span_bytes])
         actual = hashlib.sha256(text).hexdigest()
         if actual != digest:
-            raise InvalidArgument(f"tokenizer_digest is {digest!r:.80}; the SHA-256 of the tokenizer's bytes is {actual}")
+            raise InvalidArgument(
+                f"tokenizer_digest is {digest!r:.80}; the SHA-256 of the tokenizer's bytes is {actual}"
+            )
         tokenizer = _guarded(lambda: self.tokenizer_class.from_buffer(text))
         tokenizer.no_padding()  # rows are ragged; a padding rule in the file does not apply
         self.parsed[digest] = tokenizer
@@ -92,15 +94,15 @@ def _given(inputs: Sequence[Block | None]) -> list[Block]:
     return [block for block in inputs if block is not None]
 
 
-def _integers(block: Block, code: str) -> memoryview:
+def _integers(block: Block, code: Literal["i", "q"]) -> memoryview[int]:
     return block.memory[: block.spec.span_bytes].cast(code)
 
 
-def _spans(splits: memoryview, length: int, name: str) -> Iterable[tuple[int, int]]:
+def _spans(splits: memoryview[int], length: int, name: str) -> Iterable[tuple[int, int]]:
     """(start, end) of each row. Raises InvalidArgument when the splits do not cover 0 to `length` in order."""
     if not len(splits) or splits[0] != 0 or splits[-1] != length:
         raise InvalidArgument(f"{name} must go from 0 to {length}, got {splits.tolist()!r:.200}")
-    for start, end in zip(splits, splits[1:], strict=False):
+    for start, end in pairwise(splits):
         if start > end:
             raise InvalidArgument(f"{name} must not decrease, got {start} before {end}")
         yield start, end
@@ -123,7 +125,10 @@ def _check_max_length(tokenizer: Any, max_length: int, with_special: bool) -> No
 
 def _write(outputs: Sequence[Block], *results: array[int]) -> dict[str, list[int]]:
     """Copy the results out. Raises OutputTooSmall when one does not fit; then nothing is written."""
-    rows = [len(result) // (out.spec.shape[1] if out.spec.ndim > 1 else 1) for out, result in zip(outputs, results, strict=True)]
+    rows = [
+        len(result) // (out.spec.shape[1] if out.spec.ndim > 1 else 1)
+        for out, result in zip(outputs, results, strict=True)
+    ]
     capacity = [out.spec.shape[0] for out in outputs]
     if any(need > have for need, have in zip(rows, capacity, strict=True)):
         raise OutputTooSmall(f"outputs have room for {capacity} rows, {rows} are needed", needed=rows)

@@ -78,9 +78,7 @@ class _Torch:
             mask = self.torch.ones(queries, keys, dtype=self.torch.bool).tril_(keys - queries)
         scale, is_grouped = attrs["scale"], q.shape[1] != k.shape[1]
         sdpa = self.torch.nn.functional.scaled_dot_product_attention
-        return lambda: out.copy_(
-            sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
-        )
+        return lambda: out.copy_(sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped))
 
     def matmul(self, views: Sequence[Any], out: Any, attrs: Mapping[str, Any]) -> Callable[[], Any]:
         a, b = views
@@ -127,5 +125,3 @@ class _Torch:
             self.torch.index_select(weight, 0, ids.reshape(-1), out=flat_out)
 
         return run
-
-

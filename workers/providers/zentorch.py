@@ -16,8 +16,9 @@ WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 def load() -> Loaded:
     if os.environ.get(WEIGHT_CACHE) != "0":
         raise RuntimeError(
-            f"{WEIGHT_CACHE} is {os.environ.get(WEIGHT_CACHE)!r}; it must be '0'. With its weight cache zentorch writes "
-            "into the caller's weights, or serves stale ones when memory is used again. Set it in the env's manifest."
+            f"{WEIGHT_CACHE} is {os.environ.get(WEIGHT_CACHE)!r}; it must be '0'. With its weight cache zentorch "
+            "writes into the caller's weights, or serves stale ones when memory is used again. Set it in the env's "
+            "manifest."
         )
     import torch
     import zentorch
@@ -47,9 +48,12 @@ class _Zentorch:
             )
         return flat.as_strided(spec.shape, spec.strides)
 
+    def views(self, blocks: Sequence[Block | None]) -> list[Any]:
+        return [None if block is None else self.view(block) for block in blocks]
+
     def attention(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         torch = self.torch
-        q, k, v, mask = (None if block is None else self.view(block) for block in inputs)
+        q, k, v, mask = self.views(inputs)
         out = self.view(outputs[0])
         queries, keys, value_width = q.shape[2], k.shape[2], v.shape[3]
         width = max(q.shape[3], value_width)
@@ -61,8 +65,10 @@ class _Zentorch:
             """zentorch takes one head_dim for q, k and v (zeros added to it change nothing), and no stride of 0."""
             if tensor.shape[3] != width:
                 return torch.nn.functional.pad(tensor, (0, width - tensor.shape[3]))
-            return tensor if tensor.stride(3) == 1 and 0 not in tensor.stride() else torch.clone(
-                tensor, memory_format=torch.contiguous_format
+            return (
+                tensor
+                if tensor.stride(3) == 1 and 0 not in tensor.stride()
+                else torch.clone(tensor, memory_format=torch.contiguous_format)
             )
 
         def bound() -> None:
@@ -78,7 +84,7 @@ class _Zentorch:
         return bound
 
     def linear(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        x, weight, bias = (None if block is None else self.view(block) for block in inputs)
+        x, weight, bias = self.views(inputs)
         out = self.view(outputs[0])
         kernel = self.ops.zentorch_linear_unary.out
 
@@ -88,7 +94,7 @@ class _Zentorch:
         return bound
 
     def rms_norm(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        x, weight = (None if block is None else self.view(block) for block in inputs)
+        x, weight = self.views(inputs)
         # Anything but contiguous (rows, columns) gives wrong numbers or never returns (2.13.0.2).
         rows, flat_weight = x.view(-1, weight.numel()), weight.view(-1)
         out, eps = self.view(outputs[0]), call.attrs["eps"]

@@ -1,0 +1,298 @@
+"""The calls that test_conformance.py makes: values, how they lie in memory, and back from memory to values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tests import reference
+
+from layerzero.ipc.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """Values of each tensor argument (None: left out; floating-point ones take the dtype under test), how each lies in
+    memory, and how the output does. See `lay_out`."""
+
+    name: str
+    tensors: tuple[reference.Array | None, ...]
+    attrs: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[str, ...] = ()  # per tensor; contiguous where there are fewer
+    out_layout: str = "contiguous"
+
+
+SWAPS = {"transposed": (-1, -2), "heads": (1, 2), "first last": (0, -1)}
+LAYOUTS = ("contiguous", "transposed", "gaps", "rows", "broadcast")
+
+
+def lay_out(values: reference.Array, dtype: str, layout: str) -> tuple[TensorSpec, reference.Array]:
+    """A spec and the memory it covers, for values of one shape.
+
+    transposed: the last two dimensions change places in memory; gaps: every third element is used; rows: gaps between
+    rows only; broadcast: stride 0 in the first dimension, whose first entry counts; heads and first last: dimensions 1
+    and 2, or the first and the last, change places in memory.
+    """
+    bits = reference.to_bits(values, dtype)
+    shape = bits.shape
+    if layout == "broadcast" and shape:
+        view = np.broadcast_to(np.ascontiguousarray(bits[:1]), shape)
+    elif layout in SWAPS and len(shape) > 1:
+        view = np.ascontiguousarray(bits.swapaxes(*SWAPS[layout])).swapaxes(*SWAPS[layout])
+    elif layout == "gaps" and shape:
+        view = np.zeros((*shape[:-1], 3 * shape[-1]), bits.dtype)[..., ::3]
+        view[...] = bits
+    elif layout == "rows" and shape:
+        view = np.zeros((*shape[:-1], shape[-1] + 8), bits.dtype)[..., : shape[-1]]
+        view[...] = bits
+    else:
+        view = np.ascontiguousarray(bits).reshape(shape)
+    return TensorSpec(dtype, shape, tuple(stride // view.itemsize for stride in view.strides)), view
+
+
+def memory_of(spec: TensorSpec, view: reference.Array) -> bytes:
+    """The bytes from the first element to the end of the last one."""
+    flat = np.lib.stride_tricks.as_strided(view, (spec.span_bytes // view.itemsize,), (view.itemsize,))
+    return flat.tobytes()
+
+
+def strided(data: bytes, spec: TensorSpec) -> reference.Array:
+    storage = "uint16" if spec.dtype == "bfloat16" else spec.dtype
+    if spec.numel == 0:
+        return np.zeros(spec.shape, storage)
+    strides = [stride * spec.itemsize for stride in spec.strides]
+    return np.ndarray(spec.shape, storage, buffer=data, strides=strides)
+
+
+def strided_bytes(data: reference.Array, spec: TensorSpec) -> reference.Array:
+    """The bytes of a strided view's elements, in an array of every byte it spans."""
+    if spec.numel == 0:
+        return data[:0]
+    strides = [stride * spec.itemsize for stride in spec.strides]
+    return np.lib.stride_tricks.as_strided(data, (*spec.shape, spec.itemsize), (*strides, 1))
+
+
+def in_dtype(values: reference.Array, dtype: str) -> tuple[str, reference.Array]:
+    """The dtype a tensor of a case takes, and its values there: floating-point tensors follow the dtype under test."""
+    if values.dtype.kind != "f":
+        return str(values.dtype), values
+    if dtype in reference.TOLERANCE:
+        return dtype, values
+    whole = np.round(values * 16)
+    return dtype, np.abs(whole) if dtype.startswith("u") else whole > 0 if dtype == "bool" else whole
+
+
+def refilled(values: reference.Array) -> reference.Array:
+    """Other values of the same kind for the same memory."""
+    if values.dtype.kind == "f":
+        return np.where(np.isfinite(values), values * -0.5, values)
+    return np.flip(values) if values.dtype.kind == "i" else values
+
+
+def normal(rng: np.random.Generator, *shape: int) -> reference.F64:
+    return rng.standard_normal(shape)
+
+
+def attention_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, q: Any, k: Any, v: Any, mask: Any = None, *, causal: str = "", **more: Any) -> Case:
+        layout = more.pop("layout", "BHSD")
+        attrs = {"is_causal": bool(causal), "causal_alignment": causal or "top_left", "layout": layout}
+        scale = more.pop("scale", q[3] ** -0.5 if q[3] else 1.0)
+        return Case(name, (normal(rng, *q), normal(rng, *k), normal(rng, *v), mask), {**attrs, "scale": scale}, **more)
+
+    small = ((2, 4, 7, 16), (2, 4, 9, 16), (2, 4, 9, 16))
+    yield case("plain", *small)
+    yield case("one of each", (1, 1, 1, 8), (1, 1, 1, 8), (1, 1, 1, 8))
+    yield case("decode", (2, 4, 1, 32), (2, 4, 33, 32), (2, 4, 33, 32))
+    yield case("odd head_dim", (1, 3, 5, 13), (1, 3, 6, 13), (1, 3, 6, 13))
+    yield case("head_dim 1", (1, 2, 5, 1), (1, 2, 6, 1), (1, 2, 6, 1))
+    yield case("narrow values", (1, 2, 5, 16), (1, 2, 6, 16), (1, 2, 6, 8))
+    yield case("wide values", (1, 2, 5, 16), (1, 2, 6, 16), (1, 2, 6, 24))
+    yield case("large", (1, 2, 150, 64), (1, 2, 300, 64), (1, 2, 300, 64))
+    yield case("scale", *small, scale=1.5)
+    yield case("negative scale", *small, scale=-0.3)
+    yield case("logits of 1e4", *small, scale=3e3)
+    for heads, kv_heads in ((4, 2), (6, 2), (4, 1)):
+        kv = (2, kv_heads, 6, 16)
+        yield case(f"{heads} heads on {kv_heads}", (2, heads, 5, 16), kv, kv)
+        yield case(f"{heads} heads on {kv_heads}, causal", (2, heads, 5, 16), kv, kv, causal="top_left")
+    for alignment in ("top_left", "bottom_right"):
+        for queries, keys in ((6, 6), (4, 9), (9, 4), (1, 5), (5, 1), (70, 130)):
+            kv = (2, 2, keys, 16)
+            yield case(f"{alignment} {queries}x{keys}", (2, 2, queries, 16), kv, kv, causal=alignment)
+    seen = rng.random((2, 4, 7, 9)) < 0.6
+    seen[0, 1, 3] = False
+    seen[1, :, 0] = False
+    for shape in ((2, 4, 7, 9), (2, 1, 7, 9), (1, 4, 7, 9), (1, 1, 7, 9), (2, 1, 1, 9), (2, 1, 7, 1), (1, 1, 1, 1)):
+        mask = seen[tuple(slice(0, n) for n in shape)]
+        yield case(f"bool mask {shape}", *small, mask)
+        bias = np.where(mask, rng.standard_normal(shape) * 3, -np.inf)
+        yield case(f"float mask {shape}", *small, bias)
+    yield case("all masked", *small, np.zeros((1, 1, 7, 9), bool))
+    yield case("all masked by -inf", *small, np.full((2, 1, 1, 9), -np.inf))
+    yield case(
+        "all masked in the first blocks",
+        (1, 1, 3, 16),
+        (1, 1, 600, 16),
+        (1, 1, 600, 16),
+        np.arange(600)[None, None, None] > 590,
+    )
+    gqa_mask = rng.random((2, 4, 7, 9)) < 0.5
+    yield case("bool mask, grouped heads", (2, 4, 7, 16), (2, 2, 9, 16), (2, 2, 9, 16), gqa_mask)
+    for layout in LAYOUTS[1:]:
+        yield case(f"{layout} inputs", *small, layouts=(layout,) * 3)
+        yield case(f"{layout} mask", *small, seen[:, :1], layouts=("contiguous",) * 3 + (layout,))
+    for layout in ("transposed", "gaps", "rows"):
+        yield case(f"{layout} output", *small, out_layout=layout)
+    bshd = ("heads",) * 3
+    yield case("BSHD", *small, layouts=bshd, out_layout="heads", layout="BSHD")
+    yield case("BSHD causal", *small, layouts=bshd, out_layout="heads", layout="BSHD", causal="top_left")
+    yield case("BSHD mask", *small, seen, layouts=bshd, out_layout="heads", layout="BSHD")
+    for q, k, v in (
+        ((0, 2, 3, 8), (0, 2, 3, 8), (0, 2, 3, 8)),
+        ((2, 2, 0, 8), (2, 2, 3, 8), (2, 2, 3, 8)),
+        ((2, 2, 3, 8), (2, 2, 0, 8), (2, 2, 0, 8)),
+        ((2, 2, 3, 8), (2, 2, 4, 8), (2, 2, 4, 0)),
+    ):
+        yield case(f"empty {q} {k} {v}", q, k, v)
+        yield case(f"empty causal {q} {k} {v}", q, k, v, causal="bottom_right")
+
+
+def matmul_cases(rng: np.random.Generator) -> Iterator[Case]:
+    shapes = [((3, 4), (4, 5)), ((1, 1), (1, 1)), ((1, 7), (7, 1)), ((33, 65), (65, 17)), ((2, 3, 4), (2, 4, 5))]
+    shapes += [((2, 1, 3, 4), (5, 4, 6)), ((3, 4), (2, 4, 5)), ((2, 3, 4), (4, 5)), ((1, 3, 4), (6, 4, 5))]
+    shapes += [((2, 2, 1, 3, 4), (1, 2, 3, 4, 2)), ((130, 200), (200, 70)), ((4, 12, 16, 8), (4, 12, 8, 16))]
+    for a, b in shapes:
+        yield Case(f"{a} @ {b}", (normal(rng, *a), normal(rng, *b)))
+    for layout in LAYOUTS[1:]:
+        a, b = normal(rng, 2, 6, 4), normal(rng, 2, 4, 5)
+        yield Case(f"{layout} a", (a, b), layouts=(layout,))
+        yield Case(f"{layout} b", (a, b), layouts=("contiguous", layout))
+        yield Case(f"{layout} 2-D", (a[0], b[0]), layouts=(layout, layout))
+    for layout in ("transposed", "gaps", "rows", "first last"):
+        yield Case(f"{layout} output", (normal(rng, 3, 6, 4), normal(rng, 4, 5)), out_layout=layout)
+        yield Case(f"{layout} batched output", (normal(rng, 3, 6, 4), normal(rng, 3, 4, 5)), out_layout=layout)
+    yield Case("values of 1e4", (normal(rng, 5, 8) * 1e2, normal(rng, 8, 5) * 1e2))
+    for a, b in (((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0)), ((0, 3, 4), (4, 5)), ((2, 3, 0), (2, 0, 5))):
+        yield Case(f"empty {a} @ {b}", (normal(rng, *a), normal(rng, *b)))
+
+
+def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for shape, rows in (
+        ((3, 4), 5),
+        ((1, 1), 1),
+        ((7,), 3),
+        ((2, 3, 8), 6),
+        ((2, 3, 2, 8), 5),
+        ((65, 130), 33),
+        ((1, 200), 70),
+    ):
+        x, weight, bias = normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)
+        yield Case(f"{shape} to {rows}", (x, weight, bias))
+        yield Case(f"{shape} to {rows}, no bias", (x, weight, None))
+    x, weight, bias = normal(rng, 4, 6, 8), normal(rng, 5, 8), normal(rng, 5)
+    for layout in LAYOUTS[1:]:
+        for position in range(3):
+            layouts = ("contiguous",) * position + (layout,)
+            yield Case(f"{layout} {('x', 'weight', 'bias')[position]}", (x, weight, bias), layouts=layouts)
+    for layout in ("transposed", "gaps", "rows", "first last"):
+        yield Case(f"{layout} output", (x, weight, bias), out_layout=layout)
+        yield Case(f"{layout} output, no bias", (x, weight, None), out_layout=layout)
+    for shape, rows in (((0, 4), 5), ((3, 0), 5), ((3, 4), 0)):
+        yield Case(f"empty {shape} to {rows}", (normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)))
+        yield Case(f"empty {shape} to {rows}, no bias", (normal(rng, *shape), normal(rng, rows, shape[-1]), None))
+
+
+def softmax_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for shape in ((5,), (1,), (3, 7), (2, 3, 5), (2, 3, 4, 5), (4, 1000), (3, 1)):
+        for dim in range(len(shape)):
+            yield Case(f"{shape} over {dim}", (normal(rng, *shape),), {"dim": dim})
+    yield Case("logits of 1e4", (normal(rng, 4, 9) * 1e4,), {"dim": 1})
+    yield Case("equal logits of -1e4", (np.full((2, 8), -1e4),), {"dim": 1})
+    masked = normal(rng, 4, 9)
+    masked[:, ::2] = -np.inf
+    yield Case("some -inf", (masked,), {"dim": 1})
+    for layout in LAYOUTS[1:]:
+        for dim in (0, 2):
+            yield Case(f"{layout} input over {dim}", (normal(rng, 3, 4, 6),), {"dim": dim}, layouts=(layout,))
+    for layout in ("transposed", "gaps", "rows", "first last"):
+        for dim in (0, 2):
+            yield Case(f"{layout} output over {dim}", (normal(rng, 3, 4, 6),), {"dim": dim}, out_layout=layout)
+    yield Case("empty", (normal(rng, 0, 4),), {"dim": 1})
+    yield Case("empty dimension", (normal(rng, 3, 0),), {"dim": 1})
+
+
+def norm_cases(rng: np.random.Generator, tensors: int) -> Iterator[Case]:
+    """layer_norm (x, weight, bias) and rms_norm (x, weight)."""
+
+    def case(name: str, x: Any, ndim: int, given: int = tensors, eps: float = 1e-5, **more: Any) -> Case:
+        parameters = [normal(rng, *x.shape[x.ndim - ndim :]) for _ in range(tensors - 1)]
+        kept = [p if i < given - 1 else None for i, p in enumerate(parameters)]
+        return Case(name, (x, *kept), {"ndim": ndim, "eps": eps}, **more)
+
+    for shape, ndim in (
+        ((3, 8), 1),
+        ((5,), 1),
+        ((2, 3, 7), 1),
+        ((2, 3, 4), 2),
+        ((2, 3, 4), 3),
+        ((2, 2, 3, 5), 1),
+        ((40, 384), 1),
+    ):
+        for given in range(1, tensors + 1):
+            yield case(f"{shape} last {ndim}, {given} tensors", normal(rng, *shape), ndim, given)
+    yield case("no variance", np.ones((3, 8)), 1)
+    yield case("zeros", np.zeros((3, 8)), 1)
+    yield case("eps 1", normal(rng, 3, 8), 1, eps=1.0)
+    yield case("eps 1e-12", normal(rng, 3, 8), 1, eps=1e-12)
+    yield case("values of 1e4", normal(rng, 3, 64) * 1e4, 1)
+    yield case("values of 1e-4", normal(rng, 3, 64) * 1e-4, 1, eps=1e-6)
+    yield case("mean of 100", np.round(normal(rng, 3, 64) * 8) / 2 + 100, 1)
+    for layout in LAYOUTS[1:]:
+        yield case(f"{layout} x", normal(rng, 3, 4, 6), 1, layouts=(layout,))
+        yield case(f"{layout} x, last 2", normal(rng, 3, 4, 6), 2, layouts=(layout,))
+        yield case(f"{layout} weight", normal(rng, 3, 4, 6), 2, layouts=("contiguous", layout, layout))
+    for layout in ("transposed", "gaps", "rows", "first last"):
+        yield case(f"{layout} output", normal(rng, 3, 4, 6), 1, out_layout=layout)
+    yield case("empty", normal(rng, 0, 4), 1)
+
+
+def activation_cases(rng: np.random.Generator, attrs: Sequence[dict[str, Any]]) -> Iterator[Case]:
+    for more in attrs:
+        for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (100, 130)):
+            yield Case(f"{shape} {more}", (normal(rng, *shape) * 3,), more)
+        yield Case(f"extremes {more}", (np.array([-1e4, -50.0, -8.0, -0.0, 0.0, 1e-4, 8.0, 50.0, 1e4]),), more)
+        for layout in LAYOUTS[1:]:
+            yield Case(f"{layout} input {more}", (normal(rng, 3, 4, 6),), more, layouts=(layout,))
+        for layout in ("transposed", "gaps", "rows", "first last"):
+            yield Case(f"{layout} output {more}", (normal(rng, 3, 4, 6),), more, out_layout=layout)
+        yield Case(f"empty {more}", (normal(rng, 0, 4),), more)
+
+
+def embedding_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for dtype in ("int32", "int64"):
+        for shape in ((), (1,), (5,), (2, 3), (2, 3, 4)):
+            yield Case(f"{dtype} {shape}", (rng.integers(0, 11, shape).astype(dtype), normal(rng, 11, 7)))
+        ids = rng.integers(0, 11, (3, 4)).astype(dtype)
+        for layout in LAYOUTS[1:]:
+            yield Case(f"{dtype} {layout} ids", (ids, normal(rng, 11, 7)), layouts=(layout,))
+            yield Case(f"{dtype} {layout} weight", (ids, normal(rng, 11, 7)), layouts=("contiguous", layout))
+        for layout in ("transposed", "gaps", "rows", "first last"):
+            yield Case(f"{dtype} {layout} output", (ids, normal(rng, 11, 7)), out_layout=layout)
+        yield Case(f"{dtype} empty", (ids[:0], normal(rng, 11, 7)))
+
+
+CASES = {
+    "attention": attention_cases,
+    "matmul": matmul_cases,
+    "linear": linear_cases,
+    "softmax": softmax_cases,
+    "layer_norm": functools.partial(norm_cases, tensors=3),
+    "rms_norm": functools.partial(norm_cases, tensors=2),
+    "gelu": functools.partial(activation_cases, attrs=[{"approximate": "none"}, {"approximate": "tanh"}]),
+    "silu": functools.partial(activation_cases, attrs=[{}]),
+    "embedding": embedding_cases,
+}
