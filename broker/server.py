@@ -356,8 +356,9 @@ class Server:
             self.handle(ev.ClientLeft(peer.identity))
         elif peer.role == "worker":
             del self._workers[peer.backend, peer.generation]
-            # It is ending, or it hung up and is of no more use; the signal changes nothing for one that is ending.
-            self._kill(ev.Kill(peer.backend, peer.generation))
+            if not self.state.stopping:
+                # It is ending, or it hung up and is of no more use; one that is ending keeps its exit code.
+                self._kill(ev.Kill(peer.backend, peer.generation))
 
     # --- processes -----------------------------------------------------------------------------------
 

