@@ -240,7 +240,11 @@ def measure(quick: bool) -> tuple[list[tuple[str, str, str, str, str]], dict[str
         verdict = f"{ratio:.2f} ({aim}: {'met' if good else 'MISSED'})"
         rows.append((what, f"{ours:,.0f} {unit}", f"{floor:,.0f} {unit}", peer, verdict))
 
-    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder, echo_stack(Path(folder)) as sock, pipe_stack() as pipe:
+    with (
+        tempfile.TemporaryDirectory(prefix="lz-bench-") as folder,
+        echo_stack(Path(folder)) as sock,
+        pipe_stack() as pipe,
+    ):
         echo = echo_once(sock)
         for call in (echo, lz.null):
             p50_us(call, 200)
@@ -301,14 +305,21 @@ HEADINGS = ("figure", "LayerZero", "floor", "multiprocessing.Pipe", "ratio to fl
 
 
 def save(rows: list[tuple[str, str, str, str, str]], versions: dict[str, Any], command: str) -> Path:
-    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "?",
+    )
     lines = [
         "# Cost of a dispatch",
         "",
         f"- date: {datetime.date.today().isoformat()}",
-        f"- machine: {cpu}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB, Linux {platform.release()}",
+        f"- machine: {cpu}, {psutil.cpu_count()} cores, {memory_gib} GiB, Linux {platform.release()}",
         f"- versions: Python {platform.python_version()}, layerzero-broker {lz.__version__}, pyzmq {version('pyzmq')}, "
-        + ", ".join(f"{name} {v}" for backend in versions.values() for name, v in backend.items()),
+        f"libzmq {zmq.zmq_version()}, {libraries}",
         f"- command: `{command}`",
         "",
         "| " + " | ".join(HEADINGS) + " |",
@@ -326,7 +337,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the calls, nothing saved")
     args = parser.parse_args()
     # Every death here is our own doing: no restart budget, quick restarts.
-    os.environ |= {"LAYERZERO_RESTART_BUDGET": "1000000", "LAYERZERO_BACKOFF_S": "0.02", "LAYERZERO_BACKOFF_MAX_S": "0.1"}
+    os.environ |= {
+        "LAYERZERO_RESTART_BUDGET": "1000000",
+        "LAYERZERO_BACKOFF_S": "0.02",
+        "LAYERZERO_BACKOFF_MAX_S": "0.1",
+    }
     with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
         lz.connect(runtime_dir=folder)
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import layerzero
 from layerzero.broker import events as ev
-from layerzero.broker.selection import CallSpec
+from layerzero.broker.state import no_backend
 from layerzero.ipc import wire
 from layerzero.ipc.errors import InvalidArgument
 
@@ -79,16 +79,9 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
     spec, ranked = server.state.explain(body)
-    _check_pin(server, spec)
+    if spec.pinned and spec.pinned not in server.state.capabilities:
+        raise no_backend(spec, ranked, server.state.capabilities)
     return {"candidates": [verdict.to_wire() for verdict in ranked]}
-
-
-def _check_pin(server: Server, spec: CallSpec) -> None:
-    known = server.launcher.capabilities
-    if spec.pinned and spec.pinned not in known:
-        near = difflib.get_close_matches(spec.pinned, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InvalidArgument(f"no backend is called {spec.pinned!r}; known: {', '.join(sorted(known))}{hint}")
 
 
 def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ only when the one before has answered or its exit is confirmed; the step that pi
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import random
@@ -467,7 +468,7 @@ class BrokerState:
             error: LayerZeroError = cls(f"{spec.op}: no kernel is left; tried {tried}: {call.last_error.message}")
             error.facts = dict(call.last_error.facts)
         else:
-            error = no_backend(spec, call.route.signature.ranked)
+            error = no_backend(spec, call.route.signature.ranked, self.capabilities)
         self._refuse(call, error)
 
     def _refuse(self, call: Call, error: LayerZeroError) -> None:
@@ -739,13 +740,18 @@ class BrokerState:
         self._actions.append(action)
 
 
-def no_backend(spec: CallSpec, ranked: tuple[Verdict, ...]) -> NoBackend | InvalidArgument:
+def no_backend(
+    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
+) -> NoBackend | InvalidArgument:
     """The error for a call that nobody can take: which candidates there are, and why each refuses."""
+    if spec.pinned and spec.pinned not in known:
+        near = difflib.get_close_matches(spec.pinned, known, n=1)
+        hint = f"; did you mean {near[0]!r}" if near else ""
+        return InvalidArgument(f"no backend is called {spec.pinned!r}{hint}. Known: {', '.join(sorted(known))}")
     if not ranked:
-        pinned = f" in backend {spec.pinned!r}" if spec.pinned else ""
-        return NoBackend(f"{spec.op}: no kernel is known for it{pinned}; see `lz status` for the backends")
-    relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned] or list(ranked)
-    lines = [f"  {v.kernel_id}: " + "; ".join(f"{r.code.value}: {r.detail}" for r in v.reasons) for v in relevant[:12]]
+        return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
+    relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]
+    lines = [f"  {v.kernel_id}: " + "; ".join(f"{r.code.value}: {r.detail}" for r in v.reasons) for v in relevant]
     return NoBackend(f"{spec.op}: no kernel accepts this call\n" + "\n".join(lines))
 
 

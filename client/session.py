@@ -120,6 +120,12 @@ class Session:
     def broker_pid(self) -> int:
         return self._link.welcome.broker_pid
 
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Hang up. Open calls of other threads end as BrokerLost."""
         self._link.close()
@@ -234,7 +240,9 @@ class Session:
             outcome = messages.decode(body, messages.Outcome)
             attempts, body = outcome.attempts, outcome.result
         result = self._result(submitted, body)
-        self._last.record = (submitted, header, attempts, time.perf_counter_ns())
+        decision = submitted.route.decisions[header.aux]
+        plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
+        self._last.record = (plan, copies, submitted.start_ns, time.perf_counter_ns(), header, attempts, decision)
         return result
 
     def _result(self, submitted: Submitted, body: bytes) -> Any:
@@ -386,26 +394,24 @@ class Session:
         record = getattr(self._last, "record", None)
         if record is None or isinstance(record, SelectionReport):
             return record
-        submitted, header, attempts, end_ns = record
-        decision: messages.Decision = submitted.route.decisions[header.aux]
-        copies = list(submitted.copies)
-        if decision.copies_inputs:
-            nbytes = sum(a.nbytes for a in submitted.arrays if a is not None)
-            if nbytes:
-                copies.append(Copy("inputs", nbytes, "worker", f"{decision.backend} owns its arrays' memory"))
-        if decision.copies_outputs:
-            nbytes = sum(s.numel * s.itemsize for s in submitted.route.plan.outputs)
-            if nbytes:
-                copies.append(Copy("out", nbytes, "worker", f"{decision.backend} owns its arrays' memory"))
+        plan, copies, start_ns, end_ns, header, attempts, decision = record
+        copies = list(copies)
+        for is_copied, name, specs in (
+            (decision.copies_inputs, "inputs", plan.inputs),
+            (decision.copies_outputs, "out", plan.outputs),
+        ):
+            nbytes = sum(spec.numel * spec.itemsize for spec in specs if spec is not None)
+            if is_copied and nbytes:
+                copies.append(Copy(name, nbytes, "worker", f"{decision.backend} owns its arrays' memory"))
         good = Attempt(decision.backend, decision.kernel_id, None, worker_pid=decision.worker_pid)
         report = SelectionReport(
-            op=submitted.request.op,
+            op=plan.op,
             kernel_id=decision.kernel_id,
             backend=decision.backend,
             worker_pid=decision.worker_pid,
             lane=LANE,
             copies=tuple(copies),
-            elapsed_us=(end_ns - submitted.start_ns) / 1e3,
+            elapsed_us=(end_ns - start_ns) / 1e3,
             kernel_us=header.time / 1e3,
             attempts=(*(_attempt(a) for a in attempts), good),
             candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
