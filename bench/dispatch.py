@@ -305,14 +305,10 @@ HEADINGS = ("figure", "LayerZero", "floor", "multiprocessing.Pipe", "ratio to fl
 
 
 def save(rows: list[tuple[str, str, str, str, str]], versions: dict[str, Any], command: str) -> Path:
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        "?",
-    )
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), "unknown CPU")
+    memory_gib = psutil.virtual_memory().total >> 30
+    libraries = ", ".join(f"{name} {v}" for backend in versions.values() for name, v in backend.items())
     lines = [
         "# Cost of a dispatch",
         "",

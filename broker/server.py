@@ -77,22 +77,32 @@ class Server:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._on_fd: dict[int, Callable[[], None]] = {}
+        # Whether a socket must be asked for input before sleeping: its descriptor woke us, or we sent on it, which may
+        # eat the edge that announces input.
+        self._ask_front = self._ask_back = True
         self._context = zmq.Context()
         self._front = self._bind("client")
         self._back = self._bind("worker")
         self._listener = control.listen(endpoints.control)
+        self._watch(sockets.poll_fd(self._front), self._note_front)
+        self._watch(sockets.poll_fd(self._back), self._note_back)
         self._watch(self._listener.fileno(), self._accept)
         self._watch(self._wake, self._take_from_threads)
 
     def _bind(self, side: str) -> zmq.Socket[bytes]:
         path = self.endpoints.zmq_path(side, self.incarnation)
         sock = sockets.bind_router(self._context, path, 4 * self.settings.max_in_flight)
-        self._watch(sockets.poll_fd(sock), lambda: None)  # the loop asks for its events anyway
         return sock
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._epoll.register(fd, select.EPOLLIN)
         self._on_fd[fd] = handler
+
+    def _note_front(self) -> None:
+        self._ask_front = True
+
+    def _note_back(self) -> None:
+        self._ask_back = True
 
     def _unwatch(self, fd: int) -> None:
         self._epoll.unregister(fd)
@@ -105,20 +115,23 @@ class Server:
             signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
         try:
             while not self._ended:
-                # Sending on a socket may eat the edge that announces input on it: sleep only when both were empty.
-                is_busy = self._drain(self._front, self._from_client)
-                is_busy |= self._drain(self._back, self._from_worker)
+                while self._ask_front or self._ask_back:
+                    if self._ask_front:
+                        self._ask_front = False
+                        self._ask_front |= self._drain(self._front, self._from_client)
+                    if self._ask_back:
+                        self._ask_back = False
+                        self._ask_back |= self._drain(self._back, self._from_worker)
                 now_s = time.monotonic()
                 if now_s >= self.state.wakeup_s:
                     self.handle(ev.Tick())
-                    is_busy = True
-                if now_s >= self._check_s:
+                elif now_s >= self._check_s:
                     self._housekeeping(now_s)
-                    is_busy = True
-                for fd, _ in self._epoll.poll(0 if is_busy else self._timeout_s(now_s)):
-                    handler = self._on_fd.get(fd)  # an earlier one may have closed it
-                    if handler is not None:
-                        handler()
+                elif not (self._ask_front or self._ask_back):
+                    for fd, _ in self._epoll.poll(self._timeout_s(now_s)):
+                        handler = self._on_fd.get(fd)  # an earlier one may have closed it
+                        if handler is not None:
+                            handler()
         finally:
             self._close()
 
@@ -148,7 +161,7 @@ class Server:
         self._plan_check()
 
     def _drain(self, sock: zmq.Socket[bytes], take: Callable[[bytes, bytes], None]) -> bool:
-        """Take what is there, up to a batch. True when there was something."""
+        """Take what is there, up to a batch. True when there may be more."""
         if not sockets.has_input(sock):
             return False
         try:
@@ -160,7 +173,7 @@ class Server:
                 else:  # nobody of ours sends several frames
                     sock.recv_multipart()
         except zmq.Again:
-            pass
+            return False
         return True
 
     def handle(self, event: ev.Event) -> None:
@@ -237,6 +250,7 @@ class Server:
 
     def _send_client(self, identity: bytes, frame: bytes) -> None:
         try:
+            self._ask_front = True
             self._front.send(identity, _SNDMORE | _NOBLOCK)
             self._front.send(frame, _NOBLOCK)
         except zmq.ZMQError as exc:  # gone, or its queue is full: it does not read
@@ -247,6 +261,7 @@ class Server:
 
     def _send_worker(self, identity: bytes, frame: bytes) -> None:
         try:
+            self._ask_back = True
             self._back.send(identity, _SNDMORE | _NOBLOCK)
             self._back.send(frame, _NOBLOCK)
         except zmq.ZMQError as exc:  # dying: its exit is about to be seen. A full queue is its fault

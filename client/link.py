@@ -155,7 +155,7 @@ class Link:
     def _read_until(self, pending: Pending) -> None:
         while not pending.is_done:
             with self._lock:
-                self._drain()
+                self._drain(pending)
             if pending.is_done:
                 return
             for fd, events in self._poll.poll():
@@ -165,10 +165,11 @@ class Link:
                 elif fd == self._control.fileno() and events:
                     self._lose()
 
-    def _drain(self) -> None:
+    def _drain(self, until: Pending | None = None) -> None:
+        """Take what is there; may stop early when `until` is done."""
         if sockets.has_input(self._dealer):
             try:
-                while True:
+                while until is None or not until.is_done:
                     self._take(self._dealer.recv(_NOBLOCK))
             except zmq.Again:
                 return

@@ -64,6 +64,7 @@ def probe_key(env: Env, manifest: EnvManifest) -> str:
 def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ProbeRecord:
     """Run the probe now. Blocks up to `timeout_s`; the process and its group are gone when this returns."""
     argv = [str(env.python), "-m", "layerzero.workers.probe", manifest.provider_target, str(manifest.descriptor_path)]
+    argv.append(str(os.getpid()))  # it ends with us, however we end
     stage(env.store)  # an env that was only planned may be older than today's code
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lz-probe-") as scratch:  # where a crash may drop its core

@@ -98,23 +98,19 @@ class _Loop:
         poll.register(self._control, select.POLLIN)
         control_fd = self._control.fileno()
         while True:
-            while sockets.has_input(self._dealer):
-                try:
-                    while True:
-                        frame = self._dealer.recv(_NOBLOCK)
-                        header = wire.unpack(frame)
-                        if header.kind == _RUN:
-                            self._run(header, frame[HEADER_BYTES:])
-                        elif header.kind == Kind.PREPARE:
-                            self._prepare(header.route, frame[HEADER_BYTES:])
-                        elif header.kind == Kind.DROP:
-                            self._prepared.pop(header.route, None)
-                        elif header.kind == Kind.STOP:
-                            return
-                        else:
-                            raise ProtocolError(f"a worker does not take kind {header.kind}")
-                except zmq.Again:
-                    continue  # empty; ask again, since a send may have eaten the edge that announces input
+            while sockets.has_input(self._dealer):  # also after each send, which may eat the edge that announces input
+                frame = self._dealer.recv(_NOBLOCK)
+                header = wire.unpack(frame)
+                if header.kind == _RUN:
+                    self._run(header, frame[HEADER_BYTES:])
+                elif header.kind == Kind.PREPARE:
+                    self._prepare(header.route, frame[HEADER_BYTES:])
+                elif header.kind == Kind.DROP:
+                    self._prepared.pop(header.route, None)
+                elif header.kind == Kind.STOP:
+                    return
+                else:
+                    raise ProtocolError(f"a worker does not take kind {header.kind}")
             if any(fd == control_fd for fd, _ in poll.poll()):
                 try:
                     self._take_control()

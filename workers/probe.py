@@ -1,7 +1,8 @@
-"""`python -m layerzero.workers.probe PROVIDER DESCRIPTOR`: does this environment import, compute, and compute right?
+"""`python -m layerzero.workers.probe PROVIDER DESCRIPTOR [PARENT_PID]`: does this environment import and compute right?
 
-Run in a throw-away process by envs/probe.py. Prints one JSON line: {"ok", "versions", "kernels": {id: {"ok",
-"max_error", "tolerance", "elapsed_us", "detail"}}, "error": null | {"kind", "message", "missing", "traceback"}}.
+Run in a throw-away process by envs/probe.py; ends with its parent when that is given. Prints one JSON line:
+{"ok", "versions", "kernels": {id: {"ok", "max_error", "tolerance", "elapsed_us", "detail"}}, "error": null | {"kind",
+"message", "missing", "traceback"}}.
 Kinds: import (something is missing), abi, version, load (the provider raised anything else), numeric, kernel (a kernel
 raised), descriptor. Cases with known results are in vectors.json, made by tests/make_vectors.py.
 """
@@ -63,7 +64,9 @@ class KernelVerdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    provider, descriptor = argv
+    provider, descriptor, *parent = argv
+    if parent:
+        boot.die_with_parent(int(parent[0]))
     answer = os.fdopen(os.dup(1), "w")
     boot.point_stdout_at_stderr()
     print(json.dumps(probe(provider, Path(descriptor))), file=answer, flush=True)

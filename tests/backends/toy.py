@@ -1,79 +1,135 @@
-"""Backends for tests: silu in NumPy, and a fault when the first element asks for one. The faults are real."""
+"""Backends for tests: silu and matmul in NumPy, and a real fault when the first element of a silu input asks for one.
+
+A worker serves the backend that LZ_TOY_NAME names, or alpha, beta and gamma. `fault(KILL)` strikes in every backend,
+`fault(KILL, "alpha")` in that one alone.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.workers.provider import Block, Bound, Call, Loaded
+from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
-KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN = (6660.0 + i for i in range(9))
+if TYPE_CHECKING:
+    import numpy as np
+
+KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF = (6660 + i for i in range(11))
+_SCOPE = {"": 0.0, "alpha": 0.25, "beta": 0.5, "gamma": 0.75}
+
+
+def fault(action: int, backend: str = "") -> float:
+    """The first element that makes `backend`, or all of them, do `action`. Exact in float32 and float64."""
+    return action + _SCOPE[backend]
 
 
 def load() -> Loaded:
+    import numpy  # noqa: F401  its absence makes the environment unusable here and not at the first call
+
+    named = os.environ.get("LZ_TOY_NAME")
+    ops: dict[str, Bind] = {"silu": _silu, "matmul": _matmul, "null": _null}
+    kernels = {f"{name}.{op}": ops[op] for name in ([named] if named else ("alpha", "beta", "gamma")) for op in ops}
+    return Loaded({"numpy": numpy.__version__}, kernels)
+
+
+def _array(block: Block) -> np.ndarray:
     import numpy as np
 
-    backend = os.environ.get("LZ_TOY_NAME", "")
-
-    def array(block: Block) -> np.ndarray:
-        spec = block.spec
-        strides = [s * spec.itemsize for s in spec.strides]
-        return np.ndarray(spec.shape, spec.dtype, buffer=block.memory, strides=strides)
-
-    def silu(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        source, target = inputs[0], outputs[0]
-        assert source is not None
-        x, y = array(source), array(target)
-
-        def run() -> None:
-            if x.size:
-                _fault(float(x.flat[0]), source.memory)
-            y[...] = x / (1 + np.exp(-x))
-
-        return run
-
-    def null(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-        return lambda: None
-
-    names = [backend] if backend else ["alpha", "beta", "gamma"]
-    kernels = {f"{name}.{op}": bind for name in names for op, bind in (("silu", silu), ("null", null))}
-    return Loaded({"numpy": np.__version__}, kernels)
+    spec = block.spec
+    strides = [stride * spec.itemsize for stride in spec.strides]
+    dtype = "uint16" if spec.dtype == "bfloat16" else spec.dtype
+    return np.ndarray(spec.shape, dtype, buffer=block.memory, strides=strides)
 
 
-def _fault(value: float, memory: memoryview) -> None:
-    if value == KILL:
+def _reader(block: Block) -> Callable[[], np.ndarray]:
+    """Reads the block's numbers; bfloat16 as float32, which NumPy knows."""
+    import numpy as np
+
+    array = _array(block)
+    if block.spec.dtype != "bfloat16":
+        return lambda: array
+    return lambda: (array.astype(np.uint32) << 16).view(np.float32)
+
+
+def _writer(block: Block) -> Callable[[np.ndarray], None]:
+    """Writes the block's numbers; to bfloat16 with rounding to nearest, ties to even."""
+    import numpy as np
+
+    array = _array(block)
+
+    def write(value: np.ndarray) -> None:
+        if block.spec.dtype == "bfloat16":
+            bits = np.asarray(value, np.float32).view(np.uint32)
+            value = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        array[...] = value
+
+    return write
+
+
+def _silu(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+    import numpy as np
+
+    source, target = inputs[0], outputs[0]
+    assert source is not None
+    read, write = _reader(source), _writer(target)
+    scope = _SCOPE[call.kernel_id.partition(".")[0]] if call.kernel_id.partition(".")[0] in _SCOPE else 1.0
+
+    def run() -> None:
+        x = read()
+        if x.size and 6660 <= (first := float(x.flat[0])) < 6680 and first % 1 in (0.0, scope):
+            _strike(int(first), source, target)
+        with np.errstate(over="ignore"):
+            write(x / (1 + np.exp(-x)))
+
+    return run
+
+
+def _matmul(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+    a, b = inputs
+    assert a is not None
+    assert b is not None
+    read_a, read_b, write = _reader(a), _reader(b), _writer(outputs[0])
+    return lambda: write(read_a() @ read_b())
+
+
+def _null(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+    return lambda: None
+
+
+def _strike(action: int, source: Block, target: Block) -> None:
+    if action == KILL:
         os.kill(os.getpid(), signal.SIGKILL)
-    elif value == SEGV:
+    elif action == SEGV:
         ctypes.string_at(0)
-    elif value == ABORT:
+    elif action == ABORT:
         os.abort()
-    elif value == EXIT0:
+    elif action == EXIT0:
         os._exit(0)
-    elif value == RAISE:
+    elif action == RAISE:
         raise RuntimeError("the toy raises on request")
-    elif value == HANG:
+    elif action == HANG:
         threading.Event().wait()
-    elif value == SPIN:
+    elif action == SPIN:
         while True:
             pass
-    elif value == INVALID:
+    elif action == INVALID:
         raise InvalidArgument("the toy calls this input invalid")
-    elif value == WRITE_INPUT:
-        address = ctypes.c_char.from_buffer_copy(memory[:1])  # a copy: only to show the type
-        del address
-        ctypes.memset(_address(memory), 0, 4)
+    elif action == WRITE_INPUT:
+        ctypes.memset(_address(source.memory), 0, 4)
+    elif action == SCRIBBLE:  # never returns, and never stops writing to the output
+        while True:
+            target.memory[:4] = os.urandom(4)
+    elif action == HALF:  # dies with the first half of the output written
+        target.memory[: len(target.memory) // 2] = b"\xff" * (len(target.memory) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _address(memory: memoryview) -> int:
     import numpy as np
 
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
-
-
-if __name__ == "__main__":
-    sys.exit("a provider is imported by a worker")
