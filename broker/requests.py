@@ -87,7 +87,7 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
 def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
-    if name is not None and name not in server.state.workers:
+    if name is not None and (not isinstance(name, str) or name not in server.state.workers):
         known = ", ".join(sorted(server.state.workers))
         raise InvalidArgument(f"no backend is called {name!r:.60}; known: {known}")
     names = [name] if name is not None else list(server.state.workers)

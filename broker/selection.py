@@ -139,7 +139,7 @@ class Signature:
     order: tuple[Verdict, ...] = ()  # the accepted part of `ranked`
     epoch: int = -1  # of the broker's availability when `ranked` was computed
     calls: int = 0
-    users: int = 0
+    users: int = 0  # routes and open calls
     measured_us: dict[str, float] = field(default_factory=dict)
 
     def note_time(self, kernel_id: str, kernel_ns: int) -> None:

@@ -28,6 +28,7 @@ from layerzero.ipc import control, memory, messages, sockets, wire
 from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import (
     BackendError,
+    BrokerLost,
     EnvError,
     InvalidArgument,
     LayerZeroError,
@@ -40,6 +41,8 @@ from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 BATCH = 64  # messages taken from one socket before the other one gets its turn
 STOP_GRACE_S = 5.0
+MAX_STRANGERS = 64  # connections that have not said hello
+MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 IDLE_CHECK_S = 3600.0
 # pyzmq's enums cost a microsecond a use, and these are used on every message.
 _NOBLOCK, _SNDMORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
@@ -235,6 +238,8 @@ class Server:
         try:
             _, kind, _, _, dispatch, attempt, _, kernel_ns = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
+            if len(body) > MAX_WORD_BYTES:
+                raise ProtocolError(f"{len(body)} bytes in one answer; allowed: {MAX_WORD_BYTES}")
             if kind == _RAN:
                 event: ev.Event = ev.CallRan(identity, dispatch, attempt, kernel_ns, body)
             elif kind == Kind.RAISED:
@@ -278,6 +283,9 @@ class Server:
             peer = Peer(sock, since_s=time.monotonic())
             self.peers[sock.fileno()] = peer
             self._watch(sock.fileno(), lambda: self._from_control(peer))
+            strangers = [p for p in self.peers.values() if not p.role]
+            if len(strangers) > MAX_STRANGERS:
+                self._close_peer(strangers[0])
             self._plan_check()
 
     def _from_control(self, peer: Peer) -> None:
@@ -316,7 +324,7 @@ class Server:
             fds = (process.page_fd,)
         elif hello.role == "client":
             if self.state.stopping:
-                raise ProtocolError("the broker is shutting down")
+                raise BrokerLost("the broker is shutting down")
         else:
             raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, worker")
         peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)

@@ -132,7 +132,7 @@ class BrokerState:
             gone = [call for call in worker.waiting if call.client is client]
             for call in gone:
                 worker.waiting.remove(call)
-                client.open_calls -= 1
+                self._close(call)
         for route in list(client.routes.values()):
             self._drop_route(client, route)
         self._release_if_done(client)
@@ -152,7 +152,12 @@ class BrokerState:
 
     def _arena_given_up(self, event: ev.ArenaGivenUp) -> None:
         client = self.clients.get(event.identity)
-        if client is not None and event.arena in client.arenas:
+        if client is None or event.arena not in client.arenas:
+            return
+        calls = (call for worker in self.workers.values() for call in (*worker.running, *worker.waiting))
+        if any(call.client is client and event.arena in call.arenas for call in calls):
+            self._drop_client(client, f"arena {event.arena} was retired with open calls that use it")
+        else:
             self._release_arena(client, event.arena)
 
     def _release_arena(self, client: Client, arena: int) -> None:
@@ -198,7 +203,10 @@ class BrokerState:
 
     def _drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
-        signature = route.signature
+        self._release_signature(route.signature)
+
+    def _release_signature(self, signature: Signature) -> None:
+        """One route or open call less uses it; with the last one its plans go."""
         signature.users -= 1
         if signature.users:
             return
@@ -254,6 +262,7 @@ class BrokerState:
             self._do(ev.Refuse(client.identity, event.seq, refusal))
             return
         client.open_calls += 1
+        route.signature.users += 1
         timeout_s = event.timeout_s or self.limits.timeout_s
         self._place(Call(client, route, event.seq, timeout_s, event.body, arenas))
 
@@ -363,14 +372,18 @@ class BrokerState:
             self._send(worker, worker.waiting.popleft())
         if worker.running:
             self._start_clock(worker)
-        elif worker.state is S.STOPPING:
-            self._stop_if_idle()
         return call
+
+    def _close(self, call: Call) -> None:
+        """The call is over for the broker: its client has its answer or has left, and no worker has it."""
+        call.client.open_calls -= 1
+        self._release_signature(call.route.signature)
+        self._release_if_done(call.client)
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
         """The worker whose oldest running call this answers. Late answers of a killed one are counted, not used."""
         worker = self._by_identity.get(identity)
-        if worker is None or worker.state is S.KILLING:
+        if worker is None or worker.fault is not None:
             self.stale += 1
             return None
         head = worker.running[0] if worker.running else None
@@ -387,14 +400,12 @@ class BrokerState:
         worker.answered += 1
         call.route.signature.note_time(call.kernel_id, event.kernel_ns)
         client = call.client
-        client.open_calls -= 1
-        if client.has_left:
-            self._release_if_done(client)
-            return
-        decision = self._decision(call, worker)
-        self._do(
-            ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body, call.attempts)
-        )
+        if not client.has_left:
+            decision = self._decision(call, worker)
+            self._do(
+                ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body, call.attempts)
+            )
+        self._close(call)
 
     def _decision(self, call: Call, worker: Worker) -> int:
         """Number of the decision that this answer follows; sent to the client when it is a new one."""
@@ -432,8 +443,7 @@ class BrokerState:
     ) -> None:
         """An attempt is over for good (the worker has answered, or is dead): try the next kernel, or end the call."""
         if call.client.has_left:
-            call.client.open_calls -= 1
-            self._release_if_done(call.client)
+            self._close(call)
             return
         if error.retry in (NEVER, SAME) and exit_code is None:
             self._refuse(call, error)
@@ -457,6 +467,8 @@ class BrokerState:
             self._refuse(call, Poison(text, quarantine_s=self.limits.poison_quarantine_s))
         elif call.route.signature.spec.pinned:
             self._refuse(call, error)
+        elif self.stopping:
+            self._end_for_shutdown(call)
         else:
             self._place(call)
 
@@ -474,9 +486,9 @@ class BrokerState:
     def _refuse(self, call: Call, error: LayerZeroError) -> None:
         candidates = [v.to_wire() for v in call.route.signature.ranked]
         self._do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates))
-        call.client.open_calls -= 1
         facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
         self._do(ev.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
+        self._close(call)
 
     # --- workers -------------------------------------------------------------------------------------
 
@@ -507,9 +519,6 @@ class BrokerState:
         worker.was_ready = False
         worker.fault = None
         worker.pid = 0
-        worker.identity = b""
-        worker.arenas.clear()
-        worker.plans.clear()
         self.wakeup_s = min(self.wakeup_s, self._now_s + self.limits.start_timeout_s)
         self._do(ev.Spawn(worker.backend, worker.generation))
 
@@ -555,7 +564,7 @@ class BrokerState:
 
     def _fault(self, worker: Worker, error: LayerZeroError) -> None:
         """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before."""
-        if worker.state in (S.STARTING, S.READY):
+        if worker.state in (S.STARTING, S.READY, S.STOPPING) and worker.fault is None:
             self._signal(worker, Signal.FAULT)
             worker.fault = error
             self._set_unavailable(
@@ -570,6 +579,9 @@ class BrokerState:
         was_stopping = worker.state is S.STOPPING
         self._signal(worker, Signal.EXITED)
         self._by_identity.pop(worker.identity, None)
+        worker.identity = b""
+        worker.arenas.clear()
+        worker.plans.clear()
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
         died = BackendError(
             f"the {worker.backend} worker died ({how})",
@@ -592,7 +604,7 @@ class BrokerState:
         worker.waiting.clear()
         if was_stopping:
             for call in (*running, *waiting):
-                self._refuse_for_shutdown(call)
+                self._end_for_shutdown(call)
             self._stop_if_idle()
             return
         self._plan_restart(worker, error, event.stderr_tail)
@@ -601,9 +613,9 @@ class BrokerState:
     def _move_calls(
         self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
     ) -> None:
-        """The one being executed is blamed; those behind it only lost their place."""
+        """The one it was killed for or died in is blamed; those behind it only lost their place."""
         for position, call in enumerate(running):
-            is_blamed = call.dispatch == event.executing or (position == 0 and worker.fault is not None)
+            is_blamed = position == 0 if worker.fault is not None else call.dispatch == event.executing
             if is_blamed:
                 call.deaths += worker.fault is None
                 self._attempt_failed(call, worker, error, exit_code=event.exit_code, phase=event.phase)
@@ -613,14 +625,14 @@ class BrokerState:
             self._requeue(call, worker, event)
 
     def _requeue(self, call: Call, worker: Worker, event: ev.WorkerExited) -> None:
-        if call.client.has_left:
-            call.client.open_calls -= 1
-            self._release_if_done(call.client)
-        elif call.route.signature.spec.pinned and worker.state is S.BACKOFF:
+        if call.route.signature.spec.pinned and worker.state is S.BACKOFF and not call.client.has_left:
             worker.waiting.append(call)
+            return
+        if worker.state is S.DISABLED:
+            lost = _disabled(worker)
         else:
             lost = BackendError(f"the {worker.backend} worker died while the call was queued", backend=worker.backend)
-            self._attempt_failed(call, worker, lost, exit_code=event.exit_code, phase="queued")
+        self._attempt_failed(call, worker, lost, exit_code=event.exit_code, phase="queued")
 
     def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
         limits = self.limits
@@ -655,17 +667,13 @@ class BrokerState:
 
     def _disable(self, worker: Worker, cause: LayerZeroError, reason: Reason) -> None:
         worker.cause = cause
-        repair = cause.facts.get("repair") or f"lz env probe {worker.backend}"
+        repair = _repair(worker.backend, cause)
         self._set_unavailable(worker.backend, Rejection(reason, f"{cause.message}; repair: {repair}"))
         self._do(ev.Note("backend.disabled", {"backend": worker.backend, "cause": cause.message, "repair": repair}))
         waiting = list(worker.waiting)
         worker.waiting.clear()
         for call in waiting:
-            if call.client.has_left:
-                continue
-            failure = BackendError(f"the {worker.backend} backend is disabled: {cause.message}")
-            failure.facts = {**cause.facts, "repair": repair}
-            self._attempt_failed(call, worker, failure)
+            self._attempt_failed(call, worker, _disabled(worker))
 
     def _backend_reset(self, event: ev.BackendReset) -> None:
         worker = self.workers.get(event.backend)
@@ -690,7 +698,7 @@ class BrokerState:
         now_s, limits = self._now_s, self.limits
         self.wakeup_s = math.inf
         for worker in self.workers.values():
-            if worker.state is S.READY and worker.running:
+            if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
                 if now_s >= worker.head_deadline_s:
                     head = worker.running[0]
                     text = f"{head.kernel_id} ran longer than {head.timeout_s:g} s; its worker was killed"
@@ -719,18 +727,18 @@ class BrokerState:
             waiting = list(worker.waiting)
             worker.waiting.clear()
             for call in waiting:
-                self._refuse_for_shutdown(call)
+                self._end_for_shutdown(call)
             if worker.state is not S.STOPPED:
                 self._signal(worker, Signal.STOP)
             if worker.state is S.STOPPING:
                 self._do(ev.StopWorker(worker.backend, worker.generation, worker.identity))
         self._stop_if_idle()
 
-    def _refuse_for_shutdown(self, call: Call) -> None:
+    def _end_for_shutdown(self, call: Call) -> None:
         if call.client.has_left:
-            call.client.open_calls -= 1
+            self._close(call)
         else:
-            self._refuse(call, BrokerLost("the broker was shut down before the call ran"))
+            self._refuse(call, BrokerLost("the broker was shut down before the call ended"))
 
     def _stop_if_idle(self) -> None:
         if self.stopping and all(w.state is S.STOPPED for w in self.workers.values()):
@@ -753,6 +761,18 @@ def no_backend(
     relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]
     lines = [f"  {v.kernel_id}: " + "; ".join(f"{r.code.value}: {r.detail}" for r in v.reasons) for v in relevant]
     return NoBackend(f"{spec.op}: no kernel accepts this call\n" + "\n".join(lines))
+
+
+def _repair(backend: str, cause: LayerZeroError) -> str:
+    return cause.facts.get("repair") or f"lz env probe {backend}"
+
+
+def _disabled(worker: Worker) -> BackendError:
+    """For calls that waited for a worker that will not come."""
+    assert worker.cause is not None
+    error = BackendError(f"the {worker.backend} backend is disabled: {worker.cause.message}")
+    error.facts = {**worker.cause.facts, "repair": _repair(worker.backend, worker.cause)}
+    return error
 
 
 def _prepare_body(spec: CallSpec, kernel_id: str) -> bytes:

@@ -60,7 +60,6 @@ TRANSITIONS: dict[tuple[WorkerState, Signal], WorkerState] = {
     (_S.DISABLED, _G.STOP): _S.STOPPED,
     (_S.STOPPING, _G.FAULT): _S.STOPPING,
     (_S.STOPPING, _G.EXITED): _S.STOPPED,
-    (_S.STOPPING, _G.STOP): _S.STOPPING,
 }
 
 

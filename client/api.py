@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
 _session: Session | None = None
 _lock = threading.Lock()
-CONNECT_TRIES = 3
+ENDING_POLL_S = 0.1
 
 
 def connect(*, runtime_dir: str | os.PathLike[str] | None = None) -> Session:
@@ -36,17 +37,23 @@ def connect(*, runtime_dir: str | os.PathLike[str] | None = None) -> Session:
     global _session
     where = start.endpoints(None if runtime_dir is None else Path(runtime_dir))
     with _lock:
-        if _session is not None and _session.is_alive and _session.path == where.control:
-            return _session
-        for attempt in range(CONNECT_TRIES):
+        if _session is not None:
+            if _session.is_alive and _session.path == where.control:
+                return _session
+            _session.close()
+            _session = None
+        deadline_s = time.monotonic() + start.START_TIMEOUT_S
+        while True:
+            start.ensure_broker(where, stays=False)
             try:
-                start.ensure_broker(where, stays=False)
                 _session = Session(where.control, layerzero.__version__)
                 return _session
-            except OSError as exc:  # the last client left just now, and the broker with it
-                if attempt == CONNECT_TRIES - 1:
+            except TimeoutError as exc:
+                raise BrokerLost(f"the broker on {where.control} does not answer; end it with lz down") from exc
+            except (FileNotFoundError, ConnectionRefusedError, BrokerLost) as exc:
+                if time.monotonic() > deadline_s:
                     raise BrokerLost(f"no broker answers on {where.control}: {exc}") from exc
-    raise AssertionError("unreachable")
+                start.wait_for_end(where, ENDING_POLL_S)  # the last client left just now, and the broker with it
 
 
 def disconnect() -> None:
@@ -100,6 +107,8 @@ class Future:
     def done(self) -> bool:
         """True when `result()` would not wait."""
         submitted = self._submitted
+        if submitted is not None and not submitted.pending.is_done:
+            submitted.link.read_nowait()
         return submitted is None or submitted.pending.is_done
 
     def result(self) -> Any:

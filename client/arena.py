@@ -81,7 +81,7 @@ class Pool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arenas: list[Arena] = []  # sorted by address
-        self._addresses: list[int] = []
+        self._index: tuple[list[int], list[Arena]] = ([], [])  # addresses and arenas, for `find`, which takes no lock
         self._shared: list[Arena] = []  # with many slots, newest first
         self._leases: dict[int, _Lease] = {}
         self._freed: deque[_Lease] = deque()
@@ -105,10 +105,11 @@ class Pool:
 
     def find(self, address: int, nbytes: int) -> tuple[Arena, int] | None:
         """The arena that holds these bytes, and the offset in it; None for memory that is not ours."""
-        index = bisect.bisect_right(self._addresses, address) - 1
+        addresses, arenas = self._index
+        index = bisect.bisect_right(addresses, address) - 1
         if index < 0:
             return None
-        arena = self._arenas[index]
+        arena = arenas[index]
         offset = address - arena.address
         return (arena, offset) if offset + nbytes <= arena.nbytes else None
 
@@ -143,8 +144,8 @@ class Pool:
                     self._close(arena)
 
     def _close(self, arena: Arena) -> None:
-        index = self._arenas.index(arena)
-        del self._arenas[index], self._addresses[index]
+        self._arenas.remove(arena)
+        self._index = ([a.address for a in self._arenas], list(self._arenas))
         if arena in self._shared:
             self._shared.remove(arena)
         for tell in arena.registrations:
@@ -172,9 +173,8 @@ class Pool:
 
     def _open(self, nbytes: int) -> Arena:
         arena = Arena(nbytes)
-        index = bisect.bisect(self._addresses, arena.address)
-        self._arenas.insert(index, arena)
-        self._addresses.insert(index, arena.address)
+        bisect.insort(self._arenas, arena, key=lambda a: a.address)
+        self._index = ([a.address for a in self._arenas], list(self._arenas))
         return arena
 
 

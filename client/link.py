@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,15 @@ import zmq
 
 from layerzero.client import arena
 from layerzero.ipc import control, messages, sockets, wire
-from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.errors import (
+    BrokerLost,
+    Busy,
+    Cancelled,
+    LayerZeroError,
+    NotConnected,
+    ProtocolError,
+    from_wire,
+)
 from layerzero.ipc.wire import HEADER_BYTES, Header, Kind
 
 CONTROL_TIMEOUT_S = 10.0
@@ -53,7 +63,7 @@ class Pending:
 
 
 class Link:
-    """Raises BrokerLost from every method once the broker is gone."""
+    """Raises BrokerLost from every method once the broker is gone, NotConnected once it was closed."""
 
     def __init__(self, path: Path, package: str, on_decision: Callable[[Header, bytes], None]) -> None:
         self._control = control.connect(path, timeout_s=CONTROL_TIMEOUT_S)
@@ -64,6 +74,9 @@ class Link:
             answer, _ = control.receive(self._control, messages.Welcome, messages.Refused)
             if isinstance(answer, messages.Refused):
                 raise from_wire(answer.error)
+        except control.Closed:
+            self._control.close()
+            raise BrokerLost("the broker hung up before it said hello") from None
         except BaseException:
             self._control.close()
             raise
@@ -83,6 +96,8 @@ class Link:
         self._pending: dict[int, Pending] = {}
         self._waiting: dict[int, threading.Event] = {}
         self._numbers = itertools.count(1)
+        self._is_closed = False
+        _links.add(self)
 
     @property
     def is_alive(self) -> bool:
@@ -93,17 +108,22 @@ class Link:
         hung_up.register(self._control, _POLLRDHUP)
         return not hung_up.poll(0)
 
-    @property
-    def open_calls(self) -> int:
-        return len(self._pending)
-
     def send(self, frame: bytes) -> None:
         """Send a frame that has no answer."""
         with self._lock:
             self._send(frame)
 
     def submit(self, pending: Pending, make_frame: Callable[[int], bytes]) -> int:
-        """Send a frame whose answer finishes `pending`; `make_frame` gets the sequence number."""
+        """Send a frame whose answer finishes `pending`; `make_frame` gets the sequence number.
+
+        Raises Busy when as many answers as the broker allows open calls are outstanding, unread ones included: who
+        submits without ever waiting would fill both queues.
+        """
+        if len(self._pending) >= self.welcome.max_in_flight:
+            self.read_nowait()
+            if len(self._pending) >= self.welcome.max_in_flight:
+                limit = self.welcome.max_in_flight
+                raise Busy(f"{len(self._pending)} calls are open; allowed: {limit}; wait for some", limit=limit)
         seq = next(self._numbers)
         self._pending[seq] = pending
         try:
@@ -122,10 +142,12 @@ class Link:
         try:
             self._dealer.send(frame, _NOBLOCK)
         except zmq.Again:
-            raise BrokerLost("the broker does not take messages any more") from None
+            raise Busy("the broker does not keep up with this process's messages; wait for some answers") from None
 
     def wait(self, pending: Pending) -> None:
         """Return when `pending` is done."""
+        if self.forks != arena.forks and not pending.is_done:
+            raise BrokerLost("the call was submitted before this process was forked; its answer goes to the parent")
         while not pending.is_done:
             if self._reader.acquire(blocking=False):
                 try:
@@ -137,20 +159,30 @@ class Link:
             event = pending.event = pending.event or threading.Event()
             self._waiting[id(pending)] = event
             try:
-                if pending.is_done:
-                    return
-                if self._reader.acquire(blocking=False):  # it was let go in between
-                    self._reader.release()
-                    continue
-                event.wait()
-                event.clear()
+                if not pending.is_done and self._reader.locked():
+                    event.wait()
+                    event.clear()
             finally:
                 self._waiting.pop(id(pending), None)
+                self._wake_another()  # this thread may have been woken to read, and be done
+
+    def read_nowait(self) -> None:
+        """Take the answers that are here, unless a thread is reading anyway."""
+        if self.forks == arena.forks and self._reader.acquire(blocking=False):
+            try:
+                with self._lock:
+                    if self.lost is None:
+                        self._drain()
+            finally:
+                self._reader.release()
+                self._wake_another()
 
     def _wake_another(self) -> None:
-        for event in list(self._waiting.values()):
-            event.set()
-            return
+        """Whoever stops reading or waiting calls this: while anyone waits, someone reads or is awake."""
+        if not self._reader.locked():
+            for event in list(self._waiting.values()):
+                event.set()
+                return
 
     def _read_until(self, pending: Pending) -> None:
         while not pending.is_done:
@@ -195,14 +227,15 @@ class Link:
             reason = from_wire(refused.error)
         except (control.Closed, ProtocolError, OSError):
             pass  # no last word: it just went
+        is_closed = self.lost is not None
         with self._lock:
             self._drain()
-            self.lost = reason
+            self.lost = self.lost or reason
             left = list(self._pending.values())
             self._pending.clear()
         for pending in left:
-            quarantine(pending.hold)
-            pending.error = _again(reason)
+            quarantine(pending.hold, is_broker_dead=not is_closed and isinstance(reason, BrokerLost))
+            pending.error = Cancelled("the session was closed before the call ended") if is_closed else _again(reason)
             pending.finish()
 
     def add_arena(self, number: int, fd: int, nbytes: int) -> None:
@@ -223,21 +256,20 @@ class Link:
             control.send(self._control, messages.RetireArena(arena=number))
 
     def close(self) -> None:
-        """Hang up. Calls that are open end as BrokerLost for those who wait."""
-        self.lost = self.lost or BrokerLost("the session was closed")
-        if self.forks != arena.forks:  # a fork's copy: the sockets are the parent's
+        """Hang up. Calls that are open end as Cancelled for those who wait."""
+        if self._is_closed or self.forks != arena.forks:  # a fork's copy: the sockets are the parent's
             return
+        self._is_closed = True
+        if self.lost is None:
+            self.lost = NotConnected("the session was closed; lz.connect() opens another")
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
-        if self._reader.acquire(blocking=False):
-            try:
-                self._lose()
-            finally:
-                self._reader.release()
-        with self._lock:
+        with self._reader:  # the hang-up has woken the thread that reads
+            self._lose()
+        with self._control_lock, self._lock:
             self._dealer.close()
+            self._control.close()
         self._context.term()
-        self._control.close()
         os.close(self._wake)
 
 
@@ -248,13 +280,30 @@ def _again(error: LayerZeroError) -> LayerZeroError:
     return copy
 
 
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_abandoned: list[Link] = []
+
+
+def _after_fork() -> None:
+    """The sockets are the parent's. Closing ZeroMQ's would disturb it; keeping the control socket open would hide its
+    death from the broker."""
+    for link in list(_links):
+        link._control.close()
+        _abandoned.append(link)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 QUARANTINE_S = 10.0
 _quarantine: list[tuple[float, Any]] = []
 
 
-def quarantine(hold: Any) -> None:
-    """Keep memory that a lost broker's worker may still write to. The kernel kills those workers with the broker;
-    after QUARANTINE_S nothing of them can be left."""
+def quarantine(hold: Any, *, is_broker_dead: bool) -> None:
+    """Keep memory that a worker may still write to although nobody waits for it.
+
+    The kernel kills the workers of a dead broker; after QUARANTINE_S nothing of them can be left. Workers of one that
+    lives go on, and it does not say when they are done: that memory is never used again.
+    """
     now_s = time.monotonic()
     _quarantine[:] = [entry for entry in _quarantine if entry[0] > now_s]
-    _quarantine.append((now_s + QUARANTINE_S, hold))
+    _quarantine.append((now_s + QUARANTINE_S if is_broker_dead else math.inf, hold))

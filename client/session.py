@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF, Header, Kind
 
 MAX_ROUTES = 4096
+MAX_TIMEOUT_S = 86_400
 LANE = "broker"
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
 _NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
@@ -54,7 +56,7 @@ class Request:
     finish: Callable[[list[memoryview], bytes], Any] | None = None  # what to make of those for the caller
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Route:
     """A call signature that the broker knows under `number`."""
 
@@ -69,6 +71,7 @@ class Route:
 class Submitted:
     """A call on its way, with all that its answer needs."""
 
+    link: Link
     route: Route
     request: Request
     pending: Pending
@@ -91,11 +94,12 @@ class Session:
         self._package = package
         self._lock = threading.RLock()
         self._last = threading.local()
+        _sessions.add(self)
         self._open()
 
     def _open(self) -> None:
         self._routes: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
-        self._by_number: dict[int, Route] = {}
+        self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
         self._arenas: dict[Arena, int] = {}
         self._route_numbers = itertools.count(1)
         self._arena_numbers = itertools.count(1)
@@ -107,7 +111,6 @@ class Session:
         if self._link.forks != arenas.forks:
             with self._lock:
                 if self._link.forks != arenas.forks:
-                    _abandoned.append(self._link)  # its sockets are the parent's; closing them would disturb it
                     self._open()
         return self._link
 
@@ -127,16 +130,17 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Hang up. Open calls of other threads end as BrokerLost."""
+        """Hang up. Open calls of other threads end as Cancelled."""
         self._link.close()
+        for arena in list(self._arenas):
+            arena.registrations.remove(self._retire)
+        self._arenas.clear()
 
     # --- a call --------------------------------------------------------------------------------------
 
     def run(self, request: Request) -> Any:
         """Run one op and return its result. Raises what client/ops.py documents."""
-        submitted = self.submit(request)
-        self._link.wait(submitted.pending)
-        return self.finish(submitted)
+        return self.wait(self.submit(request))
 
     def submit(self, request: Request) -> Submitted:
         """Send a call; `finish` takes its answer after `Link.wait`."""
@@ -190,6 +194,7 @@ class Session:
                 refs.append(REF.pack(self._arenas.get(arena) or self._lend(link, arena), 0, offset, nbytes))
         result = route.plan.results[0] if route.plan.results else None
         submitted = Submitted(
+            link,
             route,
             request,
             Pending(hold=(arrays, blocks, outputs, out)),
@@ -203,17 +208,17 @@ class Session:
             start_ns,
             b"".join(refs),
         )
-        self._send(link, submitted)
+        self._send(submitted)
         return submitted
 
-    def _send(self, link: Link, submitted: Submitted) -> None:
+    def _send(self, submitted: Submitted) -> None:
         route, timeout_s = submitted.route, submitted.request.timeout_s
         body, flags = submitted.refs, 0
         if route.needs_digest:
             body, flags = body + self._digest(submitted), wire.HAS_DIGEST
-        time_us = 0 if timeout_s is None else max(int(timeout_s * 1e6), 1)
+        time_us = 0 if timeout_s is None else _microseconds(timeout_s)
         number = route.number
-        link.submit(
+        submitted.link.submit(
             submitted.pending,
             lambda seq: wire.pack(_EXECUTE, flags, number, seq, 0, 0, time_us, body),
         )
@@ -222,6 +227,7 @@ class Session:
         """Result of a call whose answer is here."""
         pending = submitted.pending
         if pending.error is not None:
+            self._last.record = None
             raise pending.error
         header = pending.header
         assert header is not None
@@ -231,9 +237,8 @@ class Session:
             if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
                 submitted.route.needs_digest = True
                 submitted.pending = Pending(hold=(submitted.arrays, submitted.blocks, submitted.outputs, submitted.out))
-                self._send(self._link, submitted)
-                self._link.wait(submitted.pending)
-                return self.finish(submitted)
+                self._send(submitted)
+                return self.wait(submitted)
             self._raise(submitted, error, outcome)
         body = pending.body
         if header.flags & wire.HAS_OUTCOME:
@@ -376,8 +381,6 @@ class Session:
     def _forget_one(self, link: Link) -> None:
         """Oldest first. Calls in flight on it were sent before, so the broker forgets after them."""
         _, oldest = self._routes.popitem(last=False)
-        if link.open_calls == 0:  # an open call's decision may still arrive under this number
-            del self._by_number[oldest.number]
         link.send(wire.pack(Kind.FORGET, route=oldest.number))
 
     def _note_decision(self, header: Header, body: bytes) -> None:
@@ -453,11 +456,20 @@ class Session:
 
     def wait(self, submitted: Submitted) -> Any:
         """Wait for a submitted call and take its result."""
-        self._link.wait(submitted.pending)
+        submitted.link.wait(submitted.pending)
         return self.finish(submitted)
 
 
-_abandoned: list[Link] = []
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A thread of the parent may have held a lock, and nobody here would let go of it."""
+    for session in list(_sessions):
+        session._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 _lent_bytes: weakref.WeakKeyDictionary[Any, memoryview] = weakref.WeakKeyDictionary()
 
 
@@ -494,6 +506,12 @@ def _attempt(value: Any) -> Attempt:
         )
     except (KeyError, TypeError) as exc:
         raise ProtocolError(f"not an attempt: {value!r:.200}") from exc
+
+
+def _microseconds(timeout_s: float) -> int:
+    if isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S:
+        return max(int(timeout_s * 1e6), 1)
+    raise InvalidArgument(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0 and at most {MAX_TIMEOUT_S:,}")
 
 
 def _refuse_gradients(op: str, arrays: Sequence[Array | None]) -> None:

@@ -66,6 +66,18 @@ def ensure_broker(where: Endpoints, *, stays: bool) -> bool:
         return True
 
 
+def wait_for_end(where: Endpoints, timeout_s: float) -> None:
+    """Return when the broker that holds the lock has ended, or after `timeout_s`."""
+    try:
+        fd = os.pidfd_open(broker_pid(where) or 0)
+    except OSError:  # it has ended already
+        return
+    try:
+        select.select([fd], [], [], timeout_s)
+    finally:
+        os.close(fd)
+
+
 def _start(where: Endpoints, *, stays: bool) -> None:
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     with open(where.log, "ab", opener=lambda p, f: os.open(p, f, 0o600)) as log:

@@ -52,7 +52,7 @@ Folders = Annotated[
     list[Path] | None,
     typer.Option(
         "--manifests",
-        envvar="LAYERZERO_MANIFESTS",
+        envvar="LAYERZERO_MANIFEST_DIRS",
         exists=True,
         file_okay=False,
         help="A further folder of manifests; may be repeated.",

@@ -13,7 +13,8 @@ import signal
 import threading
 
 PHASES = ("received", "mapped", "executing", "written", "sent")
-ACTIONS = ("kill", "segv", "abort", "exit0", "hang", "raise", "garbage", "stale", "truncated", "silent")
+SPOILERS = ("garbage", "stale", "truncated", "silent")  # what becomes of the reply
+ACTIONS = ("kill", "segv", "abort", "exit0", "hang", "raise", *SPOILERS)
 
 
 class Failpoints:
@@ -25,8 +26,8 @@ class Failpoints:
         for item in filter(None, text.split(",")):
             phase, _, rest = item.partition("=")
             action, _, nth = rest.partition("@")
-            if phase not in PHASES or action not in ACTIONS:
-                raise ValueError(f"failpoint {item!r}: phases {PHASES}, actions {ACTIONS}")
+            if phase not in PHASES or action not in ACTIONS or (action in SPOILERS and phase != "written"):
+                raise ValueError(f"failpoint {item!r}: phases {PHASES}, actions {ACTIONS}; {SPOILERS} in written only")
             self._points[phase] = (action, int(nth or 0))
 
     def __bool__(self) -> bool:

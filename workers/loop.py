@@ -216,6 +216,7 @@ class _Loop:
 
 def _describe(exc: Exception) -> LayerZeroError:
     if isinstance(exc, LayerZeroError):
+        exc.message = exc.message[:2000]
         return exc
     text = "".join(traceback.format_exception(exc))
     return BackendError(f"{type(exc).__name__}: {exc}"[:2000], exception=type(exc).__name__, traceback=text[-4000:])

@@ -1,0 +1,210 @@
+"""The command line `lz`: what can be typed. The work is in cli_broker, cli_calls and cli_logs, imported when needed.
+
+`main` is the entry point; `python -m layerzero.client.cli` is the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import layerzero
+
+EPILOG = (
+    "Exit codes: 0 done; 1 the operation failed; 2 wrong usage or impossible arguments; 3 no broker runs or it went "
+    "away. Data goes to stdout, notes and errors to stderr; --json output has a field `schema`, now 1."
+)
+_JSON = "layerzero.json"  # key in the context: the failing command was asked for JSON
+
+
+class Group(TyperGroup):
+    """Prints a LayerZeroError as one readable block."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from layerzero.ipc.errors import LayerZeroError
+
+        try:
+            return super().invoke(ctx)
+        except LayerZeroError as exc:
+            if ctx.params["traceback"]:
+                raise
+            from layerzero.client.cli_output import show_error
+
+            raise typer.Exit(show_error(exc, as_json=ctx.meta.get(_JSON, False))) from exc
+
+
+def _note_json(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[_JSON] = value
+    return value
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"layerzero {layerzero.__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Group,
+    help="LayerZero: call kernels from libraries that cannot be installed together.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON.")]
+Op = Annotated[str, typer.Argument(metavar="OP", help="attention, matmul, linear, softmax, silu, tokenize, ...")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="ARG...", help="SHAPE:DTYPE of each array, such as 1x8x128x64:float16, or none; tokenize: texts."
+    ),
+]
+Params = Annotated[
+    list[str] | None,
+    typer.Option("--param", "-p", metavar="NAME=VALUE", help="A parameter of the op, value in JSON; may be repeated."),
+]
+Backend = Annotated[str | None, typer.Option("--backend", "-b", metavar="NAME", help="Allow this backend only.")]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", exists=True, dir_okay=False, help="tokenizer.json, for tokenize and detokenize."),
+]
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", envvar="LAYERZERO_TRACEBACK", help="Show where an error comes from.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def up(as_json: Json = False) -> None:
+    """Start a broker that stays until `lz down`."""
+    from layerzero.client import cli_broker
+
+    cli_broker.up(as_json=as_json)
+
+
+@app.command()
+def down(
+    force: Annotated[bool, typer.Option("--force", help="Kill it; calls that run are lost.")] = False,
+    as_json: Json = False,
+) -> None:
+    """End the broker: what runs is finished, the rest is refused."""
+    from layerzero.client import cli_broker
+
+    cli_broker.down(force=force, as_json=as_json)
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """Show the broker, its clients and backends, what is wrong and how to repair it."""
+    from layerzero.client import cli_broker
+
+    cli_broker.status(as_json=as_json)
+
+
+@app.command()
+def logs(
+    backend: Annotated[
+        str | None, typer.Argument(metavar="BACKEND", help="Whose worker; the broker itself if left out.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Print a log: the broker's events, or what a worker wrote. Works without a broker, too."""
+    from layerzero.client import cli_logs
+
+    cli_logs.logs(backend, lines=lines, follow=follow, as_json=as_json)
+
+
+@app.command()
+def explain(
+    op: Op,
+    args: Words = None,
+    param: Params = None,
+    backend: Backend = None,
+    tokenizer: Tokenizer = None,
+    as_json: Json = False,
+) -> None:
+    """Show which kernel would serve a call, and why not the others. Runs nothing."""
+    from layerzero.client import cli_calls
+
+    cli_calls.explain(op, args or (), param or (), tokenizer=tokenizer, backend=backend, as_json=as_json)
+
+
+@app.command()
+def run(
+    op: Op,
+    args: Words = None,
+    param: Params = None,
+    backend: Backend = None,
+    tokenizer: Tokenizer = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.001, help="Seconds that one attempt may take.")
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="Run it so many times.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random inputs.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Run an op on random inputs, or a text; show the result, the times and why this kernel."""
+    from layerzero.client import cli_calls
+
+    cli_calls.run(
+        op,
+        args or (),
+        param or (),
+        tokenizer=tokenizer,
+        backend=backend,
+        timeout_s=timeout,
+        repeat=repeat,
+        seed=seed,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def restart(
+    backends: Annotated[list[str], typer.Argument(metavar="BACKEND...", help="Backends that were repaired.")],
+    as_json: Json = False,
+) -> None:
+    """Forget a backend's failures after a repair, so that the broker tries it again."""
+    from layerzero.client import cli_broker
+
+    raise typer.Exit(cli_broker.restart(backends, as_json=as_json))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def env(ctx: typer.Context) -> None:
+    """List, build, probe, lock and collect backend environments; see `lz env --help`."""
+    from layerzero.envs.__main__ import app as env_app  # a package of its own: it does not know of brokers
+
+    code = env_app(args=ctx.args, prog_name="lz env", standalone_mode=False)
+    if ctx.args[:1] in (["build"], ["probe"]) and "--help" not in ctx.args:
+        from layerzero.client import cli_broker
+
+        cli_broker.tell_about_environments(ctx.args[1:])
+    raise typer.Exit(code if isinstance(code, int) else 0)
+
+
+def main() -> None:
+    """Run `lz` with this process's arguments; ends the process."""
+    app(prog_name="lz")
+
+
+if __name__ == "__main__":
+    main()

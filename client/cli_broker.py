@@ -1,0 +1,221 @@
+"""`lz up, down, status, restart`: the broker as seen from a terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+import layerzero
+from layerzero.client import start
+from layerzero.client.cli_output import FAILED, note, out, print_json
+from layerzero.client.session import Session
+from layerzero.ipc.endpoints import Endpoints
+from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError
+
+STOP_TIMEOUT_S = 10.0
+_STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cyan", "idle": ""}
+
+
+@contextmanager
+def connection(where: Endpoints) -> Iterator[Session]:
+    """A session with the broker that runs; starts none. Raises BrokerLost when there is none."""
+    pid = start.broker_pid(where)
+    if pid is None:
+        raise BrokerLost(f"no broker runs in {where.folder}", repair="lz up")
+    try:
+        session = Session(where.control, layerzero.__version__)
+    except (OSError, ProtocolError) as exc:
+        raise BrokerLost(
+            f"the broker (pid {pid}) does not answer: {exc}", repair="try again; if it stays like this, lz down --force"
+        ) from exc
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def up(*, as_json: bool) -> None:
+    where = start.endpoints()
+    was_started = start.ensure_broker(where, stays=True)
+    pid = start.broker_pid(where)
+    if as_json:
+        print_json({"started": was_started, "pid": pid, "socket": str(where.control), "log": str(where.log)})
+        return
+    verb = "broker started" if was_started else "a broker runs already"
+    out().print(f"{verb}: pid {pid}, socket {where.control}", soft_wrap=True, highlight=False)
+    if was_started:
+        note("it stays until lz down; lz status shows it")
+
+
+def down(*, force: bool, as_json: bool) -> None:
+    where = start.endpoints()
+    pid = _stop(where, force=force)
+    if as_json:
+        print_json({"stopped": pid is not None, "pid": pid})
+    elif pid is None:
+        out().print(f"no broker runs in {where.folder}", soft_wrap=True, highlight=False)
+    else:
+        out().print(f"broker {'killed' if force else 'ended'}: pid {pid}", highlight=False)
+
+
+def _stop(where: Endpoints, *, force: bool) -> int | None:
+    """End the broker and wait for it. Returns its pid, or None when none ran.
+
+    A signal, not a request: a broker of another version or one that is stuck must be reachable too, and SIGTERM means
+    to it what the request `shutdown` means.
+    """
+    pid = start.broker_pid(where)
+    if pid is None:
+        return None
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        if start.broker_pid(where) != pid:  # it ended before we held it, and its number may be another's
+            return None
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL if force else signal.SIGTERM)
+        except ProcessLookupError:
+            return pid
+        if not select.select([pidfd], [], [], STOP_TIMEOUT_S)[0]:
+            text = f"the broker (pid {pid}) has not ended within {STOP_TIMEOUT_S:g} s"
+            raise LayerZeroError(text, repair="wait for its calls and try again, or lz down --force to kill it")
+    finally:
+        os.close(pidfd)
+    return pid
+
+
+def restart(names: Sequence[str], *, as_json: bool) -> int:
+    """Forget failures. Returns the exit code: 1 when one of the backends still cannot start."""
+    with connection(start.endpoints()) as session:
+        for name in names:
+            session.ask("reset", backend=name)
+        rows = {row["name"]: row for row in session.ask("status")["backends"]}
+    chosen = [rows[name] for name in names]
+    if as_json:
+        print_json({"backends": chosen})
+    else:
+        for row in chosen:
+            out().print(Text(f"{row['name']}: {_after_reset(row)}"), soft_wrap=True)
+    return FAILED if any(row["unavailable"] for row in chosen) else 0
+
+
+def _after_reset(row: Mapping[str, Any]) -> str:
+    if row["unavailable"]:
+        return f"still unusable: {row['unavailable']['detail']}"
+    if row["state"] == "absent":
+        return "its failures are forgotten; it starts with the next call that needs it"
+    return f"{row['state']}{_pid(row)}; there was nothing to forget"
+
+
+def _pid(row: Mapping[str, Any]) -> str:
+    return f", pid {row['pid']}" if row["pid"] else ""
+
+
+def tell_about_environments(words: Sequence[str]) -> None:
+    """After `lz env build` or `probe`: a running broker looks again at the backends among `words`, or at all."""
+    try:
+        with connection(start.endpoints()) as session:
+            known = {row["name"] for row in session.ask("status")["backends"]}
+            for name in known.intersection(words) or known:
+                session.ask("reset", backend=name)
+            note(f"the broker (pid {session.broker_pid}) looks at them again")
+    except BrokerLost:
+        return  # one that starts later reads them anyway
+    except LayerZeroError as exc:
+        note(f"the running broker was not told: {exc.message}")
+
+
+# --- status
+
+
+def status(*, as_json: bool) -> None:
+    where = start.endpoints()
+    with connection(where) as session:
+        answer = session.ask("status")
+    workers = {row["name"]: str(where.worker_log(row["name"])) for row in answer["backends"]}
+    if as_json:
+        print_json({**answer, "logs": {"broker": str(where.log), "workers": workers}})
+        return
+    _print_head(answer, where)
+    out().print()
+    out().print(_table(answer["backends"]))
+    _print_wrong(answer)
+
+
+def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
+    broker, clients = answer["broker"], answer["clients"][:]
+    # This very command is the newest client.
+    clients = clients[:-1]
+    calls, nbytes = sum(c["open_calls"] for c in clients), sum(c["bytes"] for c in clients)
+    head = Table.grid(padding=(0, 2, 0, 0))
+    head.add_column(style="dim")
+    head.add_column(overflow="fold")
+    rows = {
+        "broker": f"pid {broker['pid']}, up {_duration(broker['up_s'])}, layerzero {broker['package']}, "
+        f"protocol {broker['protocol']}",
+        "clients": f"{len(clients)} connected, {calls} open calls, {nbytes / 1e6:,.1f} MB lent",
+        "socket": str(where.control),
+        "store": broker["store"],
+        "logs": f"{where.log}; lz logs [BACKEND]",
+    }
+    for name, value in rows.items():
+        head.add_row(name, Text(value))
+    out().print(head)
+
+
+def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("backend", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("pid", "ops", "answered", "failed", "restarts"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("versions", overflow="fold")
+    for row in backends:
+        state = _state(row)
+        versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+        table.add_row(
+            Text(row["name"]),
+            Text(state, style=_STYLES.get(state, "yellow")),
+            str(row["pid"] or ""),
+            str(len(row["ops"])),
+            f"{row['answered']:,}",
+            Text(f"{row['failed']:,}", style="yellow" if row["failed"] else ""),
+            Text(str(row["restarts"]), style="yellow" if row["restarts"] else ""),
+            Text(versions),
+        )
+    return table
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    if row["state"] != "absent":
+        return str(row["state"])
+    if not row["unavailable"]:
+        return "idle"
+    return "not built" if row["unavailable"]["code"] == "NOT_INSTALLED" else "unusable"
+
+
+def _print_wrong(answer: Mapping[str, Any]) -> None:
+    wrong = [(row["name"], row["unavailable"]["detail"]) for row in answer["backends"] if row["unavailable"]]
+    lines = [*(f"{name}: {detail}" for name, detail in wrong), *answer["problems"]]
+    if lines:
+        out().print(Text("\nwhat is wrong", style="bold yellow"))
+        for line in lines:
+            out().print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,70 @@
+"""Fixtures of the tests that need a broker: private ones, a shared one per module, and the check for leaks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.process.harness import PREFIX, Site, arena_files, open_files, processes, wait_until
+
+import layerzero as lz
+from layerzero.client import arena
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where probes are remembered; one for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "store"
+
+
+@pytest.fixture(scope="module")
+def broker(store: Path) -> Iterator[Site]:
+    """A broker for the tests of a module that leave it intact. Its workers may die often: they restart at once."""
+    site = Site(store, restart_budget=100_000, backoff_s=0.01, backoff_max_s=0.01)
+    try:
+        yield site.start()
+    finally:
+        site.stop()
+
+
+@pytest.fixture
+def connected(no_leaks: None, broker: Site) -> Iterator[Site]:
+    """This process is a client of the module's broker."""
+    broker.connect()
+    yield broker
+    lz.disconnect()
+
+
+@pytest.fixture
+def new_site(no_leaks: None, store: Path) -> Iterator[Callable[..., Site]]:
+    """Make sites for tests that break their broker or need settings of their own."""
+    made: list[Site] = []
+
+    def make(**settings: object) -> Site:
+        made.append(Site(store, **settings))
+        return made[-1]
+
+    yield make
+    lz.disconnect()
+    for site in made:
+        site.stop()
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """After the test: no process, descriptor, arena or slot that was not there before."""
+    files = open_files()
+    yield
+    gc.collect()
+    wait_until(lambda: not open_files() - files)
+    wait_until(lambda: gc.collect() >= 0 and arena.pool.stats()["slots"] == 0)
+    assert arena_files() == 2 * arena.pool.stats()["arenas"]  # the arena's own, and mmap's copy of it
+    strays = processes(Path(tempfile.gettempdir()) / PREFIX)
+    for site in Site.live:
+        strays = {pid: command for pid, command in strays.items() if pid not in processes(site.folder)}
+    assert strays == {}

@@ -1,0 +1,46 @@
+"""Runs tests/frameworks, and the framework parts of tests/unit/client, in the environment that has the frameworks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import layerzero as lz
+from layerzero.broker import settings
+from layerzero.envs import build, manifest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    found = manifest.load(ROOT / "tests/frameworks/frameworks.toml")
+    return build.ensure(found, store=settings.load().store).python
+
+
+def run_pytest(python: Path, *arguments: str, **environ: str) -> None:
+    """Everything passes and nothing is skipped for want of a framework."""
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    inherited = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(ROOT / "src")}
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**inherited, **environ})
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert "could not import" not in ran.stdout, ran.stdout[-3000:]
+
+
+def test_client_units_with_every_framework(python: Path) -> None:
+    """The test interpreter has NumPy alone; torch, JAX and MLX arrays must not go untested for that."""
+    run_pytest(python, "tests/unit/client")
+
+
+def test_framework_applications_share_a_broker(python: Path) -> None:
+    """Another interpreter's broker serves an application that has frameworks of its own."""
+    with tempfile.TemporaryDirectory(prefix="lz-") as runtime:
+        lz.connect(runtime_dir=runtime)
+        try:
+            run_pytest(python, "tests/frameworks", LZ_TEST_FRAMEWORKS="1", LAYERZERO_RUNTIME_DIR=runtime)
+        finally:
+            lz.disconnect()

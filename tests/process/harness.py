@@ -1,0 +1,201 @@
+"""A broker of one's own for a test: its folder, its environment, the processes it started, and how to end them all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import layerzero as lz
+from layerzero.client import link, start
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+BACKENDS = ROOT / "tests" / "backends"
+PREFIX = f"lz{os.getpid()}-"  # of all our runtime folders: it tells this process's brokers from other test runs'
+PATIENCE_S = 30.0  # far more than anything takes here, even on a busy machine
+_never = threading.Event()
+
+
+def wait_until(predicate: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
+    """Poll until `predicate()` is true; returns its value. All waiting without an event to wait for happens here."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := predicate()):
+        assert time.monotonic() < deadline_s, f"not true within {timeout_s:g} s: {predicate}"
+        _never.wait(0.002)
+    return value
+
+
+def is_running(pid: int) -> bool:
+    """False for an ended process, also when nobody has reaped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_ended(pid: int, timeout_s: float = PATIENCE_S) -> None:
+    """Return when the process has ended, however it ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([fd], [], [], timeout_s)[0], f"process {pid} goes on"
+    finally:
+        os.close(fd)
+
+
+def processes(folder: Path) -> dict[int, str]:
+    """Pids and command lines of the running processes whose log or arguments lie in `folder`."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and is_running(int(entry.name)):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if str(folder) in command or os.readlink(entry / "fd" / "2").startswith(str(folder)):
+                    found[int(entry.name)] = command
+    return found
+
+
+def open_files() -> Counter[str]:
+    """What this process's descriptors are, arenas left out: the pool keeps empty ones."""
+    found: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[os.readlink(entry)] += 1
+    return Counter({name: count for name, count in found.items() if not name.startswith("/memfd:layerzero")})
+
+
+def arena_files() -> int:
+    """How many arenas this process has open."""
+    names = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(entry))
+    return sum(name.startswith("/memfd:layerzero") for name in names)
+
+
+class Site:
+    """A runtime folder with at most one broker at a time. `settings` are broker settings by name."""
+
+    live: list[Site] = []
+
+    def __init__(self, store: Path, **settings: object) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.manifests = self.folder / "backends"
+        self.environ = {
+            "LAYERZERO_RUNTIME_DIR": str(self.folder),
+            "LAYERZERO_STORE": str(store),
+            "LAYERZERO_MANIFEST_DIRS": str(BACKENDS),
+            "XDG_CONFIG_HOME": str(self.folder),  # no settings of the user
+            **{f"LAYERZERO_{name.upper()}": str(value) for name, value in settings.items()},
+        }
+        self.endpoints = start.endpoints(self.folder)
+        self.live.append(self)
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Our variables and no other LAYERZERO_ ones, for what is started meanwhile."""
+        with mock.patch.dict(os.environ):
+            for name in [n for n in os.environ if n.startswith("LAYERZERO_")]:
+                del os.environ[name]
+            os.environ.update(self.environ)
+            yield
+
+    def start(self) -> Site:
+        """Start a broker that stays."""
+        with self.environment():
+            start.ensure_broker(self.endpoints, stays=True)
+        return self
+
+    def connect(self) -> lz.Session:
+        with self.environment():
+            return lz.connect(runtime_dir=self.folder)
+
+    def python(self, code: str, **pipes: Any) -> subprocess.Popen[str]:
+        """Run code in another Python that finds this broker. Its stdout is piped."""
+        with self.environment():
+            return subprocess.Popen(
+                [sys.executable, "-c", f"import layerzero as lz\n{code}", str(self.folder)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+                **pipes,
+            )
+
+    # --- looking
+
+    @property
+    def broker_pid(self) -> int | None:
+        return start.broker_pid(self.endpoints)
+
+    def backend(self, name: str) -> dict[str, Any]:
+        """Its entry of lz.status()."""
+        return next(b for b in lz.status()["backends"] if b["name"] == name)
+
+    def wait_ready(self, *names: str) -> list[int]:
+        """Return the workers' pids when all of them can take calls; asks for those that are not needed yet."""
+        for name in names:
+            if self.backend(name)["state"] == "absent":
+                lz.null(backend=name)
+        wait_until(lambda: all(self.backend(name)["state"] == "ready" for name in names))
+        return [self.backend(name)["pid"] for name in names]
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        """Lines of the broker's log with this event."""
+        lines = [json.loads(line) for line in self.endpoints.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
+
+    def worker_pids(self) -> list[int]:
+        return [pid for pid, command in processes(self.folder).items() if "layerzero.workers" in command]
+
+    # --- faults
+
+    def add_backend(self, name: str, *, priority: int = 70, ndim: int | None = None, provider: str = "") -> None:
+        """Before the start: one more toy backend. `ndim`: it takes arrays of so many dimensions only. `provider`:
+        Python source instead of the toy's."""
+        self.manifests.mkdir(exist_ok=True)
+        (self.manifests / f"{name}.py").write_text(provider or (BACKENDS / "toy.py").read_text())
+        kernel: dict[str, Any] = {"source": "test", "priority": priority, "deterministic": True}
+        silu = {**kernel, "kernel_id": f"{name}.silu", "dtypes": ["float32"]}
+        if ndim is not None:
+            silu |= {"min_ndim": ndim, "max_ndim": ndim}
+        descriptor = {
+            "schema_version": "1.0",
+            "backend": name,
+            "backend_version": "1",
+            "platform": "cpu",
+            "ops": {"silu": [silu], "null": [{**kernel, "kernel_id": f"{name}.null", "priority": 0}]},
+        }
+        (self.manifests / f"{name}.json").write_text(json.dumps(descriptor))
+        manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
+        (self.manifests / f"{name}.toml").write_text(f'{manifest}env = {{LZ_TOY_NAME = "{name}"}}\n')
+        self.environ["LAYERZERO_MANIFEST_DIRS"] = f"{BACKENDS}:{self.manifests}"
+
+    def stop(self) -> None:
+        """End the broker if it runs; nothing of it may be left."""
+        self.live.remove(self)
+        pid = self.broker_pid
+        if pid is not None:
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGTERM)
+            wait_ended(pid)
+        wait_until(lambda: not processes(self.folder))
+        link._quarantine.clear()  # the processes that could have written there are gone
+        if pid is not None:
+            assert [path.name for path in self.folder.iterdir() if path.is_socket()] == []
+        shutil.rmtree(self.folder)

@@ -1,0 +1,295 @@
+"""Calls through the public API to toy backends: what goes in, what comes out, what the report says."""
+
+from __future__ import annotations
+
+import array
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.backends.toy import INVALID, RAISE, fault
+from tests.process.harness import Site
+
+import layerzero as lz
+from layerzero.ipc.tensors import TensorSpec
+
+pytestmark = pytest.mark.usefixtures("connected")
+TOLERANCE = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-14}
+
+
+def silu(x: Any) -> np.ndarray:
+    wide = np.asarray(x, np.float64)
+    with np.errstate(over="ignore"):
+        return wide / (1 + np.exp(-wide))
+
+
+def numbers(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(7).normal(size=shape).astype(dtype)
+
+
+def read_only() -> np.ndarray:
+    x = numbers(3, 4)
+    x.flags.writeable = False
+    return x
+
+
+def misaligned() -> np.ndarray:
+    return np.frombuffer(bytearray(b"\0" + numbers(4).tobytes()), np.float32, count=4, offset=1)
+
+
+LAYOUTS: dict[str, Callable[[], np.ndarray]] = {
+    "contiguous": lambda: numbers(3, 4),
+    "transposed": lambda: numbers(3, 4, 5).transpose(2, 0, 1),
+    "fortran": lambda: np.asfortranarray(numbers(3, 4)),
+    "sliced": lambda: numbers(8, 9)[1::2, ::3],
+    "negative strides": lambda: numbers(5, 6)[::-1, ::-2],
+    "broadcast": lambda: np.broadcast_to(numbers(1, 4), (3, 4)),
+    "zero dimensions": lambda: np.array(1.5, np.float32),
+    "scalar": lambda: np.float32(1.5),
+    "sixteen dimensions": lambda: numbers(*[1, 2] * 8),
+    "empty": lambda: numbers(0, 3),
+    "empty at the end": lambda: numbers(3, 0),
+    "read-only": read_only,
+    "misaligned": misaligned,
+    "subclass": lambda: numbers(3, 4).view(np.recarray),
+    "large": lambda: numbers(1 << 20),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_numpy_layout_gives_a_new_array_of_its_shape(layout: str) -> None:
+    """Callers slice and transpose; none of it may change numbers, shape or the caller's own array."""
+    x = LAYOUTS[layout]()
+    before = np.array(x)
+    result = lz.silu(x)
+    assert (type(result), result.dtype, result.shape) == (np.ndarray, np.dtype("float32"), np.shape(x))
+    np.testing.assert_allclose(result, silu(before), rtol=1e-6)
+    np.testing.assert_array_equal(x, before)
+    assert result.flags.writeable
+    assert not np.shares_memory(result, x)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "broadcast"])
+def test_strided_views_of_shared_memory_cross_without_a_copy(layout: str) -> None:
+    """A view of a KV cache is not contiguous; copying it would cost what sharing saved."""
+    base = lz.share(numbers(6, 8))
+    x = {"transposed": base.T, "sliced": base[1::2, ::3], "broadcast": np.broadcast_to(base[0], (5, 8))}[layout]
+    np.testing.assert_allclose(lz.silu(x), silu(x), rtol=1e-6)
+    report = lz.last_report()
+    assert report is not None
+    assert report.copies == ()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_numpy_dtypes_survive(dtype: str) -> None:
+    """A result in another precision than the input's is a wrong result."""
+    x = numbers(50, dtype=dtype)
+    result = lz.silu(x)
+    assert result.dtype == dtype
+    np.testing.assert_allclose(result, silu(x), rtol=TOLERANCE[dtype])
+
+
+def test_several_inputs_each_in_its_own_place() -> None:
+    """Arguments must not be mixed up, whether they are shared, copied or broadcast."""
+    a, b = lz.share(numbers(2, 3, 4)), numbers(5, 4).T
+    np.testing.assert_allclose(lz.matmul(a, b), a @ b, rtol=1e-5)
+    report = lz.last_report()
+    assert report is not None
+    assert [copy.arg for copy in report.copies] == ["b"]
+
+
+@pytest.mark.parametrize("make", [lambda x: array.array("d", x), lambda x: memoryview(array.array("d", x))])
+def test_buffers_give_a_memoryview_of_their_format(make: Callable[[list[float]], Any]) -> None:
+    """Callers without NumPy get something that they can read without NumPy."""
+    values = [0.5, -1.0, 3.0]
+    result = lz.silu(make(values))
+    assert (type(result), result.format, result.shape) == (memoryview, "d", (3,))
+    np.testing.assert_allclose(result.tolist(), silu(values), rtol=1e-14)
+
+
+def test_bytearray_seen_as_floats_is_accepted_and_as_bytes_refused() -> None:
+    """A bytearray has no dtype but uint8, and an activation of uint8 makes no sense."""
+    data = bytearray(numbers(4).tobytes())
+    result = lz.silu(memoryview(data).cast("f"))
+    np.testing.assert_allclose(np.asarray(result), silu(np.frombuffer(data, np.float32)), rtol=1e-6)
+    with pytest.raises(lz.InvalidArgument, match="uint8"):
+        lz.silu(data)
+
+
+class TestTorch:
+    @pytest.fixture(scope="class")
+    def torch(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return pytest.importorskip("torch", reason="torch is not installed in the test interpreter")
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+    def test_torch_dtypes_survive(self, torch: Any, dtype: str) -> None:
+        """bfloat16 has no NumPy dtype; it must cross as what it is."""
+        x = torch.randn(64, generator=torch.Generator().manual_seed(7)).to(getattr(torch, dtype))
+        result = lz.silu(x)
+        assert (type(result), result.dtype, result.shape) == (torch.Tensor, x.dtype, x.shape)
+        wanted = torch.nn.functional.silu(x.double()).to(x.dtype)
+        torch.testing.assert_close(result, wanted)
+
+    @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded", "scalar", "empty"])
+    def test_any_torch_layout_gives_a_new_tensor(self, torch: Any, layout: str) -> None:
+        """Views are what model code passes most."""
+        base = torch.randn(6, 8)
+        x = {
+            "contiguous": base,
+            "transposed": base.T,
+            "sliced": base[1::2, ::3],
+            "expanded": base[:1].expand(5, 8),
+            "scalar": base[0, 0],
+            "empty": base[:0],
+        }[layout]
+        result = lz.silu(x)
+        torch.testing.assert_close(result, torch.nn.functional.silu(x))
+        assert result.shape == x.shape
+        assert result.data_ptr() != x.data_ptr() or not x.numel()
+
+    def test_gradients_are_refused_and_no_grad_is_the_way_out(self, torch: Any) -> None:
+        """A detached result without a word would silently stop training."""
+        x = torch.randn(4, requires_grad=True)
+        with pytest.raises(lz.InvalidArgument, match="no_grad"):
+            lz.silu(x)
+        with torch.no_grad():
+            torch.testing.assert_close(lz.silu(x), torch.nn.functional.silu(x))
+
+    def test_a_shared_module_computes_and_crosses_without_copies(self, torch: Any) -> None:
+        """lz.share(module) once is how weights stop being copied."""
+        layer = lz.share(torch.nn.Linear(4, 3, bias=False))
+        x = lz.share(torch.randn(2, 4))
+        with torch.no_grad():
+            result = lz.matmul(x, layer.weight.T)
+            torch.testing.assert_close(result, layer(x))
+        report = lz.last_report()
+        assert report is not None
+        assert report.copies == ()
+
+    def test_empty_with_a_torch_dtype_is_a_torch_tensor(self, torch: Any) -> None:
+        """The dtype says which library the caller works with."""
+        out = lz.empty((2, 3), torch.bfloat16)
+        assert lz.silu(torch.ones(2, 3, dtype=torch.bfloat16), out=out) is out
+        torch.testing.assert_close(out, torch.nn.functional.silu(torch.ones_like(out)))
+
+
+# --- reports
+
+
+def test_report_names_kernel_cost_copies_and_the_other_candidates(connected: Site) -> None:
+    """What ran, where, at which cost and why not elsewhere is the answer to every performance question."""
+    alpha, _ = connected.wait_ready("alpha", "beta")
+    x = numbers(5)
+    lz.silu(x)
+    report = lz.last_report()
+    assert report is not None
+    assert (report.op, report.kernel_id, report.backend, report.worker_pid) == ("silu", "alpha.silu", "alpha", alpha)
+    assert [(copy.arg, copy.nbytes, copy.where) for copy in report.copies] == [("x", 20, "client")]
+    assert "arena" in report.copies[0].reason
+    assert report.copied_bytes == 20
+    assert report.elapsed_us is not None
+    assert report.kernel_us is not None
+    assert 0 < report.kernel_us < report.elapsed_us
+    assert [(a.backend, a.outcome, a.worker_pid) for a in report.attempts] == [("alpha", None, alpha)]
+    verdicts = {c.kernel_id: c.accepted for c in report.candidates}
+    assert verdicts == {"alpha.silu": True, "beta.silu": True, "gamma.silu": True, "torch.silu": False}
+    torch_reason = next(c for c in report.candidates if c.backend == "torch").reasons[0]
+    assert torch_reason.code == "NOT_INSTALLED"
+    assert "lz env build torch" in torch_reason.detail
+
+
+def test_report_prints_as_text_and_as_html() -> None:
+    """It is read in terminals and in notebooks; names from descriptors must not become markup."""
+    lz.silu(numbers(5))
+    report = lz.last_report()
+    assert report is not None
+    text, page = str(report), report._repr_html_()
+    assert text.splitlines()[0].startswith("silu: alpha.silu (alpha, pid ")
+    for fact in ("copied x: 20 bytes", "beta.silu", "NOT_INSTALLED"):
+        assert fact in text
+        assert fact in page
+    assert page.count("<table>") == page.count("</table>") == 1
+    assert report.to_dict()["kernel_id"] == "alpha.silu"
+
+
+def test_report_belongs_to_the_thread_and_keeps_no_memory() -> None:
+    """A report that kept the last call's tensors alive would hold gigabytes in idle threads."""
+    from layerzero.client.arena import pool
+
+    result = lz.silu(numbers(5))
+    del result
+    assert pool.stats()["slots"] == 0
+    report = lz.last_report()
+    assert report is not None
+    assert report.copied_bytes == 20
+
+
+def test_explain_runs_nothing_and_copies_nothing(connected: Site) -> None:
+    """Asking why must not start workers, run kernels or need the data."""
+    spec = TensorSpec.contiguous("float32", (1 << 20, 1 << 10))
+    calls = [(b["name"], b["answered"], b["failed"], b["state"]) for b in lz.status()["backends"]]
+    report = lz.explain("silu", spec)
+    assert (report.kernel_id, report.worker_pid, report.elapsed_us) == ("alpha.silu", None, None)
+    assert [(b["name"], b["answered"], b["failed"], b["state"]) for b in lz.status()["backends"]] == calls
+    assert lz.explain(lz.silu, np.ones(3, np.float32), backend="beta").kernel_id == "beta.silu"
+
+
+def test_pinned_backend_serves_and_the_others_say_why_not() -> None:
+    """backend= is how results are compared between libraries."""
+    lz.silu(numbers(5), backend="gamma")
+    report = lz.last_report()
+    assert report is not None
+    assert report.backend == "gamma"
+    reasons = {c.backend: c.reasons[0].code for c in report.candidates if c.reasons}
+    assert reasons == {"alpha": "NOT_PINNED", "beta": "NOT_PINNED", "torch": "NOT_PINNED"}
+
+
+# --- errors
+
+
+def test_call_that_no_kernel_takes_lists_every_reason() -> None:
+    """`no kernel` without the reasons sends the user to the source code."""
+    with pytest.raises(lz.NoBackend) as failure:
+        lz.silu(numbers(3), backend="torch")
+    assert "torch.silu: NOT_INSTALLED" in str(failure.value)
+    assert "lz env build torch" in str(failure.value)
+    assert {c.backend for c in failure.value.report.candidates} == {"alpha", "beta", "gamma", "torch"}
+    with pytest.raises(lz.NoBackend, match="no kernel is known"):
+        lz.gelu(numbers(3), backend="nowhere")
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+    """An argument error names the value and what is allowed, and costs no worker."""
+    with pytest.raises(lz.InvalidArgument, match="int64"):
+        lz.silu(np.arange(3))
+    with pytest.raises(lz.InvalidArgument, match="shape"):
+        lz.matmul(numbers(2, 3), numbers(2, 3))
+    with pytest.raises(lz.InvalidArgument, match="is no array"):
+        lz.silu(object())
+    for timeout_s in (0, -1.0, float("nan"), float("inf"), "1"):
+        with pytest.raises(lz.InvalidArgument, match="timeout_s"):
+            lz.silu(numbers(3), timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+def test_invalid_input_found_by_the_kernel_is_the_callers_and_not_retried(connected: Site) -> None:
+    """Another backend would refuse it too; the worker is healthy and stays."""
+    alpha, _ = connected.wait_ready("alpha", "beta")
+    x = np.array([fault(INVALID), 1], np.float32)
+    with pytest.raises(lz.InvalidArgument, match="calls this input invalid"):
+        lz.silu(x)
+    assert connected.backend("alpha")["pid"] == alpha
+
+
+def test_exception_in_a_pinned_kernel_reaches_the_caller_with_its_traceback(connected: Site) -> None:
+    """Whoever pins a backend debugs it; the worker's own words help."""
+    connected.wait_ready("gamma")
+    with pytest.raises(lz.BackendError, match="RuntimeError: the toy raises on request") as failure:
+        lz.silu(np.array([fault(RAISE)]), backend="gamma")
+    assert failure.value.facts["exception"] == "RuntimeError"
+    assert "toy.py" in failure.value.facts["traceback"]
+    assert [(a.backend, a.outcome) for a in failure.value.report.attempts] == [("gamma", "BACKEND_ERROR")]
+    assert lz.last_report() is failure.value.report

@@ -1,0 +1,1001 @@
+"""A seeded world around the broker's core, on one thread and a simulated clock.
+
+`run(seed)` drives the real BrokerState with modelled clients, workers and channels. Messages are late and overtake each
+other between channels (never within one); workers raise, hang, lie and die at every step; clients leave, retire memory
+and break the protocol; ticks are late. The world performs the core's actions as server.py does, keeps the truth about
+who writes which memory until when, and raises Violation, with the seed, where the core breaks one of its promises:
+
+- a call of a client that is there ends in exactly one Answer or Refuse, one of a client that left in none;
+- no two live workers have the same call or the same memory; a call moves on, and memory is closed, only after the
+  worker that had it answered or its exit was confirmed;
+- an Answer stands for an attempt that ran to its end, and the memory still holds its result;
+- a Run finds its plan and its arenas at the worker;
+- attempts end by their deadline, restarts keep to their budget, a call kills two workers at most;
+- what is due has a wakeup, counters add up, reasons are true, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.broker import events as ev
+from layerzero.broker.records import Worker
+from layerzero.broker.state import MAX_DEATHS_PER_CALL, BrokerState, Limits
+from layerzero.broker.worker_fsm import Signal, WorkerState
+from layerzero.capabilities import descriptor
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc import wire
+from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall, from_wire
+from layerzero.ipc.messages import Decision, Route, decode, encode
+from layerzero.ipc.tensors import TensorSpec
+
+LATE_S = 0.2  # a tick may be that late
+STOP_GRACE_S = 5.0
+BUSY_S = 12.0  # clients act until then; faults end then
+MAX_EVENTS = 20_000
+SLOT = 64  # bytes; an input and an output of four float64 fit in two of them
+SLOTS = 6
+ARENA_BYTES = 2 * SLOT * SLOTS
+DEADLY = 3  # number of the input that kills the workers it deserves
+
+PRIORITY = {"alpha": 60, "beta": 50, "gamma": 40, "delta": 30}
+SERVES = {"silu": PRIORITY.keys(), "gelu": ("alpha", "beta")}
+
+
+def _capability(backend: str, priority: int) -> descriptor.Capability:
+    ops: dict[str, tuple[dict[str, Any], ...]] = {
+        op: (
+            {
+                "kernel_id": f"{backend}.{op}",
+                "priority": priority,
+                "source": "simulator",
+                "dtypes": ["float32", "float64"],
+                "deterministic": True,
+            },
+        )
+        for op, backends in SERVES.items()
+        if backend in backends
+    }
+    return descriptor.Capability.model_validate(
+        {"schema_version": "1.0", "backend": backend, "backend_version": "1", "platform": "cpu", "ops": ops}
+    )
+
+
+CAPABILITIES = {backend: _capability(backend, priority) for backend, priority in PRIORITY.items()}
+
+
+def route_body(op: str = "silu", dtype: str = "float32", backend: str = "") -> bytes:
+    """A signature of a unary op on four elements."""
+    spec = TensorSpec.contiguous(dtype, (4,)).to_wire()
+    attrs = {"approximate": "none"} if op == "gelu" else {}
+    return encode(Route(op=op, inputs=[spec], outputs=[spec], attrs=attrs, backend=backend))
+
+
+@dataclass(frozen=True)
+class Signature:
+    body: bytes
+    backends: frozenset[str]  # whose descriptors accept it
+    pinned: str = ""
+
+
+SIGNATURES = (
+    *[Signature(route_body(), frozenset(PRIORITY))] * 8,
+    *[Signature(route_body(dtype="float64"), frozenset(PRIORITY))] * 4,
+    *[Signature(route_body("gelu"), frozenset(SERVES["gelu"]))] * 4,
+    Signature(route_body(dtype="float16"), frozenset()),
+    Signature(route_body("gelu", backend="gamma"), frozenset(), "gamma"),
+    *(Signature(route_body(backend=name), frozenset({name}), name) for name in ("alpha", "beta", "delta")),
+)
+
+
+class Violation(AssertionError):
+    """The core broke a promise. The message begins with the seed that shows it again."""
+
+
+@dataclass
+class Coverage:
+    """What schedules have led to."""
+
+    transitions: Counter[tuple[WorkerState, Signal]] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)  # of errors that clients got
+    reasons: Counter[str] = field(default_factory=Counter)  # of rejected candidates
+    events: Counter[str] = field(default_factory=Counter)
+    actions: Counter[str] = field(default_factory=Counter)
+    fates: Counter[str] = field(default_factory=Counter)
+
+    def update(self, other: Coverage) -> None:
+        for name, counter in vars(self).items():
+            counter.update(getattr(other, name))
+
+
+# --- what is true ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Call:
+    client: Client
+    route: int
+    signature: Signature
+    slot: tuple[int, int]  # arena, index
+    body: bytes
+    number: int  # of the input
+    timeout_s: float
+    digest: bytes = b""
+    seq: int = 0
+    deaths: int = 0
+    faults: set[str] = field(default_factory=set)  # what workers were killed for while they had it first
+    is_quarantined: bool = False
+    dispatches: list[Dispatch] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return (self.client.number, *self.slot)
+
+
+@dataclass(eq=False)
+class Dispatch:
+    number: int
+    attempt: int
+    call: Call
+    plan: int
+    arenas: frozenset[tuple[int, int]]
+    is_over: bool = False  # the broker has its answer, or knows that its worker is dead
+    result: bytes | None = None  # what the kernel returned, once it ran to its end
+
+
+class Channel:
+    """Messages on it keep their order, and arrive some time later."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._last_s = 0.0
+
+    def send(self, arrive: Callable[..., None], *args: Any) -> None:
+        self._last_s = max(self._last_s, self._world.now_s + self._world.delay_s())
+        self._world.push(self._last_s, arrive, *args)
+
+
+FATES = (
+    "runs",
+    "raises",
+    "refuses",
+    "too_small",
+    "dies_before",
+    "dies_running",
+    "dies_written",
+    "dies_sent",
+    "hangs",
+    "is_slow",
+    "lies_dispatch",
+    "lies_attempt",
+    "answers_twice",
+    "sends_garbage",
+    "hangs_up",
+)
+WRITES = {"runs", "dies_written", "dies_sent", "is_slow", "lies_dispatch", "lies_attempt", "answers_twice"}
+
+
+class Process:
+    """A worker, as it really is. What the broker believes of it is in `lent`, `prepared`, `sent`."""
+
+    def __init__(self, world: World, backend: str, generation: int, pid: int) -> None:
+        self.world, self.backend, self.generation, self.pid = world, backend, generation, pid
+        self.identity = b"W%d" % pid
+        self.is_alive = True
+        self.is_confirmed_dead = False
+        self.kill_reason = ""
+        self.killed_during = -1
+        self.was_ready = False  # the broker got its READY in time
+        self.lent: set[tuple[int, int]] = set()
+        self.prepared: set[int] = set()
+        self.sent: deque[Dispatch] = deque()
+        self.head_since_s = 0.0
+        self._inbox: deque[tuple[str, Any]] = deque()
+        self._arenas: set[tuple[int, int]] = set()
+        self._plans: set[int] = set()
+        self._current: Dispatch | None = None
+        self._page = (0, "idle")
+        self._to_broker = Channel(world)
+        self._loses_output = False
+        self._frames, self._control = Channel(world), Channel(world)
+
+    def send(self, kind: str, value: Any = None) -> None:
+        """From the broker, by ZeroMQ."""
+        self._frames.send(self._arrived, kind, value)
+
+    def tell(self, kind: str, arena: tuple[int, int]) -> None:
+        """From the broker, by the control socket."""
+        self._control.send(self._told, kind, arena)
+
+    def load(self) -> None:
+        rng, world = self.world.rng, self.world
+        fate = "loads" if world.is_calm else rng.choices(("loads", "dies", "stays"), world.start_weights)[0]
+        if fate == "loads":
+            self._say(ev.WorkerReady(self.identity, self.backend, self.generation, {"lib": "1"}))
+        elif fate == "dies":
+            self.die(1)
+
+    def _say(self, event: ev.Event) -> None:
+        self._to_broker.send(self._heard, event)
+
+    def _heard(self, event: ev.Event) -> None:
+        if self.is_alive or not self._loses_output:
+            self.world.from_worker(self, event)
+
+    def _told(self, kind: str, arena: tuple[int, int]) -> None:
+        if kind == "map":
+            self._arenas.add(arena)
+        else:
+            self._arenas.discard(arena)
+        self._pump()
+
+    def _arrived(self, kind: str, value: Any) -> None:
+        self._inbox.append((kind, value))
+        self._pump()
+
+    def _pump(self) -> None:
+        while self.is_alive and self._current is None and self._inbox:
+            kind, value = self._inbox[0]
+            if kind == "run":
+                if not value.arenas <= self._arenas:
+                    return  # its descriptors are on the way, by the other channel
+                self._begin(value)
+            elif kind == "prepare":
+                self._plans.add(value)
+            elif kind == "drop":
+                self._plans.discard(value)
+            else:
+                self.die(0)
+            self._inbox.popleft()
+
+    def _begin(self, dispatch: Dispatch) -> None:
+        world = self.world
+        call = dispatch.call
+        world.require(dispatch.plan in self._plans, "a worker got a Run without its plan")
+        world.require(call.place not in world.writers, "two live workers write the same memory")
+        world.writers[call.place] = self
+        self._current = dispatch
+        fate = "runs" if world.is_calm else world.rng.choices(FATES, world.weights[self.backend])[0]
+        if call.number == DEADLY and world.has_deadly_input:
+            fate = "dies_running"
+        world.coverage.fates[fate] += 1
+        if fate == "dies_before":
+            self.die(-11)
+            return
+        self._page = (dispatch.number, "executing")
+        if fate == "hangs":
+            return
+        slow_s = call.timeout_s * world.rng.uniform(0.8, 1.2) if fate == "is_slow" else 0.0
+        world.push(world.now_s + world.rng.expovariate(100) + slow_s, self._end, dispatch, fate)
+
+    def _end(self, dispatch: Dispatch, fate: str) -> None:
+        if not self.is_alive:
+            return
+        world, rng = self.world, self.world.rng
+        number, attempt = dispatch.number, dispatch.attempt
+        if fate in WRITES:
+            self._page = (number, "written")
+            world.contents[dispatch.call.place] = dispatch.call
+            dispatch.result = b"%d" % number
+        if fate == "dies_running":
+            self.die(rng.choice((-9, -11, -6, 0, 1)))
+        elif fate == "dies_written":
+            self.die(-11)
+        elif fate == "hangs_up":
+            world.kill(self)  # the broker kills one that closes its control socket, and does not tell its core
+            return
+        else:
+            ran = ev.CallRan(self.identity, number, attempt, rng.randrange(1000, 10**6), dispatch.result or b"")
+            match fate:
+                case "raises":
+                    self._say(ev.CallRaised(self.identity, number, attempt, BackendError("kernel raised")))
+                case "refuses":
+                    self._say(ev.CallRaised(self.identity, number, attempt, InvalidArgument("bad id")))
+                case "too_small":
+                    self._say(ev.CallRaised(self.identity, number, attempt, OutputTooSmall("small", needed=[9])))
+                case "sends_garbage":
+                    self._say(ev.WorkerMisbehaved(self.backend, self.generation, "garbage"))
+                case "lies_dispatch":
+                    ran.dispatch += rng.choice((-1, 1, 1000))
+                    self._say(ran)
+                case "lies_attempt":
+                    ran.attempt += 1
+                    self._say(ran)
+                case _:
+                    self._say(ran)
+                    if fate == "answers_twice":
+                        self._say(ran)
+            if fate == "dies_sent":
+                self._page = rng.choice((self._page, (0, "idle")))
+                self.die(rng.choice((-9, 0)))
+            else:
+                self._free()
+                self._page = (0, "idle")
+                self._pump()
+
+    def _free(self) -> None:
+        if self._current is not None:
+            del self.world.writers[self._current.call.place]
+            self._current = None
+
+    def die(self, exit_code: int) -> None:
+        if not self.is_alive:
+            return
+        self._free()
+        self.is_alive = False
+        world = self.world
+        self._loses_output = world.rng.random() < 0.3
+        page = self._page if world.rng.random() < 0.98 else (world.rng.randrange(100), "unknown")
+        world.push(world.now_s + world.delay_s(), world.exited, self, exit_code, page)
+
+
+@dataclass(eq=False)
+class Client:
+    """A client process, and what the broker knows of its calls in `open`."""
+
+    world: World
+    number: int
+    identity: bytes
+    frames: Channel
+    control: Channel
+    inbound: Channel
+    offered: int = 0  # arenas so far
+    arenas: list[int] = field(default_factory=list)  # lent and not retired
+    free: list[tuple[int, int]] = field(default_factory=list)
+    routes: dict[int, Signature] = field(default_factory=dict)
+    needs_digest: set[int] = field(default_factory=set)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    open: dict[int, Call] = field(default_factory=dict)
+    seq: int = 0
+    next_route: int = 1
+    has_hung_up: bool = False  # by its own will
+    has_left: bool = False  # the broker knows
+    left_during: int = -1
+    has_offended: bool = False
+
+    def act(self) -> None:
+        """Do one thing that a client may do, or rarely one that it may not."""
+        if self.has_hung_up:
+            return
+        rng = self.world.rng
+        what = rng.random()
+        if not self.routes or what < 0.08:
+            self._define()
+        elif not self.free or what < 0.12:
+            self.offered += 1
+            self.control.send(self.world.arena_offered, self, self.offered)
+        elif what < 0.15:
+            self._retire()
+        elif what < 0.18:
+            route = rng.choice(list(self.routes))
+            del self.routes[route]
+            self.frames.send(self.world.from_client, self, ev.RouteForgotten(self.identity, route))
+        elif what < 0.19:
+            self._offend()
+        elif what < 0.20:
+            self.hang_up()
+        else:
+            for _ in range(rng.choice((1, 1, 2, 5))):
+                self._execute()
+
+    def _define(self) -> None:
+        signature = self.world.rng.choice(SIGNATURES)
+        number, self.next_route = self.next_route, self.next_route + 1
+        self.routes[number] = signature
+        self.frames.send(self.world.from_client, self, ev.RouteDefined(self.identity, number, signature.body))
+
+    def _execute(self) -> None:
+        if not self.free:
+            return
+        rng = self.world.rng
+        route = rng.choice(list(self.routes))
+        arena, index = self.free.pop(rng.randrange(len(self.free)))
+        place = index * 2 * SLOT
+        source = rng.choice(self.arenas)  # an input may lie elsewhere
+        body = wire.pack_refs([wire.Ref(source, 0, place, SLOT), wire.Ref(arena, 0, place + SLOT, SLOT)])
+        timeout_s = rng.choice((0.0, 0.0, 0.5, 2.0))
+        number = rng.choice((0, 1, 2, DEADLY))
+        call = Call(self, route, self.routes[route], (arena, index), body, number, timeout_s)
+        call.timeout_s = timeout_s or self.world.limits.timeout_s
+        self.submit(call, timeout_s)
+
+    def submit(self, call: Call, timeout_s: float) -> None:
+        self.seq += 1
+        call.seq = self.seq
+        call.digest = bytes([call.number]) * wire.DIGEST_BYTES if call.route in self.needs_digest else b""
+        event = ev.CallArrived(self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
+        self.frames.send(self.world.from_client, self, event, call)
+
+    def _retire(self) -> None:
+        lent = [arena for arena in self.arenas if sum(slot[0] == arena for slot in self.free) == SLOTS]
+        if len(lent) == len(self.arenas) and len(self.free) == SLOTS * len(self.arenas) and lent:
+            arena = self.world.rng.choice(lent)  # nothing is open: no input lies in it either
+            self.arenas.remove(arena)
+            self.free = [slot for slot in self.free if slot[0] != arena]
+            self.control.send(self.world.arena_retired, self, arena)
+
+    def _offend(self) -> None:
+        """Break the protocol in one of the ways that the core has to notice."""
+        self.has_hung_up = self.has_offended = True
+        identity, world = self.identity, self.world
+        route = next(iter(self.routes))
+        match world.rng.randrange(6):
+            case 0:
+                self.frames.send(world.from_client, self, ev.CallArrived(identity, 999, 0, 0.0, b""))
+            case 1:
+                self.frames.send(world.from_client, self, ev.RouteDefined(identity, route, route_body()))
+            case 2:
+                self.frames.send(world.from_client, self, ev.RouteDefined(identity, 999, b"\xc1"))
+            case 3:
+                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, b"short"))
+            case 4:
+                far = wire.pack_refs([wire.Ref(self.arenas[0], 0, ARENA_BYTES, SLOT)] * 2)
+                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, far))
+            case _:  # perhaps while a call uses it
+                self.control.send(world.arena_retired, self, self.arenas[0])
+
+    def hang_up(self) -> None:
+        self.has_hung_up = True
+        self.control.send(self.world.client_gone, self)
+
+    def answered(self, call: Call) -> None:
+        self.world.require(
+            self.world.contents.get(call.place) is call, "the memory of an answered call holds another one's result"
+        )
+        self.free.append(call.slot)
+
+    def refused(self, call: Call, error: LayerZeroError) -> None:
+        match error.code:
+            case "DIGEST_REQUIRED" if not call.digest and not self.has_hung_up and call.route in self.routes:
+                self.needs_digest.add(call.route)
+                again = Call(self, call.route, call.signature, call.slot, call.body, call.number, call.timeout_s)
+                self.submit(again, call.timeout_s)
+                return
+            case "POISON" if not call.digest and not self.has_hung_up and call.route in self.routes:
+                self.needs_digest.add(call.route)
+                digest = bytes([call.number]) * wire.DIGEST_BYTES
+                event = ev.CallPoisoned(self.identity, call.route, digest)
+                self.frames.send(self.world.from_client, self, event)
+            case "BROKER_LOST" if not self.has_hung_up and self.world.rng.random() < 0.2:
+                self.hang_up()
+        self.free.append(call.slot)
+
+
+class World:
+    """One schedule. `state_class` lets tests plant bugs."""
+
+    def __init__(self, seed: int, state_class: type[BrokerState] = BrokerState) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.now_s = 0.0
+        self.coverage = Coverage()
+        self.is_calm = False
+        self.limits = Limits(
+            timeout_s=rng.choice((1.0, 4.0)),
+            start_timeout_s=3.0,
+            max_in_flight=rng.choice((2, 6, 16)),
+            depth=rng.choice((1, 2, 4)),
+            standby=rng.choice((0, 1, 2)),
+            restart_budget=rng.choice((0, 1, 3, 3, 3)),
+            restart_window_s=rng.choice((2.0, 10.0)),
+            backoff_s=0.5,
+            backoff_max_s=3.0,
+            poison_quarantine_s=rng.choice((1.0, 6.0)),
+        )
+        self._clog = rng.choice((0.0, 0.05, 0.3))
+        self.weights = {
+            name: [rng.choice((10, 50, 500)), *(rng.choice((0, 0, 0, 1, 2)) for _ in FATES[1:])] for name in PRIORITY
+        }
+        self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
+        self._p_probe_fails, self._p_spawn_fails = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.1))
+        self._p_full = rng.choice((0.0, 0.0, 0.005))  # a peer's queue is full
+        self.has_deadly_input = rng.random() < 0.4
+
+        self.clients: dict[bytes, Client] = {}
+        self.processes: dict[tuple[str, int], Process] = {}
+        self.writers: dict[tuple[int, int, int], Process] = {}
+        self.contents: dict[tuple[int, int, int], Call] = {}
+        self._by_identity: dict[bytes, Process] = {}
+        self._arenas: set[tuple[int, int]] = set()  # known to the broker and not closed
+        self._missing = {"delta"}
+        self._is_broken: dict[str, str] = {}  # backend -> why it must be disabled
+        self._crashes: dict[str, list[float]] = {name: [] for name in PRIORITY}
+        self._restart_from_s: dict[str, float] = {}
+        self._quarantine: dict[tuple[bytes, bytes], float] = {}
+        self._is_stopping = False
+        self._exits = 0
+        self._pids = 0
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._pushed = 0
+        self._events = 0
+        self._event: ev.Event = ev.Tick()
+        self._tick_at_s = math.inf
+        self._history: deque[tuple[float, Any]] = deque(maxlen=80)
+
+        coverage = self.coverage
+
+        class Observed(state_class):  # type: ignore[misc, valid-type]
+            def _signal(self, worker: Worker, signal: Signal) -> None:
+                coverage.transitions[worker.state, signal] += 1
+                super()._signal(worker, signal)
+
+        unusable = {"delta": Rejection(Reason.NOT_INSTALLED, "its environment is not built")}
+        self.state: BrokerState = Observed(CAPABILITIES, unusable, self.limits, random.Random(seed + 1))
+
+    # --- the clock and the schedule ------------------------------------------------------------------
+
+    def push(self, at_s: float, do: Callable[..., None], *args: Any) -> None:
+        self._pushed += 1
+        heapq.heappush(self._queue, (at_s, self._pushed, do, args))
+
+    def delay_s(self) -> float:
+        return self.rng.uniform(0.0, 1.0) if self.rng.random() < self._clog else self.rng.uniform(0.0, 0.002)
+
+    def require(self, is_true: bool, promise: str) -> None:
+        if not is_true:
+            history = "\n".join(f"  {at_s:9.4f} {what}"[:400] for at_s, what in self._history)
+            raise Violation(f"seed {self.seed} at {self.now_s:.4f} s: {promise}\n{history}")
+
+    def run(self) -> Coverage:
+        rng = self.rng
+        for number in range(1, rng.choice((2, 3, 4))):
+            client = Client(self, number, b"C%d" % number, Channel(self), Channel(self), Channel(self))
+            self.push(rng.uniform(0.0, 1.0), self._join, client)
+            for _ in range(rng.randrange(4, 30)):
+                self.push(rng.uniform(1.0, BUSY_S), client.act)
+        for _ in range(rng.choice((0, 1, 4, 8))):
+            self.push(rng.uniform(0.0, BUSY_S), self._reset, rng.choice(list(PRIORITY)))
+        for _ in range(rng.choice((0, 0, 2))):
+            self.push(rng.uniform(0.0, BUSY_S), self._kill_one)
+        if rng.random() < 0.25:
+            self.push(rng.uniform(0.0, BUSY_S), self._shut_down)
+        self.push(BUSY_S, self._calm)
+        self._run_out()
+        for client in self.clients.values():
+            self.require(not client.open, f"calls {sorted(client.open)} of client {client.number} are lost")
+        if rng.random() < 0.7:
+            for client in self.clients.values():
+                client.hang_up()
+            self._run_out()
+            self._check_nothing_left()
+        self._shut_down()
+        self._run_out()
+        self.require(self._exits == 1, f"{self._exits} Exits after a shutdown")
+        self.coverage.fates["late_answer"] = self.state.stale
+        return self.coverage
+
+    def _run_out(self) -> None:
+        while self._queue:
+            self.now_s, _, do, args = heapq.heappop(self._queue)
+            do(*args)
+            self.require(self._pushed < MAX_EVENTS, "the schedule does not end")
+
+    def _calm(self) -> None:
+        self.is_calm = True
+
+    # --- events --------------------------------------------------------------------------------------
+
+    def _deliver(self, event: ev.Event) -> None:
+        self._events += 1
+        self._event = event
+        self._handle(event)
+        self._check()
+        if self.state.wakeup_s < self._tick_at_s:
+            self._tick_at_s = self.state.wakeup_s
+            late_s = self.rng.uniform(0.0, LATE_S) if self.rng.random() < 0.2 else 0.0
+            self.push(max(self.now_s, self._tick_at_s + late_s), self._tick)
+
+    def _handle(self, event: ev.Event) -> None:
+        self._history.append((self.now_s, event))
+        self.coverage.events[type(event).__name__] += 1
+        for action in self.state.handle(event, self.now_s):
+            if type(action) is not ev.Note:
+                self._history.append((self.now_s, action))
+            self.coverage.actions[type(action).__name__] += 1
+            PERFORM[type(action)](self, action)
+
+    def _tick(self) -> None:
+        self._tick_at_s = math.inf
+        if self.now_s >= self.state.wakeup_s:
+            self._deliver(ev.Tick())
+        elif self.state.wakeup_s < math.inf:
+            self._tick_at_s = self.state.wakeup_s
+            self.push(self._tick_at_s, self._tick)
+
+    def _join(self, client: Client) -> None:
+        if self._is_stopping:  # the broker refuses it
+            client.has_hung_up = True
+            return
+        self.clients[client.identity] = client
+        self._deliver(ev.ClientJoined(client.identity, client.number))
+
+    def from_client(self, client: Client, event: ev.Event, call: Call | None = None) -> None:
+        """By ZeroMQ; the server passes nothing on for a client that has gone."""
+        if client.has_left:
+            return
+        if call is not None:
+            client.open[call.seq] = call
+            until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
+            call.is_quarantined = until_s > self.now_s
+        elif isinstance(event, ev.CallPoisoned):
+            route = self.state.clients[client.identity].routes.get(event.route)
+            if route is not None:
+                key = (route.signature.key, event.digest)
+                self._quarantine[key] = self.now_s + self.limits.poison_quarantine_s
+        self._deliver(event)
+
+    def arena_offered(self, client: Client, arena: int) -> None:
+        if not client.has_left:
+            self._arenas.add((client.number, arena))
+            self._deliver(ev.ArenaOffered(client.identity, arena, ARENA_BYTES))
+            client.inbound.send(self._arena_added, client, arena)
+
+    def _arena_added(self, client: Client, arena: int) -> None:
+        client.arenas.append(arena)
+        client.free += [(arena, index) for index in range(SLOTS)]
+
+    def arena_retired(self, client: Client, arena: int) -> None:
+        if not client.has_left:
+            self._deliver(ev.ArenaGivenUp(client.identity, arena))
+
+    def client_gone(self, client: Client) -> None:
+        if client.identity in self.clients and not client.has_left:
+            self._leave(client)
+            self._deliver(ev.ClientLeft(client.identity))
+
+    def _leave(self, client: Client) -> None:
+        client.has_left = client.has_hung_up = True
+        client.left_during = self._events
+        client.open.clear()
+
+    def from_worker(self, process: Process, event: ev.Event) -> None:
+        is_heard = not process.is_confirmed_dead and not process.kill_reason
+        if isinstance(event, ev.CallRan | ev.CallRaised):
+            head = process.sent[0] if process.sent else None
+            if is_heard and head is not None and (head.number, head.attempt) == (event.dispatch, event.attempt):
+                process.sent.popleft().is_over = True
+                process.head_since_s = self.now_s
+        elif isinstance(event, ev.WorkerReady) and is_heard and not self._is_stopping:
+            process.was_ready = True
+        self._deliver(event)
+
+    def exited(self, process: Process, exit_code: int, page: tuple[int, str]) -> None:
+        """Its exit is confirmed, some time after it died."""
+        process.is_confirmed_dead = True
+        backend = process.backend
+        for dispatch in process.sent:
+            dispatch.is_over = True
+            dispatch.call.deaths += dispatch.number == page[0] and not process.kill_reason
+        process.sent.clear()
+        crashes = self._crashes[backend]
+        if process.kill_reason != "deadline":
+            crashes.append(self.now_s)
+        recent = [at_s for at_s in crashes if at_s >= self.now_s - self.limits.restart_window_s]
+        if not process.was_ready:
+            self._is_broken[backend] = "never ready"
+        elif len(recent) > self.limits.restart_budget:
+            self._is_broken[backend] = "budget"
+        self._restart_from_s[backend] = self.now_s + 0.75 * self.limits.backoff_s
+        self._deliver(ev.WorkerExited(backend, process.generation, exit_code, *page, "Traceback\nlast words"))
+
+    def _reset(self, backend: str) -> None:
+        missing = "its environment is not built" if self.rng.random() < 0.2 else None
+        if missing is None:
+            self._missing.discard(backend)
+        else:
+            self._missing.add(backend)
+        if self.state.workers[backend].state in (WorkerState.DISABLED, WorkerState.BACKOFF, WorkerState.ABSENT):
+            self._is_broken.pop(backend, None)
+            self._restart_from_s.pop(backend, None)
+            self._crashes[backend].clear()
+        self._deliver(ev.BackendReset(backend, missing))
+
+    def _kill_one(self) -> None:
+        """Someone kills a worker, whatever it does."""
+        alive = [process for process in self.processes.values() if process.is_alive]
+        if alive:
+            self.rng.choice(alive).die(-9)
+
+    def _shut_down(self) -> None:
+        self._is_stopping = True
+        self._deliver(ev.ShutdownAsked())
+
+    # --- actions: what the server does ---------------------------------------------------------------
+
+    def _probe(self, action: ev.Probe) -> None:
+        backend = action.backend
+        fails = backend in self._missing or (not self.is_calm and self.rng.random() < self._p_probe_fails)
+        self.push(self.now_s + self.rng.uniform(0.0, 0.5), self._probed, backend, fails)
+
+    def _probed(self, backend: str, fails: bool) -> None:
+        if fails:
+            self._is_broken[backend] = "probe"
+        self._restart_from_s.pop(backend, None)
+        self._deliver(ev.ProbeEnded(backend, EnvError("no module named lib", env=backend) if fails else None))
+
+    def _spawn(self, action: ev.Spawn) -> None:
+        backend, generation = action.backend, action.generation
+        others = [p for p in self.processes.values() if p.backend == backend and not p.is_confirmed_dead]
+        self.require(not others, f"{backend} is spawned while its worker before is not known to be dead")
+        self.require(backend not in self._is_broken, f"{backend} is restarted in spite of: {self._is_broken}")
+        self.require(self.now_s >= self._restart_from_s.get(backend, 0.0), f"{backend} is restarted without back-off")
+        if not self.is_calm and self.rng.random() < self._p_spawn_fails:
+            self._is_broken[backend] = "spawn"
+            self._handle(ev.SpawnFailed(backend, generation, EnvError("cannot start", env=backend)))
+            return
+        self._pids += 1
+        process = Process(self, backend, generation, self._pids)
+        self.processes[backend, generation] = self._by_identity[process.identity] = process
+        self._handle(ev.WorkerSpawned(backend, generation, process.pid))
+        self.push(self.now_s + self.rng.uniform(0.0, 1.0), process.load)
+
+    def kill(self, process: Process) -> None:
+        self.push(self.now_s + self.delay_s(), process.die, -9)
+
+    def _kill(self, action: ev.Kill) -> None:
+        process = self.processes[action.backend, action.generation]
+        is_deadline = type(self._event) is ev.Tick and process.was_ready
+        self.require(not process.kill_reason, "a worker is killed twice")
+        process.kill_reason = "deadline" if is_deadline else "fault"
+        process.killed_during = self._events
+        if process.sent:
+            process.sent[0].call.faults.add(process.kill_reason)
+        self.kill(process)
+
+    def _stop(self, action: ev.StopWorker) -> None:
+        process = self.processes[action.backend, action.generation]
+        if action.identity:
+            process.send("stop")
+            self.push(self.now_s + STOP_GRACE_S, process.die, -9)
+        else:
+            self.kill(process)
+
+    def _worker(self, identity: bytes, what: str) -> Process:
+        process = self._by_identity.get(identity)
+        self.require(process is not None and not process.is_confirmed_dead, f"{what} to a worker that is dead")
+        assert process is not None
+        return process
+
+    def _prepare(self, action: ev.SendPrepare) -> None:
+        process = self._worker(action.identity, "Prepare")
+        process.prepared.add(action.plan)
+        process.send("prepare", action.plan)
+
+    def _drop(self, action: ev.SendDrop) -> None:
+        process = self._worker(action.identity, "Drop")
+        self.require(action.plan in process.prepared, "Drop of a plan that the worker never got")
+        process.prepared.discard(action.plan)
+        process.send("drop", action.plan)
+
+    def _lend(self, action: ev.LendArena) -> None:
+        process, arena = self.processes[action.backend, action.generation], (action.client, action.arena)
+        self.require(not process.is_confirmed_dead, "an arena is lent to a dead worker")
+        self.require(arena in self._arenas, "an arena is lent that the broker closed")
+        process.lent.add(arena)
+        process.tell("map", arena)
+
+    def _take_back(self, action: ev.TakeBackArena) -> None:
+        process, arena = self.processes[action.backend, action.generation], (action.client, action.arena)
+        self.require(not process.is_confirmed_dead, "an arena is taken back from a dead worker")
+        self.require(all(arena not in d.arenas for d in process.sent), "an arena is taken back while a call uses it")
+        process.lent.discard(arena)
+        process.tell("unmap", arena)
+
+    def _close_arena(self, action: ev.CloseArena) -> None:
+        arena = (action.client, action.arena)
+        self.require(arena in self._arenas, "an arena is closed twice")
+        used = any(arena in d.arenas for process in self.processes.values() for d in process.sent)
+        self.require(not used, "an arena is closed while a worker may write into it")
+        self._arenas.discard(arena)
+
+    def _run(self, action: ev.Run) -> None:
+        process = self._worker(action.identity, "Run")
+        client = next(c for c in self.clients.values() if c.number == action.client)
+        call = next((c for c in client.open.values() if c.body == action.body), None)
+        if call is None:
+            self.require(client.left_during == self._events, "Run of a call that is not open")
+            return  # its client was dropped while this very list of actions was performed
+        arenas = frozenset((action.client, ref.arena) for ref in wire.unpack_refs(action.body, 2))
+        is_killed = bool(process.kill_reason) and process.killed_during != self._events
+        self.require(not is_killed, "Run to a worker that is being killed")
+        self.require(action.plan in process.prepared, "Run without Prepare")
+        self.require(arenas <= process.lent, "Run on arenas that were not lent")
+        self.require(all(d.is_over for d in call.dispatches), "a call is dispatched again before its worker is done")
+        self.require(call.deaths < MAX_DEATHS_PER_CALL, f"a call that killed {call.deaths} workers gets another")
+        self.require(not call.is_quarantined, "a quarantined call is run")
+        self.require(action.attempt == len(call.dispatches) + 1, "attempts are not counted")
+        self.require(len(process.sent) < self.limits.depth, "more is sent ahead than allowed")
+        dispatch = Dispatch(action.dispatch, action.attempt, call, action.plan, arenas)
+        call.dispatches.append(dispatch)
+        if not process.sent:
+            process.head_since_s = self.now_s
+        process.sent.append(dispatch)
+        if self.rng.random() < self._p_full:
+            self._handle(ev.WorkerMisbehaved(process.backend, process.generation, "it does not read its queue"))
+        else:
+            process.send("run", dispatch)
+
+    def _to_client(self, identity: bytes) -> Client | None:
+        """The client, unless it was dropped while this very list of actions was performed."""
+        client = self.clients[identity]
+        if client.has_left:
+            self.require(client.left_during == self._events, "an answer to a client that has left")
+            return None
+        if self.rng.random() < self._p_full:
+            self._leave(client)
+            self._handle(ev.ClientLeft(identity))
+            return None
+        return client
+
+    def _decide(self, action: ev.SendDecision) -> None:
+        client = self._to_client(action.identity)
+        if client is not None:
+            client.decisions[action.decision] = decode(action.body, Decision)
+
+    def _answer(self, action: ev.Answer) -> None:
+        client = self._to_client(action.identity)
+        if client is None:
+            return
+        call = client.open.pop(action.seq, None)
+        self.require(call is not None, f"call {action.seq} is answered twice")
+        assert call is not None
+        dispatch = call.dispatches[-1]
+        self.require(
+            (dispatch.result, dispatch.attempt) == (action.body, action.attempt),
+            "an answer without an attempt that ran to its end",
+        )
+        self.require(all(d.is_over for d in call.dispatches), "a call is answered while a worker has it")
+        decision = client.decisions.get(action.decision)
+        self.require(decision is not None, "an answer before its decision")
+        assert decision is not None
+        process = next(p for p in self.processes.values() if p.pid == decision.worker_pid)
+        self.require(decision.backend == process.backend in call.signature.backends, "a decision names another backend")
+        self._note_reasons(decision.candidates)
+        client.inbound.send(client.answered, call)
+
+    def _refuse(self, action: ev.Refuse) -> None:
+        client = self._to_client(action.identity)
+        if client is None:
+            return
+        call = client.open.pop(action.seq, None)
+        if call is None and client.has_offended:
+            return  # its offence was not even looked at
+        self.require(call is not None, f"call {action.seq} is refused after its end")
+        assert call is not None
+        self.require(all(d.is_over for d in call.dispatches), "a call is refused while a worker has it")
+        error = from_wire(action.error.to_wire())
+        tried = {attempt["backend"] for attempt in action.attempts}
+        left = {b for b in call.signature.backends - tried if b not in self.state.unavailable}
+        match error.code:
+            case "POISON":
+                is_true = call.deaths == MAX_DEATHS_PER_CALL or call.is_quarantined
+            case "DIGEST_REQUIRED":
+                is_true = not call.digest and any(key[0] == call.signature.body for key in self._quarantine)
+            case "BUSY":
+                is_true = len(client.open) >= self.limits.max_in_flight
+            case "BROKER_LOST":
+                is_true = self._is_stopping
+            case "NO_BACKEND":
+                is_true = not action.attempts and not left and not any(c["accepted"] for c in action.candidates)
+            case "BACKEND_ERROR" | "DEADLINE":
+                is_true = bool(action.attempts) and (not left or bool(call.signature.pinned))
+                is_true &= error.code != "DEADLINE" or "deadline" in call.faults
+            case "BAD_MESSAGE":
+                is_true = bool(call.signature.pinned) and "fault" in call.faults
+            case _:
+                is_true = error.code in ("INVALID_ARGUMENT", "OUTPUT_TOO_SMALL")
+        self.require(is_true, f"a call ends in {error.code}, which is not true: {error}")
+        self.coverage.codes[error.code] += 1
+        self._note_reasons(action.candidates)
+        client.inbound.send(client.refused, call, error)
+
+    def _note_reasons(self, candidates: list[dict[str, Any]]) -> None:
+        for candidate in candidates:
+            self.require(candidate["accepted"] == (not candidate["reasons"]), "a rejection without a reason")
+            for reason in candidate["reasons"]:
+                self.coverage.reasons[reason["code"]] += 1
+
+    def _drop_client(self, action: ev.DropClient) -> None:
+        client = self.clients[action.identity]
+        self.require(client.has_offended, f"an innocent client is dropped: {action.detail}")
+        self._leave(client)
+        self._handle(ev.ClientLeft(action.identity))
+
+    def _note(self, action: ev.Note) -> None:
+        pass
+
+    def _exit(self, _: ev.Exit) -> None:
+        self._exits += 1
+        left = [p.backend for p in self.processes.values() if not p.is_confirmed_dead]
+        self.require(self._is_stopping and not left, f"the broker ends with workers {left}")
+
+    # --- promises about the whole --------------------------------------------------------------------
+
+    def _check(self) -> None:
+        state, now_s = self.state, self.now_s
+        for client in self.clients.values():
+            known = state.clients.get(client.identity)
+            self.require((known is None) == client.has_left, "the core and the server disagree on who is there")
+            if known is not None:
+                self.require(known.open_calls == len(client.open), f"open_calls is {known.open_calls}: {client.open}")
+        for process in self.processes.values():
+            if process.sent and not process.kill_reason and not process.is_confirmed_dead:
+                limit_s = process.sent[0].call.timeout_s + LATE_S
+                self.require(now_s - process.head_since_s <= limit_s + 1e-9, "an attempt outlives its deadline")
+        for name, worker in state.workers.items():
+            reason = state.unavailable.get(name)
+            due_s = math.inf
+            match worker.state:
+                case WorkerState.READY:
+                    self.require(reason is None, f"{name} is ready and reported as {reason}")
+                    due_s = worker.head_deadline_s if worker.running else math.inf
+                    is_full = len(worker.running) == self.limits.depth
+                    self.require(not worker.waiting or is_full, f"calls wait for {name}, which is free")
+                case WorkerState.STARTING:
+                    due_s = worker.started_s + self.limits.start_timeout_s
+                case WorkerState.BACKOFF:
+                    due_s = worker.retry_at_s
+                    self.require(reason is not None, f"{name} is in back-off and reported as available")
+                case WorkerState.KILLING:
+                    self.require(reason is not None, f"{name} is being killed and reported as available")
+                case WorkerState.DISABLED:
+                    self.require(reason is not None and worker.cause is not None, f"{name} is disabled without a cause")
+                    self.require(name in self._is_broken, f"{name} is disabled for nothing")
+                    self.require(not worker.waiting, f"calls wait for {name}, which is disabled")
+                case WorkerState.STOPPING if worker.running and worker.fault is None:
+                    due_s = worker.head_deadline_s
+                case WorkerState.STOPPED:
+                    self.require(not worker.waiting, f"calls wait for {name}, which is stopped")
+            self.require(state.wakeup_s <= due_s, f"{name} is due at {due_s:.3f}, the wakeup is at {state.wakeup_s:.3f}")
+
+    def _check_nothing_left(self) -> None:
+        state = self.state
+        self.require(not self._arenas, f"arenas {sorted(self._arenas)} are never closed")
+        left = {
+            "clients": state.clients,
+            "signatures": state._signatures,
+            "plans": state._plans,
+            "plans in workers": [w.plans for w in state.workers.values() if w.plans],
+            "arenas in workers": [w.arenas for w in state.workers.values() if w.arenas],
+            "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
+        }
+        self.require(not any(left.values()), f"something is left behind: { {k: v for k, v in left.items() if v} }")
+
+
+PERFORM: dict[type, Callable[[World, Any], None]] = {
+    ev.Probe: World._probe,
+    ev.Spawn: World._spawn,
+    ev.Kill: World._kill,
+    ev.StopWorker: World._stop,
+    ev.SendPrepare: World._prepare,
+    ev.SendDrop: World._drop,
+    ev.LendArena: World._lend,
+    ev.TakeBackArena: World._take_back,
+    ev.CloseArena: World._close_arena,
+    ev.Run: World._run,
+    ev.SendDecision: World._decide,
+    ev.Answer: World._answer,
+    ev.Refuse: World._refuse,
+    ev.DropClient: World._drop_client,
+    ev.Note: World._note,
+    ev.Exit: World._exit,
+}
+
+
+def run(seed: int, state_class: type[BrokerState] = BrokerState) -> Coverage:
+    """One schedule from start to end. Raises Violation, or whatever the core raises, with the seed in its notes."""
+    world = World(seed, state_class)
+    try:
+        return world.run()
+    except Violation:
+        raise
+    except Exception as exc:
+        exc.add_note(f"seed {seed} at {world.now_s:.4f} s, after {world._event}")
+        raise

@@ -1,0 +1,40 @@
+"""What `import layerzero` costs and gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import json, sys, time
+before = set(sys.modules)
+start = time.perf_counter()
+import layerzero
+took = time.perf_counter() - start
+print(json.dumps({"ms": took * 1e3, "modules": sorted(set(sys.modules) - before), "names": dir(layerzero)}))
+"""
+
+
+def test_import_is_light() -> None:
+    """Applications import us at start-up: under 150 ms, no framework, nothing of ours but the facade."""
+    runs = [json.loads(subprocess.check_output([sys.executable, "-c", SCRIPT], text=True)) for _ in range(3)]
+    assert min(run["ms"] for run in runs) < 150
+    loaded = set(runs[0]["modules"])
+    assert not loaded & {"torch", "numpy", "jax", "mlx", "transformers", "zmq", "pydantic", "rich"}
+    assert {m for m in loaded if m.startswith("layerzero")} == {"layerzero"}
+
+
+def test_every_public_name_resolves() -> None:
+    """Lazy names fail late: a typo in the table would only show when someone uses it."""
+    import layerzero as lz
+
+    for name in lz.__all__:
+        assert getattr(lz, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    """hasattr() and completion rely on it."""
+    import layerzero as lz
+
+    assert not hasattr(lz, "no_such_name")
