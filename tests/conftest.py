@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,14 +55,26 @@ def new_site(no_leaks: None, store: Path) -> Iterator[Callable[..., Site]]:
         site.stop()
 
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """After the test: no process, descriptor, arena or slot that was not there before."""
+    gc.freeze()  # what was imported so far need not be looked at again by each gc.collect() below
     files = open_files()
     yield
-    gc.collect()
-    wait_until(lambda: not open_files() - files)
-    wait_until(lambda: gc.collect() >= 0 and arena.pool.stats()["slots"] == 0)
+    if request.node.stash[FAILED]:  # its traceback keeps all sorts of things
+        return
+    wait_until(lambda: gc.collect() >= 0 and arena.pool.stats()["slots"] == 0, 5)
+    wait_until(lambda: not open_files() - files, 5)
     assert arena_files() == 2 * arena.pool.stats()["arenas"]  # the arena's own, and mmap's copy of it
     strays = processes(Path(tempfile.gettempdir()) / PREFIX)
     for site in Site.live:

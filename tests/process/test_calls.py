@@ -258,11 +258,9 @@ def test_call_that_no_kernel_takes_lists_every_reason() -> None:
     assert "torch.silu: NOT_INSTALLED" in str(failure.value)
     assert "lz env build torch" in str(failure.value)
     assert {c.backend for c in failure.value.report.candidates} == {"alpha", "beta", "gamma", "torch"}
-    with pytest.raises(lz.NoBackend, match="no kernel is known"):
-        lz.gelu(numbers(3), backend="nowhere")
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+def test_wrong_arguments_are_refused_by_name() -> None:
     """An argument error names the value and what is allowed, and costs no worker."""
     with pytest.raises(lz.InvalidArgument, match="int64"):
         lz.silu(np.arange(3))
@@ -270,6 +268,8 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
         lz.matmul(numbers(2, 3), numbers(2, 3))
     with pytest.raises(lz.InvalidArgument, match="is no array"):
         lz.silu(object())
+    with pytest.raises(lz.InvalidArgument, match="no backend is called 'aplha'"):
+        lz.silu(numbers(3), backend="aplha")
     for timeout_s in (0, -1.0, float("nan"), float("inf"), "1"):
         with pytest.raises(lz.InvalidArgument, match="timeout_s"):
             lz.silu(numbers(3), timeout_s=timeout_s)  # type: ignore[arg-type]

@@ -1,0 +1,301 @@
+"""The core keeps its promises in every schedule, and the simulator notices when it does not.
+
+LZ_SIM_SCHEDULES sets how many schedules run (default 3000); a failure names its seed, which `simulator.run(seed)`
+shows again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from tests import simulator
+
+from layerzero.broker import events as ev
+from layerzero.broker.records import Call, Client, Worker
+from layerzero.broker.state import BrokerState
+from layerzero.broker.worker_fsm import TRANSITIONS, WorkerState
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.errors import LayerZeroError
+
+SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "3000"))
+CHUNK = 250
+FOUND_WITHIN = 400  # schedules in which a planted bug must show
+
+# All that the core itself can answer with; the other codes belong to clients, environments and workers' own words.
+CODES = {
+    "BACKEND_ERROR",
+    "BAD_MESSAGE",
+    "BROKER_LOST",
+    "BUSY",
+    "DEADLINE",
+    "DIGEST_REQUIRED",
+    "INVALID_ARGUMENT",
+    "NO_BACKEND",
+    "OUTPUT_TOO_SMALL",
+    "POISON",
+}
+# Reasons that the core and selection.py add; match.py has its own tests for the rest.
+REASONS = {
+    Reason.BACKEND_DISABLED,
+    Reason.BACKEND_IMPORT_FAILED,
+    Reason.BACKEND_RESTARTING,
+    Reason.DTYPE_UNSUPPORTED,
+    Reason.NOT_INSTALLED,
+    Reason.NOT_PINNED,
+    Reason.OP_UNSUPPORTED,
+}
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+def test_every_schedule_keeps_the_promises(first: int) -> None:
+    """Faults meet in orders that nobody thinks of."""
+    for seed in range(first, min(first + CHUNK, SCHEDULES)):
+        simulator.run(seed)
+
+
+def test_same_seed_gives_the_same_schedule() -> None:
+    """A failure that cannot be shown again cannot be repaired."""
+    assert simulator.run(11) == simulator.run(11)
+
+
+@pytest.fixture(scope="module")
+def coverage() -> simulator.Coverage:
+    seen = simulator.Coverage()
+    for seed in range(600):
+        seen.update(simulator.run(seed))
+    return seen
+
+
+def test_schedules_take_every_transition(coverage: simulator.Coverage) -> None:
+    """A row of the table that no schedule takes is dead, or untested."""
+    assert set(coverage.transitions) == set(TRANSITIONS)
+
+
+def test_schedules_lead_to_every_code_and_reason(coverage: simulator.Coverage) -> None:
+    """An error that never occurs here may be wrong when it does elsewhere."""
+    assert set(coverage.codes) == CODES
+    assert set(coverage.reasons) == {reason.value for reason in REASONS}
+
+
+def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Coverage) -> None:
+    """What the world never does proves nothing."""
+    assert set(coverage.events) == {cls.__name__ for cls in ev.Event.__args__}
+    assert set(coverage.actions) == {cls.__name__ for cls in ev.Action.__args__}
+    assert set(coverage.fates) == {*simulator.FATES, "late_answer"}
+
+
+# --- planted bugs ----------------------------------------------------------------------------------------
+
+
+class RequeuesBeforeExit(BrokerState):
+    """Moves a call on when it asks for the kill, not when the exit is confirmed."""
+
+    def _fault(self, worker: Worker, error: LayerZeroError) -> None:
+        super()._fault(worker, error)
+        running = list(worker.running)
+        worker.running.clear()
+        for call in running:
+            self._attempt_failed(call, worker, error, exit_code=-9)
+
+
+class TakesLateAnswers(BrokerState):
+    """Uses what a killed worker still says."""
+
+    def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
+        worker = self._by_identity.get(identity)
+        if worker is not None and worker.fault is not None and worker.running:
+            return worker
+        return super()._answers_head(identity, dispatch, attempt)
+
+
+class TakesAnyAnswer(BrokerState):
+    """Does not look which dispatch is answered."""
+
+    def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
+        worker = self._by_identity.get(identity)
+        return worker if worker is not None and worker.fault is None and worker.running else None
+
+
+class AnswersTwice(BrokerState):
+    def _call_ran(self, event: ev.CallRan) -> None:
+        super()._call_ran(event)
+        self._actions += [action for action in self._actions if isinstance(action, ev.Answer)]
+
+
+class CountsCallsForEver(BrokerState):
+    def _call_ran(self, event: ev.CallRan) -> None:
+        super()._call_ran(event)
+        for action in self._actions:
+            if isinstance(action, ev.Answer):
+                self.clients[action.identity].open_calls += 1
+
+
+class LosesCallsOfDisabled(BrokerState):
+    def _disable(self, worker: Worker, cause: LayerZeroError, reason: Reason) -> None:
+        worker.waiting.clear()
+        super()._disable(worker, cause, reason)
+
+
+class LosesQueueOfDead(BrokerState):
+    def _requeue(self, call: Call, worker: Worker, event: ev.WorkerExited) -> None:
+        pass
+
+
+class ForgetsWaitersAtShutdown(BrokerState):
+    def _shutdown_asked(self, event: ev.ShutdownAsked) -> None:
+        for worker in self.workers.values():
+            worker.waiting.clear()
+        super()._shutdown_asked(event)
+
+
+class FallsBackWhileStopping(BrokerState):
+    """Gives a call to a worker that will not come any more."""
+
+    def _attempt_failed(
+        self, call: Call, worker: Worker, error: LayerZeroError, *, exit_code: int | None = None, phase: str = ""
+    ) -> None:
+        was_stopping, self.stopping = self.stopping, False
+        super()._attempt_failed(call, worker, error, exit_code=exit_code, phase=phase)
+        self.stopping = was_stopping
+
+
+class KeepsOldLoans(BrokerState):
+    """Thinks that a new worker has the arenas and plans of the one before."""
+
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
+        worker = self.workers[event.backend]
+        arenas, plans = set(worker.arenas), set(worker.plans)
+        super()._worker_exited(event)
+        worker.arenas, worker.plans = arenas, plans
+
+
+class ClosesMemoryInUse(BrokerState):
+    def _release_if_done(self, client: Client) -> None:
+        if client.has_left:
+            for arena in list(client.arenas):
+                self._release_arena(client, arena)
+
+
+class NeverClosesMemory(BrokerState):
+    def _release_if_done(self, client: Client) -> None:
+        pass
+
+
+class TrustsRetirement(BrokerState):
+    """Gives memory back without a look at the open calls."""
+
+    def _arena_given_up(self, event: ev.ArenaGivenUp) -> None:
+        client = self.clients.get(event.identity)
+        if client is not None and event.arena in client.arenas:
+            self._release_arena(client, event.arena)
+
+
+class MissesDeadlines(BrokerState):
+    def _start_clock(self, worker: Worker) -> None:
+        worker.head_since_s = self._now_s
+
+
+class MissesBackoff(BrokerState):
+    def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+        wakeup_s = self.wakeup_s
+        super()._plan_restart(worker, error, stderr_tail)
+        self.wakeup_s = wakeup_s
+
+
+class RestartsForEver(BrokerState):
+    def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+        worker.deaths_s.clear()
+        super()._plan_restart(worker, error, stderr_tail)
+
+
+class RestartsAtOnce(BrokerState):
+    def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+        super()._plan_restart(worker, error, stderr_tail)
+        worker.retry_at_s = self._now_s
+        self.wakeup_s = min(self.wakeup_s, self._now_s)
+
+
+class FeedsPoisonToAll(BrokerState):
+    def _attempt_failed(
+        self, call: Call, worker: Worker, error: LayerZeroError, *, exit_code: int | None = None, phase: str = ""
+    ) -> None:
+        call.deaths = 0
+        super()._attempt_failed(call, worker, error, exit_code=exit_code, phase=phase)
+
+
+class BlamesNobody(BrokerState):
+    """Does not see which call a worker died in."""
+
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
+        event.executing = 0
+        super()._worker_exited(event)
+
+
+class BlamesTheNext(BrokerState):
+    """Blames the call that a killed worker had come to, instead of the one it was killed for."""
+
+    def _move_calls(
+        self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
+    ) -> None:
+        running.reverse()
+        super()._move_calls(worker, running, waiting, error, event)
+
+
+class ForgetsQuarantine(BrokerState):
+    def _call_poisoned(self, event: ev.CallPoisoned) -> None:
+        pass
+
+
+class HidesRestarts(BrokerState):
+    """Reports a backend that is down as available."""
+
+    def _set_unavailable(self, backend: str, reason: Rejection | None) -> None:
+        if reason is None or reason.code is not Reason.BACKEND_RESTARTING:
+            super()._set_unavailable(backend, reason)
+
+
+class SkipsDecisions(BrokerState):
+    def _decision(self, call: Call, worker: Worker) -> int:
+        number = super()._decision(call, worker)
+        self._actions = [a for a in self._actions if not isinstance(a, ev.SendDecision) or number % 2]
+        return number
+
+
+class KeepsPlansOfForgottenRoutes(BrokerState):
+    """Forgets a signature with the last route, though calls are still open on it."""
+
+    def _call_arrived(self, event: ev.CallArrived) -> None:
+        super()._call_arrived(event)
+        client = self.clients.get(event.identity)
+        if client is not None and event.route in client.routes:
+            client.routes[event.route].signature.users = max(
+                sum(r.signature is client.routes[event.route].signature for c in self.clients.values() for r in c.routes.values()), 1
+            )
+
+
+class OverfillsWorkers(BrokerState):
+    def _place(self, call: Call) -> None:
+        super()._place(call)
+        for worker in self.workers.values():
+            if worker.state is WorkerState.READY and worker.waiting:
+                self._send(worker, worker.waiting.popleft())
+
+
+def planted(cls: type[BrokerState] = BrokerState) -> Iterator[type[BrokerState]]:
+    for mutant in cls.__subclasses__():
+        if mutant.__module__ == __name__:
+            yield mutant
+
+
+@pytest.mark.parametrize("mutant", planted(), ids=lambda cls: cls.__name__)
+def test_planted_bug_is_found(mutant: type[BrokerState]) -> None:
+    """A simulator that finds nothing may just not look."""
+    for seed in range(FOUND_WITHIN):
+        try:
+            simulator.run(seed, mutant)
+        except Exception:  # a broken promise, or a core that trips over its own state
+            return
+    pytest.fail(f"{FOUND_WITHIN} schedules did not show it")
