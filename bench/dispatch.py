@@ -267,7 +267,9 @@ def measure(quick: bool) -> tuple[list[tuple[str, str, str, str, str]], dict[str
         pipe_us = p50_us(lambda: (pipe.send_bytes(large), pipe.recv_bytes()), 5)
 
     store = lz.status()["broker"]["store"]
-    python = next(str(p) for p in Path(store, "envs").glob("torch-*/bin/python"))
+    python = next((str(p) for p in Path(store, "envs").glob("torch-*/bin/python")), None)
+    if python is None:
+        sys.exit("the torch environment is not built; run: lz env build")
     with in_process(python) as local:
         p50_us(lambda: lz.silu(x, out=out, backend="torch"), 10)
         copied = lz.last_report().copied_bytes
