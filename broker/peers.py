@@ -26,6 +26,7 @@ class Peer:
     generation: int = 0
     since_s: float = 0.0
     arenas: dict[int, int] = field(default_factory=dict)  # arena -> memfd
+    last_arena: int = -1  # numbers only grow: a worker may still map a retired one when its number comes again
 
     def close(self) -> None:
         self.sock.close()

@@ -60,6 +60,7 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
             "protocol": wire.PROTOCOL,
             "incarnation": server.incarnation,
             "up_s": round(time.time() - server.started_s, 1),
+            "stays": server.stays,
             "runtime_dir": str(server.endpoints.folder),
             "store": str(server.settings.store),
             "stale_answers": state.stale,
@@ -96,6 +97,12 @@ def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"reset": names}
 
 
+def stay(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Do not end with the last client: `lz up` finds a broker that a client has started."""
+    server.stays = True
+    return {"pid": os.getpid()}
+
+
 def shutdown(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     """Finish what runs, refuse the rest, end."""
     server.post(ev.ShutdownAsked())
@@ -106,5 +113,6 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "status": status,
     "explain": explain,
     "reset": reset,
+    "stay": stay,
     "shutdown": shutdown,
 }

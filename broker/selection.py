@@ -47,9 +47,12 @@ class CallSpec:
             raise ProtocolError(
                 f"{op.name} takes exactly the attributes {', '.join(op.attrs) or '(none)'}, all scalars"
             )
+        inputs = tuple(None if spec is None else TensorSpec.from_wire(spec) for spec in message.inputs)
+        if op.name == "attention" and any(spec is not None and spec.ndim != 4 for spec in inputs):
+            raise ProtocolError("attention takes tensors of 4 dimensions (BHSD)")
         return cls(
             op.name,
-            tuple(None if spec is None else TensorSpec.from_wire(spec) for spec in message.inputs),
+            inputs,
             tuple(TensorSpec.from_wire(spec) for spec in message.outputs),
             message.attrs,
             message.backend,

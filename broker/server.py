@@ -41,6 +41,7 @@ from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 BATCH = 64  # messages taken from one socket before the other one gets its turn
 STOP_GRACE_S = 5.0
+FIRST_CLIENT_S = 10.0  # the client that started us gets so long to say hello, whatever the linger
 MAX_STRANGERS = 64  # connections that have not said hello
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 IDLE_CHECK_S = 3600.0
@@ -65,9 +66,9 @@ class Server:
         self.started_s = time.time()
         self.processes: dict[tuple[str, int], supervisor.Process] = {}
         self.peers: dict[int, Peer] = {}
-        self._stays = stays
+        self.stays = stays
         self._ended = False
-        self._idle_since_s: float | None = time.monotonic()
+        self._idle_since_s: float | None = time.monotonic() + FIRST_CLIENT_S
         self._kill_at_s: float | None = None
         self._check_s = 0.0
         self._numbers = itertools.count(1)
@@ -145,14 +146,14 @@ class Server:
         """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
         grace."""
         due = [peer.since_s + HELLO_TIMEOUT_S for peer in self.peers.values() if not peer.role]
-        if self._idle_since_s is not None and not self._stays:
+        if self._idle_since_s is not None and not self.stays:
             due.append(self._idle_since_s + self.settings.linger_s)
         if self._kill_at_s is not None:
             due.append(self._kill_at_s)
         self._check_s = min(due, default=IDLE_CHECK_S + time.monotonic())
 
     def _housekeeping(self, now_s: float) -> None:
-        if self._idle_since_s is not None and not self._stays and now_s >= self._idle_since_s + self.settings.linger_s:
+        if self._idle_since_s is not None and not self.stays and now_s >= self._idle_since_s + self.settings.linger_s:
             self._idle_since_s = None
             self.handle(ev.ShutdownAsked())
         if self._kill_at_s is not None and now_s >= self._kill_at_s:
@@ -353,11 +354,14 @@ class Server:
             if len(fds) != 1:
                 raise ProtocolError(f"add_arena carries one descriptor, got {len(fds)}")
             memory.check_memfd(fds[0], message.nbytes)
-            if message.arena in peer.arenas or not 0 <= message.arena < wire.NO_ARENA:
-                raise ProtocolError(f"arena {message.arena} is in use or out of range")
+            if not peer.last_arena < message.arena < wire.NO_ARENA:
+                raise ProtocolError(
+                    f"arena {message.arena} is out of range; numbers grow, the last was {peer.last_arena}"
+                )
         except ProtocolError:
             _close_all(fds)
             raise
+        peer.last_arena = message.arena
         peer.arenas[message.arena] = fds[0]
         self.handle(ev.ArenaOffered(peer.identity, message.arena, message.nbytes))
         control.send(peer.sock, messages.ArenaAdded(arena=message.arena))

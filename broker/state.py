@@ -435,7 +435,6 @@ class BrokerState:
         if worker is None:
             return
         call = self._take_head(worker)
-        worker.failed += 1
         self._attempt_failed(call, worker, event.error)
 
     def _attempt_failed(
@@ -460,6 +459,7 @@ class BrokerState:
                 "phase": phase,
             }
         )
+        worker.failed += 1
         call.last_error = error
         call.tried.add(worker.backend)
         if call.deaths >= MAX_DEATHS_PER_CALL:
@@ -654,7 +654,7 @@ class BrokerState:
             self._disable(worker, cause, Reason.BACKEND_IMPORT_FAILED)
         elif len(worker.deaths_s) > limits.restart_budget:
             self._signal(worker, Signal.GIVEN_UP)
-            text = f"{len(worker.deaths_s)} deaths in {limits.restart_window_s:g} s; the last: {error.message}"
+            text = f"died {len(worker.deaths_s)} times in {limits.restart_window_s:g} s; the last time: {error.message}"
             self._disable(worker, BackendError(text, repair=f"lz restart {worker.backend}"), Reason.BACKEND_DISABLED)
         else:
             exponent = max(len(worker.deaths_s) - 1, 0)

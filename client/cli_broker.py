@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,7 @@ from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError
 
 STOP_TIMEOUT_S = 10.0
+ENDING_POLL_S = 0.1
 _STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cyan", "idle": ""}
 
 
@@ -43,15 +46,29 @@ def connection(where: Endpoints) -> Iterator[Session]:
 
 def up(*, as_json: bool) -> None:
     where = start.endpoints()
-    was_started = start.ensure_broker(where, stays=True)
+    was_started = _ensure_it_stays(where)
     pid = start.broker_pid(where)
     if as_json:
         print_json({"started": was_started, "pid": pid, "socket": str(where.control), "log": str(where.log)})
         return
     verb = "broker started" if was_started else "a broker runs already"
     out().print(f"{verb}: pid {pid}, socket {where.control}", soft_wrap=True, highlight=False)
-    if was_started:
-        note("it stays until lz down; lz status shows it")
+    note("it stays until lz down; lz status shows it")
+
+
+def _ensure_it_stays(where: Endpoints) -> bool:
+    """True when a broker was started here; one that a client had started is told to stay."""
+    deadline_s = time.monotonic() + start.START_TIMEOUT_S
+    while not start.ensure_broker(where, stays=True):
+        try:
+            with connection(where) as session:
+                session.ask("stay")
+                return False
+        except BrokerLost as exc:
+            if isinstance(exc.__cause__, TimeoutError) or time.monotonic() > deadline_s:
+                raise
+            start.wait_for_end(where, ENDING_POLL_S)  # its last client has left just now
+    return True
 
 
 def down(*, force: bool, as_json: bool) -> None:
@@ -152,16 +169,14 @@ def status(*, as_json: bool) -> None:
 
 
 def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
-    broker, clients = answer["broker"], answer["clients"][:]
-    # This very command is the newest client.
-    clients = clients[:-1]
+    broker, clients = answer["broker"], answer["clients"][:-1]  # the newest is this very command
     calls, nbytes = sum(c["open_calls"] for c in clients), sum(c["bytes"] for c in clients)
     head = Table.grid(padding=(0, 2, 0, 0))
     head.add_column(style="dim")
     head.add_column(overflow="fold")
     rows = {
         "broker": f"pid {broker['pid']}, up {_duration(broker['up_s'])}, layerzero {broker['package']}, "
-        f"protocol {broker['protocol']}",
+        f"protocol {broker['protocol']}" + ("" if broker["stays"] else "; ends with its last client (lz up: stays)"),
         "clients": f"{len(clients)} connected, {calls} open calls, {nbytes / 1e6:,.1f} MB lent",
         "socket": str(where.control),
         "store": broker["store"],
@@ -204,12 +219,21 @@ def _state(row: Mapping[str, Any]) -> str:
 
 
 def _print_wrong(answer: Mapping[str, Any]) -> None:
-    wrong = [(row["name"], row["unavailable"]["detail"]) for row in answer["backends"] if row["unavailable"]]
-    lines = [*(f"{name}: {detail}" for name, detail in wrong), *answer["problems"]]
+    wrong = {row["name"]: row["unavailable"]["detail"] for row in answer["backends"] if row["unavailable"]}
+    lines = [*_joined(wrong), *answer["problems"]]
     if lines:
         out().print(Text("\nwhat is wrong", style="bold yellow"))
         for line in lines:
-            out().print(Text(f"  {line}"), soft_wrap=True)
+            shown = re.sub("; (run|repair): ", r"\n    \1: ", line)  # the command on a line of its own, to be copied
+            out().print(Text(f"  {shown}"), soft_wrap=True)
+
+
+def _joined(details: Mapping[str, str]) -> list[str]:
+    """One line for all backends of which the same is to be said: the commands of `lz env` take several names."""
+    alike: dict[str, list[str]] = {}
+    for name, detail in details.items():
+        alike.setdefault(detail.replace(f"lz env build {name}", "lz env build NAMES"), []).append(name)
+    return [f"{', '.join(names)}: {text.replace('NAMES', ' '.join(names))}" for text, names in alike.items()]
 
 
 def _duration(seconds: float) -> str:

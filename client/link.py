@@ -245,11 +245,17 @@ class Link:
                 raise _again(self.lost)
             try:
                 control.send(self._control, messages.AddArena(arena=number, nbytes=nbytes), (fd,))
-                answer, _ = control.receive(self._control, messages.ArenaAdded, messages.Refused)
+                while True:
+                    answer, _ = control.receive(self._control, messages.ArenaAdded, messages.Refused)
+                    if isinstance(answer, messages.Refused):
+                        raise from_wire(answer.error)
+                    if answer.arena == number:  # not a late answer to one that was given up
+                        return
             except control.Closed:
                 raise BrokerLost(f"the broker (pid {self.welcome.broker_pid}) is gone") from None
-        if isinstance(answer, messages.Refused):
-            raise from_wire(answer.error)
+            except TimeoutError:
+                text = f"the broker (pid {self.welcome.broker_pid}) has not answered for {CONTROL_TIMEOUT_S:g} s"
+                raise BrokerLost(text) from None
 
     def retire_arena(self, number: int) -> None:
         with self._control_lock, contextlib.suppress(control.Closed, OSError):  # a lost broker holds no arena

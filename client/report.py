@@ -105,7 +105,7 @@ class SelectionReport:
         for c in self.candidates:
             why = "; ".join(f"{r.code}: {r.detail}" for r in c.reasons)
             if c.accepted:
-                why = "measured " + f"{c.measured_us:,.0f} us" if c.measured_us is not None else "not measured yet"
+                why = "measured " + _time(c.measured_us) if c.measured_us is not None else "not measured yet"
             verdict = "chosen" if c.kernel_id == self.kernel_id else "accepted" if c.accepted else "rejected"
             rows.append((c.kernel_id, verdict, f"{c.score:.3f}" if c.score is not None else "", why))
         return rows
@@ -138,6 +138,7 @@ class SelectionReport:
 
     def __rich__(self) -> Any:
         from rich.console import Group
+        from rich.padding import Padding
         from rich.table import Table
         from rich.text import Text
 
@@ -147,7 +148,8 @@ class SelectionReport:
         style = {"chosen": "bold green", "accepted": "green", "rejected": "dim"}
         for row in self._rows():
             table.add_row(*(Text(cell) for cell in row), style=style[row[1]])
-        notes = [Text("  " + n, style="yellow" if n.startswith("attempt") else "") for n in self._notes()]
+        styles = [(note, "yellow" if note.startswith("attempt") else "") for note in self._notes()]
+        notes = [Padding(Text(note, style=style), (0, 0, 0, 2)) for note, style in styles]
         return Group(Text(self._headline(), style="bold"), *notes, table)
 
     def _repr_html_(self) -> str:
@@ -160,3 +162,8 @@ class SelectionReport:
             f"<b>{html.escape(self._headline())}</b><ul>{notes}</ul><table><thead><tr><th>kernel</th><th>verdict</th>"
             f"<th>score</th><th>why</th></tr></thead><tbody>{rows}</tbody></table>"
         )
+
+
+def _time(us: float) -> str:
+    """With three digits or so, in the unit that suits."""
+    return f"{us:,.0f} us" if us < 1e4 else f"{us / 1e3:,.1f} ms" if us < 1e6 else f"{us / 1e6:,.2f} s"

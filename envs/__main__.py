@@ -241,8 +241,8 @@ def _report(rows: list[dict[str, Any]], as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=1))
+def _print_json(rows: object) -> None:
+    typer.echo(json.dumps({"schema": 1, "environments": rows}, indent=1))
 
 
 def _megabytes(nbytes: int | None) -> str:

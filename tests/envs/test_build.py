@@ -250,7 +250,7 @@ def test_command_line_builds_and_probes(tmp_path: Path) -> None:
     probed = command_line(tmp_path, "probe", "tiny")
     for ran in (built, probed):
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        [row] = json.loads(ran.stdout)
+        [row] = json.loads(ran.stdout)["environments"]
         assert (row["name"], row["ok"], row["probe"]["versions"]["tiny"]) == ("tiny", True, "on")
 
 
@@ -258,6 +258,6 @@ def test_command_line_tells_failure_from_wrong_usage(tmp_path: Path) -> None:
     """Scripts go by the exit code."""
     not_built = command_line(tmp_path, "probe", "tiny")
     assert not_built.returncode == 1
-    assert json.loads(not_built.stdout)[0]["repair"] == "lz env build tiny"
+    assert json.loads(not_built.stdout)["environments"][0]["repair"] == "lz env build tiny"
     unknown = command_line(tmp_path, "build", "tny")
     assert (unknown.returncode, unknown.stdout) == (2, "")

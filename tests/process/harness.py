@@ -149,9 +149,9 @@ class Site:
 
     def wait_ready(self, *names: str) -> list[int]:
         """Return the workers' pids when all of them can take calls; asks for those that are not needed yet."""
-        for name in names:
-            if self.backend(name)["state"] == "absent":
-                lz.null(backend=name)
+        absent = [name for name in names if self.backend(name)["state"] == "absent"]
+        for call in [lz.submit("null", backend=name) for name in absent]:
+            call.result()
         wait_until(lambda: all(self.backend(name)["state"] == "ready" for name in names))
         return [self.backend(name)["pid"] for name in names]
 

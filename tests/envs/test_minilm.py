@@ -1,0 +1,132 @@
+"""examples/minilm.py against transformers and torch in one process: same tokens, same vectors, also under fire."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from examples import minilm
+from examples.minilm import SentenceEncoder, Vectors, get_model_path
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from tests.envs.harness import STORE
+from tests.process.harness import ROOT, Site
+
+import layerzero as lz
+from layerzero.envs.build import ensure, resolve
+from layerzero.envs.environ import worker_environ
+from layerzero.envs.lock import read_lock
+from layerzero.envs.manifest import load
+
+MANIFEST = ROOT / "tests" / "samples" / "reference-env" / "minilm-reference.toml"
+SCRIPT = Path(__file__).with_name("minilm_reference.py")
+ENVIRONMENTS = ("onnxruntime", "tokenizers-0.23", "torch", "zentorch")
+TEXTS = [line for line in (ROOT / "examples" / "sentences.txt").read_text().splitlines() if line]
+TEXTS += ["", "東京タワー, naïve café, \N{SNOWMAN}?!", "far too long " * 200]
+
+pytestmark = pytest.mark.timeout(1200)  # the first run builds environments
+
+
+class Reference(NamedTuple):
+    vectors: Vectors
+    tokens: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp("reference")
+    (folder / "texts.json").write_text(json.dumps(TEXTS))
+    env = ensure(load(MANIFEST), store=STORE)
+    subprocess.run(
+        [env.python, SCRIPT, get_model_path(), folder / "texts.json", folder],
+        env={**worker_environ(env.environ, os.environ), "HF_HUB_OFFLINE": "1"},
+        check=True,
+    )
+    ids = np.load(folder / "ids.npy", allow_pickle=False)
+    return Reference(np.load(folder / "vectors.npy", allow_pickle=False), [row[row >= 0].tolist() for row in ids])
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    for name in ENVIRONMENTS:
+        ensure(name, store=STORE)
+    site = Site(STORE, manifest_dirs="", restart_budget=100)
+    try:
+        yield site.start()
+    finally:
+        site.stop()
+
+
+@pytest.fixture(scope="module")
+def encoder(site: Site) -> Iterator[SentenceEncoder]:
+    site.connect()
+    yield SentenceEncoder(get_model_path())
+    lz.disconnect()
+
+
+def test_vectors_are_those_of_transformers_and_torch(encoder: SentenceEncoder, reference: Reference) -> None:
+    """The point of it all: libraries that cannot meet in one process compute what one process would."""
+    cosines = np.sum(encoder.encode(TEXTS) * reference.vectors, axis=1)
+    assert {text: cosine for text, cosine in zip(TEXTS, cosines, strict=True) if not cosine >= 0.9999} == {}
+
+
+def test_tokens_are_those_of_transformers(encoder: SentenceEncoder, reference: Reference) -> None:
+    """Other tokens may still give vectors that are close."""
+    assert lz.tokenize(TEXTS, encoder.tokenizer, max_length=encoder.max_tokens) == reference.tokens
+    report = lz.last_report()
+    assert report is not None
+    assert report.backend == "tokenizers-0.23"
+
+
+def test_environments_that_cannot_be_one_share_the_work_without_copies(encoder: SentenceEncoder) -> None:
+    """By priority alone: nothing in the example names a backend."""
+    encoder.encode(TEXTS)
+    assert {report.backend for report in encoder.reports} == set(ENVIRONMENTS)
+    wanted: dict[str, SpecifierSet] = {}
+    pinned: dict[str, set[str]] = {}
+    for name in ENVIRONMENTS:
+        for requirement in map(Requirement, resolve(name).requirements("cpu")):
+            project = canonicalize_name(requirement.name)
+            wanted[project] = wanted.get(project, SpecifierSet()) & requirement.specifier
+        for project, version in read_lock(resolve(name), "cpu").pins.items():
+            pinned.setdefault(project, set()).add(version)
+    assert [p for p, specifiers in wanted.items() if not any(map(specifiers.contains, pinned[p]))] == ["numpy"]
+    copied = {copy.arg for report in encoder.reports for copy in report.copies if copy.where == "client"}
+    assert copied == {"text", "text_splits"}
+
+
+def test_worker_killed_in_mid_run_leaves_the_vectors_the_same(encoder: SentenceEncoder) -> None:
+    """A crash is a routing event: the call moves on, the caller sees nothing but the report."""
+    expected = encoder.encode(TEXTS)
+    for _ in range(minilm.MAX_KILLS):
+        vectors = minilm.encode_under_fire(encoder, TEXTS, "linear")
+        np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-4)
+        moved = [report for report in encoder.reports if len(report.attempts) > 1]
+        if moved:
+            break
+    assert [(r.op, r.attempts[0].exit_signal, r.attempts[1].outcome) for r in moved] == [("linear", 9, None)]
+
+
+def test_demo_shows_the_fallback_and_the_same_answers(site: Site) -> None:
+    """What `make demo` prints, from a client process that never loads a kernel library."""
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); print('torch' in sys.modules)"
+    with site.environment():
+        demo = subprocess.run(
+            [sys.executable, "-c", code, ROOT / "examples" / "minilm.py"],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    lines = demo.stdout.splitlines()
+    assert any(line.endswith("Calls that had to move: 1") for line in lines)
+    assert lines[-2].startswith("Same answers: True.")
+    assert lines[-1] == "False"

@@ -1,0 +1,656 @@
+"""The core's rules by example. test_simulation.py has them all at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.simulator import ARENA_BYTES, route_body
+from tests.unit.broker.driver import BODY, CLIENT, Driver
+
+from layerzero.broker import events as ev
+from layerzero.broker.worker_fsm import TRANSITIONS, IllegalTransition, Signal, WorkerState, step
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc import wire
+from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall
+from layerzero.ipc.messages import Decision, Prepare, decode, encode
+
+SPEC = ["float32", [4], [1]]
+GENTLE = BackendError("RuntimeError: kernel raised")
+
+
+def kinds(actions: list[ev.Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def refusal(actions: list[ev.Action]) -> ev.Refuse:
+    (refuse,) = (action for action in actions if isinstance(action, ev.Refuse))
+    return refuse
+
+
+# --- a call that goes well -----------------------------------------------------------------------------------
+
+
+def test_first_call_probes_spawns_prepares_and_lends_before_it_runs() -> None:
+    """A Run that finds no plan or no memory at the worker would fail there."""
+    driver = Driver()
+    assert driver.call(7) == [ev.Probe("alpha")]
+    assert driver(ev.ProbeEnded("alpha", None)) == [ev.Spawn("alpha", 1)]
+    assert driver(ev.WorkerSpawned("alpha", 1, 4711)) == []
+    prepare = encode(Prepare(op="silu", kernel_id="alpha.silu", inputs=[SPEC], outputs=[SPEC], attrs={}))
+    assert driver(ev.WorkerReady(b"W", "alpha", 1, {"lib": "1"})) == [
+        ev.SendPrepare(b"W", 1, prepare),
+        ev.LendArena("alpha", 1, 1, 1),
+        ev.Run(b"W", 1, 1, 1, 1, BODY),
+    ]
+    decide, answer = driver(ev.CallRan(b"W", 1, 1, 5000, b"sizes"))
+    assert isinstance(decide, ev.SendDecision)
+    assert (decide.identity, decide.route, decide.decision) == (CLIENT, 1, 1)
+    decision = decode(decide.body, Decision)
+    assert (decision.backend, decision.kernel_id, decision.worker_pid) == ("alpha", "alpha.silu", 4711)
+    assert [(c["backend"], c["accepted"]) for c in decision.candidates] == [
+        ("alpha", True),
+        ("beta", True),
+        ("gamma", True),
+    ]
+    assert answer == ev.Answer(CLIENT, 7, 1, 1, 5000, b"sizes", [])
+    assert driver.state.clients[CLIENT].open_calls == 0
+
+
+def test_later_call_sends_a_run_and_an_answer_only() -> None:
+    """The steady state does the least possible."""
+    driver = Driver()
+    driver.ran(driver.serve(1))
+    driver.ran(driver.serve(2))  # decided anew: a worker has become ready since the first
+    actions = driver.call(3)
+    assert kinds(actions) == ["Run"]
+    assert kinds(driver.ran(driver.run_of(actions))) == ["Answer"]
+
+
+def test_calls_beyond_the_depth_wait_and_follow_one_by_one() -> None:
+    """A worker's queue must stay short, so that a crash takes few calls with it."""
+    driver = Driver(depth=2)
+    first = driver.serve(1)
+    assert kinds(driver.call(2)) == ["Run"]
+    assert driver.call(3) == []
+    actions = driver.ran(first)
+    assert kinds(actions) == ["Run", "SendDecision", "Answer"]
+
+
+def test_runner_up_is_kept_warm() -> None:
+    """A fallback that must start a worker first is slow."""
+    driver = Driver(standby=1)
+    assert driver.call(1) == [ev.Probe("alpha"), ev.Probe("beta")]
+
+
+def test_pinned_call_warms_no_other_backend() -> None:
+    """It would never fall back to it."""
+    driver = Driver(standby=1)
+    driver.route(2, backend="beta")
+    assert driver.call(1, route=2) == [ev.Probe("beta")]
+
+
+# --- refusals ------------------------------------------------------------------------------------------------
+
+
+def test_call_above_the_limit_is_busy() -> None:
+    """An unbounded queue only hides that too much is asked."""
+    driver = Driver(max_in_flight=2)
+    driver.call(1)
+    driver.call(2)
+    refuse = refusal(driver.call(3))
+    assert (refuse.seq, refuse.error.code, refuse.error.facts) == (3, "BUSY", {"limit": 2})
+    assert driver.state.clients[CLIENT].open_calls == 2
+
+
+def test_call_that_no_kernel_accepts_names_every_reason() -> None:
+    """Without the reasons nobody could repair it."""
+    missing = Rejection(Reason.NOT_INSTALLED, "its environment is not built; run: lz env build gamma")
+    driver = Driver("alpha", "gamma", unusable={"gamma": missing})
+    driver.route(2, dtype="float16")
+    refuse = refusal(driver.call(1, route=2))
+    assert refuse.error.code == "NO_BACKEND"
+    assert "lz env build gamma" in refuse.error.message
+    assert [[r["code"] for r in c["reasons"]] for c in refuse.candidates] == [
+        ["DTYPE_UNSUPPORTED"],
+        ["DTYPE_UNSUPPORTED", "NOT_INSTALLED"],
+    ]
+
+
+def test_pinned_call_tells_the_others_reason() -> None:
+    """NOT_PINNED is the one reason that the caller gave."""
+    driver = Driver("alpha", "beta")
+    driver.route(2, op="gelu", backend="beta")
+    driver(ev.ProbeEnded("beta", None))
+    driver.call(1, route=2)
+    refuse = refusal(driver(ev.ProbeEnded("beta", EnvError("no module named lib", repair="lz env build beta"))))
+    assert refuse.error.code == "BACKEND_ERROR"
+    reasons = {c["backend"]: [r["code"] for r in c["reasons"]] for c in refuse.candidates}
+    assert reasons["alpha"] == ["NOT_PINNED"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.CallArrived(CLIENT, 99, 1, 0.0, BODY),
+        ev.CallArrived(CLIENT, 1, 1, 0.0, BODY[:-1]),
+        ev.CallArrived(CLIENT, 1, 1, 0.0, wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(2, 0, 0, 64)])),
+        ev.CallArrived(CLIENT, 1, 1, 0.0, wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(1, 0, 65, 64)])),
+        ev.CallArrived(CLIENT, 1, 1, 0.0, wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(1, 0, 2**64 - 8, 16)])),
+        ev.CallArrived(CLIENT, 1, 1, 0.0, wire.pack_refs([wire.Ref(1, 0, 0, 15), wire.Ref(1, 0, 64, 64)])),
+        ev.CallArrived(CLIENT, 1, 1, 0.0, wire.pack_refs([wire.Ref(wire.NO_ARENA, 0, 0, 64)] * 2)),
+        ev.RouteDefined(CLIENT, 1, route_body()),
+        ev.RouteDefined(CLIENT, 2, b"\xc1"),
+        ev.RouteDefined(CLIENT, 2, route_body(op="nonsense")),
+        ev.ArenaOffered(CLIENT, 1, ARENA_BYTES),
+    ],
+)
+def test_client_that_breaks_the_protocol_is_dropped(event: ev.Event) -> None:
+    """Its memory layout cannot be trusted any more; the other clients' can."""
+    driver = Driver()
+    driver.join(b"C2", 2)
+    actions = driver(event)
+    assert kinds(actions) == ["DropClient", "CloseArena"]
+    assert list(driver.state.clients) == [b"C2"]
+
+
+# --- failures and fallback -----------------------------------------------------------------------------------
+
+
+def test_raise_falls_back_and_is_recorded() -> None:
+    """Nothing is silent: the report shows the attempt that failed."""
+    driver = Driver("alpha", "beta")
+    run = driver.serve(1)
+    assert kinds(driver.raised(run, GENTLE)) == ["Probe"]
+    again = driver.run_of(driver.ready("beta"))
+    assert again.attempt == 2
+    answer = driver.ran(again)[-1]
+    assert isinstance(answer, ev.Answer)
+    assert answer.attempts == [
+        {
+            "backend": "alpha",
+            "kernel_id": "alpha.silu",
+            "worker_pid": 1,
+            "code": "BACKEND_ERROR",
+            "detail": "RuntimeError: kernel raised",
+            "exit_signal": None,
+            "exit_code": None,
+            "phase": "",
+        }
+    ]
+    assert driver.state.workers["alpha"].state is WorkerState.READY
+
+
+def test_fallback_prefers_a_warm_backend() -> None:
+    """The caller has waited for one failure already."""
+    driver = Driver()
+    driver.route(2, backend="gamma")
+    driver.ran(driver.serve(1, route=2))
+    driver.route(3)
+    run = driver.serve(2, route=3)
+    actions = driver.raised(run, GENTLE)
+    assert driver.run_of(actions).identity == driver.state.workers["gamma"].identity
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("id 9 is outside [0, 4)"), OutputTooSmall("small", needed=[8])])
+def test_error_of_the_call_itself_ends_it(error: LayerZeroError) -> None:
+    """Another kernel would say the same."""
+    driver = Driver()
+    refuse = refusal(driver.raised(driver.serve(1), error))
+    assert (refuse.error, refuse.attempts) == (error, [])
+
+
+def test_crash_falls_back_with_signal_and_phase() -> None:
+    """A crash is a routing event."""
+    driver = Driver("alpha", "beta")
+    run = driver.serve(1)
+    assert kinds(driver.dies("alpha", run.dispatch)) == ["Probe"]
+    answer = driver.ran(driver.run_of(driver.ready("beta")))[-1]
+    assert isinstance(answer, ev.Answer)
+    (attempt,) = answer.attempts
+    assert (attempt["code"], attempt["exit_signal"], attempt["phase"]) == ("BACKEND_ERROR", 11, "executing")
+
+
+def test_exit_without_an_error_is_a_crash_while_a_call_is_owed() -> None:
+    """os._exit(0) in a kernel must not look like an answer."""
+    driver = Driver("alpha")
+    run = driver.serve(1)
+    refuse = refusal(driver.dies("alpha", run.dispatch, exit_code=0))
+    assert refuse.error.code == "BACKEND_ERROR"
+    assert (refuse.attempts[0]["exit_signal"], refuse.attempts[0]["exit_code"]) == (None, 0)
+
+
+def test_calls_behind_a_crash_move_on_unblamed() -> None:
+    """They only lost their place."""
+    driver = Driver("alpha", "beta", depth=4)
+    first = driver.serve(1)
+    driver.call(2)
+    driver.dies("alpha", first.dispatch)
+    waiting = driver.state.workers["beta"].waiting
+    assert [(call.seq, call.deaths, call.attempts[0]["phase"]) for call in waiting] == [
+        (1, 1, "executing"),
+        (2, 0, "queued"),
+    ]
+
+
+def test_pinned_call_behind_a_crash_waits_for_the_restart() -> None:
+    """It was not at fault, and it has nowhere else to go."""
+    driver = Driver("alpha", depth=4)
+    driver.route(2, backend="alpha")
+    first = driver.serve(1, route=2)
+    driver.call(2, route=2)
+    refuse = refusal(driver.dies("alpha", first.dispatch))
+    assert refuse.seq == 1
+    assert driver.tick(0.7) == [ev.Spawn("alpha", 2)]
+    assert kinds(driver.ready("alpha")) == ["SendPrepare", "LendArena", "Run"]
+
+
+def test_pinned_error_reaches_the_caller() -> None:
+    """Who insists on a backend gets its answer, not another one's."""
+    driver = Driver()
+    driver.route(2, backend="beta")
+    refuse = refusal(driver.raised(driver.serve(1, route=2), GENTLE))
+    assert refuse.error is GENTLE
+    assert [attempt["backend"] for attempt in refuse.attempts] == ["beta"]
+
+
+def test_last_candidate_failing_ends_the_call_with_all_attempts() -> None:
+    """BackendError, not NoBackend: kernels were tried."""
+    driver = Driver("alpha", "beta")
+    driver.raised(driver.serve(1), GENTLE)
+    refuse = refusal(driver.raised(driver.run_of(driver.ready("beta")), GENTLE))
+    assert refuse.error.code == "BACKEND_ERROR"
+    assert [attempt["backend"] for attempt in refuse.attempts] == ["alpha", "beta"]
+
+
+# --- deadlines -----------------------------------------------------------------------------------------------
+
+
+def test_deadline_kills_and_falls_back_only_after_the_exit() -> None:
+    """A hung kernel may still write into the caller's memory until it is dead."""
+    driver = Driver("alpha", "beta")
+    run = driver.serve(1, timeout_s=2.0)
+    assert driver.state.wakeup_s == driver.now_s + 2.0
+    assert driver.tick(2.0) == [ev.Kill("alpha", 1)]
+    assert driver.ran(run) == []  # too late to count
+    assert driver.state.stale == 1
+    assert kinds(driver.dies("alpha", run.dispatch, exit_code=-9)) == ["Probe"]
+    answer = driver.ran(driver.run_of(driver.ready("beta")))[-1]
+    assert isinstance(answer, ev.Answer)
+    assert [attempt["code"] for attempt in answer.attempts] == ["DEADLINE"]
+
+
+def test_deadline_counts_from_the_turn_of_a_call() -> None:
+    """The clock measures the kernel, not the queue before it."""
+    driver = Driver("alpha")
+    first = driver.serve(1, timeout_s=2.0)
+    driver.call(2, timeout_s=2.0)
+    driver.now_s += 1.5
+    driver.ran(first)
+    assert driver.tick(1.5) == []
+    assert driver.tick(0.5) == [ev.Kill("alpha", 1)]
+
+
+def test_only_the_overdue_call_is_blamed_for_a_deadline() -> None:
+    """The worker may have come to the next call by the time the kill reaches it."""
+    driver = Driver("alpha", depth=2)
+    driver.route(2, backend="alpha")
+    driver.serve(1, route=2, timeout_s=2.0)
+    second = driver.run_of(driver.call(2, route=2, timeout_s=2.0))
+    driver.tick(2.0)
+    refuse = refusal(driver.dies("alpha", second.dispatch, exit_code=-9))
+    assert (refuse.seq, refuse.error.code) == (1, "DEADLINE")
+    assert [call.seq for call in driver.state.workers["alpha"].waiting] == [2]
+
+
+def test_deadline_ends_a_call_without_a_candidate_as_such() -> None:
+    """The caller must see that it was time that ran out."""
+    driver = Driver("alpha")
+    run = driver.serve(1, timeout_s=2.0)
+    driver.tick(2.0)
+    assert refusal(driver.dies("alpha", run.dispatch, exit_code=-9)).error.code == "DEADLINE"
+
+
+# --- wrong answers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dispatch", "attempt"), [(1, 0), (0, 1), (999, 0)])
+def test_wrong_answer_kills_its_sender(dispatch: int, attempt: int) -> None:
+    """A worker that answers what it was not asked cannot be believed in anything."""
+    driver = Driver("alpha")
+    run = driver.serve(1)
+    assert driver(ev.CallRan(run.identity, run.dispatch + dispatch, run.attempt + attempt, 1, b"")) == [
+        ev.Kill("alpha", 1)
+    ]
+
+
+def test_second_answer_kills_its_sender() -> None:
+    """It would answer the next call."""
+    driver = Driver("alpha")
+    run = driver.serve(1)
+    driver.ran(run)
+    assert driver.ran(run) == [ev.Kill("alpha", 1)]
+
+
+def test_bad_bytes_blame_the_call_that_the_worker_had() -> None:
+    """A pinned caller learns what happened."""
+    driver = Driver("alpha")
+    driver.route(2, backend="alpha")
+    run = driver.serve(1, route=2)
+    assert driver(ev.WorkerMisbehaved("alpha", 1, "bad message: not msgpack")) == [ev.Kill("alpha", 1)]
+    assert refusal(driver.dies("alpha", run.dispatch, exit_code=-9)).error.code == "BAD_MESSAGE"
+
+
+def test_answer_of_a_worker_that_is_gone_is_dropped() -> None:
+    """Its call has moved on."""
+    driver = Driver("alpha", "beta")
+    run = driver.serve(1)
+    driver.dies("alpha", run.dispatch)
+    assert driver.ran(run) == []
+    assert driver.state.stale == 1
+
+
+# --- poison --------------------------------------------------------------------------------------------------
+
+
+def poisoned() -> Driver:
+    driver = Driver()
+    run = driver.serve(1)
+    driver.dies("alpha", run.dispatch)
+    run = driver.run_of(driver.ready("beta"))
+    refuse = refusal(driver.dies("beta", run.dispatch))
+    assert (refuse.error.code, refuse.error.facts) == ("POISON", {"quarantine_s": 600.0})
+    assert [attempt["backend"] for attempt in refuse.attempts] == ["alpha", "beta"]
+    return driver
+
+
+def test_call_that_killed_two_workers_is_refused() -> None:
+    """It would kill every backend there is."""
+    assert poisoned().state.workers["gamma"].state is WorkerState.ABSENT
+
+
+def test_quarantine_refuses_the_inputs_and_lets_others_pass() -> None:
+    """One bad call must not take a signature from everybody."""
+    driver, bad, good = poisoned(), b"b" * 16, b"g" * 16
+    driver(ev.CallPoisoned(CLIENT, 1, bad))
+    assert refusal(driver.call(2)).error.code == "DIGEST_REQUIRED"
+    assert refusal(driver.call(3, digest=bad)).error.code == "POISON"
+    assert kinds(driver.call(4, digest=good)) == ["Probe"]
+
+
+def test_quarantine_ends() -> None:
+    """The library may be repaired meanwhile."""
+    driver, bad = poisoned(), b"b" * 16
+    driver(ev.CallPoisoned(CLIENT, 1, bad))
+    driver.now_s += 600.0
+    assert kinds(driver.call(2, digest=bad)) == ["Probe"]
+    assert kinds(driver.call(3)) == []
+
+
+# --- restarts ------------------------------------------------------------------------------------------------
+
+
+def test_restarts_back_off_and_end_at_the_budget_with_a_repair() -> None:
+    """A backend that keeps dying must not eat the machine, and somebody must learn how to repair it."""
+    driver = Driver("alpha", restart_budget=2)
+    driver.ran(driver.serve(1))
+    delays = []
+    for _ in range(2):
+        driver.dies("alpha")
+        delays.append(driver.state.wakeup_s - driver.now_s)
+        driver.now_s = driver.state.wakeup_s
+        assert kinds(driver(ev.Tick())) == ["Spawn"]
+        driver.ready("alpha")
+    assert [0.75 * s <= delay <= 1.25 * s for delay, s in zip(delays, (0.5, 1.0), strict=True)] == [True, True]
+    driver.dies("alpha")
+    assert driver.state.workers["alpha"].state is WorkerState.DISABLED
+    refuse = refusal(driver.call(2))
+    (reason,) = refuse.candidates[0]["reasons"]
+    assert reason["code"] == "BACKEND_DISABLED"
+    assert "repair: lz " in reason["detail"]
+
+
+def test_deaths_outside_the_window_are_forgotten() -> None:
+    """A crash a day is no crash loop."""
+    driver = Driver("alpha", restart_budget=1, restart_window_s=30.0)
+    driver.ran(driver.serve(1))
+    for _ in range(5):
+        driver.dies("alpha")
+        assert driver.state.workers["alpha"].state is WorkerState.BACKOFF
+        driver.tick(40.0)
+        driver.ready("alpha")
+
+
+def test_worker_that_never_loads_is_a_configuration_failure() -> None:
+    """It is not tried again in a loop; the caller learns the cause and the repair, waiting or not."""
+    driver = Driver("alpha")
+    driver.route(2, backend="alpha")
+    driver.call(1, route=2)
+    driver(ev.ProbeEnded("alpha", None))
+    refuse = refusal(driver.dies("alpha", exit_code=1, stderr="Traceback\nImportError: libfoo.so.9 is missing\n"))
+    assert "libfoo.so.9 is missing" in refuse.error.message
+    assert refuse.error.facts["repair"] == "lz env probe alpha"
+    assert driver.state.workers["alpha"].state is WorkerState.DISABLED
+    (reason,) = refusal(driver.call(2, route=2)).candidates[0]["reasons"]
+    assert reason["code"] == "BACKEND_IMPORT_FAILED"
+
+
+def test_provider_that_loads_for_ever_is_killed_and_disabled() -> None:
+    """Nothing hangs."""
+    driver = Driver("alpha", start_timeout_s=60.0)
+    driver.call(1)
+    driver(ev.ProbeEnded("alpha", None))
+    assert driver.tick(60.0) == [ev.Kill("alpha", 1)]
+    driver.dies("alpha", exit_code=-9)
+    assert driver.state.workers["alpha"].state is WorkerState.DISABLED
+    assert driver.state.unavailable["alpha"].code is Reason.BACKEND_IMPORT_FAILED
+
+
+@pytest.mark.parametrize("step_failed", ["probe", "spawn"])
+def test_backend_that_cannot_start_is_passed_over(step_failed: str) -> None:
+    """A waiting call goes to the next candidate, with the cause among its attempts."""
+    driver = Driver("alpha", "beta")
+    driver.call(1)
+    error = EnvError("no module named lib", repair="lz env build alpha")
+    if step_failed == "probe":
+        actions = driver(ev.ProbeEnded("alpha", error))
+    else:
+        driver(ev.ProbeEnded("alpha", None))
+        actions = driver(ev.SpawnFailed("alpha", 1, error))
+    assert actions == [ev.Probe("beta")]
+    (call,) = driver.state.workers["beta"].waiting
+    assert call.attempts[0]["detail"] == "the alpha backend is disabled: no module named lib"
+
+
+def test_reset_gives_a_disabled_backend_another_chance() -> None:
+    """After a repair nobody should have to restart the broker."""
+    driver = Driver("alpha")
+    driver.call(1)
+    driver(ev.ProbeEnded("alpha", EnvError("broken")))
+    assert driver(ev.BackendReset("alpha", None)) == []
+    assert driver.call(2) == [ev.Probe("alpha")]
+
+
+def test_reset_of_a_backend_in_back_off_serves_those_who_wait() -> None:
+    """They must not be forgotten with its failures."""
+    driver = Driver("alpha", depth=2)
+    driver.route(2, backend="alpha")
+    first = driver.serve(1, route=2)
+    driver.call(2, route=2)
+    driver.dies("alpha", first.dispatch)
+    assert driver(ev.BackendReset("alpha", None)) == [ev.Probe("alpha")]
+    assert driver.run_of(driver.ready("alpha")).dispatch == 3
+
+
+# --- clients that leave, memory, signatures -------------------------------------------------------------------
+
+
+def test_memory_of_a_client_that_left_is_closed_after_its_last_call() -> None:
+    """A worker may still write into it."""
+    driver = Driver("alpha")
+    run = driver.serve(1)
+    driver.call(2)
+    driver.call(3)
+    assert kinds(driver(ev.ClientLeft(CLIENT))) == []
+    assert driver.ran(run) == []
+    second = ev.Run(run.identity, 1, run.dispatch + 1, 1, 1, BODY)
+    assert driver.ran(second) == [
+        ev.SendDrop(run.identity, 1),
+        ev.TakeBackArena("alpha", 1, 1, 1),
+        ev.CloseArena(1, 1),
+    ]
+
+
+def test_memory_of_a_client_that_left_is_closed_after_a_confirmed_exit() -> None:
+    """A kill that is on its way stops no write."""
+    driver = Driver("alpha")
+    driver.serve(1, timeout_s=2.0)
+    driver(ev.ClientLeft(CLIENT))
+    assert driver.tick(2.0) == [ev.Kill("alpha", 1)]
+    assert driver.dies("alpha", 1, exit_code=-9) == [ev.CloseArena(1, 1)]
+
+
+def test_retired_arena_is_taken_back_and_closed() -> None:
+    """Memory that its owner gave up must not stay mapped."""
+    driver = Driver("alpha")
+    driver.ran(driver.serve(1))
+    assert driver(ev.ArenaGivenUp(CLIENT, 1)) == [ev.TakeBackArena("alpha", 1, 1, 1), ev.CloseArena(1, 1)]
+    assert kinds(driver.call(2)) == ["DropClient", "SendDrop"]
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_arena_retired_under_an_open_call_drops_the_client(is_running: bool) -> None:
+    """A waiting call would be sent with memory that the broker has closed."""
+    driver = Driver("alpha")
+    if is_running:
+        driver.serve(1)
+    else:
+        driver.call(1)
+    actions = driver(ev.ArenaGivenUp(CLIENT, 1))
+    assert kinds(actions)[0] == "DropClient"
+    assert ("CloseArena" in kinds(actions)) == (not is_running)
+
+
+def test_plan_lives_until_the_last_open_call_of_a_forgotten_route() -> None:
+    """A call that waited would prepare a plan that nobody drops."""
+    driver = Driver("alpha", depth=1)
+    first = driver.serve(1)
+    driver.call(2)
+    assert driver(ev.RouteForgotten(CLIENT, 1)) == []
+    second = driver.run_of(driver.ran(first))
+    assert second.plan == first.plan
+    assert kinds(driver.ran(second)) == ["Answer", "SendDrop"]
+
+
+def test_equal_signatures_share_a_plan() -> None:
+    """Preparing a kernel may take seconds."""
+    driver = Driver("alpha")
+    driver.join(b"C2", 2)
+    first = driver.serve(1)
+    actions = driver.call(1, identity=b"C2")
+    assert kinds(actions) == ["LendArena", "Run"]
+    assert driver.run_of(actions).plan == first.plan
+
+
+def test_new_worker_gets_plans_and_memory_again() -> None:
+    """It knows nothing of what the one before was told."""
+    driver = Driver("alpha")
+    driver.ran(driver.serve(1))
+    driver.dies("alpha")
+    driver.tick(1.0)
+    driver.ready("alpha")
+    assert kinds(driver.call(2)) == ["SendPrepare", "LendArena", "Run"]
+
+
+def test_dead_worker_is_told_nothing() -> None:
+    """Its identity leads nowhere."""
+    driver = Driver("alpha")
+    driver.ran(driver.serve(1))
+    driver.dies("alpha")
+    assert driver(ev.ClientLeft(CLIENT)) == [ev.CloseArena(1, 1)]
+
+
+# --- the end -------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_finishes_what_runs_and_refuses_the_rest() -> None:
+    """A running kernel's result is worth the wait; a queue is not."""
+    driver = Driver("alpha", depth=1)
+    run = driver.serve(1)
+    driver.call(2)
+    refuse, stop = driver(ev.ShutdownAsked())
+    assert isinstance(refuse, ev.Refuse)
+    assert (refuse.seq, refuse.error.code) == (2, "BROKER_LOST")
+    assert stop == ev.StopWorker("alpha", 1, run.identity)
+    assert kinds(driver.ran(run)) == ["SendDecision", "Answer"]
+    assert refusal(driver.call(3)).error.code == "BROKER_LOST"
+    assert driver.dies("alpha", exit_code=0) == [ev.Exit()]
+
+
+def test_idle_broker_ends_at_once() -> None:
+    """There is nobody to wait for."""
+    assert Driver()(ev.ShutdownAsked()) == [ev.Exit()]
+
+
+def test_failure_during_shutdown_ends_the_call() -> None:
+    """The worker it would fall back to will not come."""
+    driver = Driver("alpha", "beta")
+    run = driver.serve(1)
+    driver(ev.ShutdownAsked())
+    assert refusal(driver.raised(run, GENTLE)).error.code == "BROKER_LOST"
+
+
+def test_worker_that_misbehaves_during_shutdown_is_killed_at_once() -> None:
+    """Its late answers must not count, and the grace period is for those that behave."""
+    driver = Driver("alpha")
+    run = driver.serve(1)
+    driver(ev.ShutdownAsked())
+    assert driver(ev.WorkerMisbehaved("alpha", 1, "garbage")) == [ev.Kill("alpha", 1)]
+    assert driver.ran(run) == []
+    assert kinds(driver.dies("alpha", run.dispatch, exit_code=-9)) == ["Refuse", "Exit"]
+
+
+def test_deadlines_hold_during_shutdown() -> None:
+    """A hang must not turn into the grace period."""
+    driver = Driver("alpha")
+    driver.serve(1, timeout_s=2.0)
+    driver(ev.ShutdownAsked())
+    assert driver.tick(2.0) == [ev.Kill("alpha", 1)]
+
+
+def test_memory_of_those_who_left_is_closed_at_shutdown() -> None:
+    """Nothing is left behind."""
+    driver = Driver("alpha")
+    driver.serve(1)
+    driver(ev.ShutdownAsked())
+    driver(ev.ClientLeft(CLIENT))
+    assert driver.dies("alpha", exit_code=-9) == [ev.CloseArena(1, 1), ev.Exit()]
+
+
+def test_tick_without_anything_due_plans_no_other() -> None:
+    """An idle broker sleeps."""
+    driver = Driver("alpha")
+    driver.ran(driver.serve(1))
+    driver.tick(100.0)
+    assert driver.state.wakeup_s == math.inf
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+
+def test_step_knows_the_table_and_nothing_else() -> None:
+    """A signal out of place is a bug of the core and must not pass."""
+    for state in WorkerState:
+        for signal in Signal:
+            if (state, signal) in TRANSITIONS:
+                assert step(state, signal) is TRANSITIONS[state, signal]
+            else:
+                with pytest.raises(IllegalTransition, match=f"{signal.name} in state {state.name}"):
+                    step(state, signal)
+
+
+def test_every_state_can_be_reached_and_left() -> None:
+    """Only STOPPED is final."""
+    assert {state for state, _ in TRANSITIONS} == set(WorkerState) - {WorkerState.STOPPED}
+    assert set(TRANSITIONS.values()) == set(WorkerState)
