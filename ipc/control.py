@@ -5,6 +5,7 @@ Its end of file is how either side learns of the other's death. Used by client, 
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 import struct
@@ -25,11 +26,17 @@ class Closed(Exception):
 
 
 def connect(path: Path, *, timeout_s: float) -> socket.socket:
-    """Connect to a broker's control socket. Raises OSError when nobody listens there."""
+    """Connect to a broker's control socket. Raises TimeoutError, or another OSError when nobody listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        sock.settimeout(timeout_s)
+        # Python's own timeout makes the socket non-blocking, and then a full backlog is an error instead of a wait.
+        seconds, fraction = divmod(timeout_s, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(fraction * 1e6)))
         sock.connect(str(path))
+        sock.settimeout(timeout_s)
+    except BlockingIOError:
+        sock.close()
+        raise TimeoutError(f"{path} does not accept connections") from None
     except BaseException:
         sock.close()
         raise
@@ -78,7 +85,7 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
     nothing is there on a non-blocking socket, TimeoutError when the socket's timeout is over.
     """
     try:
-        data, fds, flags, _ = socket.recv_fds(sock, MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        data, fds, flags = _receive(sock)
     except ConnectionResetError as exc:
         raise Closed from exc
     if not data:
@@ -91,3 +98,13 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
         for fd in fds:
             os.close(fd)
         raise
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    """socket.recv_fds, which drops its flags (up to Python 3.14 at least): children would inherit the descriptors."""
+    fds = array.array("i")
+    data, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, socket.CMSG_LEN(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, value in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(value[: len(value) - len(value) % fds.itemsize])
+    return data, list(fds), flags

@@ -23,13 +23,16 @@ FLOAT = ["float32", [4], [1]]
 QKV = ["float32", [1, 2, 3, 8], [48, 24, 8, 1]]
 ATTENTION = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
 DESCRIPTORS = sorted((Path(descriptor.__file__).parent / "descriptors").glob("*.json"))
+OURS = {path.stem: descriptor.load(path) for path in DESCRIPTORS}
 
 
 def verdict(backend: str, priority: int = 50, *reasons: Rejection) -> Verdict:
     return Verdict(f"{backend}.silu", backend, reasons, priority)
 
 
-def ranked(*verdicts: Verdict, pinned: str = "", measured: dict[str, float] | None = None, **down: Rejection) -> list[str]:
+def ranked(
+    *verdicts: Verdict, pinned: str = "", measured: dict[str, float] | None = None, **down: Rejection
+) -> list[str]:
     spec = CallSpec.parse(route_body(backend=pinned))
     return [v.backend for v in rank(spec, verdicts, down, measured or {}) if v.is_accepted]
 
@@ -149,10 +152,9 @@ def routes(draw: st.DrawFn) -> bytes:
 @given(routes())
 def test_no_route_breaks_the_broker(body: bytes) -> None:
     """A client's nonsense ends in an error or a verdict with reasons, never in an exception of the broker."""
-    capabilities = {path.stem: descriptor.load(path) for path in DESCRIPTORS}
     try:
         spec = CallSpec.parse(body)
     except LayerZeroError:
         return
-    for one in static_verdicts(spec, capabilities):
+    for one in static_verdicts(spec, OURS):
         assert all(reason.detail for reason in one.reasons)

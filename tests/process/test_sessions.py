@@ -1,0 +1,578 @@
+"""Clients and their broker: sharing, threads, forks, futures, back-pressure, leaving, and peers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from tests.backends.toy import HANG, RAISE, fault
+from tests.process.harness import Site, is_running, wait_ended, wait_until
+
+import layerzero as lz
+from layerzero.ipc import control, memory, messages, wire
+
+X = np.array([1, 2, 3], np.float32)
+may_fork = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns in threaded processes
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    wide = np.asarray(x, np.float64)
+    return wide / (1 + np.exp(-wide))
+
+
+def check(x: np.ndarray, result: np.ndarray) -> None:
+    np.testing.assert_allclose(result, silu(x), rtol=1e-5)
+
+
+# --- one broker for all
+
+
+def test_processes_share_one_broker(connected: Site) -> None:
+    """One set of workers, one view of what is broken."""
+    other = connected.python("print(lz.connect().broker_pid, lz.session().broker_pid)")
+    assert other.communicate(timeout=30)[0].split() == [str(lz.session().broker_pid)] * 2
+    assert connected.connect() is lz.session()
+
+
+CROWD = """
+import os, sys
+start_read, start_write = os.pipe()
+stop_read, stop_write = os.pipe()
+children = 8
+for _ in range(children):
+    if os.fork() == 0:
+        os.close(start_write), os.close(stop_write)
+        os.read(start_read, 1)
+        os.write(1, f"{lz.connect().broker_pid}\\n".encode())
+        os.read(stop_read, 1)
+        os._exit(0)
+os.close(start_write)
+sys.stdin.read()
+"""
+
+
+def test_eight_processes_that_connect_at_once_start_one_broker(new_site: Callable[..., Site]) -> None:
+    """A launcher starts all ranks in the same millisecond; two brokers would split the machine."""
+    site = new_site(linger_s=0.1)
+    crowd = site.python(CROWD, stdin=subprocess.PIPE)
+    assert crowd.stdin is not None
+    assert crowd.stdout is not None
+    pids = {crowd.stdout.readline().strip() for _ in range(8)}
+    assert len(pids) == 1
+    assert len(site.events("broker.started")) == 1
+    crowd.stdin.close()
+    crowd.wait()
+    crowd.stdout.close()
+    wait_ended(int(pids.pop()))
+
+
+def test_a_broker_ends_with_its_last_client(new_site: Callable[..., Site]) -> None:
+    """lz.connect() must not leave daemons behind, nor end a broker that others use."""
+    site = new_site(linger_s=0.05)
+    pid = site.connect().broker_pid
+    second = site.python("lz.connect()\nprint(1, flush=True)\ninput()", stdin=subprocess.PIPE)
+    assert second.stdin is not None
+    assert second.stdout is not None
+    second.stdout.readline()
+    workers = site.wait_ready("alpha")
+    lz.disconnect()
+    assert is_running(pid)
+    second.stdin.close()
+    second.wait()
+    second.stdout.close()
+    wait_ended(pid)
+    assert not any(is_running(worker) for worker in workers)
+
+
+def test_connecting_while_the_broker_ends_starts_another(new_site: Callable[..., Site]) -> None:
+    """Short scripts one after the other hit the moment when the last client has just left."""
+    site = new_site(linger_s=0.001)
+    pids = set()
+    for _ in range(6):
+        pids.add(site.connect().broker_pid)
+        lz.null(backend="null")
+        lz.disconnect()
+    assert len(site.events("broker.started")) == len(pids)
+
+
+def test_a_broker_that_stays_outlives_its_clients(connected: Site) -> None:
+    """`lz up` is for services; they keep warm workers between clients."""
+    pid = lz.session().broker_pid
+    (alpha,) = connected.wait_ready("alpha")
+    lz.disconnect()
+    connected.connect()
+    assert lz.session().broker_pid == pid
+    assert connected.wait_ready("alpha") == [alpha]
+
+
+# --- threads, futures, forks
+
+
+@pytest.mark.usefixtures("connected")
+def test_sixteen_threads_get_their_own_answers() -> None:
+    """Crossed replies would be wrong results that look right."""
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for i in range(60):
+            shape = rng.choice([(3,), (2, 5), (64, 64), (0, 4), ()])
+            dtype = rng.choice(["float32", "float64"])
+            x = (np.arange(int(np.prod(shape))) + 1000 * seed + i).reshape(shape).astype(dtype) / 1000
+            kind = rng.randrange(5)
+            if kind == 0:
+                check(x, lz.silu(x, backend=rng.choice(["alpha", "beta", "gamma"])))
+            elif kind == 1:
+                out = lz.empty(shape, dtype)
+                check(x, lz.silu(lz.share(x), out=out))
+            elif kind == 2:
+                a = np.full((2, 2), seed, dtype)
+                np.testing.assert_allclose(lz.matmul(a, a), a @ a)
+            elif kind == 3:
+                with pytest.raises(lz.BackendError):
+                    lz.silu(np.array([fault(RAISE), seed, i]))
+            else:
+                futures = [lz.submit(lz.silu, x + n) for n in range(3)]
+                for n in (2, 0, 1):
+                    check(x + n, futures[n].result())
+            report = lz.last_report()
+            assert report is not None
+            assert report.op == ("matmul" if kind == 2 else "silu")
+
+    with ThreadPoolExecutor(16) as threads:
+        for done in [threads.submit(work, seed) for seed in range(16)]:
+            done.result(timeout=100)
+
+
+@pytest.mark.usefixtures("connected")
+def test_futures_can_be_asked_in_any_order_and_awaited() -> None:
+    """Results come back as kernels finish; who asks when must not matter."""
+    inputs = [np.full(4, i, np.float32) for i in range(200)]
+    futures = [lz.submit("silu", x) for x in inputs]
+    for i in random.Random(7).sample(range(200), 100):
+        check(inputs[i], futures[i].result())
+        check(inputs[i], futures[i].result())  # again gives the same
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*futures)
+
+    for x, result in zip(inputs, asyncio.run(gather()), strict=True):
+        check(x, result)
+
+
+@pytest.mark.usefixtures("connected")
+def test_done_becomes_true_without_anyone_waiting() -> None:
+    """Polling is how event loops and progress bars look at futures."""
+    future = lz.submit(lz.silu, X)
+    wait_until(future.done, 10)
+    check(X, future.result())
+    failing = lz.submit(lz.silu, np.array([fault(RAISE)]), backend="alpha")
+    wait_until(failing.done, 10)
+    for _ in range(2):
+        with pytest.raises(lz.BackendError):
+            failing.result()
+
+
+def test_submit_takes_ops_only() -> None:
+    """A function that is no op would run here, in the caller's process, at once."""
+    for wrong in (len, "len", "connect", None):
+        with pytest.raises(lz.InvalidArgument, match="is not an op"):
+            lz.submit(wrong)  # type: ignore[arg-type]
+
+
+def in_fork(work: Callable[[], object]) -> object:
+    """Run `work` in a forked child and return what it returned; raises what it raised."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def main() -> None:
+        try:
+            sender.send(work())
+        except BaseException as exc:
+            sender.send(exc)
+
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    sender.close()
+    with receiver:
+        assert receiver.poll(30), "the child hangs"
+        answer = receiver.recv()
+    child.join()
+    child.close()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+@may_fork
+def test_a_forked_child_gets_a_connection_of_its_own(connected: Site) -> None:
+    """Data loaders and servers fork after set-up; answers must not cross, and neither side may notice the other."""
+    shared = lz.share(X)
+    check(X, lz.silu(shared))
+
+    def work() -> tuple[np.ndarray, int, bool]:
+        result = lz.silu(shared)
+        return np.array(result), lz.session().broker_pid, lz.connect() is lz.session()
+
+    for _ in range(2):
+        result, pid, is_same = in_fork(work)  # type: ignore[misc]
+        check(X, result)
+        assert (pid, is_same) == (connected.broker_pid, True)
+        check(X, lz.silu(shared))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if lz.silu(X).shape == (3,) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    wait_until(lambda: len(lz.status()["clients"]) == 1)
+
+
+@may_fork
+def test_a_fork_in_the_middle_of_other_threads_calls_works(connected: Site) -> None:
+    """Locks that another thread held at the fork belong to nobody in the child."""
+    stop = threading.Event()
+
+    def call() -> None:
+        n = 0
+        while not stop.is_set():
+            n = n % 500 + 1
+            check(np.ones(n, np.float32), lz.silu(np.ones(n, np.float32)))
+
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(call) for _ in range(4)]
+        try:
+            for _ in range(8):
+                check(X, in_fork(lambda: np.array(lz.silu(X))))  # type: ignore[arg-type]
+        finally:
+            stop.set()
+        for done in calls:
+            done.result()
+
+
+@may_fork
+@pytest.mark.usefixtures("connected")
+def test_a_future_from_before_the_fork_is_refused_in_the_child() -> None:
+    """Its answer goes to the parent; a child that waited would wait for ever, or steal it."""
+    future = lz.submit(lz.silu, X)
+    with pytest.raises(lz.BrokerLost, match="before this process was forked"):
+        in_fork(future.result)
+    check(X, future.result())
+
+
+# --- back-pressure and leaving
+
+
+def test_more_open_calls_than_allowed_are_busy(new_site: Callable[..., Site]) -> None:
+    """A queue without a limit hides overload until memory is gone; one that is full says so and recovers."""
+    site = new_site(max_in_flight=4, standby=0, backoff_s=0.01)
+    site.connect()
+    site.wait_ready("alpha")
+    hanging = [lz.submit(lz.silu, np.array([fault(HANG), i]), backend="alpha", timeout_s=0.1) for i in range(4)]
+    with pytest.raises(lz.Busy, match="allowed: 4") as failure:
+        lz.silu(X)
+    assert failure.value.facts["limit"] == 4
+    for call in hanging:
+        with pytest.raises(lz.BackendError):
+            call.result()
+    check(X, lz.silu(X))
+
+
+@pytest.mark.usefixtures("connected")
+def test_who_submits_without_waiting_is_slowed_down_and_not_cut_off() -> None:
+    """Answers that nobody reads must not fill the broker's queue until it takes the client for dead."""
+    futures: list[Any] = []
+    while len(futures) < 6_000:
+        try:
+            futures.append(lz.submit("null", backend="alpha"))
+        except lz.Busy:
+            futures[-1].result()
+    for future in futures:
+        assert future.result() is None
+
+
+def test_disconnect_ends_open_calls_as_cancelled(connected: Site) -> None:
+    """Whoever waits in another thread must be told, at once; the memory of the call is not used again."""
+    connected.wait_ready("gamma")
+    session = lz.session()
+    waiting = threading.Event()
+
+    def hang() -> None:
+        future = lz.submit(lz.silu, np.array([fault(HANG), 1], np.float32), backend="gamma", timeout_s=0.5)
+        waiting.set()
+        future.result()
+
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(hang) for _ in range(3)]
+        wait_until(lambda: connected.backend("gamma")["running"] == 3)
+        lz.disconnect()
+        for call in calls:
+            with pytest.raises(lz.Cancelled, match="session was closed"):
+                call.result(timeout=10)
+    with pytest.raises(lz.NotConnected, match=r"lz\.connect\(\)"):
+        lz.silu(X)
+    with pytest.raises(lz.NotConnected, match=r"lz\.connect\(\)"):
+        session.ask("status")
+    lz.disconnect()
+    connected.connect()
+    check(X, lz.silu(X))
+    from layerzero.client import link
+
+    assert len(link._quarantine) == 3
+    wait_until(lambda: connected.backend("gamma")["running"] == 0)
+    link._quarantine.clear()  # that worker is dead now
+
+
+def test_disconnecting_under_load_neither_hangs_nor_crashes(connected: Site) -> None:
+    """Shutdown code runs while other threads still work."""
+
+    def call() -> str:
+        while True:
+            try:
+                check(X, lz.silu(X))
+            except (lz.Cancelled, lz.NotConnected) as exc:
+                return exc.code
+
+    with ThreadPoolExecutor(6) as threads:
+        for _ in range(10):
+            calls = [threads.submit(call) for _ in range(6)]
+            for _ in range(20):
+                lz.status()
+            lz.disconnect()
+            assert {c.result(timeout=20) for c in calls} <= {"CANCELLED", "NOT_CONNECTED"}
+            connected.connect()
+    from layerzero.client import link
+
+    wait_until(lambda: all(b["running"] + b["waiting"] == 0 for b in lz.status()["backends"]))
+    link._quarantine.clear()
+
+
+def test_using_an_op_before_connect_says_so() -> None:
+    """The first error of most new users."""
+    lz.disconnect()
+    for use in (lambda: lz.silu(X), lz.status, lz.last_report, lambda: lz.explain("silu", X)):
+        with pytest.raises(lz.NotConnected, match=r"call lz\.connect\(\) first"):
+            use()
+
+
+# --- peers that misbehave
+
+
+def test_another_protocol_version_is_refused_by_name(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guessing at the other side's bytes gives wrong results; both versions and the way out must be named."""
+    sock = control.connect(connected.endpoints.control, timeout_s=5)
+    hello = messages.Hello(protocols=[98, 99], role="client", package="9.9", pid=os.getpid())
+    control.send(sock, hello)
+    answer, _ = control.receive(sock, messages.Refused)
+    assert answer.error["code"] == "VERSION_MISMATCH"
+    for fact in (f"speaks protocol {wire.PROTOCOL}", "9.9", "98, 99", "lz down"):
+        assert fact in answer.error["message"]
+    assert sock.recv(1) == b""
+    sock.close()
+    lz.disconnect()
+    protocol = wire.PROTOCOL
+    monkeypatch.setattr(wire, "PROTOCOL", 99)
+    with pytest.raises(lz.VersionMismatch, match=rf"speaks protocol {protocol}.*speaks 99"):
+        connected.connect()
+
+
+HELLO = messages.Hello(protocols=[wire.PROTOCOL], role="client", package="0", pid=1)
+NOISE: dict[str, bytes] = {
+    "nothing": b"",
+    "random bytes": random.Random(7).randbytes(4000),
+    "too large": b"\xc1" * 65_000,
+    "a bomb of nested lists": b"\x91" * 60_000,
+    "a map that claims four billion entries": b"\xdf\xff\xff\xff\xff",
+    "another message than a hello": messages.encode(messages.RetireArena(arena=1)),
+    "an unknown role": messages.encode(messages.Hello(protocols=[wire.PROTOCOL], role="king", package="0", pid=1)),
+    "a worker without a ticket": messages.encode(
+        messages.Hello(protocols=[wire.PROTOCOL], role="worker", package="0", pid=1, ticket=b"guess")
+    ),
+}
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_noise_on_the_control_socket_is_cut_off(connected: Site, noise: str) -> None:
+    """Any process of the user can connect; only those that speak the protocol stay."""
+    sock = control.connect(connected.endpoints.control, timeout_s=10)
+    if NOISE[noise]:
+        sock.send(NOISE[noise])
+        wait_until(lambda: sock.recv(1 << 16) == b"")  # after a last word, perhaps
+    sock.close()
+    check(X, lz.silu(X))
+
+
+def test_a_client_that_breaks_the_protocol_is_dropped_alone(connected: Site) -> None:
+    """Its mistakes must not cost others a call, the broker its life, or a worker its time."""
+    connected.wait_ready("alpha", "beta")
+    mine = [c["number"] for c in lz.status()["clients"]]
+    workers = [connected.backend(name)["pid"] for name in ("alpha", "beta")]
+    route = messages.encode(messages.Route(op="null", inputs=[], outputs=[], attrs={}))
+    bad_attention = messages.Route(
+        op="attention",
+        inputs=[["float32", [1], [1]]] * 3 + [None],
+        outputs=[["float32", [1], [1]]],
+        attrs={"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"},
+    )
+    silu_route = messages.Route(
+        op="silu", inputs=[["float32", [4], [1]]], outputs=[["float32", [4], [1]]], attrs={}, backend=""
+    )
+    requests: list[list[bytes]] = [
+        [b""],
+        [b"\xff" * 31],
+        [struct.pack("<H", 7) + b"\0" * 60],
+        [wire.pack(99)],
+        [wire.pack(wire.Kind.RUN)],
+        [wire.pack(wire.Kind.EXECUTE, route=5, seq=1)],
+        [wire.pack(wire.Kind.ROUTE, route=1, body=b"\xc1")],
+        [wire.pack(wire.Kind.ROUTE, route=1, body=messages.encode(bad_attention))],
+        [wire.pack(wire.Kind.ROUTE, route=1, body=route), wire.pack(wire.Kind.ROUTE, route=1, body=route)],
+        [wire.pack(wire.Kind.POISONED, route=1, body=b"short")],
+        [wire.pack(wire.Kind.REQUEST, seq=1, body=b"\xc1")],
+        [
+            wire.pack(wire.Kind.ROUTE, route=1, body=messages.encode(silu_route)),
+            wire.pack(wire.Kind.EXECUTE, route=1, seq=1, body=wire.pack_refs([wire.Ref(3, 0, 0, 16)] * 2)),
+        ],
+        [
+            wire.pack(wire.Kind.ROUTE, route=1, body=messages.encode(silu_route)),
+            wire.pack(wire.Kind.EXECUTE, route=1, seq=1, body=b"\0" * 7),
+        ],
+    ]
+    context = zmq.Context()
+    for frames in requests:
+        sock, dealer = _bare_client(connected, context)
+        for frame in frames:
+            dealer.send(frame)
+        try:
+            wait_until(lambda sock=sock: sock.recv(1 << 16) == b"", 5)  # type: ignore[misc]
+        except (AssertionError, TimeoutError):
+            pytest.fail(f"{frames} is accepted")
+        dealer.close(linger=0)
+        sock.close()
+    context.term()
+    wait_until(lambda: [c["number"] for c in lz.status()["clients"]] == mine)
+    assert [connected.backend(name)["pid"] for name in ("alpha", "beta")] == workers
+    check(X, lz.silu(X))
+
+
+def test_requests_that_make_no_sense_are_answered_with_an_error(connected: Site) -> None:
+    """`lz` of another version may ask for more than this broker knows; that is no reason to hang up."""
+    for method, params in (
+        ("stauts", {}),
+        ("explain", {}),
+        ("explain", {"route": 7}),
+        ("reset", {"backend": "nowhere"}),
+        ("reset", {"backend": ["alpha"]}),
+    ):
+        with pytest.raises(lz.LayerZeroError) as failure:
+            lz.session().ask(method, **params)
+        assert failure.value.code == "INVALID_ARGUMENT"
+    with pytest.raises(lz.InvalidArgument, match="known: status"):
+        lz.session().ask("stauts")
+    check(X, lz.silu(X))
+
+
+def test_strangers_on_the_zmq_socket_are_ignored(connected: Site) -> None:
+    """Without a welcome nobody has an identity that the broker knows."""
+    paths = [p for p in connected.folder.iterdir() if p.is_socket() and p != connected.endpoints.control]
+    assert len(paths) == 2
+    context = zmq.Context()
+    for path in paths:
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"ipc://{path}")
+        for frame in (b"", b"\xff" * 100_000, wire.pack(wire.Kind.REQUEST), wire.pack(wire.Kind.READY)):
+            dealer.send(frame)
+            dealer.send_multipart([frame, frame, frame])
+        raw = socket.socket(socket.AF_UNIX)
+        raw.connect(str(path))
+        raw.send(b"GET / HTTP/1.0\r\n\r\n")
+        check(X, lz.silu(X))
+        raw.close()
+        dealer.close(linger=0)
+    context.term()
+    check(X, lz.silu(X))
+
+
+def test_a_flood_of_silent_connections_shuts_nobody_out(connected: Site) -> None:
+    """Whoever connects and says nothing takes a descriptor; there is a limit, and the oldest goes first."""
+    before = len(os.listdir(f"/proc/{connected.broker_pid}/fd"))
+    flood = [control.connect(connected.endpoints.control, timeout_s=5) for _ in range(300)]
+    wait_until(lambda: lz.status() and len(os.listdir(f"/proc/{connected.broker_pid}/fd")) < before + 80)
+    other = connected.python("lz.connect()\nprint(lz.null(backend='alpha'))")
+    assert other.communicate(timeout=30)[0].split() == ["None"]
+    for sock in flood:
+        sock.close()
+    check(X, lz.silu(X))
+
+
+def test_arenas_are_checked_before_they_are_lent(connected: Site) -> None:
+    """A memfd that can still shrink is a SIGBUS in every worker that maps it."""
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    good = memory.create_memfd("good", 4096)
+    context = zmq.Context()
+    for fds, nbytes in (((unsealed,), 4096), ((good,), 8192), ((), 4096), ((good, good), 4096), ((0,), 4096)):
+        sock, dealer = _bare_client(connected, context)
+        control.send(sock, messages.AddArena(arena=1, nbytes=nbytes), fds)
+        answer, _ = control.receive(sock, messages.Refused)
+        assert answer.error["code"] == "BAD_MESSAGE"
+        assert sock.recv(1) == b""
+        dealer.close(linger=0)
+        sock.close()
+    context.term()
+    os.close(unsealed)
+    os.close(good)
+    check(X, lz.silu(X))
+
+
+def _bare_client(site: Site, context: zmq.Context[Any]) -> tuple[socket.socket, zmq.Socket[bytes]]:
+    """A welcomed client without any of our client code."""
+    sock = control.connect(site.endpoints.control, timeout_s=5)
+    control.send(sock, HELLO)
+    welcome, _ = control.receive(sock, messages.Welcome)
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.ROUTING_ID, welcome.identity)
+    dealer.connect(welcome.endpoint)
+    return sock, dealer
+
+
+# --- the runtime folder
+
+
+def test_a_runtime_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    """Whoever can write there could put a socket of his own in the broker's place."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(lz.ConfigError, match=r"mode 0700.*mode 0755.*chmod 0700"):
+        lz.connect(runtime_dir=folder)
+    folder.chmod(0o700)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(lz.ConfigError, match="must be a directory"):
+        lz.connect(runtime_dir=link)
+    with pytest.raises(lz.ConfigError, match="too long for unix sockets"):
+        lz.connect(runtime_dir=tmp_path / ("x" * 100))
+
+
+def test_sockets_and_logs_are_for_their_owner_only(connected: Site) -> None:
+    """Payloads never pass there, but identities do."""
+    connected.wait_ready("alpha")
+    open_to_others = [p.name for p in connected.folder.iterdir() if not p.is_dir() and p.stat().st_mode & 0o077]
+    assert open_to_others == []
+    assert connected.folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_broker_that_cannot_start_shows_why(new_site: Callable[..., Site]) -> None:
+    """The daemon's stderr is a file; its last words belong into the error."""
+    site = new_site(depth="many")
+    with pytest.raises(lz.BrokerLost, match=r"LAYERZERO_DEPTH.*got 'many'"):
+        site.connect()

@@ -1,0 +1,162 @@
+"""Who may import whom, as data. Reads the source; runs nothing."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# package -> (our packages, third-party modules). "" is `layerzero` itself, for its version.
+MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
+    "ipc": (set(), {"msgpack", "zmq"}),
+    "capabilities": ({"ipc"}, {"pydantic"}),
+    "envs": ({"ipc"}, {"packaging", "platformdirs", "pydantic", "rich", "typer"}),
+    "workers": ({"ipc"}, {"msgpack", "zmq"}),
+    "broker": (
+        {"", "ipc", "capabilities", "envs"},
+        {"msgpack", "platformdirs", "pydantic", "pydantic_settings", "zmq"},
+    ),
+    "client": ({"", "ipc"}, {"ml_dtypes", "numpy", "rich", "zmq"}),
+}
+# Files that may import more than their package.
+EXTRA: dict[str, set[str]] = {
+    "client/cli.py": {"layerzero.envs", "typer"},
+    "client/facade/__init__.py": {"layerzero.client"},
+}
+# Modules that only these files of a package may import.
+ONLY_IN: dict[tuple[str, str], set[str]] = {
+    ("ipc", "zmq"): {"ipc/sockets.py"},
+    ("ipc", "msgpack"): {"ipc/messages.py"},
+    ("client", "zmq"): {"client/link.py"},
+    ("broker", "zmq"): {"broker/server.py"},
+    ("broker", "subprocess"): {"broker/supervisor.py"},
+}
+# The core decides and does nothing else: no clock, no files, no sockets.
+PURE = (
+    "broker/events.py",
+    "broker/records.py",
+    "broker/selection.py",
+    "broker/state.py",
+    "broker/worker_fsm.py",
+    "capabilities/match.py",
+)
+PURE_STDLIB = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "functools",
+    "itertools",
+    "math",
+    "random",
+    "typing",
+}
+# What turns bytes into code or objects into anything. No peer's bytes may come near it.
+BANNED_MODULES = {"cloudpickle", "dill", "imp", "joblib", "jsonpickle", "marshal", "pickle", "shelve", "yaml"}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput"}
+LOADS_CODE = {"import_module", "spec_from_file_location", "exec_module"}
+MAY_LOAD_CODE = {"client/facade/__init__.py", "workers/boot.py"}
+
+FILES = sorted(path.relative_to(ROOT).as_posix() for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
+
+
+def tree(file: str) -> ast.Module:
+    """What is copied into foreign environments must parse on the oldest Python there."""
+    oldest = (3, 10) if file.startswith(("ipc/", "workers/")) else (3, 11)
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"), file, feature_version=oldest)
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """Full names of the modules that code imports; relative imports are ruff's to refuse."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Import):
+            yield from (alias.name for alias in one.names)
+        elif isinstance(one, ast.ImportFrom) and one.module == "layerzero":
+            names = [alias.name for alias in one.names]
+            yield from ("layerzero" if name.startswith("__") else f"layerzero.{name}" for name in names)
+        elif isinstance(one, ast.ImportFrom):
+            yield one.module or "."
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_stay_in_layer(file: str) -> None:
+    """A file imports the stdlib, its own package, and what the tables grant."""
+    package = file.partition("/")[0]
+    ours, third_party = MAY_IMPORT[package]
+    extra = EXTRA.get(file, set())
+    for name in imported(tree(file)):
+        top, _, rest = name.partition(".")
+        layer = rest.partition(".")[0]
+        if top == "layerzero":
+            is_allowed = layer in ours | {package} or f"layerzero.{layer}" in extra
+        elif file.startswith("workers/providers/"):
+            is_allowed = top not in BANNED_MODULES
+        else:
+            is_allowed = top in sys.stdlib_module_names | third_party | extra
+        assert is_allowed, f"{file}: {package} may not import {name}"
+        only = ONLY_IN.get((package, top))
+        assert only is None or file in only, f"{file}: {top} belongs into {only}"
+
+
+@pytest.mark.parametrize("file", PURE)
+def test_core_imports_nothing_that_does_io(file: str) -> None:
+    """What it decides must depend on its events alone, or the simulator proves nothing."""
+    outside = {name for name in imported(tree(file)) if not name.startswith(("layerzero.", "pydantic"))}
+    assert {name.partition(".")[0] for name in outside} <= PURE_STDLIB
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("workers/providers/")])
+def test_provider_imports_its_library_when_it_is_loaded(file: str) -> None:
+    """Listing the providers must not load any library."""
+    code = tree(file)
+    code.body = [n for n in code.body if not isinstance(n, ast.FunctionDef | ast.ClassDef) and not is_type_checking(n)]
+    for name in imported(code):
+        assert name.partition(".")[0] in sys.stdlib_module_names | {"layerzero"}, f"{file}: {name} at import time"
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_turns_bytes_into_code(file: str) -> None:
+    """pickle over a socket, eval of a manifest, a shell around a name: each has been somebody's CVE."""
+    code = tree(file)
+    for name in imported(code):
+        assert name.partition(".")[0] not in BANNED_MODULES, f"{file}: {name}"
+    for node in ast.walk(code):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called not in BANNED_CALLS, f"{file}:{node.lineno}: {called}"
+        assert called.rpartition(".")[2] not in LOADS_CODE or file in MAY_LOAD_CODE, f"{file}:{node.lineno}: {called}"
+        for keyword in node.keywords:
+            is_shell = keyword.arg == "shell" and not (
+                isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            )
+            assert not is_shell, f"{file}:{node.lineno}: shell=True"
+
+
+def test_tables_name_files_that_exist() -> None:
+    """An exception that outlives its file would hide the next one."""
+    named = {*EXTRA, *PURE, *MAY_LOAD_CODE, *(file for files in ONLY_IN.values() for file in files)}
+    assert named <= set(FILES)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import os.path, zmq", ["os.path", "zmq"]),
+        ("from layerzero import broker, __version__", ["layerzero.broker", "layerzero"]),
+        ("def f():\n    from layerzero.broker import state", ["layerzero.broker"]),
+    ],
+)
+def test_the_reader_sees_every_form_of_import(source: str, names: list[str]) -> None:
+    """A test that overlooks a form would pass what it should refuse."""
+    assert list(imported(ast.parse(source))) == names
