@@ -26,6 +26,7 @@ class Launcher:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._held: dict[str, ExitStack] = {}
+        self._plans: dict[str, build.Env] = {}
         found, problems = discover(settings.manifest_dirs)
         self.manifests: dict[str, EnvManifest] = {}
         self.capabilities: dict[str, Capability] = {}
@@ -47,10 +48,16 @@ class Launcher:
                 self.unusable[name] = Rejection(Reason.NOT_INSTALLED, missing)
 
     def _plan(self, backend: str) -> build.Env:
-        return build.plan(self.manifests[backend], variant=self._settings.variant, store=self._settings.store)  # type: ignore[arg-type]
+        """What the manifest and its lock describe; read again by `missing`, so after every reset."""
+        env = self._plans.get(backend)
+        if env is None:
+            env = build.plan(self.manifests[backend], variant=self._settings.variant, store=self._settings.store)
+            self._plans[backend] = env
+        return env
 
     def missing(self, backend: str) -> str | None:
         """Why this backend's environment cannot be used as it is, with the command that builds it; None if it can."""
+        self._plans.pop(backend, None)
         try:
             env = self._plan(backend)
         except (EnvError, ConfigError) as exc:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import platformdirs
 from pydantic import Field, ValidationError, field_validator
@@ -40,7 +40,7 @@ class Settings(BaseSettings):
     manifest_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
         (), description="more folders with env manifests, separated by ':'"
     )
-    variant: str = Field("cpu", description="accelerator variant of the environments: cpu, cu12, cu13")
+    variant: Literal["cpu", "cu12", "cu13"] = Field("cpu", description="accelerator variant of the environments")
     timeout_s: Seconds = Field(60.0, description="how long one attempt of a call may run, when the call does not say")
     start_timeout_s: Seconds = Field(120.0, description="how long a provider may take to load")
     linger_s: Annotated[float, Field(ge=0)] = Field(1.0, description="life of an idle broker after its last client")

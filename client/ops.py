@@ -290,5 +290,5 @@ def _sized_plan(op: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...],
 
 
 def _shape(value: int | Sequence[int]) -> Any:
-    """Hashable, so that it can be part of a call's key; plans.py checks it."""
-    return value if isinstance(value, int) else tuple(value)
+    """As a tuple, so that it can be part of a call's key; plans.py checks it."""
+    return (value,) if isinstance(value, int) else tuple(value)

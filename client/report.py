@@ -114,14 +114,7 @@ class SelectionReport:
         notes = []
         for a in self.attempts:
             if a.outcome is not None:
-                ended = (
-                    f" (signal {a.exit_signal})"
-                    if a.exit_signal
-                    else f" (exit {a.exit_code})"
-                    if a.exit_code is not None
-                    else ""
-                )
-                notes.append(f"attempt on {a.kernel_id} failed: {a.outcome}{ended}: {a.detail}")
+                notes.append(f"attempt on {a.kernel_id} failed: {a.outcome}: {a.detail}")
         for copy in self.copies:
             notes.append(f"copied {copy.arg}: {copy.nbytes:,} bytes in the {copy.where}, {copy.reason}")
         if self.elapsed_us is not None and not self.copies:

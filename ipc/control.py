@@ -101,7 +101,7 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    """socket.recv_fds, which drops its flags (up to Python 3.14 at least): children would inherit the descriptors."""
+    """socket.recv_fds, which in Python 3.11 drops its flags: children would inherit the descriptors."""
     fds = array.array("i")
     data, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, socket.CMSG_LEN(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, value in ancillary:

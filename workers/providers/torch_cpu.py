@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
@@ -47,7 +48,10 @@ def load() -> Loaded:
 
         return bound
 
-    return Loaded(versions={"torch": torch.__version__}, kernels={f"torch.{op}": bind for op in builders})
+    return Loaded(
+        versions={"torch": torch.__version__, "numpy": version("numpy")},
+        kernels={f"torch.{op}": bind for op in builders},
+    )
 
 
 class _Torch:

@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from layerzero.workers.provider import Block, Bound, Call, Loaded
@@ -30,7 +31,10 @@ def load() -> Loaded:
         "zentorch.linear": library.linear,
         "zentorch.rms_norm": library.rms_norm,
     }
-    return Loaded(versions={"zentorch": zentorch.__version__, "torch": torch.__version__}, kernels=kernels)
+    return Loaded(
+        versions={"zentorch": zentorch.__version__, "torch": torch.__version__, "numpy": version("numpy")},
+        kernels=kernels,
+    )
 
 
 class _Zentorch:

@@ -145,7 +145,7 @@ def test_runtime_folder_behind_a_link_is_refused(tmp_path: Path) -> None:
 
 def test_long_runtime_folder_is_refused_before_bind_fails(tmp_path: Path) -> None:
     """The kernel's own message names neither the limit nor the setting."""
-    with pytest.raises(ConfigError, match="at most 107 bytes.*set LAYERZERO_RUNTIME_DIR"):
+    with pytest.raises(ConfigError, match=r"at most 107 bytes.*set LAYERZERO_RUNTIME_DIR"):
         open_endpoints(tmp_path / ("x" * 100))
 
 

@@ -62,6 +62,7 @@ def test_misspelt_failpoint_is_refused(text: str) -> None:
 )
 def test_deadly_action_ends_the_process_as_named(action: str, exit_code: int) -> None:
     """The faults are real, not exceptions that look like them."""
-    code = f"from layerzero.workers.failpoint import Failpoints; Failpoints('executing={action}').hit('executing'); exit(9)"
+    hit = f"Failpoints('executing={action}').hit('executing')"
+    code = f"from layerzero.workers.failpoint import Failpoints; {hit}; exit(9)"
     done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), stderr=subprocess.DEVNULL, check=False)
     assert done.returncode == exit_code
