@@ -84,7 +84,7 @@ def test_a_worker_lost_in_any_phase_costs_one_attempt(new_site: Callable[..., Si
     assert took_s < ANSWER_LIMIT_S + (timeout_s or 0)
     if report.backend == "at-sent":
         report, took_s = call(shaped(5), timeout_s=timeout_s)
-        assert report.backend == "beta"
+        assert report.backend in ("alpha", "beta")
         assert took_s < ANSWER_LIMIT_S + (timeout_s or 0)
 
 

@@ -1,0 +1,112 @@
+"""docs/protocol.md by example: tests/samples/protocol_vectors.json, for this implementation and for any other.
+
+Bytes are hex. In fields, bytes are {"hex": "..."}; references are [arena, flags, offset, nbytes].
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from layerzero.ipc import wire
+from layerzero.ipc.errors import BY_CODE, ProtocolError, from_wire
+from layerzero.ipc.messages import MESSAGES, decode, encode
+
+PATH = Path(__file__).parents[2] / "samples" / "protocol_vectors.json"
+VECTORS: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
+
+
+def plain(value: Any) -> Any:
+    """JSON to what msgpack holds."""
+    match value:
+        case {"hex": str(text)} if len(value) == 1:
+            return bytes.fromhex(text)
+        case dict():
+            return {key: plain(item) for key, item in value.items()}
+        case list():
+            return [plain(item) for item in value]
+    return value
+
+
+def names(vectors: list[dict[str, Any]]) -> list[str]:
+    return [vector["name"] for vector in vectors]
+
+
+@pytest.mark.parametrize("vector", VECTORS["messages"], ids=names(VECTORS["messages"]))
+def test_message_vector_holds_both_ways(vector: dict[str, Any]) -> None:
+    """Other implementations are written from these."""
+    cls = MESSAGES[vector["kind"]]
+    message = cls(**plain(vector["fields"]))
+    assert decode(bytes.fromhex(vector["hex"]), cls) == message
+    assert encode(message).hex() == vector["hex"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["frames"], ids=names(VECTORS["frames"]))
+def test_frame_vector_holds_both_ways(vector: dict[str, Any]) -> None:
+    """The header's fields, and a body of the sort that the kind says."""
+    frame, header = bytes.fromhex(vector["hex"]), vector["header"]
+    assert wire.unpack(frame) == wire.Header(wire.PROTOCOL, **header)
+    assert wire.Kind[vector["kind"]] == header["kind"]
+    body = frame[wire.HEADER_BYTES :]
+    match vector["body"]:
+        case {"refs": refs, **rest}:
+            made = wire.pack_refs([wire.Ref(*ref) for ref in refs]) + bytes.fromhex(rest.get("digest", ""))
+            assert [list(ref) for ref in wire.unpack_refs(body, len(refs))] == refs
+        case {"message": kind, "fields": given}:
+            message = MESSAGES[kind](**plain(given))
+            made = encode(message)
+            assert decode(body, MESSAGES[kind]) == message
+        case {"msgpack": value}:
+            made = msgpack.packb(plain(value))
+            assert msgpack.unpackb(body) == plain(value)
+        case {"hex": text}:
+            made = bytes.fromhex(text)
+        case other:
+            pytest.fail(f"a body of no known sort: {other}")
+    assert wire.pack(**header, body=made) == frame
+
+
+@pytest.mark.parametrize("vector", VECTORS["errors"], ids=lambda vector: vector["code"])
+def test_error_vector_holds_both_ways(vector: dict[str, Any]) -> None:
+    """Code, message and facts are what another language sees of an error."""
+    error = from_wire(msgpack.unpackb(bytes.fromhex(vector["hex"])))
+    assert (type(error), error.retry) == (BY_CODE[vector["code"]], vector["retry"])
+    assert (error.message, error.facts) == (vector["message"], plain(vector["facts"]))
+    assert msgpack.packb(error.to_wire()).hex() == vector["hex"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["refused"], ids=names(VECTORS["refused"]))
+def test_refused_vector_is_refused(vector: dict[str, Any]) -> None:
+    """Every implementation must refuse the same things."""
+    data = bytes.fromhex(vector["hex"])
+    with pytest.raises(ProtocolError):
+        if vector["as"] == "frame":
+            wire.unpack(data)
+        else:
+            decode(data, MESSAGES[vector["as"]])
+
+
+def test_vectors_cover_the_whole_protocol() -> None:
+    """A kind without a vector is a kind that others must guess."""
+    assert VECTORS["protocol"] == wire.PROTOCOL
+    assert {vector["kind"] for vector in VECTORS["messages"]} == set(MESSAGES)
+    assert {vector["kind"] for vector in VECTORS["frames"]} == {kind.name for kind in wire.Kind}
+    assert {vector["code"] for vector in VECTORS["errors"]} == set(BY_CODE)
+
+
+def test_document_names_the_whole_protocol() -> None:
+    """docs/protocol.md is the authority; what it does not name is not in the protocol."""
+    text = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    for kind in wire.Kind:
+        assert f"| {kind.value} | {kind.name} |" in text
+    for name, cls in MESSAGES.items():
+        assert f"`{name}`" in text
+        for field in fields(cls):
+            assert f"`{field.name}`" in text, f"{name}.{field.name}"
+    for code, error in BY_CODE.items():
+        assert f"| {code} | {error.retry} |" in text
