@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.broker.selection import Signature
 from layerzero.broker.worker_fsm import WorkerState
-from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc import wire
+from layerzero.ipc.errors import LayerZeroError, ProtocolError
 
 MAX_CHECKED_BODIES = 256
 
@@ -22,6 +24,32 @@ class Route:
     checked: OrderedDict[bytes, tuple[int, ...]] = field(default_factory=OrderedDict)  # valid bodies -> arenas
     decision: int = 0
     decided_for: tuple[str, int, int] | None = None  # kernel id, worker generation, epoch
+
+    def check(self, body: bytes, arenas: Mapping[int, int]) -> tuple[int, ...]:
+        """The arenas that the references in `body` use; `arenas` has the client's, with their sizes.
+
+        Raises ProtocolError for a reference that does not hold its tensor. Bodies that passed are remembered.
+        """
+        spec = self.signature.spec
+        specs = (*spec.inputs, *spec.outputs)
+        if len(body) != len(specs) * wire.REF_BYTES:
+            raise ProtocolError(f"a call of {spec.op} has {len(specs)} references, got {len(body)} bytes")
+        used = set()
+        for tensor, ref in zip(specs, wire.unpack_refs(body, len(specs)), strict=True):
+            if tensor is None:
+                continue
+            size = arenas.get(ref.arena)
+            if size is None:
+                raise ProtocolError(f"unknown arena {ref.arena}")
+            if ref.nbytes < tensor.span_bytes or ref.offset + ref.nbytes > size:
+                raise ProtocolError(
+                    f"{tensor} does not lie in bytes {ref.offset}+{ref.nbytes} of arena {ref.arena} ({size})"
+                )
+            used.add(ref.arena)
+        if len(self.checked) >= MAX_CHECKED_BODIES:
+            self.checked.popitem(last=False)
+        self.checked[body] = result = tuple(sorted(used))
+        return result
 
 
 @dataclass

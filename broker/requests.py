@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import layerzero
 from layerzero.broker import events as ev
-from layerzero.broker.state import no_backend
+from layerzero.broker.selection import no_backend
 from layerzero.ipc import wire
 from layerzero.ipc.errors import InvalidArgument
 

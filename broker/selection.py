@@ -10,8 +10,8 @@ from typing import Any
 from layerzero.capabilities.descriptor import Capability, KernelCapability
 from layerzero.capabilities.match import Rejection, match
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.errors import InvalidArgument, ProtocolError
-from layerzero.ipc.messages import Route, decode
+from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
+from layerzero.ipc.messages import Prepare, Route, decode, encode
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
@@ -56,6 +56,18 @@ class CallSpec:
             tuple(TensorSpec.from_wire(spec) for spec in message.outputs),
             message.attrs,
             message.backend,
+        )
+
+    def prepare(self, kernel_id: str) -> bytes:
+        """The encoded Prepare message that tells a worker about this signature."""
+        return encode(
+            Prepare(
+                op=self.op,
+                kernel_id=kernel_id,
+                inputs=[None if spec is None else spec.to_wire() for spec in self.inputs],
+                outputs=[spec.to_wire() for spec in self.outputs],
+                attrs=dict(self.attrs),
+            )
         )
 
 
@@ -150,3 +162,18 @@ class Signature:
         us = kernel_ns / 1e3
         old = self.measured_us.get(kernel_id)
         self.measured_us[kernel_id] = us if old is None else old + (us - old) / 8
+
+
+def no_backend(
+    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
+) -> NoBackend | InvalidArgument:
+    """The error for a call that nobody can take: which candidates there are, and why each refuses."""
+    if spec.pinned and spec.pinned not in known:
+        near = difflib.get_close_matches(spec.pinned, known, n=1)
+        hint = f"; did you mean {near[0]!r}" if near else ""
+        return InvalidArgument(f"no backend is called {spec.pinned!r}{hint}. Known: {', '.join(sorted(known))}")
+    if not ranked:
+        return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
+    relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]
+    lines = [f"  {v.kernel_id}: " + "; ".join(f"{r.code.value}: {r.detail}" for r in v.reasons) for v in relevant]
+    return NoBackend(f"{spec.op}: no kernel accepts this call\n" + "\n".join(lines))

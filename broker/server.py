@@ -253,6 +253,8 @@ class Server:
         except ProtocolError as exc:
             event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
         self.handle(event)
+        if self.state.stopping:
+            self._stop_when_idle(peer.backend, identity)
 
     def _send_client(self, identity: bytes, frame: bytes) -> None:
         try:
@@ -446,9 +448,14 @@ class Server:
         self._kill_at_s = time.monotonic() + STOP_GRACE_S
         self._plan_check()
         if action.identity:
-            self._send_worker(action.identity, wire.pack(Kind.STOP))
+            self._stop_when_idle(action.backend, action.identity)
         else:
             self._kill(ev.Kill(action.backend, action.generation))
+
+    def _stop_when_idle(self, backend: str, identity: bytes) -> None:
+        """Not before: when the end of a process is seen, its last answers may still be in ZeroMQ's hands."""
+        if not self.state.workers[backend].running:
+            self._send_worker(identity, wire.pack(Kind.STOP))
 
     def _send_prepare(self, action: ev.SendPrepare) -> None:
         self._send_worker(action.identity, wire.pack(Kind.PREPARE, route=action.plan, body=action.body))

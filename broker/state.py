@@ -7,22 +7,21 @@ only when the one before has answered or its exit is confirmed; the step that pi
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from layerzero.broker import events as ev
-from layerzero.broker.records import MAX_CHECKED_BODIES, Call, Client, Route, Worker
-from layerzero.broker.selection import CallSpec, Signature, Verdict, rank, static_verdicts
+from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
+from layerzero.broker.records import Call, Client, Route, Worker
+from layerzero.broker.selection import CallSpec, Signature, Verdict, no_backend, rank, static_verdicts
 from layerzero.broker.worker_fsm import Signal, WorkerState, step
 from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc import wire
 from layerzero.ipc.errors import (
     NEVER,
     SAME,
@@ -30,19 +29,13 @@ from layerzero.ipc.errors import (
     BrokerLost,
     Busy,
     DeadlineExceeded,
-    DigestRequired,
     EnvError,
-    InvalidArgument,
     LayerZeroError,
-    NoBackend,
-    Poison,
     ProtocolError,
 )
-from layerzero.ipc.messages import Decision, Prepare, encode
+from layerzero.ipc.messages import Decision, encode
 
-MAX_DEATHS_PER_CALL = 2
 S = WorkerState
-E = TypeVar("E", bound=ev.Event)
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ class BrokerState:
         self._rng = rng
         self._signatures: dict[bytes, Signature] = {}
         self._plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
-        self._poison: dict[bytes, dict[bytes, float]] = {}  # signature -> digest -> end of quarantine
+        self._quarantine = Quarantine(limits.poison_quarantine_s)
         self._by_identity: dict[bytes, Worker] = {}
         self._dispatch = itertools.count(1)
         self._plan_numbers = itertools.count(1)
@@ -251,14 +244,15 @@ class BrokerState:
             )
             self._do(ev.Refuse(client.identity, event.seq, error))
             return
-        arenas = route.checked.get(event.body)
-        if arenas is None:
-            try:
-                arenas = self._check_refs(client, route, event.body)
-            except ProtocolError as exc:
-                self._drop_client(client, str(exc))
-                return
-        if self._poison and (refusal := self._poison_refusal(route.signature.key, event.digest)):
+        try:
+            arenas = route.checked.get(event.body)
+            if arenas is None:
+                arenas = route.check(event.body, client.arenas)
+        except ProtocolError as exc:
+            self._drop_client(client, str(exc))
+            return
+        refusal = self._quarantine.refusal(route.signature.key, event.digest, self._now_s)
+        if refusal is not None:
             self._do(ev.Refuse(client.identity, event.seq, refusal))
             return
         client.open_calls += 1
@@ -266,52 +260,10 @@ class BrokerState:
         timeout_s = event.timeout_s or self.limits.timeout_s
         self._place(Call(client, route, event.seq, timeout_s, event.body, arenas))
 
-    def _check_refs(self, client: Client, route: Route, body: bytes) -> tuple[int, ...]:
-        spec = route.signature.spec
-        specs = (*spec.inputs, *spec.outputs)
-        if len(body) != len(specs) * wire.REF_BYTES:
-            raise ProtocolError(f"a call of {spec.op} has {len(specs)} references, got {len(body)} bytes")
-        arenas = set()
-        for tensor, ref in zip(specs, wire.unpack_refs(body, len(specs)), strict=True):
-            if tensor is None:
-                continue
-            size = client.arenas.get(ref.arena)
-            if size is None:
-                raise ProtocolError(f"unknown arena {ref.arena}")
-            if ref.nbytes < tensor.span_bytes or ref.offset + ref.nbytes > size:
-                raise ProtocolError(
-                    f"{tensor} does not lie in bytes {ref.offset}+{ref.nbytes} of arena {ref.arena} ({size})"
-                )
-            arenas.add(ref.arena)
-        if len(route.checked) >= MAX_CHECKED_BODIES:
-            route.checked.popitem(last=False)
-        route.checked[body] = result = tuple(sorted(arenas))
-        return result
-
-    def _poison_refusal(self, key: bytes, digest: bytes) -> LayerZeroError | None:
-        known = self._poison.get(key)
-        if known is None:
-            return None
-        for old in [d for d, until_s in known.items() if until_s <= self._now_s]:
-            del known[old]
-        if not known:
-            del self._poison[key]
-            return None
-        if not digest:
-            return DigestRequired("calls of this signature need a digest of their inputs")
-        if digest not in known:
-            return None
-        left_s = known[digest] - self._now_s
-        return Poison(
-            f"these inputs killed {MAX_DEATHS_PER_CALL} workers; refused for another {left_s:.0f} s",
-            quarantine_s=round(left_s, 1),
-        )
-
     def _call_poisoned(self, event: ev.CallPoisoned) -> None:
         route = self.clients[event.identity].routes.get(event.route)
         if route is not None:
-            quarantine = self._poison.setdefault(route.signature.key, {})
-            quarantine[event.digest] = self._now_s + self.limits.poison_quarantine_s
+            self._quarantine.add(route.signature.key, event.digest, self._now_s)
 
     def _place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or end it."""
@@ -347,7 +299,7 @@ class BrokerState:
             plan = self._plans[plan_key] = next(self._plan_numbers)
         if plan not in worker.plans:
             worker.plans.add(plan)
-            self._do(ev.SendPrepare(worker.identity, plan, _prepare_body(signature.spec, call.kernel_id)))
+            self._do(ev.SendPrepare(worker.identity, plan, signature.spec.prepare(call.kernel_id)))
         number = call.client.number
         for arena in call.arenas:
             key = (number, arena)
@@ -463,8 +415,7 @@ class BrokerState:
         call.last_error = error
         call.tried.add(worker.backend)
         if call.deaths >= MAX_DEATHS_PER_CALL:
-            text = f"this call killed {call.deaths} workers and is refused from now on"
-            self._refuse(call, Poison(text, quarantine_s=self.limits.poison_quarantine_s))
+            self._refuse(call, self._quarantine.verdict(call.deaths))
         elif call.route.signature.spec.pinned:
             self._refuse(call, error)
         elif self.stopping:
@@ -748,21 +699,6 @@ class BrokerState:
         self._actions.append(action)
 
 
-def no_backend(
-    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
-) -> NoBackend | InvalidArgument:
-    """The error for a call that nobody can take: which candidates there are, and why each refuses."""
-    if spec.pinned and spec.pinned not in known:
-        near = difflib.get_close_matches(spec.pinned, known, n=1)
-        hint = f"; did you mean {near[0]!r}" if near else ""
-        return InvalidArgument(f"no backend is called {spec.pinned!r}{hint}. Known: {', '.join(sorted(known))}")
-    if not ranked:
-        return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
-    relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]
-    lines = [f"  {v.kernel_id}: " + "; ".join(f"{r.code.value}: {r.detail}" for r in v.reasons) for v in relevant]
-    return NoBackend(f"{spec.op}: no kernel accepts this call\n" + "\n".join(lines))
-
-
 def _repair(backend: str, cause: LayerZeroError) -> str:
     return cause.facts.get("repair") or f"lz env probe {backend}"
 
@@ -773,15 +709,3 @@ def _disabled(worker: Worker) -> BackendError:
     error = BackendError(f"the {worker.backend} backend is disabled: {worker.cause.message}")
     error.facts = {**worker.cause.facts, "repair": _repair(worker.backend, worker.cause)}
     return error
-
-
-def _prepare_body(spec: CallSpec, kernel_id: str) -> bytes:
-    return encode(
-        Prepare(
-            op=spec.op,
-            kernel_id=kernel_id,
-            inputs=[None if s is None else s.to_wire() for s in spec.inputs],
-            outputs=[s.to_wire() for s in spec.outputs],
-            attrs=dict(spec.attrs),
-        )
-    )
