@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.broker import events as ev
+from layerzero.broker.poison import MAX_DEATHS_PER_CALL
 from layerzero.broker.records import Worker
-from layerzero.broker.state import MAX_DEATHS_PER_CALL, BrokerState, Limits
+from layerzero.broker.state import BrokerState, Limits
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.match import Rejection

@@ -39,6 +39,7 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
 # The core decides and does nothing else: no clock, no files, no sockets.
 PURE = (
     "broker/events.py",
+    "broker/poison.py",
     "broker/records.py",
     "broker/selection.py",
     "broker/state.py",

@@ -70,7 +70,7 @@ def test_full_system_is_an_error_and_leaks_nothing(monkeypatch: pytest.MonkeyPat
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(memory.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     before = open_fds()
     with pytest.raises(OutOfMemory, match="cannot reserve 8192 bytes of shared memory") as caught:
         create_memfd("test", NBYTES)

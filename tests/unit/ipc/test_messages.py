@@ -85,7 +85,8 @@ def test_wrong_type_is_named(cls: type[Message]) -> None:
     for field in fields(cls):
         wanted = type_of(cls, field.name)
         value = {f.name: type_of(cls, f.name)() for f in fields(cls)}
-        for wrong in ("text", b"bytes", 1, 1.5, True, None, [], {}):
+        examples: list[Any] = ["text", b"bytes", 1, 1.5, True, None, [], {}]
+        for wrong in examples:
             if type(wrong) is wanted or (wanted is float and type(wrong) is int):
                 continue
             with pytest.raises(ProtocolError, match=f"{cls.kind}.{field.name} must be {wanted.__name__}, got"):
