@@ -5,6 +5,7 @@ from __future__ import annotations
 from layerzero.ipc.errors import DigestRequired, LayerZeroError, Poison
 
 MAX_DEATHS_PER_CALL = 2
+MAX_DIGESTS = 256  # per signature; the oldest is let go
 
 
 class Quarantine:
@@ -16,7 +17,10 @@ class Quarantine:
         self._until_s: dict[bytes, dict[bytes, float]] = {}
 
     def add(self, signature: bytes, digest: bytes, now_s: float) -> None:
-        self._until_s.setdefault(signature, {})[digest] = now_s + self._duration_s
+        known = self._until_s.setdefault(signature, {})
+        known[digest] = now_s + self._duration_s
+        if len(known) > MAX_DIGESTS:
+            del known[next(iter(known))]
 
     def refusal(self, signature: bytes, digest: bytes, now_s: float) -> LayerZeroError | None:
         """Why a call may not run, or None. `digest` is empty when the caller gave none."""

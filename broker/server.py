@@ -3,6 +3,7 @@ the worker processes themselves (supervisor.py) and the environments (launcher.p
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import select
@@ -79,6 +80,7 @@ class Server:
         self._from_threads: deque[ev.Event] = deque()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._epoll = select.epoll()
         self._on_fd: dict[int, Callable[[], None]] = {}
         # Whether a socket must be asked for input before sleeping: its descriptor woke us, or we sent on it, which may
@@ -247,6 +249,7 @@ class Server:
                 event = ev.CallRaised(identity, dispatch, attempt, _kernel_error(body))
             elif kind == Kind.READY:
                 ready = messages.decode(body, messages.Ready)
+                self._check_kernels(peer.backend, ready)
                 event = ev.WorkerReady(identity, peer.backend, peer.generation, ready.versions)
             else:
                 raise ProtocolError(f"a worker does not send kind {kind}")
@@ -255,6 +258,12 @@ class Server:
         self.handle(event)
         if self.state.stopping:
             self._stop_when_idle(peer.backend, identity)
+
+    def _check_kernels(self, backend: str, ready: messages.Ready) -> None:
+        claimed = {k.kernel_id for kernels in self.state.capabilities[backend].ops.values() for k in kernels}
+        missing = claimed.difference(map(str, ready.kernels))
+        if missing:
+            raise ProtocolError(f"its provider lacks kernels of its descriptor: {', '.join(sorted(missing))}")
 
     def _send_client(self, identity: bytes, frame: bytes) -> None:
         try:
@@ -281,7 +290,17 @@ class Server:
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
-            sock, _ = self._listener.accept()
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as exc:
+                if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                # Out of descriptors: turn the caller away with the spare one, or its call would wake us for ever.
+                log("peer.refused", error="the broker has no file descriptors left; raise its limit (ulimit -n)")
+                os.close(self._spare_fd)
+                self._listener.accept()[0].close()
+                self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                return
             sock.setblocking(False)
             peer = Peer(sock, since_s=time.monotonic())
             self.peers[sock.fileno()] = peer
@@ -577,6 +596,7 @@ class Server:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._epoll.close()
         os.close(self._wake)
+        os.close(self._spare_fd)
 
 
 def _kernel_error(body: bytes) -> LayerZeroError:

@@ -35,6 +35,8 @@ from layerzero.ipc.errors import (
 )
 from layerzero.ipc.messages import Decision, encode
 
+MAX_ARENAS = 4096  # of one client; ours keeps far fewer
+MAX_ROUTES = 8192  # likewise
 S = WorkerState
 
 
@@ -141,6 +143,9 @@ class BrokerState:
         if event.arena in client.arenas:
             self._drop_client(client, f"arena {event.arena} offered twice")
             return
+        if len(client.arenas) >= MAX_ARENAS:
+            self._drop_client(client, f"more than {MAX_ARENAS} arenas")
+            return
         client.arenas[event.arena] = event.nbytes
 
     def _arena_given_up(self, event: ev.ArenaGivenUp) -> None:
@@ -175,6 +180,9 @@ class BrokerState:
         client = self.clients[event.identity]
         if event.route in client.routes:
             self._drop_client(client, f"route {event.route} defined twice")
+            return
+        if len(client.routes) >= MAX_ROUTES:
+            self._drop_client(client, f"more than {MAX_ROUTES} routes; forget some")
             return
         signature = self._signatures.get(event.body)
         if signature is None:

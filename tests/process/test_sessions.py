@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import struct
 import subprocess
@@ -156,17 +157,45 @@ def test_sixteen_threads_get_their_own_answers() -> None:
             done.result(timeout=100)
 
 
-@pytest.mark.usefixtures("connected")
-def test_threads_hand_over_reading_without_anyone_being_left_asleep() -> None:
-    """One thread reads for all; when it has its answer, another that still waits must take its place."""
+class Gate(threading.Event):
+    """An event whose waiter goes on only when the gate is open too: a thread that the scheduler forgot."""
 
-    def work() -> None:
-        for _ in range(150):
-            assert lz.null() is None
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
 
-    with ThreadPoolExecutor(24) as threads:
-        for done in [threads.submit(work) for _ in range(24)]:
-            done.result(timeout=60)
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(timeout) and self.gate.wait(timeout)
+
+
+def test_a_waiting_thread_takes_over_reading_even_from_one_that_was_slow_to_wake(connected: Site) -> None:
+    """One thread reads for all. The next reader may be picked when it has its own answer already and is about to
+    leave; it must then pick another, or that one sleeps for ever."""
+    alpha, beta, gamma = pids = connected.wait_ready("alpha", "beta", "gamma")
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    reader, slow, last = (lz.submit(lz.silu, X, backend=name) for name in ("alpha", "beta", "gamma"))
+    assert slow._submitted is not None
+    pending, link = slow._submitted.pending, lz.session().link
+    event = pending.event = Gate()
+    with ThreadPoolExecutor(3) as threads:
+        try:
+            first = threads.submit(reader.result)
+            wait_until(link._reader.locked)
+            second = threads.submit(slow.result)
+            wait_until(lambda: len(link._waiting) == 1)
+            third = threads.submit(last.result)
+            wait_until(lambda: len(link._waiting) == 2)
+            os.kill(beta, signal.SIGCONT)
+            wait_until(lambda: pending.is_done)
+            os.kill(alpha, signal.SIGCONT)
+            check(X, first.result(timeout=20))
+        finally:
+            event.gate.set()
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        check(X, second.result(timeout=20))
+        check(X, third.result(timeout=20))
 
 
 @pytest.mark.usefixtures("connected")
