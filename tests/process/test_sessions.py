@@ -171,7 +171,7 @@ class Gate(threading.Event):
 def test_a_waiting_thread_takes_over_reading_even_from_one_that_was_slow_to_wake(connected: Site) -> None:
     """One thread reads for all. The next reader may be picked when it has its own answer already and is about to
     leave; it must then pick another, or that one sleeps for ever."""
-    alpha, beta, gamma = pids = connected.wait_ready("alpha", "beta", "gamma")
+    alpha, beta, _ = pids = connected.wait_ready("alpha", "beta", "gamma")
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     reader, slow, last = (lz.submit(lz.silu, X, backend=name) for name in ("alpha", "beta", "gamma"))
