@@ -139,3 +139,20 @@ def test_out_that_is_an_input() -> None:
     report = lz.last_report()
     assert report is not None
     assert [copy.arg for copy in report.copies] == ["out"]
+
+
+def test_empty_with_a_torch_dtype_is_a_torch_tensor() -> None:
+    """The dtype says which library the caller works with."""
+    out = lz.empty((2, 3), torch.bfloat16)
+    assert lz.silu(torch.ones(2, 3, dtype=torch.bfloat16), out=out) is out
+    check(out, F.silu(torch.ones_like(out)))
+
+
+def test_a_transposed_shared_weight_crosses_as_it_is() -> None:
+    """Strides travel with the call: a view of shared memory is no reason to copy."""
+    layer, x = lz.share(torch.nn.Linear(4, 3, bias=False)), lz.share(random(2, 4))
+    with torch.no_grad():
+        check(lz.matmul(x, layer.weight.T, backend="torch"), layer(x))
+    report = lz.last_report()
+    assert report is not None
+    assert report.copies == ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -116,72 +115,6 @@ def test_bytearray_seen_as_floats_is_accepted_and_as_bytes_refused() -> None:
     np.testing.assert_allclose(np.asarray(result), silu(np.frombuffer(data, np.float32)), rtol=1e-6)
     with pytest.raises(lz.InvalidArgument, match="uint8"):
         lz.silu(data)
-
-
-# --- torch
-
-
-@pytest.fixture(scope="class")
-def torch() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("torch", reason="torch is not installed in the test interpreter")
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_torch_dtypes_survive(torch: Any, dtype: str) -> None:
-    """bfloat16 has no NumPy dtype; it must cross as what it is."""
-    x = torch.randn(64, generator=torch.Generator().manual_seed(7)).to(getattr(torch, dtype))
-    result = lz.silu(x)
-    assert (type(result), result.dtype, result.shape) == (torch.Tensor, x.dtype, x.shape)
-    wanted = torch.nn.functional.silu(x.double()).to(x.dtype)
-    torch.testing.assert_close(result, wanted)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded", "scalar", "empty"])
-def test_any_torch_layout_gives_a_new_tensor(torch: Any, layout: str) -> None:
-    """Views are what model code passes most."""
-    base = torch.randn(6, 8)
-    x = {
-        "contiguous": base,
-        "transposed": base.T,
-        "sliced": base[1::2, ::3],
-        "expanded": base[:1].expand(5, 8),
-        "scalar": base[0, 0],
-        "empty": base[:0],
-    }[layout]
-    result = lz.silu(x)
-    torch.testing.assert_close(result, torch.nn.functional.silu(x))
-    assert result.shape == x.shape
-    assert result.data_ptr() != x.data_ptr() or not x.numel()
-
-
-def test_gradients_are_refused_and_no_grad_is_the_way_out(torch: Any) -> None:
-    """A detached result without a word would silently stop training."""
-    x = torch.randn(4, requires_grad=True)
-    with pytest.raises(lz.InvalidArgument, match="no_grad"):
-        lz.silu(x)
-    with torch.no_grad():
-        torch.testing.assert_close(lz.silu(x), torch.nn.functional.silu(x))
-
-
-def test_a_shared_module_computes_and_crosses_without_copies(torch: Any) -> None:
-    """lz.share(module) once is how weights stop being copied."""
-    layer = lz.share(torch.nn.Linear(4, 3, bias=False))
-    x = lz.share(torch.randn(2, 4))
-    with torch.no_grad():
-        result = lz.matmul(x, layer.weight.T)
-        torch.testing.assert_close(result, layer(x))
-    report = lz.last_report()
-    assert report is not None
-    assert report.copies == ()
-
-
-def test_empty_with_a_torch_dtype_is_a_torch_tensor(torch: Any) -> None:
-    """The dtype says which library the caller works with."""
-    out = lz.empty((2, 3), torch.bfloat16)
-    assert lz.silu(torch.ones(2, 3, dtype=torch.bfloat16), out=out) is out
-    torch.testing.assert_close(out, torch.nn.functional.silu(torch.ones_like(out)))
 
 
 # --- reports
