@@ -42,6 +42,8 @@ from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 BATCH = 64  # messages taken from one socket before the other one gets its turn
 STOP_GRACE_S = 5.0
+STALL_S = 0.2  # a deadline noticed so late says that this process was not running
+CATCH_UP_S = 0.2
 FIRST_CLIENT_S = 10.0  # the client that started us gets so long to say hello, whatever the linger
 MAX_STRANGERS = 64  # connections that have not said hello
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
@@ -121,25 +123,41 @@ class Server:
             signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
         try:
             while not self._ended:
-                while self._ask_front or self._ask_back:
-                    if self._ask_front:
-                        self._ask_front = False
-                        self._ask_front |= self._drain(self._front, self._from_client)
-                    if self._ask_back:
-                        self._ask_back = False
-                        self._ask_back |= self._drain(self._back, self._from_worker)
+                self._take_frames()
                 now_s = time.monotonic()
                 if now_s >= self.state.wakeup_s:
+                    if now_s > self.state.wakeup_s + STALL_S:
+                        self._catch_up()
                     self.handle(ev.Tick())
                 elif now_s >= self._check_s:
                     self._housekeeping(now_s)
                 elif not (self._ask_front or self._ask_back):
-                    for fd, _ in self._epoll.poll(self._timeout_s(now_s)):
-                        handler = self._on_fd.get(fd)  # an earlier one may have closed it
-                        if handler is not None:
-                            handler()
+                    self._wait(self._timeout_s(now_s))
         finally:
             self._close()
+
+    def _take_frames(self) -> None:
+        while self._ask_front or self._ask_back:
+            if self._ask_front:
+                self._ask_front = False
+                self._ask_front |= self._drain(self._front, self._from_client)
+            if self._ask_back:
+                self._ask_back = False
+                self._ask_back |= self._drain(self._back, self._from_worker)
+
+    def _wait(self, timeout_s: float) -> None:
+        for fd, _ in self._epoll.poll(timeout_s):
+            handler = self._on_fd.get(fd)  # an earlier one may have closed it
+            if handler is not None:
+                handler()
+
+    def _catch_up(self) -> None:
+        """This process stood still, by SIGSTOP or suspend. Answers that came meanwhile count before deadlines do;
+        ZeroMQ's own thread needs a moment to read them."""
+        end_s = time.monotonic() + CATCH_UP_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            self._wait(left_s)
+            self._take_frames()
 
     def _timeout_s(self, now_s: float) -> float:
         return max(min(self.state.wakeup_s, self._check_s) - now_s, 0.0) if not self._ended else 0.0

@@ -160,9 +160,10 @@ def test_report_belongs_to_the_thread_and_keeps_no_memory() -> None:
     """A report that kept the last call's tensors alive would hold gigabytes in idle threads."""
     from layerzero.client.arena import pool
 
+    before = pool.stats()["slots"]
     result = lz.silu(numbers(5))
     del result
-    assert pool.stats()["slots"] == 0
+    assert pool.stats()["slots"] == before
     report = lz.last_report()
     assert report is not None
     assert report.copied_bytes == 20

@@ -168,12 +168,13 @@ class TestLifetime:
     @pytest.mark.usefixtures("connected")
     def test_a_slot_is_free_when_the_last_view_of_its_array_is_gone(self) -> None:
         """Views keep memory alive as in NumPy; nothing else does."""
+        before = pool.stats()["slots"]
         view = lz.silu(numbers(100))[10:20].reshape(2, 5)
         gc.collect()
-        assert pool.stats()["slots"] == 1
+        assert pool.stats()["slots"] == before + 1
         np.testing.assert_allclose(view.ravel(), silu(numbers(100))[10:20], rtol=1e-6)
         del view
-        assert pool.stats()["slots"] == 0
+        assert pool.stats()["slots"] == before
 
     @pytest.mark.usefixtures("connected")
     def test_ten_thousand_calls_leave_the_pool_as_it_was(self) -> None:
@@ -216,7 +217,8 @@ class TestLifetime:
     def test_inputs_and_outputs_of_a_failed_call_are_given_back(self, connected: Site) -> None:
         """Errors must not leak what successes free."""
         connected.wait_ready("gamma")
+        before = pool.stats()["slots"]
         with pytest.raises(lz.BackendError) as failure:
             lz.silu(np.array([fault(KILL)]), backend="gamma")
         del failure
-        wait_until(lambda: gc.collect() >= 0 and pool.stats()["slots"] == 0)
+        wait_until(lambda: gc.collect() >= 0 and pool.stats()["slots"] == before)
