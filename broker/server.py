@@ -41,6 +41,7 @@ from layerzero.ipc.logs import log
 from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 BATCH = 64  # messages taken from one socket before the other one gets its turn
+MAX_PASSES = 16  # over both sockets before deaths and deadlines get their turn
 STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
 CATCH_UP_S = 0.2
@@ -131,13 +132,17 @@ class Server:
                     self.handle(ev.Tick())
                 elif now_s >= self._check_s:
                     self._housekeeping(now_s)
-                elif not (self._ask_front or self._ask_back):
-                    self._wait(self._timeout_s(now_s))
+                else:
+                    self._wait(0.0 if self._ask_front or self._ask_back else self._timeout_s(now_s))
         finally:
             self._close()
 
     def _take_frames(self) -> None:
-        while self._ask_front or self._ask_back:
+        """Until both sockets are empty, but not for ever: under full load there is always more, and a worker's death
+        or a deadline must be seen all the same."""
+        for _ in range(MAX_PASSES):
+            if not (self._ask_front or self._ask_back):
+                return
             if self._ask_front:
                 self._ask_front = False
                 self._ask_front |= self._drain(self._front, self._from_client)

@@ -35,6 +35,7 @@ from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF, Header, Kind
 
 MAX_ROUTES = 4096
+MAX_DECISIONS = 64  # kept per route, for futures that nobody has asked yet
 MAX_TIMEOUT_S = 86_400
 LANE = "broker"
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
@@ -386,7 +387,7 @@ class Session:
     def _note_decision(self, header: Header, body: bytes) -> None:
         route = self._by_number.get(header.route)
         if route is not None:
-            if len(route.decisions) >= 8:
+            if len(route.decisions) >= MAX_DECISIONS:
                 del route.decisions[next(iter(route.decisions))]
             route.decisions[header.aux] = messages.decode(body, messages.Decision)
 

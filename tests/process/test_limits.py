@@ -20,6 +20,7 @@ def test_a_broker_without_descriptors_turns_callers_away_and_recovers(new_site: 
     """accept() fails with EMFILE while the caller stays in the queue: that must neither end the broker nor spin it."""
     site = new_site().start()
     session = site.connect()
+    site.wait_ready("alpha", "beta")  # nothing opens or closes descriptors any more
     pid = session.broker_pid
     x = np.ones(4, np.float32)
     expected = lz.silu(x)
