@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 
 def main() -> int:
@@ -17,7 +18,9 @@ def main() -> int:
         os._exit(0)
     from layerzero.broker import run  # after the fork: nothing is imported twice
 
-    return run.run(runtime_dir=args.runtime_dir, stays=args.stays, ready_fd=args.ready_fd)
+    code = run.run(runtime_dir=args.runtime_dir, stays=args.stays, ready_fd=args.ready_fd)
+    sys.stderr.flush()
+    os._exit(code)  # not waiting for a probe's thread, which would keep the lock; the probe ends with us
 
 
 if __name__ == "__main__":

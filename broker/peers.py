@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections import deque
 from dataclasses import dataclass, field
 
 from layerzero.ipc import control, messages, wire
@@ -26,9 +27,16 @@ class Peer:
     generation: int = 0
     since_s: float = 0.0
     arenas: dict[int, int] = field(default_factory=dict)  # arena -> memfd
+    backlog: deque[tuple[messages.Message, tuple[int, ...]]] = field(default_factory=deque)  # for a busy worker
     last_arena: int = -1  # numbers only grow: a worker may still map a retired one when its number comes again
 
+    def drop_backlog(self) -> None:
+        while self.backlog:
+            for fd in self.backlog.popleft()[1]:
+                os.close(fd)
+
     def close(self) -> None:
+        self.drop_backlog()
         self.sock.close()
         for fd in self.arenas.values():
             os.close(fd)

@@ -98,6 +98,7 @@ class Worker:
     started_s: float = 0.0
     retry_at_s: float = 0.0
     was_ready: bool = False  # in this generation
+    has_served: bool = False  # in any generation
     fault: LayerZeroError | None = None  # why the broker kills it
     cause: LayerZeroError | None = None  # why it is not serving
     deaths_s: deque[float] = field(default_factory=deque)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import random
 import sys
+import time
 
 import layerzero
 from layerzero.broker import settings as knobs
@@ -26,9 +27,7 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None) -> int:
         print(f"error: {exc.message}", file=sys.stderr)
         return 1
     lock_fd = os.open(endpoints.broker_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _lock(lock_fd):
         pid = os.pread(lock_fd, 32, 0).decode(errors="replace").strip()
         print(
             f"error: a broker runs already: pid {pid}, socket {endpoints.control}; end it with lz down", file=sys.stderr
@@ -51,3 +50,14 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None) -> int:
     server.run()
     log("broker.ended", pid=os.getpid())
     return 0
+
+
+def _lock(fd: int) -> bool:
+    """Take the broker's lock; False when another broker has it. Those who only ask for its pid hold it for a moment."""
+    for _ in range(50):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.02)
+    return False

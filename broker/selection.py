@@ -15,6 +15,7 @@ from layerzero.ipc.messages import Prepare, Route, decode, encode
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
+MAX_NAME = 64
 ATTR_TYPES = (str, int, float, bool, type(None))
 
 
@@ -32,6 +33,8 @@ class CallSpec:
     def parse(cls, body: bytes) -> CallSpec:
         """From an encoded Route message. Raises ProtocolError or InvalidArgument."""
         message = decode(body, Route)
+        if len(message.backend) > MAX_NAME:
+            raise ProtocolError(f"backend name of {len(message.backend)} characters; allowed: {MAX_NAME}")
         op = OPS.get(message.op)
         if op is None:
             near = difflib.get_close_matches(message.op, OPS, n=1)

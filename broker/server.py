@@ -41,6 +41,7 @@ from layerzero.ipc.logs import log
 from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 BATCH = 64  # messages taken from one socket before the other one gets its turn
+MAX_BACKLOG = 8192  # control messages queued for a busy worker
 MAX_PASSES = 16  # over both sockets before deaths and deadlines get their turn
 STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
@@ -261,6 +262,8 @@ class Server:
         peer = self._by_identity.get(identity)
         if peer is None:
             return
+        if peer.backlog:
+            self._flush(peer)
         try:
             _, kind, _, _, dispatch, attempt, _, kernel_ns = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
@@ -350,7 +353,7 @@ class Server:
                 control.receive(peer.sock)
         except BlockingIOError:
             return
-        except control.Closed:
+        except (control.Closed, OSError):
             self._close_peer(peer)
         except LayerZeroError as exc:
             refuse(peer, exc)
@@ -408,6 +411,9 @@ class Server:
         peer.last_arena = message.arena
         peer.arenas[message.arena] = fds[0]
         self.handle(ev.ArenaOffered(peer.identity, message.arena, message.nbytes))
+        if peer.sock.fileno() < 0:  # it was dropped for this one
+            os.close(peer.arenas.pop(message.arena))
+            return
         control.send(peer.sock, messages.ArenaAdded(arena=message.arena))
 
     def _close_peer(self, peer: Peer) -> None:
@@ -416,6 +422,7 @@ class Server:
             return
         self._unwatch(fd)
         self._by_identity.pop(peer.identity, None)
+        peer.drop_backlog()
         peer.sock.close()
         if peer.role == "client":
             del self._clients[peer.identity]
@@ -434,6 +441,8 @@ class Server:
     # --- processes -----------------------------------------------------------------------------------
 
     def _worker_ended(self, process: supervisor.Process) -> None:
+        if not select.select([process.pidfd], [], [], 0)[0]:
+            return  # an event of another descriptor that had this number before
         while self._drain(self._back, self._from_worker):  # what it still said counts
             pass
         self._unwatch(process.pidfd)
@@ -518,12 +527,23 @@ class Server:
         peer = self._workers.get((backend, generation))
         if peer is None:
             return  # it has just died; its exit event is on the way
-        try:
-            control.send(peer.sock, message, fds)
-        except control.Closed:
-            return
-        except BlockingIOError:
+        peer.backlog.append((message, tuple(os.dup(fd) for fd in fds)))
+        self._flush(peer)
+        if len(peer.backlog) > MAX_BACKLOG:
             self.handle(ev.WorkerMisbehaved(backend, generation, "it does not read its control socket"))
+
+    def _flush(self, peer: Peer) -> None:
+        """Send a worker what is queued for its control socket, as far as it fits; the rest goes after its next word."""
+        while peer.backlog:
+            message, fds = peer.backlog[0]
+            try:
+                control.send(peer.sock, message, fds)
+            except BlockingIOError:
+                return
+            except (control.Closed, OSError):
+                pass  # it is dying: its exit event is on the way
+            peer.backlog.popleft()
+            _close_all(list(fds))
 
     def _close_arena(self, action: ev.CloseArena) -> None:
         arenas = self._fds_of[action.client]
@@ -566,7 +586,11 @@ class Server:
 
     def _refuse(self, action: ev.Refuse) -> None:
         outcome = messages.Outcome(error=action.error.to_wire(), attempts=action.attempts, candidates=action.candidates)
-        self._send_client(action.identity, wire.pack(Kind.FAILED, seq=action.seq, body=messages.encode(outcome)))
+        body = messages.encode(outcome)
+        if len(body) > wire.MAX_MESSAGE_BYTES // 2:  # the verdict must arrive, if need be without its details
+            error = type(action.error)(action.error.message[:2000])
+            body = messages.encode(messages.Outcome(error=error.to_wire()))
+        self._send_client(action.identity, wire.pack(Kind.FAILED, seq=action.seq, body=body))
 
     def _drop_client(self, action: ev.DropClient) -> None:
         peer = self._clients.get(action.identity)

@@ -504,7 +504,7 @@ class BrokerState:
         self._signal(worker, Signal.LOADED)
         worker.identity = event.identity
         worker.versions = dict(event.versions)
-        worker.was_ready = True
+        worker.was_ready = worker.has_served = True
         self._by_identity[event.identity] = worker
         self._set_unavailable(worker.backend, None)
         self._do(
@@ -601,7 +601,7 @@ class BrokerState:
             worker.deaths_s.append(self._now_s)
         while worker.deaths_s and worker.deaths_s[0] < self._now_s - limits.restart_window_s:
             worker.deaths_s.popleft()
-        if not worker.was_ready:
+        if not worker.has_served:
             self._signal(worker, Signal.GIVEN_UP)
             cause = EnvError(
                 f"the {worker.backend} worker never became ready: {error.message}"

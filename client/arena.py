@@ -30,7 +30,11 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.fd = memory.create_memfd("layerzero", nbytes)
-        mapped = memory.map_fd(self.fd, nbytes, writable=True, populate=True)
+        try:
+            mapped = memory.map_fd(self.fd, nbytes, writable=True, populate=True)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.view = memoryview(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self.live = 0

@@ -87,7 +87,7 @@ class Link:
         self._context = zmq.Context()
         self._dealer = sockets.connect_dealer(self._context, answer.endpoint, answer.identity, 4 * answer.max_in_flight)
         self._lock = threading.Lock()  # the dealer
-        self._reader = threading.Lock()  # held by the thread that reads for all
+        self._turn: dict[str, int] = {}  # "reader" -> the thread that reads for all
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(sockets.poll_fd(self._dealer), select.POLLIN)
@@ -125,13 +125,12 @@ class Link:
                 limit = self.welcome.max_in_flight
                 raise Busy(f"{len(self._pending)} calls are open; allowed: {limit}; wait for some", limit=limit)
         seq = next(self._numbers)
+        frame = make_frame(seq)
         self._pending[seq] = pending
         try:
             with self._lock:
-                self._send(make_frame(seq))
-                if self._reader.locked() and sockets.has_input(self._dealer):
-                    os.eventfd_write(self._wake, 1)  # this call consumed the edge that the reader waits for
-        except BaseException:
+                self._send(frame)
+        except LayerZeroError:  # nothing was sent. After an interrupt something may have been: then the entry stays
             self._pending.pop(seq, None)
             raise
         return seq
@@ -143,23 +142,24 @@ class Link:
             self._dealer.send(frame, _NOBLOCK)
         except zmq.Again:
             raise Busy("the broker does not keep up with this process's messages; wait for some answers") from None
+        if self._turn and sockets.has_input(self._dealer):
+            os.eventfd_write(self._wake, 1)  # sending consumed the edge that the reader waits for
 
     def wait(self, pending: Pending) -> None:
         """Return when `pending` is done."""
         if self.forks != arena.forks and not pending.is_done:
             raise BrokerLost("the call was submitted before this process was forked; its answer goes to the parent")
         while not pending.is_done:
-            if self._reader.acquire(blocking=False):
-                try:
+            try:
+                if self._take_turn():
                     self._read_until(pending)
-                finally:
-                    self._reader.release()
-                    self._wake_another()
-                return
+                    return
+            finally:
+                self._end_turn()
             event = pending.event = pending.event or threading.Event()
             self._waiting[id(pending)] = event
             try:
-                if not pending.is_done and self._reader.locked():
+                if not pending.is_done and self._turn:
                     event.wait()
                     event.clear()
             finally:
@@ -168,18 +168,32 @@ class Link:
 
     def read_nowait(self) -> None:
         """Take the answers that are here, unless a thread is reading anyway."""
-        if self.forks == arena.forks and self._reader.acquire(blocking=False):
-            try:
-                with self._lock:
-                    if self.lost is None:
+        if self.forks != arena.forks or self.lost is not None:
+            return
+        try:
+            if self._take_turn():
+                if self.is_alive:
+                    with self._lock:
                         self._drain()
-            finally:
-                self._reader.release()
-                self._wake_another()
+                else:
+                    self._lose()
+        finally:
+            self._end_turn()
+
+    def _take_turn(self) -> bool:
+        """Become the one thread that reads for all, if there is none. Pair with `_end_turn` in a finally: the dict
+        says by itself who reads, so an interrupt between the two leaves no turn that nobody ends."""
+        me = threading.get_ident()
+        return self._turn.setdefault("reader", me) == me
+
+    def _end_turn(self) -> None:
+        if self._turn.get("reader") == threading.get_ident():
+            del self._turn["reader"]
+            self._wake_another()
 
     def _wake_another(self) -> None:
         """Whoever stops reading or waiting calls this: while anyone waits, someone reads or is awake."""
-        if not self._reader.locked():
+        if not self._turn:
             for event in list(self._waiting.values()):
                 event.set()
                 return
@@ -211,11 +225,12 @@ class Link:
         if header.kind == _DECISION:
             self._on_decision(header, frame[HEADER_BYTES:])
             return
-        pending = self._pending.pop(header.seq, None)
+        pending = self._pending.get(header.seq)
         if pending is not None:
             pending.header = header
             pending.body = frame[HEADER_BYTES:]
             pending.finish()
+            self._pending.pop(header.seq, None)  # last, so that an interrupt loses no answer
 
     def _lose(self) -> None:
         """The broker hung up: what it still said counts, the rest is lost."""
@@ -270,8 +285,12 @@ class Link:
             self.lost = NotConnected("the session was closed; lz.connect() opens another")
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
-        with self._reader:  # the hang-up has woken the thread that reads
+        try:
+            while not self._take_turn():  # the hang-up has woken the thread that reads
+                time.sleep(0.0005)
             self._lose()
+        finally:
+            self._end_turn()
         with self._control_lock, self._lock:
             self._dealer.close()
             self._control.close()

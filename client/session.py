@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,9 +36,10 @@ from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF, Header, Kind
 
 MAX_ROUTES = 4096
-MAX_DECISIONS = 64  # kept per route, for futures that nobody has asked yet
+MAX_DECISIONS = 2048  # kept per route, for futures that nobody has asked yet
 MAX_TIMEOUT_S = 86_400
 LANE = "broker"
+_BACKEND_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
 _NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
 
@@ -103,6 +105,7 @@ class Session:
         self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
         self._arenas: dict[Arena, int] = {}
         self._route_numbers = itertools.count(1)
+        self._forgotten: deque[int] = deque()  # routes to tell the broker of
         self._arena_numbers = itertools.count(1)
         self._link = Link(self.path, self._package, self._note_decision)
 
@@ -333,6 +336,9 @@ class Session:
 
     def _describe_out(self, out: Any) -> Array:
         array = describe(out)
+        is_torch_view = array.kind == "torch" and array.owner is not array.obj and array.obj.is_neg()
+        if is_torch_view or not (hasattr(out, "__setitem__") or array.kind == "buffer"):
+            raise InvalidArgument(f"out= is a {type(out).__name__} that cannot be written to; pass an array of its own")
         if not array.writable:
             raise InvalidArgument(f"out= is read-only ({array.spec}); pass a writable array")
         if array.kind == "dlpack":
@@ -349,7 +355,8 @@ class Session:
         out_spec = None if out is None else out.spec
         if request.output_bytes is not None:  # lengths travel with each call
             specs = tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
-        key = (request.op, specs, tuple(request.params.values()), request.backend, out_spec)
+        params = tuple([(type(value), value) for value in request.params.values()])  # True, 1 and 1.0 are equal
+        key = (request.op, specs, params, request.backend, out_spec)
         route = self._routes.get(key)
         if route is not None:
             return route
@@ -366,11 +373,16 @@ class Session:
                 self._by_number[route.number] = route
                 link.send(wire.pack(Kind.ROUTE, route=route.number, body=body))
                 self._routes[key] = route
+                weakref.finalize(route, self._forgotten.append, route.number).atexit = False
                 if len(self._routes) > MAX_ROUTES:
-                    self._forget_one(link)
+                    self._routes.popitem(last=False)  # the oldest; a call in flight may still hold it
+            while self._forgotten:  # nobody can call on these any more
+                link.send(wire.pack(Kind.FORGET, route=self._forgotten.popleft()))
         return route
 
     def _route_message(self, plan: Plan, backend: str | None) -> messages.Route:
+        if backend is not None and not (isinstance(backend, str) and _BACKEND_NAME.fullmatch(backend)):
+            raise InvalidArgument(f"backend is {backend!r:.80}; allowed: None or a name that lz.status() lists")
         return messages.Route(
             op=plan.op,
             inputs=[None if s is None else s.to_wire() for s in plan.inputs],
@@ -378,11 +390,6 @@ class Session:
             attrs=dict(plan.attrs),
             backend=backend or "",
         )
-
-    def _forget_one(self, link: Link) -> None:
-        """Oldest first. Calls in flight on it were sent before, so the broker forgets after them."""
-        _, oldest = self._routes.popitem(last=False)
-        link.send(wire.pack(Kind.FORGET, route=oldest.number))
 
     def _note_decision(self, header: Header, body: bytes) -> None:
         route = self._by_number.get(header.route)

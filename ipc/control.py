@@ -89,6 +89,8 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
     except ConnectionResetError as exc:
         raise Closed from exc
     if not data:
+        for fd in fds:
+            os.close(fd)
         raise Closed
     try:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

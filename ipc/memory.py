@@ -48,6 +48,8 @@ def check_memfd(fd: int, nbytes: int) -> None:
         raise ProtocolError(f"descriptor is not a memfd: {exc.strerror}") from exc
     if seals & _SEALS != _SEALS:
         raise ProtocolError(f"memfd has seals {seals:#x}; needed: {_SEALS:#x}")
+    if nbytes <= 0:
+        raise ProtocolError(f"an arena has at least one byte, the message says {nbytes}")
     if size != nbytes:
         raise ProtocolError(f"memfd has {size} bytes, the message says {nbytes}")
 

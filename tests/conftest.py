@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from tests.process.harness import PREFIX, Site, arena_files, open_files, process
 
 import layerzero as lz
 from layerzero.client import arena
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a background job: children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

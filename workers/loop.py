@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -158,7 +159,7 @@ class _Loop:
                 body=b"" if result is None else msgpack.packb(result),
             )
         except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
-            body = msgpack.packb(_describe(exc).to_wire())
+            body = _error_body(exc)
             reply = wire.pack(Kind.RAISED, seq=dispatch, attempt=header.attempt, body=body)
         if fault:
             reply = _spoil(reply, fault)
@@ -204,14 +205,30 @@ class _Loop:
         message, fds = control.receive(self._control, messages.MapArena, messages.UnmapArena)
         if isinstance(message, messages.MapArena):
             fd = fds[0]
-            read: mmap = memory.map_fd(fd, message.nbytes, writable=False, populate=True)
-            write: mmap = memory.map_fd(fd, message.nbytes, writable=True, populate=True)
-            os.close(fd)
-            self._arenas[message.client, message.arena] = _Arena(message.nbytes, memoryview(read), memoryview(write))
+            nbytes = message.nbytes
+            try:
+                read: mmap = memory.map_fd(fd, nbytes, writable=False, populate=True)
+                write: mmap = memory.map_fd(fd, nbytes, writable=True, populate=True)
+                arena = _Arena(nbytes, memoryview(read), memoryview(write))
+            except (OSError, ValueError) as exc:  # no memory, too many maps: calls that use it fail, the worker lives
+                print(f"cannot map an arena of {nbytes} bytes: {exc}", file=sys.stderr)
+                arena = _Arena(0, memoryview(b""), memoryview(b""))
+            finally:
+                os.close(fd)
+            self._arenas[message.client, message.arena] = arena
         else:
             self._arenas.pop((message.client, message.arena), None)
             for prepared in self._prepared.values():  # views keep the maps alive
                 prepared.bound.clear()
+
+
+def _error_body(exc: Exception) -> bytes:
+    """The error as it travels. Texts that UTF-8 cannot hold and facts that are not plain are reduced to ASCII."""
+    try:
+        packed: bytes = msgpack.packb(_describe(exc).to_wire())
+    except (TypeError, ValueError, OverflowError):
+        packed = msgpack.packb(BackendError(ascii(exc)[:2000], exception=type(exc).__name__).to_wire())
+    return packed
 
 
 def _describe(exc: Exception) -> LayerZeroError:
