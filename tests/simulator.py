@@ -509,6 +509,7 @@ class World:
         self._arenas: set[tuple[int, int]] = set()  # known to the broker and not closed
         self._missing = {"delta"}
         self._is_broken: dict[str, str] = {}  # backend -> why it must be disabled
+        self._has_served: set[str] = set()  # backends that were ready once
         self._crashes: dict[str, list[float]] = {name: [] for name in PRIORITY}
         self._restart_from_s: dict[str, float] = {}
         self._quarantine: dict[tuple[bytes, bytes], float] = {}
@@ -667,6 +668,7 @@ class World:
                 process.head_since_s = self.now_s
         elif isinstance(event, ev.WorkerReady) and is_heard and not self._is_stopping:
             process.was_ready = True
+            self._has_served.add(process.backend)
         self._deliver(event)
 
     def exited(self, process: Process, exit_code: int, page: tuple[int, str]) -> None:
@@ -681,7 +683,7 @@ class World:
         if process.kill_reason != "deadline":
             crashes.append(self.now_s)
         recent = [at_s for at_s in crashes if at_s >= self.now_s - self.limits.restart_window_s]
-        if not process.was_ready:
+        if backend not in self._has_served:
             self._is_broken[backend] = "never ready"
         elif len(recent) > self.limits.restart_budget:
             self._is_broken[backend] = "budget"

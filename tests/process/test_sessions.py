@@ -181,7 +181,7 @@ def test_a_waiting_thread_takes_over_reading_even_from_one_that_was_slow_to_wake
     with ThreadPoolExecutor(3) as threads:
         try:
             first = threads.submit(reader.result)
-            wait_until(link._reader.locked)
+            wait_until(lambda: link._turn)
             second = threads.submit(slow.result)
             wait_until(lambda: len(link._waiting) == 1)
             third = threads.submit(last.result)
