@@ -3,8 +3,11 @@
     python bench/dispatch.py [--quick]
 
 Floors: three Python processes that echo over pyzmq and do nothing else; the same op in process, in the backend's own
-environment. Peer: multiprocessing.Pipe, which copies. Rounds alternate between ours and the floor; a figure is the
-median over rounds, a ratio the median of the rounds' ratios.
+environment, on as many threads. Peer: multiprocessing.Pipe, which copies. Rounds alternate between ours and the floor;
+a figure is the median over rounds, a ratio the median of the rounds' ratios.
+
+The large ops run on one thread and on all: waking a kernel's second thread takes up to as long as the kernel itself on
+some machines, in process too, which hides what a dispatch costs.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -44,6 +47,18 @@ ARRAY_SHAPE = (4096, 1024)  # float32: 16 MiB
 IN_FLIGHT = 64
 
 
+class Row(NamedTuple):
+    what: str
+    ours: str
+    floor: str
+    peer: str
+    ratio: str
+
+
+def verdict(is_met: bool) -> str:
+    return "met" if is_met else "MISSED"
+
+
 def p50_us(call: Callable[[], Any], count: int) -> float:
     times = []
     for _ in range(count):
@@ -51,19 +66,6 @@ def p50_us(call: Callable[[], Any], count: int) -> float:
         call()
         times.append(time.perf_counter_ns() - start)
     return statistics.median(times) / 1e3
-
-
-def alternating_us(one: Callable[[], Any], other: Callable[[], Any], count: int) -> tuple[float, float]:
-    """p50 of each of two calls made in turn: what the one costs on a machine that the other has just left."""
-    ones, others = [], []
-    for _ in range(count):
-        start = time.perf_counter_ns()
-        one()
-        middle = time.perf_counter_ns()
-        other()
-        ones.append(middle - start)
-        others.append(time.perf_counter_ns() - middle)
-    return statistics.median(ones) / 1e3, statistics.median(others) / 1e3
 
 
 # --- floor: echo over pyzmq through three processes
@@ -171,48 +173,6 @@ def pipe_stack() -> Iterator[Connection]:
         child.join()
 
 
-# --- floor: the op in process, in torch's own environment
-
-IN_PROCESS = """
-import statistics, sys, time, torch
-torch.set_grad_enabled(False)
-x = torch.randn(%d, %d); out = torch.empty_like(x)
-for line in sys.stdin:
-    count, pause_us = line.split()
-    times = []
-    for _ in range(int(count)):
-        time.sleep(float(pause_us) / 1e6)
-        start = time.perf_counter_ns()
-        torch.ops.aten.silu.out(x, out=out)
-        times.append(time.perf_counter_ns() - start)
-    print(statistics.median(times) / 1e3, flush=True)
-"""
-
-
-@contextlib.contextmanager
-def in_process(python: str) -> Iterator[Callable[[int, float], float]]:
-    child = subprocess.Popen(
-        [python, "-c", IN_PROCESS % ARRAY_SHAPE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-
-    def measure(count: int, pause_us: float) -> float:
-        print(count, pause_us, file=child.stdin, flush=True)
-        assert child.stdout is not None
-        return float(child.stdout.readline())
-
-    try:
-        measure(3, 0)
-        yield measure
-    finally:
-        child.kill()
-        child.communicate()
-
-
-# --- a worker's death
-
-
 def wait_ready(backend: str) -> int:
     """Pid of a backend's ready worker."""
     waiter = threading.Event()
@@ -223,12 +183,153 @@ def wait_ready(backend: str) -> int:
         waiter.wait(0.02)
 
 
+def wait_quiet() -> None:
+    """Until no worker is starting."""
+    waiter = threading.Event()
+    while any(b["state"] in ("starting", "probing", "backoff") for b in lz.status()["backends"]):
+        waiter.wait(0.1)
+
+
+# --- an op on 16 MiB, and its two floors, in torch's own environment: in process, and behind a bare pyzmq stack
+
+FLOOR_OPS = f"""
+import statistics, sys, time, torch
+torch.set_grad_enabled(False)
+x = torch.randn({ARRAY_SHAPE}); out = torch.empty_like(x)
+ops = {{
+    b"": lambda: None,
+    b"silu": lambda: torch.ops.aten.silu.out(x, out=out),
+    b"softmax": lambda: torch.softmax(x, -1, out=out),
+}}
+for op in ops.values():
+    op(), op(), op()
+"""
+
+IN_PROCESS = """
+for line in sys.stdin.buffer:
+    op, count = line.split()
+    times = []
+    for _ in range(int(count)):
+        start = time.perf_counter_ns()
+        ops[op]()
+        times.append(time.perf_counter_ns() - start)
+    print(statistics.median(times) / 1e3, flush=True)
+"""
+
+BEHIND_PYZMQ = """
+import zmq
+sock = zmq.Context().socket(zmq.DEALER)
+sock.connect(sys.argv[1])
+sock.send(b"ready")
+while True:
+    message = sock.recv_multipart()
+    ops[message[-1].rstrip(bytes(1))]()
+    sock.send_multipart(message)
+"""
+
+
+@contextlib.contextmanager
+def in_process(python: str) -> Iterator[Callable[[str, int], float]]:
+    child = subprocess.Popen(
+        [python, "-c", FLOOR_OPS + IN_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    stdin, stdout = child.stdin, child.stdout
+    assert stdin is not None
+    assert stdout is not None
+
+    def measure(op: str, count: int) -> float:
+        print(op, count, file=stdin, flush=True)
+        return float(stdout.readline())
+
+    try:
+        measure("silu", 3)
+        yield measure
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@contextlib.contextmanager
+def behind_pyzmq(python: str) -> Iterator[Callable[[str, int], float]]:
+    """The bare echo stack, whose worker runs the named op on tensors of its own before it echoes."""
+    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
+        front, back = f"ipc://{folder}/f", f"ipc://{folder}/b"
+        broker = multiprocessing.Process(target=echo_broker, args=(front, back), daemon=True)
+        broker.start()
+        worker = subprocess.Popen([python, "-c", FLOOR_OPS + BEHIND_PYZMQ, back])
+        sock = zmq.Context.instance().socket(zmq.DEALER)
+        sock.connect(front)
+
+        def measure(op: str, count: int) -> float:
+            message = op.encode().ljust(NULL_BYTES, bytes(1))
+            return p50_us(lambda: (sock.send(message), sock.recv()), count)
+
+        try:
+            measure("silu", 3)
+            yield measure
+        finally:
+            sock.close(0)
+            worker.kill()
+            worker.wait()
+            broker.kill()
+            broker.join()
+
+
+def torch_python() -> str:
+    store = lz.status()["broker"]["store"]
+    python = next((str(p) for p in Path(store, "envs").glob("torch-*/bin/python")), None)
+    if python is None:
+        sys.exit("the torch environment is not built; run: lz env build")
+    return python
+
+
+def large_rows(rounds: int, threads: str) -> Iterator[Row]:
+    """What the op adds to a null call, over the op in process on as many threads; the same of the bare stack."""
+    x = lz.share(np.random.default_rng(0).standard_normal(ARRAY_SHAPE, dtype=np.float32))
+    out = lz.empty(x.shape)
+    python = torch_python()
+    with pipe_stack() as pipe:
+        data = x.tobytes()
+        pipe_us = p50_us(lambda: (pipe.send_bytes(data), pipe.recv_bytes()), 5)
+    with in_process(python) as local, behind_pyzmq(python) as bare:
+        ours = {
+            "silu": functools.partial(lz.silu, x, out=out, backend="torch"),
+            "softmax": functools.partial(lz.softmax, x, -1, out=out, backend="torch"),
+        }
+        for call in (*ours.values(), lz.null):
+            p50_us(call, 30)
+            assert lz.last_report().copied_bytes == 0
+        wait_quiet()
+        for op, call in ours.items():
+            figures = [
+                (p50_us(call, 30), p50_us(lz.null, 100), bare(op, 30), bare("", 100), local(op, 30))
+                for _ in range(rounds)
+            ]
+            ours_us, null_us, bare_us, _, local_us = (
+                statistics.median(column) for column in zip(*figures, strict=True)
+            )
+            ratio = statistics.median((o - n) / f for o, n, _, _, f in figures)
+            bare_ratio = statistics.median((b - e) / f for _, _, b, e, f in figures)
+            yield Row(
+                f"{op} on 16 MiB, {threads}, 0 bytes copied; a null call takes {null_us:,.0f} us",
+                f"{ours_us:,.0f} us",
+                f"{local_us:,.0f} us in process; {bare_us:,.0f} us behind bare pyzmq",
+                f"{pipe_us:,.0f} us (echo alone)",
+                f"(ours - null) / in process = {ratio:.2f} (at most 1.15: {verdict(ratio <= 1.15)}); "
+                f"bare pyzmq: {bare_ratio:.2f}",
+            )
+
+
+# --- a worker's death
+
+
 def deaths_ms(count: int) -> list[float]:
     """Time from SIGKILL of the busy worker to the fallback's answer, less the fallback kernel's own time."""
     x, out = lz.share(np.random.default_rng(0).standard_normal((8192, 2048), dtype=np.float32)), None
     out = lz.empty(x.shape)
     expected = lz.softmax(x, -1).copy()
     first = lz.last_report()
+    wait_quiet()
     found: list[float] = []
     while len(found) < count:
         pid = wait_ready(first.backend)
@@ -248,14 +349,8 @@ def deaths_ms(count: int) -> list[float]:
 # --- the run
 
 
-def measure(quick: bool) -> tuple[list[tuple[str, str, str, str, str]], dict[str, Any]]:
+def small_rows(quick: bool) -> Iterator[Row]:
     rounds, calls, piped = (3, 300, 3000) if quick else (9, 1500, 15000)
-    rows: list[tuple[str, str, str, str, str]] = []
-
-    def row(what: str, ours: float, floor: float, peer: str, ratio: float, aim: str, unit: str, good: bool) -> None:
-        verdict = f"{ratio:.2f} ({aim}: {'met' if good else 'MISSED'})"
-        rows.append((what, f"{ours:,.0f} {unit}", f"{floor:,.0f} {unit}", peer, verdict))
-
     with (
         tempfile.TemporaryDirectory(prefix="lz-bench-") as folder,
         echo_stack(Path(folder)) as sock,
@@ -265,68 +360,77 @@ def measure(quick: bool) -> tuple[list[tuple[str, str, str, str, str]], dict[str
         for call in (echo, lz.null):
             p50_us(call, 200)
         sync = [(p50_us(lz.null, calls), p50_us(echo, calls)) for _ in range(rounds)]
-        null_us = statistics.median(a for a, _ in sync)
         small = bytes(NULL_BYTES)
         pipe_us = p50_us(lambda: (pipe.send_bytes(small), pipe.recv_bytes()), calls)
+        ours, floor = (statistics.median(column) for column in zip(*sync, strict=True))
         ratio = statistics.median(a / b for a, b in sync)
-        floor = statistics.median(b for _, b in sync)
-        row("null op, synchronous, p50", null_us, floor, f"{pipe_us:,.0f} us", ratio, "at most 1.5", "us", ratio <= 1.5)
-
+        yield Row(
+            "null op, synchronous, p50",
+            f"{ours:,.0f} us",
+            f"{floor:,.0f} us",
+            f"{pipe_us:,.0f} us",
+            f"{ratio:.2f} (at most 1.5: {verdict(ratio <= 1.5)})",
+        )
         rates = [(null_rate(piped), echo_rate(sock, piped)) for _ in range(rounds)]
-        ratio = statistics.median(a / b for a, b in rates)
         ours, floor = (statistics.median(column) for column in zip(*rates, strict=True))
-        row(f"null op, {IN_FLIGHT} in flight, rate", ours, floor, "", ratio, "at least 0.6", "/s", ratio >= 0.6)
+        ratio = statistics.median(a / b for a, b in rates)
+        yield Row(
+            f"null op, {IN_FLIGHT} in flight, rate",
+            f"{ours:,.0f} /s",
+            f"{floor:,.0f} /s",
+            "",
+            f"{ratio:.2f} (at least 0.6: {verdict(ratio >= 0.6)})",
+        )
 
-        x = lz.share(np.random.default_rng(0).standard_normal(ARRAY_SHAPE, dtype=np.float32))
-        out = lz.empty(x.shape)
-        large = x.tobytes()
-        pipe_us = p50_us(lambda: (pipe.send_bytes(large), pipe.recv_bytes()), 5)
 
-    store = lz.status()["broker"]["store"]
-    python = next((str(p) for p in Path(store, "envs").glob("torch-*/bin/python")), None)
-    if python is None:
-        sys.exit("the torch environment is not built; run: lz env build")
-    with in_process(python) as local:
-        large_op = functools.partial(lz.silu, x, out=out, backend="torch")
-        p50_us(large_op, 10)
-        copied = lz.last_report().copied_bytes
-        tight = [(p50_us(large_op, 30), local(30, 0)) for _ in range(rounds)]
-        paced = []
-        for _ in range(rounds):
-            ours_us, between_us = alternating_us(large_op, lz.null, 30)
-            paced.append((ours_us, between_us, local(30, between_us)))
-    ours, floor = (statistics.median(column) for column in zip(*tight, strict=True))
-    slope = statistics.median((a - null_us) / b for a, b in tight)
-    what = f"silu on 16 MiB, {copied} bytes copied; ratio is (ours - null) / in process"
-    is_met = slope <= 1.15 and copied == 0
-    row(what, ours, floor, f"{pipe_us:,.0f} us (echo alone)", slope, "at most 1.15", "us", is_met)
-    ours, null_between_us, floor = (statistics.median(column) for column in zip(*paced, strict=True))
-    slope = statistics.median((a - n) / b for a, n, b in paced)
-    what = (
-        f"the same, in turn with null calls, which then take {null_between_us:,.0f} us; in process with as long a pause"
-    )
-    row(what, ours, floor, "", slope, "at most 1.15", "us", slope <= 1.15)
-
+def death_row(quick: bool) -> Row:
     deaths = deaths_ms(5 if quick else 40)
     p50 = statistics.median(deaths)
-    ms = f"{p50:.1f} ms"
-    rows.append(
-        (
-            "SIGKILL of a busy worker to the fallback's answer, less its kernel, p50",
-            ms,
-            "",
-            "",
-            f"max {max(deaths):.1f} ms of {len(deaths)} (p50 under 30 ms: {'met' if p50 < 30 else 'MISSED'})",
-        )
+    return Row(
+        "SIGKILL of a busy worker to the fallback's answer, less its kernel, p50",
+        f"{p50:.1f} ms",
+        "",
+        "",
+        f"max {max(deaths):.1f} ms of {len(deaths)} (p50 under 30 ms: {verdict(p50 < 30)})",
     )
-    versions = {b["name"]: b["versions"] for b in lz.status()["backends"] if b["versions"]}
+
+
+@contextlib.contextmanager
+def own_broker(**environ: str) -> Iterator[None]:
+    """A broker and workers of this bench alone, with `environ` in their environment and ours."""
+    before = dict(os.environ)
+    os.environ.update(environ)
+    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
+        lz.connect(runtime_dir=folder)
+        try:
+            yield
+        finally:
+            lz.disconnect()
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def measure(quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    rows: list[Row] = []
+    with own_broker():
+        rows.extend(small_rows(quick))
+    rounds = 3 if quick else 15
+    with own_broker(OMP_NUM_THREADS="1"):
+        rows.extend(large_rows(rounds, "1 thread"))
+    with own_broker():
+        rows.extend(large_rows(rounds, f"{os.cpu_count()} threads"))
+    # Every death here is our own doing: no restart budget, quick restarts.
+    quick_restarts = {"LAYERZERO_BACKOFF_S": "0.02", "LAYERZERO_BACKOFF_MAX_S": "0.1"}
+    with own_broker(LAYERZERO_RESTART_BUDGET="1000000", **quick_restarts):
+        rows.append(death_row(quick))
+        versions = {b["name"]: b["versions"] for b in lz.status()["backends"] if b["versions"]}
     return rows, versions
 
 
 HEADINGS = ("figure", "LayerZero", "floor", "multiprocessing.Pipe", "ratio to floor")
 
 
-def save(rows: list[tuple[str, str, str, str, str]], versions: dict[str, Any], command: str) -> Path:
+def save(rows: list[Row], versions: dict[str, Any], command: str) -> Path:
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), "unknown CPU")
     memory_gib = psutil.virtual_memory().total >> 30
@@ -354,18 +458,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the calls, nothing saved")
     args = parser.parse_args()
-    # Every death here is our own doing: no restart budget, quick restarts.
-    os.environ |= {
-        "LAYERZERO_RESTART_BUDGET": "1000000",
-        "LAYERZERO_BACKOFF_S": "0.02",
-        "LAYERZERO_BACKOFF_MAX_S": "0.1",
-    }
-    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
-        lz.connect(runtime_dir=folder)
-        try:
-            rows, versions = measure(args.quick)
-        finally:
-            lz.disconnect()
+    rows, versions = measure(args.quick)
     table = Table(*HEADINGS, title="Cost of a dispatch")
     for row in rows:
         table.add_row(*row)
