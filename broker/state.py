@@ -274,7 +274,7 @@ class BrokerState:
             self._quarantine.add(route.signature.key, event.digest, self._now_s)
 
     def _place(self, call: Call) -> None:
-        """Give the call to the best candidate it has not tried, or end it."""
+        """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
         order = self._order(call.route.signature)
         if call.attempts:  # a fallback is in a hurry: those that are warm first
             order = tuple(sorted(order, key=lambda v: self.workers[v.backend].state is not S.READY))
@@ -292,7 +292,28 @@ class BrokerState:
                 for spare in order[position + 1 : position + 1 + self.limits.standby]:
                     self._need(self.workers[spare.backend])
             return
-        self._end_unserved(call)
+        awaited = self._awaited(call)
+        if awaited is None:
+            self._end_unserved(call)
+        else:
+            call.kernel_id = awaited.kernel_id
+            self.workers[awaited.backend].waiting.append(call)
+
+    def _awaited(self, call: Call) -> Verdict | None:
+        """The best candidate that nothing but a restart keeps from the call, and that will be back in time for it."""
+        for verdict in call.route.signature.ranked:
+            is_down = [reason.code for reason in verdict.reasons] == [Reason.BACKEND_RESTARTING]
+            if is_down and verdict.backend not in call.tried and self._is_back_in_time(verdict.backend, call):
+                return verdict
+        return None
+
+    def _has_other(self, call: Call) -> bool:
+        return any(verdict.backend not in call.tried for verdict in self._order(call.route.signature))
+
+    def _is_back_in_time(self, backend: str, call: Call) -> bool:
+        """Its back-off, if it is in one, ends within the call's timeout; loading has a timeout of its own."""
+        worker = self.workers[backend]
+        return worker.state is not S.BACKOFF or worker.retry_at_s <= self._now_s + call.timeout_s
 
     def _need(self, worker: Worker) -> None:
         if worker.state is S.ABSENT:
@@ -584,7 +605,9 @@ class BrokerState:
             self._requeue(call, worker, event)
 
     def _requeue(self, call: Call, worker: Worker, event: ev.WorkerExited) -> None:
-        if call.route.signature.spec.pinned and worker.state is S.BACKOFF and not call.client.has_left:
+        """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
+        may_wait = worker.state is S.BACKOFF and not call.client.has_left
+        if may_wait and self._is_back_in_time(worker.backend, call) and not self._has_other(call):
             worker.waiting.append(call)
             return
         if worker.state is S.DISABLED:

@@ -10,7 +10,9 @@ who writes which memory until when, and raises Violation, with the seed, where t
   worker that had it answered or its exit was confirmed;
 - an Answer stands for an attempt that ran to its end, and the memory still holds its result;
 - a Run finds its plan and its arenas at the worker;
-- attempts end by their deadline, restarts keep to their budget, a call kills two workers at most;
+- attempts end by their deadline, restarts keep to their budget, a call kills two workers at most and is never given
+  back to a backend that failed it;
+- a call is refused only when no backend is left for it, not even one that restarts within its timeout;
 - what is due has a wakeup, counters add up, reasons are true, nothing is left behind.
 """
 
@@ -132,6 +134,7 @@ class Call:
     seq: int = 0
     deaths: int = 0
     faults: set[str] = field(default_factory=set)  # what workers were killed for while they had it first
+    failed_on: set[str] = field(default_factory=set)  # backends that raised, died or were killed for it
     is_quarantined: bool = False
     dispatches: list[Dispatch] = field(default_factory=list)
 
@@ -666,6 +669,8 @@ class World:
             if is_heard and head is not None and (head.number, head.attempt) == (event.dispatch, event.attempt):
                 process.sent.popleft().is_over = True
                 process.head_since_s = self.now_s
+                if isinstance(event, ev.CallRaised):
+                    head.call.failed_on.add(process.backend)
         elif isinstance(event, ev.WorkerReady) and is_heard and not self._is_stopping:
             process.was_ready = True
             self._has_served.add(process.backend)
@@ -675,9 +680,12 @@ class World:
         """Its exit is confirmed, some time after it died."""
         process.is_confirmed_dead = True
         backend = process.backend
-        for dispatch in process.sent:
+        for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
-            dispatch.call.deaths += dispatch.number == page[0] and not process.kill_reason
+            is_blamed = position == 0 if process.kill_reason else dispatch.number == page[0]
+            if is_blamed:
+                dispatch.call.failed_on.add(backend)
+                dispatch.call.deaths += not process.kill_reason
         process.sent.clear()
         crashes = self._crashes[backend]
         if process.kill_reason != "deadline":
@@ -820,6 +828,7 @@ class World:
         self.require(arenas <= process.lent, "Run on arenas that were not lent")
         self.require(all(d.is_over for d in call.dispatches), "a call is dispatched again before its worker is done")
         self.require(call.deaths < MAX_DEATHS_PER_CALL, f"a call that killed {call.deaths} workers gets another")
+        self.require(process.backend not in call.failed_on, "a call is run again where it failed")
         self.require(not call.is_quarantined, "a quarantined call is run")
         self.require(action.attempt == len(call.dispatches) + 1, "attempts are not counted")
         self.require(len(process.sent) < self.limits.depth, "more is sent ahead than allowed")
@@ -883,7 +892,7 @@ class World:
         self.require(all(d.is_over for d in call.dispatches), "a call is refused while a worker has it")
         error = from_wire(action.error.to_wire())
         tried = {attempt["backend"] for attempt in action.attempts}
-        left = {b for b in call.signature.backends - tried if b not in self.state.unavailable}
+        left = {b for b in call.signature.backends - tried if self._could_serve(b, call)}
         match error.code:
             case "POISON":
                 is_true = call.deaths == MAX_DEATHS_PER_CALL or call.is_quarantined
@@ -906,6 +915,12 @@ class World:
         self.coverage.codes[error.code] += 1
         self._note_reasons(action.candidates)
         client.inbound.send(client.refused, call, error)
+
+    def _could_serve(self, backend: str, call: Call) -> bool:
+        """It is available, or restarts within the call's timeout."""
+        reason, worker = self.state.unavailable.get(backend), self.state.workers[backend]
+        is_soon = worker.state is not WorkerState.BACKOFF or worker.retry_at_s <= self.now_s + call.timeout_s
+        return reason is None or (reason.code is Reason.BACKEND_RESTARTING and is_soon)
 
     def _note_reasons(self, candidates: list[dict[str, Any]]) -> None:
         for candidate in candidates:
@@ -954,6 +969,8 @@ class World:
                 case WorkerState.BACKOFF:
                     due_s = worker.retry_at_s
                     self.require(reason is not None, f"{name} is in back-off and reported as available")
+                    longest_s = min((call.timeout_s for call in worker.waiting), default=math.inf)
+                    self.require(due_s <= now_s + longest_s, f"a call waits for {name}, which restarts too late for it")
                 case WorkerState.KILLING:
                     self.require(reason is not None, f"{name} is being killed and reported as available")
                 case WorkerState.DISABLED:

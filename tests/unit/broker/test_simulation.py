@@ -14,6 +14,7 @@ from tests import simulator
 
 from layerzero.broker import events as ev
 from layerzero.broker.records import Call, Client, Worker
+from layerzero.broker.selection import Verdict
 from layerzero.broker.state import BrokerState
 from layerzero.broker.worker_fsm import TRANSITIONS, WorkerState
 from layerzero.capabilities.match import Rejection
@@ -242,6 +243,26 @@ class BlamesTheNext(BrokerState):
     ) -> None:
         running.reverse()
         super()._move_calls(worker, running, waiting, error, event)
+
+
+class TriesAgainWhereItFailed(BrokerState):
+    def _place(self, call: Call) -> None:
+        call.tried.clear()
+        super()._place(call)
+
+
+class GivesUpDuringRestarts(BrokerState):
+    """Refuses a call although its backend will be back in a moment."""
+
+    def _awaited(self, call: Call) -> Verdict | None:
+        return None
+
+
+class WaitsForLateRestarts(BrokerState):
+    """Keeps a call waiting for longer than its timeout."""
+
+    def _is_back_in_time(self, backend: str, call: Call) -> bool:
+        return True
 
 
 class ForgetsQuarantine(BrokerState):

@@ -246,6 +246,90 @@ def test_pinned_call_behind_a_crash_waits_for_the_restart() -> None:
     assert kinds(driver.ready("alpha")) == ["SendPrepare", "LendArena", "Run"]
 
 
+def test_call_whose_only_backend_restarts_waits_for_it() -> None:
+    """A crash of the one provider of an op must not turn the next half second of calls away."""
+    driver = Driver("alpha", "gamma")
+    driver.route(2, op="gelu")
+    driver.ran(driver.serve(1, route=2))
+    driver.dies("alpha")
+    assert driver.call(2, route=2) == []
+    driver.route(3, backend="alpha")
+    assert driver.call(3, route=3) == []
+    assert driver.tick(0.7) == [ev.Spawn("alpha", 2)]
+    assert [kind for kind in kinds(driver.ready("alpha")) if kind == "Run"] == ["Run", "Run"]
+
+
+def test_call_behind_a_crash_of_the_only_backend_waits_for_the_restart() -> None:
+    """It was not at fault. The call that the worker died in is not tried there again."""
+    driver = Driver("alpha", depth=4)
+    first = driver.serve(1)
+    driver.call(2)
+    refuse = refusal(driver.dies("alpha", first.dispatch))
+    assert (refuse.seq, refuse.error.code) == (1, "BACKEND_ERROR")
+    driver.tick(0.7)
+    answer = driver.ran(driver.run_of(driver.ready("alpha")))[-1]
+    assert isinstance(answer, ev.Answer)
+    assert (answer.seq, answer.attempts) == (2, [])
+
+
+def test_fallback_waits_for_a_candidate_that_restarts() -> None:
+    """Half a second is better than an error."""
+    driver = Driver("alpha", "beta")
+    driver.route(2, backend="beta")
+    driver.ran(driver.serve(1, route=2))
+    run = driver.serve(2)
+    driver.dies("beta")
+    assert driver.raised(run, GENTLE) == []
+    driver.tick(0.7)
+    assert driver.run_of(driver.ready("beta")).attempt == 2
+
+
+def test_call_does_not_wait_for_a_restart_that_comes_too_late() -> None:
+    """Who gives a call a tenth of a second wants an answer by then."""
+    driver = Driver("alpha")
+    driver.ran(driver.serve(1))
+    driver.dies("alpha")
+    refuse = refusal(driver.call(2, timeout_s=0.1))
+    assert refuse.error.code == "NO_BACKEND"
+    assert "restarts in" in refuse.error.message
+
+
+def test_calls_that_waited_for_a_restart_in_vain_learn_the_cause() -> None:
+    """A worker may die again before it is ready."""
+    driver = Driver("alpha", restart_budget=1)
+    driver.ran(driver.serve(1))
+    driver.dies("alpha")
+    driver.call(2)
+    driver.tick(0.7)
+    refuse = refusal(driver.dies("alpha", exit_code=1))
+    assert "repair: lz restart alpha" in str(refuse.candidates)
+    assert "disabled" in refuse.error.message
+
+
+def test_first_attempt_prefers_a_ready_backend_to_one_that_restarts() -> None:
+    """Only the first start of the best is worth waiting for: it has not failed yet."""
+    driver = Driver("alpha", "beta", standby=1)
+    driver.call(1)
+    driver.ran(driver.run_of(driver.ready("alpha")))
+    driver.ready("beta")
+    driver.dies("alpha")
+    beta = driver.state.workers["beta"].identity
+    assert driver.run_of(driver.call(2)).identity == beta
+    driver.tick(0.7)
+    assert driver.run_of(driver.call(3)).identity == beta
+
+
+def test_fallback_prefers_a_ready_backend_to_a_standby_that_still_loads() -> None:
+    """Importing a library takes seconds."""
+    driver = Driver(standby=1)
+    driver.route(2, backend="gamma")
+    driver.ran(driver.serve(1, route=2))
+    driver.call(2)
+    run = driver.run_of(driver.ready("alpha"))
+    assert driver.state.workers["beta"].state is WorkerState.PROBING
+    assert driver.run_of(driver.raised(run, GENTLE)).identity == driver.state.workers["gamma"].identity
+
+
 def test_pinned_error_reaches_the_caller() -> None:
     """Who insists on a backend gets its answer, not another one's."""
     driver = Driver()
