@@ -39,6 +39,8 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
 # The core decides and does nothing else: no clock, no files, no sockets.
 PURE = (
     "broker/events.py",
+    "broker/health.py",
+    "broker/perf.py",
     "broker/poison.py",
     "broker/records.py",
     "broker/selection.py",
@@ -56,6 +58,7 @@ PURE_STDLIB = {
     "itertools",
     "math",
     "random",
+    "re",
     "typing",
 }
 # What turns bytes into code or objects into anything. No peer's bytes may come near it.

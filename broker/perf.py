@@ -1,0 +1,182 @@
+"""What kernels have cost: samples per (kernel, bucket of calls), and their statistics. `note` runs on every answer."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+WINDOW = 64  # newest clean samples per row
+ENOUGH = 16  # fresh samples that outweigh whatever was stored
+MAX_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """Of clean runs. `warmup_ms`: the newest first run, with its compilation; 0.0 when none was seen."""
+
+    count: int
+    median_us: float
+    p95_us: float
+    variance_us: float  # us squared
+    warmup_ms: float
+    measured_at_s: float  # the broker's monotonic clock
+
+    @property
+    def is_stable(self) -> bool:
+        """Enough runs, and their spread is below a fifth of the median."""
+        return self.count >= ENOUGH and self.variance_us <= (0.2 * self.median_us) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class PerfRow:
+    """A statistic with its place in the table: what the database stores and gives back."""
+
+    kernel_id: str
+    key: str
+    stat: Stat
+
+
+class _Row:
+    __slots__ = ("cached", "measured_at_s", "samples", "stored", "total", "warmup_ms")
+
+    def __init__(self, stored: Stat | None = None) -> None:
+        self.samples: list[float] = []
+        self.total = 0  # clean samples, those that have left the window too
+        self.stored = stored
+        self.warmup_ms = stored.warmup_ms if stored else 0.0
+        self.measured_at_s = stored.measured_at_s if stored else -math.inf
+        self.cached: Stat | None = None
+
+    def add(self, us: float) -> None:
+        if len(self.samples) < WINDOW:
+            self.samples.append(us)
+        else:
+            self.samples[self.total % WINDOW] = us
+        self.total += 1
+        self.cached = None
+
+    def stat(self) -> Stat | None:
+        if self.cached is None:
+            if self.samples:
+                self.cached = self._merged()
+            elif self.stored is not None:
+                self.cached = replace(self.stored, warmup_ms=self.warmup_ms)
+        return self.cached
+
+    def _merged(self) -> Stat:
+        """Fresh samples, blended with what was stored until there are ENOUGH of them."""
+        ordered = sorted(self.samples)
+        n = len(ordered)
+        median = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+        p95 = ordered[math.ceil(0.95 * n) - 1]
+        mean = math.fsum(ordered) / n
+        variance = math.fsum((x - mean) ** 2 for x in ordered) / (n - 1) if n > 1 else 0.0
+        old = self.stored
+        if old is None:
+            return Stat(self.total, median, p95, variance, self.warmup_ms, self.measured_at_s)
+        share = min(1.0, self.total / ENOUGH)
+        return Stat(
+            old.count + self.total,
+            old.median_us + (median - old.median_us) * share,
+            old.p95_us + (p95 - old.p95_us) * share,
+            old.variance_us + (variance - old.variance_us) * share,
+            self.warmup_ms,
+            self.measured_at_s,
+        )
+
+
+class PerfTable:
+    """`ttl_s`: older rows do not count. `max_rows`: the row that was noted longest ago is let go."""
+
+    def __init__(self, *, ttl_s: float = math.inf, max_rows: int = MAX_ROWS) -> None:
+        self._ttl_s = ttl_s
+        self._max_rows = max_rows
+        self._rows: OrderedDict[tuple[str, str], _Row] = OrderedDict()
+        self._dirty: dict[tuple[str, str], None] = {}  # in order of the first change
+        self.left_out = 0  # samples of faulted or degraded runs, and impossible times
+        self.evicted = 0  # rows let go for want of room
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def note(
+        self, kernel_id: str, key: str, us: float, now_s: float, *, is_warmup: bool = False, is_clean: bool = True
+    ) -> None:
+        """Take one run's kernel time. `is_warmup`: a first run, kept apart. `is_clean`: nothing disturbed it."""
+        if not is_clean or not 0.0 < us < math.inf:
+            self.left_out += 1
+            return
+        place = (kernel_id, key)
+        row = self._rows.get(place)
+        if row is None:
+            row = self._insert(place, _Row())
+        elif now_s - row.measured_at_s > self._ttl_s:
+            row = self._insert(place, _Row())  # too old to be blended with
+        else:
+            self._rows.move_to_end(place)
+        if is_warmup:
+            row.warmup_ms, row.cached = us / 1e3, None
+            if row.measured_at_s == -math.inf:
+                row.measured_at_s = now_s
+        else:
+            row.measured_at_s = now_s
+            row.add(us)
+        self._dirty[place] = None
+
+    def stat(self, kernel_id: str, key: str, now_s: float | None = None) -> Stat | None:
+        """What is known, or None. With `now_s`, a row older than the table's `ttl_s` is unknown."""
+        row = self._rows.get((kernel_id, key))
+        if row is None or (now_s is not None and now_s - row.measured_at_s > self._ttl_s):
+            return None
+        return row.stat()
+
+    def load(self, rows: Iterable[PerfRow]) -> int:
+        """Take what an earlier broker stored, newest first; samples of this run stay. Returns how many there was
+        room for."""
+        loaded = 0
+        for stored in rows:
+            place = (stored.kernel_id, stored.key)
+            row = self._rows.get(place)
+            if row is not None:
+                row.stored, row.cached = stored.stat, None
+                row.warmup_ms = row.warmup_ms or stored.stat.warmup_ms
+                row.measured_at_s = max(row.measured_at_s, stored.stat.measured_at_s)
+            elif len(self._rows) < self._max_rows:
+                self._rows[place] = _Row(stored.stat)
+                self._rows.move_to_end(place, last=False)  # older than what this run has noted: the first to go
+            else:
+                continue
+            loaded += 1
+        return loaded
+
+    def take_dirty(self) -> list[PerfRow]:
+        """Rows with news since the last time, for the database. Rows that have only warmed up wait for a clean run."""
+        rows = []
+        waiting: dict[tuple[str, str], None] = {}
+        for place in self._dirty:
+            stat = self._rows[place].stat()
+            if stat is None:
+                waiting[place] = None
+            else:
+                rows.append(PerfRow(*place, stat))
+        self._dirty = waiting
+        return rows
+
+    def forget(self, prefix: str) -> int:
+        """Drop the rows of kernels whose id starts so, such as `torch.` for a backend. Returns how many."""
+        gone = [place for place in self._rows if place[0].startswith(prefix)]
+        for place in gone:
+            del self._rows[place]
+            self._dirty.pop(place, None)
+        return len(gone)
+
+    def _insert(self, place: tuple[str, str], row: _Row) -> _Row:
+        self._rows[place] = row
+        self._rows.move_to_end(place)
+        if len(self._rows) > self._max_rows:
+            oldest, _ = self._rows.popitem(last=False)
+            self._dirty.pop(oldest, None)
+            self.evicted += 1
+        return row
