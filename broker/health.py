@@ -109,7 +109,7 @@ class _Breaker:
 class Health:
     """Breakers by (backend, op, device), made at the first failure and dropped when it is forgotten."""
 
-    def __init__(self, limits: HealthLimits = HealthLimits()) -> None:  # noqa: B008
+    def __init__(self, limits: HealthLimits = HealthLimits()) -> None:
         self._limits = limits
         self._breakers: OrderedDict[tuple[str, str, str], _Breaker] = OrderedDict()
         self._dirty: dict[tuple[str, str, str, str], tuple[int, float]] = {}
