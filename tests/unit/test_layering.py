@@ -35,6 +35,7 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("client", "zmq"): {"client/link.py"},
     ("broker", "zmq"): {"broker/server.py"},
     ("broker", "subprocess"): {"broker/supervisor.py"},
+    ("broker", "sqlite3"): {"broker/perf_store.py"},
 }
 # The core decides and does nothing else: no clock, no files, no sockets.
 PURE = (
