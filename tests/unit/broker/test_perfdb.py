@@ -362,7 +362,8 @@ def write_v1(path: Path) -> None:
     db.execute(f"CREATE TABLE identities (identity TEXT PRIMARY KEY, {columns}) WITHOUT ROWID")
     db.execute(
         "CREATE TABLE measurements (kernel_id TEXT, key TEXT, identity TEXT, backend TEXT, count INTEGER,"
-        " median_us REAL, p95_us REAL, measured_at REAL, checksum BLOB, PRIMARY KEY (kernel_id, key, identity)) WITHOUT ROWID"
+        " median_us REAL, p95_us REAL, measured_at REAL, checksum BLOB,"
+        " PRIMARY KEY (kernel_id, key, identity)) WITHOUT ROWID"
     )
     for key, median in (("good", 5.0), ("flipped", 6.0)):
         values = (KERNELS[0], key, IDENTITY.hash, "torch", 9, median, 8.0, time.time())
