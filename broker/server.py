@@ -262,8 +262,6 @@ class Server:
         peer = self._by_identity.get(identity)
         if peer is None:
             return
-        if peer.backlog:
-            self._flush(peer)
         try:
             _, kind, _, _, dispatch, attempt, _, kernel_ns = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
@@ -350,6 +348,8 @@ class Server:
                     _close_all(fds)
                     self.handle(ev.ArenaGivenUp(peer.identity, message.arena))
             else:
+                if peer.backlog:
+                    self._flush(peer)
                 control.receive(peer.sock)
         except BlockingIOError:
             return
@@ -528,22 +528,25 @@ class Server:
         if peer is None:
             return  # it has just died; its exit event is on the way
         peer.backlog.append((message, tuple(os.dup(fd) for fd in fds)))
-        self._flush(peer)
+        if len(peer.backlog) == 1:
+            self._flush(peer)
         if len(peer.backlog) > MAX_BACKLOG:
             self.handle(ev.WorkerMisbehaved(backend, generation, "it does not read its control socket"))
 
     def _flush(self, peer: Peer) -> None:
-        """Send a worker what is queued for its control socket, as far as it fits; the rest goes after its next word."""
+        """Send a worker what is queued for its control socket, as far as it fits; the rest goes when there is room."""
         while peer.backlog:
             message, fds = peer.backlog[0]
             try:
                 control.send(peer.sock, message, fds)
             except BlockingIOError:
+                self._epoll.modify(peer.sock, select.EPOLLIN | select.EPOLLOUT)
                 return
             except (control.Closed, OSError):
                 pass  # it is dying: its exit event is on the way
             peer.backlog.popleft()
             _close_all(list(fds))
+        self._epoll.modify(peer.sock, select.EPOLLIN)
 
     def _close_arena(self, action: ev.CloseArena) -> None:
         arenas = self._fds_of[action.client]

@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import zmq
+
 import layerzero as lz
 from layerzero.client import link, start
+from layerzero.ipc import control, messages, wire
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -87,6 +91,18 @@ def arena_files() -> int:
         with contextlib.suppress(FileNotFoundError):
             names.append(os.readlink(entry))
     return sum(name.startswith("/memfd:layerzero") for name in names)
+
+
+def bare_client(site: Site, context: zmq.Context[Any]) -> tuple[socket.socket, zmq.Socket[bytes]]:
+    """A welcomed client without any of our client code: its control socket and its DEALER."""
+    sock = control.connect(site.endpoints.control, timeout_s=5)
+    control.send(sock, messages.Hello(protocols=[wire.PROTOCOL], role="client", package="0", pid=1))
+    welcome, _ = control.receive(sock, messages.Welcome)
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.ROUTING_ID, welcome.identity)
+    dealer.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+    dealer.connect(welcome.endpoint)
+    return sock, dealer
 
 
 class Site:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import multiprocessing
 import os
 import random
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import zmq
 from tests.backends.toy import HANG, RAISE, fault
-from tests.process.harness import Site, is_running, wait_ended, wait_until
+from tests.process.harness import Site, bare_client, is_running, wait_ended, wait_until
 
 import layerzero as lz
 from layerzero.ipc import control, memory, messages, wire
@@ -427,7 +428,6 @@ def test_another_protocol_version_is_refused_by_name(connected: Site, monkeypatc
         connected.connect()
 
 
-HELLO = messages.Hello(protocols=[wire.PROTOCOL], role="client", package="0", pid=1)
 NOISE: dict[str, bytes] = {
     "nothing": b"",
     "random bytes": random.Random(7).randbytes(4000),
@@ -491,7 +491,7 @@ def test_a_client_that_breaks_the_protocol_is_dropped_alone(connected: Site) -> 
     ]
     context = zmq.Context()
     for frames in requests:
-        sock, dealer = _bare_client(connected, context)
+        sock, dealer = bare_client(connected, context)
         for frame in frames:
             dealer.send(frame)
         try:
@@ -562,9 +562,12 @@ def test_arenas_are_checked_before_they_are_lent(connected: Site) -> None:
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 4096)
     good = memory.create_memfd("good", 4096)
+    empty = os.memfd_create("empty", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(empty, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     context = zmq.Context()
-    for fds, nbytes in (((unsealed,), 4096), ((good,), 8192), ((), 4096), ((good, good), 4096), ((0,), 4096)):
-        sock, dealer = _bare_client(connected, context)
+    bad = (((unsealed,), 4096), ((good,), 8192), ((), 4096), ((good, good), 4096), ((0,), 4096), ((empty,), 0))
+    for fds, nbytes in bad:
+        sock, dealer = bare_client(connected, context)
         control.send(sock, messages.AddArena(arena=1, nbytes=nbytes), fds)
         answer, _ = control.receive(sock, messages.Refused)
         assert answer.error["code"] == "BAD_MESSAGE"
@@ -572,20 +575,9 @@ def test_arenas_are_checked_before_they_are_lent(connected: Site) -> None:
         dealer.close(linger=0)
         sock.close()
     context.term()
-    os.close(unsealed)
-    os.close(good)
+    for fd in (unsealed, good, empty):
+        os.close(fd)
     check(X, lz.silu(X))
-
-
-def _bare_client(site: Site, context: zmq.Context[Any]) -> tuple[socket.socket, zmq.Socket[bytes]]:
-    """A welcomed client without any of our client code."""
-    sock = control.connect(site.endpoints.control, timeout_s=5)
-    control.send(sock, HELLO)
-    welcome, _ = control.receive(sock, messages.Welcome)
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.ROUTING_ID, welcome.identity)
-    dealer.connect(welcome.endpoint)
-    return sock, dealer
 
 
 # --- the runtime folder

@@ -1,0 +1,65 @@
+"""How a broker process begins and ends: its lock, and an end that waits for nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.process.harness import Site, processes, wait_ended, wait_until
+
+import layerzero as lz
+from layerzero.broker import run
+
+LOADS_FOR_EVER = "import threading\ndef load():\n    threading.Event().wait()\n"
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[Callable[[], int]]:
+    """Open the lock file anew, as another process would."""
+    opened: list[int] = []
+
+    def open_again() -> int:
+        opened.append(os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT))
+        return opened[-1]
+
+    yield open_again
+    for fd in opened:
+        os.close(fd)
+
+
+def test_a_broker_starts_although_somebody_just_looks_at_its_lock(
+    lock: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lz status` of another terminal holds the lock for a moment to see who has it; that is no broker."""
+    visitor = lock()
+    fcntl.flock(visitor, fcntl.LOCK_SH)
+    monkeypatch.setattr(run.time, "sleep", lambda _: fcntl.flock(visitor, fcntl.LOCK_UN))
+    assert run._lock(lock())
+
+
+def test_a_second_broker_gives_up_on_the_lock(lock: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two brokers would fight for the same sockets."""
+    fcntl.flock(lock(), fcntl.LOCK_EX)
+    waits: list[float] = []
+    monkeypatch.setattr(run.time, "sleep", waits.append)
+    assert not run._lock(lock())
+    assert 0.5 < sum(waits) < 5
+
+
+def test_a_broker_that_probes_ends_at_once(new_site: Callable[..., Site]) -> None:
+    """A probe may take minutes; its thread must not keep the process, its lock and its name."""
+    site = new_site(start_timeout_s=600)
+    site.add_backend("endless", provider=LOADS_FOR_EVER)
+    pid = site.connect().broker_pid
+    call = lz.submit("null", backend="endless")
+    wait_until(lambda: any("layerzero.workers.probe" in command for command in processes(site.folder).values()))
+    os.kill(pid, signal.SIGTERM)
+    wait_ended(pid, 5)
+    wait_until(lambda: processes(site.folder) == {}, 5)
+    with pytest.raises(lz.BrokerLost):
+        call.result()
+    assert site.connect().broker_pid != pid
