@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,11 @@ _MENDED_BY_BUILDING = frozenset({"import", "abi", "version", "crash", "protocol"
 @dataclass(frozen=True)
 class ProbeRecord:
     """The verdict on one environment. `kind` and `message` are empty when `ok`; kinds made here are crash, timeout
-    and protocol, the others come from workers/probe.py."""
+    and protocol, the others come from workers/probe.py.
+
+    ok: the environment works and some kernel is certified. certified: kernel id -> dtype -> shape class -> largest
+    error. failures: every (kernel, dtype, shape class) that did not pass, as workers.probe.Failure.
+    """
 
     env: str
     key: str
@@ -40,12 +44,21 @@ class ProbeRecord:
     seconds: float
     versions: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, Any] = field(default_factory=dict)
+    certified: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    failures: Sequence[Mapping[str, Any]] = ()
     kind: str = ""
     message: str = ""
     missing: str | None = None
     traceback: str = ""
     stderr_tail: str = ""
     repair: str = ""  # the command to run when not ok: mends it, or shows all that is known
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many (kernel, dtype, shape class) are certified, and how many are not."""
+        return sum(len(classes) for dtypes in self.certified.values() for classes in dtypes.values()), len(
+            self.failures
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,8 +119,13 @@ def cached_probe(env: Env, manifest: EnvManifest) -> ProbeRecord | None:
     """The verdict on exactly this environment and code, or None."""
     try:
         data = json.loads(record_path(env, manifest).read_text(encoding="utf-8"))
-        return ProbeRecord(**data)
-    except (FileNotFoundError, ValueError, TypeError):  # absent, cut short, or of another version of this class
+        return ProbeRecord(**data) if _is_certificate(data["certified"], data["failures"]) else None
+    except (
+        FileNotFoundError,
+        ValueError,
+        TypeError,
+        KeyError,
+    ):  # absent, cut short, or of another version of us
         return None
 
 
@@ -150,19 +168,40 @@ def _parse(out: bytes) -> dict[str, Any]:
         answer = json.loads(out.decode().strip().rpartition("\n")[2])
     except ValueError:
         return {}
+    if not isinstance(answer, dict) or not _is_certificate(answer.get("certified"), answer.get("failures")):
+        return {}
+    found = {name: answer.get(name) for name in ("versions", "kernels", "certified", "failures")}
+    if not isinstance(found["versions"], dict) or not isinstance(found["kernels"], dict):
+        return {}
     match answer:
-        case {"ok": True, "versions": dict(versions), "kernels": dict(kernels)}:
-            return {"versions": versions, "kernels": kernels}
+        case {"ok": True}:
+            return found
         case {"ok": False, "error": {"kind": str(kind), "message": str(message)} as error} if kind:
             return {
-                "versions": answer.get("versions") or {},
-                "kernels": answer.get("kernels") or {},
+                **found,
                 "kind": kind,
                 "message": message,
                 "missing": error.get("missing"),
                 "traceback": str(error.get("traceback") or ""),
             }
     return {}
+
+
+def _is_certificate(certified: Any, failures: Any) -> bool:
+    """Whether what another process or a file says of certificates has the form that ProbeRecord promises."""
+    if not isinstance(certified, dict) or not isinstance(failures, (list, tuple)):
+        return False
+    dtypes = [dtype for one in certified.values() if isinstance(one, dict) for dtype in one.values()]
+    errors = [error for classes in dtypes if isinstance(classes, dict) for error in classes.values()]
+    return (
+        all(isinstance(one, dict) for one in (*certified.values(), *dtypes, *failures))
+        and all(type(error) in (int, float) for error in errors)
+        and all(
+            isinstance(failure.get(name), str)
+            for failure in failures
+            for name in ("kernel_id", "dtype", "shape_class", "case", "detail")
+        )
+    )
 
 
 def _no_answer(code: int, err: bytes) -> dict[str, Any]:

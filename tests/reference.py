@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from layerzero.ipc.numerics import TOLERANCE as TOLERANCE
+
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
 
@@ -142,11 +144,6 @@ TENSOR_OPS: dict[str, Callable[..., Array]] = {
     "silu": silu,
     "embedding": embedding,
 }
-
-# Largest |result - reference| that passes, as a share of max(1, largest |reference|). Half types lose up to half a
-# unit in the last place on output (2^-11, 2^-8) and, in attention, the same again on the weights inside. Dtypes that
-# are not here must be exact.
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 def error(result: Array, expected: Array) -> float:

@@ -1,39 +1,41 @@
 """`python -m layerzero.workers.probe PROVIDER DESCRIPTOR [PARENT_PID]`: does this environment import and compute right?
 
 Run in a throw-away process by envs/probe.py; ends with its parent when that is given. Prints one JSON line:
-{"ok", "versions", "kernels": {id: {"ok", "max_error", "tolerance", "elapsed_us", "detail"}}, "error": null | {"kind",
-"message", "missing", "traceback"}}.
+{"ok", "versions", "kernels": {id: {"certified", "failed", "max_error", "tolerance", "elapsed_us"}},
+"certified": {id: {dtype: {shape class: largest error}}},
+"failures": [{"kernel_id", "dtype", "shape_class", "case", "error", "tolerance", "detail"}],
+"error": null | {"kind", "message", "missing", "traceback"}}.
+A class in which one case fails is not certified; the others stay so. It is an error when nothing is certified at all.
 Kinds: import (something is missing), abi, version, load (the provider raised anything else), numeric, kernel (a kernel
-raised), descriptor. Cases with known results are in vectors.json, made by tests/make_vectors.py.
+raised), descriptor. The cases are those of workers/cases.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import re
 import statistics
-import struct
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from layerzero.ipc import memory
+from layerzero.ipc.numerics import difference, gather, scatter, tolerance, unpack
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers import boot
-from layerzero.workers.provider import Bind, Block, Call, Loaded
+from layerzero.workers.cases import PROBLEMS, Case, cases
+from layerzero.workers.claims import dtypes
+from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
-VECTORS = Path(__file__).with_name("vectors.json")
-ARENA_BYTES = 1 << 20  # more than any case takes
+ARENA_BYTES = 4 << 20  # more than any case takes
 TIMED_RUNS = 5
 FILL = 0xA5  # outputs hold this before a run, so that what a kernel leaves out does not look right
-_CODES = {"bool": "?", "uint8": "B", "int32": "i", "int64": "q", "float16": "e", "float32": "f", "float64": "d"}
 
 # (kind, pattern over "ExceptionType: message"); the first that matches counts, its group is what is missing.
 _CAUSES = (
@@ -53,14 +55,38 @@ _CAUSES = (
 
 
 @dataclass(frozen=True)
-class KernelVerdict:
-    """`max_error` and `tolerance` are those of the dtype that came closest to failing; 0 for exact ops."""
+class Failure:
+    """Why a kernel has no certificate for one dtype and shape class: the first case that went wrong."""
 
-    ok: bool
-    max_error: float
+    kernel_id: str
+    dtype: str
+    shape_class: str
+    case: str
+    error: float
     tolerance: float
-    elapsed_us: float
-    detail: str | None
+    detail: str
+
+
+@dataclass
+class KernelVerdict:
+    """One kernel: its certificates, and what went wrong elsewhere. `max_error` and `tolerance` are those of the
+    certified case that came closest to failing."""
+
+    certified: dict[str, dict[str, float]] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    first_exception: Exception | None = None
+    max_error: float = 0.0
+    tolerance: float = 0.0
+    elapsed_us: float = 0.0
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "certified": sum(map(len, self.certified.values())),
+            "failed": len(self.failures),
+            "max_error": self.max_error,
+            "tolerance": self.tolerance,
+            "elapsed_us": self.elapsed_us,
+        }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 
 def probe(provider: str, descriptor: Path) -> dict[str, Any]:
     """Load the provider and run every kernel of the descriptor. The result is described at the top."""
-    verdict: dict[str, Any] = {"ok": False, "versions": {}, "kernels": {}, "error": None}
+    verdict: dict[str, Any] = {"ok": False, "versions": {}, "kernels": {}, "certified": {}, "failures": []}
     try:
         loaded = boot.import_provider(provider).load()
     except Exception as exc:
@@ -90,24 +116,26 @@ def probe(provider: str, descriptor: Path) -> dict[str, Any]:
     if absent:
         message = f"the descriptor lists {', '.join(absent)}; the provider has {', '.join(sorted(loaded.kernels))}"
         return {**verdict, "error": _error("descriptor", message, missing=absent[0])}
-    vectors = json.loads(VECTORS.read_text(encoding="utf-8"))
     bench = _Bench()
-    for op, kernel in kernels:
-        try:
-            checked = _check(bench, loaded, op, kernel, vectors)
-        except Exception as exc:
-            error = classify(exc)
+    checked = {kernel["kernel_id"]: _check(bench, loaded, op, kernel) for op, kernel in kernels}
+    verdict["kernels"] = {kernel_id: one.summary() for kernel_id, one in checked.items()}
+    verdict["certified"] = {kernel_id: one.certified for kernel_id, one in checked.items()}
+    verdict["failures"] = [asdict(failure) for one in checked.values() for failure in one.failures]
+    is_of_use = any(one.certified for one in checked.values())
+    return {**verdict, "ok": is_of_use, "error": None if is_of_use else _nothing_certified(checked)}
+
+
+def _nothing_certified(checked: Mapping[str, KernelVerdict]) -> dict[str, Any]:
+    """The error of a backend of which nothing is certified: the cause of the first failure."""
+    for kernel_id, one in checked.items():
+        if one.first_exception is not None:
+            error = classify(one.first_exception)
             kind = "kernel" if error["kind"] == "load" else error["kind"]
-            verdict["error"] = verdict["error"] or {
-                **error,
-                "kind": kind,
-                "message": f"{kernel['kernel_id']}: {error['message']}",
-            }
-            checked = KernelVerdict(False, 0.0, 0.0, 0.0, f"raised {error['message']}")
-        verdict["kernels"][kernel["kernel_id"]] = asdict(checked)
-        if not checked.ok and verdict["error"] is None:
-            verdict["error"] = _error("numeric", f"{kernel['kernel_id']}: {checked.detail}")
-    return {**verdict, "ok": verdict["error"] is None}
+            return {**error, "kind": kind, "message": f"{kernel_id}: {error['message']}"}
+        if one.failures:
+            first = one.failures[0]
+            return _error("numeric", f"{kernel_id}: {first.case} in {first.dtype}: {first.detail}")
+    return _error("descriptor", f"no case fits the descriptor: {', '.join(checked) or 'it lists no kernel'}")
 
 
 def classify(exc: BaseException) -> dict[str, Any]:
@@ -146,7 +174,8 @@ class _Bench:
 
     def input(self, spec: TensorSpec, data: bytes) -> Block:
         place = self._place(spec)
-        self._write[place] = data
+        self._write[place] = bytes(spec.span_bytes)
+        scatter(data, spec, self._write[place])
         return Block(self._read[place], spec)
 
     def output(self, spec: TensorSpec) -> Block:
@@ -162,112 +191,75 @@ class _Bench:
         return slice(start, self._end)
 
 
-def _check(
-    bench: _Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], vectors: Mapping[str, Any]
-) -> KernelVerdict:
+def _check(bench: _Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any]) -> KernelVerdict:
     """Run one kernel on every case of its op that its descriptor admits, in each of its dtypes."""
-    cases = [case for case in vectors["cases"] if case["op"] == op and is_admitted(case, kernel)]
-    claimed = kernel.get("dtypes")
-    dtypes = [dtype for dtype in claimed if dtype in vectors["tolerance"]] if claimed else ["float32"]
-    if not cases or not dtypes:
-        return KernelVerdict(False, 0.0, 0.0, 0.0, f"no case of {VECTORS.name} fits the descriptor")
-    worst = KernelVerdict(True, 0.0, 0.0, 0.0, None)
-    elapsed_us = 0.0
-    for dtype in dtypes:
-        tolerance = float(vectors["tolerance"][dtype]) if claimed else 0.0
-        for case in cases:
-            max_error, us = _run(bench, loaded.kernels[kernel["kernel_id"]], kernel["kernel_id"], case, dtype)
-            elapsed_us = elapsed_us or us
-            if not max_error <= tolerance:
-                detail = f"{case['name']} in {dtype}: error {max_error:.3g}, allowed {tolerance:g}"
-                return KernelVerdict(False, _finite(max_error), tolerance, elapsed_us, detail)
-            if max_error * (worst.tolerance or 1.0) >= worst.max_error * (tolerance or 1.0):
-                worst = KernelVerdict(True, max_error, tolerance, 0.0, None)
-    return KernelVerdict(True, worst.max_error, worst.tolerance, elapsed_us, None)
-
-
-def is_admitted(case: Mapping[str, Any], kernel: Mapping[str, Any]) -> bool:
-    """Whether a descriptor claims this case: all the case needs, and no required argument that it lacks."""
-    for name, needed in case["needs"].items():
-        claimed = kernel.get(name)
-        if not (needed in claimed if isinstance(claimed, (list, tuple)) else claimed == needed):
-            if name == "optional_args" and needed in kernel.get("required_args", ()):
+    verdict, kernel_id = KernelVerdict(), kernel["kernel_id"]
+    problems = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
+    for dtype in dtypes(op, kernel):
+        allowed = tolerance(dtype)
+        errors: dict[str, float] = {}
+        failed: dict[str, Failure] = {}
+        for case in cases(op, kernel, problems, dtype):
+            name = case.shape_class
+            if name in failed:
                 continue
-            return False
-    for name, allowed in (kernel.get("attrs") or {}).items():
-        if name in case["attrs"] and case["attrs"][name] not in allowed:
-            return False
-    return all(name in case["given"] for name in kernel.get("required_args", ()))
+            try:
+                error, detail = _run(bench, loaded.kernels[kernel_id], op, kernel_id, case), ""
+                if not error <= allowed:
+                    detail = f"error {error:.3g}, allowed {allowed:g}"
+                elif not verdict.elapsed_us:
+                    verdict.elapsed_us = _time(bench, loaded.kernels[kernel_id], op, kernel_id, case)
+            except Exception as exc:
+                verdict.first_exception = verdict.first_exception or exc
+                error, detail = 0.0, f"raised {type(exc).__name__}: {exc}"[:500]
+            if detail:
+                errors.pop(name, None)
+                failed[name] = Failure(kernel_id, dtype, name, case.name, _finite(error), allowed, detail)
+                continue
+            errors[name] = max(errors.get(name, 0.0), float(f"{error:.3g}"))
+            if error * (verdict.tolerance or 1.0) >= verdict.max_error * (allowed or 1.0):
+                verdict.max_error, verdict.tolerance = error, allowed
+        if errors:
+            verdict.certified[dtype] = errors
+        verdict.failures += failed.values()
+    return verdict
 
 
-def _run(bench: _Bench, bind: Bind, kernel_id: str, case: Mapping[str, Any], dtype: str) -> tuple[float, float]:
-    """(error, median microseconds) of one case in one dtype."""
+def _bind(bench: _Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> tuple[Bound, list[Block]]:
     bench.clear()
-    inputs = [None if tensor is None else bench.input(*encode(tensor, dtype)) for tensor in case["inputs"]]
-    expected = case["outputs"]
-    outputs = [
-        bench.output(TensorSpec.contiguous(_dtype(tensor, dtype), tuple(tensor["shape"]))) for tensor in expected
+    inputs = [
+        None if spec is None else bench.input(spec, data) for spec, data in zip(case.inputs, case.data, strict=True)
     ]
-    specs = tuple(None if block is None else block.spec for block in inputs)
-    call = Call(case["op"], kernel_id, specs, tuple(block.spec for block in outputs), attrs_of(case))
-    bound = bind(call, inputs, outputs)
+    outputs = [bench.output(spec) for spec in case.outputs]
+    return bind(Call(op, kernel_id, case.inputs, case.outputs, case.attrs), inputs, outputs), outputs
+
+
+def _run(bench: _Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> float:
+    """The error of one case; raises when it returned or wrote what it must not."""
+    bound, outputs = _bind(bench, bind, op, kernel_id, case)
     result = bound()
-    if type(result) is not type(case.get("result")) or result != case.get("result"):
-        raise ValueError(f"{case['name']}: the kernel returned {result!r:.200}, expected {case.get('result')!r}")
-    error = max(
-        (_difference(decode(block), tensor) for block, tensor in zip(outputs, expected, strict=True)), default=0.0
-    )
+    if type(result) is not type(case.result) or result != case.result:
+        raise ValueError(f"{case.name}: the kernel returned {result!r:.200}, expected {case.result!r}")
+    error = 0.0
+    for block, expected in zip(outputs, case.expected, strict=True):
+        spec, data = block.spec, gather(block.memory, block.spec)
+        untouched = bytearray([FILL]) * spec.span_bytes
+        scatter(data, spec, memoryview(untouched))
+        if untouched != block.memory:
+            raise ValueError(f"{case.name}: the kernel wrote between the elements of its output")
+        error = max(error, difference(unpack(data, spec.dtype), expected, spec.dtype))
+    return error
+
+
+def _time(bench: _Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> float:
+    """Median microseconds of some more runs."""
+    bound, _ = _bind(bench, bind, op, kernel_id, case)
     runs_us = []
     for _ in range(TIMED_RUNS):
         start = time.perf_counter_ns()
         bound()
         runs_us.append((time.perf_counter_ns() - start) / 1000)
-    return error, round(statistics.median(runs_us), 3)
-
-
-def attrs_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """A case's attributes; the digest of its tokenizer is computed here, not stored."""
-    if "tokenizer_format" not in case["attrs"]:
-        return dict(case["attrs"])
-    return {**case["attrs"], "tokenizer_digest": hashlib.sha256(case["inputs"][0]["text"].encode()).hexdigest()}
-
-
-def _dtype(tensor: Mapping[str, Any], dtype: str) -> str:
-    return dtype if tensor["dtype"] == "float" else str(tensor["dtype"])
-
-
-def encode(tensor: Mapping[str, Any], dtype: str) -> tuple[TensorSpec, bytes]:
-    """A stored tensor as bytes; values of dtype "float" take `dtype`, in which they are exact."""
-    name = _dtype(tensor, dtype)
-    if "text" in tensor:
-        data = tensor["text"].encode()
-        return TensorSpec.contiguous("uint8", (len(data),)), data
-    values = tensor["values"]
-    if tensor["dtype"] == "float":
-        values = [float(value) for value in values]  # "-inf" is stored as text
-    if name == "bfloat16":
-        data = b"".join(struct.pack("<f", value)[2:] for value in values)
-    else:
-        data = struct.pack(f"<{len(values)}{_CODES[name]}", *values)
-    return TensorSpec.contiguous(name, tuple(tensor["shape"])), data
-
-
-def decode(block: Block) -> list[float]:
-    """The values in a contiguous block."""
-    data, dtype = bytes(block.memory), block.spec.dtype
-    if dtype == "bfloat16":
-        return [struct.unpack("<f", b"\0\0" + data[i : i + 2])[0] for i in range(0, len(data), 2)]
-    return list(struct.unpack(f"<{block.spec.numel}{_CODES[dtype]}", data))
-
-
-def _difference(values: Sequence[float], tensor: Mapping[str, Any]) -> float:
-    """Largest difference as a share of max(1, largest expected value); any difference of integers is infinite."""
-    expected = list(tensor["text"].encode()) if "text" in tensor else tensor["values"]
-    if tensor["dtype"] != "float":
-        return 0.0 if list(values) == list(expected) else math.inf
-    scale = max([1.0, *(abs(value) for value in expected)])
-    differences = [abs(value - want) / scale for value, want in zip(values, expected, strict=True)]
-    return math.inf if any(math.isnan(d) for d in differences) else max(differences, default=0.0)
+    return round(statistics.median(runs_us), 3)
 
 
 def _finite(value: float) -> float:

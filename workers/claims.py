@@ -1,0 +1,93 @@
+"""Whether a kernel's descriptor claims a call: the rules of capabilities/match.py over the descriptor's plain JSON.
+
+Foreign environments have no pydantic, so the broker's matcher cannot run there; a test holds the two to one verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layerzero.ipc.ops import OPS
+from layerzero.ipc.tensors import TensorSpec
+
+Claims = Mapping[str, Any]  # one kernel of a descriptor
+
+
+def dtypes(op: str, claims: Claims) -> Sequence[str]:
+    """The dtypes that the kernel needs a certificate for; "any" for ops that have none."""
+    return list(claims.get("dtypes") or ()) or ["any"]
+
+
+def admits(
+    op: str,
+    claims: Claims,
+    inputs: Sequence[TensorSpec | None],
+    outputs: Sequence[TensorSpec],
+    attrs: Mapping[str, Any],
+) -> bool:
+    """True when the descriptor refuses nothing about this call."""
+    given = {name: spec for name, spec in zip(OPS[op].inputs, inputs, strict=True) if spec is not None}
+    if not _admits_arguments(op, claims, given, attrs):
+        return False
+    if OPS[op].sized_output:
+        is_readable = attrs["tokenizer_format"] in claims.get("tokenizer_formats", ())
+        return is_readable and (not attrs.get("return_offsets") or claims.get("supports_offsets", False))
+    if op == "null":
+        return True
+    if not all(_admits_tensor(claims, name, spec) for name, spec in given.items()):
+        return False
+    needs_dense_out = claims.get("requires_contiguous") and not claims.get("copies_outputs")
+    if needs_dense_out and not all(spec.is_contiguous for spec in outputs):
+        return False
+    ndim = next(iter(given.values())).ndim
+    if not claims.get("min_ndim", 0) <= ndim <= _limit(claims, "max_ndim"):
+        return False
+    return op != "attention" or _admits_attention(claims, given, attrs)
+
+
+def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:
+    required = claims.get("required_args", ())
+    allowed = {*claims.get("optional_args", ()), *required, "attn_mask"}
+    if not (OPS[op].optional & given.keys()) <= allowed or not given.keys() >= set(required):
+        return False
+    return all(name not in attrs or attrs[name] in values for name, values in (claims.get("attrs") or {}).items())
+
+
+def _admits_tensor(claims: Claims, name: str, spec: TensorSpec) -> bool:
+    allowed = claims.get("index_dtypes" if name == "ids" else "dtypes") or ()
+    if spec.dtype not in allowed and not (name == "attn_mask" and spec.dtype == "bool"):
+        return False
+    if spec.numel == 0 and not claims.get("supports_empty"):
+        return False
+    if claims.get("requires_contiguous"):
+        return spec.is_contiguous
+    is_last_dense = not spec.ndim or spec.shape[-1] <= 1 or spec.strides[-1] == 1
+    return is_last_dense or not claims.get("requires_last_dim_stride1")
+
+
+def _admits_attention(claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:
+    q, k, v, mask = given["q"], given["k"], given["v"], given.get("attn_mask")
+    if attrs["layout"] not in claims.get("requires_layouts", ()):
+        return False
+    for dim in (q.shape[3], v.shape[3]):
+        if not claims.get("min_head_dim", 1) <= dim <= _limit(claims, "max_head_dim"):
+            return False
+        if dim % claims.get("head_dim_multiple", 1):
+            return False
+    if max(q.shape[2], k.shape[2]) > _limit(claims, "max_seq_len"):
+        return False
+    if q.shape[1] != k.shape[1] and not claims.get("supports_gqa"):
+        return False
+    if mask is not None:
+        kind = "bool" if mask.dtype == "bool" else "float"
+        if kind not in claims.get("attn_mask_types", ()):
+            return False
+    is_aligned = attrs["causal_alignment"] in claims.get("causal_alignments", ())
+    return is_aligned or not attrs["is_causal"] or q.shape[2] == k.shape[2]
+
+
+def _limit(claims: Claims, name: str) -> float:
+    limit = claims.get(name)
+    return math.inf if limit is None else float(limit)
