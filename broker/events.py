@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
 
 # --- events ----------------------------------------------------------------------------------------------
@@ -72,10 +73,12 @@ class CallPoisoned:
 
 @dataclass(slots=True)
 class ProbeEnded:
-    """`error` is None when the environment works."""
+    """`error` is None when the environment works; `record` says what of it is certified, and is None when no probe
+    could run."""
 
     backend: str
     error: LayerZeroError | None
+    record: ProbeRecord | None = None
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from layerzero.broker.settings import Settings
 from layerzero.broker.supervisor import Launch
@@ -14,6 +14,7 @@ from layerzero.capabilities.reasons import Reason
 from layerzero.envs import build, probe, stage
 from layerzero.envs.environ import worker_environ
 from layerzero.envs.manifest import EnvManifest, discover
+from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import ConfigError, EnvError, LayerZeroError
 
 
@@ -64,23 +65,43 @@ class Launcher:
             return exc.message
         return None if env.is_built else f"its environment is not built; run: {build.command('build', env)}"
 
-    def probe(self, backend: str) -> None:
-        """Return when the environment is known to work. Raises EnvError with cause and repair, ConfigError."""
+    def records(self) -> dict[str, ProbeRecord]:
+        """The probes that are known without running one, by backend."""
+        found = {}
+        for backend in self.manifests:
+            with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
+                env = self._plan(backend)
+                record = probe.cached_probe(env, self.manifests[backend]) if env.is_built else None
+                if record is not None:
+                    found[backend] = record
+        return found
+
+    def probe(self, backend: str) -> ProbeRecord:
+        """What the environment's probe has shown; runs it where that is not known. It may have failed.
+
+        Raises EnvError with cause and repair when there is nothing to probe, ConfigError.
+        """
         env = self._plan(backend)
         if not env.is_built:
             repair = build.command("build", env)
             raise EnvError(f"its environment is not built; run: {repair}", env=backend, repair=repair)
         stage.stage(env.store)
         record = probe.probe_cached(env, self.manifests[backend], timeout_s=self._settings.start_timeout_s)
-        if not record.ok:
-            raise EnvError(
-                f"the probe of {backend} failed ({record.kind}): {record.message}",
-                env=backend,
-                cause=record.message,
-                missing=record.missing,
-                repair=record.repair,
-                stderr_tail=record.stderr_tail[-1000:],
-            )
+        return record
+
+    @staticmethod
+    def failure(record: ProbeRecord) -> EnvError | None:
+        """The error of a backend whose probe failed, with cause and repair; None when it passed."""
+        if record.ok:
+            return None
+        return EnvError(
+            f"the probe of {record.env} failed ({record.kind}): {record.message}",
+            env=record.env,
+            cause=record.message,
+            missing=record.missing,
+            repair=record.repair,
+            stderr_tail=record.stderr_tail[-1000:],
+        )
 
     def launch(self, backend: str) -> Launch:
         """How to start the worker. Its environment is kept from being collected from now on. Raises LayerZeroError."""

@@ -25,6 +25,7 @@ from layerzero.broker.launcher import Launcher
 from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
 from layerzero.broker.settings import Settings
 from layerzero.broker.state import BrokerState
+from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc import control, memory, messages, sockets, wire
 from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import (
@@ -459,13 +460,17 @@ class Server:
     def _probe(self, action: ev.Probe) -> None:
         def work() -> None:
             error: LayerZeroError | None = None
+            record = None
             try:
-                self.launcher.probe(action.backend)
+                record = self.launcher.probe(action.backend)
+                error = self.launcher.failure(record)
+                if record.failures:
+                    _note_failures(record)
             except LayerZeroError as exc:
                 error = exc
             except Exception as exc:  # a broken environment may fail in any way; it disables that backend only
                 error = EnvError(f"the probe failed: {type(exc).__name__}: {exc}", env=action.backend)
-            self.post(ev.ProbeEnded(action.backend, error))
+            self.post(ev.ProbeEnded(action.backend, error, record))
 
         self._threads.submit(work)
 
@@ -657,6 +662,12 @@ def _kernel_error(body: bytes) -> LayerZeroError:
     failure = BackendError(f"{error.code}: {error.message}")
     failure.facts = error.facts
     return failure
+
+
+def _note_failures(record: ProbeRecord) -> None:
+    certified, failed = record.counts
+    first = [f"{f['kernel_id']} {f['dtype']} {f['shape_class']}: {f['detail']}" for f in record.failures[:10]]
+    log("backend.not_certified", backend=record.env, certified=certified, failed=failed, first=first)
 
 
 def _close_all(fds: list[int]) -> None:

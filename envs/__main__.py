@@ -122,7 +122,8 @@ def probe(
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     as_json: Json = False,
 ) -> None:
-    """Probe built environments anew: import, compute, compare. Without names: all that are built."""
+    """Probe built environments anew: import, compute, certify each kernel per dtype and shape class. Without names: all
+    that are built."""
     rows = []
     for manifest in _choose(names, manifests):
         try:
@@ -220,6 +221,7 @@ def _verdict(manifest: EnvManifest, env: Env | EnvError | ConfigError, timeout_s
         "id": env.id,
         "prefix": str(env.prefix),
         "size_bytes": env.record().get("size_bytes"),
+        "classes": record.counts,  # certified and refused triples of kernel, dtype and shape class
         "probe": record.to_json(),
     }
 
@@ -228,12 +230,17 @@ def _report(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         _print_json(rows)
     else:
-        table = Table("environment", "result", "size", "probe", box=None)
+        table = Table("environment", "result", "certified", "refused", "size", "probe", box=None)
         for row in rows:
             seconds = f"{row['probe']['seconds']:.1f} s" if "probe" in row else ""
             result = "ok" if row["ok"] else f"{row['stage']} failed"
-            table.add_row(row["name"], result, _megabytes(row.get("size_bytes")), seconds)
+            counts = [f"{n:,}" if "probe" in row else "" for n in row.get("classes", (0, 0))]
+            table.add_row(row["name"], result, *counts, _megabytes(row.get("size_bytes")), seconds)
         _out.print(table)
+        for failure in (failure for row in rows if "probe" in row for failure in row["probe"]["failures"]):
+            subject = f"{failure['kernel_id']} in {failure['dtype']}, class {failure['shape_class']}"
+            text = f"not certified: {subject}: {failure['detail']} (case {failure['case']!r})"
+            _out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
         for row in (row for row in rows if not row["ok"]):
             text = f"{row['name']}: {row['cause']}\n  repair: {row['repair']}"
             _out.print(text, markup=False, highlight=False, soft_wrap=True)

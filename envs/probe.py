@@ -45,7 +45,7 @@ class ProbeRecord:
     versions: Mapping[str, str] = field(default_factory=dict)
     kernels: Mapping[str, Any] = field(default_factory=dict)
     certified: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    failures: Sequence[Mapping[str, Any]] = ()
+    failures: Sequence[Mapping[str, Any]] = field(default_factory=list)
     kind: str = ""
     message: str = ""
     missing: str | None = None

@@ -78,19 +78,21 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
         yield from (case for case in _stored(op) if claimed.admits(op, claims, case.inputs, case.outputs, case.attrs))
         return
     for problem in problems:
-        made: dict[Any, tuple[bytes, ...]] = {}
+        seen: set[Any] = set()
+        data: tuple[bytes, ...] = ()
         for layouts in (*LAYOUTS, BSHD) if op == "attention" else LAYOUTS:
             specs, out, attrs = _placed(problem, dtype, *layouts)
             key = (*specs, out, attrs.get("layout"))
-            if key in made or not claimed.admits(op, claims, specs, [out], attrs):
+            if key in seen or not claimed.admits(op, claims, specs, [out], attrs):
                 continue
-            made[key] = next(iter(made.values()), None) or _packed(problem, dtype)  # the same in every layout
+            seen.add(key)
+            data = data or _packed(problem, dtype)  # the same in every layout
             yield Case(
                 problem.name if layouts == LAYOUTS[0] else f"{problem.name}, {layouts[0]} to {layouts[1]}",
                 shape_class(op, specs, attrs, [out]),
                 attrs,
                 specs,
-                made[key],
+                data,
                 (out,),
                 (_wrapped(problem.solution(_family(dtype)).flat, dtype),),
             )

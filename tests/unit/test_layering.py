@@ -39,12 +39,14 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
 }
 # The core decides and does nothing else: no clock, no files, no sockets.
 PURE = (
+    "broker/certification.py",
     "broker/events.py",
     "broker/health.py",
     "broker/perf.py",
     "broker/poison.py",
     "broker/records.py",
     "broker/selection.py",
+    "broker/shadow.py",
     "broker/state.py",
     "broker/worker_fsm.py",
     "capabilities/match.py",

@@ -214,6 +214,7 @@ def test_every_reason_of_a_rule_has_a_case() -> None:
         Reason.BACKEND_RESTARTING,
         Reason.CAPABILITIES_INVALID,
         Reason.CAPABILITIES_SCHEMA_MISMATCH,
+        Reason.NOT_CERTIFIED,
         Reason.NOT_INSTALLED,
         Reason.NOT_PINNED,
         Reason.OP_UNSUPPORTED,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,27 @@ from layerzero.envs.build import Env
 from layerzero.envs.manifest import EnvManifest, load
 from layerzero.envs.probe import cached_probe, probe, probe_cached, probe_key
 
-ANSWER = '{"ok": true, "versions": {"lib": "1"}, "kernels": {"k": {"max_err": 0}}, "error": null}'
-FAILED = (
-    '{"ok": false, "versions": {}, "kernels": {}, '
-    '"error": {"kind": "import", "message": "no x", "missing": "x", "traceback": "tb"}}'
+FAILURE = {
+    "kernel_id": "k",
+    "dtype": "float32",
+    "shape_class": "plain/long/dense",
+    "case": "[300]",
+    "detail": "error 1",
+}
+NOTHING: dict[str, Any] = {"versions": {}, "kernels": {}, "certified": {}, "failures": []}
+ANSWER = json.dumps(
+    {
+        "ok": True,
+        "versions": {"lib": "1"},
+        "kernels": {"k": {"failed": 1}},
+        "certified": {"k": {"float32": {"empty": 0, "plain/small/dense": 1e-7}}},
+        "failures": [FAILURE],
+        "error": None,
+    }
+)
+BAD_FAILURE = ANSWER.replace('"error 1"', "1")
+FAILED = json.dumps(
+    {**NOTHING, "ok": False, "error": {"kind": "import", "message": "no x", "missing": "x", "traceback": "tb"}}
 )
 
 
@@ -44,7 +63,10 @@ def test_good_answer_is_ok_whatever_the_library_printed(tmp_path: Path, manifest
     """Libraries greet on stdout; only the last line is ours."""
     record = probe(fake_env(tmp_path, f"print('hello')\nprint('''{ANSWER}''')"), manifest)
     assert (record.ok, record.kind, record.repair, record.stderr_tail) == (True, "", "", "")
-    assert (record.versions, record.kernels) == ({"lib": "1"}, {"k": {"max_err": 0}})
+    assert (record.versions, record.kernels) == ({"lib": "1"}, {"k": {"failed": 1}})
+    assert record.certified == {"k": {"float32": {"empty": 0, "plain/small/dense": 1e-7}}}
+    assert [failure["shape_class"] for failure in record.failures] == ["plain/long/dense"]
+    assert record.counts == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +78,10 @@ def test_good_answer_is_ok_whatever_the_library_printed(tmp_path: Path, manifest
         (f"print('''{ANSWER}''', flush=True)\nimport os; os.abort()", "crash", "the probe's process died of SIGABRT"),
         ("print('{}')", "protocol", "the probe ended with exit code 0 and no verdict: "),
         ("print('{\"ok\": true}')", "protocol", "the probe ended with exit code 0 and no verdict: "),
+        (f"print('''{ANSWER.replace('1e-07', 'null')}''')", "protocol",
+         "the probe ended with exit code 0 and no verdict: "),
+        (f"print('''{BAD_FAILURE}''')", "protocol",
+         "the probe ended with exit code 0 and no verdict: "),
         ("raise ImportError('libx.so')", "protocol",
          "the probe ended with exit code 1 and no verdict: ImportError: libx.so"),
     ],
@@ -96,7 +122,7 @@ def test_secrets_stay_outside(tmp_path: Path, manifest: EnvManifest, monkeypatch
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     code = (
-        "import json, os; print(json.dumps({'ok': True, 'kernels': {}, "
+        "import json, os; print(json.dumps({'ok': True, 'kernels': {}, 'certified': {}, 'failures': [], "
         "'versions': {k: os.environ.get(k, '') for k in ('HF_TOKEN', 'OMP_NUM_THREADS')}}))"
     )
     record = probe(fake_env(tmp_path, code), manifest)

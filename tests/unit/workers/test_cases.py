@@ -1,0 +1,203 @@
+"""workers/cases.py: there is a case for each class that a descriptor permits, and what it expects is right."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tests import reference as numpy_reference
+
+from layerzero.capabilities.descriptor import KernelCapability, load
+from layerzero.capabilities.match import match
+from layerzero.ipc.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
+from layerzero.ipc.shape_class import class_dtype, shape_class
+from layerzero.ipc.tensors import FLOAT_DTYPES, TensorSpec
+from layerzero.workers.cases import PROBLEMS, Case, Problem, cases, lay_out
+from layerzero.workers.claims import admits, dtypes
+
+ROOT = Path(__file__).parents[3]
+DESCRIPTORS = sorted((ROOT / "capabilities" / "descriptors").glob("*.json"))
+KERNELS = [
+    pytest.param(op, kernel, id=kernel.kernel_id)
+    for path in DESCRIPTORS
+    for op, kernels in load(path).ops.items()
+    for kernel in kernels
+]
+# Everything that any kernel may claim.
+WIDEST: dict[str, Any] = {
+    "dtypes": ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"],
+    "index_dtypes": ["int32", "int64"],
+    "supports_empty": True,
+    "optional_args": ["weight", "bias"],
+    "requires_layouts": ["BHSD", "BSHD"],
+    "supports_gqa": True,
+    "attn_mask_types": ["bool", "float"],
+    "causal_alignments": ["top_left", "bottom_right"],
+}
+DTYPES = {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
+
+
+@functools.cache
+def problems(op: str) -> tuple[Problem, ...]:
+    return tuple(PROBLEMS[op](WIDEST)) if op in PROBLEMS else ()
+
+
+@functools.cache
+def certifiable(op: str, claims: str, dtype: str) -> frozenset[str]:
+    """The classes for which a kernel's probe has a case. Claims come as text, to be remembered by."""
+    kernel = json.loads(claims)
+    of_kernel = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
+    return frozenset(case.shape_class for case in cases(op, kernel, of_kernel, dtype))
+
+
+def claims_of(kernel: KernelCapability) -> str:
+    return json.dumps(kernel.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_cases_are_those_that_the_broker_would_send(op: str, kernel: KernelCapability) -> None:
+    """The probe reads descriptors without pydantic; its reading must be the broker's, or it certifies other calls."""
+    claims = json.loads(claims_of(kernel))
+    ours = [Problem(op, p.name, p.attrs, p.inputs, p.kinds, p._solved) for p in problems(op)]
+    admitted = 0
+    widest = {**WIDEST, "dtypes": list(kernel.dtypes) or WIDEST["dtypes"], "tokenizer_formats": ["plain"]}
+    for dtype in dtypes(op, {**widest, "dtypes": widest["dtypes"][:3]}) if kernel.dtypes else ["any"]:
+        for case in cases(op, {**widest, "supports_offsets": True}, ours, dtype):
+            said = admits(op, claims, case.inputs, case.outputs, case.attrs)
+            assert said == (match(op, kernel, case.inputs, case.outputs, case.attrs) == []), case.name
+            admitted += said
+    assert admitted
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtype: str, shape: Sequence[int]) -> TensorSpec:
+    layout = draw(st.sampled_from(["dense", "dense", "rows", "gaps", "transposed"]))
+    return lay_out(dtype, tuple(shape), layout)
+
+
+@st.composite
+def calls(draw: st.DrawFn, op: str, dtype: str) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
+    """Any call that the public API can make, by shapes alone."""
+    extent = st.sampled_from([1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 64, 128, 129, 256, 257, 272, 301, 512, 1000])
+    lead = st.lists(st.integers(1, 3), max_size=2)
+    if op == "attention":
+        b, hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        sq, sk, d, dv = (draw(extent) for _ in range(4))
+        layout = draw(st.sampled_from(["BHSD", "BSHD"]))
+        is_causal = draw(st.booleans())
+        place = (lambda t, s: st.just(lay_out(t, s, "bshd"))) if layout == "BSHD" else tensors
+        shapes = [(b, hk * group, sq, d), (b, hk, sk, d), (b, hk, sk, dv)]
+        inputs: list[TensorSpec | None] = [draw(place(dtype, shape)) for shape in shapes]
+        mask = None
+        if not is_causal and draw(st.booleans()):
+            shape = [draw(st.sampled_from([1, n])) for n in (b, hk * group, sq, sk)]
+            mask = draw(tensors(draw(st.sampled_from(["bool", dtype])), shape))
+        alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal and sq != sk else "top_left"
+        attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment, "layout": layout}
+        return [*inputs, mask], draw(place(dtype, (b, hk * group, sq, dv))), attrs
+    if op == "matmul":
+        m, k, n = (draw(extent) for _ in range(3))
+        left, right = draw(st.sampled_from([((), ()), ((2,), (2,)), ((2, 1), (3,)), ((2,), ()), ((1,), (2,))]))
+        out = (*np.broadcast_shapes(left, right), m, n)
+        return (
+            [draw(tensors(dtype, (*left, m, k))), draw(tensors(dtype, (*right, k, n)))],
+            draw(tensors(dtype, out)),
+            {},
+        )
+    if op == "linear":
+        rows, k, n = [*draw(lead), draw(extent)], draw(extent), draw(extent)
+        bias = draw(tensors(dtype, (n,))) if draw(st.booleans()) else None
+        x, weight = draw(tensors(dtype, (*rows, k))), draw(tensors(dtype, (n, k)))
+        return [x, weight, bias], draw(tensors(dtype, (*rows, n))), {}
+    if op == "embedding":
+        ids, d = [*draw(lead), draw(extent)], draw(extent)
+        index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))
+        return [index, draw(tensors(dtype, (5, d)))], draw(tensors(dtype, (*ids, d))), {}
+    shape = [*draw(lead), draw(extent)]
+    x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
+    if op == "softmax":
+        return [x], out_spec, {"dim": draw(st.integers(0, len(shape) - 1))}
+    if op in ("layer_norm", "rms_norm"):
+        ndim = draw(st.integers(1, len(shape)))
+        rest = [
+            draw(tensors(dtype, shape[len(shape) - ndim :])) if draw(st.booleans()) else None
+            for _ in range(2 if op == "layer_norm" else 1)
+        ]
+        return [x, *rest], out_spec, {"ndim": ndim, "eps": 1e-5}
+    return [x], out_spec, {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "gelu" else {}
+
+
+@pytest.mark.parametrize(("op", "kernel"), [k for k in KERNELS if k.values[0] in PROBLEMS])  # type: ignore[operator]
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None)
+@given(data=st.data())
+def test_every_call_that_a_descriptor_permits_has_a_case_of_its_class(
+    op: str, kernel: KernelCapability, data: st.DataObject
+) -> None:
+    """A class without a case is certified for nobody, and its calls would fail for want of a test."""
+    dtype = data.draw(st.sampled_from(kernel.dtypes))
+    inputs, out, attrs = data.draw(calls(op, dtype))
+    assume(match(op, kernel, inputs, [out], attrs) == [])
+    assert class_dtype(op, inputs) == dtype
+    assert shape_class(op, inputs, attrs, [out]) in certifiable(op, claims_of(kernel), dtype)
+
+
+def as_numpy(case: Case) -> list[Any]:
+    """The inputs of a case, for tests/reference.py."""
+    found: list[Any] = []
+    for spec, data in zip(case.inputs, case.data, strict=True):
+        if spec is None:
+            found.append(None)
+            continue
+        dtype = "uint16" if spec.dtype == "bfloat16" else spec.dtype
+        found.append(numpy_reference.from_bits(np.frombuffer(data, dtype).reshape(spec.shape), spec.dtype))
+    return found
+
+
+@pytest.mark.parametrize("op", sorted(PROBLEMS))
+def test_two_references_agree(op: str) -> None:
+    """One is plain Python, one NumPy: a slip in either would certify wrong kernels or refuse right ones."""
+    for dtype in DTYPES.get(op, WIDEST["dtypes"][:1]):
+        for case in cases(op, {**WIDEST, "requires_contiguous": True}, problems(op), dtype):
+            expected = numpy_reference.TENSOR_OPS[op](*as_numpy(case), **case.attrs)
+            got = np.array(case.expected[0]).reshape(case.outputs[0].shape)
+            assert expected.shape == got.shape, case.name
+            error = numpy_reference.error(got, expected)
+            assert error <= (1e-13 if dtype in FLOAT_DTYPES else 0), (case.name, dtype)
+
+
+@pytest.mark.parametrize("op", sorted(PROBLEMS))
+def test_values_are_exact_in_every_dtype(op: str) -> None:
+    """One case serves all dtypes only if rounding its inputs changes nothing."""
+    for problem in problems(op):
+        for values, kind in zip(problem.inputs, problem.kinds, strict=False):
+            for dtype in TOLERANCE if values is not None and not kind else ():
+                assert values is not None
+                assert unpack(pack(values.flat, dtype), dtype) == list(values.flat), (problem.name, dtype)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.sampled_from(["dense", "rows", "gaps", "transposed", "bshd"]),
+    st.sampled_from(["uint8", "int16", "float32", "float64"]),
+)
+def test_elements_come_back_from_any_layout(shape: list[int], layout: str, dtype: str) -> None:
+    """What is scattered over strides is gathered from them, and nothing between is touched."""
+    spec = lay_out(dtype, tuple(shape), layout)
+    data = bytes(range(1, 256))[: spec.numel * spec.itemsize] or b"\1"
+    data = (data * (spec.numel * spec.itemsize // len(data) + 1))[: spec.numel * spec.itemsize]
+    memory = bytearray(spec.span_bytes)
+    scatter(data, spec, memoryview(memory))
+    assert gather(memoryview(memory), spec) == data
+    assert len(memory) - memory.count(0) == len(data)
+
+
+def test_dtypes_without_a_tolerance_are_exact() -> None:
+    """Integers, and ids of tokenizers."""
+    assert [tolerance(dtype) for dtype in ("float32", "int64", "any")] == [1e-5, 0.0, 0.0]
