@@ -175,6 +175,26 @@ def run(
 
 
 @app.command()
+def tune(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OP...] | [OP ARG...]",
+            help="Ops, tuned with typical shapes; or one call as for lz run. All ops if left out.",
+        ),
+    ] = None,
+    param: Params = None,
+    tokenizer: Tokenizer = None,
+    budget: Annotated[float, typer.Option("--budget", min=0.1, help="Seconds for everything.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Measure which kernel is fastest for a call; the broker chooses by it. Ctrl-C shows what was measured so far."""
+    from layerzero.client import cli_tune
+
+    raise typer.Exit(cli_tune.tune(words or (), param or (), tokenizer=tokenizer, budget_s=budget, as_json=as_json))
+
+
+@app.command()
 def restart(
     backends: Annotated[list[str], typer.Argument(metavar="BACKEND...", help="Backends that were repaired.")],
     as_json: Json = False,

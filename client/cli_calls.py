@@ -17,8 +17,9 @@ from rich.text import Text
 import layerzero as lz
 from layerzero.client import ops, start
 from layerzero.client.cli_output import err, note, out, print_json
+from layerzero.client.inputs import random_inputs, tensor_names
 from layerzero.client.report import SelectionReport
-from layerzero.ipc.errors import EnvError, InvalidArgument
+from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
@@ -82,12 +83,6 @@ def parse_params(function: Callable[..., Any], words: Sequence[str]) -> dict[str
     return params
 
 
-def tensor_names(function: Callable[..., Any]) -> list[str]:
-    """The parameters of an op that are arrays, in order."""
-    parameters = inspect.signature(function).parameters
-    return [name for name, p in parameters.items() if p.annotation == "Any" and name != "out"]
-
-
 def scalar_names(function: Callable[..., Any]) -> list[str]:
     """The parameters of an op that are plain values."""
     parameters = inspect.signature(function).parameters
@@ -129,7 +124,7 @@ def explain(
     function = find_op(op)
     options = parse_params(function, params)
     arguments = parse_texts(function, words, tokenizer) if op in TEXT_OPS else parse_arrays(function, words)
-    with _Connected():
+    with Connected():
         report = lz.explain(op, **arguments, **options, backend=backend)
     if as_json:
         print_json(report.to_dict())
@@ -137,7 +132,7 @@ def explain(
         out().print(report)
 
 
-class _Connected:
+class Connected:
     """lz.connect() with a note when that started a broker, and lz.disconnect()."""
 
     def __enter__(self) -> None:
@@ -180,7 +175,7 @@ def run(
         reports.append(report)
         return value
 
-    with _Connected():
+    with Connected():
         with err().status(f"{op} ..."):  # for the first call only: its thread would disturb the times of the others
             result = call()
         for _ in range(repeat - 1):
@@ -195,41 +190,6 @@ def run(
         out().print(Text("\n".join(describe_times(reports))), soft_wrap=True)
     elif (reports[0].elapsed_us or 0) - (reports[0].kernel_us or 0) > COLD_US:
         note("the first call waits until the worker has started; --repeat 10 shows what later ones cost")
-
-
-def random_inputs(op: str, specs: dict[str, TensorSpec | None], seed: int) -> dict[str, Any]:
-    """Seeded arrays in shared memory: normal floats, small integers, coin flips; for embedding, rows that exist."""
-    if not any(specs.values()):
-        return dict(specs)
-    try:
-        import numpy as np
-    except ImportError as exc:
-        raise EnvError(
-            "lz run makes its inputs with NumPy, which is not installed here",
-            cause=str(exc),
-            repair="pip install 'layerzero-broker[demo]'",
-        ) from exc
-    if any(spec is not None and spec.dtype == "bfloat16" for spec in specs.values()):
-        try:
-            import ml_dtypes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # teaches NumPy the name
-        except ImportError as exc:
-            raise EnvError(
-                "NumPy has no bfloat16 of its own, and ml_dtypes is not installed here",
-                cause=str(exc),
-                repair="pip install ml_dtypes, or use float16 or float32",
-            ) from exc
-    table = specs.get("weight") if op == "embedding" else None
-    top = table.shape[0] if table is not None and table.ndim else 8
-    rng = np.random.default_rng(seed)
-
-    def make(spec: TensorSpec) -> Any:
-        if spec.dtype == "bool":
-            return rng.random(spec.shape) < 0.5
-        if "int" in spec.dtype:
-            return rng.integers(0, max(min(top, np.iinfo(spec.dtype).max), 1), spec.shape).astype(spec.dtype)
-        return rng.standard_normal(spec.shape).astype(spec.dtype)
-
-    return {name: None if spec is None else lz.share(np.asarray(make(spec))) for name, spec in specs.items()}
 
 
 def summary(result: Any) -> Any:

@@ -105,7 +105,7 @@ class SelectionReport:
         for c in self.candidates:
             why = "; ".join(f"{r.code}: {r.detail}" for r in c.reasons)
             if c.accepted:
-                why = "measured " + _time(c.measured_us) if c.measured_us is not None else "not measured yet"
+                why = "measured " + time_text(c.measured_us) if c.measured_us is not None else "not measured yet"
             verdict = "chosen" if c.kernel_id == self.kernel_id else "accepted" if c.accepted else "rejected"
             rows.append((c.kernel_id, verdict, f"{c.score:.3f}" if c.score is not None else "", why))
         return rows
@@ -157,6 +157,6 @@ class SelectionReport:
         )
 
 
-def _time(us: float) -> str:
+def time_text(us: float) -> str:
     """With three digits or so, in the unit that suits."""
     return f"{us:,.0f} us" if us < 1e4 else f"{us / 1e3:,.1f} ms" if us < 1e6 else f"{us / 1e6:,.2f} s"

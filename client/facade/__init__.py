@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from layerzero.client.report import SelectionReport
     from layerzero.client.session import Session
     from layerzero.client.tokenizer import TokenizerFile
+    from layerzero.client.tune import tune
+    from layerzero.client.tune_report import TuneReport
     from layerzero.ipc.errors import (
         BackendError,
         BrokerLost,
@@ -70,6 +72,8 @@ _HOME = {
     "layerzero.client.report": "SelectionReport",
     "layerzero.client.session": "Session",
     "layerzero.client.tokenizer": "TokenizerFile",
+    "layerzero.client.tune": "tune",
+    "layerzero.client.tune_report": "TuneReport",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError DeadlineExceeded EnvError InvalidArgument LayerZeroError "
         "NoBackend NotConnected OutOfMemory Poison VersionMismatch"
@@ -94,6 +98,7 @@ __all__ = [
     "SelectionReport",
     "Session",
     "TokenizerFile",
+    "TuneReport",
     "VersionMismatch",
     "__version__",
     "attention",
@@ -118,6 +123,7 @@ __all__ = [
     "status",
     "submit",
     "tokenize",
+    "tune",
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.process.harness import ROOT, Site, wait_ended
 
-from layerzero.client import cli_calls, ops
+from layerzero.client import cli_calls, inputs, ops
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
@@ -374,8 +374,8 @@ def test_help_documents_the_exit_codes(site: Site) -> None:
 def test_words_become_the_tensor_arguments_of_every_op(name: str) -> None:
     """The command line reads op signatures; a new op must not fall out of it."""
     function = getattr(ops, name)
-    assert len(cli_calls.tensor_names(function)) == len(OPS[name].inputs)
-    known = {*cli_calls.tensor_names(function), *cli_calls.scalar_names(function), *cli_calls.CALL_OPTIONS}
+    assert len(inputs.tensor_names(function)) == len(OPS[name].inputs)
+    known = {*inputs.tensor_names(function), *cli_calls.scalar_names(function), *cli_calls.CALL_OPTIONS}
     assert set(inspect.signature(function).parameters) <= known
 
 

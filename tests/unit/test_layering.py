@@ -48,6 +48,7 @@ PURE = (
     "broker/selection.py",
     "broker/shadow.py",
     "broker/state.py",
+    "broker/tuning.py",
     "broker/worker_fsm.py",
     "capabilities/match.py",
 )
