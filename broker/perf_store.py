@@ -150,7 +150,7 @@ class Store:
         except (sqlite3.Error, OSError, Damaged, Unavailable) as exc:
             raise Unavailable(f"it can be neither written ({why}) nor read ({exc})") from exc
         _set_reader(db)
-        return cls(db, None), f"it can be read but not written ({why}); new measurements are lost with the broker"
+        return cls(db, None), f"it can be read but not written ({why}); what is measured waits in memory"
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # on a full disk the checkpoint fails; the WAL stays and is replayed

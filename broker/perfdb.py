@@ -172,6 +172,8 @@ class PerfDB:
 
     def _turn(self, is_last: bool) -> None:
         damage = ""
+        if self._store is not None and self._store.is_read_only and time.monotonic() >= self._retry_at_s:
+            self._close_store()  # perhaps it can be written by now
         try:
             for _ in range(2):  # once more with a new file when this one turns out to be damaged
                 try:
@@ -182,9 +184,9 @@ class PerfDB:
                     return
                 except Damaged as exc:
                     damage = str(exc)
-                    self._tell("damaged", damage)
                     self._close_store()
             self._retry_at_s = time.monotonic() + self._retry_s
+            self._tell("unavailable", f"damaged again as soon as it was begun anew: {damage}")
         except Unavailable as exc:
             self._tell("unavailable", f"{exc}; what was measured waits in memory")
 
@@ -199,12 +201,15 @@ class PerfDB:
             return False
         with self._changed:
             self._store = store
-            self._problems.pop("unavailable", None)
+            if not store.is_read_only:
+                self._problems.pop("unavailable", None)
         if problem:
-            self._tell("opened", problem)
+            self._tell("unavailable" if store.is_read_only else "renamed", problem)
         self.failures = tuple(store.failures())
-        if not store.is_read_only:
-            store.prune(time.time() - self._ttl_s if self._ttl_s is not None else 0.0)
+        if store.is_read_only:
+            self._retry_at_s = time.monotonic() + self._retry_s
+            return True
+        store.prune(time.time() - self._ttl_s if self._ttl_s is not None else 0.0)
         log("perfdb.opened", **self.facts())
         return True
 
@@ -225,6 +230,8 @@ class PerfDB:
     def _write(self) -> None:
         store = self._store
         assert store is not None
+        if store.is_read_only:
+            return
         with self._changed:
             measurements, self._measurements = self._measurements, {}
             failures, self._failures = self._failures, {}
@@ -232,10 +239,6 @@ class PerfDB:
             identities = [identity for identity in self._identities.values() if identity.hash in used]
         count = len(measurements) + len(failures)
         if not count:
-            return
-        if store.is_read_only:
-            with self._changed:
-                self._drop("the file is read-only", count)
             return
         try:
             store.save(identities, measurements.values(), failures.values())

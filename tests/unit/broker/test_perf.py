@@ -136,6 +136,14 @@ def test_dirty_rows_are_told_once() -> None:
     assert [row.key for row in table.take_dirty()] == ["warm only"]
 
 
+def test_many_dirty_rows_are_taken_in_parts() -> None:
+    """The loop must not stand still for a minute's worth of new shapes."""
+    table = PerfTable()
+    for n in range(5):
+        table.note(K, str(n), 1.0, 0.0)
+    assert [[row.key for row in table.take_dirty(limit=2)] for _ in range(4)] == [["0", "1"], ["2", "3"], ["4"], []]
+
+
 def test_forgetting_a_backend_drops_its_rows_only() -> None:
     """A rebuilt environment is another program."""
     table = noted(10.0)
