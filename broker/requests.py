@@ -29,6 +29,11 @@ def answer(server: Server, method: str, params: Mapping[str, Any]) -> Any:
     return function(server, params)
 
 
+def ping(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """A sign of life."""
+    return {"pid": os.getpid()}
+
+
 def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     """The broker, its clients and every backend with its state, cause and repair."""
     state = server.state
@@ -89,8 +94,10 @@ def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
     if name is not None and (not isinstance(name, str) or name not in server.state.workers):
+        near = difflib.get_close_matches(str(name), server.state.workers, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         known = ", ".join(sorted(server.state.workers))
-        raise InvalidArgument(f"no backend is called {name!r:.60}; known: {known}")
+        raise InvalidArgument(f"no backend is called {name!r:.60}{hint or '.'} Known: {known}")
     names = [name] if name is not None else list(server.state.workers)
     for backend in names:
         server.handle(ev.BackendReset(backend, server.launcher.missing(backend)))
@@ -115,4 +122,5 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "reset": reset,
     "stay": stay,
     "shutdown": shutdown,
+    "ping": ping,
 }

@@ -8,6 +8,8 @@ import random
 import sys
 import time
 
+import msgpack
+
 import layerzero
 from layerzero.broker import settings as knobs
 from layerzero.broker.launcher import Launcher
@@ -25,6 +27,8 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None) -> int:
         endpoints = open_endpoints(settings.runtime_dir)
     except LayerZeroError as exc:
         print(f"error: {exc.message}", file=sys.stderr)
+        if ready_fd is not None:
+            os.write(ready_fd, msgpack.packb(exc.to_wire()))
         return 1
     lock_fd = os.open(endpoints.broker_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if not _lock(lock_fd):

@@ -575,7 +575,7 @@ class BrokerState:
             "backend": worker.backend,
             "pid": worker.pid,
             "exit": how,
-            "cause": error.message,
+            "cause": "it was told to stop" if was_stopping and event.exit_code == 0 else error.message,
             "phase": event.phase,
         }
         self._do(ev.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
@@ -683,7 +683,8 @@ class BrokerState:
             if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
                 if now_s >= worker.head_deadline_s:
                     head = worker.running[0]
-                    text = f"{head.kernel_id} ran longer than {head.timeout_s:g} s; its worker was killed"
+                    text = f"{head.kernel_id} ran longer than {head.timeout_s:g} s, and its worker was killed; pass a "
+                    text += "larger timeout_s if it needs longer"
                     self._fault(worker, DeadlineExceeded(text, timeout_s=head.timeout_s, backend=worker.backend))
                 else:
                     self.wakeup_s = min(self.wakeup_s, worker.head_deadline_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ from layerzero.client import ops, start
 from layerzero.client.arrays import Array, copy_into, describe, wrap
 from layerzero.client.report import SelectionReport
 from layerzero.client.session import Request, Session, Submitted
-from layerzero.ipc.errors import BrokerLost, InvalidArgument, NotConnected
+from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
 from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
 _session: Session | None = None
@@ -99,7 +100,9 @@ class Future:
 
     def __init__(self, owner: Session, submitted: Submitted) -> None:
         self._session = owner
+        self._op = submitted.request.op
         self._submitted: Submitted | None = submitted
+        self._record: Any = None
         self._value: Any = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -111,20 +114,46 @@ class Future:
             submitted.link.read_nowait()
         return submitted is None or submitted.pending.is_done
 
-    def result(self) -> Any:
-        """The op's result. Raises what the op raises."""
-        with self._lock:
-            if self._submitted is not None:
+    def __repr__(self) -> str:
+        if self._submitted is not None:
+            state = "answered" if self._submitted.pending.is_done else "running"
+        elif isinstance(self._error, LayerZeroError):
+            state = f"failed, {self._error.code}"
+        else:
+            state = "done" if self._error is None else f"failed, {type(self._error).__name__}"
+        return f"<lz.Future of {self._op}: {state}>"
+
+    @property
+    def report(self) -> SelectionReport | None:
+        """As lz.last_report(), of this call; None until its result was taken."""
+        self._record = self._session.report_of(self._record)
+        return self._record  # type: ignore[no-any-return]
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The op's result. Raises what the op raises, and TimeoutError when it is not there after `timeout` seconds:
+        the call goes on then, and may be asked again."""
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        if not self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            raise self._too_early(timeout)
+        try:
+            submitted = self._submitted
+            if submitted is not None:
+                if not submitted.link.wait(submitted.pending, until_s):
+                    raise self._too_early(timeout)
                 try:
-                    self._value = self._session.wait(self._submitted)
-                except BaseException as exc:
-                    if not isinstance(exc, Exception):
-                        raise  # an interrupt: the call goes on
+                    self._value = self._session.finish(submitted)
+                except Exception as exc:
                     self._error = exc
+                self._record = self._session.last_record
                 self._submitted = None
+        finally:
+            self._lock.release()
         if self._error is not None:
             raise self._error
         return self._value
+
+    def _too_early(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(f"{self._op} is still running after {timeout:g} s; ask again, or wait longer")
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.to_thread(self.result).__await__()

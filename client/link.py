@@ -35,6 +35,7 @@ from layerzero.ipc.errors import (
 from layerzero.ipc.wire import HEADER_BYTES, Header, Kind
 
 CONTROL_TIMEOUT_S = 10.0
+GRACE_S = 10.0  # for a broker that was asked whether it is there
 _NOBLOCK, _DECISION = int(zmq.NOBLOCK), int(Kind.DECISION)  # enums are slow
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 
@@ -42,10 +43,11 @@ _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 class Pending:
     """A call or request that is waited for. `hold` keeps lent memory alive until the answer is here."""
 
-    __slots__ = ("body", "error", "event", "header", "hold", "is_done", "on_done")
+    __slots__ = ("body", "error", "event", "header", "hold", "is_done", "on_done", "patience_s")
 
-    def __init__(self, hold: Any = None) -> None:
+    def __init__(self, hold: Any = None, patience_s: float | None = None) -> None:
         self.hold = hold
+        self.patience_s = patience_s  # how long the broker may say nothing before it is asked; None: its own default
         self.is_done = False
         self.header: Header | None = None
         self.body = b""
@@ -96,6 +98,7 @@ class Link:
         self._pending: dict[int, Pending] = {}
         self._waiting: dict[int, threading.Event] = {}
         self._numbers = itertools.count(1)
+        self._heard = 0  # frames so far
         self._is_closed = False
         _links.add(self)
 
@@ -145,26 +148,29 @@ class Link:
         if self._turn and sockets.has_input(self._dealer):
             os.eventfd_write(self._wake, 1)  # sending consumed the edge that the reader waits for
 
-    def wait(self, pending: Pending) -> None:
-        """Return when `pending` is done."""
+    def wait(self, pending: Pending, until_s: float = math.inf) -> bool:
+        """Return when `pending` is done, or at `until_s` on the monotonic clock; says whether it is done."""
         if self.forks != arena.forks and not pending.is_done:
             raise BrokerLost("the call was submitted before this process was forked; its answer goes to the parent")
         while not pending.is_done:
             try:
                 if self._take_turn():
-                    self._read_until(pending)
-                    return
+                    self._read_until(pending, until_s)
+                    return pending.is_done
             finally:
                 self._end_turn()
             event = pending.event = pending.event or threading.Event()
             self._waiting[id(pending)] = event
             try:
                 if not pending.is_done and self._turn:
-                    event.wait()
+                    event.wait(None if until_s == math.inf else max(until_s - time.monotonic(), 0.0))
                     event.clear()
             finally:
                 self._waiting.pop(id(pending), None)
                 self._wake_another()  # this thread may have been woken to read, and be done
+            if time.monotonic() >= until_s:
+                return pending.is_done
+        return True
 
     def read_nowait(self) -> None:
         """Take the answers that are here, unless a thread is reading anyway."""
@@ -198,18 +204,42 @@ class Link:
                 event.set()
                 return
 
-    def _read_until(self, pending: Pending) -> None:
+    def _read_until(self, pending: Pending, until_s: float) -> None:
+        """A broker that is silent for longer than `pending` is patient is asked for a sign of life; one that gives none
+        within GRACE_S counts as lost. Calls may take longer than that, since others may be before them."""
+        patience_s = self.welcome.timeout_s if pending.patience_s is None else float(pending.patience_s)
+        heard, due_s, is_asked = self._heard, time.monotonic() + patience_s, False
         while not pending.is_done:
             with self._lock:
                 self._drain(pending)
-            if pending.is_done:
+            now_s = time.monotonic()
+            if pending.is_done or now_s >= until_s:
                 return
-            for fd, events in self._poll.poll():
+            if self._heard != heard:
+                heard, due_s, is_asked = self._heard, now_s + patience_s, False
+            elif now_s >= due_s and is_asked:
+                self._lose(self._unresponsive(patience_s + GRACE_S))
+                return
+            elif now_s >= due_s:
+                self._ask_for_a_sign()
+                due_s, is_asked = now_s + GRACE_S, True
+            for fd, events in self._poll.poll(1e3 * (min(due_s, until_s) - now_s)):
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
                 elif fd == self._control.fileno() and events:
                     self._lose()
+
+    def _ask_for_a_sign(self) -> None:
+        body = messages.encode(messages.Request(method="ping", params={}))
+        with self._lock, contextlib.suppress(LayerZeroError):  # a full queue, or a session that is being closed
+            self._send(wire.pack(Kind.REQUEST, seq=next(self._numbers), body=body))
+
+    def _unresponsive(self, silent_s: float) -> BrokerLost:
+        return BrokerLost(
+            f"the broker (pid {self.welcome.broker_pid}) has said nothing for {silent_s:.3g} s, although it was asked. "
+            "If it was stopped, let it go on, or end it with lz down --force; lz.connect() then starts another"
+        )
 
     def _drain(self, until: Pending | None = None) -> None:
         """Take what is there; may stop early when `until` is done."""
@@ -221,6 +251,7 @@ class Link:
                 return
 
     def _take(self, frame: bytes) -> None:
+        self._heard += 1
         header = wire.unpack(frame)
         if header.kind == _DECISION:
             self._on_decision(header, frame[HEADER_BYTES:])
@@ -232,16 +263,9 @@ class Link:
             pending.finish()
             self._pending.pop(header.seq, None)  # last, so that an interrupt loses no answer
 
-    def _lose(self) -> None:
-        """The broker hung up: what it still said counts, the rest is lost."""
-        reason: LayerZeroError = BrokerLost(
-            f"the broker (pid {self.welcome.broker_pid}) is gone; lz.connect() starts or finds another"
-        )
-        try:
-            refused, _ = control.receive(self._control, messages.Refused)
-            reason = from_wire(refused.error)
-        except (control.Closed, ProtocolError, OSError):
-            pass  # no last word: it just went
+    def _lose(self, unresponsive: BrokerLost | None = None) -> None:
+        """The broker hung up, or is as good as gone: what it still said counts, the rest is lost."""
+        reason = unresponsive or self._last_word()
         is_closed = self.lost is not None
         with self._lock:
             self._drain()
@@ -249,9 +273,19 @@ class Link:
             left = list(self._pending.values())
             self._pending.clear()
         for pending in left:
-            quarantine(pending.hold, is_broker_dead=not is_closed and isinstance(reason, BrokerLost))
+            is_dead = not is_closed and unresponsive is None and isinstance(reason, BrokerLost)
+            quarantine(pending.hold, is_broker_dead=is_dead)
             pending.error = Cancelled("the session was closed before the call ended") if is_closed else _again(reason)
             pending.finish()
+
+    def _last_word(self) -> LayerZeroError:
+        try:
+            refused, _ = control.receive(self._control, messages.Refused)
+            return from_wire(refused.error)
+        except (control.Closed, ProtocolError, OSError):  # it just went
+            return BrokerLost(
+                f"the broker (pid {self.welcome.broker_pid}) is gone; lz.connect() starts or finds another"
+            )
 
     def add_arena(self, number: int, fd: int, nbytes: int) -> None:
         """Show the broker an arena; returns when it knows it."""

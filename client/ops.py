@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from numbers import Integral
 from typing import Any
 
 from layerzero.client import api, plans
@@ -289,6 +290,11 @@ def _sized_plan(op: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...],
     return plan
 
 
-def _shape(value: int | Sequence[int]) -> Any:
-    """As a tuple, so that it can be part of a call's key; plans.py checks it."""
-    return (value,) if isinstance(value, int) else tuple(value)
+def _shape(value: Any) -> Any:
+    """As a tuple of Python's own integers, so that it can be part of a call's key; plans.py refuses anything else."""
+    if isinstance(value, Integral):
+        return (int(value),)
+    try:
+        return value if isinstance(value, str) else tuple(int(n) if isinstance(n, Integral) else n for n in value)
+    except TypeError:  # it has no elements
+        return value

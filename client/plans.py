@@ -77,8 +77,8 @@ def plan_attention(
 ) -> Plan:
     """torch.nn.functional.scaled_dot_product_attention, with the memory order and the causal rule named."""
     op = "attention"
-    _flag(op, "is_causal", is_causal)
-    _flag(op, "enable_gqa", enable_gqa)
+    is_causal = _flag(op, "is_causal", is_causal)
+    enable_gqa = _flag(op, "enable_gqa", enable_gqa)
     _choice(op, "layout", layout, LAYOUTS)
     _choice(op, "causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
     if _number(op, "dropout_p", dropout_p) != 0.0:
@@ -375,13 +375,16 @@ def _listed(names: Iterable[str], values: Iterable[object]) -> str:
     return ", ".join(f"{name} is {value}" for name, value in zip(names, values, strict=True))
 
 
-def _flag(op: str, name: str, value: object) -> None:
+def _flag(op: str, name: str, value: object) -> bool:
+    if not isinstance(value, bool) and type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, bool):
         _refuse(op, f"{name} is {value!r}", "True or False", "pass a bool")
+    return value
 
 
 def _choice(op: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         _refuse(op, f"{name} is {value!r}", " or ".join(map(repr, allowed)), "pass one of them")
 
 

@@ -115,8 +115,12 @@ class SelectionReport:
         for a in self.attempts:
             if a.outcome is not None:
                 notes.append(f"attempt on {a.kernel_id} failed: {a.outcome}: {a.detail}")
+        alike: dict[tuple[str, str], list[Copy]] = {}
         for copy in self.copies:
-            notes.append(f"copied {copy.arg}: {copy.nbytes:,} bytes in the {copy.where}, {copy.reason}")
+            alike.setdefault((copy.where, copy.reason), []).append(copy)
+        for (where, reason), copies in alike.items():
+            names, nbytes = ", ".join(copy.arg for copy in copies), sum(copy.nbytes for copy in copies)
+            notes.append(f"copied {names}: {nbytes:,} bytes in the {where}, {reason}")
         if self.elapsed_us is not None and not self.copies:
             notes.append("copied nothing")
         return notes

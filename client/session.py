@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ class Session:
             link,
             route,
             request,
-            Pending(hold=(arrays, blocks, outputs, out)),
+            Pending((arrays, blocks, outputs, out), request.timeout_s),
             arrays,
             blocks,
             outputs,
@@ -240,7 +241,8 @@ class Session:
             error, outcome = _error_of(pending.body)
             if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
                 submitted.route.needs_digest = True
-                submitted.pending = Pending(hold=(submitted.arrays, submitted.blocks, submitted.outputs, submitted.out))
+                hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.out)
+                submitted.pending = Pending(hold, submitted.request.timeout_s)
                 self._send(submitted)
                 return self.wait(submitted)
             self._raise(submitted, error, outcome)
@@ -357,7 +359,11 @@ class Session:
             specs = tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
         params = tuple([(type(value), value) for value in request.params.values()])  # True, 1 and 1.0 are equal
         key = (request.op, specs, params, request.backend, out_spec)
-        route = self._routes.get(key)
+        try:
+            route = self._routes.get(key)
+        except TypeError:  # an argument that cannot be hashed: what checks it names it
+            self._route_message(request.planner(*specs, **request.params), request.backend)
+            raise InvalidArgument(f"{request.op}: an argument is of a wrong type: {request.params!r:.200}") from None
         if route is not None:
             return route
         plan = request.planner(*specs, **request.params)
@@ -402,7 +408,16 @@ class Session:
 
     def last_report(self) -> SelectionReport | None:
         """Of this thread's last call."""
-        record = getattr(self._last, "record", None)
+        self._last.record = report = self.report_of(self.last_record)
+        return report
+
+    @property
+    def last_record(self) -> Any:
+        """What `report_of` makes a report of, for this thread's last call; None before the first one."""
+        return getattr(self._last, "record", None)
+
+    def report_of(self, record: Any) -> SelectionReport | None:
+        """The report of a call; making it costs more than most calls, so that it waits until someone asks."""
         if record is None or isinstance(record, SelectionReport):
             return record
         plan, copies, start_ns, end_ns, header, attempts, decision = record
@@ -415,7 +430,7 @@ class Session:
             if is_copied and nbytes:
                 copies.append(Copy(name, nbytes, "worker", f"{decision.backend} owns its arrays' memory"))
         good = Attempt(decision.backend, decision.kernel_id, None, worker_pid=decision.worker_pid)
-        report = SelectionReport(
+        return SelectionReport(
             op=plan.op,
             kernel_id=decision.kernel_id,
             backend=decision.backend,
@@ -427,8 +442,6 @@ class Session:
             attempts=(*(_attempt(a) for a in attempts), good),
             candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
         )
-        self._last.record = report
-        return report
 
     def explain(self, request: Request) -> SelectionReport:
         """Which kernel would serve this call now, and why not the others. Runs nothing."""
@@ -517,7 +530,7 @@ def _attempt(value: Any) -> Attempt:
 
 
 def _microseconds(timeout_s: float) -> int:
-    if isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S:
+    if isinstance(timeout_s, Real) and not isinstance(timeout_s, bool) and 0 < timeout_s <= MAX_TIMEOUT_S:
         return max(int(timeout_s * 1e6), 1)
     raise InvalidArgument(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0 and at most {MAX_TIMEOUT_S:,}")
 

@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from layerzero.ipc import messages
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir, open_endpoints
-from layerzero.ipc.errors import BrokerLost
+from layerzero.ipc.errors import BrokerLost, from_wire
 
 START_TIMEOUT_S = 30.0
+READY = b"1"  # what a broker writes when clients may connect; anything else is its error
 
 
 def runtime_dir() -> Path:
@@ -57,8 +59,8 @@ def _start_lock(where: Endpoints) -> Iterator[None]:
 
 
 def ensure_broker(where: Endpoints, *, stays: bool) -> bool:
-    """Start a broker unless one runs. Returns True when this call started it. Raises BrokerLost when it does not
-    come up, with the end of its log."""
+    """Start a broker unless one runs. Returns True when this call started it. Raises ConfigError when its settings
+    are wrong, BrokerLost when it does not come up for another reason, with the end of its log."""
     with _start_lock(where):
         if broker_pid(where) is not None:
             return False
@@ -101,8 +103,11 @@ def _start(where: Endpoints, *, stays: bool) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             if select.select([ready], [], [], max(deadline_s - time.monotonic(), 0))[0]:
-                if ready.read(1):
+                word = ready.read()
+                if word == READY:
                     return
+                if word:
+                    raise from_wire(messages.unpack_body(word))
                 break
     tail = where.log.read_bytes()[log_start:][-1500:].decode(errors="replace").strip()
     raise BrokerLost(f"the broker did not start; the end of {where.log}:\n{tail}")

@@ -126,9 +126,9 @@ def encode_texts(texts: Sequence[str]) -> tuple[bytes, array[int]]:
 def check_max_length(max_length: object) -> int | None:
     if max_length is None:
         return None
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or not 1 <= max_length <= MAX_ID:
+    if isinstance(max_length, bool) or not isinstance(max_length, Integral) or not 1 <= int(max_length) <= MAX_ID:
         raise InvalidArgument(f"max_length is {max_length!r}; allowed: None, or 1 to {MAX_ID} tokens per text")
-    return max_length
+    return int(max_length)
 
 
 def guess_token_count(text_bytes: int, texts: int, max_length: int | None = None) -> int:

@@ -143,20 +143,32 @@ def lock(
     names: Names = None,
     manifests: Folders = None,
     variant: Annotated[Variant | None, typer.Option("--variant", help="Default: all of the manifest's.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Resolve requirements afresh and write the locks. Needs uv; downloads metadata only."""
+    rows: list[dict[str, Any]] = []
     for manifest in _choose(names, manifests):
         wanted: list[VariantName] = [variant.value] if variant else list(manifest.variants)
         for name in wanted:
             with _failing_cleanly():
                 written = write_lock(manifest, name)
+            rows.append({"name": manifest.name, "variant": name, "path": str(written.path), "pins": written.pins})
+            if as_json:
+                continue
             _out.print(f"{written.path}: {len(written.pins)} packages", highlight=False, soft_wrap=True)
+    if as_json:
+        _print_json(rows)
 
 
 @app.command()
-def gc(store: StoreDir = _STORE, manifests: Folders = None) -> None:
+def gc(store: StoreDir = _STORE, manifests: Folders = None, as_json: Json = False) -> None:
     """Remove environments and code that no manifest asks for and nobody uses."""
     result = collect(store, manifests or ())
+    if as_json:
+        removed = [{"path": str(item.path), "freed_bytes": item.freed_bytes} for item in result.removed]
+        in_use = [str(path) for path in result.in_use]
+        typer.echo(json.dumps({"schema": 1, "removed": removed, "in_use": in_use}, indent=1))
+        return
     for item in result.removed:
         _out.print(f"removed {item.path} ({_megabytes(item.freed_bytes)})", highlight=False, soft_wrap=True)
     for path in result.in_use:

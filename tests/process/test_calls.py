@@ -234,3 +234,51 @@ def test_exception_in_a_pinned_kernel_reaches_the_caller_with_its_traceback(conn
     assert "toy.py" in failure.value.facts["traceback"]
     assert [(a.backend, a.outcome) for a in failure.value.report.attempts] == [("gamma", "BACKEND_ERROR")]
     assert lz.last_report() is failure.value.report
+
+
+@pytest.mark.parametrize("backend", [["alpha"], {"alpha"}, b"alpha", 7, "", "Alpha", "a" * 65])
+def test_backend_of_a_wrong_type_or_form_is_refused_by_value(backend: Any) -> None:
+    """A list of two backends looks sensible, and is not what pinning means."""
+    with pytest.raises(lz.InvalidArgument, match=r"backend is .*lz\.status"):
+        lz.silu(numbers(3), backend=backend)
+
+
+def test_numpy_scalars_are_as_good_as_pythons() -> None:
+    """They come out of every computation with shapes."""
+    x = numbers(2, 8)
+    assert lz.explain("layer_norm", x, np.int64(8), eps=np.float32(1e-5)).op == "layer_norm"
+    assert lz.explain("rms_norm", x, np.array([2, 8])).op == "rms_norm"
+    assert lz.explain("softmax", x, np.int8(-1)).op == "softmax"
+    q = numbers(1, 2, 3, 4)
+    plain = lz.explain("attention", q, q, q, is_causal=True, scale=0.5)
+    assert lz.explain("attention", q, q, q, is_causal=np.True_, scale=np.float16(0.5)) == plain
+    np.testing.assert_allclose(lz.silu(x, timeout_s=np.float32(5)), silu(x), rtol=1e-6)
+
+
+def test_arguments_of_a_wrong_type_are_refused_by_name() -> None:
+    """Whether they can be hashed or not."""
+    x, q = numbers(2, 8), numbers(1, 2, 3, 4)
+    for wrong, name in (
+        (lambda: lz.gelu(x, approximate=[]), "approximate"),  # type: ignore[arg-type]
+        (lambda: lz.gelu(x, approximate=np.array(["none", "tanh"])), "approximate"),  # type: ignore[arg-type]
+        (lambda: lz.layer_norm(x, 8.5), "normalized_shape"),  # type: ignore[arg-type]
+        (lambda: lz.layer_norm(x, np.array(8.0)), "normalized_shape"),  # type: ignore[arg-type]
+        (lambda: lz.rms_norm(x, [[8]]), "normalized_shape"),  # type: ignore[list-item]
+        (lambda: lz.rms_norm(x, "8"), "normalized_shape"),  # type: ignore[arg-type]
+        (lambda: lz.attention(q, q, q, is_causal=[True]), "is_causal"),  # type: ignore[arg-type]
+        (lambda: lz.attention(q, q, q, is_causal=np.int64(1)), "is_causal"),  # type: ignore[arg-type]
+        (lambda: lz.softmax(x, {}), "dim"),  # type: ignore[arg-type]
+        (lambda: lz.silu(x, timeout_s=True), "timeout_s"),
+        (lambda: lz.silu(x, timeout_s="5"), "timeout_s"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(lz.InvalidArgument, match=f"{name} is"):
+            wrong()
+
+
+def test_copies_of_one_kind_are_reported_in_one_line() -> None:
+    """Three lines that say the same are two too many."""
+    lz.matmul(numbers(4, 4), numbers(4, 4))
+    report = lz.last_report()
+    assert report is not None
+    assert str(report).count("copied ") == 1
+    assert "copied a, b: 128 bytes in the client, it does not lie in an arena" in str(report)

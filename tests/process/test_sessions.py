@@ -228,6 +228,43 @@ def test_done_becomes_true_without_anyone_waiting() -> None:
             failing.result()
 
 
+def test_a_future_can_be_asked_for_a_while_and_again(connected: Site) -> None:
+    """Servers poll with a limit of their own; running out of it must not cost the call."""
+    connected.wait_ready("gamma")
+    future = lz.submit(lz.silu, np.array([fault(HANG), 1, 2], np.float32), backend="gamma", timeout_s=1.5)
+    assert repr(future) == "<lz.Future of silu: running>"
+    for timeout in (0, 0.05):
+        with pytest.raises(TimeoutError, match="silu is still running"):
+            future.result(timeout=timeout)
+    with ThreadPoolExecutor(2) as threads:
+        asked = threads.submit(future.result)  # reads for all
+        wait_until(lambda: lz.session().link._turn)
+        with pytest.raises(TimeoutError):
+            future.result(timeout=0.05)
+        other = lz.submit(lz.silu, X, backend="alpha")
+        check(X, other.result(timeout=20))
+        with pytest.raises(lz.DeadlineExceeded, match="larger timeout_s") as failure:
+            asked.result(timeout=20)
+    assert repr(future) == "<lz.Future of silu: failed, DEADLINE>"
+    assert future.report is failure.value.report
+    assert repr(other) == "<lz.Future of silu: done>"
+    assert other.report is not None
+    assert (other.report.backend, other.report.attempts[-1].outcome) == ("alpha", None)
+
+
+def test_a_future_reports_its_own_call(connected: Site) -> None:
+    """lz.last_report() is of the last call of a thread, which is seldom the one in question."""
+    connected.wait_ready("alpha", "beta")
+    futures = {name: lz.submit(lz.silu, X, backend=name) for name in ("alpha", "beta")}
+    assert futures["alpha"].report is None
+    for future in futures.values():
+        future.result()
+    assert {name: future.report.backend for name, future in futures.items() if future.report} == {
+        "alpha": "alpha",
+        "beta": "beta",
+    }
+
+
 def test_submit_takes_ops_only() -> None:
     """A function that is no op would run here, in the caller's process, at once."""
     for wrong in (len, "len", "connect", None):
@@ -609,5 +646,5 @@ def test_sockets_and_logs_are_for_their_owner_only(connected: Site) -> None:
 def test_a_broker_that_cannot_start_shows_why(new_site: Callable[..., Site]) -> None:
     """The daemon's stderr is a file; its last words belong into the error."""
     site = new_site(depth="many")
-    with pytest.raises(lz.BrokerLost, match=r"LAYERZERO_DEPTH.*got 'many'"):
+    with pytest.raises(lz.ConfigError, match=r"LAYERZERO_DEPTH.*got 'many'"):
         site.connect()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from tests.backends.toy import HANG, KILL, fault
 from tests.process.harness import Site, is_running, processes, wait_ended, wait_until
 
 import layerzero as lz
+from layerzero.client import link
 from layerzero.client.arena import pool
 
 X = np.array([1, 2, 3], np.float32)
@@ -256,6 +259,47 @@ def test_a_stopped_broker_that_goes_on_kills_no_healthy_worker(new_site: Callabl
     os.kill(session.broker_pid, signal.SIGCONT)
     np.testing.assert_allclose(future.result(), silu(X), rtol=1e-6)
     assert site.events("worker.exited") == []
+
+
+def test_a_broker_that_stands_still_is_given_up_and_its_calls_memory_is_not_reused(
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may wait for ever. Its workers are alive and may write to what they were lent."""
+    monkeypatch.setattr(link, "GRACE_S", 0.3)
+    site = new_site()
+    session = site.connect()
+    site.wait_ready("alpha")
+    lz.silu(X)
+    slots = pool.stats()["slots"]
+    os.kill(session.broker_pid, signal.SIGSTOP)
+    future = lz.submit(lz.silu, X, timeout_s=0.2)
+    with pytest.raises(lz.BrokerLost, match=r"said nothing for 0\.5 s.*lz down --force"):
+        future.result(timeout=20)
+    assert not session.is_alive
+    with pytest.raises(lz.BrokerLost):
+        lz.silu(X)
+    del future
+    gc.collect()
+    assert pool.stats()["slots"] == slots + 2
+    assert [until_s for until_s, _ in link._quarantine] == [math.inf]
+
+
+def test_a_call_that_takes_longer_than_its_broker_may_be_silent_is_waited_for(
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have to wait for others. The broker says that it is there when it is asked."""
+    monkeypatch.setattr(link, "GRACE_S", 0.2)
+    site = new_site()
+    site.connect()
+    (alpha,) = site.wait_ready("alpha")
+    os.kill(alpha, signal.SIGSTOP)
+    first = lz.submit(lz.silu, X, backend="alpha", timeout_s=60)
+    second = lz.submit(lz.silu, X, backend="alpha", timeout_s=0.1)
+    with pytest.raises(TimeoutError):
+        second.result(timeout=1)
+    os.kill(alpha, signal.SIGCONT)
+    for future in (second, first):
+        np.testing.assert_allclose(future.result(timeout=20), silu(X), rtol=1e-6)
 
 
 # --- a client's death
