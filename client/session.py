@@ -23,6 +23,7 @@ from layerzero.client.arrays import Array, copy_into, describe, wrap
 from layerzero.client.link import Link, Pending
 from layerzero.client.plans import Plan, plan_out
 from layerzero.client.report import Attempt, Candidate, Copy, SelectionReport
+from layerzero.client.shadow import Sample, Shadow
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import (
     DigestRequired,
@@ -88,6 +89,7 @@ class Submitted:
     copies: list[Copy]
     start_ns: int
     refs: bytes
+    sample: Sample | None = None
 
 
 class Session:
@@ -100,6 +102,7 @@ class Session:
         self._last = threading.local()
         _sessions.add(self)
         self._open()
+        self.shadow = Shadow(self)
 
     def _open(self) -> None:
         self._routes: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
@@ -117,6 +120,7 @@ class Session:
             with self._lock:
                 if self._link.forks != arenas.forks:
                     self._open()
+                    self.shadow = Shadow(self, rate=self.shadow.rate, references=self.shadow.references)
         return self._link
 
     @property
@@ -213,17 +217,19 @@ class Session:
             start_ns,
             b"".join(refs),
         )
-        self._send(submitted)
+        seq = self._send(submitted)
+        if seq >= self.shadow.next_seq:
+            submitted.sample = self.shadow.take(submitted, seq)
         return submitted
 
-    def _send(self, submitted: Submitted) -> None:
+    def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
         body, flags = submitted.refs, 0
         if route.needs_digest:
             body, flags = body + self._digest(submitted), wire.HAS_DIGEST
         time_us = 0 if timeout_s is None else _microseconds(timeout_s)
         number = route.number
-        submitted.link.submit(
+        return submitted.link.submit(
             submitted.pending,
             lambda seq: wire.pack(_EXECUTE, flags, number, seq, 0, 0, time_us, body),
         )
@@ -252,6 +258,8 @@ class Session:
             attempts, body = outcome.attempts, outcome.result
         result = self._result(submitted, body)
         decision = submitted.route.decisions[header.aux]
+        if submitted.sample is not None:
+            self.shadow.check(submitted, submitted.sample, decision)
         plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
         self._last.record = (plan, copies, submitted.start_ns, time.perf_counter_ns(), header, attempts, decision)
         return result
@@ -322,6 +330,10 @@ class Session:
                 arena.registrations.append(self._retire)
             return number
 
+    def lent(self, number: int) -> Arena:
+        """The arena that the broker knows under this number."""
+        return next(arena for arena, known in list(self._arenas.items()) if known == number)
+
     def lend_bytes(self, owner: Any, data: bytes) -> memoryview:
         """`data` in shared memory, copied once for as long as `owner` lives."""
         block = _lent_bytes.get(owner)
@@ -369,9 +381,13 @@ class Session:
         plan = request.planner(*specs, **request.params)
         if out is not None:
             plan = plan_out(plan, out.spec)
-        body = messages.encode(self._route_message(plan, request.backend))
+        return self.define_route(link, key, plan, request.backend)
+
+    def define_route(self, link: Link, key: tuple[Any, ...], plan: Plan, backend: str | None) -> Route:
+        """The route of a plan, told to the broker once; `key` finds it again."""
+        body = messages.encode(self._route_message(plan, backend))
         if len(body) > wire.MAX_MESSAGE_BYTES // 2:
-            raise InvalidArgument(f"{request.op}: the call's description is {len(body)} bytes; pass data as tensors")
+            raise InvalidArgument(f"{plan.op}: the call's description is {len(body)} bytes; pass data as tensors")
         with self._lock:
             route = self._routes.get(key)
             if route is None:

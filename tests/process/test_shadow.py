@@ -1,0 +1,112 @@
+"""Shadow checks with a real broker and real workers: what a client finds out about a kernel that starts to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.harness import BACKENDS, Site, wait_until
+
+import layerzero as lz
+from layerzero.ipc.errors import InvalidArgument
+
+# Right for the probe's cases, wrong from the 1000th run on by 1 percent: a library that wears out.
+WEARS_OUT = (BACKENDS / "toy.py").read_text().replace(
+    "            write(x / (1 + np.exp(-x)))",
+    "            run.count = getattr(run, 'count', 0) + 1\n"
+    "            write(x / (1 + np.exp(-x)) * (1.01 if x.flat[0] == 0.5 and run.count > 5 else 1))",
+)  # fmt: skip
+X = np.full((3, 7), 0.5, np.float32)
+Told = list[dict[str, Any]]
+
+
+@pytest.fixture
+def site(store: Path) -> Iterator[Site]:
+    site = Site(store)
+    site.add_backend("worn", priority=90, provider=WEARS_OUT)
+    yield site.start()
+    lz.disconnect()
+    site.stop()
+
+
+def listen(session: lz.Session, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """What the session's shadow checks tell the broker, instead of telling it."""
+    told: Told = []
+    ask = session.ask
+
+    def heard(method: str, **params: Any) -> Any:
+        if method != "shadow":
+            return ask(method, **params)
+        told.append(params)
+        return {"is_beyond": params["error"] > 2e-5}
+
+    monkeypatch.setattr(session, "ask", heard)
+    return told
+
+
+def test_kernel_that_starts_to_differ_is_told_of(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has the bytes, so it compares; inputs and output are copied, and the report says so."""
+    session = site.connect()
+    told = listen(session, monkeypatch)
+    site.wait_ready("worn", "beta")
+    session.shadow.references = ("beta",)
+    session.shadow.rate = 1.0
+    for done in range(1, 11):
+        lz.silu(X)
+        wait_until(lambda done=done: len(told) >= done - 1)  # the first call after the rate was set is not sampled
+    assert [params["error"] > 2e-5 for params in told] == [False] * 4 + [True] * 5
+    assert {(params["kernel_id"], params["reference"]) for params in told} == {("worn.silu", "beta.silu")}
+    report = lz.last_report()
+    assert report is not None
+    assert [(copy.arg, copy.nbytes) for copy in report.copies if copy.reason == "sampled shadow check"] == [
+        ("x", X.nbytes),
+        ("out", X.nbytes),
+    ]
+    wait_until(lambda: session.shadow.counts["compared"] == 9)
+    assert session.shadow.counts == {"compared": 9, "beyond": 5}
+
+
+def test_inputs_are_those_of_the_call(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may overwrite its arrays as soon as it has the result; the check must not see that."""
+    session = site.connect()
+    told = listen(session, monkeypatch)
+    site.wait_ready("worn", "beta")
+    session.shadow.references = ("beta",)
+    session.shadow.rate = 1.0
+    x, out = lz.empty((5, 9)), lz.empty((5, 9))
+    for done in range(4):
+        x[...] = done + 1
+        lz.silu(x, out=out)
+        x[...], out[...] = -1.0, 7.0
+        wait_until(lambda done=done: len(told) >= done)
+    assert [params["error"] <= 2e-5 for params in told] == [True] * 3
+
+
+def test_calls_without_a_trusted_reference_are_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is not checked against one that is trusted less, and the counts say that nothing was."""
+    session = site.connect()
+    told = listen(session, monkeypatch)
+    session.shadow.rate = 1.0
+    for _ in range(3):
+        lz.silu(X, backend="worn")
+    session.shadow.references = ("worn", "beta")
+    lz.silu(X, backend="worn")
+    assert (told, session.shadow.counts) == ([], {"no_reference": 3})
+
+
+def test_nothing_is_sampled_by_default(site: Site) -> None:
+    """A check costs as much as the call."""
+    session = site.connect()
+    for _ in range(3):
+        lz.silu(X)
+    assert session.shadow.counts == {}
+    assert all(copy.reason != "sampled shadow check" for copy in lz.last_report().copies)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, "often"])
+def test_rate_is_a_share(site: Site, rate: Any) -> None:
+    with pytest.raises(InvalidArgument, match="from 0"):
+        site.connect().shadow.rate = rate
