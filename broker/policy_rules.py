@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -46,7 +47,8 @@ def is_glob(pattern: str) -> bool:
     return not GLOB_CHARACTERS.isdisjoint(pattern)
 
 
-def any_matches(name: str, patterns: Iterable[str]) -> bool:
+@functools.lru_cache(maxsize=16384)  # a cold decision compares every kernel with every pattern
+def any_matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

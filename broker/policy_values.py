@@ -154,9 +154,11 @@ def _problem(error: Any) -> Problem:
     match error["type"]:
         case "extra_forbidden":
             known = list(RuleValues.model_fields if place[0] == "rules" else Values.model_fields)
-            return Problem(place, f"unknown key {name!r:.80}{nearest(name, known)} Known: {', '.join(known)}")
+            return Problem(place, f"unknown key {name!r:.80}{nearest(name, known) or '.'} Known: {', '.join(known)}")
         case "literal_error" if place[0] == "weights" and error["loc"][-1] == "[key]":
-            return Problem(place, f"unknown weight {name!r:.80}{nearest(name, WEIGHTS)} Known: {', '.join(WEIGHTS)}")
+            return Problem(
+                place, f"unknown weight {name!r:.80}{nearest(name, WEIGHTS) or '.'} Known: {', '.join(WEIGHTS)}"
+            )
         case "value_error":
             return Problem(place, f"{name}: {error['ctx']['error']}, got {got!r:.120}")
     return Problem(place, f"{name}: {error['msg']}, got {got!r:.120}")
@@ -221,7 +223,7 @@ def _check_rule(rule: RuleValues, place: Place) -> list[Problem]:
         where = (*place, "match", field)
         if field not in FIELDS:
             known = ", ".join(FIELDS)
-            found.append(Problem(where, f"unknown field {field!r:.80}{nearest(field, FIELDS)} Known: {known}"))
+            found.append(Problem(where, f"unknown field {field!r:.80}{nearest(field, FIELDS) or '.'} Known: {known}"))
             continue
         try:
             parse_condition(field, written)

@@ -219,6 +219,8 @@ def test_every_reason_of_a_rule_has_a_case() -> None:
         Reason.NOT_PINNED,
         Reason.OP_UNSUPPORTED,
         Reason.PLATFORM_MISMATCH,
+        Reason.POLICY_DENIED,
+        Reason.POLICY_LOCKED,
     }
     assert {code for _, code, _ in CASES.values()} == set(Reason) - brokers
 
