@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -98,6 +100,7 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build environments from their locks, then probe them."""
+    _end_cleanly_on_sigterm()
     chosen = [m for m in _choose(names, manifests) if names or m.interpreter == "host" or variant.value in m.variants]
     with _failing_cleanly(), _progress() as progress:
         tool = pick(installer.value if installer else None)
@@ -124,6 +127,7 @@ def probe(
 ) -> None:
     """Probe built environments anew: import, compute, certify each kernel per dtype and shape class. Without names: all
     that are built."""
+    _end_cleanly_on_sigterm()
     rows = []
     for manifest in _choose(names, manifests):
         try:
@@ -174,6 +178,11 @@ def gc(store: StoreDir = _STORE, manifests: Folders = None, as_json: Json = Fals
     for path in result.in_use:
         _out.print(f"in use, kept: {path}", highlight=False, soft_wrap=True)
     _out.print(f"{result.freed_bytes} bytes freed", highlight=False)
+
+
+def _end_cleanly_on_sigterm() -> None:
+    """As an exception, so that a probe's process and folder go first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _choose(names: list[str] | None, folders: list[Path] | None) -> list[EnvManifest]:

@@ -93,7 +93,7 @@ def _plan(manifest: EnvManifest, variant: VariantName, root: Path) -> tuple[Env,
     env_id = hashlib.sha256(json.dumps([*facts, *content]).encode()).hexdigest()[:16]
     prefix = root / "envs" / f"{manifest.name}-{env_id}"
     environ = {
-        **manifest.env,
+        **{name: value.replace("{store}", str(root)) for name, value in manifest.env.items()},
         "PYTHONPATH": str(stage.staged_path(root)),
         "PYTHONSAFEPATH": "1",  # no working directory on sys.path (since Python 3.11)
         "PYTHONNOUSERSITE": "1",

@@ -10,7 +10,7 @@ import pytest
 
 from layerzero.envs import build, interpreters
 from layerzero.envs.build import Env, ensure, hold, plan
-from layerzero.envs.manifest import EnvManifest, load
+from layerzero.envs.manifest import EnvManifest, discover, load
 from layerzero.ipc.errors import ConfigError, EnvError
 
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -106,3 +106,9 @@ def test_host_environment_needs_no_build_and_can_be_held(tmp_path: Path) -> None
     assert (env.python, env.on_host, env.is_built) == (Path(sys.executable), True, True)
     assert not list(tmp_path.glob("envs/null*"))
     hold(env).close()
+
+
+def test_variables_of_a_manifest_may_lie_in_the_store(tmp_path: Path) -> None:
+    """Caches that libraries keep belong where `lz env` looks after them."""
+    zentorch = discover()[0]["zentorch"]
+    assert plan(zentorch, store=tmp_path).environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/caches/torchinductor"
