@@ -18,7 +18,7 @@ def main() -> int:
         os._exit(0)
     from layerzero.broker import run  # after the fork: nothing is imported twice
 
-    code = run.run(runtime_dir=args.runtime_dir, stays=args.stays, ready_fd=args.ready_fd)
+    code = run.run(runtime_dir=args.runtime_dir, stays=args.stays, ready_fd=args.ready_fd, owns_log=args.daemon)
     sys.stderr.flush()
     os._exit(code)  # not waiting for a probe's thread, which would keep the lock; the probe ends with us
 

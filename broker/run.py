@@ -17,10 +17,10 @@ from layerzero.broker.server import Server
 from layerzero.broker.state import BrokerState
 from layerzero.ipc.endpoints import open_endpoints
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.logs import log
+from layerzero.ipc.logs import keep_in, log
 
 
-def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None) -> int:
+def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log: bool = False) -> int:
     """Run one broker until it ends. Returns the exit code: 1 when another one holds the lock or settings are wrong."""
     try:
         settings = knobs.load(runtime_dir=runtime_dir)
@@ -42,6 +42,8 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None) -> int:
     for stale in (*endpoints.folder.glob("client-*"), *endpoints.folder.glob("worker-*")):
         if stale.is_socket():  # of a broker that was killed
             stale.unlink(missing_ok=True)
+    if owns_log:  # a daemon's stderr is the log; one in the foreground writes to a terminal
+        keep_in(endpoints.log)
     launcher = Launcher(settings)
     state = BrokerState(launcher.capabilities, launcher.unusable, settings.limits(), random.Random())
     server = Server(settings, endpoints, state, launcher, stays=stays)

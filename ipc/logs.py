@@ -1,4 +1,7 @@
-"""One JSON line per event on stderr: `log(event, **facts)`. Event names are noun.verb. Shapes, never contents."""
+"""One JSON line per event on stderr: `log(event, **facts)`. Event names are noun.verb. Shapes, never contents.
+
+Equal records in a row are written once and then counted. `keep_in(path)` bounds the file that stderr is.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,39 @@ import contextlib
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
+
+LIMIT_BYTES = 16 << 20  # then the file is moved to `.log.1`, over the one before
+_last = ""
+_repeats = 0
+_file: Path | None = None
 
 
 def log(event: str, **facts: Any) -> None:
     """Write one line; never raises on facts that JSON does not know, they are written as text."""
-    line = json.dumps({"time": round(time.time(), 3), "event": event, **facts}, default=str)
+    global _last, _repeats
+    record = json.dumps({"event": event, **facts}, default=str)
+    if record == _last:
+        _repeats += 1
+        return
+    if _repeats:
+        _write(json.dumps({"event": "record.repeated", "times": _repeats, "record": json.loads(_last)["event"]}))
+    _last, _repeats = record, 0
+    _write(record)
+
+
+def keep_in(path: Path) -> None:
+    """Stderr is appended to this file: from now on it stays below LIMIT_BYTES, and so does its predecessor."""
+    global _file
+    _file = path
+
+
+def _write(record: str) -> None:
     with contextlib.suppress(OSError):  # a full disk must not end a broker
-        os.write(2, line.encode() + b"\n")
+        if _file is not None and os.fstat(2).st_size > LIMIT_BYTES:
+            _file.replace(_file.with_suffix(".log.1"))
+            fd = os.open(_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(fd, 2)
+            os.close(fd)
+        os.write(2, f'{{"time": {time.time():.3f}, {record[1:]}\n'.encode())

@@ -159,11 +159,11 @@ def test_a_route_is_forgotten_only_when_no_thread_can_call_on_it(monkeypatch: py
     main = threading.get_ident()
     shapes = iter(range(1, 1000))
 
-    def others_call_first(submitted: sessions.Submitted) -> None:
+    def others_call_first(submitted: sessions.Submitted) -> int:
         if threading.get_ident() == main:
             for _ in range(2 * sessions.MAX_ROUTES):
                 assert others.submit(lz.silu, np.ones(next(shapes), np.float32)).result(timeout=30) is not None
-        send(submitted)
+        return send(submitted)
 
     with ThreadPoolExecutor(1) as others:
         monkeypatch.setattr(session, "_send", others_call_first)

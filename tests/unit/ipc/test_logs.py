@@ -1,0 +1,44 @@
+"""The log: nothing twice, and no more than fits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import sys
+from pathlib import Path
+from layerzero.ipc import logs
+logs.LIMIT_BYTES = 1000
+logs.keep_in(Path(sys.argv[1]))
+"""
+
+
+def run(path: Path, code: str) -> None:
+    with path.open("ab") as log:
+        subprocess.run([sys.executable, "-c", CODE + code, str(path)], stderr=log, check=True)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in path.read_text().splitlines()]
+
+
+def test_equal_records_in_a_row_are_written_once_and_counted(tmp_path: Path) -> None:
+    """A fault that comes a thousand times a second must not push everything else out."""
+    run(tmp_path / "a.log", "for n in (1, 1, 1, 2): logs.log('a.happened', n=n)")
+    assert lines(tmp_path / "a.log") == [
+        {"event": "a.happened", "n": 1},
+        {"event": "record.repeated", "times": 2, "record": "a.happened"},
+        {"event": "a.happened", "n": 2},
+    ]
+
+
+def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
+    """A broker that stays for months must not fill the disk."""
+    run(tmp_path / "a.log", "for n in range(500): logs.log('a.happened', n=n)")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "a.log.1"]
+    assert all(path.stat().st_size < 1200 for path in tmp_path.iterdir())
+    kept = [line["n"] for name in ("a.log.1", "a.log") for line in lines(tmp_path / name)]
+    assert kept == list(range(500))[-len(kept) :]
