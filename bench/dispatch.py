@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
 import multiprocessing
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -28,14 +26,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import zmq
+from common import backend_versions, save
 from rich.console import Console
 from rich.table import Table
 
@@ -423,35 +420,11 @@ def measure(quick: bool) -> tuple[list[Row], dict[str, Any]]:
     quick_restarts = {"LAYERZERO_BACKOFF_S": "0.02", "LAYERZERO_BACKOFF_MAX_S": "0.1"}
     with own_broker(LAYERZERO_RESTART_BUDGET="1000000", **quick_restarts):
         rows.append(death_row(quick))
-        versions = {b["name"]: b["versions"] for b in lz.status()["backends"] if b["versions"]}
+        versions = backend_versions()
     return rows, versions
 
 
 HEADINGS = ("figure", "LayerZero", "floor", "multiprocessing.Pipe", "ratio to floor")
-
-
-def save(rows: list[Row], versions: dict[str, Any], command: str) -> Path:
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), "unknown CPU")
-    memory_gib = psutil.virtual_memory().total >> 30
-    libraries = ", ".join(f"{name} {v}" for backend in versions.values() for name, v in backend.items())
-    lines = [
-        "# Cost of a dispatch",
-        "",
-        f"- date: {datetime.date.today().isoformat()}",
-        f"- machine: {cpu}, {psutil.cpu_count()} cores, {memory_gib} GiB, Linux {platform.release()}",
-        f"- versions: Python {platform.python_version()}, layerzero-broker {lz.__version__}, pyzmq {version('pyzmq')}, "
-        f"libzmq {zmq.zmq_version()}, {libraries}",
-        f"- command: `{command}`",
-        "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "| --- | ---: | ---: | ---: | --- |",
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-    ]
-    path = HERE / "results" / "dispatch.md"
-    path.write_text("\n".join(lines))
-    return path
 
 
 def main() -> None:
@@ -464,7 +437,8 @@ def main() -> None:
         table.add_row(*row)
     Console().print(table)
     if not args.quick:
-        print(f"written: {save(rows, versions, 'python bench/dispatch.py')}", file=sys.stderr)
+        path = save("dispatch", "Cost of a dispatch", versions, "python bench/dispatch.py", HEADINGS, rows)
+        print(f"written: {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from layerzero.broker.policy import Policy
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
 
@@ -62,6 +63,7 @@ class CallArrived:
     timeout_s: float  # 0: the default
     body: bytes
     digest: bytes = b""
+    may_run_here: bool = False
 
 
 @dataclass(slots=True)
@@ -156,6 +158,22 @@ class Tick:
 
 
 @dataclass(slots=True)
+class PolicyChanged:
+    policy: Policy
+
+
+@dataclass(slots=True)
+class RanInClient:
+    """A kernel that policy wants in the client's process ran there."""
+
+    identity: bytes
+    route: int
+    kernel_id: str
+    kernel_ns: int
+    error: LayerZeroError | None = None
+
+
+@dataclass(slots=True)
 class ShutdownAsked:
     pass
 
@@ -179,6 +197,8 @@ Event = (
     | WorkerExited
     | BackendReset
     | Tick
+    | PolicyChanged
+    | RanInClient
     | ShutdownAsked
 )
 

@@ -33,15 +33,21 @@ class Launcher:
         self.capabilities: dict[str, Capability] = {}
         self.unusable: dict[str, Rejection] = {}
         self.problems = [problem.message for problem in problems]
+        owners: dict[str, str] = {}  # kernel id -> backend
         for name, manifest in sorted(found.items()):
             try:
                 capability = descriptor.load(manifest.descriptor_path)
                 if capability.backend != name:
                     text = f"{manifest.descriptor_path}: backend is {capability.backend!r}, the manifest says {name!r}"
                     raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
+                taken = sorted(kernel_id for kernel_id in capability.kernel_ids if kernel_id in owners)
+                if taken:
+                    text = f"{manifest.descriptor_path}: kernel id {taken[0]!r} belongs to backend {owners[taken[0]]!r}"
+                    raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
             except DescriptorError as exc:
                 self.problems.append(exc.message)
                 continue
+            owners.update(dict.fromkeys(capability.kernel_ids, name))
             self.manifests[name] = manifest
             self.capabilities[name] = capability
             missing = self.missing(name)
@@ -112,6 +118,14 @@ class Launcher:
         self._held[backend] = build.hold(env)
         manifest = self.manifests[backend]
         return Launch(env.python, worker_environ(env.environ, os.environ), manifest.provider_target)
+
+    def env_ids(self) -> dict[str, str]:
+        """What is locked for each backend, as the name of its environment."""
+        ids = {}
+        for backend in self.manifests:
+            with suppress(LayerZeroError):
+                ids[backend] = self._plan(backend).id
+        return ids
 
     def facts(self, backend: str) -> dict[str, object]:
         """For `lz status`: what this backend is and where it runs."""

@@ -54,9 +54,10 @@ class Weights:
     policy: float = 1.0
     perfdb: float = 1000.0
     jit: float = 50.0
-    reliability: float = 100.0
+    reliability: float = 10.0  # repeated failures are the breaker's business
     transform: float = 1.0
     fusion: float = 1.0
+    table: float = 2000.0  # a dispatch table's choice beats measured times
 
 
 @dataclass(frozen=True)

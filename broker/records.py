@@ -80,6 +80,7 @@ class Call:
     attempts: list[dict[str, Any]] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
     last_error: LayerZeroError | None = None
+    may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
 
 
 @dataclass(eq=False)

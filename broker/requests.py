@@ -84,7 +84,7 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     body = params.get("route")
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
-    spec, ranked = server.state.explain(body)
+    spec, ranked = server.state.explain(body, time.monotonic())
     if spec.pinned and spec.pinned not in server.state.capabilities:
         raise no_backend(spec, ranked, server.state.capabilities)
     return {"candidates": [verdict.to_wire() for verdict in ranked]}
@@ -116,9 +116,18 @@ def shutdown(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     return {"pid": os.getpid()}
 
 
+def provider(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client needs to run a backend in its own process."""
+    manifest = server.launcher.manifests.get(params.get("backend", ""))
+    if manifest is None:
+        raise InvalidArgument(f"no backend is called {params.get('backend')!r:.60}")
+    return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
+
+
 METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "status": status,
     "explain": explain,
+    "provider": provider,
     "reset": reset,
     "stay": stay,
     "shutdown": shutdown,

@@ -12,6 +12,9 @@ import msgpack
 
 import layerzero
 from layerzero.broker import settings as knobs
+from layerzero.broker.certification import Certification
+from layerzero.broker.engine import Engine
+from layerzero.broker.host import detect_cpu
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.server import Server
 from layerzero.broker.state import BrokerState
@@ -45,7 +48,9 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     if owns_log:  # a daemon's stderr is the log; one in the foreground writes to a terminal
         keep_in(endpoints.log)
     launcher = Launcher(settings)
-    state = BrokerState(launcher.capabilities, launcher.unusable, settings.limits(), random.Random())
+    engine = Engine(launcher.capabilities, detect_cpu(), envs=launcher.env_ids())
+    engine.set_certification(Certification(launcher.records()))
+    state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random())
     server = Server(settings, endpoints, state, launcher, stays=stays)
     for problem in launcher.problems:
         log("backend.unusable", detail=problem)

@@ -1,21 +1,27 @@
-"""Which kernels may serve a call, in which order, and why not the others. Functions of their arguments."""
+"""What a selection is about: a call's signature in canonical form, and the verdict on each of its candidates."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, KernelCapability
-from layerzero.capabilities.match import Rejection, match
-from layerzero.capabilities.reasons import Reason
+from layerzero.capabilities.match import Rejection
 from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
 from layerzero.ipc.messages import Prepare, Route, decode, encode
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
+if TYPE_CHECKING:
+    from layerzero.broker.engine import Cell
+
 MAX_NAME = 64
+MAX_NEXT_OPS = 8
 ATTR_TYPES = (str, int, float, bool, type(None))
 
 
@@ -28,6 +34,8 @@ class CallSpec:
     outputs: tuple[TensorSpec, ...]
     attrs: Mapping[str, Any]
     pinned: str  # backend the caller insists on, or ""
+    policy: Mapping[str, Any] = field(default_factory=dict)  # what the caller asks for beyond the broker's policy
+    next_ops: tuple[str, ...] = ()  # ops that take this one's result: a kernel that fuses them is worth more
 
     @classmethod
     def parse(cls, body: bytes) -> CallSpec:
@@ -59,7 +67,14 @@ class CallSpec:
             tuple(TensorSpec.from_wire(spec) for spec in message.outputs),
             message.attrs,
             message.backend,
+            message.policy,
+            tuple(str(name) for name in message.next_ops[:MAX_NEXT_OPS]),
         )
+
+    @cached_property
+    def policy_key(self) -> bytes:
+        """Equal for overlays that say the same."""
+        return json.dumps(self.policy, sort_keys=True, default=str).encode()
 
     def prepare(self, kernel_id: str) -> bytes:
         """The encoded Prepare message that tells a worker about this signature."""
@@ -76,14 +91,23 @@ class CallSpec:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One candidate: accepted with a score, or rejected with every reason."""
+    """One candidate: accepted with a score, or rejected with every reason.
+
+    `terms` are the parts of the score by name; `transforms` what the client must do to its inputs first; `notes` what
+    policy had to say.
+    """
 
     kernel_id: str
     backend: str
     reasons: tuple[Rejection, ...]
-    priority: int = 0
     kernel: KernelCapability | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)
     measured_us: float | None = None
+    transforms: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_on_trial: bool = False  # its breaker is half open: one call may try it
+    is_last_resort: bool = False  # its breaker is open: for calls that nobody else can take
+    may_run_here: bool = False  # policy wants it in the caller's own process
 
     @property
     def is_accepted(self) -> bool:
@@ -91,8 +115,7 @@ class Verdict:
 
     @property
     def score(self) -> float:
-        """Priority first; the measured time decides between equals: 1 / (1 + us) lies in (0, 1)."""
-        return self.priority + (1.0 / (1.0 + self.measured_us) if self.measured_us is not None else 0.0)
+        return sum(self.terms.values())
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -100,50 +123,12 @@ class Verdict:
             "backend": self.backend,
             "accepted": self.is_accepted,
             "reasons": [{"code": r.code.value, "detail": r.detail} for r in self.reasons],
-            "score": round(self.score, 6) if self.is_accepted else None,
+            "score": round(self.score, 3) if self.is_accepted else None,
+            "terms": {name: round(value, 3) for name, value in self.terms.items()},
             "measured_us": self.measured_us,
+            "transforms": list(self.transforms),
+            "notes": list(self.notes),
         }
-
-
-def static_verdicts(spec: CallSpec, capabilities: Mapping[str, Capability]) -> tuple[Verdict, ...]:
-    """What the descriptors say, one verdict per kernel of the op."""
-    found: list[Verdict] = []
-    for backend, capability in capabilities.items():
-        kernels = capability.ops.get(spec.op, ())
-        for kernel in kernels:
-            reasons = match(spec.op, kernel, spec.inputs, spec.outputs, spec.attrs)
-            found.append(Verdict(kernel.kernel_id, backend, tuple(reasons), kernel.priority, kernel))
-        if not kernels and backend == spec.pinned:
-            detail = f"{backend} serves {', '.join(sorted(capability.ops))}"
-            found.append(Verdict(f"{backend}.{spec.op}", backend, (Rejection(Reason.OP_UNSUPPORTED, detail),)))
-    return tuple(found)
-
-
-def rank(
-    spec: CallSpec,
-    verdicts: Sequence[Verdict],
-    unavailable: Mapping[str, Rejection],
-    measured_us: Mapping[str, float],
-) -> tuple[Verdict, ...]:
-    """Descriptors' verdicts joined with what is true now: accepted ones first, best first."""
-    joined = []
-    for verdict in verdicts:
-        reasons = list(verdict.reasons)
-        if spec.pinned and verdict.backend != spec.pinned:
-            reasons.insert(0, Rejection(Reason.NOT_PINNED, f"the call is pinned to {spec.pinned!r}"))
-        if verdict.backend in unavailable:
-            reasons.append(unavailable[verdict.backend])
-        joined.append(
-            Verdict(
-                verdict.kernel_id,
-                verdict.backend,
-                tuple(reasons),
-                verdict.priority,
-                verdict.kernel,
-                measured_us.get(verdict.kernel_id),
-            )
-        )
-    return tuple(sorted(joined, key=lambda v: (not v.is_accepted, -v.score, v.kernel_id)))
 
 
 @dataclass
@@ -152,19 +137,13 @@ class Signature:
 
     key: bytes
     spec: CallSpec
-    verdicts: tuple[Verdict, ...]
+    context: SelectionContext
+    cell: Cell  # timings of calls of this kind and size
+    kernels: tuple[tuple[str, str], ...]  # (kernel id, backend) of every candidate, for what is kept per kernel
     ranked: tuple[Verdict, ...] = ()
     order: tuple[Verdict, ...] = ()  # the accepted part of `ranked`
-    epoch: int = -1  # of the broker's availability when `ranked` was computed
-    calls: int = 0
+    seen: tuple[int, int] = (-1, -1)  # epochs of core and cell when `ranked` was computed
     users: int = 0  # routes and open calls
-    measured_us: dict[str, float] = field(default_factory=dict)
-
-    def note_time(self, kernel_id: str, kernel_ns: int) -> None:
-        """Keep a running average of the kernel's own time, weight 1/8 for the newest."""
-        us = kernel_ns / 1e3
-        old = self.measured_us.get(kernel_id)
-        self.measured_us[kernel_id] = us if old is None else old + (us - old) / 8
 
 
 def no_backend(

@@ -233,13 +233,18 @@ class Server:
                 digest = b""
                 if flags & wire.HAS_DIGEST:
                     body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
-                event: ev.Event = ev.CallArrived(identity, route, seq, time_us / 1e6, body, digest)
+                may_run_here = bool(flags & wire.MAY_RUN_HERE)
+                event: ev.Event = ev.CallArrived(identity, route, seq, time_us / 1e6, body, digest, may_run_here)
             elif kind == Kind.ROUTE:
                 event = ev.RouteDefined(identity, route, body)
             elif kind == Kind.FORGET:
                 event = ev.RouteForgotten(identity, route)
             elif kind == Kind.POISONED and len(body) == wire.DIGEST_BYTES:
                 event = ev.CallPoisoned(identity, route, body)
+            elif kind == Kind.RAN_HERE:
+                ran = messages.decode(body, messages.RanHere)
+                error = from_wire(ran.error) if ran.error else None
+                event = ev.RanInClient(identity, route, ran.kernel_id, ran.kernel_ns, error)
             elif kind == Kind.REQUEST:
                 self._answer_request(identity, seq, body)
                 return

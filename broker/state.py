@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerzero.broker import events as ev
+from layerzero.broker.engine import Engine
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
 from layerzero.broker.records import Call, Client, Route, Worker
-from layerzero.broker.selection import CallSpec, Signature, Verdict, no_backend, rank, static_verdicts
+from layerzero.broker.selection import CallSpec, Signature, Verdict, no_backend
 from layerzero.broker.worker_fsm import Signal, WorkerState, step
-from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import (
     NEVER,
     SAME,
+    AdaptationRequired,
     BackendError,
     BrokerLost,
     Busy,
@@ -32,11 +33,13 @@ from layerzero.ipc.errors import (
     EnvError,
     LayerZeroError,
     ProtocolError,
+    RunInProcess,
 )
 from layerzero.ipc.messages import Decision, encode
 
 MAX_ARENAS = 4096  # of one client; ours keeps far fewer
 MAX_ROUTES = 8192  # likewise
+IN_PROCESS_LEASE_S = 1.0  # a client that runs a backend itself asks again after so long: policy may have changed
 S = WorkerState
 
 
@@ -57,22 +60,22 @@ class Limits:
 
 
 class BrokerState:
-    """`capabilities`: what each usable backend claims. `unusable`: why the others cannot start."""
+    """`engine` knows what each usable backend claims. `unusable`: why the others cannot start."""
 
     def __init__(
         self,
-        capabilities: Mapping[str, Capability],
+        engine: Engine,
         unusable: Mapping[str, Rejection],
         limits: Limits,
         rng: random.Random,
     ) -> None:
-        self.capabilities = dict(capabilities)
+        self.engine = engine
+        self.capabilities = engine.capabilities
         self.limits = limits
         self.clients: dict[bytes, Client] = {}
-        self.workers: dict[str, Worker] = {name: Worker(name) for name in capabilities}
+        self.workers: dict[str, Worker] = {name: Worker(name) for name in engine.capabilities}
         self.unavailable: dict[str, Rejection] = dict(unusable)
         self.wakeup_s = math.inf  # the server sends a Tick at this time
-        self.epoch = 0  # grows whenever the set of available backends changes
         self.stale = 0  # answers that came too late to count
         self.stopping = False
         self._rng = rng
@@ -80,6 +83,7 @@ class BrokerState:
         self._plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
         self._quarantine = Quarantine(limits.poison_quarantine_s)
         self._by_identity: dict[bytes, Worker] = {}
+        self._health_at_s = math.inf  # when a kernel that failed may be tried again
         self._dispatch = itertools.count(1)
         self._plan_numbers = itertools.count(1)
         self._actions: list[ev.Action] = []
@@ -102,6 +106,8 @@ class BrokerState:
             ev.WorkerMisbehaved: self._worker_misbehaved,
             ev.WorkerExited: self._worker_exited,
             ev.BackendReset: self._backend_reset,
+            ev.PolicyChanged: self._policy_changed,
+            ev.RanInClient: self._ran_in_client,
             ev.Tick: self._tick,
             ev.ShutdownAsked: self._shutdown_asked,
         }
@@ -187,11 +193,10 @@ class BrokerState:
         signature = self._signatures.get(event.body)
         if signature is None:
             try:
-                spec = CallSpec.parse(event.body)
+                signature = self._sign(event.body, CallSpec.parse(event.body))
             except LayerZeroError as exc:
                 self._drop_client(client, f"route {event.route}: {exc}")
                 return
-            signature = Signature(event.body, spec, static_verdicts(spec, self.capabilities))
             self._signatures[event.body] = signature
         signature.users += 1
         client.routes[event.route] = Route(event.route, signature)
@@ -212,27 +217,31 @@ class BrokerState:
         if signature.users:
             return
         del self._signatures[signature.key]
-        for verdict in signature.verdicts:
-            plan = self._plans.pop((signature.key, verdict.kernel_id), None)
-            worker = self.workers.get(verdict.backend)
+        for kernel_id, backend in signature.kernels:
+            plan = self._plans.pop((signature.key, kernel_id), None)
+            worker = self.workers.get(backend)
             if plan is not None and worker is not None and plan in worker.plans:
                 worker.plans.discard(plan)
                 self._do(ev.SendDrop(worker.identity, plan))
 
-    def explain(self, body: bytes) -> tuple[CallSpec, tuple[Verdict, ...]]:
+    def _sign(self, body: bytes, spec: CallSpec) -> Signature:
+        context = self.engine.context(spec)
+        return Signature(body, spec, context, self.engine.cell(context), self.engine.kernels(spec.op))
+
+    def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...]]:
         """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
-        known = self._signatures.get(body)
-        spec = known.spec if known else CallSpec.parse(body)
-        verdicts = known.verdicts if known else static_verdicts(spec, self.capabilities)
-        return spec, rank(spec, verdicts, self.unavailable, known.measured_us if known else {})
+        spec = CallSpec.parse(body)
+        return spec, self.engine.rank(spec, self.engine.context(spec), self.unavailable, now_s)
 
     def _order(self, signature: Signature) -> tuple[Verdict, ...]:
-        """Accepted candidates, best first; kept until availability changes, looked at again as calls double."""
-        signature.calls += 1
-        if signature.epoch != self.epoch or not signature.calls & (signature.calls - 1):
-            signature.ranked = rank(signature.spec, signature.verdicts, self.unavailable, signature.measured_us)
+        """Accepted candidates, best first; kept until something that could change them does."""
+        engine, cell = self.engine, signature.cell
+        if signature.seen != (engine.epoch, cell.generation):
+            if signature.seen[0] != engine.epoch:  # the policy may be another
+                signature.context = engine.context(signature.spec)
+            signature.ranked = engine.rank(signature.spec, signature.context, self.unavailable, self._now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
-            signature.epoch = self.epoch
+            signature.seen = (engine.epoch, cell.generation)
         return signature.order
 
     # --- calls ---------------------------------------------------------------------------------------
@@ -266,7 +275,7 @@ class BrokerState:
         client.open_calls += 1
         route.signature.users += 1
         timeout_s = event.timeout_s or self.limits.timeout_s
-        self._place(Call(client, route, event.seq, timeout_s, event.body, arenas))
+        self._place(Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here))
 
     def _call_poisoned(self, event: ev.CallPoisoned) -> None:
         route = self.clients[event.identity].routes.get(event.route)
@@ -278,9 +287,10 @@ class BrokerState:
         order = self._order(call.route.signature)
         if call.attempts:  # a fallback is in a hurry: those that are warm first
             order = tuple(sorted(order, key=lambda v: self.workers[v.backend].state is not S.READY))
-        for position, verdict in enumerate(order):
-            if verdict.backend in call.tried:
-                continue
+        verdict = self._pick(call, order)
+        if verdict is not None:
+            if self._sends_back(verdict, call):
+                return
             call.kernel_id = verdict.kernel_id
             worker = self.workers[verdict.backend]
             if worker.state is S.READY and len(worker.running) < self.limits.depth:
@@ -289,15 +299,51 @@ class BrokerState:
                 worker.waiting.append(call)
                 self._need(worker)
             if call.attempt <= 1 and not call.route.signature.spec.pinned:
-                for spare in order[position + 1 : position + 1 + self.limits.standby]:
+                after = order.index(verdict) + 1
+                for spare in order[after : after + self.limits.standby]:
                     self._need(self.workers[spare.backend])
             return
         awaited = self._awaited(call)
         if awaited is None:
             self._end_unserved(call)
-        else:
+        elif not self._sends_back(awaited, call):
             call.kernel_id = awaited.kernel_id
             self.workers[awaited.backend].waiting.append(call)
+
+    def _pick(self, call: Call, order: tuple[Verdict, ...]) -> Verdict | None:
+        """The best one not tried yet. One whose breaker is half open takes a single call; for others it comes last."""
+        last: Verdict | None = None
+        for verdict in order:
+            if verdict.backend in call.tried:
+                continue
+            op = call.route.signature.spec.op
+            if not verdict.is_on_trial or self.engine.reserve_trial(verdict.backend, op, self._now_s):
+                return verdict
+            last = last or verdict
+        return last
+
+    def _sends_back(self, verdict: Verdict, call: Call) -> bool:
+        """Ends the call when its client must do the next step: change the inputs, or run the kernel itself."""
+        kernel = verdict.kernel
+        if verdict.transforms:
+            error: LayerZeroError = AdaptationRequired(
+                f"{verdict.kernel_id} needs {', '.join(verdict.transforms)}", transforms=list(verdict.transforms)
+            )
+        elif verdict.may_run_here and call.may_run_here and not call.attempts and kernel is not None:
+            error = RunInProcess(
+                f"policy wants {verdict.backend} in the caller's process",
+                backend=verdict.backend,
+                kernel_id=verdict.kernel_id,
+                copies_inputs=kernel.copies_inputs,
+                copies_outputs=kernel.copies_outputs,
+                lease_s=IN_PROCESS_LEASE_S,
+            )
+        else:
+            return False
+        candidates = [v.to_wire() for v in call.route.signature.ranked]
+        self._do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates))
+        self._close(call)
+        return True
 
     def _awaited(self, call: Call) -> Verdict | None:
         """The best candidate that nothing but a restart keeps from the call, and that will be back in time for it."""
@@ -379,7 +425,9 @@ class BrokerState:
             return
         call = self._take_head(worker)
         worker.answered += 1
-        call.route.signature.note_time(call.kernel_id, event.kernel_ns)
+        signature = call.route.signature
+        self.engine.note_time(call.kernel_id, signature.cell, event.kernel_ns, self._now_s, is_clean=not call.attempts)
+        self.engine.note_success(worker.backend, signature.spec.op, self._now_s)
         client = call.client
         if not client.has_left:
             decision = self._decision(call, worker)
@@ -391,13 +439,12 @@ class BrokerState:
     def _decision(self, call: Call, worker: Worker) -> int:
         """Number of the decision that this answer follows; sent to the client when it is a new one."""
         route, signature = call.route, call.route.signature
-        decided_for = (call.kernel_id, worker.generation, signature.epoch)
+        decided_for = (call.kernel_id, worker.generation, signature.seen[0])
         if route.decided_for != decided_for:
             route.decided_for = decided_for
             route.decision = call.client.next_decision
             call.client.next_decision += 1
-            kernel = next(v.kernel for v in signature.verdicts if v.kernel_id == call.kernel_id)
-            assert kernel is not None
+            kernel = self.engine.kernel(call.kernel_id)
             body = encode(
                 Decision(
                     kernel_id=call.kernel_id,
@@ -441,6 +488,9 @@ class BrokerState:
             }
         )
         worker.failed += 1
+        if phase != "queued" and error.code != DeadlineExceeded.code:  # a short timeout_s is the caller's doing
+            self.engine.note_failure(worker.backend, call.route.signature.spec.op, error, self._now_s)
+            self._wake_for_health()
         call.last_error = error
         call.tried.add(worker.backend)
         if call.deaths >= MAX_DEATHS_PER_CALL:
@@ -451,6 +501,10 @@ class BrokerState:
             self._end_for_shutdown(call)
         else:
             self._place(call)
+
+    def _wake_for_health(self) -> None:
+        self._health_at_s = self.engine.health.next_change_s(self._now_s)
+        self.wakeup_s = min(self.wakeup_s, self._health_at_s)
 
     def _end_unserved(self, call: Call) -> None:
         spec = call.route.signature.spec
@@ -480,18 +534,31 @@ class BrokerState:
             self.unavailable.pop(backend, None)
         else:
             self.unavailable[backend] = reason
-        self.epoch += 1
+        self.engine.epoch += 1
 
     def _probe_ended(self, event: ev.ProbeEnded) -> None:
         worker = self.workers[event.backend]
+        if event.record is not None:
+            self.engine.set_certification(self.engine.certification.with_record(event.record))
         if worker.state is not S.PROBING:
             return
         if event.error is None:
             self._signal(worker, Signal.PROBE_PASSED)
             self._spawn(worker)
+            self._place_uncertified(worker)
         else:
             self._signal(worker, Signal.PROBE_FAILED)
             self._disable(worker, event.error, Reason.BACKEND_IMPORT_FAILED)
+
+    def _place_uncertified(self, worker: Worker) -> None:
+        """Calls that wait for a kernel which the probe did not certify for them go to another."""
+        waiting = list(worker.waiting)
+        worker.waiting.clear()
+        for call in waiting:
+            if any(verdict.kernel_id == call.kernel_id for verdict in self._order(call.route.signature)):
+                worker.waiting.append(call)
+            else:
+                self._place(call)
 
     def _spawn(self, worker: Worker) -> None:
         worker.generation += 1
@@ -525,6 +592,7 @@ class BrokerState:
         self._signal(worker, Signal.LOADED)
         worker.identity = event.identity
         worker.versions = dict(event.versions)
+        self.engine.note_versions(worker.backend, worker.versions)
         worker.was_ready = worker.has_served = True
         self._by_identity[event.identity] = worker
         self._set_unavailable(worker.backend, None)
@@ -665,10 +733,34 @@ class BrokerState:
             self._signal(worker, Signal.RESET)
             worker.cause = None
             worker.deaths_s.clear()
+            self.engine.forgive(worker.backend)
             missing = Rejection(Reason.NOT_INSTALLED, event.missing) if event.missing else None
             self._set_unavailable(worker.backend, missing)
             if worker.waiting:
                 self._need(worker)
+
+    def _policy_changed(self, event: ev.PolicyChanged) -> None:
+        """Calls that are placed stay where they are; those that come next are ranked anew."""
+        self.engine.set_policy(event.policy)
+        self._do(ev.Note("policy.changed", {"hash": event.policy.hash}))
+
+    def _ran_in_client(self, event: ev.RanInClient) -> None:
+        """A kernel ran in the client's own process, or failed there."""
+        client = self.clients[event.identity]
+        route = client.routes.get(event.route)
+        if route is None:
+            self._drop_client(client, f"a run on unknown route {event.route}")
+            return
+        signature = route.signature
+        backend = dict(signature.kernels).get(event.kernel_id)
+        if backend is None:
+            self._drop_client(client, f"a run of {event.kernel_id!r:.80}, which does not serve route {event.route}")
+            return
+        if event.error is not None:
+            facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
+            self._do(ev.Note("client.kernel_failed", {**facts, "client": client.number}))
+            return  # its libraries are the client's own; other clients and the workers are not concerned
+        self.engine.note_time(event.kernel_id, signature.cell, event.kernel_ns, self._now_s, is_clean=True)
 
     def _current(self, backend: str, generation: int) -> Worker | None:
         worker = self.workers[backend]
@@ -678,7 +770,10 @@ class BrokerState:
 
     def _tick(self, _: ev.Tick) -> None:
         now_s, limits = self._now_s, self.limits
-        self.wakeup_s = math.inf
+        if now_s >= self._health_at_s:
+            self.engine.epoch += 1
+            self._health_at_s = self.engine.health.next_change_s(now_s)
+        self.wakeup_s = self._health_at_s
         for worker in self.workers.values():
             if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
                 if now_s >= worker.head_deadline_s:

@@ -71,6 +71,13 @@ class KernelCapability(BaseModel):
     # semantics
     compute_dtype: str = "same"  # accumulation dtype; "same" is that of the inputs
     deterministic: bool
+
+    # cost
+    needs_jit: bool = False  # the first call of a shape compiles
+    transform_cost_hint: Annotated[int, Field(ge=0)] = 0  # in points of the score
+    fuses_ops: tuple[str, ...] = ()  # adjacent ops that it does in the same pass
+    workspace_bytes: Annotated[int, Field(ge=0)] = 0  # beyond the caller's memory, for any call
+    workspace_factor: Annotated[float, Field(ge=0)] = 0.0  # likewise, times the bytes of all inputs and outputs
     mutates_inputs: bool = False
     copies_inputs: bool = False  # the library copies inputs into its own memory
     copies_outputs: bool = False  # results are copied into the caller's memory
@@ -121,6 +128,10 @@ class Capability(BaseModel):
                 if missing:
                     raise ValueError(f"{kernel.kernel_id}: missing constraint {', '.join(missing)} (fail closed)")
         return self
+
+    @property
+    def kernel_ids(self) -> tuple[str, ...]:
+        return tuple(kernel.kernel_id for kernels in self.ops.values() for kernel in kernels)
 
     @property
     def hash(self) -> str:

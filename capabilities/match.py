@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import TOKENIZER_OPS, KernelCapability
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.ops import OPS
@@ -20,23 +21,40 @@ class Rejection:
     detail: str
 
 
-def match(
-    op: str,
-    kernel: KernelCapability,
-    inputs: Sequence[TensorSpec | None],
-    outputs: Sequence[TensorSpec],
-    attrs: Mapping[str, Any],
-) -> list[Rejection]:
+def match(context: SelectionContext, kernel: KernelCapability) -> list[Rejection]:
     """All reasons why `kernel` cannot run this call; an empty list means that it can."""
-    given = {name: spec for name, spec in zip(OPS[op].inputs, inputs, strict=True) if spec is not None}
+    op, given, attrs = context.op, context.given, context.attrs
     rules = [_arguments(op, kernel, given), _attributes(op, kernel, attrs)]
     if op in TOKENIZER_OPS:
         rules.append(_tokenizer(kernel, attrs))
     elif op != "null":
-        rules.append(_tensors(kernel, given, outputs))
+        rules.append(_tensors(kernel, given, context.outputs))
     if op == "attention":
         rules.append(_attention(kernel, given, attrs))
     return [Rejection(code, detail) for rule in rules for code, detail in rule]
+
+
+def memory_rejection(context: SelectionContext, kernel: KernelCapability) -> Rejection | None:
+    """Whether running the kernel would leave less memory than policy wants to stay free (spec 7.8)."""
+    if context.memory_headroom_bytes is None or context.free_memory_bytes is None:
+        return None
+    needed = workspace_bytes(context, kernel)
+    left = context.free_memory_bytes - needed
+    if left >= context.memory_headroom_bytes:
+        return None
+    return Rejection(
+        Reason.MEMORY_HEADROOM_EXCEEDED,
+        f"needs {needed:,} bytes of {context.free_memory_bytes:,} free ones, which leaves {max(left, 0):,}; "
+        f"policy keeps {context.memory_headroom_bytes:,}",
+    )
+
+
+def workspace_bytes(context: SelectionContext, kernel: KernelCapability) -> int:
+    """Memory a kernel takes beyond the caller's: its declared workspace, and the copies it makes."""
+    inputs = sum(spec.numel * spec.itemsize for spec in context.given.values())
+    outputs = sum(spec.numel * spec.itemsize for spec in context.outputs)
+    copies = inputs * kernel.copies_inputs + outputs * kernel.copies_outputs
+    return copies + kernel.workspace_bytes + round(kernel.workspace_factor * (inputs + outputs))
 
 
 Found = Iterator[tuple[Reason, str]]

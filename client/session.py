@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,36 @@ from typing import Any
 from layerzero.client import arena as arenas
 from layerzero.client.arena import Arena
 from layerzero.client.arrays import Array, copy_into, describe, wrap
+from layerzero.client.in_process import Grant, Lane, Runner, is_abi_failure
 from layerzero.client.link import Link, Pending
 from layerzero.client.plans import Plan, plan_out
 from layerzero.client.report import Attempt, Candidate, Copy, SelectionReport
 from layerzero.client.shadow import Sample, Shadow
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import (
+    NEVER,
+    SAME,
+    AdaptationRequired,
+    BackendError,
     DigestRequired,
     InvalidArgument,
     LayerZeroError,
     Poison,
     ProtocolError,
+    RunInProcess,
     from_wire,
 )
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF, Header, Kind
+from layerzero.workers.provider import Call
 
 MAX_ROUTES = 4096
 MAX_DECISIONS = 2048  # kept per route, for futures that nobody has asked yet
 MAX_TIMEOUT_S = 86_400
+MAX_LEASE_S = 60.0
+HERE = 0xFFFFFFFF  # number of the decision of a call that ran in this process; the broker's own are counted from 1
+ADAPTED_S = 5.0  # so long the copies that a kernel needs are made without asking the broker
 LANE = "broker"
 _BACKEND_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
@@ -59,6 +69,16 @@ class Request:
     timeout_s: float | None = None
     output_bytes: tuple[int, ...] | None = None  # ops with sized outputs: how much to allocate for each
     finish: Callable[[list[memoryview], bytes], Any] | None = None  # what to make of those for the caller
+    is_rigid: bool = False  # copies did not help before: the broker must not ask for any
+
+
+@dataclass(slots=True, eq=False)
+class Here:
+    """A grant to run a route's calls in this process, while it lasts."""
+
+    runner: Runner
+    decision: messages.Decision
+    until_s: float
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -70,6 +90,10 @@ class Route:
     body: bytes
     decisions: dict[int, messages.Decision] = field(default_factory=dict)
     needs_digest: bool = False
+    dense: frozenset[str] = frozenset()  # inputs that the chosen kernel takes only contiguous
+    dense_until_s: float = 0.0  # then the broker is asked again: policy or timings may have changed
+    here: Here | None = None  # what runs this route's calls in this process
+    worker_until_s: float = 0.0  # not here: its probe has not ended, or it failed here
 
 
 @dataclass(slots=True)
@@ -89,7 +113,9 @@ class Submitted:
     copies: list[Copy]
     start_ns: int
     refs: bytes
+    adapted: frozenset[str]
     sample: Sample | None = None
+    prior: list[Attempt] = field(default_factory=list)  # attempts in this process that failed
 
 
 class Session:
@@ -100,6 +126,8 @@ class Session:
         self._package = package
         self._lock = threading.RLock()
         self._last = threading.local()
+        self._lane = Lane()
+        self._providers: dict[str, tuple[str, str]] = {}  # backend -> provider, descriptor
         _sessions.add(self)
         self._open()
         self.shadow = Shadow(self)
@@ -151,8 +179,8 @@ class Session:
         """Run one op and return its result. Raises what client/ops.py documents."""
         return self.wait(self.submit(request))
 
-    def submit(self, request: Request) -> Submitted:
-        """Send a call; `finish` takes its answer after `Link.wait`."""
+    def submit(self, request: Request, prior: Attempt | None = None) -> Submitted:
+        """Send a call; `finish` takes its answer after `Link.wait`. `prior`: an attempt that failed in this process."""
         start_ns = time.perf_counter_ns()
         link = self.link
         arrays = tuple([None if arg is None else describe(arg) for arg in request.args])
@@ -167,11 +195,26 @@ class Session:
                 specs.append(TensorSpec.contiguous(array.spec.dtype, array.spec.shape))
         out = None if request.out is None else self._describe_out(request.out)
         route = self._route(link, request, tuple(specs), out)
+        names = OPS[request.op].inputs
+        adapted: frozenset[str] = frozenset()
+        if route.dense and time.monotonic() < route.dense_until_s:
+            adapted = route.dense
+            for position, name in enumerate(names):
+                spec = specs[position]
+                if name in adapted and spec is not None:
+                    found[position], specs[position] = None, TensorSpec.contiguous(spec.dtype, spec.shape)
+            route = self._route(link, request, tuple(specs), out)
         _refuse_gradients(request.op, arrays)
+        if route.here is not None:
+            if time.monotonic() < route.here.until_s:
+                submitted = self._run_here(link, route, request, arrays, specs, out, start_ns)
+                if submitted is not None:
+                    return submitted
+            else:
+                route.here = None
         copies: list[Copy] = []
         blocks: list[memoryview] = []
         refs: list[bytes] = []
-        names = OPS[request.op].inputs
         for name, array, place, spec in zip(names, arrays, found, route.plan.inputs, strict=True):
             if array is None or spec is None:
                 refs.append(_NO_REF)
@@ -185,7 +228,7 @@ class Session:
                 copy_into(array, block)
                 blocks.append(block)
                 if array.nbytes:
-                    copies.append(Copy(name, array.nbytes, "client", _why_copied(array)))
+                    copies.append(Copy(name, array.nbytes, "client", _why_copied(array, name in adapted)))
                 refs.append(REF.pack(self._arenas.get(arena) or self._lend(link, arena), 0, offset, array.nbytes))
         outputs: list[memoryview] = []
         out_is_direct = False
@@ -216,7 +259,10 @@ class Session:
             copies,
             start_ns,
             b"".join(refs),
+            adapted,
         )
+        if prior is not None:
+            submitted.prior.append(prior)
         seq = self._send(submitted)
         if seq >= self.shadow.next_seq:
             submitted.sample = self.shadow.take(submitted, seq)
@@ -225,8 +271,10 @@ class Session:
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
         body, flags = submitted.refs, 0
+        if not submitted.prior and time.monotonic() >= route.worker_until_s:
+            flags = wire.MAY_RUN_HERE
         if route.needs_digest:
-            body, flags = body + self._digest(submitted), wire.HAS_DIGEST
+            body, flags = body + self._digest(submitted), flags | wire.HAS_DIGEST
         time_us = 0 if timeout_s is None else _microseconds(timeout_s)
         number = route.number
         return submitted.link.submit(
@@ -245,6 +293,11 @@ class Session:
         attempts: list[Any] = []
         if header.kind == _FAILED:
             error, outcome = _error_of(pending.body)
+            if isinstance(error, AdaptationRequired):
+                return self.run(self._adapt(submitted, error))
+            if isinstance(error, RunInProcess):
+                self._take_grant(submitted.route, error, outcome)
+                return self.run(submitted.request)
             if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
                 submitted.route.needs_digest = True
                 hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.out)
@@ -261,8 +314,139 @@ class Session:
         if submitted.sample is not None:
             self.shadow.check(submitted, submitted.sample, decision)
         plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
-        self._last.record = (plan, copies, submitted.start_ns, time.perf_counter_ns(), header, attempts, decision)
+        self._last.record = (
+            plan,
+            copies,
+            submitted.start_ns,
+            time.perf_counter_ns(),
+            header,
+            attempts,
+            decision,
+            submitted.prior,
+        )
         return result
+
+    def _adapt(self, submitted: Submitted, error: AdaptationRequired) -> Request:
+        """The same call with the copies that the chosen kernel asks for; without it, when they did not help."""
+        route, request = submitted.route, submitted.request
+        found = {str(text).rpartition(" ")[2] for text in error.facts.get("transforms", ())}
+        if found and not submitted.adapted:
+            route.dense, route.dense_until_s = frozenset(found), time.monotonic() + ADAPTED_S
+            return request
+        return replace(request, is_rigid=True)
+
+    def _take_grant(self, route: Route, error: RunInProcess, outcome: messages.Outcome) -> None:
+        """Policy wants a backend in this process: take the grant, or note that calls go to its worker for now."""
+        try:
+            backend, kernel_id = str(error.facts["backend"]), str(error.facts["kernel_id"])
+            lease_s = min(float(error.facts["lease_s"]), MAX_LEASE_S)
+            copies = bool(error.facts["copies_inputs"]), bool(error.facts["copies_outputs"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ProtocolError(f"not a grant: {error.facts!r:.200}") from exc
+        if backend not in self._providers:
+            answer = self.ask("provider", backend=backend)
+            self._providers[backend] = answer["provider"], answer["descriptor"]
+        bind = self._lane.kernel(Grant(backend, kernel_id, *self._providers[backend]))
+        if isinstance(bind, str):
+            route.worker_until_s = time.monotonic() + lease_s
+            return
+        plan = route.plan
+        call = Call(plan.op, kernel_id, plan.inputs, plan.outputs, plan.attrs)
+        decision = messages.Decision(
+            kernel_id=kernel_id,
+            backend=backend,
+            worker_pid=os.getpid(),
+            copies_inputs=copies[0],
+            copies_outputs=copies[1],
+            candidates=outcome.candidates,
+            lane="in_process",
+        )
+        route.decisions[HERE] = decision
+        route.here = Here(Runner(call, bind), decision, time.monotonic() + lease_s)
+
+    def _run_here(
+        self,
+        link: Link,
+        route: Route,
+        request: Request,
+        arrays: tuple[Array | None, ...],
+        specs: Sequence[TensorSpec | None],
+        out: Array | None,
+        start_ns: int,
+    ) -> Submitted | None:
+        """Run a call in this process. None when the kernel failed: then it goes to the broker like any other."""
+        here = route.here
+        assert here is not None
+        copies: list[Copy] = []
+        blocks: list[memoryview] = []
+        inputs: list[tuple[int, int] | None] = []
+        for name, array, spec in zip(OPS[request.op].inputs, arrays, specs, strict=True):
+            if array is None or spec is None:
+                inputs.append(None)
+            elif array.spec == spec and not array.needs_copy:
+                inputs.append((array.address, array.spec.span_bytes))
+            else:
+                block, arena, offset = arenas.pool.allocate(array.nbytes)
+                copy_into(array, block)
+                blocks.append(block)
+                if array.nbytes:
+                    copies.append(Copy(name, array.nbytes, "client", "the kernel takes it only contiguous"))
+                inputs.append((arena.address + offset, array.nbytes))
+        outputs: list[memoryview] = []
+        places: list[tuple[int, int]] = []
+        is_direct = out is not None and not out.needs_copy
+        if out is not None and is_direct and not any(_overlap(out, a) for a in arrays if a is not None):
+            places.append((out.address, out.spec.span_bytes))
+        else:
+            is_direct = False
+            for nbytes in request.output_bytes or [spec.span_bytes for spec in route.plan.outputs]:
+                block, arena, offset = arenas.pool.allocate(nbytes)
+                outputs.append(block)
+                places.append((arena.address + offset, nbytes))
+        try:
+            kernel_ns = here.runner.run(inputs, places)
+        except LayerZeroError as exc:
+            if exc.retry in (NEVER, SAME):
+                raise
+            return self._fail_here(link, route, request, exc)
+        except Exception as exc:  # whatever a library raises is this attempt's outcome
+            return self._fail_here(link, route, request, exc)
+        ran = messages.RanHere(kernel_id=here.decision.kernel_id, kernel_ns=kernel_ns)
+        link.send(wire.pack(Kind.RAN_HERE, route=route.number, body=messages.encode(ran)))
+        pending = Pending()
+        pending.header = Header(wire.PROTOCOL, Kind.DONE, 0, route.number, 0, 1, HERE, kernel_ns)
+        pending.finish()
+        result = route.plan.results[0] if route.plan.results else None
+        return Submitted(
+            link,
+            route,
+            request,
+            pending,
+            arrays,
+            blocks,
+            outputs,
+            result,
+            out,
+            is_direct,
+            copies,
+            start_ns,
+            b"",
+            frozenset(),
+        )
+
+    def _fail_here(self, link: Link, route: Route, request: Request, exc: Exception) -> Submitted:
+        """The kernel failed in this process: the broker is told, and the call goes to the workers."""
+        here = route.here
+        assert here is not None
+        backend, kernel_id = here.decision.backend, here.decision.kernel_id
+        error = BackendError(f"{type(exc).__name__}: {exc}"[:2000])
+        route.here, route.worker_until_s = None, time.monotonic() + ADAPTED_S
+        if is_abi_failure(exc):
+            self._lane.refuse(backend, error.message)
+        ran = messages.RanHere(kernel_id=kernel_id, error=error.to_wire())
+        link.send(wire.pack(Kind.RAN_HERE, route=route.number, body=messages.encode(ran)))
+        attempt = Attempt(backend, kernel_id, error.code, error.message, phase="in_process", worker_pid=os.getpid())
+        return self.submit(request, attempt)
 
     def _result(self, submitted: Submitted, body: bytes) -> Any:
         request = submitted.request
@@ -300,7 +484,7 @@ class Session:
             lane=LANE,
             copies=tuple(submitted.copies),
             elapsed_us=(time.perf_counter_ns() - submitted.start_ns) / 1e3,
-            attempts=tuple(_attempt(a) for a in outcome.attempts),
+            attempts=(*submitted.prior, *(_attempt(a) for a in outcome.attempts)),
             candidates=tuple(Candidate.from_wire(c) for c in outcome.candidates),
         )
         self._last.record = report
@@ -436,26 +620,27 @@ class Session:
         """The report of a call; making it costs more than most calls, so that it waits until someone asks."""
         if record is None or isinstance(record, SelectionReport):
             return record
-        plan, copies, start_ns, end_ns, header, attempts, decision = record
+        plan, copies, start_ns, end_ns, header, attempts, decision, prior = record
         copies = list(copies)
+        where = "worker" if decision.lane == LANE else "client"
         for is_copied, name, specs in (
             (decision.copies_inputs, "inputs", plan.inputs),
             (decision.copies_outputs, "out", plan.outputs),
         ):
             nbytes = sum(spec.numel * spec.itemsize for spec in specs if spec is not None)
             if is_copied and nbytes:
-                copies.append(Copy(name, nbytes, "worker", f"{decision.backend} owns its arrays' memory"))
+                copies.append(Copy(name, nbytes, where, f"{decision.backend} owns its arrays' memory"))
         good = Attempt(decision.backend, decision.kernel_id, None, worker_pid=decision.worker_pid)
         return SelectionReport(
             op=plan.op,
             kernel_id=decision.kernel_id,
             backend=decision.backend,
             worker_pid=decision.worker_pid,
-            lane=LANE,
+            lane=decision.lane,
             copies=tuple(copies),
             elapsed_us=(end_ns - start_ns) / 1e3,
             kernel_us=header.time / 1e3,
-            attempts=(*(_attempt(a) for a in attempts), good),
+            attempts=(*prior, *(_attempt(a) for a in attempts), good),
             candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
         )
 
@@ -560,7 +745,9 @@ def _refuse_gradients(op: str, arrays: Sequence[Array | None]) -> None:
             )
 
 
-def _why_copied(array: Array) -> str:
+def _why_copied(array: Array, is_adapted: bool) -> str:
+    if is_adapted:
+        return "the chosen kernel takes it only contiguous (policy: allow_adaptation)"
     if array.needs_copy:
         return "its strides cannot be described to a worker"
     return "it does not lie in an arena; lz.share() or lz.empty() avoid this"

@@ -89,6 +89,22 @@ class DigestRequired(LayerZeroError):
     retry = SAME
 
 
+class AdaptationRequired(LayerZeroError):
+    """The best kernel takes the inputs only after a copy (fact `transforms`, such as "contiguous q"). The client makes
+    it and calls again; callers see it in `report.copies` alone."""
+
+    code = "ADAPTATION_REQUIRED"
+    retry = SAME
+
+
+class RunInProcess(LayerZeroError):
+    """Policy wants this backend in the caller's own process: facts `backend`, `kernel_id`, `lease_s`. The client runs
+    it there, or calls again for a worker; callers never see it."""
+
+    code = "RUN_IN_PROCESS"
+    retry = SAME
+
+
 class Busy(LayerZeroError):
     """Too many calls are queued (fact `limit`). Nothing ran; slow down and try again."""
 

@@ -109,6 +109,18 @@ class Route(Message):
     outputs: list  # type: ignore[type-arg]
     attrs: dict  # type: ignore[type-arg]
     backend: str = ""  # pinned backend, or ""
+    policy: dict = field(default_factory=dict)  # type: ignore[type-arg]
+    next_ops: list = field(default_factory=list)  # type: ignore[type-arg]  # ops that take this one's result
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanHere(Message):
+    """Body of RAN_HERE: `kernel_ns` of a kernel that ran in the client's process, or the error it ended in."""
+
+    kind: ClassVar[str] = "ran_here"
+    kernel_id: str
+    kernel_ns: int = 0
+    error: dict = field(default_factory=dict)  # type: ignore[type-arg]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +146,7 @@ class Decision(Message):
     copies_inputs: bool
     copies_outputs: bool
     candidates: list  # type: ignore[type-arg]
+    lane: str = "broker"  # "in_process" for a decision that a client made under a RUN_IN_PROCESS grant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +190,7 @@ MESSAGES: dict[str, type[Message]] = {
         MapArena,
         UnmapArena,
         Route,
+        RanHere,
         Prepare,
         Decision,
         Outcome,

@@ -32,6 +32,7 @@ class Kind(IntEnum):
     REQUEST = 3  # client -> broker: status, explain, ...; answered by exactly one RESPONSE or FAILED
     POISONED = 4  # client -> broker: digest of the inputs that were refused as POISON; no answer
     FORGET = 5  # client -> broker: a route is no longer used; no answer
+    RAN_HERE = 6  # client -> broker: a kernel ran in the client's own process (message RanHere); no answer
     DECISION = 16  # broker -> client: which kernel serves a route, and why
     DONE = 17  # broker -> client: a call's end
     FAILED = 18  # broker -> client: a call's or request's end in an error
@@ -46,6 +47,7 @@ class Kind(IntEnum):
 
 
 HAS_DIGEST = 1  # flag of EXECUTE: the body ends with a digest of the inputs
+MAY_RUN_HERE = 4  # flag of EXECUTE: the client can run a kernel itself, if policy wants that (FAILED: RUN_IN_PROCESS)
 HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, because attempts failed before
 
 

@@ -27,11 +27,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.broker import events as ev
+from layerzero.broker.engine import Engine
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL
+from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.records import Worker
 from layerzero.broker.state import BrokerState, Limits
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc import wire
@@ -383,6 +386,14 @@ class Client:
             self.frames.send(self.world.from_client, self, ev.RouteForgotten(self.identity, route))
         elif what < 0.19:
             self._offend()
+        elif what < 0.193:
+            route = rng.choice(list(self.routes))
+            op = decode(self.routes[route].body, Route).op
+            kernel_id = f"{rng.choice(sorted(SERVES[op]))}.{op}"
+            error = BackendError("it failed here") if rng.random() < 0.3 else None
+            self.frames.send(self.world.from_client, self, ev.RanInClient(self.identity, route, kernel_id, 1000, error))
+        elif what < 0.196:
+            self.world.policy_changed()
         elif what < 0.20:
             self.hang_up()
         else:
@@ -534,7 +545,9 @@ class World:
                 super()._signal(worker, signal)
 
         unusable = {"delta": Rejection(Reason.NOT_INSTALLED, "its environment is not built")}
-        self.state: BrokerState = Observed(CAPABILITIES, unusable, self.limits, random.Random(seed + 1))
+        self.state: BrokerState = Observed(
+            Engine(CAPABILITIES, DeviceSpec()), unusable, self.limits, random.Random(seed + 1)
+        )
 
     # --- the clock and the schedule ------------------------------------------------------------------
 
@@ -637,6 +650,11 @@ class World:
                 key = (route.signature.key, event.digest)
                 self._quarantine[key] = self.now_s + self.limits.poison_quarantine_s
         self._deliver(event)
+
+    def policy_changed(self) -> None:
+        """Someone has saved policy.yaml."""
+        weights = Weights(perfdb=self.rng.choice((0.0, 1000.0)))
+        self._deliver(ev.PolicyChanged(Policy(weights=weights)))
 
     def arena_offered(self, client: Client, arena: int) -> None:
         if not client.has_left:

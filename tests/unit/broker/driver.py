@@ -8,7 +8,9 @@ from typing import Any
 from tests.simulator import CAPABILITIES, route_body
 
 from layerzero.broker import events as ev
+from layerzero.broker.engine import Engine
 from layerzero.broker.state import BrokerState, Limits
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc import wire
 from layerzero.ipc.errors import LayerZeroError
@@ -36,7 +38,9 @@ class Driver:
         self.now_s = 100.0
         self.notes: list[ev.Note] = []
         known = {name: CAPABILITIES[name] for name in backends or ("alpha", "beta", "gamma")}
-        self.state = BrokerState(known, unusable or {}, Limits(**{**LIMITS, **limits}), random.Random(1))
+        self.state = BrokerState(
+            Engine(known, DeviceSpec()), unusable or {}, Limits(**{**LIMITS, **limits}), random.Random(1)
+        )
         self.pids = 0
         self.join(CLIENT, 1)
 

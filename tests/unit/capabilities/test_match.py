@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.tensors import TensorSpec
@@ -56,7 +58,8 @@ def spec(*shape: int, dtype: str = "float32", strides: tuple[int, ...] | None = 
 def reasons(op: str, capability: KernelCapability, *inputs: TensorSpec | None, out: TensorSpec | None = None,
             **attrs: Any) -> list[Rejection]:  # fmt: skip
     outputs = [out] if out is not None else []
-    return match(op, capability, inputs, outputs, {**ATTRS.get(op, {}), **attrs})
+    context = SelectionContext.of(op, inputs, outputs, {**ATTRS.get(op, {}), **attrs}, DeviceSpec())
+    return match(context, capability)
 
 
 def attention(capability: KernelCapability, q: TensorSpec, k: TensorSpec | None = None, v: TensorSpec | None = None,
@@ -216,8 +219,10 @@ def test_every_reason_of_a_rule_has_a_case() -> None:
         Reason.CAPABILITIES_SCHEMA_MISMATCH,
         Reason.NOT_CERTIFIED,
         Reason.NOT_INSTALLED,
+        Reason.MEMORY_HEADROOM_EXCEEDED,
         Reason.NOT_PINNED,
         Reason.OP_UNSUPPORTED,
+        Reason.PLAN_BUCKET_MISS,
         Reason.PLATFORM_MISMATCH,
         Reason.POLICY_DENIED,
         Reason.POLICY_LOCKED,

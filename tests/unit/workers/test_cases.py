@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests import reference as numpy_reference
 
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability, load
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import match
 from layerzero.ipc.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
 from layerzero.ipc.shape_class import class_dtype, shape_class
@@ -30,6 +32,14 @@ KERNELS = [
     for op, kernels in load(path).ops.items()
     for kernel in kernels
 ]
+
+
+def context(
+    op: str, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attrs: Any
+) -> SelectionContext:
+    return SelectionContext.of(op, inputs, outputs, attrs, DeviceSpec())
+
+
 # Everything that any kernel may claim.
 WIDEST: dict[str, Any] = {
     "dtypes": ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"],
@@ -71,7 +81,7 @@ def test_cases_are_those_that_the_broker_would_send(op: str, kernel: KernelCapab
     for dtype in dtypes(op, {**widest, "dtypes": widest["dtypes"][:3]}) if kernel.dtypes else ["any"]:
         for case in cases(op, {**widest, "supports_offsets": True}, ours, dtype):
             said = admits(op, claims, case.inputs, case.outputs, case.attrs)
-            assert said == (match(op, kernel, case.inputs, case.outputs, case.attrs) == []), case.name
+            assert said == (match(context(op, case.inputs, case.outputs, case.attrs), kernel) == []), case.name
             admitted += said
     assert admitted
 
@@ -143,7 +153,7 @@ def test_every_call_that_a_descriptor_permits_has_a_case_of_its_class(
     """A class without a case is certified for nobody, and its calls would fail for want of a test."""
     dtype = data.draw(st.sampled_from(kernel.dtypes))
     inputs, out, attrs = data.draw(calls(op, dtype))
-    assume(match(op, kernel, inputs, [out], attrs) == [])
+    assume(match(context(op, inputs, [out], attrs), kernel) == [])
     assert class_dtype(op, inputs) == dtype
     assert shape_class(op, inputs, attrs, [out]) in certifiable(op, claims_of(kernel), dtype)
 

@@ -1,0 +1,145 @@
+"""What a selection costs in the broker, beside a bare dict hit of the same run. Writes results/selection.md.
+
+    python bench/selection.py [--quick]
+
+No process, no socket: the broker's core is called directly, with 100 synthetic attention kernels of 10 backends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common import save
+from rich.console import Console
+from rich.table import Table
+
+from layerzero.broker.engine import Engine
+from layerzero.broker.host import detect_cpu
+from layerzero.broker.selection import CallSpec, Signature
+from layerzero.broker.state import BrokerState
+from layerzero.capabilities.descriptor import Capability
+from layerzero.ipc import messages
+from layerzero.ipc.tensors import TensorSpec
+
+BACKENDS, KERNELS = 10, 10
+ATTRS = {"is_causal": True, "scale": 0.125, "causal_alignment": "top_left", "layout": "BHSD"}
+
+
+def capability(number: int) -> Capability:
+    """A backend with kernels of many different limits: about half of them accept a call."""
+    kernels = [
+        {
+            "kernel_id": f"b{number}.attention{k}",
+            "priority": (7 * number + 3 * k) % 100,
+            "source": "synthetic",
+            "dtypes": ["float32", "float16"] if k % 3 else ["float16", "bfloat16"],
+            "min_ndim": 4,
+            "max_ndim": 4,
+            "requires_layouts": ["BHSD"] if k % 4 else ["BSHD"],
+            "max_head_dim": 64 * (1 + k % 4),
+            "head_dim_multiple": 8,
+            "max_seq_len": 4096 if k % 5 else None,
+            "supports_gqa": bool(k % 2),
+            "attn_mask_types": ["bool"],
+            "causal_alignments": ["top_left"],
+            "masked_rows": "zero",
+            "deterministic": True,
+        }
+        for k in range(KERNELS)
+    ]
+    return Capability.model_validate(
+        {
+            "schema_version": "1.0",
+            "backend": f"b{number}",
+            "backend_version": "1.0",
+            "platform": "cpu",
+            "ops": {"attention": kernels},
+        }
+    )
+
+
+def route(batch: int, queries: int, dim: int) -> bytes:
+    q = TensorSpec.contiguous("float32", (batch, 8, queries, dim)).to_wire()
+    return messages.encode(messages.Route(op="attention", inputs=[q, q, q, None], outputs=[q], attrs=ATTRS))
+
+
+def p50_ns(call: Callable[[], Any], count: int, repeat: int) -> float:
+    """Median over `count` timings of `repeat` calls each, a call."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter_ns()
+        for _ in range(repeat):
+            call()
+        times.append((time.perf_counter_ns() - start) / repeat)
+    return statistics.median(times)
+
+
+def engine(device: Any) -> Engine:
+    return Engine({f"b{n}": capability(n) for n in range(BACKENDS)}, device)
+
+
+def measure(quick: bool) -> list[tuple[str, str, str, str]]:
+    count = 20 if quick else 200
+    device = detect_cpu()
+    known = engine(device)
+    table = {(f"op{n}", n, "float32"): n for n in range(1000)}
+    key = ("op500", 500, "float32")
+    dict_ns = p50_ns(lambda: table[key], count, 1000)
+
+    spec = CallSpec.parse(route(1, 128, 64))
+    context = known.context(spec)
+    signature = Signature(b"", spec, context, known.cell(context), known.kernels("attention"))
+    core = BrokerState.ranker(known, {})
+    core(signature, 0.0)
+    hit_ns = p50_ns(lambda: core(signature, 0.0), count, 1000)
+
+    known.rank(spec, context, {}, 0.0)
+    rank_ns = p50_ns(lambda: known.rank(spec, known.context(spec), {}, 0.0), count, 5)
+    context_ns = p50_ns(lambda: known.context(spec), count, 50)
+    cold = []
+    for number in range(count):
+        fresh = CallSpec.parse(route(1, 128, 64))
+        other = engine(device)
+        start = time.perf_counter_ns()
+        other.rank(fresh, other.context(fresh), {}, 0.0)
+        cold.append(time.perf_counter_ns() - start)
+        del number
+    cold_ns = statistics.median(cold)
+
+    def row(what: str, ns: float, aim: str) -> tuple[str, str, str, str]:
+        return what, f"{ns / 1e3:,.2f} us", f"{ns / dict_ns:,.1f}", aim
+
+    kernels = BACKENDS * KERNELS
+    return [
+        row("bare dict hit", dict_ns, ""),
+        row("cached decision", hit_ns, f"at most 30: {'met' if hit_ns <= 30 * dict_ns else 'MISSED'}"),
+        row("build of the context", context_ns, ""),
+        row(f"ranking anew, {kernels} kernels, validity cached", rank_ns, ""),
+        row(f"cold decision, {kernels} kernels", cold_ns, f"at most 1 ms: {'met' if cold_ns <= 1e6 else 'MISSED'}"),
+    ]
+
+
+HEADINGS = ("step", "time, p50", "ratio to a dict hit", "aim")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the runs, nothing saved")
+    args = parser.parse_args()
+    rows = measure(args.quick)
+    table = Table(*HEADINGS, title="Cost of a selection")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    if not args.quick:
+        path = save("selection", "Cost of a selection", {}, "python bench/selection.py", HEADINGS, rows)
+        print(f"written: {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
