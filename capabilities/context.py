@@ -188,9 +188,8 @@ class SelectionContext:
 
     @property
     def layout_hint(self) -> str | None:
-        """The layout that a result without given memory had best have."""
-        hint: str | None = self.attrs.get("layout_hint", self.layout)
-        return hint
+        """The layout that a result without given memory had best have; None: that of the inputs."""
+        return self.attrs.get("layout_hint")
 
     @cached_property
     def stride_last_dim(self) -> int | None:
@@ -285,8 +284,8 @@ class SelectionContext:
     @property
     def tokenizer_id(self) -> str | None:
         """What identifies the tokenizer as a whole: the attribute, else the SHA-256 of its file."""
-        name: str | None = self.attrs.get("tokenizer_id", self.attrs.get("tokenizer_digest"))
-        return name
+        named: str | None = self.attrs.get("tokenizer_id")
+        return named if named is not None else self.attrs.get("tokenizer_digest")
 
     @property
     def vocab_hash(self) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,6 +21,10 @@ SCHEMA_VERSION = "1.0"
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
 Positive = Annotated[int, Field(ge=1)]
 Attr = str | int | float | bool | None
+Platform = Literal["cpu", "cuda", "rocm", "hpu"]
+Layout = Literal["BHSD", "BSHD"]
+QuantDtype = Literal["int8", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4"]
+Granularity = Literal["per_tensor", "per_channel", "per_head", "blockwise"]
 # Ops whose inputs are text and ids; their kernels declare tokenizer formats and no tensor dtypes.
 TOKENIZER_OPS = frozenset({"tokenize", "detokenize"})
 
@@ -34,7 +38,8 @@ class DescriptorError(ConfigError):
 
 
 class KernelCapability(BaseModel):
-    """Constraints of one kernel. A call must satisfy all of them; None means no limit."""
+    """Constraints of one kernel. A call must satisfy all of them; None means no limit. docs/capabilities.md has a line
+    for each field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,53 +47,106 @@ class KernelCapability(BaseModel):
     priority: Annotated[int, Field(ge=0, le=100)]
     source: str  # where the claims come from: entry point and document or file
 
+    # the device
+    platform: Platform | None = None  # that of the backend, which fills it in
+    min_sm: Positive | None = None  # CUDA compute capability, 10 * major + minor
+    max_sm: Positive | None = None
+    requires_isa: tuple[str, ...] = ()  # instruction sets of a CPU, in Linux's names
+
+    # tensors
     dtypes: tuple[str, ...] = ()  # of every floating-point tensor of the call
     index_dtypes: tuple[str, ...] = ()  # of integer index tensors (embedding)
+    requires_dtype: str | None = None  # the one dtype that data must have
+    produces_dtype: str | None = None  # of results; None: that of the data
     min_ndim: int = 0  # of the first tensor argument
     max_ndim: int | None = None
     supports_empty: bool = False  # tensors with an extent of 0
     requires_contiguous: bool = False  # every input row-major without gaps
     requires_last_dim_stride1: bool = False
+    requires_aligned: bool = False  # every row of every tensor starts at a multiple of 16 bytes
     optional_args: tuple[str, ...] = ()  # optional tensor arguments that may be given
     required_args: tuple[str, ...] = ()  # optional tensor arguments that must be given
     attrs: dict[str, tuple[Attr, ...]] = {}  # attribute -> allowed values
 
+    # quantized data
+    supported_quant_dtypes: tuple[QuantDtype, ...] = ()
+    quantization_requires_scales: bool = False
+    quantization_scale_granularities: tuple[Granularity, ...] = ()
+    quantization_scale_layouts: tuple[str, ...] = ("linear",)
+    quantization_zero_point: bool = False  # asymmetric data is taken
+
     # attention
-    requires_layouts: tuple[Literal["BHSD", "BSHD"], ...] = ()
+    requires_layouts: tuple[Layout, ...] = ()
+    produces_layout: Layout | None = None  # of results; None: that of the call
     min_head_dim: Positive = 1
     max_head_dim: Positive | None = None
     head_dim_multiple: Positive = 1
     max_seq_len: Positive | None = None
     supports_gqa: bool = False
+    gqa_layout: Literal["grouped", "interleaved"] = "grouped"  # query head h uses key head h // group, or h % key heads
     attn_mask_types: tuple[Literal["bool", "float"], ...] = ()
+    attn_mask_layouts: tuple[Literal["broadcast", "per_head"], ...] = ("broadcast", "per_head")
     causal_alignments: tuple[Literal["top_left", "bottom_right"], ...] = ()
-    masked_rows: Literal["zero", "mean_v", "nan"] | None = None  # what the library does by itself
+    masked_rows: Literal["zero", "mean_v", "nan"] | None = None  # what the library does by itself; providers give zero
+    supports_scale: bool = True  # other scales than 1/sqrt(head_dim)
+    supports_dropout: bool = False
+    lse_base: Literal["e", "2"] | None = None  # of the log-sum-exp it can return; None: it returns none
+    supports_kv_cache_layouts: tuple[Literal["NHD", "HND"], ...] = ()
+    supports_kv_cache_dtypes: tuple[str, ...] = ()
 
-    # tokenize, detokenize
+    # weights
+    requires_packed_weights: bool = False
+    supports_prepack: bool = False  # the provider can pack them
+
+    # tokenize, detokenize; None: any
     tokenizer_formats: tuple[str, ...] = ()
     supports_offsets: bool = False
+    tokenizer_ids: tuple[str, ...] | None = None
+    vocab_hashes: tuple[str, ...] | None = None
+    merges_hashes: tuple[str, ...] | None = None
+    added_tokens_hashes: tuple[str, ...] | None = None
+    special_tokens_hashes: tuple[str, ...] | None = None
+    supports_normalizers: tuple[str, ...] | None = None
+    supports_pretokenizers: tuple[str, ...] | None = None
 
     # semantics
     compute_dtype: str = "same"  # accumulation dtype; "same" is that of the inputs
     deterministic: bool
+    rng: Literal["none", "seeded", "global"] = "none"  # draws no random numbers, those of a given seed, or any
+    is_cuda_graph_safe: bool = False
+    mutates_inputs: bool = False
+    out_contract: Literal["overwrites", "accumulates"] = "overwrites"  # what it does to the memory of results
+    copies_inputs: bool = False  # the library copies inputs into its own memory
+    copies_outputs: bool = False  # results are copied into the caller's memory
 
     # cost
     needs_jit: bool = False  # the first call of a shape compiles
+    init_cost_ms: Annotated[float, Field(ge=0)] | None = None  # of the first call in a process
     transform_cost_hint: Annotated[int, Field(ge=0)] = 0  # in points of the score
     fuses_ops: tuple[str, ...] = ()  # adjacent ops that it does in the same pass
     workspace_bytes: Annotated[int, Field(ge=0)] = 0  # beyond the caller's memory, for any call
     workspace_factor: Annotated[float, Field(ge=0)] = 0.0  # likewise, times the bytes of all inputs and outputs
-    mutates_inputs: bool = False
-    copies_inputs: bool = False  # the library copies inputs into its own memory
-    copies_outputs: bool = False  # results are copied into the caller's memory
 
     @model_validator(mode="after")
     def _complete(self) -> KernelCapability:
-        unknown = [d for d in (*self.dtypes, *self.index_dtypes) if d not in ITEMSIZE]
+        single = [d for d in (self.requires_dtype, self.produces_dtype) if d is not None]
+        unknown = [
+            d for d in (*self.dtypes, *self.index_dtypes, *self.supports_kv_cache_dtypes, *single) if d not in ITEMSIZE
+        ]
+        if self.compute_dtype != "same" and self.compute_dtype not in ITEMSIZE:
+            unknown.append(self.compute_dtype)
         if unknown:
             raise ValueError(f"unknown dtypes {unknown}; known: {', '.join(ITEMSIZE)}")
-        if self.max_head_dim is not None and self.max_head_dim < self.min_head_dim:
-            raise ValueError(f"max_head_dim {self.max_head_dim} is below min_head_dim {self.min_head_dim}")
+        if self.requires_dtype is not None and self.requires_dtype not in self.dtypes:
+            raise ValueError(f"requires_dtype {self.requires_dtype!r} is not among dtypes {list(self.dtypes)}")
+        for low, high in (("min_head_dim", "max_head_dim"), ("min_sm", "max_sm"), ("min_ndim", "max_ndim")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and most < least:
+                raise ValueError(f"{high} {most} is below {low} {least}")
+        if self.deterministic and self.rng == "global":
+            raise ValueError('deterministic is true and rng is "global": one of the two is wrong')
+        if self.quantization_requires_scales and not self.quantization_scale_granularities:
+            raise ValueError("quantization_requires_scales needs quantization_scale_granularities")
         return self
 
 
@@ -100,8 +158,23 @@ class Capability(BaseModel):
     schema_version: Literal["1.0"]
     backend: Name
     backend_version: str
-    platform: Literal["cpu", "cuda"]
+    platform: Platform
     ops: dict[str, tuple[KernelCapability, ...]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hand_down_platform(cls, data: Any) -> Any:
+        """Kernels that name no platform have their backend's. Anything odd is left to the checks that follow."""
+        if not isinstance(data, dict) or not isinstance(data.get("ops"), dict) or "platform" not in data:
+            return data
+        given = {"platform": data["platform"]}
+        ops = {
+            op: [given | kernel if isinstance(kernel, dict) else kernel for kernel in kernels]
+            if isinstance(kernels, (list, tuple))
+            else kernels
+            for op, kernels in data["ops"].items()
+        }
+        return {**data, "ops": ops}
 
     @model_validator(mode="after")
     def _unambiguous(self) -> Capability:
@@ -110,6 +183,9 @@ class Capability(BaseModel):
         if twice:
             raise ValueError(f"kernel ids must be unique in a backend; given twice: {', '.join(twice)}")
         for op, kernels in self.ops.items():
+            foreign = [k.kernel_id for k in kernels if k.platform != self.platform]
+            if foreign:
+                raise ValueError(f"{foreign[0]}: platform is not the backend's {self.platform!r}; leave it out")
             if not kernels:
                 raise ValueError(f"op {op!r} lists no kernel")
             for kernel in kernels:
@@ -131,6 +207,7 @@ class Capability(BaseModel):
 
     @property
     def kernel_ids(self) -> tuple[str, ...]:
+        """Of all ops."""
         return tuple(kernel.kernel_id for kernels in self.ops.values() for kernel in kernels)
 
     @property

@@ -15,8 +15,10 @@ from tests import reference
 from tests.envs.cases import CASES, Case, in_dtype, lay_out, memory_of, refilled, strided, strided_bytes
 from tests.envs.harness import FILL, STORE, Harness, Harnesses
 
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.descriptor import load as load_descriptor
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import match
 from layerzero.envs.build import ensure, resolve
 from layerzero.envs.probe import probe
@@ -69,7 +71,7 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
         specs.append(spec)
     expected = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
     out, _ = lay_out(expected[0], dtype, case.out_layout)
-    if match(op, kernel, specs, [out], case.attrs):
+    if match(SelectionContext.of(op, specs, [out], case.attrs, DeviceSpec()), kernel):
         raise Refused
     answer, written = harness.run(kernel.kernel_id, op, specs, [out], case.attrs, sets)
     if "error" in answer:

@@ -61,6 +61,7 @@ PURE = (
     "capabilities/device.py",
     "capabilities/fixes.py",
     "capabilities/match.py",
+    "capabilities/reasons.py",
 )
 PURE_STDLIB = {
     "__future__",

@@ -79,7 +79,10 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "no backend": (lambda d: d.pop("backend"), "backend: Field required"),
     "bad name": (lambda d: d.update(backend="../evil"), "backend: String should match pattern"),
     "long name": (lambda d: d.update(backend="a" * 65), "backend: String should match pattern"),
-    "unknown platform": (lambda d: d.update(platform="tpu"), "platform: Input should be 'cpu' or 'cuda'"),
+    "unknown platform": (
+        lambda d: d.update(platform="tpu"),
+        "platform: Input should be 'cpu', 'cuda', 'rocm' or 'hpu'",
+    ),
     "unknown field": (lambda d: d.update(flavour="mint"), "flavour: Extra inputs are not permitted"),
     "unknown constraint": (lambda d: silu(d).update(max_heads=8), "max_heads: Extra inputs are not permitted"),
     "no source": (lambda d: silu(d).pop("source"), "source: Field required"),
