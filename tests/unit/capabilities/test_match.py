@@ -2,69 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from tests.unit.capabilities.calls import ATTENTION, TOKENIZER, attention, kernel, reasons, spec
 
-from layerzero.capabilities.context import SelectionContext
-from layerzero.capabilities.descriptor import KernelCapability
-from layerzero.capabilities.device import DeviceSpec
-from layerzero.capabilities.match import Rejection, match
+from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.tensors import TensorSpec
-
-ATTENTION = {
-    "requires_layouts": ["BHSD"],
-    "causal_alignments": ["top_left"],
-    "masked_rows": "zero",
-    "attn_mask_types": ["bool"],
-    "max_head_dim": 64,
-    "min_head_dim": 8,
-    "head_dim_multiple": 8,
-    "max_seq_len": 512,
-}
-TOKENIZER = {"tokenizer_formats": ["0.13"], "dtypes": []}
-ATTRS: dict[str, dict[str, Any]] = {
-    "attention": {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"},
-    "softmax": {"dim": 0},
-    "gelu": {"approximate": "none"},
-    "layer_norm": {"ndim": 1, "eps": 1e-5},
-    "tokenize": {
-        "tokenizer_digest": "d",
-        "tokenizer_format": "0.13",
-        "add_special_tokens": True,
-        "max_length": None,
-        "return_offsets": False,
-    },
-}
-
-
-def kernel(**claims: Any) -> KernelCapability:
-    given = {
-        "kernel_id": "lib.op",
-        "priority": 50,
-        "source": "test",
-        "dtypes": ["float32", "float16"],
-        "deterministic": True,
-        **claims,
-    }
-    return KernelCapability.model_validate(given)
-
-
-def spec(*shape: int, dtype: str = "float32", strides: tuple[int, ...] | None = None) -> TensorSpec:
-    return TensorSpec.contiguous(dtype, shape) if strides is None else TensorSpec(dtype, shape, strides)
-
-
-def reasons(op: str, capability: KernelCapability, *inputs: TensorSpec | None, out: TensorSpec | None = None,
-            **attrs: Any) -> list[Rejection]:  # fmt: skip
-    outputs = [out] if out is not None else []
-    context = SelectionContext.of(op, inputs, outputs, {**ATTRS.get(op, {}), **attrs}, DeviceSpec())
-    return match(context, capability)
-
-
-def attention(capability: KernelCapability, q: TensorSpec, k: TensorSpec | None = None, v: TensorSpec | None = None,
-              mask: TensorSpec | None = None, **attrs: Any) -> list[Rejection]:  # fmt: skip
-    return reasons("attention", capability, q, k or q, v or k or q, mask, **attrs)
 
 
 def test_call_within_all_limits_is_accepted() -> None:
@@ -206,28 +148,6 @@ def test_rejection_names_the_offending_and_the_allowed_value(name: str) -> None:
     """Who reads it must know what to change."""
     found, code, detail = CASES[name]
     assert Rejection(code, detail) in found
-
-
-def test_every_reason_of_a_rule_has_a_case() -> None:
-    """A new rule needs its own; the rest of the codes are the broker's."""
-    brokers = {
-        Reason.BACKEND_DISABLED,
-        Reason.BACKEND_ERROR,
-        Reason.BACKEND_IMPORT_FAILED,
-        Reason.BACKEND_RESTARTING,
-        Reason.CAPABILITIES_INVALID,
-        Reason.CAPABILITIES_SCHEMA_MISMATCH,
-        Reason.NOT_CERTIFIED,
-        Reason.NOT_INSTALLED,
-        Reason.MEMORY_HEADROOM_EXCEEDED,
-        Reason.NOT_PINNED,
-        Reason.OP_UNSUPPORTED,
-        Reason.PLAN_BUCKET_MISS,
-        Reason.PLATFORM_MISMATCH,
-        Reason.POLICY_DENIED,
-        Reason.POLICY_LOCKED,
-    }
-    assert {code for _, code, _ in CASES.values()} == set(Reason) - brokers
 
 
 @pytest.mark.parametrize(

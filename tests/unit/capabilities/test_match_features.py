@@ -1,0 +1,356 @@
+"""The rules about devices, conditions, quantization, semantics and tokenizers, and that no code lacks a rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.capabilities.calls import (
+    ATTENTION,
+    TOKENIZER,
+    attention,
+    attention_call,
+    call,
+    kernel,
+    reasons,
+    spec,
+)
+from tests.unit.capabilities.test_match import CASES as BASIC
+
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.match import Rejection, match, memory_rejection, workspace_bytes
+from layerzero.capabilities.reasons import Reason
+
+X = spec(2, 8)
+Q = spec(1, 4, 6, 16)
+GPU = DeviceSpec("cuda", sm_version=80)
+CPU = DeviceSpec("cpu", isa=("avx2", "fma"))
+
+
+def tokenize(limits: dict[str, Any], **attrs: Any) -> list[Rejection]:
+    return reasons("tokenize", kernel(**TOKENIZER, **limits), *[spec(3, dtype="uint8")] * 3, **attrs)
+
+
+def memory(needed: dict[str, Any], **conditions: int) -> list[Rejection]:
+    found = memory_rejection(call("silu", X, out=X, **conditions), kernel(**needed))
+    return [] if found is None else [found]
+
+
+QUANTIZED = {
+    "supported_quant_dtypes": ["int8"],
+    "quantization_requires_scales": True,
+    "quantization_scale_granularities": ["per_tensor"],
+}
+CASES: dict[str, tuple[list[Rejection], Reason, str]] = {
+    "platform": (
+        reasons("silu", kernel(platform="cuda"), X, device=CPU),
+        Reason.PLATFORM_MISMATCH,
+        "the device is cpu; the kernel needs cuda",
+    ),
+    "old GPU": (
+        reasons("silu", kernel(min_sm=90), X, device=GPU),
+        Reason.DEVICE_CAPABILITY_UNSUPPORTED,
+        "SM 80; allowed: at least 90",
+    ),
+    "new GPU": (
+        reasons("silu", kernel(max_sm=75), X, device=GPU),
+        Reason.DEVICE_CAPABILITY_UNSUPPORTED,
+        "SM 80; allowed: at most 75",
+    ),
+    "unknown GPU": (
+        reasons("silu", kernel(min_sm=90), X, device=CPU),
+        Reason.DEVICE_CAPABILITY_UNSUPPORTED,
+        "SM unknown; allowed: at least 90",
+    ),
+    "instruction set": (
+        reasons("silu", kernel(requires_isa=["avx2", "avx512f"]), X, device=CPU),
+        Reason.DEVICE_CAPABILITY_UNSUPPORTED,
+        "the CPU has avx2, fma; needed as well: avx512f",
+    ),
+    "instruction set of an unknown CPU": (
+        reasons("silu", kernel(requires_isa=["avx2"]), X),
+        Reason.DEVICE_CAPABILITY_UNSUPPORTED,
+        "the CPU has no known instruction sets; needed as well: avx2",
+    ),
+    "determinism": (
+        reasons("silu", kernel(deterministic=False), X, requires_deterministic=True),
+        Reason.NON_DETERMINISTIC,
+        "deterministic=False, rng='none'; allowed: repeatable",
+    ),
+    "dropout without a seed": (
+        attention(kernel(**ATTENTION, supports_dropout=True), Q, dropout_p=0.1, requires_deterministic=True),
+        Reason.NON_DETERMINISTIC,
+        "dropout with rng='none'; allowed: 'seeded'",
+    ),
+    "graph": (
+        reasons("silu", kernel(), X, is_cuda_graph_capturing=True),
+        Reason.CUDA_GRAPH_UNSAFE,
+        "is_cuda_graph_safe=False; a CUDA graph is being captured, which needs True",
+    ),
+    "jit": (
+        reasons("silu", kernel(needs_jit=True), X, allow_jit_compile=False),
+        Reason.JIT_DISABLED,
+        "needs_jit=True; allow_jit_compile=False allows only kernels that are compiled",
+    ),
+    "mutation": (
+        reasons("silu", kernel(mutates_inputs=True), X),
+        Reason.INPUT_MUTATED,
+        "mutates_inputs=True on the caller's memory; allowed: on copies",
+    ),
+    "accumulation": (
+        reasons("silu", kernel(out_contract="accumulates"), X),
+        Reason.OUT_CONTRACT_UNSUPPORTED,
+        "out_contract='accumulates'; allowed: 'overwrites'",
+    ),
+    "unknown start": (
+        reasons("silu", kernel(requires_aligned=True), X),
+        Reason.NOT_ALIGNED,
+        "x starts at an unknown address; needed: a multiple of 16",
+    ),
+    "odd start": (
+        reasons("silu", kernel(requires_aligned=True), X, alignment_bytes=4),
+        Reason.NOT_ALIGNED,
+        "x starts at a multiple of 4 bytes; needed: a multiple of 16",
+    ),
+    "odd rows": (
+        reasons("silu", kernel(requires_aligned=True), spec(2, 3), alignment_bytes=64),
+        Reason.NOT_ALIGNED,
+        "x has strides [3, 1] of 4 bytes; needed: rows at multiples of 16 bytes",
+    ),
+    "one dtype": (
+        reasons("silu", kernel(requires_dtype="float16"), X),
+        Reason.DTYPE_UNSUPPORTED,
+        "data is float32; allowed: float16",
+    ),
+    "dtype of results": (
+        reasons("silu", kernel(produces_dtype="float16"), X, out=X),
+        Reason.DTYPE_UNSUPPORTED,
+        "out is float32; the kernel gives float16",
+    ),
+    "narrow accumulation": (
+        reasons("silu", kernel(dtypes=["float16"]), spec(4, dtype="float16"), compute_dtype="float32"),
+        Reason.ATTR_UNSUPPORTED,
+        "compute_dtype='float32'; the kernel computes in float16",
+    ),
+    "quantized data": (
+        reasons("matmul", kernel(), X, X, quant_dtype="fp8_e4m3"),
+        Reason.DTYPE_UNSUPPORTED,
+        "quant_dtype='fp8_e4m3'; allowed: none",
+    ),
+    "missing scales": (
+        reasons("matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8"),
+        Reason.ATTR_UNSUPPORTED,
+        "no scales; needed: per_tensor",
+    ),
+    "plain data for a quantized kernel": (
+        reasons("matmul", kernel(**QUANTIZED), X, X),
+        Reason.ATTR_UNSUPPORTED,
+        "no scales; needed: per_tensor",
+    ),
+    "scale granularity": (
+        reasons("matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8", quant_scale_granularity="blockwise"),
+        Reason.ATTR_UNSUPPORTED,
+        "quant_scale_granularity='blockwise'; allowed: per_tensor",
+    ),
+    "scale layout": (
+        reasons("matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8", quant_scale_granularity="per_tensor",
+                quant_scale_layout="swizzled_128x4"),
+        Reason.ATTR_UNSUPPORTED,
+        "quant_scale_layout='swizzled_128x4'; allowed: linear",
+    ),
+    "zero point": (
+        reasons("matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8", quant_zero_point=True),
+        Reason.ATTR_UNSUPPORTED,
+        "quant_zero_point=True; allowed: False",
+    ),
+    "plain weights": (
+        reasons("linear", kernel(requires_packed_weights=True), X, X, None),
+        Reason.PACKED_WEIGHTS_REQUIRED,
+        "packed_weights_id=None; the kernel takes packed weights only",
+    ),
+    "packed weights": (
+        reasons("linear", kernel(), X, X, None, packed_weights_id="blocked"),
+        Reason.ATTR_UNSUPPORTED,
+        "packed_weights_id='blocked'; allowed: plain weights",
+    ),
+    "layout of results": (
+        attention(kernel(**ATTENTION, produces_layout="BSHD"), Q),
+        Reason.LAYOUT_UNSUPPORTED,
+        "out has layout BHSD; the kernel gives BSHD",
+    ),
+    "odd groups": (
+        attention(kernel(**ATTENTION, supports_gqa=True), Q, spec(1, 3, 6, 16)),
+        Reason.GQA_HEADS_MISMATCH,
+        "4 query, 3 key and 3 value heads; allowed: as many values as keys, queries a multiple of them",
+    ),
+    "keys without values": (
+        attention(kernel(**ATTENTION, supports_gqa=True), Q, Q, spec(1, 2, 6, 16)),
+        Reason.GQA_HEADS_MISMATCH,
+        "4 query, 4 key and 2 value heads; allowed: as many values as keys, queries a multiple of them",
+    ),
+    "interleaved groups": (
+        attention(kernel(**ATTENTION, supports_gqa=True, gqa_layout="interleaved"), Q, spec(1, 2, 6, 16)),
+        Reason.GQA_UNSUPPORTED,
+        "neighbouring query heads share a key head; the kernel has them interleaved",
+    ),
+    "mask per head": (
+        attention(kernel(**ATTENTION, attn_mask_layouts=["broadcast"]), Q, Q, Q, spec(1, 4, 6, 6, dtype="bool")),
+        Reason.ATTN_MASK_UNSUPPORTED,
+        "per_head mask; allowed: broadcast",
+    ),
+    "shape of a mask": (
+        attention(kernel(**ATTENTION), Q, Q, Q, spec(1, 1, 6, 5, dtype="bool")),
+        Reason.ATTN_MASK_INVALID,
+        "attn_mask has shape [1, 1, 6, 5]; allowed: 1 or the extent in each of [1, 4, 6, 6]",
+    ),
+    "dtype of a mask": (
+        attention(kernel(**ATTENTION), Q, Q, Q, spec(1, 1, 6, 6, dtype="float16")),
+        Reason.ATTN_MASK_INVALID,
+        "attn_mask is float16; allowed: bool, float32",
+    ),
+    "scale": (
+        attention(kernel(**ATTENTION, supports_scale=False), Q, scale=0.3),
+        Reason.ATTR_UNSUPPORTED,
+        "scale=0.3; allowed: 1/sqrt(16)",
+    ),
+    "dropout": (
+        attention(kernel(**ATTENTION), Q, dropout_p=0.1),
+        Reason.ATTR_UNSUPPORTED,
+        "dropout_p=0.1; allowed: 0",
+    ),
+    "base of the log-sum-exp": (
+        attention(kernel(**ATTENTION, lse_base="2"), Q, lse_base="e"),
+        Reason.ATTR_UNSUPPORTED,
+        "lse_base='e'; the kernel gives '2'",
+    ),
+    "no log-sum-exp": (
+        attention(kernel(**ATTENTION), Q, lse_base="e"),
+        Reason.ATTR_UNSUPPORTED,
+        "lse_base='e'; the kernel gives none",
+    ),
+    "cache layout": (
+        attention(kernel(**ATTENTION, supports_kv_cache_layouts=["NHD"]), Q, kv_cache_layout="HND"),
+        Reason.KV_CACHE_LAYOUT_MISMATCH,
+        "kv_cache_layout='HND'; allowed: NHD",
+    ),
+    "cache dtype": (
+        attention(kernel(**ATTENTION), Q, kv_cache_dtype="int8"),
+        Reason.KV_CACHE_DTYPE_MISMATCH,
+        "kv_cache_dtype='int8'; allowed: no paged cache",
+    ),
+    "tokenizer": (
+        tokenize({"tokenizer_ids": ["a", "b"]}),
+        Reason.TOKENIZER_ID_MISMATCH,
+        "tokenizer_id='d'; allowed: a, b",
+    ),
+    "vocabulary": (
+        tokenize({"vocab_hashes": ["a"]}, vocab_hash="x"),
+        Reason.VOCAB_HASH_MISMATCH,
+        "vocab_hash='x'; allowed: a",
+    ),
+    "merges": (tokenize({"merges_hashes": ["a"]}), Reason.MERGES_HASH_MISMATCH, "merges_hash=None; allowed: a"),
+    "added tokens": (
+        tokenize({"added_tokens_hashes": []}, added_tokens_hash="x"),
+        Reason.ADDED_TOKENS_MISMATCH,
+        "added_tokens_hash='x'; allowed: none",
+    ),
+    "special tokens": (
+        tokenize({"special_tokens_hashes": ["a"]}, special_tokens_hash="x"),
+        Reason.SPECIAL_TOKENS_MISMATCH,
+        "special_tokens_hash='x'; allowed: a",
+    ),
+    "normalizer": (
+        tokenize({"supports_normalizers": ["NFC"]}, normalizer_id="NFD"),
+        Reason.NORMALIZER_MISMATCH,
+        "normalizer_id='NFD'; allowed: NFC",
+    ),
+    "pre-tokenizer": (
+        tokenize({"supports_pretokenizers": ["ByteLevel"]}, pretokenizer_id="Digits"),
+        Reason.PRETOKENIZER_MISMATCH,
+        "pretokenizer_id='Digits'; allowed: ByteLevel",
+    ),
+    "memory": (
+        memory({"workspace_bytes": 100, "copies_inputs": True}, memory_headroom_bytes=900, free_memory_bytes=1000),
+        Reason.MEMORY_HEADROOM_EXCEEDED,
+        "needs 164 bytes of 1000 free ones; allowed: 100, which keeps 900 free",
+    ),
+}  # fmt: skip
+ELSEWHERE = {  # codes about state; the broker and its parts raise them
+    Reason.BACKEND_DISABLED,
+    Reason.BACKEND_ERROR,
+    Reason.BACKEND_IMPORT_FAILED,
+    Reason.BACKEND_RESTARTING,
+    Reason.CAPABILITIES_INVALID,
+    Reason.CAPABILITIES_SCHEMA_MISMATCH,
+    Reason.NOT_CERTIFIED,
+    Reason.NOT_INSTALLED,
+    Reason.NOT_PINNED,
+    Reason.OP_UNSUPPORTED,
+    Reason.PLAN_BUCKET_MISS,
+    Reason.POLICY_DENIED,
+    Reason.POLICY_LOCKED,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rejection_names_the_offending_and_the_allowed_value(name: str) -> None:
+    """Who reads it must know what to change."""
+    found, code, detail = CASES[name]
+    assert Rejection(code, detail) in found
+
+
+def test_every_reason_of_a_rule_has_a_case() -> None:
+    """A code that no rule raises is a promise without a keeper."""
+    assert {code for _, code, _ in (*BASIC.values(), *CASES.values())} == set(Reason) - ELSEWHERE
+
+
+ACCEPTED: dict[str, list[Rejection]] = {
+    "platform": reasons("silu", kernel(platform="cuda", min_sm=80, max_sm=80), X, device=GPU),
+    "instruction sets": reasons("silu", kernel(requires_isa=["avx2"]), X, device=CPU),
+    "seeded dropout": attention(
+        kernel(**ATTENTION, supports_dropout=True, rng="seeded"), Q, dropout_p=0.1, requires_deterministic=True
+    ),
+    "graph": reasons("silu", kernel(is_cuda_graph_safe=True), X, is_cuda_graph_capturing=True),
+    "jit": reasons("silu", kernel(needs_jit=True), X),
+    "mutated copies": reasons("silu", kernel(mutates_inputs=True, copies_inputs=True), X),
+    "accumulated copies": reasons("silu", kernel(out_contract="accumulates", copies_outputs=True), X),
+    "alignment": reasons("silu", kernel(requires_aligned=True), X, alignment_bytes=64),
+    "wide accumulation": reasons("silu", kernel(compute_dtype="float64"), X, compute_dtype="float32"),
+    "quantized data": reasons(
+        "matmul", kernel(**QUANTIZED), X, X, quant_dtype="int8", quant_scale_granularity="per_tensor"
+    ),
+    "packed weights": reasons("linear", kernel(requires_packed_weights=True), X, X, None, packed_weights_id="blocked"),
+    "layout of copied results": attention(kernel(**ATTENTION, produces_layout="BSHD", copies_outputs=True), Q),
+    "default scale": attention(kernel(**ATTENTION, supports_scale=False), Q, scale=0.25),
+    "log-sum-exp": attention(kernel(**ATTENTION, lse_base="2"), Q, lse_base="2"),
+    "cache": attention(
+        kernel(**ATTENTION, supports_kv_cache_layouts=["NHD"], supports_kv_cache_dtypes=["float16"]),
+        Q,
+        kv_cache_layout="NHD",
+        kv_cache_dtype="float16",
+    ),
+    "tokenizer": tokenize({"tokenizer_ids": ["d"], "vocab_hashes": ["v"]}, vocab_hash="v"),
+    "memory": memory({"workspace_bytes": 100}, memory_headroom_bytes=900, free_memory_bytes=1000),
+    "memory without a limit": memory({"workspace_bytes": 1 << 50}, free_memory_bytes=0),
+    "memory of unknown size": memory({"workspace_bytes": 1 << 50}, memory_headroom_bytes=0),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_rule_lets_pass_what_the_kernel_does(name: str) -> None:
+    """A rule that always refuses would pass the other test."""
+    assert ACCEPTED[name] == []
+
+
+def test_workspace_counts_what_is_declared_and_copied() -> None:
+    """Half of a memory estimate is no estimate."""
+    one = call("silu", X, out=X)  # 64 bytes each
+    assert workspace_bytes(one, kernel()) == 0
+    assert workspace_bytes(one, kernel(workspace_bytes=10, workspace_factor=0.5)) == 74
+    assert workspace_bytes(one, kernel(copies_inputs=True, copies_outputs=True)) == 128
+
+
+def test_seedless_random_numbers_are_no_determinism() -> None:
+    """A kernel that reads the process's generator repeats nothing."""
+    found = match(attention_call(Q, requires_deterministic=True), kernel(**ATTENTION | {"deterministic": False}))
+    assert [r.code for r in found] == [Reason.NON_DETERMINISTIC]
