@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from layerzero.broker.certification import Certification, Subject
 from layerzero.broker.health import Health, failure_signature
-from layerzero.broker.perf import PerfTable
+from layerzero.broker.perf import PerfRow, PerfTable
 from layerzero.broker.policy import Policy, Ruling
 from layerzero.broker.selection import CallSpec, Verdict
 from layerzero.capabilities.context import SelectionContext
@@ -63,13 +63,6 @@ class Table(Protocol):
     def lookup(self, context: SelectionContext) -> str | None: ...
 
 
-@dataclass(eq=False)
-class CacheStats:
-    hits: int = 0
-    misses: int = 0
-    entries: int = 0
-
-
 class Engine:
     """`envs` has the lock hash of each backend's environment. What the broker learns later comes by `set_*` and
     `note_*`; each of them that can change a ranking makes `epoch` grow."""
@@ -93,7 +86,7 @@ class Engine:
         self.table: Table | None = None
         self.free_memory_bytes: int | None = None
         self.epoch = 0
-        self.validity = CacheStats()
+        self.hits = self.misses = 0  # of the validity cache
         self._kernels: dict[str, list[tuple[str, KernelCapability]]] = {}
         for backend, capability in self.capabilities.items():
             for op, kernels in capability.ops.items():
@@ -141,6 +134,24 @@ class Engine:
         self.perf.note(kernel_id, cell.key, kernel_ns / 1e3, now_s, is_warmup=count == 1, is_clean=is_clean)
         if not count & (count - 1):
             cell.generation += 1
+
+    def load_times(self, rows: Iterable[PerfRow]) -> None:
+        """Times that an earlier broker stored."""
+        self.perf.load(rows)
+        self.epoch += 1
+
+    def facts(self) -> dict[str, Any]:
+        """For `lz status`: how much is known, and how well the cache of verdicts serves."""
+        return {
+            "policy": self.policy.hash,
+            "times": len(self.perf),
+            "verdicts": {"entries": len(self._valid), "hits": self.hits, "misses": self.misses},
+            "quarantined": {str(subject): why for subject, why in self.certification.quarantined.items()},
+            "failing": [
+                {"backend": backend, "op": op, "kinds": self.health.signatures(backend, op, device)}
+                for backend, op, device in self.health.places()
+            ],
+        }
 
     def note_success(self, backend: str, op: str, now_s: float) -> None:
         before = self.health.epoch
@@ -245,9 +256,9 @@ class Engine:
         key = (self._world, context.validity_key(self._thresholds.get(context.op, ())))
         found = self._valid.get(key)
         if found is not None:
-            self.validity.hits += 1
+            self.hits += 1
             return found
-        self.validity.misses += 1
+        self.misses += 1
         statics = []
         for backend, kernel in self._kernels.get(context.op, ()):
             rejections = match(context, kernel)
@@ -256,7 +267,6 @@ class Engine:
         self._valid[key] = found = tuple(statics)
         if len(self._valid) > MAX_VALIDITY:
             self._valid.popitem(last=False)
-        self.validity.entries = len(self._valid)
         return found
 
     def _planned(self, context: SelectionContext, policy: Policy) -> tuple[str | None, Rejection | None]:

@@ -5,11 +5,13 @@ Byte strings named `identity` are the routing ids of ZeroMQ peers: one per start
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from layerzero.broker.perf import PerfRow
 from layerzero.broker.policy import Policy
+from layerzero.broker.shadow import Comparison
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
 
@@ -153,6 +155,20 @@ class BackendReset:
 
 
 @dataclass(slots=True)
+class ShadowCompared:
+    """A client ran a call again on a reference kernel, and compared."""
+
+    comparison: Comparison
+
+
+@dataclass(slots=True)
+class TimesLoaded:
+    """Measured times of a backend that an earlier broker stored."""
+
+    rows: Sequence[PerfRow]
+
+
+@dataclass(slots=True)
 class Tick:
     """Time has passed `BrokerState.wakeup_s`."""
 
@@ -196,6 +212,8 @@ Event = (
     | WorkerMisbehaved
     | WorkerExited
     | BackendReset
+    | ShadowCompared
+    | TimesLoaded
     | Tick
     | PolicyChanged
     | RanInClient

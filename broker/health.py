@@ -200,6 +200,10 @@ class Health:
         breaker = self._breakers.get((backend, op, device))
         return dict(breaker.signatures) if breaker else {}
 
+    @property
+    def has_dirty(self) -> bool:
+        return bool(self._dirty)
+
     def take_dirty(self) -> list[FailureRow]:
         """Failures since the last time, for the database."""
         rows = [FailureRow(*place, count, last_at_s) for place, (count, last_at_s) in self._dirty.items()]

@@ -152,6 +152,10 @@ class PerfTable:
             loaded += 1
         return loaded
 
+    @property
+    def has_dirty(self) -> bool:
+        return bool(self._dirty)
+
     def take_dirty(self, limit: int = 64) -> list[PerfRow]:
         """Up to `limit` rows with news since they were last taken, for the database; about 15 us each.
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import layerzero
 from layerzero.broker import events as ev
-from layerzero.broker.selection import no_backend
+from layerzero.broker.certification import Subject
+from layerzero.broker.selection import CallSpec, no_backend
+from layerzero.broker.shadow import Comparison
 from layerzero.ipc import wire
 from layerzero.ipc.errors import InvalidArgument
 
@@ -75,7 +77,9 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
             for c in state.clients.values()
         ],
         "backends": backends,
-        "problems": server.launcher.problems,
+        "selection": server.state.engine.facts(),
+        "times": server.perfdb.facts(),
+        "problems": [*server.launcher.problems, *server.perfdb.problems],
     }
 
 
@@ -124,11 +128,31 @@ def provider(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
 
 
+def shadow(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a shadow check: how far a kernel's output was from a reference kernel's on the same inputs.
+
+    route: the call's encoded Route message; kernel_id, reference: kernel ids; error: as in ipc/numerics.py.
+    """
+    body, kernel_id, reference, error = (params.get(name) for name in ("route", "kernel_id", "reference", "error"))
+    if not isinstance(body, bytes) or type(error) is not float or error < 0:
+        raise InvalidArgument("shadow needs `route`, an encoded route message, and `error`, a float of 0 or more")
+    spec = CallSpec.parse(body)
+    kernels = {k.kernel_id for c in server.state.capabilities.values() for k in c.ops.get(spec.op, ())}
+    for name, given in (("kernel_id", kernel_id), ("reference", reference)):
+        if not isinstance(given, str) or given not in kernels:
+            known = ", ".join(sorted(kernels)) or "none"
+            raise InvalidArgument(f"{name} is {given!r:.80}; kernels of {spec.op}: {known}")
+    comparison = Comparison(Subject.of(str(kernel_id), spec), str(reference), error)
+    server.handle(ev.ShadowCompared(comparison))
+    return {"is_beyond": comparison.is_beyond}
+
+
 METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "status": status,
     "explain": explain,
     "provider": provider,
     "reset": reset,
+    "shadow": shadow,
     "stay": stay,
     "shutdown": shutdown,
     "ping": ping,

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -23,6 +24,9 @@ from layerzero.broker import events as ev
 from layerzero.broker import requests, supervisor
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
+from layerzero.broker.perf import PerfRow
+from layerzero.broker.perf_rows import Identity
+from layerzero.broker.perfdb import PerfDB
 from layerzero.broker.settings import Settings
 from layerzero.broker.state import BrokerState
 from layerzero.envs.probe import ProbeRecord
@@ -51,6 +55,7 @@ FIRST_CLIENT_S = 10.0  # the client that started us gets so long to say hello, w
 MAX_STRANGERS = 64  # connections that have not said hello
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 IDLE_CHECK_S = 3600.0
+SAVE_S = 1.0  # measured times are handed to the database so long after the first new one
 # pyzmq's enums cost a microsecond a use, and these are used on every message.
 _NOBLOCK, _SNDMORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
 _EXECUTE, _RAN = int(Kind.EXECUTE), int(Kind.RAN)
@@ -85,6 +90,10 @@ class Server:
         self._from_threads: deque[ev.Event] = deque()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.perfdb = PerfDB(settings.perf_db or settings.store / "perf.db", self._note_times)
+        self._save_at_s = math.inf  # measured times wait for the database until then
+        for backend, record in launcher.records().items():
+            self._identify(backend, record.versions)
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._epoll = select.epoll()
         self._on_fd: dict[int, Callable[[], None]] = {}
@@ -135,6 +144,7 @@ class Server:
                 elif now_s >= self._check_s:
                     self._housekeeping(now_s)
                 else:
+                    self._save_times(now_s)
                     self._wait(0.0 if self._ask_front or self._ask_back else self._timeout_s(now_s))
         finally:
             self._close()
@@ -166,8 +176,38 @@ class Server:
             self._wait(left_s)
             self._take_frames()
 
+    # --- what was measured -------------------------------------------------------------------------------
+
+    def _identify(self, backend: str, versions: Mapping[str, str]) -> None:
+        """Tell the database what times of this backend depend on; it answers with those it has."""
+        engine, capability = self.state.engine, self.state.capabilities[backend]
+        identity = Identity(
+            device_uuid=engine.device.device_uuid,
+            driver_version=engine.device.driver_version,
+            cuda_version=engine.device.cuda_version,
+            backend_version=capability.backend_version,
+            torch_version=versions.get("torch", ""),
+            layerzero_version=layerzero.__version__,
+            capabilities_hash=capability.hash,
+            env_hash=self.launcher.env_ids().get(backend, ""),
+        )
+        self.perfdb.identify(backend, identity, capability.kernel_ids)
+
+    def _note_times(self, _: str, rows: list[PerfRow]) -> None:
+        """On the thread of the database."""
+        if not self._ended:
+            self.post(ev.TimesLoaded(rows))
+
+    def _save_times(self, now_s: float) -> None:
+        engine = self.state.engine
+        if now_s >= self._save_at_s:
+            self._save_at_s = math.inf
+            self.perfdb.save(engine.perf.take_dirty(), engine.health.take_dirty())
+        if self._save_at_s == math.inf and engine.perf.has_dirty:
+            self._save_at_s = now_s + SAVE_S
+
     def _timeout_s(self, now_s: float) -> float:
-        return max(min(self.state.wakeup_s, self._check_s) - now_s, 0.0) if not self._ended else 0.0
+        return max(min(self.state.wakeup_s, self._check_s, self._save_at_s) - now_s, 0.0) if not self._ended else 0.0
 
     def _plan_check(self) -> None:
         """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
@@ -219,7 +259,10 @@ class Server:
     def _take_from_threads(self) -> None:
         os.eventfd_read(self._wake)
         while self._from_threads:
-            self.handle(self._from_threads.popleft())
+            event = self._from_threads.popleft()
+            if isinstance(event, ev.ProbeEnded) and event.record is not None:
+                self._identify(event.backend, event.record.versions)
+            self.handle(event)
 
     # --- frames --------------------------------------------------------------------------------------
 
@@ -641,6 +684,9 @@ class Server:
         for process in list(self.processes.values()):
             supervisor.kill(process)
             supervisor.reap(process)
+        while (rows := self.state.engine.perf.take_dirty()) or self.state.engine.health.has_dirty:
+            self.perfdb.save(rows, self.state.engine.health.take_dirty())
+        self.perfdb.close()
         self._listener.close()
         self._front.close()
         self._back.close()

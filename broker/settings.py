@@ -37,6 +37,7 @@ class Settings(BaseSettings):
         default_factory=lambda: default_runtime_dir(os.environ), description="sockets, locks and logs"
     )
     store: Path = Field(platformdirs.user_cache_path(APP), description="built environments and probe records")
+    perf_db: Path | None = Field(None, description="file of measured times; default: perf.db in the store")
     manifest_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
         (), description="more folders with env manifests, separated by ':'"
     )

@@ -19,6 +19,7 @@ from layerzero.broker.engine import Engine
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
 from layerzero.broker.records import Call, Client, Route, Worker
 from layerzero.broker.selection import CallSpec, Signature, Verdict, no_backend
+from layerzero.broker.shadow import ShadowLedger
 from layerzero.broker.worker_fsm import Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
@@ -83,6 +84,7 @@ class BrokerState:
         self._plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
         self._quarantine = Quarantine(limits.poison_quarantine_s)
         self._by_identity: dict[bytes, Worker] = {}
+        self._shadow = ShadowLedger()
         self._health_at_s = math.inf  # when a kernel that failed may be tried again
         self._dispatch = itertools.count(1)
         self._plan_numbers = itertools.count(1)
@@ -108,6 +110,8 @@ class BrokerState:
             ev.BackendReset: self._backend_reset,
             ev.PolicyChanged: self._policy_changed,
             ev.RanInClient: self._ran_in_client,
+            ev.ShadowCompared: self._shadow_compared,
+            ev.TimesLoaded: self._times_loaded,
             ev.Tick: self._tick,
             ev.ShutdownAsked: self._shutdown_asked,
         }
@@ -550,6 +554,16 @@ class BrokerState:
             self._signal(worker, Signal.PROBE_FAILED)
             self._disable(worker, event.error, Reason.BACKEND_IMPORT_FAILED)
 
+    def _shadow_compared(self, event: ev.ShadowCompared) -> None:
+        subject = event.comparison.subject
+        evidence = self._shadow.note(event.comparison)
+        if evidence is not None:
+            self.engine.set_certification(self.engine.certification.with_quarantine(subject, evidence))
+            self._do(ev.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
+
+    def _times_loaded(self, event: ev.TimesLoaded) -> None:
+        self.engine.load_times(event.rows)
+
     def _place_uncertified(self, worker: Worker) -> None:
         """Calls that wait for a kernel which the probe did not certify for them go to another."""
         waiting = list(worker.waiting)
@@ -734,6 +748,7 @@ class BrokerState:
             worker.cause = None
             worker.deaths_s.clear()
             self.engine.forgive(worker.backend)
+            self._shadow.forget(self.capabilities[worker.backend].kernel_ids)
             missing = Rejection(Reason.NOT_INSTALLED, event.missing) if event.missing else None
             self._set_unavailable(worker.backend, missing)
             if worker.waiting:

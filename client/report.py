@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+ADAPTED = "the chosen kernel takes it only contiguous (policy: allow_adaptation)"
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -40,7 +42,12 @@ class ReasonDetail:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel that was looked at: accepted with a score (higher is better), or rejected with every reason."""
+    """A kernel that was looked at: accepted with a score (higher is better), or rejected with every reason.
+
+    `terms`: the parts of the score by name; their sum is the score. `transforms`: copies of inputs that it needs.
+    `notes`: what policy and health had to say. `fix`: the smallest change of the call that would make a rejected kernel
+    eligible (only lz.explain looks for it), and `fix_saves_us` what it would save, where that was measured.
+    """
 
     kernel_id: str
     backend: str
@@ -48,6 +55,11 @@ class Candidate:
     reasons: tuple[ReasonDetail, ...] = ()
     score: float | None = None
     measured_us: float | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)
+    transforms: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    fix: str | None = None
+    fix_saves_us: float | None = None
 
     @classmethod
     def from_wire(cls, value: Mapping[str, Any]) -> Candidate:
@@ -58,7 +70,25 @@ class Candidate:
             tuple(ReasonDetail(r["code"], r["detail"]) for r in value["reasons"]),
             value["score"],
             value["measured_us"],
+            value["terms"],
+            tuple(value["transforms"]),
+            tuple(value["notes"]),
+            value.get("fix"),
+            value.get("fix_saves_us"),
         )
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """What was selected, without why: spec 5.6. `transform_cost` is in points of the score."""
+
+    kernel_id: str
+    backend: str
+    lane: str
+    transforms: tuple[str, ...] = ()
+    fused_ops: int = 0
+    transform_cost: float = 0.0
+    uses_fallback: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +115,24 @@ class SelectionReport:
         """All bytes copied for this call, on either side."""
         return sum(copy.nbytes for copy in self.copies)
 
+    @property
+    def plan(self) -> ExecutionPlan | None:
+        """What was selected; None when nobody serves the call."""
+        if self.kernel_id is None or self.backend is None or self.lane is None:
+            return None
+        chosen = next((c for c in self.candidates if c.kernel_id == self.kernel_id), None)
+        terms = chosen.terms if chosen else {}
+        copied = tuple(f"contiguous {copy.arg}" for copy in self.copies if copy.reason == ADAPTED)
+        return ExecutionPlan(
+            self.kernel_id,
+            self.backend,
+            self.lane,
+            copied or (chosen.transforms if chosen else ()),
+            round(terms.get("fusion", 0.0)),
+            -terms.get("transform", 0.0),
+            any(attempt.outcome is not None for attempt in self.attempts),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
@@ -105,9 +153,14 @@ class SelectionReport:
         for c in self.candidates:
             why = "; ".join(f"{r.code}: {r.detail}" for r in c.reasons)
             if c.accepted:
-                why = "measured " + time_text(c.measured_us) if c.measured_us is not None else "not measured yet"
+                measured = "measured " + time_text(c.measured_us) if c.measured_us is not None else "not measured yet"
+                terms = " ".join(f"{name} {value:+.4g}" for name, value in c.terms.items())
+                why = "; ".join((measured, *([terms] if len(c.terms) > 1 else []), *c.transforms, *c.notes))
+            elif c.fix:
+                saves = f", which would save {time_text(c.fix_saves_us)}" if c.fix_saves_us is not None else ""
+                why += f" -> {c.fix}{saves}"
             verdict = "chosen" if c.kernel_id == self.kernel_id else "accepted" if c.accepted else "rejected"
-            rows.append((c.kernel_id, verdict, f"{c.score:.3f}" if c.score is not None else "", why))
+            rows.append((c.kernel_id, verdict, f"{c.score:.1f}" if c.score is not None else "", why))
         return rows
 
     def _notes(self) -> list[str]:

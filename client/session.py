@@ -23,7 +23,7 @@ from layerzero.client.arrays import Array, copy_into, describe, wrap
 from layerzero.client.in_process import Grant, Lane, Runner, is_abi_failure
 from layerzero.client.link import Link, Pending
 from layerzero.client.plans import Plan, plan_out
-from layerzero.client.report import Attempt, Candidate, Copy, SelectionReport
+from layerzero.client.report import ADAPTED, Attempt, Candidate, Copy, SelectionReport
 from layerzero.client.shadow import Sample, Shadow
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import (
@@ -390,7 +390,7 @@ class Session:
                 copy_into(array, block)
                 blocks.append(block)
                 if array.nbytes:
-                    copies.append(Copy(name, array.nbytes, "client", "the kernel takes it only contiguous"))
+                    copies.append(Copy(name, array.nbytes, "client", ADAPTED))
                 inputs.append((arena.address + offset, array.nbytes))
         outputs: list[memoryview] = []
         places: list[tuple[int, int]] = []
@@ -747,7 +747,7 @@ def _refuse_gradients(op: str, arrays: Sequence[Array | None]) -> None:
 
 def _why_copied(array: Array, is_adapted: bool) -> str:
     if is_adapted:
-        return "the chosen kernel takes it only contiguous (policy: allow_adaptation)"
+        return ADAPTED
     if array.needs_copy:
         return "its strides cannot be described to a worker"
     return "it does not lie in an arena; lz.share() or lz.empty() avoid this"

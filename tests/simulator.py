@@ -27,10 +27,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.broker import events as ev
+from layerzero.broker.certification import Subject
 from layerzero.broker.engine import Engine
+from layerzero.broker.perf import PerfRow, Stat
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL
 from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.records import Worker
+from layerzero.broker.selection import CallSpec
+from layerzero.broker.shadow import Comparison
 from layerzero.broker.state import BrokerState, Limits
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
@@ -393,7 +397,7 @@ class Client:
             error = BackendError("it failed here") if rng.random() < 0.3 else None
             self.frames.send(self.world.from_client, self, ev.RanInClient(self.identity, route, kernel_id, 1000, error))
         elif what < 0.196:
-            self.world.policy_changed()
+            self.world.learn()
         elif what < 0.20:
             self.hang_up()
         else:
@@ -651,10 +655,20 @@ class World:
                 self._quarantine[key] = self.now_s + self.limits.poison_quarantine_s
         self._deliver(event)
 
-    def policy_changed(self) -> None:
-        """Someone has saved policy.yaml."""
-        weights = Weights(perfdb=self.rng.choice((0.0, 1000.0)))
-        self._deliver(ev.PolicyChanged(Policy(weights=weights)))
+    def learn(self) -> None:
+        """Someone has saved policy.yaml; a shadow check has ended; an earlier broker's times are read."""
+        what = self.rng.random()
+        if what < 0.4:
+            weights = Weights(perfdb=self.rng.choice((0.0, 1000.0)))
+            self._deliver(ev.PolicyChanged(Policy(weights=weights)))
+        elif what < 0.7:  # only what serves nobody is taken out, so that the model of who serves whom holds
+            kernel_id, error = self.rng.choice((("alpha.silu", 0.0), ("nobody.silu", 1.0)))
+            subject = Subject(kernel_id, "float32", "plain/small/dense")
+            self._deliver(ev.ShadowCompared(Comparison(subject, "beta.silu", error)))
+        else:
+            key = self.state.engine.context(CallSpec.parse(route_body())).perf_key()
+            stat = Stat(20, self.rng.uniform(1.0, 1000.0), 2000.0, 1.0, 0.0, 0.0)
+            self._deliver(ev.TimesLoaded([PerfRow("alpha.silu", key, stat)]))
 
     def arena_offered(self, client: Client, arena: int) -> None:
         if not client.has_left:

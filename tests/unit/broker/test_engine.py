@@ -107,7 +107,7 @@ def test_details_are_those_of_the_call_also_from_the_cache() -> None:
     for shape in ((4, 0), (5, 0)):
         (verdict,) = (v for v in ranked(one, softmax(*shape)) if v.backend == "onnxruntime")
         assert any(str(list(shape)) in r.detail for r in verdict.reasons)
-    assert (one.validity.hits, one.validity.misses) == (1, 1)
+    assert (one.hits, one.misses) == (1, 1)
 
 
 def test_backend_without_the_op_is_named_when_it_is_pinned() -> None:
@@ -159,11 +159,11 @@ def test_other_library_versions_void_what_was_decided_and_measured() -> None:
     one.note_versions("alpha", {"lib": "1"})
     measured(one, alpha=10.0)
     ranked(one)
-    epoch, misses = one.epoch, one.validity.misses
+    epoch, misses = one.epoch, one.misses
     one.note_versions("alpha", {"lib": "2"})
     ranked(one)
     assert one.epoch > epoch
-    assert one.validity.misses == misses + 1
+    assert one.misses == misses + 1
     assert next(v for v in ranked(one) if v.backend == "alpha").measured_us is None
 
 
