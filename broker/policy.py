@@ -48,7 +48,7 @@ _RULE_LISTS = ("allow_sources", "avoid_sources", "allow", "avoid")
 @dataclass(frozen=True)
 class Weights:
     """Multipliers of the terms of a kernel's score. `perfdb`'s term is fastest/this, in 0..1; the penalties jit,
-    reliability and transform are subtracted."""
+    reliability and transform are subtracted; `table` is what the dispatch table's choice gets."""
 
     priority: float = 1.0
     policy: float = 1.0
@@ -62,11 +62,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Layer:
-    """Values as they were written, and where: `lines` maps a place in them to its line in `origin`, a file."""
+    """Values as they were written, and where: `lines` maps a place in them to its line in `origin`, a file. `flaws` are
+    problems of the writing, with their place."""
 
     origin: str
     values: Any
     lines: Mapping[Place, int] = field(default_factory=dict)
+    flaws: tuple[str, ...] = ()
 
     def origin_of(self, place: Place) -> str:
         for end in range(len(place), -1, -1):
@@ -175,12 +177,7 @@ class Policy:
 
     def judge(self, context: Any, kernel_id: str, backend: str) -> PolicyVerdict:
         """What locks, lists and rules say of one kernel for one call."""
-        return Ruling(self, context).judge(kernel_id, backend)
-
-    def thresholds(self) -> tuple[int, ...]:
-        """Sequence lengths at which a rule's answer changes: the first length of each new answer."""
-        points = (p for rule in self.rules for condition in rule.conditions for p in condition.turning_points())
-        return tuple(sorted(set(points)))
+        return self.ruling(context).judge(kernel_id, backend)
 
     def with_overlay(self, overlay: Mapping[str, Any]) -> Policy:
         """This policy with a caller's own layers on top: {"layers": [{"origin": text, "values": map}, ...]}.
@@ -244,9 +241,12 @@ def _parse(layer: Layer) -> _Parsed:
 
 
 def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | None, list[str]]:
-    found = [(one.layer, problem) for one in parsed for problem in (*one.problems, *check(one.values, known))]
-    if found:
-        return None, [f"{layer.origin_of(problem.place)}: {problem.message}" for layer, problem in found]
+    problems: list[str] = []
+    for one in parsed:
+        found = (*one.problems, *check(one.values, known))
+        problems += (*one.layer.flaws, *(f"{one.layer.origin_of(p.place)}: {p.message}" for p in found))
+    if problems:
+        return None, problems
     locks: dict[str, Lock] = {}
     limits: dict[str, Limit] = {}
     rules: list[Rule] = []

@@ -37,9 +37,7 @@ FIELDS: Mapping[str, Kind] = {
 }
 """What a rule can match on. A call that lacks a fact (a matmul has no head_dim) never meets a condition on it."""
 
-_ON_DEVICE = {"sm": "sm_version", "device_type": "device_type", "device_name": "device_name"}
-_ON_DEVICE["device_vendor"] = "device_vendor"
-_SEQUENCES = ("seq_len", "seq_len_q", "seq_len_k")
+_OF_DEVICE = ("device_name", "device_vendor")
 _COMPARISONS = (">=", "<=", "==", "!=", ">", "<")  # the longer ones first
 
 
@@ -59,12 +57,7 @@ def op_names(op: str, *, is_causal: bool) -> tuple[str, ...]:
 
 def fact(context: Any, field: str) -> Any:
     """A fact of the call by its name in FIELDS; None when the call has no such thing."""
-    if field in _ON_DEVICE:
-        return getattr(context.device, _ON_DEVICE[field], None)
-    if field == "seq_len":
-        lengths = [n for n in (fact(context, "seq_len_q"), fact(context, "seq_len_k")) if n is not None]
-        return max(lengths, default=None)
-    return getattr(context, field, None)
+    return getattr(context.device if field in _OF_DEVICE else context, field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +86,6 @@ class Test:
                 return bool(self.low <= value <= self.high)
         return fnmatchcase(str(value), self.low)
 
-    def turning_points(self) -> tuple[int, ...]:
-        """The smallest integers from which on the answer differs from that for the integer before."""
-        match self.operator:
-            case ">=" | "<":
-                return (math.ceil(self.low),)
-            case ">" | "<=":
-                return (math.floor(self.low) + 1,)
-            case "..":
-                return (math.ceil(self.low), math.floor(self.high) + 1)
-        return (math.ceil(self.low), math.floor(self.low) + 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Condition:
@@ -125,12 +107,6 @@ class Condition:
         if test.operator == "!=":
             return test.low not in names
         return any(test.holds(name) for name in names)
-
-    def turning_points(self) -> tuple[int, ...]:
-        """Of a condition on a sequence length; none of other fields."""
-        if self.field not in _SEQUENCES:
-            return ()
-        return tuple(point for test in self.tests for point in test.turning_points())
 
 
 def parse_condition(field: str, written: Any) -> Condition:

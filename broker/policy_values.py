@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from layerzero.broker.policy_rules import FIELDS, is_glob, op_names, parse_condition
 from layerzero.capabilities.descriptor import Capability
@@ -85,12 +85,18 @@ def _isolation(value: Any) -> Any:
     return value
 
 
+def _absolute(value: Path) -> Path:
+    if not value.is_absolute():
+        raise ValueError("not an absolute path, and the broker has no folder that it could start from")
+    return value
+
+
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_items), Field(min_length=1, max_length=MAX_PATTERNS)]
 Bonus = Annotated[float, Field(gt=0, le=MAX_BONUS)]
 Multiplier = Annotated[float, Field(ge=0, le=MAX_BONUS)]
 Share = Annotated[float, Field(ge=0, le=1)]
-WEIGHTS = ("priority", "policy", "perfdb", "jit", "reliability", "transform", "fusion")
+WEIGHTS = ("priority", "policy", "perfdb", "jit", "reliability", "transform", "fusion", "table")
 
 
 class _Strict(BaseModel):
@@ -133,7 +139,7 @@ class Values(_Strict):
     weights: Annotated[dict[Literal[WEIGHTS], Multiplier], BeforeValidator(_pairs)] | None = None  # type: ignore[valid-type]
     shadow_rate: Share | None = None
     tune_budget: Share | None = None
-    dispatch_table: Path | None = None
+    dispatch_table: Annotated[Path, AfterValidator(_absolute)] | None = None
 
 
 def parse_values(written: Any) -> tuple[Values, list[Problem]]:

@@ -94,6 +94,14 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"candidates": [verdict.to_wire() for verdict in ranked]}
 
 
+def policy(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy in force, with a caller's `overlay` on top, which is checked: every value and its origin."""
+    overlay = params.get("overlay", {})
+    if not isinstance(overlay, dict):
+        raise InvalidArgument(f"policy takes `overlay`: a map, not a {type(overlay).__name__}")
+    return server.policy.describe(overlay)
+
+
 def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
@@ -150,6 +158,7 @@ def shadow(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
 METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "status": status,
     "explain": explain,
+    "policy": policy,
     "provider": provider,
     "reset": reset,
     "shadow": shadow,

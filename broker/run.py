@@ -16,23 +16,24 @@ from layerzero.broker.certification import Certification
 from layerzero.broker.engine import Engine
 from layerzero.broker.host import detect_cpu
 from layerzero.broker.launcher import Launcher
+from layerzero.broker.policy_source import PolicySource
+from layerzero.broker.policy_values import Known
 from layerzero.broker.server import Server
 from layerzero.broker.state import BrokerState
 from layerzero.ipc.endpoints import open_endpoints
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.logs import keep_in, log
+from layerzero.ipc.ops import OPS
 
 
 def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log: bool = False) -> int:
-    """Run one broker until it ends. Returns the exit code: 1 when another one holds the lock or settings are wrong."""
+    """Run one broker until it ends. Returns the exit code: 1 when another one holds the lock, or settings or policy are
+    wrong."""
     try:
         settings = knobs.load(runtime_dir=runtime_dir)
         endpoints = open_endpoints(settings.runtime_dir)
     except LayerZeroError as exc:
-        print(f"error: {exc.message}", file=sys.stderr)
-        if ready_fd is not None:
-            os.write(ready_fd, msgpack.packb(exc.to_wire()))
-        return 1
+        return _refuse(exc, ready_fd)
     lock_fd = os.open(endpoints.broker_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if not _lock(lock_fd):
         pid = os.pread(lock_fd, 32, 0).decode(errors="replace").strip()
@@ -48,10 +49,14 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     if owns_log:  # a daemon's stderr is the log; one in the foreground writes to a terminal
         keep_in(endpoints.log)
     launcher = Launcher(settings)
-    engine = Engine(launcher.capabilities, detect_cpu(), envs=launcher.env_ids())
+    try:
+        policy = _policy(settings, launcher)
+    except LayerZeroError as exc:
+        return _refuse(exc, ready_fd)
+    engine = Engine(launcher.capabilities, detect_cpu(), policy=policy.policy, envs=launcher.env_ids())
     engine.set_certification(Certification(launcher.records()))
     state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random())
-    server = Server(settings, endpoints, state, launcher, stays=stays)
+    server = Server(settings, endpoints, state, launcher, policy, stays=stays)
     for problem in launcher.problems:
         log("backend.unusable", detail=problem)
     log("broker.started", pid=os.getpid(), package=layerzero.__version__, backends=sorted(launcher.capabilities))
@@ -61,6 +66,20 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     server.run()
     log("broker.ended", pid=os.getpid())
     return 0
+
+
+def _refuse(error: LayerZeroError, ready_fd: int | None) -> int:
+    """Say why no broker starts, to the log and to the client that waits for it. Returns the exit code."""
+    print(f"error: {error.message}", file=sys.stderr)
+    if ready_fd is not None:
+        os.write(ready_fd, msgpack.packb(error.to_wire()))
+    return 1
+
+
+def _policy(settings: knobs.Settings, launcher: Launcher) -> PolicySource:
+    file, is_optional = settings.policy_file()
+    known = Known.of(launcher.capabilities, OPS)
+    return PolicySource(file, is_optional=is_optional, variables=settings.policy_variables(), known=known)
 
 
 def _lock(fd: int) -> bool:

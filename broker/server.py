@@ -27,6 +27,7 @@ from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_ident
 from layerzero.broker.perf import PerfRow
 from layerzero.broker.perf_rows import Identity
 from layerzero.broker.perfdb import PerfDB
+from layerzero.broker.policy_source import PolicySource
 from layerzero.broker.settings import Settings
 from layerzero.broker.state import BrokerState
 from layerzero.envs.probe import ProbeRecord
@@ -67,12 +68,20 @@ class Server:
     """One broker. `run()` returns when it was told to stop, or when its last client left and `stays` is off."""
 
     def __init__(
-        self, settings: Settings, endpoints: Endpoints, state: BrokerState, launcher: Launcher, *, stays: bool
+        self,
+        settings: Settings,
+        endpoints: Endpoints,
+        state: BrokerState,
+        launcher: Launcher,
+        policy: PolicySource,
+        *,
+        stays: bool,
     ) -> None:
         self.settings = settings
         self.endpoints = endpoints
         self.state = state
         self.launcher = launcher
+        self.policy = policy
         self.incarnation = os.urandom(8).hex()
         self.started_s = time.time()
         self.processes: dict[tuple[str, int], supervisor.Process] = {}

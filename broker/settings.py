@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import platformdirs
 from pydantic import Field, ValidationError, field_validator
@@ -22,9 +22,11 @@ from pydantic_settings import (
 from layerzero.broker.state import Limits
 from layerzero.ipc.endpoints import default_runtime_dir
 from layerzero.ipc.errors import ConfigError
+from layerzero.ipc.policy import variables
 
 APP = "layerzero"
 CONFIG_FILE = platformdirs.user_config_path(APP) / "config.toml"
+POLICY_FILE = platformdirs.user_config_path(APP) / "policy.yaml"
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -40,6 +42,9 @@ class Settings(BaseSettings):
     perf_db: Path | None = Field(None, description="file of measured times; default: perf.db in the store")
     manifest_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
         (), description="more folders with env manifests, separated by ':'"
+    )
+    policy: Path | None = Field(
+        None, description="policy file; default policy.yaml in the user's configuration folder, if it exists"
     )
     variant: Literal["cpu", "cu12", "cu13"] = Field("cpu", description="accelerator variant of the environments")
     timeout_s: Seconds = Field(60.0, description="how long one attempt of a call may run, when the call does not say")
@@ -74,6 +79,14 @@ class Settings(BaseSettings):
     def limits(self) -> Limits:
         """The part that the core needs."""
         return Limits(**{name: getattr(self, name) for name in Limits.__dataclass_fields__})
+
+    def policy_file(self) -> tuple[Path, bool]:
+        """The policy file, and whether it need not exist."""
+        return (POLICY_FILE, True) if self.policy is None else (self.policy, False)
+
+    def policy_variables(self) -> list[dict[str, Any]]:
+        """The layers of policy that the environment sets."""
+        return variables(os.environ)
 
     def failpoints_of(self, backend: str) -> str:
         """This backend's part of `failpoints`, in the worker's form."""

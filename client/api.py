@@ -14,7 +14,7 @@ from typing import Any
 
 import layerzero
 from layerzero.client import arena as arenas
-from layerzero.client import ops, start
+from layerzero.client import ops, overlay, start
 from layerzero.client.arrays import Array, copy_into, describe, wrap
 from layerzero.client.report import SelectionReport
 from layerzero.client.session import Request, Session, Submitted
@@ -46,6 +46,7 @@ def connect(*, runtime_dir: str | os.PathLike[str] | None = None) -> Session:
         deadline_s = time.monotonic() + start.START_TIMEOUT_S
         while True:
             start.ensure_broker(where, stays=False)
+            overlay.set_environment(start.policy_layers())
             try:
                 _session = Session(where.control, layerzero.__version__)
                 return _session

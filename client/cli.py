@@ -56,6 +56,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+policy_app = typer.Typer(help="Check and show the policy of selection.", no_args_is_help=True)
+app.add_typer(policy_app, name="policy")
+
 Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON.")]
 Op = Annotated[str, typer.Argument(metavar="OP", help="attention, matmul, linear, softmax, silu, tokenize, ...")]
 Words = Annotated[
@@ -203,6 +206,28 @@ def restart(
     from layerzero.client import cli_broker
 
     raise typer.Exit(cli_broker.restart(backends, as_json=as_json))
+
+
+@policy_app.command("check")
+def policy_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A policy in YAML.")],
+    as_json: Json = False,
+) -> None:
+    """Find every mistake in a policy file. Exit code 2 when there is one."""
+    from layerzero.client import cli_policy
+
+    raise typer.Exit(cli_policy.check(file, as_json=as_json))
+
+
+@policy_app.command("show")
+def policy_show(
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the policy in force, with this environment's variables on top."""
+    from layerzero.client import cli_policy
+
+    cli_policy.show(with_origin=origin, as_json=as_json)
 
 
 @app.command(

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client import arena as arenas
+from layerzero.client import overlay
 from layerzero.client.arena import Arena
 from layerzero.client.arrays import Array, copy_into, describe, wrap
 from layerzero.client.in_process import Grant, Lane, Runner, is_abi_failure
 from layerzero.client.link import Link, Pending
+from layerzero.client.overlay import Overlay
 from layerzero.client.plans import Plan, plan_out
 from layerzero.client.report import ADAPTED, Attempt, Candidate, Copy, SelectionReport
 from layerzero.client.shadow import Sample, Shadow
@@ -45,6 +47,7 @@ from layerzero.ipc.wire import NO_ARENA, REF, Header, Kind
 from layerzero.workers.provider import Call
 
 MAX_ROUTES = 4096
+MAX_CHECKED = 4096
 MAX_DECISIONS = 2048  # kept per route, for futures that nobody has asked yet
 MAX_TIMEOUT_S = 86_400
 MAX_LEASE_S = 60.0
@@ -137,6 +140,7 @@ class Session:
         self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
         self._arenas: dict[Arena, int] = {}
         self._route_numbers = itertools.count(1)
+        self._checked: set[str] = set()  # overlays that the broker has found to be right
         self._forgotten: deque[int] = deque()  # routes to tell the broker of
         self._arena_numbers = itertools.count(1)
         self._link = Link(self.path, self._package, self._note_decision)
@@ -554,22 +558,28 @@ class Session:
         if request.output_bytes is not None:  # lengths travel with each call
             specs = tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
         params = tuple([(type(value), value) for value in request.params.values()])  # True, 1 and 1.0 are equal
-        key = (request.op, specs, params, request.backend, out_spec)
+        policy = overlay.current()
+        asked = None if policy is None else policy.text
+        key = (request.op, specs, params, request.backend, out_spec, asked)
         try:
             route = self._routes.get(key)
         except TypeError:  # an argument that cannot be hashed: what checks it names it
-            self._route_message(request.planner(*specs, **request.params), request.backend)
+            self._route_message(request.planner(*specs, **request.params), request.backend, policy)
             raise InvalidArgument(f"{request.op}: an argument is of a wrong type: {request.params!r:.200}") from None
         if route is not None:
             return route
         plan = request.planner(*specs, **request.params)
         if out is not None:
             plan = plan_out(plan, out.spec)
-        return self.define_route(link, key, plan, request.backend)
+        if policy is not None:
+            self.check_policy(policy)
+        return self.define_route(link, key, plan, request.backend, policy)
 
-    def define_route(self, link: Link, key: tuple[Any, ...], plan: Plan, backend: str | None) -> Route:
+    def define_route(
+        self, link: Link, key: tuple[Any, ...], plan: Plan, backend: str | None, policy: Overlay | None = None
+    ) -> Route:
         """The route of a plan, told to the broker once; `key` finds it again."""
-        body = messages.encode(self._route_message(plan, backend))
+        body = messages.encode(self._route_message(plan, backend, policy))
         if len(body) > wire.MAX_MESSAGE_BYTES // 2:
             raise InvalidArgument(f"{plan.op}: the call's description is {len(body)} bytes; pass data as tensors")
         with self._lock:
@@ -586,7 +596,16 @@ class Session:
                 link.send(wire.pack(Kind.FORGET, route=self._forgotten.popleft()))
         return route
 
-    def _route_message(self, plan: Plan, backend: str | None) -> messages.Route:
+    def check_policy(self, policy: Overlay) -> None:
+        """Let the broker look at an overlay, once for each. Raises InvalidArgument with what is wrong and the nearest
+        names."""
+        if policy.text not in self._checked:
+            self.ask("policy", overlay=policy.to_wire())
+            if len(self._checked) >= MAX_CHECKED:
+                self._checked.clear()
+            self._checked.add(policy.text)
+
+    def _route_message(self, plan: Plan, backend: str | None, policy: Overlay | None) -> messages.Route:
         if backend is not None and not (isinstance(backend, str) and _BACKEND_NAME.fullmatch(backend)):
             raise InvalidArgument(f"backend is {backend!r:.80}; allowed: None or a name that lz.status() lists")
         return messages.Route(
@@ -595,6 +614,7 @@ class Session:
             outputs=[s.to_wire() for s in plan.outputs],
             attrs=dict(plan.attrs),
             backend=backend or "",
+            policy={} if policy is None else policy.to_wire(),
         )
 
     def _note_decision(self, header: Header, body: bytes) -> None:
@@ -650,7 +670,7 @@ class Session:
             None if arg is None else arg if isinstance(arg, TensorSpec) else describe(arg).spec for arg in request.args
         )
         plan = request.planner(*specs, **request.params)
-        body = messages.encode(self._route_message(plan, request.backend))
+        body = messages.encode(self._route_message(plan, request.backend, overlay.current()))
         answer = self.ask("explain", route=body)
         candidates = tuple(Candidate.from_wire(c) for c in answer["candidates"])
         best = next((c for c in candidates if c.accepted), None)

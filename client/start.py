@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from layerzero.ipc import messages
+from layerzero.ipc import messages, policy
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir, open_endpoints
 from layerzero.ipc.errors import BrokerLost, from_wire
 
@@ -24,6 +25,11 @@ def runtime_dir() -> Path:
     """Where this user's broker has its sockets: LAYERZERO_RUNTIME_DIR, or the platform's runtime folder."""
     given = os.environ.get("LAYERZERO_RUNTIME_DIR")
     return Path(given) if given else default_runtime_dir(os.environ)
+
+
+def policy_layers() -> list[dict[str, Any]]:
+    """What this process's variables ask of selection."""
+    return policy.variables(os.environ, policy.PER_CALL)
 
 
 def endpoints(folder: Path | None = None) -> Endpoints:

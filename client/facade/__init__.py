@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         softmax,
         tokenize,
     )
+    from layerzero.client.policy import avoid, configure, lock, policy, prefer, unlock
     from layerzero.client.report import SelectionReport
     from layerzero.client.session import Session
     from layerzero.client.tokenizer import TokenizerFile
@@ -69,6 +70,7 @@ _HOME = {
     "layerzero.client.ops": (
         "attention detokenize embedding gelu layer_norm linear matmul null rms_norm silu softmax tokenize"
     ),
+    "layerzero.client.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.report": "SelectionReport",
     "layerzero.client.session": "Session",
     "layerzero.client.tokenizer": "TokenizerFile",
@@ -102,6 +104,8 @@ __all__ = [
     "VersionMismatch",
     "__version__",
     "attention",
+    "avoid",
+    "configure",
     "connect",
     "detokenize",
     "disconnect",
@@ -113,8 +117,11 @@ __all__ = [
     "last_report",
     "layer_norm",
     "linear",
+    "lock",
     "matmul",
     "null",
+    "policy",
+    "prefer",
     "rms_norm",
     "session",
     "share",
@@ -123,6 +130,7 @@ __all__ = [
     "status",
     "submit",
     "tokenize",
+    "unlock",
     "tune",
 ]
 

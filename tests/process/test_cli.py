@@ -391,3 +391,47 @@ def test_words_become_the_tensor_arguments_of_every_op(name: str) -> None:
 def test_shapes_are_written_with_x_and_a_dtype(text: str, wanted: TensorSpec | None) -> None:
     """Empty and zero-dimensional arrays are calls, too."""
     assert cli_calls.parse_spec(text) == wanted
+
+
+# --- policy
+
+
+def test_policy_check_lists_every_problem_with_its_line(idle: Site) -> None:
+    """One run shows all there is to repair; no broker is needed, which such a file may keep from starting."""
+    file = idle.folder / "wrong.yaml"
+    file.write_text("locks:\n  silu: alpha.sliu\nstrict_mode: true\nstrict_mode: maybe\nshadow_rat: 0.1\n")
+    result = lz(idle, "policy", "check", str(file))
+    assert result.returncode == USAGE
+    lines = result.stdout.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"{file}:4", f"{file}:5"]
+    assert "did you mean 'shadow_rate'?" in lines[1]
+    file.write_text("locks:\n  silu: alpha.sliu\n")
+    answer = data(lz(idle, "policy", "check", str(file), "--json"), USAGE)
+    assert answer["problems"] == [f"{file}:2: no kernel is called 'alpha.sliu'; did you mean 'alpha.silu'?"]
+    file.write_text("locks: [\n")
+    assert "not YAML" in lz(idle, "policy", "check", str(file)).stdout
+    file.write_text("locks:\n  silu: alpha.silu\n")
+    good = lz(idle, "policy", "check", str(file))
+    assert (good.returncode, good.stdout) == (DONE, f"{file}: good; sets 1 value\n")
+    assert idle.broker_pid is None
+
+
+def test_policy_show_names_the_origin_of_each_value(new_site: Sites) -> None:
+    """Of the broker's file and of the shell's own variables; the same before a broker runs."""
+    site = new_site()
+    file = site.folder / "policy.yaml"
+    file.write_text("# here\nstrict_mode: true\n")
+    site.environ["LAYERZERO_POLICY"] = str(file)
+    expected = {"strict_mode": f"{file}:2", "locks.silu": "LAYERZERO_LOCKS", "plan_mode": "default"}
+    for _ in range(2):
+        answer = data(lz(site, "policy", "show", "--origin", "--json", LAYERZERO_LOCKS="silu=beta.*"))
+        assert {key: answer["values"][key]["origin"] for key in expected} == expected
+        assert answer["values"]["locks.silu"]["value"] == "beta.*"
+        site.start()
+    shown = lz(site, "policy", "show", "--origin", COLUMNS="300")
+    [line] = [line for line in shown.stdout.splitlines() if line.startswith("strict_mode")]
+    assert line.split() == ["strict_mode", "true", f"{file}:2"]
+    assert data(lz(site, "policy", "show", "--json"))["values"]["strict_mode"] is True
+    assert str(file) not in lz(site, "policy", "show").stdout
+    wrong = data(lz(site, "policy", "show", "--json", LAYERZERO_LOCKS="silu=nobody"), USAGE)
+    assert "LAYERZERO_LOCKS: no kernel is called 'nobody'" in wrong["error"]["message"]
