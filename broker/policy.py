@@ -19,7 +19,6 @@ from layerzero.broker.policy_rules import (
     Rule,
     Subject,
     any_matches,
-    fact,
     is_glob,
     op_names,
     parse_condition,
@@ -34,6 +33,7 @@ from layerzero.broker.policy_values import (
     check,
     parse_values,
 )
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError, InvalidArgument
@@ -105,8 +105,8 @@ class Ruling:
 
     __slots__ = ("_limits", "_lock", "_op", "_rules")
 
-    def __init__(self, policy: Policy, context: Any) -> None:
-        names = op_names(context.op, is_causal=bool(fact(context, "is_causal")))
+    def __init__(self, policy: Policy, context: SelectionContext) -> None:
+        names = op_names(context.op, is_causal=context.is_causal)
         self._op = context.op
         self._rules = tuple(rule for rule in policy.rules if rule.applies(context))
         self._limits = (*policy.limits, *(limit for rule in self._rules for limit in rule.limits))
@@ -171,11 +171,11 @@ class Policy:
         """How this backend's kernels are kept apart from the caller's process."""
         return self.backend_isolation.get(backend) or self.backend_isolation["*"]
 
-    def ruling(self, context: Any) -> Ruling:
+    def ruling(self, context: SelectionContext) -> Ruling:
         """For a call that is judged against many kernels."""
         return Ruling(self, context)
 
-    def judge(self, context: Any, kernel_id: str, backend: str) -> PolicyVerdict:
+    def judge(self, context: SelectionContext, kernel_id: str, backend: str) -> PolicyVerdict:
         """What locks, lists and rules say of one kernel for one call."""
         return self.ruling(context).judge(kernel_id, backend)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from layerzero.capabilities.context import SelectionContext
+
 GLOB_CHARACTERS = frozenset("*?[")
 PREFER_BONUS = 10_000.0
 """More than the other terms of a score can add up to at the default weights (broker/policy.py Weights)."""
@@ -55,7 +57,7 @@ def op_names(op: str, *, is_causal: bool) -> tuple[str, ...]:
     return (op, f"{op}.{'causal' if is_causal else 'full'}") if op == "attention" else (op,)
 
 
-def fact(context: Any, field: str) -> Any:
+def fact(context: SelectionContext, field: str) -> Any:
     """A fact of the call by its name in FIELDS; None when the call has no such thing."""
     return getattr(context.device if field in _OF_DEVICE else context, field)
 
@@ -95,9 +97,9 @@ class Condition:
     text: str
     tests: tuple[Test, ...]
 
-    def holds(self, context: Any) -> bool:
+    def holds(self, context: SelectionContext) -> bool:
         if self.field == "op":
-            names = op_names(context.op, is_causal=bool(fact(context, "is_causal")))
+            names = op_names(context.op, is_causal=context.is_causal)
             return any(self._meets(test, names) for test in self.tests)
         value = fact(context, self.field)
         return value is not None and any(test.holds(value) for test in self.tests)
@@ -204,7 +206,7 @@ class Rule:
     bonus: float = PREFER_BONUS
     lock: str = ""  # glob of kernel ids
 
-    def applies(self, context: Any) -> bool:
+    def applies(self, context: SelectionContext) -> bool:
         return all(condition.holds(context) for condition in self.conditions)
 
     def bonus_for(self, kernel_id: str, backend: str) -> float:

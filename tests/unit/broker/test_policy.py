@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,39 +9,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.broker.policy import Layer, Policy, Weights, compose
-from layerzero.broker.policy_rules import FIELDS, PREFER_BONUS, parse_condition
+from layerzero.broker.policy_rules import FIELDS, PREFER_BONUS, fact, parse_condition
 from layerzero.broker.policy_values import Known, Values
+from layerzero.capabilities.context import SelectionContext
+from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError, InvalidArgument
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.policy import KEYS, PER_CALL, variables
+from layerzero.ipc.tensors import TensorSpec
 
 KERNELS = {"torch.attention": "attention", "mlx.attention": "attention", "torch.matmul": "matmul"}
 KNOWN = Known(("mlx", "torch"), KERNELS, (*OPS, "attention.causal", "attention.full"))
 
 
-@dataclass(frozen=True)
-class Device:
-    device_vendor: str = "nvidia"
+DEVICE = DeviceSpec(device_type="cuda", device_name="H200", device_vendor="nvidia", sm_version=90)
 
 
-DEVICE = Device()
+def call(op: str = "attention", queries: int = 128, is_causal: bool = False) -> SelectionContext:
+    """Attention of `queries` on 256 keys in float16, or a matmul."""
+    if op == "matmul":
+        square = TensorSpec.contiguous("float16", (4, 4))
+        return SelectionContext.of(op, (square, square), (square,), {}, DEVICE)
+    q, k = (TensorSpec.contiguous("float16", (1, 2, n, 64)) for n in (queries, 256))
+    attrs = {"is_causal": is_causal, "scale": 0.1, "causal_alignment": "top_left", "layout": "BHSD"}
+    return SelectionContext.of(op, (q, k, k, None), (q,), attrs, DEVICE)
 
 
-@dataclass(frozen=True)
-class Call:
-    """The facts of a call."""
-
-    op: str = "attention"
-    dtype: str = "float16"
-    seq_len_q: int | None = 128
-    seq_len: int | None = 256
-    batch_size: int = 1
-    head_dim: int | None = None
-    is_causal: bool = False
-    device_type: str = "cuda"
-    sm: int = 90
-    device: Any = DEVICE
+CALL = call()
 
 
 def layer(origin: str = "policy.yaml", **values: Any) -> Layer:
@@ -53,8 +47,8 @@ def policy(**values: Any) -> Policy:
     return Policy.of(layer(**values), known=KNOWN)
 
 
-def codes(found: Policy, kernel_id: str, call: Call = Call()) -> list[str]:
-    return [r.code.value for r in found.judge(call, kernel_id, kernel_id.partition(".")[0]).rejections]
+def codes(found: Policy, kernel_id: str, context: SelectionContext = CALL) -> list[str]:
+    return [r.code.value for r in found.judge(context, kernel_id, kernel_id.partition(".")[0]).rejections]
 
 
 def problems(**values: Any) -> list[str]:
@@ -66,7 +60,7 @@ def problems(**values: Any) -> list[str]:
 def test_without_layers_everything_is_allowed_and_nothing_preferred() -> None:
     """The defaults must be those of docs/policy.md."""
     found = Policy.of()
-    verdict = found.judge(Call(), "torch.attention", "torch")
+    verdict = found.judge(CALL, "torch.attention", "torch")
     assert (verdict.rejections, verdict.bonus, verdict.why) == ((), 0.0, ())
     assert (found.strict_mode, found.plan_mode, found.allow_adaptation, found.graph_strict_mode) == (
         False,
@@ -84,17 +78,17 @@ def test_lock_rejects_every_other_kernel_and_names_its_origin() -> None:
     """A lock that nobody satisfies must lead to the line that set it."""
     found = policy(locks={"attention": "torch.attention"})
     assert codes(found, "torch.attention") == []
-    (rejection,) = found.judge(Call(), "mlx.attention", "mlx").rejections
+    (rejection,) = found.judge(CALL, "mlx.attention", "mlx").rejections
     assert rejection.code is Reason.POLICY_LOCKED
     assert rejection.detail == "attention is locked to 'torch.attention' (policy.yaml)"
-    assert codes(found, "torch.matmul", Call(op="matmul")) == []
+    assert codes(found, "torch.matmul", call("matmul")) == []
 
 
 def test_lock_may_be_for_causal_attention_only() -> None:
     """The spec's own example locks attention.causal."""
     found = policy(locks={"attention.causal": "mlx.*"})
-    assert codes(found, "torch.attention", Call(is_causal=True)) == ["POLICY_LOCKED"]
-    assert codes(found, "torch.attention", Call(is_causal=False)) == []
+    assert codes(found, "torch.attention", call(is_causal=True)) == ["POLICY_LOCKED"]
+    assert codes(found, "torch.attention", CALL) == []
 
 
 def test_exact_lock_wins_over_glob_and_call_over_file() -> None:
@@ -123,7 +117,7 @@ def test_exact_lock_wins_over_glob_and_call_over_file() -> None:
 def test_lists_deny_and_say_which(values: dict[str, Any], detail: str) -> None:
     """Both sides of each list, of the policy and of a rule."""
     found = policy(**values)
-    (rejection,) = found.judge(Call(), "mlx.attention", "mlx").rejections
+    (rejection,) = found.judge(CALL, "mlx.attention", "mlx").rejections
     assert (rejection.code, rejection.detail) == (Reason.POLICY_DENIED, detail)
     assert codes(found, "torch.attention") == []
 
@@ -131,19 +125,19 @@ def test_lists_deny_and_say_which(values: dict[str, Any], detail: str) -> None:
 def test_preference_is_a_bonus_that_names_its_rule() -> None:
     """A report must be able to say why a slower kernel won."""
     found = policy(rules=[{"match": {"sm": ">=90"}, "prefer": "torch", "bonus": 5}, {"prefer": ["torch.*"]}])
-    verdict = found.judge(Call(), "torch.attention", "torch")
+    verdict = found.judge(CALL, "torch.attention", "torch")
     assert verdict.bonus == 5 + PREFER_BONUS
     assert verdict.why == ("prefer torch: +5 (policy.yaml)", "prefer torch.*: +10000 (policy.yaml)")
-    assert found.judge(Call(), "mlx.attention", "mlx").bonus == 0
+    assert found.judge(CALL, "mlx.attention", "mlx").bonus == 0
 
 
 def test_ruling_says_what_judge_says() -> None:
     """The engine looks the rules up once for a call."""
     found = policy(avoid_sources=["mlx"], rules=[{"match": {"op": "attention.*"}, "lock": "torch.*"}])
-    ruling = found.ruling(Call())
+    ruling = found.ruling(CALL)
     for kernel_id in KERNELS:
         backend = kernel_id.partition(".")[0]
-        assert ruling.judge(kernel_id, backend) == found.judge(Call(), kernel_id, backend)
+        assert ruling.judge(kernel_id, backend) == found.judge(CALL, kernel_id, backend)
 
 
 @pytest.mark.parametrize(
@@ -167,19 +161,31 @@ def test_ruling_says_what_judge_says() -> None:
         ("op", "attention.*", True),
         ("op", "!=attention", False),
         ("op", "==attention.full", True),
-        ("head_dim", ">=1", False),
-        ("head_dim", "!=1", False),
+        ("head_dim", "64", True),
     ],
 )
 def test_conditions(field_name: str, written: Any, holds: bool) -> None:
-    """Every operator; a fact that the call lacks meets none."""
-    assert parse_condition(field_name, written).holds(Call()) is holds
+    """Every operator and kind of fact."""
+    assert parse_condition(field_name, written).holds(CALL) is holds
 
 
-@given(st.sampled_from([">=", "<=", "==", "!=", ">", "<"]), st.integers(-50, 50), st.integers(-60, 60))
+@pytest.mark.parametrize("written", [">=1", "!=1", "*"])
+def test_condition_on_a_fact_that_the_call_lacks_is_not_met(written: str) -> None:
+    """A matmul has no heads, so a rule about them is not about it."""
+    field_name = "layout" if written == "*" else "head_dim"
+    assert not parse_condition(field_name, written).holds(call("matmul"))
+
+
+@pytest.mark.parametrize("field_name", FIELDS)
+def test_every_field_is_a_fact_of_a_call(field_name: str) -> None:
+    """The document promises that a rule can be about it."""
+    assert fact(CALL, field_name) is not None
+
+
+@given(st.sampled_from([">=", "<=", "==", "!=", ">", "<"]), st.integers(-5, 50), st.integers(0, 60))
 def test_comparisons_are_pythons(operator: str, limit: int, value: int) -> None:
     """An off-by-one here moves a whole range of calls to another kernel."""
-    holds = parse_condition("seq_len_q", f"{operator}{limit}").holds(Call(seq_len_q=value))
+    holds = parse_condition("seq_len_q", f"{operator}{limit}").holds(call(queries=value))
     assert holds is eval_comparison(operator, value, limit)
 
 
@@ -212,7 +218,7 @@ def test_values_of_later_layers_replace_and_say_where_they_are_from() -> None:
 def test_rules_of_all_layers_hold() -> None:
     """A preference of a caller must not lift what the file forbids."""
     overlay = {"layers": [{"origin": "lz.prefer", "values": {"rules": [{"prefer": ["mlx"]}]}}]}
-    verdict = policy(rules=[{"avoid": "mlx"}]).with_overlay(overlay).judge(Call(), "mlx.attention", "mlx")
+    verdict = policy(rules=[{"avoid": "mlx"}]).with_overlay(overlay).judge(CALL, "mlx.attention", "mlx")
     assert [r.code for r in verdict.rejections] == [Reason.POLICY_DENIED]
     assert verdict.why == ("prefer mlx: +10000 (lz.prefer)",)
 
