@@ -44,6 +44,29 @@ def test_lock_is_part_of_the_policy_until_unlock(connected: Site) -> None:
     assert origins() == {}
 
 
+def test_policy_decides_which_kernel_serves_and_the_report_says_so(connected: Site) -> None:
+    """Whatever else a kernel has for it; and a rejection leads to who asked for it."""
+    for name in ("alpha", "beta"):
+        with lz.prefer(name):
+            assert lz.explain("silu", X).backend == name
+            lz.silu(X)
+            report = lz.last_report()
+            assert report is not None
+            assert report.backend == name
+    with lz.avoid("alpha"):
+        reasons = {c.backend: [(r.code, r.detail) for r in c.reasons] for c in lz.explain("silu", X).candidates}
+    assert reasons["alpha"] == [("POLICY_DENIED", "kernel 'alpha.silu' is in avoid: alpha (lz.avoid)")]
+    lz.lock("silu", "beta.silu")
+    report = lz.explain("silu", X)
+    locked = [(r.code, r.detail) for c in report.candidates if c.backend == "alpha" for r in c.reasons]
+    assert (report.kernel_id, locked) == (
+        "beta.silu",
+        [("POLICY_LOCKED", "silu is locked to 'beta.silu' (lz.lock)")],
+    )
+    with lz.avoid("beta"), pytest.raises(lz.NoBackend, match=r"is locked to 'beta\.silu' \(lz\.lock\)"):
+        lz.silu(X)
+
+
 def test_wrong_names_are_refused_with_the_nearest_one(connected: Site) -> None:
     """A typo must not be a lock that no kernel satisfies, nor a preference for nobody."""
     with pytest.raises(lz.InvalidArgument, match=r"lz\.lock: no kernel is called 'alpha\.sillu'; did you mean 'alpha"):
