@@ -8,6 +8,7 @@ No process, no socket: the broker's core is called directly, with 100 synthetic 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -21,6 +22,7 @@ from rich.table import Table
 from layerzero.broker.engine import Engine
 from layerzero.broker.host import detect_cpu
 from layerzero.broker.selection import CallSpec, Signature
+from layerzero.broker.settings import Settings
 from layerzero.broker.state import BrokerState
 from layerzero.capabilities.descriptor import Capability
 from layerzero.ipc import messages
@@ -94,21 +96,20 @@ def measure(quick: bool) -> list[tuple[str, str, str, str]]:
     spec = CallSpec.parse(route(1, 128, 64))
     context = known.context(spec)
     signature = Signature(b"", spec, context, known.cell(context), known.kernels("attention"))
-    core = BrokerState.ranker(known, {})
-    core(signature, 0.0)
-    hit_ns = p50_ns(lambda: core(signature, 0.0), count, 1000)
+    core = BrokerState(known, {}, Settings().limits(), random.Random(0))
+    core.order(signature)
+    hit_ns = p50_ns(lambda: core.order(signature), count, 1000)
 
     known.rank(spec, context, {}, 0.0)
     rank_ns = p50_ns(lambda: known.rank(spec, known.context(spec), {}, 0.0), count, 5)
     context_ns = p50_ns(lambda: known.context(spec), count, 50)
     cold = []
-    for number in range(count):
+    for _ in range(count):
         fresh = CallSpec.parse(route(1, 128, 64))
         other = engine(device)
         start = time.perf_counter_ns()
         other.rank(fresh, other.context(fresh), {}, 0.0)
         cold.append(time.perf_counter_ns() - start)
-        del number
     cold_ns = statistics.median(cold)
 
     def row(what: str, ns: float, aim: str) -> tuple[str, str, str, str]:

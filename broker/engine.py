@@ -25,8 +25,8 @@ from layerzero.broker.selection import CallSpec, Verdict
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, KernelCapability
 from layerzero.capabilities.device import DeviceSpec
-from layerzero.capabilities.fixes import Adaptation, adaptations, copied_bytes
-from layerzero.capabilities.match import Rejection, match, memory_rejection
+from layerzero.capabilities.fixes import Adaptation, adaptation, copied_bytes
+from layerzero.capabilities.match import Rejection, memory_rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.shape_class import class_dtype, shape_class
@@ -40,11 +40,10 @@ TIE_SHARE, TIE_US = 0.02, 3.0  # times that differ by less are equal: the rest i
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """One kernel against a call, by the descriptors alone."""
+    """One kernel against a call, by the descriptors alone: refused without an `adaptation`, which may be empty."""
 
     kernel: KernelCapability
     backend: str
-    codes: tuple[Reason, ...]
     adaptation: Adaptation | None
 
 
@@ -238,13 +237,14 @@ class Engine:
         for static in statics:
             verdict = self._judge(spec, context, policy, ruling, static, unavailable, now_s, subject)
             if miss is not None and verdict.is_accepted:
-                verdict = replace(verdict, reasons=(miss,))
-            elif chosen is not None and verdict.is_accepted and verdict.kernel_id == chosen:
-                verdict = replace(verdict, terms={**verdict.terms, "table": policy.weights.table})
+                verdict = replace(verdict, others=(miss,))
+            elif verdict.kernel_id == chosen:
+                verdict.terms["table"] = policy.weights.table
             verdicts.append(verdict)
         fastest_us = min((v.measured_us for v in verdicts if v.is_accepted and v.measured_us), default=None)
         if fastest_us is not None:
-            verdicts = [_with_time(v, fastest_us, policy.weights.perfdb) for v in verdicts]
+            for verdict in verdicts:
+                verdict.terms["perfdb"] = policy.weights.perfdb * _share(verdict.measured_us or fastest_us, fastest_us)
         if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
             detail = f"{spec.pinned} serves {', '.join(sorted(self.capabilities[spec.pinned].ops))}"
             unserved = Rejection(Reason.OP_UNSUPPORTED, detail)
@@ -261,9 +261,7 @@ class Engine:
         self.misses += 1
         statics = []
         for backend, kernel in self._kernels.get(context.op, ()):
-            rejections = match(context, kernel)
-            adaptation = adaptations(context, kernel) if rejections else None
-            statics.append(Static(kernel, backend, tuple(r.code for r in rejections), adaptation))
+            statics.append(Static(kernel, backend, adaptation(context, kernel)))
         self._valid[key] = found = tuple(statics)
         if len(self._valid) > MAX_VALIDITY:
             self._valid.popitem(last=False)
@@ -296,12 +294,13 @@ class Engine:
         if spec.pinned and backend != spec.pinned:
             reasons.append(Rejection(Reason.NOT_PINNED, f"the call is pinned to {spec.pinned!r}"))
         cost_bytes = 0
-        if static.codes:
-            if static.adaptation is not None and policy.allow_adaptation and not policy.strict_mode:
-                transforms = static.adaptation.transforms
-                cost_bytes = copied_bytes(context, transforms)
-            else:
-                reasons += match(context, kernel)  # again: the cached codes may stand for other values
+        refused_in: SelectionContext | None = None
+        may_adapt = policy.allow_adaptation and not policy.strict_mode
+        if static.adaptation is None or (static.adaptation.transforms and not may_adapt):
+            refused_in = context
+        elif static.adaptation.transforms:
+            transforms = static.adaptation.transforms
+            cost_bytes = copied_bytes(context, transforms)
         elif (certificate := self.certification.judge(Subject(kernel.kernel_id, *subject))) is not None:
             reasons.append(certificate)
         said = ruling.judge(kernel.kernel_id, backend)
@@ -338,6 +337,7 @@ class Engine:
             kernel.kernel_id,
             backend,
             tuple(reasons),
+            refused_in,
             kernel,
             terms,
             time_us,
@@ -362,14 +362,10 @@ def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
     return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))
 
 
-def _with_time(verdict: Verdict, fastest_us: float, weight: float) -> Verdict:
-    """The term of the measured time: the full weight for the fastest, half of it for one that takes twice as long.
+def _share(time_us: float, fastest_us: float) -> float:
+    """1 for the fastest, half of it for one that takes twice as long.
 
     One that was never measured counts as fast as the fastest: else the first kernel that ever ran would win for ever.
     """
-    if not verdict.is_accepted:
-        return verdict
-    time_us = verdict.measured_us or fastest_us
     is_tie = time_us - fastest_us <= max(TIE_SHARE * fastest_us, TIE_US)
-    share = 1.0 if is_tie else fastest_us / time_us
-    return replace(verdict, terms={**verdict.terms, "perfdb": weight * share})
+    return 1.0 if is_tie else fastest_us / time_us

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, KernelCapability
-from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
 from layerzero.ipc.messages import Prepare, Route, decode, encode
 from layerzero.ipc.ops import OPS
@@ -99,9 +99,10 @@ class Verdict:
 
     kernel_id: str
     backend: str
-    reasons: tuple[Rejection, ...]
+    others: tuple[Rejection, ...]  # reasons besides the kernel's own constraints
+    refused_in: SelectionContext | None = None  # the call that the kernel's constraints refuse
     kernel: KernelCapability | None = None
-    terms: Mapping[str, float] = field(default_factory=dict)
+    terms: dict[str, float] = field(default_factory=dict)
     measured_us: float | None = None
     transforms: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -111,7 +112,14 @@ class Verdict:
 
     @property
     def is_accepted(self) -> bool:
-        return not self.reasons
+        return self.refused_in is None and not self.others
+
+    @property
+    def reasons(self) -> tuple[Rejection, ...]:
+        """Every one there is, those of the kernel first. Their texts are made when somebody asks."""
+        if self.refused_in is None or self.kernel is None:
+            return self.others
+        return (*match(self.refused_in, self.kernel), *self.others)
 
     @property
     def score(self) -> float:

@@ -237,7 +237,7 @@ class BrokerState:
         spec = CallSpec.parse(body)
         return spec, self.engine.rank(spec, self.engine.context(spec), self.unavailable, now_s)
 
-    def _order(self, signature: Signature) -> tuple[Verdict, ...]:
+    def order(self, signature: Signature) -> tuple[Verdict, ...]:
         """Accepted candidates, best first; kept until something that could change them does."""
         engine, cell = self.engine, signature.cell
         if signature.seen != (engine.epoch, cell.generation):
@@ -288,7 +288,7 @@ class BrokerState:
 
     def _place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
-        order = self._order(call.route.signature)
+        order = self.order(call.route.signature)
         if call.attempts:  # a fallback is in a hurry: those that are warm first
             order = tuple(sorted(order, key=lambda v: self.workers[v.backend].state is not S.READY))
         verdict = self._pick(call, order)
@@ -358,7 +358,7 @@ class BrokerState:
         return None
 
     def _has_other(self, call: Call) -> bool:
-        return any(verdict.backend not in call.tried for verdict in self._order(call.route.signature))
+        return any(verdict.backend not in call.tried for verdict in self.order(call.route.signature))
 
     def _is_back_in_time(self, backend: str, call: Call) -> bool:
         """Its back-off, if it is in one, ends within the call's timeout; loading has a timeout of its own."""
@@ -569,7 +569,7 @@ class BrokerState:
         waiting = list(worker.waiting)
         worker.waiting.clear()
         for call in waiting:
-            if any(verdict.kernel_id == call.kernel_id for verdict in self._order(call.route.signature)):
+            if any(verdict.kernel_id == call.kernel_id for verdict in self.order(call.route.signature)):
                 worker.waiting.append(call)
             else:
                 self._place(call)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
-from layerzero.capabilities.match import match
+from layerzero.capabilities.match import findings
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
@@ -21,18 +21,27 @@ class Adaptation:
     transforms: tuple[str, ...]
 
 
-def adaptations(context: SelectionContext, kernel: KernelCapability) -> Adaptation | None:
-    """The copies that make `kernel` accept the call; None when copies alone do not. The values stay what they are."""
-    rejections = match(context, kernel)
-    if not rejections or not all(rejection.code in _MENDED_BY_COPY for rejection in rejections):
-        return None
+NOTHING = Adaptation(())
+
+
+def adaptation(context: SelectionContext, kernel: KernelCapability) -> Adaptation | None:
+    """The copies that make `kernel` accept the call, none if it does so anyway; None when copies alone do not.
+
+    The values stay what they are.
+    """
+    is_refused = False
+    for code, _ in findings(context, kernel):
+        is_refused = True
+        if code not in _MENDED_BY_COPY:
+            return None
+    if not is_refused:
+        return NOTHING
     strided = [name for name, spec in context.given.items() if not spec.is_contiguous]
     dense = tuple(
         TensorSpec.contiguous(spec.dtype, spec.shape) if name in strided and spec is not None else spec
         for name, spec in zip(OPS[context.op].inputs, context.inputs, strict=True)
     )
-    changed = SelectionContext.of(context.op, dense, context.outputs, context.attrs, context.device)
-    if not strided or match(changed, kernel):
+    if not strided or any(True for _ in findings(replace(context, inputs=dense), kernel)):
         return None
     return Adaptation(tuple(f"contiguous {name}" for name in strided))
 

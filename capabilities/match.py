@@ -28,17 +28,23 @@ Found = Iterator[tuple[Reason, str]]
 
 def match(context: SelectionContext, kernel: KernelCapability) -> list[Rejection]:
     """All reasons why `kernel` cannot run this call; an empty list means that it can. Not about memory."""
+    return [Rejection(code, detail) for code, detail in findings(context, kernel)]
+
+
+def findings(context: SelectionContext, kernel: KernelCapability) -> Found:
+    """As `match`, one at a time: for those who may stop at the first."""
     op = context.op
-    rules = [_device(context, kernel), _arguments(context, kernel), _conditions(context, kernel)]
+    yield from _device(context, kernel)
+    yield from _arguments(context, kernel)
+    yield from _conditions(context, kernel)
     if op in TOKENIZER_OPS:
-        rules.append(_tokenizer(context, kernel))
+        yield from _tokenizer(context, kernel)
     elif op != "null":
-        rules.append(_tensors(context, kernel))
-        rules.append(_data(context, kernel))
+        yield from _tensors(context, kernel)
+        yield from _data(context, kernel)
     if op == "attention":
-        rules.append(_attention(context, kernel))
-        rules.append(_attention_features(context, kernel))
-    return [Rejection(code, detail) for rule in rules for code, detail in rule]
+        yield from _attention(context, kernel)
+        yield from _attention_features(context, kernel)
 
 
 def memory_rejection(context: SelectionContext, kernel: KernelCapability) -> Rejection | None:

@@ -97,7 +97,7 @@ def test_rejected_ones_come_last_with_all_their_reasons() -> None:
     verdicts = ranked(engine(), route_body(dtype="float16", backend="beta"), alpha=down)
     assert not any(v.is_accepted for v in verdicts)
     codes = {v.backend: [r.code for r in v.reasons] for v in verdicts}
-    assert codes["alpha"] == [Reason.NOT_PINNED, Reason.DTYPE_UNSUPPORTED, Reason.BACKEND_DISABLED]
+    assert codes["alpha"] == [Reason.DTYPE_UNSUPPORTED, Reason.NOT_PINNED, Reason.BACKEND_DISABLED]
     assert codes["beta"] == [Reason.DTYPE_UNSUPPORTED]
 
 
