@@ -1,17 +1,23 @@
-"""What this machine is: the CPU and its instruction sets, usable cores, memory. Detected, never assumed."""
+"""What this machine is: CPU, instruction sets, usable cores and memory. Detected, never assumed.
+
+`root` is there for tests: a folder that stands for the file system.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from layerzero.broker import cuda_driver
 from layerzero.capabilities.device import DeviceSpec
+from layerzero.ipc.errors import ConfigError
 
-CPUINFO = Path("/proc/cpuinfo")
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
+ROOT = Path("/")
 # What kernel libraries choose their code by; /proc/cpuinfo lists a hundred more.
 _ISA = frozenset(
     {"sse2", "sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"}
@@ -21,19 +27,55 @@ _ISA = frozenset(
 _VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "HygonGenuine": "hygon", "0x41": "arm", "0x61": "apple"}
 
 
-def detect_cpu() -> DeviceSpec:
-    """This machine's CPU as this process may use it: affinity and control groups count."""
-    text = CPUINFO.read_text(encoding="utf-8", errors="replace") if CPUINFO.exists() else ""
-    return parse_cpu(text, cores=len(os.sched_getaffinity(0)), memory_bytes=memory_limit_bytes())
+def detect_device(variant: str) -> DeviceSpec:
+    """What kernels of an environment variant ("cpu", "cu12", "cu13") run on: the CPU, or the first GPU.
+
+    Raises ConfigError, with the reason, where a GPU variant finds none that its CUDA version can use.
+    """
+    if variant == "cpu":
+        return detect_cpu()
+    gpus = cuda_driver.detect_gpus()
+    if not gpus.devices:
+        raise ConfigError(f"variant {variant!r} needs an NVIDIA GPU: {gpus.reason}; use the variant 'cpu'")
+    device, wanted = gpus.devices[0], int(variant.removeprefix("cu"))
+    if int(device.cuda_version.partition(".")[0]) < wanted:
+        raise ConfigError(
+            f"variant {variant!r} needs a driver for CUDA {wanted}; this one ({device.driver_version}) serves CUDA "
+            f"{device.cuda_version}; update it or use an older variant"
+        )
+    return device
+
+
+def free_memory_bytes(device: DeviceSpec, root: Path = ROOT) -> int | None:
+    """What can still be had on a device; None where nobody tells.
+
+    CPU: the system's estimate, or what the control groups of this process leave, whichever is lower.
+    """
+    if device.device_type == "cuda":
+        return cuda_driver.free_memory_bytes(device.device_uuid)
+    if device.device_type != "cpu":
+        return None
+    available = [_meminfo(root, "MemAvailable")]
+    for limit, used in _memory_groups(root):
+        available.append(max(limit - used, 0))
+    return min((n for n in available if n is not None), default=None)
+
+
+def detect_cpu(root: Path = ROOT) -> DeviceSpec:
+    """The CPU as this process may use it: affinity and control groups count."""
+    text = _read(root / "proc/cpuinfo")
+    total = [_meminfo(root, "MemTotal"), *(limit for limit, _ in _memory_groups(root))]
+    cores = min(len(os.sched_getaffinity(0)), *_core_quotas(root), os.cpu_count() or 1)
+    return parse_cpu(text, cores=cores, memory_bytes=min((n for n in total if n is not None), default=0))
 
 
 def parse_cpu(cpuinfo: str, *, cores: int, memory_bytes: int) -> DeviceSpec:
-    """From the text of /proc/cpuinfo (x86 and ARM)."""
+    """From the text of /proc/cpuinfo (x86 and ARM); its first processor stands for all."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
-        name, colon, value = line.partition(":")
+        key, colon, value = line.partition(":")
         if colon:
-            fields.setdefault(name.strip(), value.strip())
+            fields.setdefault(key.strip(), value.strip())
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     isa = tuple(sorted(flags & _ISA))
     vendor = fields.get("vendor_id") or fields.get("CPU implementer") or ""
@@ -52,37 +94,57 @@ def parse_cpu(cpuinfo: str, *, cores: int, memory_bytes: int) -> DeviceSpec:
     )
 
 
-def memory_limit_bytes() -> int:
-    """Memory of the machine, or the control group's limit when that is lower."""
-    total = _meminfo("MemTotal")
-    limit = _cgroup("memory.max")
-    return total if limit is None else min(limit, total)
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's; empty where it does not exist."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
-def free_memory_bytes() -> int:
-    """What can still be had: the system's estimate, or what the control group leaves, whichever is lower."""
-    available = _meminfo("MemAvailable")
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    return available if limit is None or used is None else max(min(available, limit - used), 0)
-
-
-def _meminfo(name: str) -> int:
-    for line in MEMINFO.read_text(encoding="utf-8").splitlines():
+def _meminfo(root: Path, name: str) -> int | None:
+    for line in _read(root / "proc/meminfo").splitlines():
         key, _, value = line.partition(":")
         if key == name:
-            return int(value.split()[0]) * 1024
-    return 0
+            return int(value.split()[0]) * 1024  # always in kB
+    return None
 
 
-def _cgroup(name: str) -> int | None:
-    """A number from this process's control group (v2); None where there is none or no limit."""
-    try:
-        group = next(
-            line.split("::", 1)[1]
-            for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-            if line.startswith("0::")
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the control groups that bind this process, inner first. Version 2 has one tree, version 1 one for
+    each controller. In a container the outer part of the path may not be visible; what is, counts."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = mount
+        elif controller in controllers.split(","):
+            top = mount / controller
+        else:
+            continue
+        inner = top / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_dir():
+                yield folder
+            if folder == top:
+                break
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, use) in bytes of each control group that limits memory."""
+    for folder in _groups(root, "memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with suppress(ValueError):  # absent, or "max"
+                yield int(_read(folder / limit)), int(_read(folder / used))
+
+
+def _core_quotas(root: Path) -> Iterator[int]:
+    """Cores that each control group's time quota amounts to, rounded up."""
+    for folder in _groups(root, "cpu"):
+        text = _read(folder / "cpu.max") or (
+            f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
         )
-        text = (CGROUP / group.lstrip("/") / name).read_text(encoding="utf-8").strip()
-    except (OSError, StopIteration):
-        return None
-    return int(text) if text.isdigit() else None
+        with suppress(ValueError, ZeroDivisionError):  # absent, or "max"
+            quota, period = (int(word) for word in text.split())
+            if quota > 0:
+                yield max(math.ceil(quota / period), 1)

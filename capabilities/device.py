@@ -30,5 +30,5 @@ class DeviceSpec:
     supports_tensor_cores: bool = False
     supports_graphs: bool = False
     isa: tuple[str, ...] = ()  # instruction sets of a CPU, in Linux's names, sorted
-    cores: int = 1
+    cores: int = 1  # of a GPU: multiprocessors
     memory_bytes: int = 0
