@@ -1,52 +1,146 @@
-"""What a call would have to change for a kernel that refuses it."""
+"""What a call would have to change for a kernel that refuses it: copies that the client makes unasked (`adaptation`),
+and advice for whoever asks (`counterfactual`). Nothing is offered that match() does not accept afterwards.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from layerzero.capabilities import mends
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
-from layerzero.capabilities.match import findings
+from layerzero.capabilities.match import Rejection, findings, match, memory_rejection
+from layerzero.capabilities.mends import Mend
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
 
-_MENDED_BY_COPY = frozenset({Reason.NOT_CONTIGUOUS, Reason.STRIDE_LAST_DIM})
+MAX_STEPS = 8  # one call is never changed in more ways; a mend that causes what another mends would go on for ever
+
+_BY_COPY: Mapping[Reason, Mend] = {
+    Reason.NOT_CONTIGUOUS: mends.copy,
+    Reason.STRIDE_LAST_DIM: mends.copy,
+    Reason.LAYOUT_UNSUPPORTED: mends.relayout,
+}
+_BY_CALLER: Mapping[Reason, Mend] = {
+    **_BY_COPY,
+    Reason.NOT_ALIGNED: mends.align,
+    Reason.DTYPE_UNSUPPORTED: mends.cast,
+    Reason.DTYPE_MIXED: mends.cast,
+    Reason.ARG_UNSUPPORTED: mends.leave_out,
+    Reason.ARG_REQUIRED: mends.pass_neutral,
+    Reason.ATTR_UNSUPPORTED: mends.set_attribute,
+    Reason.HEAD_DIM_INVALID: mends.pad_heads,
+    Reason.HEAD_DIM_ALIGNMENT: mends.pad_heads,
+    Reason.GQA_UNSUPPORTED: mends.repeat_heads,
+    Reason.ATTN_MASK_UNSUPPORTED: mends.convert_mask,
+    Reason.ATTN_MASK_INVALID: mends.convert_mask,
+    Reason.CAUSAL_ALIGNMENT_UNSUPPORTED: mends.spell_out_causal,
+    Reason.PACKED_WEIGHTS_REQUIRED: mends.pack_weights,
+    Reason.NON_DETERMINISTIC: mends.allow_nondeterminism,
+    Reason.JIT_DISABLED: mends.allow_jit,
+    Reason.CUDA_GRAPH_UNSAFE: mends.leave_capture,
+    Reason.MEMORY_HEADROOM_EXCEEDED: mends.lower_headroom,
+}
+# Reasons that lie not in the call: what to do, and the detail says to what.
+_BY_OPERATOR: Mapping[Reason, str] = {
+    Reason.NOT_PINNED: "leave out backend=",
+    Reason.NOT_INSTALLED: "build the environment",
+    Reason.BACKEND_DISABLED: "repair the backend",
+    Reason.POLICY_LOCKED: "change the policy",
+    Reason.POLICY_DENIED: "change the policy",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
-    """Copies of inputs that the client makes so that a kernel takes the call: `transforms` such as "contiguous q"."""
+    """Copies that the client makes so that a kernel takes the call: `transforms` such as "contiguous q"."""
 
     transforms: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """`change` in words; `codes` are the reasons that it removes; `transforms` the work on tensors, which
+    `copied_bytes` counts; `context` the changed call."""
+
+    change: str
+    codes: tuple[Reason, ...]
+    transforms: tuple[str, ...]
+    context: SelectionContext
 
 
 NOTHING = Adaptation(())
 
 
 def adaptation(context: SelectionContext, kernel: KernelCapability) -> Adaptation | None:
-    """The copies that make `kernel` accept the call, none if it does so anyway; None when copies alone do not.
+    """The copies of inputs that make `kernel` accept the call, none if it does so anyway; None when they do not.
 
-    The values stay what they are.
+    The same for all calls that share a validity key. The values stay what they are.
     """
     is_refused = False
-    for code, _ in findings(context, kernel):
+    for code, _ in findings(context, kernel):  # stops at the first that no copy mends: the usual case
         is_refused = True
-        if code not in _MENDED_BY_COPY:
+        if code not in _BY_COPY:
             return None
     if not is_refused:
         return NOTHING
-    strided = [name for name, spec in context.given.items() if not spec.is_contiguous]
-    dense = tuple(
-        TensorSpec.contiguous(spec.dtype, spec.shape) if name in strided and spec is not None else spec
-        for name, spec in zip(OPS[context.op].inputs, context.inputs, strict=True)
-    )
-    if not strided or any(True for _ in findings(replace(context, inputs=dense), kernel)):
+    found = _mended(context, kernel, _BY_COPY, ())
+    if found is None:
         return None
-    return Adaptation(tuple(f"contiguous {name}" for name in strided))
+    _, _, transforms = found
+    if "contiguous out" in transforms and not any(transform.startswith("layout ") for transform in transforms):
+        return None  # the caller's own memory is where the result has to be
+    return Adaptation(transforms)
 
 
-def copied_bytes(context: SelectionContext, transforms: tuple[str, ...]) -> int:
-    """What the copies of an Adaptation move for this very call."""
-    specs = (context.given[transform.rpartition(" ")[2]] for transform in transforms)
-    return sum(spec.numel * spec.itemsize for spec in specs)
+def copied_bytes(context: SelectionContext, transforms: Iterable[str]) -> int:
+    """What the transforms of an Adaptation or a Fix read of this very call's tensors."""
+    tensors = dict(context.given)
+    if context.outputs:
+        tensors["out"] = context.outputs[0]
+    specs = (tensors.get(transform.split()[1]) for transform in transforms)
+    return sum(spec.numel * spec.itemsize for spec in specs if spec is not None)
+
+
+def counterfactual(context: SelectionContext, kernel: KernelCapability, rejections: Sequence[Rejection]) -> Fix | None:
+    """The smallest change that removes all `rejections`; None where one of them cannot be removed."""
+    codes = tuple(dict.fromkeys(rejection.code for rejection in rejections))
+    advice: list[str] = []
+    for rejection in rejections:
+        if rejection.code in _BY_OPERATOR:
+            advice.append(f"{_BY_OPERATOR[rejection.code]} ({rejection.detail})")
+        elif rejection.code not in _BY_CALLER:
+            return None
+    found = _mended(context, kernel, _BY_CALLER, codes)
+    if found is None:
+        return None
+    changed, changes, transforms = found
+    change = "; ".join(dict.fromkeys([*changes, *advice]))
+    return Fix(change, codes, transforms, changed) if change else None
+
+
+def _mended(
+    context: SelectionContext, kernel: KernelCapability, known: Mapping[Reason, Mend], codes: Sequence[Reason]
+) -> tuple[SelectionContext, list[str], tuple[str, ...]] | None:
+    """The call after mending one reason after the other until none is left, what was changed, and the transforms.
+
+    None when a reason has no mend, or its mend does not help.
+    """
+    is_memory_asked = Reason.MEMORY_HEADROOM_EXCEEDED in codes
+    changes: list[str] = []
+    transforms: list[str] = []
+    for _ in range(MAX_STEPS):
+        rejections = match(context, kernel)
+        if not rejections and is_memory_asked and (memory := memory_rejection(context, kernel)) is not None:
+            rejections = [memory]
+        if not rejections:
+            return context, changes, tuple(dict.fromkeys(transforms))
+        if any(rejection.code not in known for rejection in rejections):
+            return None
+        step = known[rejections[0].code](context, kernel)
+        if step is None:
+            return None
+        context = step.context
+        changes.append(step.change)
+        transforms += step.transforms
+    return None

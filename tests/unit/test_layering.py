@@ -64,6 +64,7 @@ PURE = (
     "capabilities/device.py",
     "capabilities/fixes.py",
     "capabilities/match.py",
+    "capabilities/mends.py",
     "capabilities/reasons.py",
 )
 PURE_STDLIB = {
