@@ -19,7 +19,7 @@ from layerzero.ipc.tensors import FLOAT_DTYPES, TensorSpec
 ALIGNMENT_BYTES = 16  # what kernels mean by aligned: the widest load of a GPU thread, a vector register of any CPU
 _ATTENTION = "attention"
 # Attributes whose value is data: kernels take as long for one as for another.
-_DATA_ATTRS = frozenset({"scale", "eps", "tokenizer_digest"})
+DATA_ATTRS = frozenset({"scale", "eps", "tokenizer_digest"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,7 +406,7 @@ class SelectionContext:
             extents = "x".join(str(_bucket(extent)) for extent in spec.shape)
             memory = "" if spec.is_contiguous else "/rows" if has_dense_rows(spec) else "/strided"
             parts.append(f"{name}:{spec.dtype}[{extents}]{memory}")
-        parts += (f"{name}={self.attrs[name]}" for name in sorted(self.attrs) if name not in _DATA_ATTRS)
+        parts += (f"{name}={self.attrs[name]}" for name in sorted(self.attrs) if name not in DATA_ATTRS)
         return " ".join(parts)
 
 
