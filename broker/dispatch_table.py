@@ -23,7 +23,7 @@ from layerzero.ipc.tensors import TensorSpec
 SCHEMA_VERSION = "1.0"
 REACH = 2  # a call is served when no extent differs from those of a measured one by more than this factor
 TIE_SHARE = 0.02  # times that differ by less are equal: the rest is noise and would only split buckets
-MAX_POINTS = 2048  # of one table
+MAX_POINTS = 1024  # of one table; building it may keep the broker for half a second
 MAX_TEXT_BYTES = 1 << 24
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -81,7 +81,10 @@ class Point(_Model):
         return self
 
     def is_near(self, extents: Sequence[int]) -> bool:
-        return all(a <= REACH * b and b <= REACH * a for a, b in zip(extents, self.extents, strict=True))
+        for a, b in zip(extents, self.extents, strict=True):  # a loop: `all` of a generator takes three times as long
+            if a > REACH * b or b > REACH * a:
+                return False
+        return True
 
 
 class Leaf(_Model):
