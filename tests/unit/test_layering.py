@@ -61,11 +61,13 @@ PURE = (
     "broker/state.py",
     "broker/tuning.py",
     "broker/worker_fsm.py",
+    "capabilities/backend.py",
     "capabilities/context.py",
     "capabilities/device.py",
     "capabilities/fixes.py",
     "capabilities/match.py",
     "capabilities/mends.py",
+    "capabilities/operations.py",
     "capabilities/reasons.py",
 )
 PURE_STDLIB = {
