@@ -45,7 +45,7 @@ class Launcher:
                     text = f"{manifest.descriptor_path}: kernel id {taken[0]!r} belongs to backend {owners[taken[0]]!r}"
                     raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
             except DescriptorError as exc:
-                self.problems.append(exc.message)
+                self.problems.append(f"{exc.reason.value}: {exc.message}")
                 continue
             owners.update(dict.fromkeys(capability.kernel_ids, name))
             self.manifests[name] = manifest
