@@ -134,6 +134,10 @@ class Engine:
         if not count & (count - 1):
             cell.generation += 1
 
+    def note_free_memory(self, nbytes: int) -> None:
+        self.free_memory_bytes = nbytes
+        self.epoch += 1
+
     def load_times(self, rows: Iterable[PerfRow]) -> None:
         """Times that an earlier broker stored."""
         self.perf.load(rows)

@@ -22,6 +22,7 @@ import zmq
 import layerzero
 from layerzero.broker import events as ev
 from layerzero.broker import requests, supervisor
+from layerzero.broker.host import free_memory_bytes
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
 from layerzero.broker.perf import PerfRow
@@ -56,6 +57,7 @@ FIRST_CLIENT_S = 10.0  # the client that started us gets so long to say hello, w
 MAX_STRANGERS = 64  # connections that have not said hello
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 IDLE_CHECK_S = 3600.0
+LOOK_S = 1.0
 SAVE_S = 1.0  # measured times are handed to the database so long after the first new one
 # pyzmq's enums cost a microsecond a use, and these are used on every message.
 _NOBLOCK, _SNDMORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
@@ -100,6 +102,7 @@ class Server:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.perfdb = PerfDB(settings.perf_db or settings.store / "perf.db", self._note_times)
+        self._look_at_s = 0.0
         self._save_at_s = math.inf  # measured times wait for the database until then
         for backend, record in launcher.records().items():
             self._identify(backend, record.versions)
@@ -154,6 +157,7 @@ class Server:
                     self._housekeeping(now_s)
                 else:
                     self._save_times(now_s)
+                    self._look_around(now_s)
                     self._wait(0.0 if self._ask_front or self._ask_back else self._timeout_s(now_s))
         finally:
             self._close()
@@ -184,6 +188,20 @@ class Server:
         while (left_s := end_s - time.monotonic()) > 0:
             self._wait(left_s)
             self._take_frames()
+
+    def _look_around(self, now_s: float) -> None:
+        """Once a second while there is anything to do: has the policy file changed, how much memory is left?"""
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        before = self.policy.problem
+        policy = self.policy.refresh(now_s)
+        if policy is not None:
+            self.handle(ev.PolicyChanged(policy))
+        if self.policy.problem and self.policy.problem != before:
+            log("policy.refused", problem=self.policy.problem)
+        if self.state.engine.policy.memory_headroom_bytes is not None:
+            self.state.engine.note_free_memory(free_memory_bytes())
 
     # --- what was measured -------------------------------------------------------------------------------
 

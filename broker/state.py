@@ -743,12 +743,12 @@ class BrokerState:
         worker = self.workers.get(event.backend)
         if worker is None:
             return
+        self.engine.forgive(worker.backend)
+        self._shadow.forget(self.capabilities[worker.backend].kernel_ids)
         if worker.state in (S.DISABLED, S.BACKOFF, S.ABSENT):
             self._signal(worker, Signal.RESET)
             worker.cause = None
             worker.deaths_s.clear()
-            self.engine.forgive(worker.backend)
-            self._shadow.forget(self.capabilities[worker.backend].kernel_ids)
             missing = Rejection(Reason.NOT_INSTALLED, event.missing) if event.missing else None
             self._set_unavailable(worker.backend, missing)
             if worker.waiting:

@@ -223,7 +223,7 @@ class _Trial:
         except (BrokerLost, NotConnected):
             raise
         except LayerZeroError as exc:
-            runner.error = f"{exc.code}: {exc.message.partition(chr(10))[0]}"
+            runner.error = f"{exc.code}: {' '.join(exc.message.split())}"
             return None
         return api.last_report()
 

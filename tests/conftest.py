@@ -38,8 +38,8 @@ def broker(store: Path) -> Iterator[Site]:
 
 @pytest.fixture
 def connected(no_leaks: None, broker: Site) -> Iterator[Site]:
-    """This process is a client of the module's broker."""
-    broker.connect()
+    """This process is a client of the module's broker, which has forgotten the failures of earlier tests."""
+    broker.connect().ask("reset")
     yield broker
     lz.disconnect()
 

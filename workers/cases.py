@@ -259,18 +259,27 @@ def _linear(_: Claims) -> Iterator[Problem]:
             yield Problem("linear", name, {}, (numbers(*shape), numbers(rows, shape[-1]), bias))
 
 
-def _softmax(_: Claims) -> Iterator[Problem]:
+def _fit(claims: Claims, shape: Shape) -> Shape:
+    """The shape with the fewest dimensions that a kernel takes (ones in front), or the most (the first ones merged)."""
+    low, high = claims.get("min_ndim", 0), claims.get("max_ndim")
+    if high is not None and 0 < high < len(shape):
+        shape = (math.prod(shape[: len(shape) - high + 1]), *shape[len(shape) - high + 1 :])
+    return (*(1 for _ in range(low - len(shape))), *shape)
+
+
+def _softmax(claims: Claims) -> Iterator[Problem]:
     numbers = _Numbers(4)
     shapes: list[Shape] = [(3, 7), (1,), (3, 32), (2, 33), (2, 129), (2, 512), (3, 301), (0, 4)]
-    for shape in shapes:
+    for shape in dict.fromkeys(_fit(claims, shape) for shape in shapes):
         yield Problem("softmax", f"{list(shape)}", {"dim": len(shape) - 1}, (numbers(*shape),))
     for shape, dim in (((2, 7, 3), 1), ((32, 3), 0), ((2, 33, 2), 1), ((272, 3), 0), ((2, 301, 2), 1)):
         yield Problem("softmax", f"{list(shape)} over {dim}", {"dim": dim}, (numbers(*shape),))
-    yield Problem("softmax", "logits of some hundreds", {"dim": 1}, (numbers(3, 9, scale=256),))
+    shape = _fit(claims, (3, 9))
+    yield Problem("softmax", "logits of some hundreds", {"dim": len(shape) - 1}, (numbers(*shape, scale=256),))
 
 
 def _norm(op: str, *names: str) -> Callable[[Claims], Iterator[Problem]]:
-    def problems(_: Claims) -> Iterator[Problem]:
+    def problems(claims: Claims) -> Iterator[Problem]:
         numbers = _Numbers(len(op))
         shapes: list[tuple[Shape, int]] = [((3, 8), 1), ((2, 3, 7), 1), ((3, 32), 1), ((3, 33), 1), ((2, 129), 1)]
         shapes += [((2, 512), 1), ((2, 301), 1), ((3, 2, 4), 2), ((2, 4, 8), 2), ((2, 3, 11), 2), ((2, 2, 161), 2)]
@@ -281,13 +290,13 @@ def _norm(op: str, *names: str) -> Callable[[Claims], Iterator[Problem]]:
                 rest = [numbers(*shape) if name in given else None for name in names]
                 return Problem(op, f"{name}, {' and '.join(given) or 'alone'}", {"ndim": ndim, "eps": eps}, (x, *rest))
 
-            for shape, ndim in shapes:
+            for shape, ndim in [(_fit(claims, shape), ndim) for shape, ndim in shapes]:
                 yield problem(f"{list(shape)} over the last {ndim}", numbers(*shape), ndim, 1e-5)
-            yield problem("eps of 0.5", numbers(3, 8), 1, 0.5)
+            yield problem("eps of 0.5", numbers(*_fit(claims, (3, 8))), 1, 0.5)
             # Halves near 96 take the 8 bits of bfloat16.
-            centred = Values((3, 8), [round(v) / 2 + 96 for v in numbers(3, 8).flat])
+            centred = Values(_fit(claims, (3, 8)), [round(v) / 2 + 96 for v in numbers(3, 8).flat])
             yield problem("large mean", centred, 1, 1e-5)
-            yield problem("empty", numbers(0, 4), 1, 1e-5)
+            yield problem("empty", numbers(*_fit(claims, (0, 4))), 1, 1e-5)
 
     return problems
 
@@ -297,15 +306,15 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _elementwise(op: str, attrs: Sequence[dict[str, Any]]) -> Callable[[Claims], Iterator[Problem]]:
-    def problems(_: Claims) -> Iterator[Problem]:
+    def problems(claims: Claims) -> Iterator[Problem]:
         numbers = _Numbers(10)
         shapes: list[Shape] = [(), (1,), (3, 4), (4, 8), (33,), (3, 43), (2, 3, 96), (2, 512), (0, 4)]
         for more in attrs:
-            for shape in shapes:
+            for shape in dict.fromkeys(_fit(claims, shape) for shape in shapes):
                 yield Problem(
                     op, f"{list(shape)} {' '.join(map(str, more.values()))}".strip(), more, (numbers(*shape),)
                 )
-            yield Problem(op, "far from 0", more, (numbers(2, 5, scale=8),))
+            yield Problem(op, "far from 0", more, (numbers(*_fit(claims, (2, 5)), scale=8),))
 
     return problems
 

@@ -30,6 +30,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BACKENDS = ROOT / "tests" / "backends"
 PREFIX = f"lz{os.getpid()}-"  # of all our runtime folders: it tells this process's brokers from other test runs'
+FIXED_PRIORITY = "weights: {perfdb: 0, reliability: 0}\n"  # else noise in times and past faults decide who serves
 PATIENCE_S = 30.0  # far more than anything takes here, even on a busy machine
 _never = threading.Event()
 
@@ -117,9 +118,13 @@ class Site:
             "LAYERZERO_RUNTIME_DIR": str(self.folder),
             "LAYERZERO_STORE": str(store),
             "LAYERZERO_MANIFEST_DIRS": str(BACKENDS),
+            "LAYERZERO_PERF_DB": str(self.folder / "perf.db"),  # no times of another test
             "XDG_CONFIG_HOME": str(self.folder),  # no settings of the user
             **{f"LAYERZERO_{name.upper()}": str(value) for name, value in settings.items()},
         }
+        config = self.folder / "layerzero"
+        config.mkdir()
+        (config / "policy.yaml").write_text(FIXED_PRIORITY)
         self.endpoints = start.endpoints(self.folder)
         self.live.append(self)
 
