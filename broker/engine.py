@@ -134,7 +134,8 @@ class Engine:
         if not count & (count - 1):
             cell.generation += 1
 
-    def note_free_memory(self, nbytes: int) -> None:
+    def note_free_memory(self, nbytes: int | None) -> None:
+        """None: nobody tells, and then no candidate is refused for its memory."""
         self.free_memory_bytes = nbytes
         self.epoch += 1
 

@@ -201,7 +201,7 @@ class Server:
         if self.policy.problem and self.policy.problem != before:
             log("policy.refused", problem=self.policy.problem)
         if self.state.engine.policy.memory_headroom_bytes is not None:
-            self.state.engine.note_free_memory(free_memory_bytes())
+            self.state.engine.note_free_memory(free_memory_bytes(self.state.engine.device))
 
     # --- what was measured -------------------------------------------------------------------------------
 
