@@ -266,7 +266,10 @@ class Engine:
         self.misses += 1
         statics = []
         for backend, kernel in self._kernels.get(context.op, ()):
-            statics.append(Static(kernel, backend, adaptation(context, kernel)))
+            copies = adaptation(context, kernel)
+            if copies is not None and not all(_is_input_copy(transform) for transform in copies.transforms):
+                copies = None  # the client makes inputs contiguous and changes nothing else
+            statics.append(Static(kernel, backend, copies))
         self._valid[key] = found = tuple(statics)
         if len(self._valid) > MAX_VALIDITY:
             self._valid.popitem(last=False)
@@ -365,6 +368,10 @@ class Engine:
 
 def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
     return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))
+
+
+def _is_input_copy(transform: str) -> bool:
+    return transform.startswith("contiguous ") and transform != "contiguous out"
 
 
 def _share(time_us: float, fastest_us: float) -> float:

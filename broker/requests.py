@@ -79,7 +79,11 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
         "backends": backends,
         "selection": server.state.engine.facts(),
         "times": server.perfdb.facts(),
-        "problems": [*server.launcher.problems, *server.perfdb.problems],
+        "problems": [
+            *server.launcher.problems,
+            *server.perfdb.problems,
+            *filter(None, (server.policy.problem, server.table_problem)),
+        ],
     }
 
 
@@ -88,10 +92,10 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     body = params.get("route")
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
-    spec, ranked = server.state.explain(body, time.monotonic())
+    spec, ranked, candidates = server.state.explain(body, time.monotonic())
     if spec.pinned and spec.pinned not in server.state.capabilities:
         raise no_backend(spec, ranked, server.state.capabilities)
-    return {"candidates": [verdict.to_wire() for verdict in ranked]}
+    return {"candidates": candidates}
 
 
 def policy(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ import msgpack
 import zmq
 
 import layerzero
+from layerzero.broker import dispatch_table, requests, supervisor
 from layerzero.broker import events as ev
-from layerzero.broker import requests, supervisor
 from layerzero.broker.host import free_memory_bytes
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
@@ -37,6 +37,7 @@ from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import (
     BackendError,
     BrokerLost,
+    ConfigError,
     EnvError,
     InvalidArgument,
     LayerZeroError,
@@ -102,6 +103,8 @@ class Server:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.perfdb = PerfDB(settings.perf_db or settings.store / "perf.db", self._note_times)
+        self.table_problem = ""
+        self.load_table()
         self._look_at_s = 0.0
         self._save_at_s = math.inf  # measured times wait for the database until then
         for backend, record in launcher.records().items():
@@ -198,6 +201,7 @@ class Server:
         policy = self.policy.refresh(now_s)
         if policy is not None:
             self.handle(ev.PolicyChanged(policy))
+            self.load_table()
         if self.policy.problem and self.policy.problem != before:
             log("policy.refused", problem=self.policy.problem)
         if self.state.engine.policy.memory_headroom_bytes is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from layerzero.broker import events as ev
 from layerzero.broker.engine import Engine
+from layerzero.broker.explain import explain
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
 from layerzero.broker.records import Call, Client, Route, Worker
 from layerzero.broker.selection import CallSpec, Signature, Verdict, no_backend
@@ -232,10 +233,10 @@ class BrokerState:
         context = self.engine.context(spec)
         return Signature(body, spec, context, self.engine.cell(context), self.engine.kernels(spec.op))
 
-    def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...]]:
+    def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
         """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
         spec = CallSpec.parse(body)
-        return spec, self.engine.rank(spec, self.engine.context(spec), self.unavailable, now_s)
+        return spec, *explain(self.engine, spec, self.unavailable, now_s)
 
     def order(self, signature: Signature) -> tuple[Verdict, ...]:
         """Accepted candidates, best first; kept until something that could change them does."""

@@ -48,6 +48,7 @@ PURE = (
     "broker/dispatch_table.py",
     "broker/engine.py",
     "broker/events.py",
+    "broker/explain.py",
     "broker/health.py",
     "broker/perf.py",
     "broker/planner.py",

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from tests.simulator import CAPABILITIES, route_body
 
 from layerzero.broker.engine import TIE_US, Engine
+from layerzero.broker.explain import explain
+from layerzero.broker.policy import Layer, Policy
 from layerzero.broker.selection import CallSpec, Verdict
 from layerzero.capabilities import descriptor
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
@@ -165,6 +168,46 @@ def test_other_library_versions_void_what_was_decided_and_measured() -> None:
     assert one.epoch > epoch
     assert one.misses == misses + 1
     assert next(v for v in ranked(one) if v.backend == "alpha").measured_us is None
+
+
+def test_explain_says_what_would_make_a_rejected_kernel_eligible_and_what_it_saves() -> None:
+    """Why not is half an answer."""
+    one = engine()
+    measured(one, body=route_body(dtype="float32"), alpha=30.0)
+    spec = CallSpec.parse(route_body(dtype="float16"))
+    _, candidates = explain(one, spec, {}, 0.0)
+    alpha = next(c for c in candidates if c["backend"] == "alpha")
+    assert alpha["accepted"] is False
+    assert "float32" in alpha["fix"]
+    assert alpha["fix_saves_us"] is None  # nobody serves the call as it is: nothing to compare with
+
+
+def test_a_fix_is_worth_what_was_measured_of_the_changed_call() -> None:
+    """A cast that makes a call slower is no advice; one that halves it is."""
+    one = engine({"torch": OURS["torch"], "onnxruntime": OURS["onnxruntime"]})
+    for dtype, kernel_id, us in (("bfloat16", "torch.softmax", 90.0), ("float32", "onnxruntime.softmax", 30.0)):
+        cell = one.cell(one.context(CallSpec.parse(softmax(64, 64, dtype=dtype))))
+        for _ in range(3):
+            one.note_time(kernel_id, cell, round(us * 1e3), 0.0, is_clean=True)
+    _, candidates = explain(one, CallSpec.parse(softmax(64, 64, dtype="bfloat16")), {}, 0.0)
+    other = next(c for c in candidates if c["backend"] == "onnxruntime")
+    assert "cast" in other["fix"]
+    assert other["fix_saves_us"] == 60.0
+
+
+def test_a_table_beats_measured_times_and_plan_mode_refuses_what_it_does_not_cover() -> None:
+    """A plan that was baked for deployment is followed to the letter, or not at all."""
+
+    class Table:
+        def lookup(self, context: SelectionContext) -> str | None:
+            return "gamma.silu" if context.dtype == "float32" else None
+
+    one = engine(policy=Policy.of(Layer("test", {"plan_mode": True})))
+    one.set_table(Table())
+    measured(one, alpha=1.0, gamma=900.0)
+    assert order(one)[0] == "gamma"
+    verdicts = ranked(one, route_body(dtype="float64"))
+    assert {r.code for v in verdicts for r in v.reasons} == {Reason.PLAN_BUCKET_MISS}
 
 
 extents = st.integers(0, 40)
