@@ -207,6 +207,30 @@ class Server:
         if self.state.engine.policy.memory_headroom_bytes is not None:
             self.state.engine.note_free_memory(free_memory_bytes(self.state.engine.device))
 
+    def load_table(self) -> None:
+        """Take the dispatch table that policy names, or none. One that cannot be used is a problem, and is not used."""
+        engine, path = self.state.engine, self.policy.policy.dispatch_table
+        self.table_problem, table = "", None
+        if path is not None:
+            try:
+                text = path.read_text(encoding="utf-8")
+                hashes = {name: capability.hash for name, capability in engine.capabilities.items()}
+                table = dispatch_table.load(
+                    text,
+                    str(path),
+                    dispatch_table.Hardware.of(engine.device),
+                    hashes,
+                    self.launcher.env_ids(),
+                    layerzero_version=layerzero.__version__,
+                )
+            except (OSError, UnicodeDecodeError) as exc:
+                self.table_problem = f"the dispatch table {path} cannot be read: {exc}"
+            except ConfigError as exc:
+                self.table_problem = exc.message
+        if self.table_problem:
+            log("table.refused", problem=self.table_problem)
+        engine.set_table(table)
+
     # --- what was measured -------------------------------------------------------------------------------
 
     def _identify(self, backend: str, versions: Mapping[str, str]) -> None:
