@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import layerzero
 from layerzero.broker import events as ev
 from layerzero.broker.certification import Subject
+from layerzero.broker.readiness import examine, wanted_backends
 from layerzero.broker.selection import CallSpec, no_backend
 from layerzero.broker.shadow import Comparison
 from layerzero.ipc import wire
@@ -106,6 +107,17 @@ def policy(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return server.policy.describe(overlay)
 
 
+def readiness(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Is everything that `backends` (default: all that the policy allows) need in order? broker/readiness.py."""
+    names = params.get("backends")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InvalidArgument(f"readiness takes `backends`: names, or nothing for all; got {names!r:.80}")
+    wanted = wanted_backends(server, names)
+    isolation = {name: server.policy.policy.isolation(name) for name in wanted}
+    checks = [check.to_wire() for check in examine(server, names)]
+    return {"checks": checks, "backends": wanted, "isolation": isolation}
+
+
 def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
@@ -164,6 +176,7 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "explain": explain,
     "policy": policy,
     "provider": provider,
+    "readiness": readiness,
     "reset": reset,
     "shadow": shadow,
     "stay": stay,

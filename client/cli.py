@@ -198,6 +198,23 @@ def tune(
 
 
 @app.command()
+def doctor(
+    backends: Annotated[
+        list[str] | None, typer.Argument(metavar="[BACKEND...]", help="Which are needed; all that the policy allows.")
+    ] = None,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Start the workers, too, and let each answer: the gate of a deployment.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check environments, descriptors, policy, dispatch table, measured times and memory; show what repairs each fault.
+    Exit code 1 when there is one."""
+    from layerzero.client import cli_ready
+
+    raise typer.Exit(cli_ready.doctor(backends or (), ready=ready, as_json=as_json))
+
+
+@app.command()
 def restart(
     backends: Annotated[list[str], typer.Argument(metavar="BACKEND...", help="Backends that were repaired.")],
     as_json: Json = False,

@@ -43,6 +43,10 @@ class Call:
         function: Callable[..., Any] = getattr(ops, self.op)
         return function
 
+    def explain(self) -> SelectionReport:
+        """As lz.explain."""
+        return api.explain(self.function, **self.arrays, **self.params)
+
     @property
     def label(self) -> str:
         arrays = [f"{'x'.join(map(str, spec.shape))}:{spec.dtype}" for spec in self.arrays.values() if spec is not None]
@@ -90,7 +94,7 @@ class Progress:
 
 
 def tune(
-    op: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
+    op: str | Callable[..., Any] | Sequence[str | Callable[..., Any] | Call] | None = None,
     *args: Any,
     budget_s: float = BUDGET_S,
     **kwargs: Any,
@@ -103,13 +107,25 @@ def tune(
     each kernel. An interrupt (Ctrl-C) ends it; the report has what was measured until then.
     Raises InvalidArgument, NotConnected, BrokerLost.
     """
-    if op is None or not (isinstance(op, str) or callable(op)):
-        if args or kwargs:
-            raise InvalidArgument("arguments of a call need its op: lz.tune(op, ...)")
-        return tune_calls([c for name in (op or DEFAULTS) for c in default_calls(_name(name))], budget_s=budget_s)
-    name = _name(op)
-    calls = [_bind(name, args, kwargs)] if args or kwargs else list(default_calls(name))
-    return tune_calls(calls, budget_s=budget_s)
+    return tune_calls(calls_of(op, args, kwargs), budget_s=budget_s)
+
+
+def calls_of(
+    what: str | Callable[..., Any] | Sequence[str | Callable[..., Any] | Call] | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Call]:
+    """The calls that are meant: one with its arguments, or typical ones of the ops named, or of all. Raises
+    InvalidArgument."""
+    if isinstance(what, str) or callable(what):
+        name = _name(what)
+        return [_bind(name, args, kwargs)] if args or kwargs else list(default_calls(name))
+    if args or kwargs:
+        raise InvalidArgument("arguments of a call need its op: name it first, as in lz.tune(op, ...)")
+    found: list[Call] = []
+    for one in DEFAULTS if what is None else what:
+        found += [one] if isinstance(one, Call) else default_calls(_name(one))
+    return found
 
 
 def default_calls(op: str) -> tuple[Call, ...]:
@@ -187,7 +203,7 @@ class _Trial:
 
     def run(self) -> None:
         """Raises BrokerLost, NotConnected, EnvError, InvalidArgument; what a backend raises is its result."""
-        self._before = self._explain()
+        self._before = self._call.explain()
         for candidate in self._before.candidates:
             if candidate.accepted and any(r.backend == candidate.backend for r in self._runners):
                 self._not_pinned.append(candidate)  # a call is pinned to a backend, which takes its best kernel
@@ -227,9 +243,6 @@ class _Trial:
             return None
         return api.last_report()
 
-    def _explain(self) -> SelectionReport:
-        return api.explain(self._call.function, **self._call.arrays, **self._call.params)
-
     def result(self, *, is_cut_short: bool) -> TunedCall:
         kernels = [runner.result() for runner in self._runners]
         kernels += [
@@ -238,7 +251,7 @@ class _Trial:
         ]
         kernels.sort(key=lambda k: k.kernel.median_us if k.kernel is not None else float("inf"))
         before = self._before.kernel_id if self._before else None
-        now = before if is_cut_short or self._before is None else self._explain().kernel_id
+        now = before if is_cut_short or self._before is None else self._call.explain().kernel_id
         note = "" if self._runners else "no kernel accepts it; lz explain says why" if self._before else "interrupted"
         return TunedCall(self._call.op, self._call.label, before, now, tuple(kernels), note)
 
@@ -262,7 +275,7 @@ def _bind(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         raise InvalidArgument(f"{op}: {exc}") from exc
     refused = sorted({"out", "backend", "timeout_s"} & given.keys())
     if refused:
-        raise InvalidArgument(f"lz.tune tries every backend with outputs of its own; leave out {', '.join(refused)}")
+        raise InvalidArgument(f"every backend is tried, with outputs of its own; leave out {', '.join(refused)}")
     names = tensor_names(function)
     arrays = {name: _spec(given[name]) for name in names if name in given}
     return Call(op, arrays, {name: value for name, value in given.items() if name not in arrays})

@@ -43,11 +43,13 @@ if TYPE_CHECKING:
         tokenize,
     )
     from layerzero.client.policy import avoid, configure, lock, policy, prefer, unlock
+    from layerzero.client.ready import ReadinessReport, readiness_check
     from layerzero.client.report import SelectionReport
     from layerzero.client.session import Session
     from layerzero.client.tokenizer import TokenizerFile
     from layerzero.client.tune import tune
     from layerzero.client.tune_report import TuneReport
+    from layerzero.client.warmup import WarmupReport, warmup
     from layerzero.ipc.errors import (
         BackendError,
         BrokerLost,
@@ -71,11 +73,13 @@ _HOME = {
         "attention detokenize embedding gelu layer_norm linear matmul null rms_norm silu softmax tokenize"
     ),
     "layerzero.client.policy": "avoid configure lock policy prefer unlock",
+    "layerzero.client.ready": "ReadinessReport readiness_check",
     "layerzero.client.report": "SelectionReport",
     "layerzero.client.session": "Session",
     "layerzero.client.tokenizer": "TokenizerFile",
     "layerzero.client.tune": "tune",
     "layerzero.client.tune_report": "TuneReport",
+    "layerzero.client.warmup": "WarmupReport warmup",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError DeadlineExceeded EnvError InvalidArgument LayerZeroError "
         "NoBackend NotConnected OutOfMemory Poison VersionMismatch"
@@ -97,11 +101,13 @@ __all__ = [
     "NotConnected",
     "OutOfMemory",
     "Poison",
+    "ReadinessReport",
     "SelectionReport",
     "Session",
     "TokenizerFile",
     "TuneReport",
     "VersionMismatch",
+    "WarmupReport",
     "__version__",
     "attention",
     "avoid",
@@ -122,6 +128,7 @@ __all__ = [
     "null",
     "policy",
     "prefer",
+    "readiness_check",
     "rms_norm",
     "session",
     "share",
@@ -130,8 +137,9 @@ __all__ = [
     "status",
     "submit",
     "tokenize",
-    "unlock",
     "tune",
+    "unlock",
+    "warmup",
 ]
 
 

@@ -1,0 +1,174 @@
+"""Is this broker fit for production? One function per question; client/ready.py adds what only a client can try."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import layerzero
+from layerzero.broker import dispatch_table
+from layerzero.broker.dispatch_table import Hardware
+from layerzero.broker.host import free_memory_bytes
+from layerzero.envs.probe import ProbeRecord
+from layerzero.ipc.errors import ConfigError, InvalidArgument
+
+if TYPE_CHECKING:
+    from layerzero.broker.server import Server
+
+
+class Check(NamedTuple):
+    """`detail`: what was found. `repair`: the command or change that helps; empty when `is_ok`."""
+
+    name: str
+    is_ok: bool
+    detail: str
+    repair: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"name": self.name, "ok": self.is_ok, "detail": self.detail, "repair": self.repair}
+
+
+def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
+    """Those named, or all that the policy allows. Raises InvalidArgument for a name that does not exist."""
+    known = sorted(server.state.capabilities)
+    for name in names or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidArgument(f"no backend is called {name!r:.60}{hint} Known: {', '.join(known)}")
+    return sorted(set(names)) if names is not None else [name for name in known if not _is_denied(server, name)]
+
+
+def _is_denied(server: Server, backend: str) -> bool:
+    """The policy's lists forbid every kernel of it, whatever the call."""
+    limits = server.policy.policy.limits
+    kernels = server.state.capabilities[backend].kernel_ids
+    return all(any(limit.objection(kernel, backend) for limit in limits) for kernel in kernels)
+
+
+def examine(server: Server, names: Sequence[str] | None) -> list[Check]:
+    """All checks, environments first."""
+    records = server.launcher.records()
+    checks = [_environment(server, name, records.get(name)) for name in wanted_backends(server, names)]
+    return [*checks, *(question(server) for question in QUESTIONS)]
+
+
+def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Check:
+    """Built, its probe passed, and nothing has disabled it since."""
+    name = f"environment {backend}"
+    missing = server.launcher.missing(backend)
+    if missing is not None:
+        return Check(name, False, *_split_repair(missing))
+    reason = server.state.unavailable.get(backend)
+    if reason is not None:
+        return Check(name, False, f"{reason.code.value}: {reason.detail}", f"lz restart {backend}")
+    if record is None:
+        return Check(name, False, "built, and not probed yet", f"lz env probe {backend}")
+    if not record.ok:
+        return Check(name, False, f"{record.kind}: {record.message}", record.repair)
+    certified, refused = record.counts
+    more = f", {refused} refused" if refused else ""
+    return Check(name, True, f"built and probed; {certified} classes of calls certified{more}")
+
+
+def _split_repair(text: str) -> tuple[str, str]:
+    """The launcher says "..., run: COMMAND"."""
+    detail, _, command = text.partition("; run: ")
+    return detail, command or "lz env list"
+
+
+def _descriptors(server: Server) -> Check:
+    problems = server.launcher.problems
+    if problems:
+        return Check("descriptors", False, _lines(problems), "mend what the text names, then lz down and lz up")
+    return Check("descriptors", True, f"{len(server.launcher.capabilities)} valid, schema 1.0")
+
+
+def _policy(server: Server) -> Check:
+    source = server.policy
+    if source.problem:
+        return Check("policy", False, source.problem, f"lz policy check {source.file}")
+    return Check("policy", True, f"valid, hash {source.policy.hash}")
+
+
+def _table(server: Server) -> Check:
+    """Where the policy names one: readable, of this machine and these environments."""
+    name, policy = "dispatch table", server.policy.policy
+    path = policy.dispatch_table
+    if path is None and policy.plan_mode:
+        return Check(name, False, "plan_mode is on, and no dispatch_table is set", "lz solve, then set dispatch_table")
+    if path is None:
+        return Check(name, True, "none is set; calls are ranked as they come")
+    try:
+        table = read_table(server, path)
+    except ConfigError as exc:
+        return Check(name, False, exc.message, "lz solve")
+    return Check(
+        name, True, f"{path}: {len(table.groups)} kinds of calls, {table.buckets} buckets; made for this machine"
+    )
+
+
+def read_table(server: Server, path: Path) -> dispatch_table.DispatchTable:
+    """The table in a file. Raises ConfigError when it cannot be read or was not made for this machine as it is."""
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(dispatch_table.MAX_TEXT_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc}") from exc
+    capabilities = {backend: one.hash for backend, one in server.state.capabilities.items()}
+    device = Hardware.of(server.state.engine.device)
+    env_ids = server.launcher.env_ids()
+    return dispatch_table.load(text, str(path), device, capabilities, env_ids, layerzero_version=layerzero.__version__)
+
+
+def _times(server: Server) -> Check:
+    problems = server.perfdb.problems
+    if problems:
+        return Check("measured times", False, _lines(problems), f"a writable {server.perfdb.path.parent}, then lz down")
+    return Check("measured times", True, f"{server.perfdb.path}, {len(server.state.engine.perf)} known")
+
+
+def _memory(server: Server) -> Check:
+    """Where the policy wants some to stay free: it is free now."""
+    headroom = server.policy.policy.memory_headroom_bytes
+    if headroom is None:
+        return Check("memory", True, "memory_headroom_bytes is not set: memory is not looked at")
+    free = free_memory_bytes(server.state.engine.device)
+    if free is None:
+        return Check(
+            "memory", False, "how much is free cannot be told here", "take memory_headroom_bytes out of the policy"
+        )
+    text = f"{free:,} bytes free, memory_headroom_bytes is {headroom:,}"
+    return Check("memory", free > headroom, text, "" if free > headroom else "free memory, or a lower headroom")
+
+
+def _graphs(server: Server) -> Check:
+    """Where the policy is strict about graphs: this device captures some, and kernels are declared safe in them."""
+    if not server.policy.policy.graph_strict_mode:
+        return Check("graphs", True, "graph_strict_mode is off")
+    if not server.state.engine.device.supports_graphs:
+        name = server.state.engine.device.device_name
+        return Check(
+            "graphs", False, f"graph_strict_mode is on, and {name} captures no graphs", "graph_strict_mode: false"
+        )
+    safe = sorted(
+        kernel.kernel_id
+        for capability in server.state.capabilities.values()
+        for kernels in capability.ops.values()
+        for kernel in kernels
+        if kernel.is_cuda_graph_safe
+    )
+    if not safe:
+        return Check(
+            "graphs", False, "graph_strict_mode is on, and no kernel is safe in a graph", "graph_strict_mode: false"
+        )
+    return Check("graphs", True, f"{len(safe)} kernels are declared safe in a graph")
+
+
+def _lines(texts: Iterable[str]) -> str:
+    return "\n".join(texts)
+
+
+QUESTIONS: tuple[Callable[[Server], Check], ...] = (_descriptors, _policy, _table, _times, _memory, _graphs)

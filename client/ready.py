@@ -1,0 +1,164 @@
+"""lz.readiness_check: is everything in order to serve? Asks the broker, and tries what only a client can try."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from layerzero.client import api, ops
+from layerzero.client.report import SelectionReport
+from layerzero.client.tune import DEFAULTS, Call
+from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
+from layerzero.ipc.tensors import TensorSpec
+
+# The smallest file that every release of tokenizers reads.
+TOKENIZER = (
+    b'{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,'
+    b'"pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,'
+    b'"model":{"type":"WordLevel","vocab":{"a":0,"[UNK]":1},"unk_token":"[UNK]"}}'
+)
+_FORMATS = {"float32": "f", "int64": "q"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """`detail`: what was found. `repair`: the command or change that helps; empty when `ok`."""
+
+    name: str
+    ok: bool
+    detail: str
+    repair: str = ""
+
+
+@dataclass(frozen=True)
+class ReadinessReport:
+    """`ok` when every check is. Prints as a table; `exit_code` is for scripts."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @property
+    def exit_code(self) -> int:
+        """0 when ready, 1 when not."""
+        return 0 if self.ok else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"ok": self.ok, "checks": [asdict(check) for check in self.checks]}
+
+    def _headline(self) -> str:
+        failed = sum(not check.ok for check in self.checks)
+        return f"not ready: {failed} of {len(self.checks)} checks failed" if failed else "ready"
+
+    def __str__(self) -> str:
+        width = max((len(check.name) for check in self.checks), default=0)
+        lines = [self._headline()]
+        for check in self.checks:
+            first, *more = check.detail.splitlines() or [""]
+            lines.append(f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:<{width}}  {first}".rstrip())
+            lines += [f"{'':{width + 10}}{line}" for line in more]
+            if check.repair:
+                lines.append(f"{'':{width + 10}}repair: {check.repair}")
+        return "\n".join(lines)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for name in ("check", "", "found", "repair"):
+            table.add_column(name, overflow="fold")
+        for check in self.checks:
+            style = "" if check.ok else "bold red"
+            cells = (check.name, "ok" if check.ok else "FAIL", check.detail, check.repair)
+            table.add_row(*(Text(cell) for cell in cells), style=style)
+        return Group(Text(self._headline(), style="bold green" if self.ok else "bold red"), table)
+
+
+def readiness_check(
+    *, backends: Sequence[str] | None = None, calls: Sequence[Call] = (), starts_workers: bool = True
+) -> ReadinessReport:
+    """Is everything in order to serve? For gates before a deployment: `.ok`, `.exit_code`, and a repair for each fault.
+
+    Environments are built and probed, descriptors and policy valid, the dispatch table (where the policy names one) was
+    made for this machine, measured times can be kept, memory headroom and graphs are as the policy asks.
+    backends: which ones are needed; all that the policy allows if left out. starts_workers: run a small call on each, in
+    the isolation that the policy asks for. calls: what would serve them was run before (lz.warmup).
+    Raises InvalidArgument, NotConnected, BrokerLost.
+    """
+    session = api.session()
+    answer = session.ask("readiness", backends=None if backends is None else list(backends))
+    checks = [Check(row["name"], row["ok"], row["detail"], row["repair"]) for row in answer["checks"]]
+    if starts_workers:
+        served = {row["name"]: row["ops"] for row in api.status()["backends"]}
+        unfit = {check.name for check in checks if not check.ok}
+        for name in answer["backends"]:
+            if f"environment {name}" not in unfit:
+                checks.append(_try_backend(name, served[name], answer["isolation"][name]))
+    checks += [_is_warm(call) for call in calls]
+    return ReadinessReport(tuple(checks))
+
+
+def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
+    """It answers a small call, where the policy wants it to run."""
+    name = f"worker {backend}"
+    why = "it serves no op that could be tried"
+    for call in (call for op in served for call in _small_calls(op)):
+        try:
+            report = _run(call, backend)
+        except (BrokerLost, NotConnected):
+            raise
+        except LayerZeroError as exc:
+            why = f"{call.op}: {exc.code}: {exc.message}"
+            if exc.code == "NO_BACKEND":
+                continue  # it does not take this call; perhaps another one
+            return Check(name, False, why, str(exc.facts.get("repair") or f"lz logs {backend}"))
+        is_here = report.worker_pid == os.getpid()
+        where = "in this process" if is_here else f"in process {report.worker_pid}"
+        detail = f"{report.kernel_id} answered {where}; isolation: {isolation}"
+        if isolation == "in_process" and not is_here:
+            return Check(name, False, detail, f"lz env probe {backend}, or backend_isolation: {backend}: auto")
+        return Check(name, True, detail)
+    return Check(name, False, why, f"lz explain, or avoid_sources: [{backend}] in the policy")
+
+
+def _small_calls(op: str) -> tuple[Call, ...]:
+    """One for each way of calling it that a backend may insist on."""
+    if op == "tokenize":
+        return (Call(op, {}, {"text": "a", "tokenizer": TOKENIZER}),)
+    if op == "detokenize":
+        return (Call(op, {}, {"ids": [0], "tokenizer": TOKENIZER}),)
+    return DEFAULTS.get(op, ())
+
+
+def _run(call: Call, backend: str) -> SelectionReport:
+    arrays = {name: None if spec is None else _zeros(spec) for name, spec in call.arrays.items()}
+    # Twice: the first call may be answered by a worker while this process loads the library.
+    for _ in range(2):
+        getattr(ops, call.op)(**arrays, **call.params, backend=backend)
+    report = api.last_report()
+    assert report is not None, "a call that returned has a report"
+    return report
+
+
+def _zeros(spec: TensorSpec) -> memoryview:
+    """Plain memory: a readiness check must not need NumPy."""
+    return memoryview(bytearray(spec.span_bytes)).cast(_FORMATS[spec.dtype], spec.shape)  # type: ignore[call-overload,no-any-return]
+
+
+def _is_warm(call: Call) -> Check:
+    """The kernel that would serve the call has been measured."""
+    name = f"warm {call.label}"
+    report = call.explain()
+    chosen = next((c for c in report.candidates if c.kernel_id == report.kernel_id), None)
+    if chosen is None:
+        return Check(name, False, "no kernel accepts it", f"lz explain {call.op}")
+    if chosen.measured_us is None:
+        return Check(name, False, f"{chosen.kernel_id} was never measured with it", "lz.warmup, or lz tune")
+    return Check(name, True, f"{chosen.kernel_id}, {chosen.measured_us:,.0f} us")
