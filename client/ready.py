@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerzero.client import api, ops
+from layerzero.client import api
 from layerzero.client.report import SelectionReport
 from layerzero.client.tune import DEFAULTS, Call
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
@@ -19,6 +20,7 @@ TOKENIZER = (
     b'"pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,'
     b'"model":{"type":"WordLevel","vocab":{"a":0,"[UNK]":1},"unk_token":"[UNK]"}}'
 )
+LOADING_S, POLL_S = 60.0, 0.1  # so long a library may take to be probed and loaded in this process
 _FORMATS = {"float32": "f", "int64": "q"}
 
 
@@ -88,8 +90,8 @@ def readiness_check(
 
     Environments are built and probed, descriptors and policy valid, the dispatch table (where the policy names one) was
     made for this machine, measured times can be kept, memory headroom and graphs are as the policy asks.
-    backends: which ones are needed; all that the policy allows if left out. starts_workers: run a small call on each, in
-    the isolation that the policy asks for. calls: what would serve them was run before (lz.warmup).
+    backends: which ones are needed; all that the policy allows if left out. starts_workers: run a small call on each,
+    in the isolation that the policy asks for. calls: what would serve them was run before (lz.warmup).
     Raises InvalidArgument, NotConnected, BrokerLost.
     """
     session = api.session()
@@ -111,7 +113,7 @@ def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
     why = "it serves no op that could be tried"
     for call in (call for op in served for call in _small_calls(op)):
         try:
-            report = _run(call, backend)
+            report = _run(call, backend, is_wanted_here=isolation == "in_process")
         except (BrokerLost, NotConnected):
             raise
         except LayerZeroError as exc:
@@ -123,6 +125,7 @@ def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
         where = "in this process" if is_here else f"in process {report.worker_pid}"
         detail = f"{report.kernel_id} answered {where}; isolation: {isolation}"
         if isolation == "in_process" and not is_here:
+            detail += f"; {api.session().refusals().get(backend, 'it has not loaded here yet')}"
             return Check(name, False, detail, f"lz env probe {backend}, or backend_isolation: {backend}: auto")
         return Check(name, True, detail)
     return Check(name, False, why, f"lz explain, or avoid_sources: [{backend}] in the policy")
@@ -137,14 +140,19 @@ def _small_calls(op: str) -> tuple[Call, ...]:
     return DEFAULTS.get(op, ())
 
 
-def _run(call: Call, backend: str) -> SelectionReport:
+def _run(call: Call, backend: str, *, is_wanted_here: bool) -> SelectionReport:
+    """The report of the call. Where policy wants the backend in this process: of the first call that ran here, since
+    workers answer while its library is probed and loaded; of one that did not when this process has refused it."""
     arrays = {name: None if spec is None else _zeros(spec) for name, spec in call.arrays.items()}
-    # Twice: the first call may be answered by a worker while this process loads the library.
-    for _ in range(2):
-        getattr(ops, call.op)(**arrays, **call.params, backend=backend)
-    report = api.last_report()
-    assert report is not None, "a call that returned has a report"
-    return report
+    until_s = time.monotonic() + LOADING_S
+    while True:
+        call.function(**arrays, **call.params, backend=backend)
+        report = api.last_report()
+        assert report is not None, "a call that returned has a report"
+        is_settled = report.worker_pid == os.getpid() or backend in api.session().refusals()
+        if not is_wanted_here or is_settled or time.monotonic() >= until_s:
+            return report
+        time.sleep(POLL_S)
 
 
 def _zeros(spec: TensorSpec) -> memoryview:

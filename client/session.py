@@ -160,6 +160,10 @@ class Session:
         """False once the broker is known to be gone or the session was closed."""
         return self._link.is_alive
 
+    def refusals(self) -> dict[str, str]:
+        """Backends that the policy wants in this process and that cannot run here, with the reason."""
+        return self._lane.refusals()
+
     @property
     def broker_pid(self) -> int:
         return self._link.welcome.broker_pid

@@ -32,6 +32,12 @@ def found(report: ReadinessReport) -> dict[str, Check]:
     return {check.name: check for check in report.checks}
 
 
+@pytest.fixture
+def toys(new_site: Callable[..., Site]) -> Callable[..., Site]:
+    """Sites on which the toys alone are wanted: other environments are perhaps not built here."""
+    return lambda *more, **settings: new_site(**{"allow_sources": ";".join((*TOYS, *more)), **settings})
+
+
 def ready(site: Site) -> Site:
     """Its environments have been probed: a worker is started only after that."""
     site.start().connect()
@@ -42,9 +48,9 @@ def ready(site: Site) -> Site:
 # --- ready
 
 
-def test_a_broker_in_order_is_ready(new_site: Callable[..., Site]) -> None:
+def test_a_broker_in_order_is_ready(toys: Callable[..., Site]) -> None:
     """Every backend answers from a process of its own, and a script can go by the exit code."""
-    ready(new_site())
+    ready(toys())
     report = lz.readiness_check()
     assert [check.name for check in report.checks] == [
         *(f"environment {name}" for name in TOYS),
@@ -59,9 +65,9 @@ def test_a_broker_in_order_is_ready(new_site: Callable[..., Site]) -> None:
     assert all(f"in process {pid}" in str(report) for pid in pids)
 
 
-def test_only_the_backends_that_are_needed_are_looked_at(new_site: Callable[..., Site]) -> None:
+def test_only_the_backends_that_are_needed_are_looked_at(toys: Callable[..., Site]) -> None:
     """By name, or by what the policy allows; a backend that nobody uses must not hold up a deployment."""
-    site = new_site(avoid_sources="beta")
+    site = toys(allow_sources="alpha;gamma")
     site.start().connect()
     site.wait_ready("alpha", "gamma")
     names = {check.name for check in lz.readiness_check(starts_workers=False).checks} - set(GENERAL)
@@ -74,9 +80,9 @@ def test_only_the_backends_that_are_needed_are_looked_at(new_site: Callable[...,
         lz.session().ask("readiness", backends="alpha")
 
 
-def test_each_kernel_of_the_calls_given_must_have_run(new_site: Callable[..., Site]) -> None:
+def test_each_kernel_of_the_calls_given_must_have_run(toys: Callable[..., Site]) -> None:
     """A cold kernel costs the first customer a start and a compilation."""
-    ready(new_site())
+    ready(toys())
     before = found(lz.readiness_check(calls=[SILU], starts_workers=False))["warm silu(4x8:float32)"]
     assert (before.ok, before.repair) == (False, "lz.warmup, or lz tune")
     warm = lz.warmup([SILU])
@@ -104,10 +110,12 @@ def test_each_kernel_of_the_calls_given_must_have_run(new_site: Callable[..., Si
     ],
 )
 def test_what_the_policy_asks_for_and_the_machine_lacks_is_a_fault(
-    new_site: Callable[..., Site], settings: dict[str, str], name: str, text: str, repair: str
+    toys: Callable[..., Site], settings: dict[str, str], name: str, text: str, repair: str
 ) -> None:
     """The report says what, and what to do."""
-    ready(new_site(**settings))
+    ready(toys())  # what its probes have shown is known from here on
+    lz.disconnect()
+    toys(**settings).start().connect()
     report = lz.readiness_check(starts_workers=False)
     assert [check.name for check in report.checks if not check.ok] == [name]
     fault = found(report)[name]
@@ -117,18 +125,18 @@ def test_what_the_policy_asks_for_and_the_machine_lacks_is_a_fault(
     assert f"repair: {repair}" in str(report)
 
 
-def test_memory_that_is_free_is_enough(new_site: Callable[..., Site]) -> None:
+def test_memory_that_is_free_is_enough(toys: Callable[..., Site]) -> None:
     """The limit is one that can be met."""
-    ready(new_site(memory_headroom_bytes="1 MiB"))
+    ready(toys(memory_headroom_bytes="1 MiB"))
     check = found(lz.readiness_check(starts_workers=False))["memory"]
     assert (check.ok, check.repair) == (True, "")
 
 
-def test_a_policy_that_broke_since_the_start_is_a_fault(new_site: Callable[..., Site], tmp_path: Path) -> None:
+def test_a_policy_that_broke_since_the_start_is_a_fault(toys: Callable[..., Site], tmp_path: Path) -> None:
     """The broker goes on with the one before, and nobody would notice until its next start."""
     file = tmp_path / "policy.yaml"
     file.write_text("strict_mode: false\n")
-    ready(new_site(policy=file))
+    ready(toys(policy=file))
     file.write_text("strict_mood: false\n")
     while (check := found(lz.readiness_check(starts_workers=False))["policy"]).ok:
         lz.null()  # the broker looks once a second
@@ -136,9 +144,9 @@ def test_a_policy_that_broke_since_the_start_is_a_fault(new_site: Callable[..., 
     assert check.repair == f"lz policy check {file}"
 
 
-def test_a_broken_descriptor_is_a_fault(new_site: Callable[..., Site]) -> None:
+def test_a_broken_descriptor_is_a_fault(toys: Callable[..., Site]) -> None:
     """Its backend is left out, and that is easy to overlook."""
-    site = new_site()
+    site = toys()
     site.add_backend("delta")
     (site.manifests / "delta.json").write_text("{}")
     ready(site)
@@ -146,9 +154,9 @@ def test_a_broken_descriptor_is_a_fault(new_site: Callable[..., Site]) -> None:
     assert (check.ok, "delta.json" in check.detail) == (False, True)
 
 
-def test_a_backend_whose_probe_fails_is_a_fault(new_site: Callable[..., Site]) -> None:
+def test_a_backend_whose_probe_fails_is_a_fault(toys: Callable[..., Site]) -> None:
     """With the probe's own words and repair; its worker is not tried."""
-    site = new_site()
+    site = toys("broken")
     site.add_backend("broken", provider="def load():\n    raise RuntimeError('no such library')\n")
     ready(site)
     with pytest.raises(lz.LayerZeroError):
@@ -159,18 +167,18 @@ def test_a_backend_whose_probe_fails_is_a_fault(new_site: Callable[..., Site]) -
     assert checks["environment broken"].repair
 
 
-def test_a_backend_that_was_never_probed_is_a_fault(new_site: Callable[..., Site]) -> None:
+def test_a_backend_that_was_never_probed_is_a_fault(toys: Callable[..., Site]) -> None:
     """Whether it works is not known; the gate must not guess."""
-    site = new_site()
+    site = toys("fresh")
     site.add_backend("fresh")
     site.start().connect()
     check = found(lz.readiness_check(backends=["fresh"], starts_workers=False))["environment fresh"]
     assert (check.ok, check.repair) == (False, "lz env probe fresh")
 
 
-def test_a_worker_that_fails_its_call_is_a_fault(new_site: Callable[..., Site]) -> None:
+def test_a_worker_that_fails_its_call_is_a_fault(toys: Callable[..., Site]) -> None:
     """It loaded, was probed, and cannot work all the same."""
-    site = new_site()
+    site = toys("frail")
     failing = provider("assert x.shape != (256, 2048), 'out of registers'")
     site.add_backend("frail", provider=failing.replace("lambda: None", "lambda: 1 / 0"))
     site.start().connect()
@@ -202,10 +210,10 @@ def descriptor_hash(name: str) -> str:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_a_dispatch_table_must_be_of_this_machine(new_site: Callable[..., Site], tmp_path: Path, is_ours: bool) -> None:
+def test_a_dispatch_table_must_be_of_this_machine(toys: Callable[..., Site], tmp_path: Path, is_ours: bool) -> None:
     """Times of another one are no times."""
     path = tmp_path / "table.json"
-    site = ready(new_site(dispatch_table=path))
+    site = ready(toys(dispatch_table=path))
     header = _header(site) if is_ours else _header(site, capability_hashes={"alpha": "another"})
     measured = Measurement("silu x", {"x.0": 4}, {"alpha.silu": 1.0})
     path.write_text(dispatch_table.build([measured], header).save())
@@ -217,33 +225,35 @@ def test_a_dispatch_table_must_be_of_this_machine(new_site: Callable[..., Site],
         assert "descriptor of alpha: table another" in check.detail
 
 
-def test_isolation_that_the_policy_asks_for_must_hold(new_site: Callable[..., Site]) -> None:
+def test_isolation_that_the_policy_asks_for_must_hold(toys: Callable[..., Site]) -> None:
     """A backend meant to run in this process that has to run elsewhere is slower than was promised."""
-    site = new_site(backend_isolation="alpha=in_process")
+    site = toys(backend_isolation="alpha=in_process")
     ready(site)
     check = found(lz.readiness_check(backends=["alpha"]))["worker alpha"]
-    assert (check.ok, "isolation: in_process" in check.detail) == (True, True)
+    assert check.ok, check
+    assert "isolation: in_process" in check.detail
     assert lz.last_report().worker_pid == os.getpid()
 
 
 # --- warm-up
 
 
-def test_warmup_runs_what_would_serve_and_what_would_take_over(new_site: Callable[..., Site]) -> None:
+def test_warmup_runs_what_would_serve_and_what_would_take_over(toys: Callable[..., Site]) -> None:
     """All of them when asked; a backend that fails is a line, and a call that nobody takes another."""
-    site = new_site()
-    site.add_backend("broken", provider=provider("assert x.shape != (4, 8), 'never'"))
+    site = toys("broken")
+    site.add_backend("broken", provider=provider("assert x.shape != (12, 34), 'never'"))
     site.start().connect()
-    likely = lz.warmup("silu", np.zeros((4, 8), np.float32))
+    likely = lz.warmup("silu", np.zeros((12, 34), np.float32))
     assert [run.backend for run in likely.runs] == ["broken", "alpha"]
     bad, good = likely.runs
-    assert (likely.ok, "never" in bad.error, bad.first_us, good.error) == (False, True, None, "")
+    assert "never" in bad.error
+    assert (likely.ok, bad.first_us, good.error) == (False, None, "")
     assert good.first_us is not None
     assert good.later_us is not None
     assert good.first_us > good.later_us > 0
     assert "never" in str(likely)
     every = lz.warmup([SILU], every=True)
-    assert sorted(run.backend for run in every.runs) == sorted([*TOYS, "broken"])
+    assert (every.ok, sorted(run.backend for run in every.runs)) == (True, sorted([*TOYS, "broken"]))
     nobody = lz.warmup("softmax", SILU.arrays["input"], dim=0)
     assert [run.error for run in nobody.runs] == ["no kernel accepts it; lz explain says why"]
     assert json.loads(json.dumps(nobody.to_dict()))["ok"] is False
@@ -252,16 +262,16 @@ def test_warmup_runs_what_would_serve_and_what_would_take_over(new_site: Callabl
 # --- the command
 
 
-def test_doctor_tells_a_person_and_a_script(new_site: Callable[..., Site]) -> None:
+def test_doctor_tells_a_person_and_a_script(toys: Callable[..., Site]) -> None:
     """0 when ready; 1 with the fault and its repair when not; workers are started when asked only."""
-    site = ready(new_site(plan_mode="true"))
+    site = ready(toys(plan_mode="true"))
     sick = run_lz(site, "doctor")
     assert sick.returncode == 1
     assert "plan_mode is on" in sick.stdout
     value = data(run_lz(site, "doctor", "alpha", "--ready", "--json"), 1)
     assert [check["name"] for check in value["checks"] if not check["ok"]] == ["dispatch table"]
     assert [check["name"] for check in value["checks"]][-1] == "worker alpha"
-    well = new_site()
+    well = toys()
     well.start()
     with well.environment():
         assert run_lz(well, "doctor", "--ready").returncode == 0
