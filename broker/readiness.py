@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import layerzero
-from layerzero.broker import dispatch_table
-from layerzero.broker.dispatch_table import Hardware
+from layerzero.broker.dispatch_table import DispatchTable
 from layerzero.broker.host import free_memory_bytes
 from layerzero.envs.probe import ProbeRecord
-from layerzero.ipc.errors import ConfigError, InvalidArgument
+from layerzero.ipc.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from layerzero.broker.server import Server
@@ -101,26 +98,12 @@ def _table(server: Server) -> Check:
         return Check(name, False, "plan_mode is on, and no dispatch_table is set", "lz solve, then set dispatch_table")
     if path is None:
         return Check(name, True, "none is set; calls are ranked as they come")
-    try:
-        table = read_table(server, path)
-    except ConfigError as exc:
-        return Check(name, False, exc.message, "lz solve")
+    table = server.state.engine.table
+    if server.table_problem or not isinstance(table, DispatchTable):
+        return Check(name, False, server.table_problem, "lz solve")
     return Check(
         name, True, f"{path}: {len(table.groups)} kinds of calls, {table.buckets} buckets; made for this machine"
     )
-
-
-def read_table(server: Server, path: Path) -> dispatch_table.DispatchTable:
-    """The table in a file. Raises ConfigError when it cannot be read or was not made for this machine as it is."""
-    try:
-        with path.open("rb") as stream:
-            text = stream.read(dispatch_table.MAX_TEXT_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc}") from exc
-    capabilities = {backend: one.hash for backend, one in server.state.capabilities.items()}
-    device = Hardware.of(server.state.engine.device)
-    env_ids = server.launcher.env_ids()
-    return dispatch_table.load(text, str(path), device, capabilities, env_ids, layerzero_version=layerzero.__version__)
 
 
 def _times(server: Server) -> Check:

@@ -118,6 +118,13 @@ def readiness(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"checks": checks, "backends": wanted, "isolation": isolation}
 
 
+def load_table(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the dispatch table that the policy names again: `path`, None where it names none, and its `problem`."""
+    server.load_table()
+    path = server.policy.policy.dispatch_table
+    return {"path": None if path is None else str(path), "problem": server.table_problem}
+
+
 def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
@@ -174,6 +181,7 @@ def shadow(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
 METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "status": status,
     "explain": explain,
+    "load_table": load_table,
     "policy": policy,
     "provider": provider,
     "readiness": readiness,

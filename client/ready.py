@@ -94,15 +94,17 @@ def readiness_check(
     in the isolation that the policy asks for. calls: what would serve them was run before (lz.warmup).
     Raises InvalidArgument, NotConnected, BrokerLost.
     """
-    session = api.session()
-    answer = session.ask("readiness", backends=None if backends is None else list(backends))
-    checks = [Check(row["name"], row["ok"], row["detail"], row["repair"]) for row in answer["checks"]]
+    names = None if backends is None else list(backends)
+    answer = api.session().ask("readiness", backends=names)
+    tried: dict[str, Check] = {}
     if starts_workers:
         served = {row["name"]: row["ops"] for row in api.status()["backends"]}
-        unfit = {check.name for check in checks if not check.ok}
-        for name in answer["backends"]:
-            if f"environment {name}" not in unfit:
-                checks.append(_try_backend(name, served[name], answer["isolation"][name]))
+        isolation = answer["isolation"]
+        tried = {name: _try_backend(name, served[name], isolation[name]) for name in answer["backends"]}
+        answer = api.session().ask("readiness", backends=names)  # environments that nobody had used were probed
+    checks = [Check(row["name"], row["ok"], row["detail"], row["repair"]) for row in answer["checks"]]
+    unfit = {check.name for check in checks if not check.ok}
+    checks += [check for name, check in tried.items() if f"environment {name}" not in unfit]
     checks += [_is_warm(call) for call in calls]
     return ReadinessReport(tuple(checks))
 
