@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerzero.ipc.errors import InvalidArgument
@@ -204,12 +204,30 @@ def plan(block: Block, *, max_states: int = MAX_STATES) -> BlockPlan:
         way = way.before
     units.reverse()
     return BlockPlan(
-        tuple(Step(unit.kernel_id, unit.nodes, unit.us) for unit in units),
+        _steps(units),
         best.us,
         best.second_us if best.second_us < math.inf else None,
         tuple(_transforms(block, units)),
         is_exact,
     )
+
+
+def fixed_plan(block: Block, kernels: Sequence[str]) -> BlockPlan:
+    """What a choice of one kernel per node costs; for comparison with `plan`. Raises InvalidArgument for a kernel that
+    is no choice there."""
+    units = []
+    for number, (node, kernel_id) in enumerate(zip(block.nodes, kernels, strict=True)):
+        us = next((choice.us for choice in node.choices if choice.kernel_id == kernel_id), None)
+        if us is None:
+            raise InvalidArgument(f"{kernel_id} is no choice for {node.name}")
+        units.append(_Unit(kernel_id, us, (number,)))
+    transforms = _transforms(block, units)
+    cost_us = sum(unit.us for unit in units) + sum(transform.us for transform in transforms)
+    return BlockPlan(_steps(units), cost_us, None, tuple(transforms))
+
+
+def _steps(units: Sequence[_Unit]) -> tuple[Step, ...]:
+    return tuple(Step(unit.kernel_id, unit.nodes, unit.us) for unit in units)
 
 
 def _offer(states: dict[_State, _Partial], key: _State, new: _Partial) -> None:

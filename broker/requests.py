@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import layerzero
 from layerzero.broker import events as ev
+from layerzero.broker.blocks import Link, Ranked, block_of
 from layerzero.broker.certification import Subject
+from layerzero.broker.planner import fixed_plan
 from layerzero.broker.readiness import examine, wanted_backends
 from layerzero.broker.selection import CallSpec, no_backend
 from layerzero.broker.shadow import Comparison
 from layerzero.ipc import wire
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 
 if TYPE_CHECKING:
     from layerzero.broker.server import Server
@@ -97,6 +99,37 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     if spec.pinned and spec.pinned not in server.state.capabilities:
         raise no_backend(spec, ranked, server.state.capabilities)
     return {"candidates": candidates}
+
+
+def plan(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernels for calls that feed each other, chosen together, and what they cost when each is chosen by itself.
+
+    routes: encoded Route messages; calls: for each call its route's position; links: [source, target, argument];
+    rewrites: [positions of calls, route's position] of single calls that do the same. Chooses and changes nothing.
+    """
+    now_s, engine, unavailable = time.monotonic(), server.state.engine, server.state.unavailable
+    try:
+        specs = [CallSpec.parse(body) for body in params["routes"]]
+        ranked = [Ranked(spec, engine.rank(spec, engine.context(spec), unavailable, now_s)) for spec in specs]
+        calls = [ranked[number] for number in params["calls"]]
+        links = [Link(*link) for link in params["links"]]
+        rewrites = [(tuple(covered), ranked[number]) for covered, number in params["rewrites"]]
+        block = block_of(calls, links, rewrites)
+    except (KeyError, IndexError, TypeError, ValueError) as exc:
+        if isinstance(exc, LayerZeroError):
+            raise
+        raise InvalidArgument(f"plan takes routes, calls, links and rewrites: {type(exc).__name__}: {exc}") from exc
+    joint = server.planner.plan(block)
+    alone = fixed_plan(block, [call.candidates[0].kernel_id for call in calls])
+    return {
+        "steps": [{"kernel_id": step.kernel_id, "calls": list(step.nodes), "us": step.us} for step in joint.steps],
+        "cost_us": joint.cost_us,
+        "runner_up_us": joint.runner_up_us,
+        "alone_us": alone.cost_us,
+        "transforms": [{"source": t.source, "target": t.target, "us": t.us} for t in joint.transforms],
+        "unmeasured": [number for number, call in enumerate(calls) if not call.is_measured],
+        "is_exact": joint.is_exact,
+    }
 
 
 def policy(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,4 +223,5 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "stay": stay,
     "shutdown": shutdown,
     "ping": ping,
+    "plan": plan,
 }

@@ -28,6 +28,7 @@ from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_ident
 from layerzero.broker.perf import PerfRow
 from layerzero.broker.perf_rows import Identity
 from layerzero.broker.perfdb import PerfDB
+from layerzero.broker.planner import Planner
 from layerzero.broker.policy_source import PolicySource
 from layerzero.broker.settings import Settings
 from layerzero.broker.state import BrokerState
@@ -84,6 +85,7 @@ class Server:
         self.endpoints = endpoints
         self.state = state
         self.launcher = launcher
+        self.planner = Planner()
         self.policy = policy
         self.incarnation = os.urandom(8).hex()
         self.started_s = time.time()

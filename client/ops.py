@@ -26,6 +26,8 @@ from layerzero.ipc.tensors import TensorSpec
 
 handler: ContextVar[Callable[[Request], Any] | None] = ContextVar("handler", default=None)
 """What happens to requests in this context instead of running them: lz.submit and lz.explain set it."""
+tracer: ContextVar[Callable[[Request], Any] | None] = ContextVar("tracer", default=None)
+"""Takes what lz.submit would send, and answers it: client/trace.py sets it."""
 
 
 def _perform(request: Request) -> Any:

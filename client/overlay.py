@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.tensors import TensorSpec
 
 Layer = Mapping[str, Any]
 """{"origin": who asks, "values": keys of a policy and their values}"""
@@ -83,6 +84,11 @@ class Scope:
         _scopes.set(tuple(scope for scope in _scopes.get() if scope is not self))
 
 
+baked: ContextVar[Callable[[Any, tuple[TensorSpec | None, ...]], Overlay | None] | None] = ContextVar(
+    "layerzero_baked", default=None
+)
+"""What is asked for in this context, by request and specs of its arguments, instead of `current()`: client/compile.py
+sets it."""
 _scopes: ContextVar[tuple[Scope, ...]] = ContextVar("layerzero_policy", default=())
 _process = _Process()
 _base: Overlay | None = None
@@ -99,6 +105,12 @@ def current() -> Overlay | None:
 def _joined(base: Overlay | None, scopes: tuple[Scope, ...]) -> Overlay:
     layers = () if base is None else base.layers
     return Overlay.of(*layers, *(layer for scope in scopes for layer in scope.overlay.layers))
+
+
+@functools.lru_cache(maxsize=4096)
+def on_top(base: Overlay | None, more: Overlay) -> Overlay:
+    """Both, the layers of `more` last."""
+    return more if base is None else Overlay.of(*base.layers, *more.layers)
 
 
 def change(update: Callable[[_Process], _Process]) -> None:

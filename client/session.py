@@ -74,6 +74,12 @@ class Request:
     finish: Callable[[list[memoryview], bytes], Any] | None = None  # what to make of those for the caller
     is_rigid: bool = False  # copies did not help before: the broker must not ask for any
 
+    def shape_specs(self, specs: tuple[TensorSpec | None, ...]) -> tuple[TensorSpec | None, ...]:
+        """What settles the plan: for ops with sized outputs without the lengths, which travel with each call."""
+        if self.output_bytes is None:
+            return specs
+        return tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
+
 
 @dataclass(slots=True, eq=False)
 class Here:
@@ -202,7 +208,9 @@ class Session:
             else:
                 specs.append(TensorSpec.contiguous(array.spec.dtype, array.spec.shape))
         out = None if request.out is None else self._describe_out(request.out)
-        route = self._route(link, request, tuple(specs), out)
+        bake = overlay.baked.get()
+        policy = overlay.current() if bake is None else bake(request, tuple(specs))
+        route = self._route(link, request, tuple(specs), out, policy)
         names = OPS[request.op].inputs
         adapted: frozenset[str] = frozenset()
         if route.dense and time.monotonic() < route.dense_until_s:
@@ -211,7 +219,7 @@ class Session:
                 spec = specs[position]
                 if name in adapted and spec is not None:
                     found[position], specs[position] = None, TensorSpec.contiguous(spec.dtype, spec.shape)
-            route = self._route(link, request, tuple(specs), out)
+            route = self._route(link, request, tuple(specs), out, policy)
         _refuse_gradients(request.op, arrays)
         if route.here is not None:
             if time.monotonic() < route.here.until_s:
@@ -557,12 +565,17 @@ class Session:
 
     # --- routes --------------------------------------------------------------------------------------
 
-    def _route(self, link: Link, request: Request, specs: tuple[TensorSpec | None, ...], out: Array | None) -> Route:
+    def _route(
+        self,
+        link: Link,
+        request: Request,
+        specs: tuple[TensorSpec | None, ...],
+        out: Array | None,
+        policy: Overlay | None,
+    ) -> Route:
         out_spec = None if out is None else out.spec
-        if request.output_bytes is not None:  # lengths travel with each call
-            specs = tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
+        specs = request.shape_specs(specs)
         params = tuple([(type(value), value) for value in request.params.values()])  # True, 1 and 1.0 are equal
-        policy = overlay.current()
         asked = None if policy is None else policy.text
         key = (request.op, specs, params, request.backend, out_spec, asked)
         try:
@@ -674,12 +687,19 @@ class Session:
             None if arg is None else arg if isinstance(arg, TensorSpec) else describe(arg).spec for arg in request.args
         )
         plan = request.planner(*specs, **request.params)
-        body = messages.encode(self._route_message(plan, request.backend, overlay.current()))
+        return self.explain_route(request.op, self.route_body(plan, request.backend))
+
+    def route_body(self, plan: Plan, backend: str | None) -> bytes:
+        """What the broker is told of a call with this plan, as policy is here and now."""
+        return messages.encode(self._route_message(plan, backend, overlay.current()))
+
+    def explain_route(self, op: str, body: bytes) -> SelectionReport:
+        """As `explain`, for what `route_body` made."""
         answer = self.ask("explain", route=body)
         candidates = tuple(Candidate.from_wire(c) for c in answer["candidates"])
         best = next((c for c in candidates if c.accepted), None)
         return SelectionReport(
-            op=request.op,
+            op=op,
             kernel_id=best.kernel_id if best else None,
             backend=best.backend if best else None,
             worker_pid=None,

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         status,
         submit,
     )
+    from layerzero.client.compile import compile
+    from layerzero.client.dry_run import PlanReport, dry_run
     from layerzero.client.ops import (
         attention,
         detokenize,
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "layerzero.client.api": ("connect disconnect empty empty_like explain last_report session share status submit"),
+    "layerzero.client.compile": "compile",
+    "layerzero.client.dry_run": "PlanReport dry_run",
     "layerzero.client.ops": (
         "attention detokenize embedding gelu layer_norm linear matmul null rms_norm silu softmax tokenize"
     ),
@@ -100,6 +104,7 @@ __all__ = [
     "NoBackend",
     "NotConnected",
     "OutOfMemory",
+    "PlanReport",
     "Poison",
     "ReadinessReport",
     "SelectionReport",
@@ -111,10 +116,12 @@ __all__ = [
     "__version__",
     "attention",
     "avoid",
+    "compile",
     "configure",
     "connect",
     "detokenize",
     "disconnect",
+    "dry_run",
     "embedding",
     "empty",
     "empty_like",
