@@ -16,6 +16,7 @@ from layerzero.broker.planner import fixed_plan
 from layerzero.broker.readiness import examine, wanted_backends
 from layerzero.broker.selection import CallSpec, no_backend
 from layerzero.broker.shadow import Comparison
+from layerzero.broker.tuning import Usage, next_sample
 from layerzero.ipc import wire
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 
@@ -211,6 +212,38 @@ def shadow(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"is_beyond": comparison.is_beyond}
 
 
+def sample(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the inputs of a call should run once more, beside it, on a kernel that is little known: its backend, or
+    "" when policy gives no time for that (`tune_budget`), it is used up, or nothing is left to learn.
+
+    route: the call's encoded Route message.
+    """
+    body = params.get("route")
+    if not isinstance(body, bytes):
+        raise InvalidArgument("sample needs `route`: an encoded route message")
+    engine, now_s = server.state.engine, time.monotonic()
+    spec, ranked, _ = server.state.explain(body, now_s)
+    accepted = {v.kernel_id: v for v in ranked if v.is_accepted and not v.transforms and not v.is_last_resort}
+    if len(accepted) < 2 or spec.pinned:
+        return {"backend": ""}
+    chosen, *others = accepted
+    key = engine.context(spec).perf_key()
+    tuning = server.tuning
+    found = next_sample(
+        [Usage(body, key, 1, chosen, tuple(others))],
+        engine.perf,
+        now_s,
+        share=engine.policy.tune_budget,
+        spent_s=tuning.spent_s,
+        elapsed_s=now_s - tuning.since_s,
+    )
+    if found is None:
+        return {"backend": ""}
+    known = engine.perf.stat(found.kernel_id, key) or engine.perf.stat(chosen, key)
+    tuning.spent_s += known.median_us / 1e6 if known is not None else 0.0
+    return {"backend": accepted[found.kernel_id].backend}
+
+
 METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "status": status,
     "explain": explain,
@@ -219,6 +252,7 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "provider": provider,
     "readiness": readiness,
     "reset": reset,
+    "sample": sample,
     "shadow": shadow,
     "stay": stay,
     "shutdown": shutdown,

@@ -32,6 +32,7 @@ from layerzero.broker.planner import Planner
 from layerzero.broker.policy_source import PolicySource
 from layerzero.broker.settings import Settings
 from layerzero.broker.state import BrokerState
+from layerzero.broker.tuning import Spending
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc import control, memory, messages, sockets, wire
 from layerzero.ipc.endpoints import Endpoints
@@ -105,6 +106,7 @@ class Server:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.perfdb = PerfDB(settings.perf_db or settings.store / "perf.db", self._note_times)
+        self.tuning = Spending(time.monotonic())
         self.table_problem = ""
         self.load_table()
         self._look_at_s = 0.0

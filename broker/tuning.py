@@ -23,6 +23,14 @@ class Usage:
     others: tuple[str, ...]
 
 
+@dataclass
+class Spending:
+    """What background tuning took since `since_s`, by the times that were known when each run was granted."""
+
+    since_s: float
+    spent_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Sample:
     signature: bytes
