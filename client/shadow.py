@@ -1,6 +1,9 @@
 """Shadow checks: a sampled call runs once more on a reference backend, off the caller's path, and the two results are
 compared. The broker is told how far they were apart; broker/shadow.py decides what follows.
 
+The same samples serve background tuning: where policy gives time for it (`tune_budget`), the broker may ask to run one
+on a kernel that it knows little about, and notes the time.
+
 Off by default. A call that is not sampled pays for one comparison of integers.
 """
 
@@ -9,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import queue
+import random
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -32,6 +36,7 @@ REFERENCES = ("torch", "onnx-reference")  # backends whose results count as righ
 QUEUE = 4  # checks that wait; more are dropped, and counted
 MAX_SAMPLE_BYTES = 64 << 20  # of inputs and output of a call; larger ones are not sampled
 MAX_COMPARED = 1 << 16  # elements, evenly spread; others at each check
+TUNE_RATE = 1 / 32  # share of calls that are offered for background tuning, where policy gives time for it
 IDLE_S = 5.0  # the thread ends when nothing was sampled for so long
 REASON = "sampled shadow check"
 _Code = Literal["B", "H", "I", "Q"]
@@ -51,8 +56,8 @@ class Sample:
 
 
 class Shadow:
-    """A session's shadow checks. `counts` says what became of the samples: compared, beyond (their tolerance), dropped
-    (the queue was full), too_large, no_reference, failed (`last_error` says why)."""
+    """A session's shadow checks. `counts` says what became of the samples: compared, beyond (their tolerance), tuned (run
+    for background tuning), dropped (the queue was full), too_large, no_reference, failed (`last_error` says why)."""
 
     def __init__(self, session: Session, *, rate: float = 0.0, references: tuple[str, ...] = REFERENCES) -> None:
         self.next_seq = NEVER  # the first sequence number that is sampled again
@@ -63,7 +68,7 @@ class Shadow:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._queue: queue.Queue[tuple[Submitted, Sample]] = queue.Queue(QUEUE)
-        self._rate = 0.0
+        self._rate = self._tune_rate = 0.0
         self.rate = rate
 
     @property
@@ -76,13 +81,23 @@ class Shadow:
         if not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
             raise InvalidArgument(f"shadow rate is {rate!r}; allowed: a number from 0 (never) to 1 (every call)")
         self._rate = float(rate)
-        self.next_seq = 0 if rate else NEVER
+        self.next_seq = 0 if self._rate or self._tune_rate else NEVER
+
+    @property
+    def tunes(self) -> bool:
+        """Whether calls are offered to the broker for background tuning."""
+        return self._tune_rate > 0
+
+    @tunes.setter
+    def tunes(self, is_on: bool) -> None:
+        self._tune_rate = TUNE_RATE if is_on else 0.0
+        self.next_seq = 0 if self._rate or self._tune_rate else NEVER
 
     def take(self, submitted: Submitted, seq: int) -> Sample | None:
         """Copy the inputs of a call that was just sent, and settle which call is next. The caller waits for this."""
         # 0: the rate was just set. The first sample is a gap away, like all others.
         sample = self._copy(submitted) if self.next_seq else None
-        self.next_seq = seq + gap(submitted.link.welcome.number, seq, self._rate)
+        self.next_seq = seq + gap(submitted.link.welcome.number, seq, max(self._rate, self._tune_rate))
         return sample
 
     def _copy(self, submitted: Submitted) -> Sample | None:
@@ -107,15 +122,19 @@ class Shadow:
 
     def check(self, submitted: Submitted, sample: Sample, decision: messages.Decision) -> None:
         """Queue the comparison of a call that ended well. Copies its output: the caller may change it from now on."""
-        reference = self._reference(decision)
+        is_checked = random.random() * max(self._rate, self._tune_rate) < self._rate
+        reference = self._reference(decision) if is_checked else None
         if reference is None:
-            self.counts["no_reference"] += 1
-            return
+            if is_checked:
+                self.counts["no_reference"] += 1
+            if not self.tunes:
+                return
         number, _, offset, nbytes = REF.unpack_from(submitted.refs, len(submitted.refs) - REF.size)
         sample.output = bytes(self._session.lent(number).view[offset : offset + nbytes])
         submitted.copies.append(Copy("out", nbytes, "client", REASON))
         sample.kernel_id = decision.kernel_id
-        sample.reference, sample.backend = reference
+        if reference is not None:
+            sample.reference, sample.backend = reference
         with self._lock:
             try:
                 self._queue.put_nowait((submitted, sample))
@@ -148,19 +167,40 @@ class Shadow:
                         return
                 continue
             try:
-                self._compare(submitted, sample)
+                if sample.backend:
+                    self._compare(submitted, sample)
+                if self.tunes:
+                    self._tune(submitted, sample)
             except LayerZeroError as exc:  # the reference failed, or the broker is gone
                 self.counts["failed"] += 1
                 self.last_error = f"{exc.code}: {exc.message}"
             del submitted, sample  # what they hold is freed now, not at the next sample
 
     def _compare(self, submitted: Submitted, sample: Sample) -> None:
+        spec = submitted.route.plan.outputs[0]
+        output = self._run(submitted, sample, sample.backend)
+        error = compare(memoryview(sample.output), output, spec, self.counts["compared"])
+        self.counts["compared"] += 1
+        answer = self._session.ask(
+            "shadow", route=submitted.route.body, kernel_id=sample.kernel_id, reference=sample.reference, error=error
+        )
+        self.counts["beyond"] += bool(answer["is_beyond"])
+
+    def _tune(self, submitted: Submitted, sample: Sample) -> None:
+        """Run the sample where the broker wants to learn the time; it notes that by itself."""
+        backend = self._session.ask("sample", route=submitted.route.body)["backend"]
+        if backend:
+            self._run(submitted, sample, str(backend))
+            self.counts["tuned"] += 1
+
+    def _run(self, submitted: Submitted, sample: Sample, backend: str) -> memoryview:
+        """The output of a sample on one backend, in memory of its own."""
         plan, link = submitted.route.plan, submitted.link
         spec = plan.outputs[0]
         output, arena, place = arenas.pool.allocate(spec.span_bytes)
         number = self._session._lend(link, arena)
         body = b"".join([*sample.refs, REF.pack(number, 0, place, spec.span_bytes)])
-        route = self._session.define_route(link, (plan, sample.backend), plan, sample.backend)
+        route = self._session.define_route(link, (plan, backend), plan, backend)
         pending = Pending(hold=(sample.blocks, output))
         link.submit(pending, lambda seq: wire.pack(Kind.EXECUTE, route=route.number, seq=seq, body=body))
         link.wait(pending)
@@ -168,12 +208,7 @@ class Shadow:
             raise pending.error
         if pending.header is not None and pending.header.kind == Kind.FAILED:
             raise from_wire(messages.decode(pending.body, messages.Outcome).error)
-        error = compare(memoryview(sample.output), output, spec, self.counts["compared"])
-        self.counts["compared"] += 1
-        answer = self._session.ask(
-            "shadow", route=submitted.route.body, kernel_id=sample.kernel_id, reference=sample.reference, error=error
-        )
-        self.counts["beyond"] += bool(answer["is_beyond"])
+        return output
 
 
 def gap(seed: int, counter: int, rate: float) -> int:

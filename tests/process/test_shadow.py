@@ -110,3 +110,25 @@ def test_nothing_is_sampled_by_default(site: Site) -> None:
 def test_rate_is_a_share(site: Site, rate: Any) -> None:
     with pytest.raises(InvalidArgument, match="from 0"):
         site.connect().shadow.rate = rate
+
+
+def test_background_tuning_measures_what_calls_do_not_go_to(store: Path) -> None:
+    """Off the caller's path and within its share of time, kernels that nobody calls get their figures."""
+    site = Site(store)
+    (site.folder / "layerzero" / "policy.yaml").write_text("tune_budget: 1.0\nweights: {perfdb: 0}\n")
+    session = site.start().connect()
+    try:
+        session.shadow.tunes = True
+
+        def measured() -> set[str]:
+            lz.silu(X)
+            return {c.backend for c in lz.explain("silu", X).candidates if c.measured_us is not None}
+
+        wait_until(lambda: {"alpha", "beta", "gamma"} <= measured())
+        report = lz.last_report()
+        assert report is not None
+        assert report.backend == "alpha"
+        assert session.shadow.counts["tuned"] >= 2
+    finally:
+        lz.disconnect()
+        site.stop()
