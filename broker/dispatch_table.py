@@ -1,6 +1,6 @@
 """A solved dispatch table: per kind of call, a decision tree over the extents that names the fastest kernel. Pure.
 
-lz.solve makes one from measurements; Engine.rank asks it. docs/plans.md has the file's form.
+lz.solve makes one from measurements; Engine.rank asks it. docs/solve.md has the file's form.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@ import difflib
 import os
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import layerzero
+from layerzero.broker import dispatch_table
 from layerzero.broker import events as ev
 from layerzero.broker.blocks import Link, Ranked, block_of
 from layerzero.broker.certification import Subject
@@ -152,6 +154,39 @@ def readiness(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"checks": checks, "backends": wanted, "isolation": isolation}
 
 
+def solve(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """A dispatch table from measurements, as the `text` of a file. Nothing is kept.
+
+    measured: list of {"route": encoded Route message, "us": map of kernel id to microseconds}; command: what makes the
+    table anew.
+    """
+    engine, measured, backends = server.state.engine, [], set()
+    try:
+        for one in params["measured"]:
+            spec = CallSpec.parse(one["route"])
+            context, times = engine.context(spec), dict(one["us"])
+            backend_of = dict(engine.kernels(spec.op))
+            backends |= {backend_of[kernel_id] for kernel_id in times}
+            group, features = dispatch_table.group_of(context), dispatch_table.features_of(context)
+            measured.append(dispatch_table.Measurement(group, features, times))
+        command = str(params["command"])
+    except (KeyError, TypeError, ValueError) as exc:
+        if isinstance(exc, LayerZeroError):
+            raise
+        raise InvalidArgument(f"solve takes measured and command: {type(exc).__name__}: {exc}") from exc
+    env_ids = server.launcher.env_ids()
+    header = dispatch_table.Header(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        layerzero_version=layerzero.__version__,
+        hardware=dispatch_table.Hardware.of(engine.device),
+        capability_hashes={name: engine.capabilities[name].hash for name in sorted(backends)},
+        env_ids={name: env_ids[name] for name in sorted(backends) if name in env_ids},
+        command=command,
+    )
+    table = dispatch_table.build(measured, header)
+    return {"text": table.save(), "kinds": len(table.groups), "buckets": table.buckets}
+
+
 def load_table(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     """Read the dispatch table that the policy names again: `path`, None where it names none, and its `problem`."""
     server.load_table()
@@ -256,6 +291,7 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "shadow": shadow,
     "stay": stay,
     "shutdown": shutdown,
+    "solve": solve,
     "ping": ping,
     "plan": plan,
 }

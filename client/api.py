@@ -96,6 +96,11 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Selectio
     return _with_handler(session().explain, op, args, kwargs)  # type: ignore[no-any-return]
 
 
+def signature(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+    """What the broker knows a call by; arguments as of `explain`."""
+    return _with_handler(session().signature, op, args, kwargs)  # type: ignore[no-any-return]
+
+
 class Future:
     """A submitted call. `result()` waits; it can be awaited too."""
 

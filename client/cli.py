@@ -198,6 +198,35 @@ def tune(
 
 
 @app.command()
+def solve(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OP...] | [OP ARG...]", help="As for lz tune; a shape may have named extents: 8xS:f32."
+        ),
+    ] = None,
+    param: Params = None,
+    extent: Annotated[
+        list[str] | None,
+        typer.Option("--extent", "-e", metavar="NAME=N,N,...", help="Values of a named extent; may be repeated."),
+    ] = None,
+    tokenizer: Tokenizer = None,
+    path: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; dispatch_table.json in the store if left out.")
+    ] = None,
+    budget: Annotated[float, typer.Option("--budget", min=0.1, help="Seconds for everything.")] = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Measure calls of many sizes and write a dispatch table, which a policy can name. Ctrl-C writes nothing."""
+    from layerzero.client import cli_tune
+
+    code = cli_tune.solve(
+        words or (), param or (), extent or (), tokenizer=tokenizer, path=path, budget_s=budget, as_json=as_json
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def doctor(
     backends: Annotated[
         list[str] | None, typer.Argument(metavar="[BACKEND...]", help="Which are needed; all that the policy allows.")

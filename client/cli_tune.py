@@ -1,7 +1,8 @@
-"""`lz tune`: which calls to measure, where it is, what came of it."""
+"""`lz tune` and `lz solve`: which calls to measure, where it is, what came of it."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from layerzero.client import tune as tuning
 from layerzero.client.cli_calls import TEXT_OPS, Connected, find_op, parse_arrays, parse_params, parse_texts
 from layerzero.client.cli_output import FAILED, err, out, print_json
+from layerzero.client.solve import solve_calls, with_extents
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.ops import OPS
 
@@ -30,6 +32,34 @@ def tune(words: Sequence[str], params: Sequence[str], *, tokenizer: Path | None,
     if report.was_interrupted:
         return INTERRUPTED
     return 0 if any(call.fastest for call in report.calls) else FAILED
+
+
+def solve(
+    words: Sequence[str],
+    params: Sequence[str],
+    extents: Sequence[str],
+    *,
+    tokenizer: Path | None,
+    path: Path | None,
+    budget_s: float,
+    as_json: bool,
+) -> int:
+    """Measure, write a dispatch table, print both. Returns the exit code: 0 when it was written."""
+    calls = [call for one in with_extents(words, extents) for call in parse_calls(one, params, tokenizer)]
+    options = [
+        word for name, given in (("--param", params), ("--extent", extents)) for v in given for word in (name, v)
+    ]
+    options += [] if path is None else ["--out", str(path)]
+    command = shlex.join(["lz", "solve", *words, *options])
+    with Connected(), _Display(budget_s) as display:
+        report = solve_calls(calls, path=path, budget_s=budget_s, command=command, on_progress=display.show)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        out().print(report)
+    if report.measured.was_interrupted:
+        return INTERRUPTED
+    return FAILED if report.path is None else 0
 
 
 def parse_calls(words: Sequence[str], params: Sequence[str], tokenizer: Path | None) -> list[tuning.Call]:

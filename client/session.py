@@ -681,13 +681,17 @@ class Session:
             candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
         )
 
-    def explain(self, request: Request) -> SelectionReport:
-        """Which kernel would serve this call now, and why not the others. Runs nothing."""
+    def signature(self, request: Request) -> bytes:
+        """The encoded Route message of a call; a TensorSpec may stand for an array."""
         specs = tuple(
             None if arg is None else arg if isinstance(arg, TensorSpec) else describe(arg).spec for arg in request.args
         )
         plan = request.planner(*specs, **request.params)
-        return self.explain_route(request.op, self.route_body(plan, request.backend))
+        return self.route_body(plan, request.backend)
+
+    def explain(self, request: Request) -> SelectionReport:
+        """Which kernel would serve this call now, and why not the others. Runs nothing."""
+        return self.explain_route(request.op, self.signature(request))
 
     def route_body(self, plan: Plan, backend: str | None) -> bytes:
         """What the broker is told of a call with this plan, as policy is here and now."""

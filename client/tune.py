@@ -32,11 +32,17 @@ def _f32(*shape: int) -> TensorSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """A call to tune: an op, the specs of its arrays, its other parameters."""
+    """A call to measure: an op, the specs of its arrays, its other parameters."""
 
     op: str
     arrays: Mapping[str, TensorSpec | None] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        """lz.Call.of("matmul", a, b): as the call would be made; a TensorSpec may stand for an array. Raises
+        InvalidArgument."""
+        return _bind(_name(op), args, kwargs)
 
     @property
     def function(self) -> Callable[..., Any]:

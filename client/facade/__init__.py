@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from layerzero.client.ready import ReadinessReport, readiness_check
     from layerzero.client.report import SelectionReport
     from layerzero.client.session import Session
+    from layerzero.client.solve import SolveReport, solve
     from layerzero.client.tokenizer import TokenizerFile
-    from layerzero.client.tune import tune
+    from layerzero.client.tune import Call, tune
     from layerzero.client.tune_report import TuneReport
     from layerzero.client.warmup import WarmupReport, warmup
     from layerzero.ipc.errors import (
@@ -81,7 +82,8 @@ _HOME = {
     "layerzero.client.report": "SelectionReport",
     "layerzero.client.session": "Session",
     "layerzero.client.tokenizer": "TokenizerFile",
-    "layerzero.client.tune": "tune",
+    "layerzero.client.solve": "SolveReport solve",
+    "layerzero.client.tune": "Call tune",
     "layerzero.client.tune_report": "TuneReport",
     "layerzero.client.warmup": "WarmupReport warmup",
     "layerzero.ipc.errors": (
@@ -95,6 +97,7 @@ __all__ = [
     "BackendError",
     "BrokerLost",
     "Busy",
+    "Call",
     "Cancelled",
     "ConfigError",
     "DeadlineExceeded",
@@ -109,6 +112,7 @@ __all__ = [
     "ReadinessReport",
     "SelectionReport",
     "Session",
+    "SolveReport",
     "TokenizerFile",
     "TuneReport",
     "VersionMismatch",
@@ -141,6 +145,7 @@ __all__ = [
     "share",
     "silu",
     "softmax",
+    "solve",
     "status",
     "submit",
     "tokenize",
