@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from layerzero.broker.planner import Block, Choice, Edge, Fusion, Node
 from layerzero.broker.selection import CallSpec, Verdict
@@ -13,7 +15,7 @@ from layerzero.ipc.tensors import TensorSpec
 
 COPY_BYTES_PER_US = 5_000  # what one core copies; plans need no more than the order of magnitude
 MAX_NODES = 1024
-_WISHES = ("policy", "table")  # terms of the score that say what somebody wants, whatever it costs
+ROUNDING = 1e-9  # points that differ by less are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A call signature with the engine's verdicts, best first."""
+    """A call signature with the engine's verdicts, best first. `time_weight`: points of the score that the fastest
+    kernel gets for its time (Weights.perfdb)."""
 
     spec: CallSpec
     verdicts: tuple[Verdict, ...]
+    time_weight: float
 
     def tensor(self, arg: str) -> TensorSpec:
         """An argument by name. Raises InvalidArgument."""
@@ -40,20 +44,37 @@ class Ranked:
             raise InvalidArgument(f"{self.spec.op} is called without {arg!r:.40}; arguments: {', '.join(names)}")
         return found
 
-    @property
+    @cached_property
     def candidates(self) -> tuple[Verdict, ...]:
-        """What a plan may choose from: of the accepted kernels those that policy and dispatch table want most, and
-        none that keeps failing unless there is no other."""
-        accepted = [v for v in self.verdicts if v.is_accepted]
-        healthy = [v for v in accepted if not v.is_last_resort] or accepted
-        most = max((_wish(v) for v in healthy), default=0.0)
-        return tuple(v for v in healthy if _wish(v) == most)
+        """Accepted kernels, and none that keeps failing unless there is no other."""
+        accepted = tuple(v for v in self.verdicts if v.is_accepted)
+        return tuple(v for v in accepted if not v.is_last_resort) or accepted
 
-    def cost_us(self, verdict: Verdict) -> float:
-        """Measured time. A kernel that was never measured counts as fast as the fastest, as it does for the engine; 0
-        when none was."""
-        known = [v.measured_us for v in self.candidates if v.measured_us]
-        return verdict.measured_us or min(known, default=0.0)
+    @cached_property
+    def costs_us(self) -> Mapping[str, float]:
+        """What each candidate costs: its measured time, with its other points (priority, policy, reliability) at the
+        time that they stand for. One whose points no time makes good is left out: it is not wanted here.
+
+        The engine gives `time_weight` * fastest / time for a time, so that a lack of points is a share of that weight.
+        Kernels that were never measured count as fast as the fastest, as they do there.
+        """
+        fastest_us = min((v.measured_us for v in self.candidates if v.measured_us), default=0.0)
+        best = max(self.candidates, key=_points, default=None)
+        if best is None:
+            return {}
+        best_us = best.measured_us or fastest_us
+        costs = {}
+        for verdict in self.candidates:
+            lack = _points(best) - _points(verdict)
+            share = (fastest_us / best_us if best_us else 1.0) - _ratio(lack, self.time_weight)
+            if share > 0:
+                costs[verdict.kernel_id] = fastest_us / share
+        return costs
+
+    @property
+    def choices(self) -> list[tuple[Verdict, float]]:
+        """Those that a plan may choose, in the engine's order, with their costs."""
+        return [(v, self.costs_us[v.kernel_id]) for v in self.candidates if v.kernel_id in self.costs_us]
 
     @property
     def is_measured(self) -> bool:
@@ -75,8 +96,8 @@ def block_of(
         Node(
             call.spec.op,
             tuple(
-                Choice(v.kernel_id, call.cost_us(v) + sum(_copy_us(call, a) for a in _dense(v) if (n, a) not in linked))
-                for v in call.candidates
+                Choice(v.kernel_id, us + sum(_copy_us(call, arg) for arg in _dense(v) if (n, arg) not in linked))
+                for v, us in call.choices
             ),
         )
         for n, call in enumerate(calls)
@@ -87,22 +108,30 @@ def block_of(
         copy_us = _copy_us(target, link.arg)
         costs = {
             (a.kernel_id, b.kernel_id): count * copy_us
-            for a in source.candidates
-            for b in target.candidates
+            for a, _ in source.choices
+            for b, _ in target.choices
             if (count := _conversions(a, b, link.arg))
         }
         edges.append(Edge(link.source, link.target, costs))
     fusions = [
-        Fusion(covered, Choice(v.kernel_id, call.cost_us(v)))
+        Fusion(covered, Choice(v.kernel_id, us))
         for covered, call in rewrites
         if call.is_measured and all(0 <= n < len(calls) and calls[n].is_measured for n in covered)
-        for v in call.candidates
+        for v, us in call.choices
     ]
     return Block(tuple(nodes), tuple(edges), tuple(fusions))
 
 
-def _wish(verdict: Verdict) -> float:
-    return sum(verdict.terms.get(term, 0.0) for term in _WISHES)
+def _points(verdict: Verdict) -> float:
+    """Its score without that of copies, which a plan counts itself."""
+    return verdict.score - verdict.terms.get("transform", 0.0)
+
+
+def _ratio(lack: float, weight: float) -> float:
+    """A lack of points in units of the time's weight; without weight any lack is beyond remedy."""
+    if lack < ROUNDING:
+        return 0.0
+    return lack / weight if weight else math.inf
 
 
 def _dense(verdict: Verdict) -> list[str]:

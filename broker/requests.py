@@ -113,7 +113,14 @@ def plan(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     now_s, engine, unavailable = time.monotonic(), server.state.engine, server.state.unavailable
     try:
         specs = [CallSpec.parse(body) for body in params["routes"]]
-        ranked = [Ranked(spec, engine.rank(spec, engine.context(spec), unavailable, now_s)) for spec in specs]
+        ranked = [
+            Ranked(
+                spec,
+                engine.rank(spec, engine.context(spec), unavailable, now_s),
+                engine.policy_for(spec).weights.perfdb,
+            )
+            for spec in specs
+        ]
         calls = [ranked[number] for number in params["calls"]]
         links = [Link(*link) for link in params["links"]]
         rewrites = [(tuple(covered), ranked[number]) for covered, number in params["rewrites"]]
@@ -123,7 +130,7 @@ def plan(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
             raise
         raise InvalidArgument(f"plan takes routes, calls, links and rewrites: {type(exc).__name__}: {exc}") from exc
     joint = server.planner.plan(block)
-    alone = fixed_plan(block, [call.candidates[0].kernel_id for call in calls])
+    alone = fixed_plan(block, [node.choices[0].kernel_id for node in block.nodes])
     return {
         "steps": [{"kernel_id": step.kernel_id, "calls": list(step.nodes), "us": step.us} for step in joint.steps],
         "cost_us": joint.cost_us,

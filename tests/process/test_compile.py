@@ -11,6 +11,7 @@ from tests.process.harness import Site
 
 import layerzero as lz
 from layerzero.client.dry_run import find_attention
+from layerzero.client.overlay import Overlay, Scope
 from layerzero.client.trace import imagine
 
 X = np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6)
@@ -84,14 +85,23 @@ def test_a_dry_run_names_a_call_without_a_kernel(connected: Site) -> None:
 def test_the_joint_plan_goes_by_measured_times(connected: Site) -> None:
     """And says what it costs."""
     lz.tune("silu", X, budget_s=2)
-    plan = lz.dry_run(lambda: lz.silu(lz.silu(X)))
-    measured = {c.kernel_id: c.measured_us for c in plan.calls[0].report.candidates if c.accepted}
+    with Scope(Overlay.of({"origin": "test", "values": {"weights": {"perfdb": 1000.0}}})):
+        plan = lz.dry_run(lambda: lz.silu(lz.silu(X)))
+        chosen = lz.explain("silu", X)
+    measured = {c.kernel_id: c.measured_us for c in chosen.candidates}
+    us = measured[chosen.kernel_id or ""]
+    assert us is not None
+    assert [call.kernel_id for call in plan.calls] == [chosen.kernel_id] * 2
     assert plan.unmeasured == ()
-    assert plan.cost_us == pytest.approx(2 * min(us for us in measured.values() if us))
-    assert plan.alone_us is not None
-    assert plan.alone_us >= plan.cost_us
+    assert plan.cost_us == plan.alone_us == pytest.approx(2 * us)
     assert plan.runner_up_us is not None
     assert plan.runner_up_us >= plan.cost_us
+
+
+def test_the_joint_plan_keeps_to_fixed_priorities(connected: Site) -> None:
+    """Where policy gives measured times no weight, as it does for this broker, a plan must not bring them back."""
+    lz.tune("silu", X, budget_s=2)
+    assert [call.kernel_id for call in lz.dry_run(lz.silu, X).calls] == ["alpha.silu"]
 
 
 def test_a_dry_run_without_calls_is_refused(connected: Site) -> None:

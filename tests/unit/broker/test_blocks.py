@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,12 +21,25 @@ COPY_US = 100_000 / COPY_BYTES_PER_US
 Q = TensorSpec.contiguous("float32", (1, 1, 1000, 25))
 
 
+WEIGHT = 1000.0
+
+
+def scored(verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
+    """With the term of the measured time, as the engine gives it."""
+    fastest_us = min((v.measured_us for v in verdicts if v.is_accepted and v.measured_us), default=None)
+    if fastest_us is None:
+        return verdicts
+    return tuple(
+        replace(v, terms={**v.terms, "perfdb": WEIGHT * fastest_us / (v.measured_us or fastest_us)}) for v in verdicts
+    )
+
+
 def silu(*verdicts: Verdict) -> Ranked:
-    return Ranked(CallSpec("silu", (X,), (X,), {}, ""), verdicts)
+    return Ranked(CallSpec("silu", (X,), (X,), {}, ""), scored(verdicts), WEIGHT)
 
 
 def attention(*verdicts: Verdict) -> Ranked:
-    return Ranked(CallSpec("attention", (Q, Q, Q, None), (Q,), {}, ""), verdicts)
+    return Ranked(CallSpec("attention", (Q, Q, Q, None), (Q,), {}, ""), scored(verdicts), WEIGHT)
 
 
 def verdict(kernel_id: str, us: float | None = None, *reasons: Rejection, **facts: Any) -> Verdict:
@@ -52,6 +66,22 @@ def test_what_somebody_asked_for_goes_before_time() -> None:
     solved = verdict("b.k", 5.0, terms={"table": 2_000.0})
     assert kernels([silu(wanted, solved, verdict("c.k", 1.0))], []) == ["a.k"]
     assert kernels([silu(solved, verdict("c.k", 1.0))], []) == ["b.k"]
+
+
+def test_without_other_terms_costs_are_the_measured_times() -> None:
+    """A plan speaks of microseconds."""
+    call = silu(verdict("a.k", 3.0), verdict("b.k", 12.0), verdict("c.k", 4.5))
+    assert call.costs_us == pytest.approx({"a.k": 3.0, "b.k": 12.0, "c.k": 4.5})
+
+
+def test_points_count_as_the_time_they_stand_for() -> None:
+    """Alone, a call gets the kernel that the engine would choose, by how much it is ahead."""
+    steady, flaky = verdict("a.k", 10.0), verdict("b.k", 9.9, terms={"reliability": -50.0})
+    call = silu(steady, flaky)
+    assert kernels([call], []) == ["a.k"]
+    assert 10.0 < call.costs_us["b.k"] < 11.0
+    by_priority = Ranked(call.spec, (verdict("a.k", 9.0, terms={"priority": 60.0}), verdict("b.k", 1.0)), 0.0)
+    assert by_priority.costs_us == {"a.k": 9.0}
 
 
 def test_a_kernel_that_keeps_failing_is_the_last_choice() -> None:
