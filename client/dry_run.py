@@ -48,8 +48,8 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a function would run. Times are measured medians; `unmeasured` has the numbers of calls with kernels that
-    were never measured, which count as fast as the fastest.
+    """What a function would run. Times are measured medians, with what policy and priority are worth beside them
+    (docs/plans.md). `unmeasured`: calls with kernels that were never measured, which count as fast as the fastest.
 
     `cost_us`: kernels and transforms of the joint plan; `runner_up_us`: of the second best; `alone_us`: of each call's
     own best kernel. All are None when a call has no kernel: `problem` says which.
