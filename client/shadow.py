@@ -56,8 +56,9 @@ class Sample:
 
 
 class Shadow:
-    """A session's shadow checks. `counts` says what became of the samples: compared, beyond (their tolerance), tuned (run
-    for background tuning), dropped (the queue was full), too_large, no_reference, failed (`last_error` says why)."""
+    """A session's shadow checks. `counts` says what became of the samples: compared, beyond (their tolerance), tuned
+    (run for background tuning), dropped (the queue was full), too_large, no_reference, failed (`last_error` says
+    why)."""
 
     def __init__(self, session: Session, *, rate: float = 0.0, references: tuple[str, ...] = REFERENCES) -> None:
         self.next_seq = NEVER  # the first sequence number that is sampled again
