@@ -152,6 +152,10 @@ class Server:
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
+        # The system may hand a signal to another thread, and Python handles it in this one, which may be asleep.
+        signalled, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
+        self._watch(signalled, lambda: _drain_pipe(signalled))
         try:
             while not self._ended:
                 self._take_frames()
@@ -167,7 +171,10 @@ class Server:
                     self._look_around(now_s)
                     self._wait(0.0 if self._ask_front or self._ask_back else self._timeout_s(now_s))
         finally:
+            signal.set_wakeup_fd(-1)
             self._close()
+            os.close(signalled)
+            os.close(signal_fd)
 
     def _take_frames(self) -> None:
         """Until both sockets are empty, but not for ever: under full load there is always more, and a worker's death
@@ -778,6 +785,11 @@ def _note_failures(record: ProbeRecord) -> None:
     certified, failed = record.counts
     first = [f"{f['kernel_id']} {f['dtype']} {f['shape_class']}: {f['detail']}" for f in record.failures[:10]]
     log("backend.not_certified", backend=record.env, certified=certified, failed=failed, first=first)
+
+
+def _drain_pipe(fd: int) -> None:
+    with suppress(BlockingIOError):
+        os.read(fd, 512)
 
 
 def _close_all(fds: list[int]) -> None:

@@ -64,8 +64,8 @@ def warmup(
     """Run calls twice on the backend that would serve them and on the one that would take over; on all that accept
     them with `every`.
 
-    Arguments as of lz.tune: lz.warmup("matmul", a, b), lz.warmup(["matmul", "silu"]), or calls such as those of
-    lz.dry_run(fn, ...).calls. The broker keeps the times. A backend that fails is a line of the report.
+    Arguments as of lz.tune: lz.warmup("matmul", a, b), lz.warmup(["matmul", "silu"]), or calls made by lz.Call.of.
+    The broker keeps the times. A backend that fails is a line of the report.
     Raises InvalidArgument, NotConnected, BrokerLost.
     """
     began_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import signal
@@ -63,3 +64,18 @@ def test_a_broker_that_probes_ends_at_once(new_site: Callable[..., Site]) -> Non
     with pytest.raises(lz.BrokerLost):
         call.result()
     assert site.connect().broker_pid != pid
+
+
+def test_a_signal_that_another_thread_gets_ends_the_broker_all_the_same(new_site: Callable[..., Site]) -> None:
+    """The system picks the thread; the one that must act may be asleep for an hour."""
+    site = new_site()
+    site.connect()
+    site.wait_ready("alpha")
+    for _ in range(2):  # the first run of a kernel warms up, and is not stored
+        lz.null(backend="alpha")
+    wait_until(lambda: lz.status()["times"]["stored"] > 0)  # nothing is left that would wake it soon
+    pid = site.broker_pid
+    assert pid is not None
+    others = [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir() if int(entry.name) != pid]
+    assert ctypes.CDLL(None).tgkill(pid, max(others), signal.SIGTERM) == 0
+    wait_ended(pid, 10)
