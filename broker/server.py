@@ -168,8 +168,8 @@ class Server:
                     self._housekeeping(now_s)
                 else:
                     self._save_times(now_s)
-                    self._look_around(now_s)
                     self._wait(0.0 if self._ask_front or self._ask_back else self._timeout_s(now_s))
+                    self._look_around(time.monotonic())  # before the calls that woke us
         finally:
             signal.set_wakeup_fd(-1)
             self._close()
@@ -204,7 +204,8 @@ class Server:
             self._take_frames()
 
     def _look_around(self, now_s: float) -> None:
-        """Once a second while there is anything to do: has the policy file changed, how much memory is left?"""
+        """Once a second while there is anything to do, and before it: has the policy file changed, how much memory is
+        left?"""
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
@@ -353,6 +354,8 @@ class Server:
             elif kind == Kind.RAN_HERE:
                 ran = messages.decode(body, messages.RanHere)
                 error = from_wire(ran.error) if ran.error else None
+                if ran.kernel_ns < 0:
+                    raise ProtocolError(f"a run of {ran.kernel_ns} ns")
                 event = ev.RanInClient(identity, route, ran.kernel_id, ran.kernel_ns, error)
             elif kind == Kind.REQUEST:
                 self._answer_request(identity, seq, body)

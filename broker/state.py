@@ -321,8 +321,9 @@ class BrokerState:
         for verdict in order:
             if verdict.backend in call.tried:
                 continue
-            op = call.route.signature.spec.op
-            if not verdict.is_on_trial or self.engine.reserve_trial(verdict.backend, op, self._now_s):
+            if verdict.transforms or not verdict.is_on_trial:  # a call that is sent back for copies tries nothing
+                return verdict
+            if self.engine.reserve_trial(verdict.backend, call.route.signature.spec.op, self._now_s):
                 return verdict
             last = last or verdict
         return last
@@ -330,11 +331,12 @@ class BrokerState:
     def _sends_back(self, verdict: Verdict, call: Call) -> bool:
         """Ends the call when its client must do the next step: change the inputs, or run the kernel itself."""
         kernel = verdict.kernel
+        in_doubt = verdict.is_on_trial or verdict.is_last_resort  # it has failed of late: not near the caller
         if verdict.transforms:
             error: LayerZeroError = AdaptationRequired(
                 f"{verdict.kernel_id} needs {', '.join(verdict.transforms)}", transforms=list(verdict.transforms)
             )
-        elif verdict.may_run_here and call.may_run_here and not call.attempts and kernel is not None:
+        elif verdict.may_run_here and call.may_run_here and not call.attempts and kernel is not None and not in_doubt:
             error = RunInProcess(
                 f"policy wants {verdict.backend} in the caller's process",
                 backend=verdict.backend,

@@ -2,7 +2,7 @@
 
 A backend is tried first in a throw-away process of the same interpreter, with the array libraries imported that this
 process has: what crashes or computes wrongly there never gets near the caller. Until that probe has passed, and for
-good when it fails, calls go to the backend's worker.
+good when it fails, calls go to the backend's worker. As in a worker, a backend runs one call at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgpack
+
 from layerzero.ipc.ops import OPS
+from layerzero.ipc.shape_class import class_dtype, shape_class
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers.boot import import_provider
 from layerzero.workers.provider import Bind, Block, Bound, Call
@@ -43,18 +46,27 @@ class Grant:
     """The broker's word that calls may run here. `provider` and `descriptor` are of the backend's manifest."""
 
     backend: str
-    kernel_id: str
     provider: str
     descriptor: str
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why calls do not run here. `is_final`: and never will."""
+
+    why: str
+    is_final: bool
+
+
 @dataclass(eq=False)
 class _Backend:
-    """`kernels` once it may run here; `refusal` says why not (yet)."""
+    """`kernels` once it may run here; `refusal` says why not (yet). `failed`: kernel id, dtype and shape class of what
+    the probe found wrong here."""
 
     kernels: Mapping[str, Bind] | None = None
-    refusal: str = "its probe in this interpreter has not ended yet"
-    is_final: bool = False
+    refusal: Refusal = Refusal("its probe in this interpreter has not ended yet", False)
+    failed: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while one of its kernels runs
 
 
 @dataclass(eq=False)
@@ -62,10 +74,11 @@ class Lane:
     """The backends of one session that may run in this process. Threads may share it."""
 
     _backends: dict[str, _Backend] = field(default_factory=dict)
+    _kernels: dict[str, str] = field(default_factory=dict)  # single kernels that stay out, and why
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def kernel(self, grant: Grant) -> Bind | str:
-        """The kernel, or why it cannot run here. Starts the probe the first time; never waits for it."""
+    def runner(self, grant: Grant, call: Call) -> Runner | Refusal:
+        """What runs a route's calls here. Starts the backend's probe the first time; never waits for it."""
         backend = self._backends.get(grant.backend)
         if backend is None:
             with self._lock:
@@ -77,29 +90,43 @@ class Lane:
                     ).start()
         if backend.kernels is None:
             return backend.refusal
-        return backend.kernels.get(grant.kernel_id) or f"its provider has no kernel {grant.kernel_id}"
+        dtype, kind = class_dtype(call.op, call.inputs), shape_class(call.op, call.inputs, call.attrs, call.outputs)
+        wrong = backend.failed.get((call.kernel_id, dtype, kind))
+        if wrong is not None:
+            self._kernels[call.kernel_id] = f"its probe in this interpreter failed on {kind} in {dtype}: {wrong}"
+            return Refusal(self._kernels[call.kernel_id], True)
+        bind = backend.kernels.get(call.kernel_id)
+        if bind is None:
+            return Refusal(f"its provider has no kernel {call.kernel_id} here", True)
+        return Runner(call, bind, backend.lock)
 
     def refuse(self, backend: str, why: str) -> None:
         """Never again in this process: it failed in a way that other calls would share."""
-        self._backends[backend] = _Backend(None, why, True)
+        self._backends[backend] = _Backend(None, Refusal(why, True))
 
     def refusals(self) -> dict[str, str]:
-        """Backends that policy wants here and that stay out, with the reason."""
-        return {name: one.refusal for name, one in self._backends.items() if one.is_final and one.kernels is None}
+        """Backends, and single kernels, that policy wants here and that stay out for good, with the reason."""
+        backends = list(self._backends.items())
+        out = {name: one.refusal.why for name, one in backends if one.kernels is None and one.refusal.is_final}
+        return {**out, **self._kernels}
 
     def _prepare(self, backend: _Backend, grant: Grant) -> None:
-        refusal = _probe(grant)
-        if refusal is None:
-            try:
-                backend.kernels = _load(grant.provider)
+        try:
+            failed = _probe(grant)
+            if isinstance(failed, str):
+                backend.refusal = Refusal(failed, True)
                 return
-            except Exception as exc:  # any library may raise anything on import
-                refusal = f"it does not load here: {type(exc).__name__}: {exc}"
-        backend.refusal, backend.is_final = refusal, True
+            kernels = _load(grant.provider)
+        except Exception as exc:  # any library may raise anything on import
+            backend.refusal = Refusal(f"it does not load here: {type(exc).__name__}: {exc}", True)
+            return
+        backend.failed = failed
+        backend.kernels = kernels  # last: from now on calls run here
 
 
-def _probe(grant: Grant) -> str | None:
-    """Run the backend's probe under this interpreter in a process of its own. None when it agrees."""
+def _probe(grant: Grant) -> dict[tuple[str, str, str], str] | str:
+    """Run the backend's probe under this interpreter in a process of its own. Returns what it found wrong, by kernel
+    id, dtype and shape class; or why the whole backend does not work here."""
     neighbours = ",".join(name for name in _NEIGHBOURS if name in sys.modules)
     argv = [sys.executable, "-c", _PROBE, neighbours, grant.provider, grant.descriptor, str(os.getpid())]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -121,7 +148,7 @@ def _probe(grant: Grant) -> str | None:
         words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         return f"its probe ended with {how}: {words:.300}"
     if verdict.get("ok") is True:
-        return None
+        return {(f["kernel_id"], f["dtype"], f["shape_class"]): f["detail"] for f in verdict["failures"]}
     error = verdict.get("error")
     return f"its probe says: {error.get('message') if isinstance(error, dict) else error}"
 
@@ -141,30 +168,39 @@ def _load(provider: str) -> Mapping[str, Bind]:
 class Runner:
     """Runs one route's calls here, with the blocks of earlier calls kept bound. Places are (address, bytes)."""
 
-    def __init__(self, call: Call, bind: Bind) -> None:
+    def __init__(self, call: Call, bind: Bind, lock: threading.Lock) -> None:
         self._call = call
         self._bind = bind
+        self._lock = lock
         self._is_sized = OPS[call.op].sized_output
         self._bound: OrderedDict[tuple[tuple[int, int] | None, ...], Bound] = OrderedDict()
 
-    def run(self, inputs: Sequence[tuple[int, int] | None], outputs: Sequence[tuple[int, int]]) -> int:
-        """Returns the kernel's time in ns. The caller keeps the memory alive. Raises what the kernel raises."""
+    def run(self, inputs: Sequence[tuple[int, int] | None], outputs: Sequence[tuple[int, int]]) -> tuple[int, bytes]:
+        """Returns the kernel's time in ns and what it returned, packed as a worker does. The caller keeps the memory
+        alive. Raises what the kernel raises."""
         key = (*inputs, *outputs)
-        bound = self._bound.get(key)
-        if bound is None:
-            blocks = [
-                None if place is None or spec is None else self._block(place, spec, writable=False)
-                for place, spec in zip(inputs, self._call.inputs, strict=True)
-            ]
-            targets = [
-                self._block(place, spec, writable=True) for place, spec in zip(outputs, self._call.outputs, strict=True)
-            ]
-            bound = self._bound[key] = self._bind(self._call, blocks, targets)
-            if len(self._bound) > MAX_BOUND:
-                self._bound.popitem(last=False)
-        start_ns = time.perf_counter_ns()
-        bound()
-        return time.perf_counter_ns() - start_ns
+        with self._lock:
+            bound = self._bound.get(key)
+            if bound is None:
+                bound = self._bound[key] = self._bind(self._call, *self._blocks(inputs, outputs))
+                if len(self._bound) > MAX_BOUND:
+                    self._bound.popitem(last=False)
+            start_ns = time.perf_counter_ns()
+            result = bound()
+            elapsed_ns = time.perf_counter_ns() - start_ns
+        return elapsed_ns, b"" if result is None else msgpack.packb(result)
+
+    def _blocks(
+        self, inputs: Sequence[tuple[int, int] | None], outputs: Sequence[tuple[int, int]]
+    ) -> tuple[list[Block | None], list[Block]]:
+        sources = [
+            None if place is None or spec is None else self._block(place, spec, writable=False)
+            for place, spec in zip(inputs, self._call.inputs, strict=True)
+        ]
+        targets = [
+            self._block(place, spec, writable=True) for place, spec in zip(outputs, self._call.outputs, strict=True)
+        ]
+        return sources, targets
 
     def _block(self, place: tuple[int, int], spec: TensorSpec, *, writable: bool) -> Block:
         address, nbytes = place

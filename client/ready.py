@@ -127,7 +127,7 @@ def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
         where = "in this process" if is_here else f"in process {report.worker_pid}"
         detail = f"{report.kernel_id} answered {where}; isolation: {isolation}"
         if isolation == "in_process" and not is_here:
-            detail += f"; {api.session().refusals().get(backend, 'it has not loaded here yet')}"
+            detail += "".join(f"; {note}" for note in report.notes)
             return Check(name, False, detail, f"lz env probe {backend}, or backend_isolation: {backend}: auto")
         return Check(name, True, detail)
     return Check(name, False, why, f"lz explain, or avoid_sources: [{backend}] in the policy")
@@ -151,7 +151,8 @@ def _run(call: Call, backend: str, *, is_wanted_here: bool) -> SelectionReport:
         call.function(**arrays, **call.params, backend=backend)
         report = api.last_report()
         assert report is not None, "a call that returned has a report"
-        is_settled = report.worker_pid == os.getpid() or backend in api.session().refusals()
+        refused = api.session().refusals()
+        is_settled = report.worker_pid == os.getpid() or backend in refused or report.kernel_id in refused
         if not is_wanted_here or is_settled or time.monotonic() >= until_s:
             return report
         time.sleep(POLL_S)

@@ -96,7 +96,8 @@ class SelectionReport:
     """Which kernel served a call (or would), what it cost, why not the others.
 
     `elapsed_us` is the caller's wall time, `kernel_us` the kernel's own; both are None for an explanation.
-    `attempts` has every try, the successful one last with outcome None.
+    `attempts` has every try, the successful one last with outcome None. `notes`: what else there is to say, such as why a
+    backend that policy wants in the caller's process did not run there.
     """
 
     op: str
@@ -109,6 +110,7 @@ class SelectionReport:
     kernel_us: float | None = None
     attempts: tuple[Attempt, ...] = ()
     candidates: tuple[Candidate, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def copied_bytes(self) -> int:
@@ -164,7 +166,7 @@ class SelectionReport:
         return rows
 
     def _notes(self) -> list[str]:
-        notes = []
+        notes = list(self.notes)
         for a in self.attempts:
             if a.outcome is not None:
                 notes.append(f"attempt on {a.kernel_id} failed: {a.outcome}: {a.detail}")

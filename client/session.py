@@ -21,7 +21,7 @@ from layerzero.client import arena as arenas
 from layerzero.client import overlay
 from layerzero.client.arena import Arena
 from layerzero.client.arrays import Array, copy_into, describe, wrap
-from layerzero.client.in_process import Grant, Lane, Runner, is_abi_failure
+from layerzero.client.in_process import Grant, Lane, Refusal, Runner, is_abi_failure
 from layerzero.client.link import Link, Pending
 from layerzero.client.overlay import Overlay
 from layerzero.client.plans import Plan, plan_out
@@ -29,13 +29,13 @@ from layerzero.client.report import ADAPTED, Attempt, Candidate, Copy, Selection
 from layerzero.client.shadow import Sample, Shadow
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import (
-    NEVER,
-    SAME,
     AdaptationRequired,
     BackendError,
+    Busy,
     DigestRequired,
     InvalidArgument,
     LayerZeroError,
+    OutputTooSmall,
     Poison,
     ProtocolError,
     RunInProcess,
@@ -51,8 +51,9 @@ MAX_CHECKED = 4096
 MAX_DECISIONS = 2048  # kept per route, for futures that nobody has asked yet
 MAX_TIMEOUT_S = 86_400
 MAX_LEASE_S = 60.0
-HERE = 0xFFFFFFFF  # number of the decision of a call that ran in this process; the broker's own are counted from 1
-ADAPTED_S = 5.0  # so long the copies that a kernel needs are made without asking the broker
+ADAPTED_S = 1.0  # so long the copies that a kernel needs are made without asking the broker: policy may change
+RETRY_HERE_S = 5.0  # so long a route's calls go to workers after one failed in this process
+NO_MORE_COPIES = Overlay.of({"origin": "copies did not help", "values": {"allow_adaptation": False}})
 LANE = "broker"
 _BACKEND_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
@@ -103,6 +104,7 @@ class Route:
     dense_until_s: float = 0.0  # then the broker is asked again: policy or timings may have changed
     here: Here | None = None  # what runs this route's calls in this process
     worker_until_s: float = 0.0  # not here: its probe has not ended, or it failed here
+    stays_out: str = ""  # and what of that is to be said in a report
 
 
 @dataclass(slots=True)
@@ -124,7 +126,8 @@ class Submitted:
     refs: bytes
     adapted: frozenset[str]
     sample: Sample | None = None
-    prior: list[Attempt] = field(default_factory=list)  # attempts in this process that failed
+    prior: tuple[Attempt, ...] = ()  # attempts in this process that failed
+    decision: messages.Decision | None = None  # of a call that ran in this process
 
 
 class Session:
@@ -135,7 +138,6 @@ class Session:
         self._package = package
         self._lock = threading.RLock()
         self._last = threading.local()
-        self._lane = Lane()
         self._providers: dict[str, tuple[str, str]] = {}  # backend -> provider, descriptor
         _sessions.add(self)
         self._open()
@@ -145,6 +147,7 @@ class Session:
         self._routes: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
         self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
         self._arenas: dict[Arena, int] = {}
+        self._lane = Lane()  # a forked child has neither the probe's thread nor those of the libraries
         self._route_numbers = itertools.count(1)
         self._checked: set[str] = set()  # overlays that the broker has found to be right
         self._forgotten: deque[int] = deque()  # routes to tell the broker of
@@ -167,7 +170,8 @@ class Session:
         return self._link.is_alive
 
     def refusals(self) -> dict[str, str]:
-        """Backends that the policy wants in this process and that cannot run here, with the reason."""
+        """Backends (and single kernels) that the policy wants in this process and that cannot run here, with the
+        reason."""
         return self._lane.refusals()
 
     @property
@@ -193,8 +197,8 @@ class Session:
         """Run one op and return its result. Raises what client/ops.py documents."""
         return self.wait(self.submit(request))
 
-    def submit(self, request: Request, prior: Attempt | None = None) -> Submitted:
-        """Send a call; `finish` takes its answer after `Link.wait`. `prior`: an attempt that failed in this process."""
+    def submit(self, request: Request, prior: tuple[Attempt, ...] = ()) -> Submitted:
+        """Send a call; `finish` takes its answer after `Link.wait`. `prior`: attempts that failed in this process."""
         start_ns = time.perf_counter_ns()
         link = self.link
         arrays = tuple([None if arg is None else describe(arg) for arg in request.args])
@@ -210,6 +214,8 @@ class Session:
         out = None if request.out is None else self._describe_out(request.out)
         bake = overlay.baked.get()
         policy = overlay.current() if bake is None else bake(request, tuple(specs))
+        if request.is_rigid:
+            policy = overlay.on_top(policy, NO_MORE_COPIES)
         route = self._route(link, request, tuple(specs), out, policy)
         names = OPS[request.op].inputs
         adapted: frozenset[str] = frozenset()
@@ -221,13 +227,9 @@ class Session:
                     found[position], specs[position] = None, TensorSpec.contiguous(spec.dtype, spec.shape)
             route = self._route(link, request, tuple(specs), out, policy)
         _refuse_gradients(request.op, arrays)
-        if route.here is not None:
-            if time.monotonic() < route.here.until_s:
-                submitted = self._run_here(link, route, request, arrays, specs, out, start_ns)
-                if submitted is not None:
-                    return submitted
-            else:
-                route.here = None
+        here = route.here
+        if here is not None and time.monotonic() < here.until_s:
+            return self._run_here(link, route, here, request, arrays, specs, out, start_ns, adapted)
         copies: list[Copy] = []
         blocks: list[memoryview] = []
         refs: list[bytes] = []
@@ -276,9 +278,8 @@ class Session:
             start_ns,
             b"".join(refs),
             adapted,
+            prior=prior,
         )
-        if prior is not None:
-            submitted.prior.append(prior)
         seq = self._send(submitted)
         if seq >= self.shadow.next_seq:
             submitted.sample = self.shadow.take(submitted, seq)
@@ -288,7 +289,7 @@ class Session:
         route, timeout_s = submitted.route, submitted.request.timeout_s
         body, flags = submitted.refs, 0
         if not submitted.prior and time.monotonic() >= route.worker_until_s:
-            flags = wire.MAY_RUN_HERE
+            flags, route.stays_out = wire.MAY_RUN_HERE, ""
         if route.needs_digest:
             body, flags = body + self._digest(submitted), flags | wire.HAS_DIGEST
         time_us = 0 if timeout_s is None else _microseconds(timeout_s)
@@ -310,7 +311,7 @@ class Session:
         if header.kind == _FAILED:
             error, outcome = _error_of(pending.body)
             if isinstance(error, AdaptationRequired):
-                return self.run(self._adapt(submitted, error))
+                return self.wait(self.submit(self._adapt(submitted, error), submitted.prior))
             if isinstance(error, RunInProcess):
                 self._take_grant(submitted.route, error, outcome)
                 return self.run(submitted.request)
@@ -326,7 +327,7 @@ class Session:
             outcome = messages.decode(body, messages.Outcome)
             attempts, body = outcome.attempts, outcome.result
         result = self._result(submitted, body)
-        decision = submitted.route.decisions[header.aux]
+        decision = submitted.decision or submitted.route.decisions[header.aux]
         if submitted.sample is not None:
             self.shadow.check(submitted, submitted.sample, decision)
         plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
@@ -339,12 +340,15 @@ class Session:
             attempts,
             decision,
             submitted.prior,
+            submitted.route.stays_out,
         )
         return result
 
     def _adapt(self, submitted: Submitted, error: AdaptationRequired) -> Request:
         """The same call with the copies that the chosen kernel asks for; without it, when they did not help."""
         route, request = submitted.route, submitted.request
+        if request.is_rigid:
+            raise ProtocolError("the broker asks for copies that the call forbids")
         found = {str(text).rpartition(" ")[2] for text in error.facts.get("transforms", ())}
         if found and not submitted.adapted:
             route.dense, route.dense_until_s = frozenset(found), time.monotonic() + ADAPTED_S
@@ -362,12 +366,13 @@ class Session:
         if backend not in self._providers:
             answer = self.ask("provider", backend=backend)
             self._providers[backend] = answer["provider"], answer["descriptor"]
-        bind = self._lane.kernel(Grant(backend, kernel_id, *self._providers[backend]))
-        if isinstance(bind, str):
-            route.worker_until_s = time.monotonic() + lease_s
-            return
         plan = route.plan
         call = Call(plan.op, kernel_id, plan.inputs, plan.outputs, plan.attrs)
+        runner = self._lane.runner(Grant(backend, *self._providers[backend]), call)
+        if isinstance(runner, Refusal):
+            route.worker_until_s = time.monotonic() + (RETRY_HERE_S if runner.is_final else lease_s)
+            route.stays_out = f"{backend} does not run in this process: {runner.why}"
+            return
         decision = messages.Decision(
             kernel_id=kernel_id,
             backend=backend,
@@ -377,22 +382,24 @@ class Session:
             candidates=outcome.candidates,
             lane="in_process",
         )
-        route.decisions[HERE] = decision
-        route.here = Here(Runner(call, bind), decision, time.monotonic() + lease_s)
+        route.here = Here(runner, decision, time.monotonic() + lease_s)
 
     def _run_here(
         self,
         link: Link,
         route: Route,
+        here: Here,
         request: Request,
         arrays: tuple[Array | None, ...],
         specs: Sequence[TensorSpec | None],
         out: Array | None,
         start_ns: int,
-    ) -> Submitted | None:
-        """Run a call in this process. None when the kernel failed: then it goes to the broker like any other."""
-        here = route.here
-        assert here is not None
+        adapted: frozenset[str],
+    ) -> Submitted:
+        """Run a call in this process; when the kernel fails, it goes to the broker like any other. Its `timeout_s` is
+        checked, but nobody can end a kernel here."""
+        if request.timeout_s is not None:
+            _microseconds(request.timeout_s)
         copies: list[Copy] = []
         blocks: list[memoryview] = []
         inputs: list[tuple[int, int] | None] = []
@@ -406,7 +413,7 @@ class Session:
                 copy_into(array, block)
                 blocks.append(block)
                 if array.nbytes:
-                    copies.append(Copy(name, array.nbytes, "client", ADAPTED))
+                    copies.append(Copy(name, array.nbytes, "client", _why_copied(array, name in adapted)))
                 inputs.append((arena.address + offset, array.nbytes))
         outputs: list[memoryview] = []
         places: list[tuple[int, int]] = []
@@ -419,18 +426,19 @@ class Session:
                 block, arena, offset = arenas.pool.allocate(nbytes)
                 outputs.append(block)
                 places.append((arena.address + offset, nbytes))
+        kind, body = Kind.DONE, b""
         try:
-            kernel_ns = here.runner.run(inputs, places)
-        except LayerZeroError as exc:
-            if exc.retry in (NEVER, SAME):
-                raise
-            return self._fail_here(link, route, request, exc)
+            kernel_ns, body = here.runner.run(inputs, places)
+        except (InvalidArgument, OutputTooSmall) as exc:  # the call itself is wrong, and so it is for every kernel
+            outcome = messages.Outcome(error=exc.to_wire(), candidates=here.decision.candidates)
+            kind, kernel_ns, body = Kind.FAILED, 0, messages.encode(outcome)
         except Exception as exc:  # whatever a library raises is this attempt's outcome
-            return self._fail_here(link, route, request, exc)
-        ran = messages.RanHere(kernel_id=here.decision.kernel_id, kernel_ns=kernel_ns)
-        link.send(wire.pack(Kind.RAN_HERE, route=route.number, body=messages.encode(ran)))
+            return self._fail_here(link, route, here, request, exc)
+        else:
+            self._tell(link, route, messages.RanHere(kernel_id=here.decision.kernel_id, kernel_ns=kernel_ns))
         pending = Pending()
-        pending.header = Header(wire.PROTOCOL, Kind.DONE, 0, route.number, 0, 1, HERE, kernel_ns)
+        pending.header = Header(wire.PROTOCOL, kind, 0, route.number, 0, 1, 0, kernel_ns)
+        pending.body = body
         pending.finish()
         result = route.plan.results[0] if route.plan.results else None
         return Submitted(
@@ -447,22 +455,31 @@ class Session:
             copies,
             start_ns,
             b"",
-            frozenset(),
+            adapted,
+            decision=here.decision,
         )
 
-    def _fail_here(self, link: Link, route: Route, request: Request, exc: Exception) -> Submitted:
+    def _fail_here(self, link: Link, route: Route, here: Here, request: Request, exc: Exception) -> Submitted:
         """The kernel failed in this process: the broker is told, and the call goes to the workers."""
-        here = route.here
-        assert here is not None
         backend, kernel_id = here.decision.backend, here.decision.kernel_id
         error = BackendError(f"{type(exc).__name__}: {exc}"[:2000])
-        route.here, route.worker_until_s = None, time.monotonic() + ADAPTED_S
+        route.here, route.worker_until_s = None, time.monotonic() + RETRY_HERE_S
+        route.stays_out = f"{backend} does not run in this process for {RETRY_HERE_S:g} s: a call failed here"
         if is_abi_failure(exc):
-            self._lane.refuse(backend, error.message)
-        ran = messages.RanHere(kernel_id=kernel_id, error=error.to_wire())
-        link.send(wire.pack(Kind.RAN_HERE, route=route.number, body=messages.encode(ran)))
+            self._lane.refuse(backend, f"a call of {kernel_id} failed here: {error.message}")
+            for other in list(self._routes.values()):
+                if other.here is not None and other.here.decision.backend == backend:
+                    other.here = None
+        self._tell(link, route, messages.RanHere(kernel_id=kernel_id, error=error.to_wire()))
         attempt = Attempt(backend, kernel_id, error.code, error.message, phase="in_process", worker_pid=os.getpid())
-        return self.submit(request, attempt)
+        return self.submit(request, (attempt,))
+
+    def _tell(self, link: Link, route: Route, ran: messages.RanHere) -> None:
+        """For the broker's log and times. The call does not depend on it."""
+        try:
+            link.send(wire.pack(Kind.RAN_HERE, route=route.number, body=messages.encode(ran)))
+        except Busy:  # thousands of messages are on their way: one time more or less
+            return
 
     def _result(self, submitted: Submitted, body: bytes) -> Any:
         request = submitted.request
@@ -657,7 +674,7 @@ class Session:
         """The report of a call; making it costs more than most calls, so that it waits until someone asks."""
         if record is None or isinstance(record, SelectionReport):
             return record
-        plan, copies, start_ns, end_ns, header, attempts, decision, prior = record
+        plan, copies, start_ns, end_ns, header, attempts, decision, prior, note = record
         copies = list(copies)
         where = "worker" if decision.lane == LANE else "client"
         for is_copied, name, specs in (
@@ -679,6 +696,7 @@ class Session:
             kernel_us=header.time / 1e3,
             attempts=(*prior, *(_attempt(a) for a in attempts), good),
             candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
+            notes=(note,) if note else (),
         )
 
     def signature(self, request: Request) -> bytes:
