@@ -460,6 +460,8 @@ class BrokerState:
                     copies_inputs=kernel.copies_inputs,
                     copies_outputs=kernel.copies_outputs,
                     candidates=[v.to_wire() for v in signature.ranked],
+                    shadow_rate=self.engine.policy_for(signature.spec).shadow_rate,
+                    offers_samples=self.engine.policy.tune_budget > 0,
                 )
             )
             self._do(ev.SendDecision(call.client.identity, route.number, route.decision, body))

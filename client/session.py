@@ -98,6 +98,7 @@ class Route:
     number: int
     plan: Plan
     body: bytes
+    overlay: str = ""  # the caller's policy, as text
     decisions: dict[int, messages.Decision] = field(default_factory=dict)
     needs_digest: bool = False
     dense: frozenset[str] = frozenset()  # inputs that the chosen kernel takes only contiguous
@@ -161,7 +162,7 @@ class Session:
             with self._lock:
                 if self._link.forks != arenas.forks:
                     self._open()
-                    self.shadow = Shadow(self, rate=self.shadow.rate, references=self.shadow.references)
+                    self.shadow = Shadow(self, rate=self.shadow.own_rate, references=self.shadow.references)
         return self._link
 
     @property
@@ -619,7 +620,7 @@ class Session:
         with self._lock:
             route = self._routes.get(key)
             if route is None:
-                route = Route(next(self._route_numbers), plan, body)
+                route = Route(next(self._route_numbers), plan, body, "" if policy is None else policy.text)
                 self._by_number[route.number] = route
                 link.send(wire.pack(Kind.ROUTE, route=route.number, body=body))
                 self._routes[key] = route
@@ -656,7 +657,8 @@ class Session:
         if route is not None:
             if len(route.decisions) >= MAX_DECISIONS:
                 del route.decisions[next(iter(route.decisions))]
-            route.decisions[header.aux] = messages.decode(body, messages.Decision)
+            decision = route.decisions[header.aux] = messages.decode(body, messages.Decision)
+            self.shadow.follow(route.overlay, decision.shadow_rate, tunes=decision.offers_samples)
 
     # --- reports and requests ------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ compared. The broker is told how far they were apart; broker/shadow.py decides w
 The same samples serve background tuning: where policy gives time for it (`tune_budget`), the broker may ask to run one
 on a kernel that it knows little about, and notes the time.
 
-Off by default. A call that is not sampled pays for one comparison of integers.
+Both are off by default; policy turns them on (`shadow_rate`, `tune_budget`), and `Shadow.rate` goes before it. A call
+that is not sampled pays for one comparison of integers. Calls that run in this process are not sampled.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ REFERENCES = ("torch", "onnx-reference")  # backends whose results count as righ
 QUEUE = 4  # checks that wait; more are dropped, and counted
 MAX_SAMPLE_BYTES = 64 << 20  # of inputs and output of a call; larger ones are not sampled
 MAX_COMPARED = 1 << 16  # elements, evenly spread; others at each check
+MAX_OVERLAYS = 64  # whose rates are remembered
 TUNE_RATE = 1 / 32  # share of calls that are offered for background tuning, where policy gives time for it
 IDLE_S = 5.0  # the thread ends when nothing was sampled for so long
 REASON = "sampled shadow check"
@@ -49,6 +51,7 @@ class Sample:
 
     blocks: list[memoryview]
     refs: list[bytes]
+    is_checked: bool  # and not for tuning alone
     output: bytes = b""
     kernel_id: str = ""
     reference: str = ""  # kernel id
@@ -57,10 +60,12 @@ class Sample:
 
 class Shadow:
     """A session's shadow checks. `counts` says what became of the samples: compared, beyond (their tolerance), tuned
-    (run for background tuning), dropped (the queue was full), too_large, no_reference, failed (`last_error` says
-    why)."""
+    (run for background tuning), dropped (the queue was full), too_large, no_reference, failed (`last_error` says why).
+    """
 
-    def __init__(self, session: Session, *, rate: float = 0.0, references: tuple[str, ...] = REFERENCES) -> None:
+    def __init__(
+        self, session: Session, *, rate: float | None = None, references: tuple[str, ...] = REFERENCES
+    ) -> None:
         self.next_seq = NEVER  # the first sequence number that is sampled again
         self.references = references
         self.counts: Counter[str] = Counter()
@@ -69,39 +74,58 @@ class Shadow:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._queue: queue.Queue[tuple[Submitted, Sample]] = queue.Queue(QUEUE)
-        self._rate = self._tune_rate = 0.0
+        self._of_overlays: dict[str, float] = {}  # what policy says with each on top, where it is more than 0
+        self._rate = self._tune_rate = 0.0  # the highest in force
         self.rate = rate
 
     @property
     def rate(self) -> float:
-        """Share of calls that are checked, 0 to 1."""
+        """Share of calls that are checked, 0 to 1. Set: for all calls of the session; None leaves it to policy, which
+        may differ by call: then this is the highest."""
         return self._rate
 
     @rate.setter
-    def rate(self, rate: float) -> None:
-        if not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
-            raise InvalidArgument(f"shadow rate is {rate!r}; allowed: a number from 0 (never) to 1 (every call)")
-        self._rate = float(rate)
-        self.next_seq = 0 if self._rate or self._tune_rate else NEVER
+    def rate(self, rate: float | None) -> None:
+        if rate is not None and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
+            raise InvalidArgument(
+                f"shadow rate is {rate!r}; allowed: a number from 0 (never) to 1 (every call), or None (as policy says)"
+            )
+        self.own_rate = None if rate is None else float(rate)
+        self._settle(self._tune_rate)
 
     @property
     def tunes(self) -> bool:
         """Whether calls are offered to the broker for background tuning."""
         return self._tune_rate > 0
 
-    @tunes.setter
-    def tunes(self, is_on: bool) -> None:
-        self._tune_rate = TUNE_RATE if is_on else 0.0
-        self.next_seq = 0 if self._rate or self._tune_rate else NEVER
+    def follow(self, overlay: str, rate: float, *, tunes: bool) -> None:
+        """What policy says of calls with this overlay; the broker tells it with each decision."""
+        if rate != self._of_overlays.get(overlay, 0.0) or tunes != self.tunes:
+            self._of_overlays.pop(overlay, None)
+            if rate:
+                self._of_overlays[overlay] = rate
+                if len(self._of_overlays) > MAX_OVERLAYS:
+                    del self._of_overlays[next(iter(self._of_overlays))]
+            self._settle(TUNE_RATE if tunes else 0.0)
+
+    def _settle(self, tune_rate: float) -> None:
+        before = self._rate, self._tune_rate
+        rates = list(self._of_overlays.values())
+        self._rate = self.own_rate if self.own_rate is not None else max(rates, default=0.0)
+        self._tune_rate = tune_rate
+        if before != (self._rate, tune_rate):
+            self.next_seq = 0 if self._rate or tune_rate else NEVER
 
     def take(self, submitted: Submitted, seq: int) -> Sample | None:
         """Copy the inputs of a call that was just sent, and settle which call is next. The caller waits for this."""
         # 0: the rate was just set. The first sample is a gap away, like all others.
-        sample = self._copy(submitted) if self.next_seq else None
-        self.next_seq = seq + gap(submitted.link.welcome.number, seq, max(self._rate, self._tune_rate))
-        return sample
+        is_due, highest = self.next_seq > 0, max(self._rate, self._tune_rate)
+        self.next_seq = seq + gap(submitted.link.welcome.number, seq, highest)
+        rate = self.own_rate if self.own_rate is not None else self._of_overlays.get(submitted.route.overlay, 0.0)
+        is_checked = random.random() * highest < rate
+        return self._copy(submitted, is_checked=is_checked) if is_due and (is_checked or self.tunes) else None
 
-    def _copy(self, submitted: Submitted) -> Sample | None:
+    def _copy(self, submitted: Submitted, *, is_checked: bool) -> Sample | None:
         plan = submitted.route.plan
         if OPS[plan.op].sized_output or len(plan.outputs) != 1 or not plan.outputs[0].numel:
             return None
@@ -109,7 +133,7 @@ class Shadow:
         if sum(nbytes for number, _, _, nbytes in refs if number != NO_ARENA) > MAX_SAMPLE_BYTES:
             self.counts["too_large"] += 1
             return None
-        sample = Sample([], [])
+        sample = Sample([], [], is_checked)
         for name, (number, _, offset, nbytes) in zip(OPS[plan.op].inputs, refs[:-1], strict=True):
             if number == NO_ARENA:
                 sample.refs.append(REF.pack(NO_ARENA, 0, 0, 0))
@@ -123,10 +147,9 @@ class Shadow:
 
     def check(self, submitted: Submitted, sample: Sample, decision: messages.Decision) -> None:
         """Queue the comparison of a call that ended well. Copies its output: the caller may change it from now on."""
-        is_checked = random.random() * max(self._rate, self._tune_rate) < self._rate
-        reference = self._reference(decision) if is_checked else None
+        reference = self._reference(decision) if sample.is_checked else None
         if reference is None:
-            if is_checked:
+            if sample.is_checked:
                 self.counts["no_reference"] += 1
             if not self.tunes:
                 return

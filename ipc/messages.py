@@ -147,6 +147,8 @@ class Decision(Message):
     copies_outputs: bool
     candidates: list  # type: ignore[type-arg]
     lane: str = "broker"  # "in_process" for a decision that a client made under a RUN_IN_PROCESS grant
+    shadow_rate: float = 0.0  # share of this route's calls that policy wants repeated on a reference
+    offers_samples: bool = False  # policy gives time for tuning in the background: offer calls by `sample`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,9 +122,8 @@ class Site:
             "XDG_CONFIG_HOME": str(self.folder),  # no settings of the user
             **{f"LAYERZERO_{name.upper()}": str(value) for name, value in settings.items()},
         }
-        config = self.folder / "layerzero"
-        config.mkdir()
-        (config / "policy.yaml").write_text(FIXED_PRIORITY)
+        (self.folder / "layerzero").mkdir()
+        self.set_policy()
         self.endpoints = start.endpoints(self.folder)
         self.live.append(self)
 
@@ -184,15 +183,21 @@ class Site:
     def worker_pids(self) -> list[int]:
         return [pid for pid, command in processes(self.folder).items() if "layerzero.workers" in command]
 
+    def set_policy(self, text: str = "") -> None:
+        """Write the policy file, beside what every site has in it; a broker looks at it within a second."""
+        (self.folder / "layerzero" / "policy.yaml").write_text(FIXED_PRIORITY + text)
+
     # --- faults
 
-    def add_backend(self, name: str, *, priority: int = 70, ndim: int | None = None, provider: str = "") -> None:
+    def add_backend(
+        self, name: str, *, priority: int = 70, ndim: int | None = None, provider: str = "", **claims: object
+    ) -> None:
         """Before the start: one more toy backend. `ndim`: it takes arrays of so many dimensions only. `provider`:
-        Python source instead of the toy's."""
+        Python source instead of the toy's. `claims`: more fields of its silu kernel."""
         self.manifests.mkdir(exist_ok=True)
         (self.manifests / f"{name}.py").write_text(provider or (BACKENDS / "toy.py").read_text())
         kernel: dict[str, Any] = {"source": "test", "priority": priority, "deterministic": True}
-        silu = {**kernel, "kernel_id": f"{name}.silu", "dtypes": ["float32"]}
+        silu = {**kernel, "kernel_id": f"{name}.silu", "dtypes": ["float32"], **claims}
         if ndim is not None:
             silu |= {"min_ndim": ndim, "max_ndim": ndim}
         descriptor = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.backends.toy import RAISE, fault
-from tests.process.harness import BACKENDS, FIXED_PRIORITY, Site, wait_until
+from tests.process.harness import BACKENDS, Site, wait_until
 
 import layerzero as lz
 
@@ -21,10 +21,6 @@ TOY = (BACKENDS / "toy.py").read_text().replace('os.environ.get("LZ_TOY_NAME")',
 
 def expected(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
-
-
-def policy(site: Site, text: str) -> None:
-    (site.folder / "layerzero" / "policy.yaml").write_text(FIXED_PRIORITY + text)
 
 
 def report() -> lz.SelectionReport:
@@ -50,7 +46,7 @@ Make = Callable[..., Site]
 def here(new_site: Make) -> Site:
     """A client of a broker whose policy wants alpha in the caller's process."""
     site = new_site()
-    policy(site, "backend_isolation: {alpha: in_process}\n")
+    site.set_policy("backend_isolation: {alpha: in_process}\n")
     site.start().connect()
     return site
 
@@ -58,7 +54,7 @@ def here(new_site: Make) -> Site:
 def own(site: Site, name: str, provider: str) -> None:
     """A backend that policy wants here, with a provider of its own that needs no variables."""
     site.add_backend(name, priority=90, provider=provider)
-    policy(site, f"backend_isolation: {{{name}: in_process}}\n")
+    site.set_policy(f"backend_isolation: {{{name}: in_process}}\n")
     site.start().connect()
 
 
@@ -248,7 +244,7 @@ def test_policy_that_changes_its_mind_is_followed_within_the_lease(here: Site) -
     """A grant lasts a second; no call fails in between."""
     settle()
     wait_until(lambda: lz.silu(X) is not None and report().lane == "in_process")
-    policy(here, "")
+    here.set_policy()
     wait_until(lambda: lz.silu(X) is not None and report().lane == "broker", timeout_s=4.0)
     assert (report().backend, report().notes) == ("alpha", ())
 

@@ -106,6 +106,89 @@ def test_nothing_is_sampled_by_default(site: Site) -> None:
     assert all(copy.reason != "sampled shadow check" for copy in lz.last_report().copies)  # type: ignore[union-attr]
 
 
+def worn(site: Site) -> list[lz.ReasonDetail]:
+    """What the next call's report has against the worn kernel."""
+    lz.silu(X)
+    report = lz.last_report()
+    assert report is not None
+    return [reason for c in report.candidates if c.kernel_id == "worn.silu" for reason in c.reasons]
+
+
+def test_worn_kernel_is_quarantined_and_reports_say_why(store: Path) -> None:
+    """The policy's rate reaches the clients, before and after it changes; nobody sets anything in the program."""
+    site = Site(store)
+    site.add_backend("worn", priority=90, provider=WEARS_OUT)
+    site.set_policy("shadow_rate: 1.0\n")
+    session = site.start().connect()
+    try:
+        site.wait_ready("worn", "beta")
+        session.shadow.references = ("beta",)
+        reasons = wait_until(lambda: worn(site))
+        assert [reason.code for reason in reasons] == ["NOT_CERTIFIED"]
+        assert "beta.silu" in reasons[0].detail
+        report = lz.last_report()
+        assert report is not None
+        assert report.backend == "alpha"
+        assert [line["kernel_id"] for line in site.events("kernel.quarantined")] == ["worn.silu"]
+        assert session.shadow.rate == 1.0
+        site.set_policy()
+        wait_until(lambda: lz.silu(X) is not None and session.shadow.rate == 0.0, timeout_s=4.0)
+        session.ask("reset", backend="worn")
+        assert worn(site) == []
+    finally:
+        lz.disconnect()
+        site.stop()
+
+
+def test_rate_of_the_caller_holds_for_its_own_calls(site: Site) -> None:
+    """Calls with another policy are not compared; what the program sets goes before policy."""
+    session = site.connect()
+    session.shadow.references = ("beta",)
+    lz.configure(shadow_rate=1.0)
+    try:
+        wait_until(lambda: lz.silu(X) is not None and session.shadow.counts["compared"])
+    finally:
+        lz.configure(shadow_rate=None)
+    for _ in range(5):
+        lz.silu(X)
+        report = lz.last_report()
+        assert report is not None
+        assert all(copy.reason != "sampled shadow check" for copy in report.copies)
+    session.shadow.rate = 1.0
+    done = session.shadow.counts["compared"]
+    wait_until(lambda: lz.silu(X) is not None and session.shadow.counts["compared"] > done)
+    session.shadow.rate = 0.0
+    lz.configure(shadow_rate=0.5)
+    try:
+        lz.silu(X)
+        assert session.shadow.rate == 0.0
+        session.shadow.rate = None
+        assert session.shadow.rate == 1.0  # the highest that was asked for
+    finally:
+        lz.configure(shadow_rate=None)
+
+
+def test_kernel_that_is_wrong_for_one_class_serves_the_others(store: Path) -> None:
+    """A certificate is per shape class: one bad case does not cost the backend."""
+    site = Site(store)
+    wrong = "            write(x / (1 + np.exp(-x)) + np.float32(x.size > 256))"
+    toy = (BACKENDS / "toy.py").read_text()
+    site.add_backend("partly", priority=95, provider=toy.replace("            write(x / (1 + np.exp(-x)))", wrong))
+    site.start().connect()
+    try:
+        assert not lz.silu(np.zeros(600, np.float32)).any()
+        large = lz.last_report()
+        lz.silu(X)
+        small = lz.last_report()
+        assert large is not None
+        assert small is not None
+        assert (large.backend, small.backend) == ("alpha", "partly")
+        assert [r.code for c in large.candidates if c.backend == "partly" for r in c.reasons] == ["NOT_CERTIFIED"]
+    finally:
+        lz.disconnect()
+        site.stop()
+
+
 @pytest.mark.parametrize("rate", [-0.1, 1.5, "often"])
 def test_rate_is_a_share(site: Site, rate: Any) -> None:
     with pytest.raises(InvalidArgument, match="from 0"):
@@ -118,7 +201,6 @@ def test_background_tuning_measures_what_calls_do_not_go_to(store: Path) -> None
     (site.folder / "layerzero" / "policy.yaml").write_text("tune_budget: 1.0\nweights: {perfdb: 0}\n")
     session = site.start().connect()
     try:
-        session.shadow.tunes = True
 
         def measured() -> set[str]:
             lz.silu(X)
