@@ -19,8 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgpack
-
+from layerzero.ipc.messages import pack_body
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.shape_class import class_dtype, shape_class
 from layerzero.ipc.tensors import TensorSpec
@@ -188,7 +187,7 @@ class Runner:
             start_ns = time.perf_counter_ns()
             result = bound()
             elapsed_ns = time.perf_counter_ns() - start_ns
-        return elapsed_ns, b"" if result is None else msgpack.packb(result)
+        return elapsed_ns, b"" if result is None else pack_body(result)
 
     def _blocks(
         self, inputs: Sequence[tuple[int, int] | None], outputs: Sequence[tuple[int, int]]

@@ -241,6 +241,12 @@ def decode(data: bytes, *expected: type[M]) -> M:
         raise ProtocolError(f"{kind}: {exc}") from exc
 
 
+def pack_body(value: Any) -> bytes:
+    """msgpack of a plain value."""
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
 def unpack_body(data: bytes) -> Any:
     """msgpack with bounded sizes; raises ProtocolError on anything else."""
     try:
