@@ -13,11 +13,11 @@ from tests.process.harness import BACKENDS, Site, wait_until
 import layerzero as lz
 from layerzero.ipc.errors import InvalidArgument
 
-# Right for the probe's cases, wrong from the 1000th run on by 1 percent: a library that wears out.
+# Right for the probe's cases, wrong by 1 percent from the 6th run on X on: a library that wears out.
 WEARS_OUT = (BACKENDS / "toy.py").read_text().replace(
     "            write(x / (1 + np.exp(-x)))",
-    "            run.count = getattr(run, 'count', 0) + 1\n"
-    "            write(x / (1 + np.exp(-x)) * (1.01 if x.flat[0] == 0.5 and run.count > 5 else 1))",
+    "            _silu.count = getattr(_silu, 'count', 0) + (x.flat[0] == 0.5)\n"
+    "            write(x / (1 + np.exp(-x)) * (1.01 if x.flat[0] == 0.5 and _silu.count > 5 else 1))",
 )  # fmt: skip
 X = np.full((3, 7), 0.5, np.float32)
 Told = list[dict[str, Any]]
