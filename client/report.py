@@ -131,7 +131,7 @@ class SelectionReport:
             self.lane,
             copied or (chosen.transforms if chosen else ()),
             round(terms.get("fusion", 0.0)),
-            -terms.get("transform", 0.0),
+            abs(terms.get("transform", 0.0)),
             any(attempt.outcome is not None for attempt in self.attempts),
         )
 
