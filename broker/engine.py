@@ -248,7 +248,7 @@ class Engine:
             verdicts.append(verdict)
         fastest_us = min((v.measured_us for v in verdicts if v.is_accepted and v.measured_us), default=None)
         if fastest_us is not None:
-            for verdict in verdicts:
+            for verdict in filter(lambda v: v.is_accepted, verdicts):
                 verdict.terms["perfdb"] = policy.weights.perfdb * _share(verdict.measured_us or fastest_us, fastest_us)
         if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
             detail = f"{spec.pinned} serves {', '.join(sorted(self.capabilities[spec.pinned].ops))}"
@@ -266,10 +266,7 @@ class Engine:
         self.misses += 1
         statics = []
         for backend, kernel in self._kernels.get(context.op, ()):
-            copies = adaptation(context, kernel)
-            if copies is not None and not all(_is_input_copy(transform) for transform in copies.transforms):
-                copies = None  # the client makes inputs contiguous and changes nothing else
-            statics.append(Static(kernel, backend, copies))
+            statics.append(Static(kernel, backend, adaptation(context, kernel)))
         self._valid[key] = found = tuple(statics)
         if len(self._valid) > MAX_VALIDITY:
             self._valid.popitem(last=False)
@@ -318,6 +315,8 @@ class Engine:
             reasons.append(memory)
         if backend in unavailable:
             reasons.append(unavailable[backend])
+        if reasons or refused_in is not None:
+            return Verdict(kernel.kernel_id, backend, tuple(reasons), refused_in, kernel, transforms=transforms)
         health = self.health.view(backend, context.op, self.device.device_uuid, now_s)
         notes = said.why
         if health.is_open:
@@ -344,8 +343,8 @@ class Engine:
         return Verdict(
             kernel.kernel_id,
             backend,
-            tuple(reasons),
-            refused_in,
+            (),
+            None,
             kernel,
             terms,
             time_us,
@@ -368,10 +367,6 @@ class Engine:
 
 def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
     return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))
-
-
-def _is_input_copy(transform: str) -> bool:
-    return transform.startswith("contiguous ") and transform != "contiguous out"
 
 
 def _share(time_us: float, fastest_us: float) -> float:

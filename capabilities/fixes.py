@@ -19,10 +19,10 @@ MAX_STEPS = 8  # one call is never changed in more ways; a mend that causes what
 _BY_COPY: Mapping[Reason, Mend] = {
     Reason.NOT_CONTIGUOUS: mends.copy,
     Reason.STRIDE_LAST_DIM: mends.copy,
-    Reason.LAYOUT_UNSUPPORTED: mends.relayout,
 }
 _BY_CALLER: Mapping[Reason, Mend] = {
     **_BY_COPY,
+    Reason.LAYOUT_UNSUPPORTED: mends.relayout,
     Reason.NOT_ALIGNED: mends.align,
     Reason.DTYPE_UNSUPPORTED: mends.cast,
     Reason.DTYPE_MIXED: mends.cast,
@@ -88,7 +88,7 @@ def adaptation(context: SelectionContext, kernel: KernelCapability) -> Adaptatio
     if found is None:
         return None
     _, _, transforms = found
-    if "contiguous out" in transforms and not any(transform.startswith("layout ") for transform in transforms):
+    if "contiguous out" in transforms:
         return None  # the caller's own memory is where the result has to be
     return Adaptation(transforms)
 
