@@ -143,7 +143,7 @@ class Values(_Strict):
 
 
 def parse_values(written: Any) -> tuple[Values, list[Problem]]:
-    """The layer's values and all that is wrong with them; with problems the values are empty."""
+    """The layer's values and all that is wrong with them; keys with a problem are left out of the values."""
     if written is None:
         return Values(), []
     if not isinstance(written, Mapping):
@@ -151,7 +151,12 @@ def parse_values(written: Any) -> tuple[Values, list[Problem]]:
     try:
         return Values.model_validate(dict(written)), []
     except ValidationError as exc:
-        return Values(), [_problem(error) for error in exc.errors()]
+        problems = [_problem(error) for error in exc.errors()]
+        wrong = {error["loc"][0] for error in exc.errors() if error["loc"]}
+    try:  # the rest, so that its names are checked as well
+        return Values.model_validate({key: value for key, value in written.items() if key not in wrong}), problems
+    except ValidationError:
+        return Values(), problems
 
 
 def _problem(error: Any) -> Problem:

@@ -349,3 +349,12 @@ def test_variables_become_layers() -> None:
     assert variables(environ) == [{"origin": "LAYERZERO_LOCKS", "values": {"locks": "attention=torch.*"}}]
     found = Policy.of(Layer("LAYERZERO_ALLOW_SOURCES", {"allow_sources": "torch; mlx"}), known=KNOWN)
     assert codes(found, "torch.attention") == []
+
+
+def test_an_unknown_key_does_not_hide_the_wrong_names_beside_it() -> None:
+    """Who repairs a file wants all its mistakes at once."""
+    known = Known(("torch",), {"torch.attention": "attention"}, ("attention",))
+    _, problems = compose([Layer("file", {"strct_mode": True, "locks": {"attention": "torch.atention"}})], known)
+    assert len(problems) == 2
+    assert "strict_mode" in problems[0]
+    assert "did you mean 'torch.attention'" in problems[1]
