@@ -336,7 +336,7 @@ class Engine:
         cost = kernel.transform_cost_hint + cost_bytes / MIB
         if cost:
             terms["transform"] = -weights.transform * cost
-        fused = set(kernel.fuses_ops) & set(spec.next_ops)
+        fused = tuple(op for op in spec.next_ops if op in kernel.fuses_ops)
         if fused:
             terms["fusion"] = weights.fusion * len(fused)
         time_us = stat.median_us if stat is not None else None
@@ -350,6 +350,7 @@ class Engine:
             time_us,
             transforms,
             notes,
+            fused,
             is_on_trial=health.may_probe,
             is_last_resort=health.is_open and not health.may_probe,
             may_run_here=policy.isolation(backend) in ("in_process", "auto"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -113,17 +115,20 @@ def plan(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     now_s, engine, unavailable = time.monotonic(), server.state.engine, server.state.unavailable
     try:
         specs = [CallSpec.parse(body) for body in params["routes"]]
-        ranked = [
-            Ranked(
-                spec,
-                engine.rank(spec, engine.context(spec), unavailable, now_s),
-                engine.policy_for(spec).weights.perfdb,
-            )
-            for spec in specs
-        ]
-        calls = [ranked[number] for number in params["calls"]]
         links = [Link(*link) for link in params["links"]]
-        rewrites = [(tuple(covered), ranked[number]) for covered, number in params["rewrites"]]
+
+        @functools.cache
+        def ranked(number: int, next_ops: tuple[str, ...]) -> Ranked:
+            spec = replace(specs[number], next_ops=next_ops)
+            verdicts = engine.rank(spec, engine.context(spec), unavailable, now_s)
+            return Ranked(spec, verdicts, engine.policy_for(spec).weights.perfdb)
+
+        after = [
+            tuple(sorted({specs[params["calls"][link.target]].op for link in links if link.source == n}))
+            for n in range(len(params["calls"]))
+        ]
+        calls = [ranked(number, next_ops) for number, next_ops in zip(params["calls"], after, strict=True)]
+        rewrites = [(tuple(covered), ranked(number, ())) for covered, number in params["rewrites"]]
         block = block_of(calls, links, rewrites)
     except (KeyError, IndexError, TypeError, ValueError) as exc:
         if isinstance(exc, LayerZeroError):

@@ -106,6 +106,7 @@ class Verdict:
     measured_us: float | None = None
     transforms: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    fused_ops: tuple[str, ...] = ()  # ops after this one that it does in the same pass
     is_on_trial: bool = False  # its breaker is half open: one call may try it
     is_last_resort: bool = False  # its breaker is open: for calls that nobody else can take
     may_run_here: bool = False  # policy wants it in the caller's own process
@@ -136,6 +137,7 @@ class Verdict:
             "measured_us": self.measured_us,
             "transforms": list(self.transforms),
             "notes": list(self.notes),
+            "fused_ops": list(self.fused_ops),
         }
 
 

@@ -60,6 +60,7 @@ class Candidate:
     notes: tuple[str, ...] = ()
     fix: str | None = None
     fix_saves_us: float | None = None
+    fused_ops: tuple[str, ...] = ()
 
     @classmethod
     def from_wire(cls, value: Mapping[str, Any]) -> Candidate:
@@ -75,6 +76,7 @@ class Candidate:
             tuple(value["notes"]),
             value.get("fix"),
             value.get("fix_saves_us"),
+            tuple(value.get("fused_ops", ())),
         )
 
 
@@ -86,7 +88,7 @@ class ExecutionPlan:
     backend: str
     lane: str
     transforms: tuple[str, ...] = ()
-    fused_ops: int = 0
+    fused_ops: tuple[str, ...] = ()
     transform_cost: float = 0.0
     uses_fallback: bool = False
 
@@ -130,7 +132,7 @@ class SelectionReport:
             self.backend,
             self.lane,
             copied or (chosen.transforms if chosen else ()),
-            round(terms.get("fusion", 0.0)),
+            chosen.fused_ops if chosen else (),
             abs(terms.get("transform", 0.0)),
             any(attempt.outcome is not None for attempt in self.attempts),
         )

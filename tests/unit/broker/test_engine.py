@@ -170,6 +170,19 @@ def test_other_library_versions_void_what_was_decided_and_measured() -> None:
     assert next(v for v in ranked(one) if v.backend == "alpha").measured_us is None
 
 
+def test_a_kernel_that_does_the_next_op_as_well_is_worth_more() -> None:
+    """Only where that op really follows; which ones, the report says."""
+    described = CAPABILITIES["beta"].model_dump()
+    described["ops"]["silu"][0]["fuses_ops"] = ["matmul", "gelu"]
+    weights = {"weights": {"fusion": 25}}
+    one = engine({**CAPABILITIES, "beta": Capability.model_validate(described)}, policy=Policy.of(Layer("t", weights)))
+    assert order(one)[0] == "alpha"
+    x = TensorSpec.contiguous("float32", (4,)).to_wire()
+    body = encode(Route(op="silu", inputs=[x], outputs=[x], attrs={}, next_ops=["matmul", "softmax"]))
+    best = ranked(one, body)[0]
+    assert (best.backend, best.terms["fusion"], best.fused_ops) == ("beta", 25.0, ("matmul",))
+
+
 def test_explain_says_what_would_make_a_rejected_kernel_eligible_and_what_it_saves() -> None:
     """Why not is half an answer."""
     one = engine()
