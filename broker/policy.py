@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +64,26 @@ class Weights:
 @dataclass(frozen=True)
 class Layer:
     """Values as they were written, and where: `lines` maps a place in them to its line in `origin`, a file. `flaws` are
-    problems of the writing, with their place."""
+    problems of the writing, with their lines."""
 
     origin: str
     values: Any
     lines: Mapping[Place, int] = field(default_factory=dict)
-    flaws: tuple[str, ...] = ()
+    flaws: tuple[tuple[int, str], ...] = ()
+
+    def line_of(self, place: Place) -> int:
+        """The line of the nearest place around it that has one; 0 in what is not a file."""
+        return next((self.lines[place[:end]] for end in range(len(place), -1, -1) if place[:end] in self.lines), 0)
 
     def origin_of(self, place: Place) -> str:
-        for end in range(len(place), -1, -1):
-            if place[:end] in self.lines:
-                return f"{self.origin}:{self.lines[place[:end]]}"
-        return self.origin
+        line = self.line_of(place)
+        return f"{self.origin}:{line}" if line else self.origin
+
+    def complaints(self, problems: Iterable[Problem]) -> list[str]:
+        """The flaws and these problems of its values, from the first line to the last."""
+        found = [*self.flaws, *((self.line_of(problem.place), problem.message) for problem in problems)]
+        found.sort(key=itemgetter(0))
+        return [f"{self.origin}:{line}: {message}" if line else f"{self.origin}: {message}" for line, message in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +252,7 @@ def _parse(layer: Layer) -> _Parsed:
 def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | None, list[str]]:
     problems: list[str] = []
     for one in parsed:
-        found = (*one.problems, *check(one.values, known))
-        problems += (*one.layer.flaws, *(f"{one.layer.origin_of(p.place)}: {p.message}" for p in found))
+        problems += one.layer.complaints((*one.problems, *check(one.values, known)))
     if problems:
         return None, problems
     locks: dict[str, Lock] = {}

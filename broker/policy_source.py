@@ -108,7 +108,7 @@ def parse_layer(text: str, origin: str) -> Layer:
         root = loader.get_single_node()
         if root is None:
             return Layer(origin, {})
-        reader = _Reader(loader, origin)
+        reader = _Reader(loader)
         values = reader.value(root, ())
     except yaml.MarkedYAMLError as exc:
         line = f":{exc.problem_mark.line + 1}" if exc.problem_mark is not None else ""
@@ -123,11 +123,10 @@ def parse_layer(text: str, origin: str) -> Layer:
 class _Reader:
     """From YAML nodes to plain values, with the line of each place. What is not plain is a flaw, and left out."""
 
-    def __init__(self, loader: yaml.SafeLoader, origin: str) -> None:
+    def __init__(self, loader: yaml.SafeLoader) -> None:
         self.lines: dict[Place, int] = {}
-        self.flaws: list[str] = []
+        self.flaws: list[tuple[int, str]] = []
         self._loader = loader
-        self._origin = origin
         self._seen: set[int] = set()
 
     def value(self, node: yaml.Node, place: Place) -> Any:
@@ -164,7 +163,7 @@ class _Reader:
             yield key, self.value(value_node, (*place, key))
 
     def _complain(self, node: yaml.Node, message: str) -> None:
-        self.flaws.append(f"{self._origin}:{_line(node)}: {message}")
+        self.flaws.append((_line(node), message))
 
 
 def _line(node: yaml.Node) -> int:

@@ -403,8 +403,9 @@ def test_policy_check_lists_every_problem_with_its_line(idle: Site) -> None:
     result = lz(idle, "policy", "check", str(file))
     assert result.returncode == USAGE
     lines = result.stdout.splitlines()
-    assert [line.partition(": ")[0] for line in lines] == [f"{file}:4", f"{file}:5"]
-    assert "did you mean 'shadow_rate'?" in lines[1]
+    assert [line.partition(": ")[0] for line in lines] == [f"{file}:{line}" for line in (2, 4, 5)]
+    assert "did you mean 'alpha.silu'?" in lines[0]
+    assert "did you mean 'shadow_rate'?" in lines[2]
     file.write_text("locks:\n  silu: alpha.sliu\n")
     answer = data(lz(idle, "policy", "check", str(file), "--json"), USAGE)
     assert answer["problems"] == [f"{file}:2: no kernel is called 'alpha.sliu'; did you mean 'alpha.silu'?"]

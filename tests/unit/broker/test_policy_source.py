@@ -57,11 +57,11 @@ def test_all_problems_of_a_file_come_with_their_lines() -> None:
     """Also those of the values when the YAML itself has some."""
     text = "locks:\n  attention: torch.atention\nstict_mode: true\nplan_mode: maybe\nplan_mode: true\n"
     found = problems(text + "rules:\n  - match:\n      smm: 1\n    prefer: torch\n")
-    assert [problem.partition(": ")[0] for problem in found] == ["f:5", "f:4", "f:3", "f:8", "f:2"]
+    assert [problem.partition(": ")[0] for problem in found] == ["f:2", "f:3", "f:4", "f:5", "f:8"]
     found = problems("locks:\n  attention: torch.atention\nrules:\n  - match:\n      smm: 1\n    prefer: torch\n")
-    assert [problem.partition(": ")[0] for problem in found] == ["f:5", "f:2"]
-    assert "did you mean 'sm'" in found[0]
-    assert "did you mean 'torch.attention'" in found[1]
+    assert [problem.partition(": ")[0] for problem in found] == ["f:2", "f:5"]
+    assert "did you mean 'sm'" in found[1]
+    assert "did you mean 'torch.attention'" in found[0]
 
 
 @pytest.mark.parametrize(
