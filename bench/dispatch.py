@@ -286,7 +286,8 @@ def large_rows(rounds: int, threads: str) -> Iterator[Row]:
         }
         for call in (*ours.values(), lz.null):
             p50_us(call, 30)
-            assert lz.last_report().copied_bytes == 0
+            report = lz.last_report()
+            assert (report.copied_bytes, report.lane) == (0, "express")
         wait_quiet()
         for op, call in ours.items():
             figures = [
@@ -299,7 +300,7 @@ def large_rows(rounds: int, threads: str) -> Iterator[Row]:
             ratio = statistics.median((o - n) / f for o, n, _, _, f in figures)
             bare_ratio = statistics.median((b - e) / f for _, _, b, e, f in figures)
             yield Row(
-                f"{op} on 16 MiB, {threads}, 0 bytes copied; a null call takes {null_us:,.0f} us",
+                f"{op} on 16 MiB, {threads}, express lane, 0 bytes copied; a null call takes {null_us:,.0f} us",
                 f"{ours_us:,.0f} us",
                 f"{local_us:,.0f} us in process; {bare_us:,.0f} us behind bare pyzmq",
                 f"{pipe_us:,.0f} us (echo alone)",
@@ -338,7 +339,23 @@ def deaths_ms(count: int) -> list[float]:
 # --- the run
 
 
+def express_row(quick: bool) -> Row:
+    rounds, calls = (3, 300) if quick else (9, 1500)
+    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder, echo_stack(Path(folder)) as sock:
+        echo = echo_once(sock)
+        for call in (echo, lz.null):
+            p50_us(call, 200)
+        assert lz.last_report().lane == "express"
+        figures = [(p50_us(lz.null, calls), p50_us(echo, calls)) for _ in range(rounds)]
+    ours, floor = (statistics.median(column) for column in zip(*figures, strict=True))
+    ratio = statistics.median(a / b for a, b in figures)
+    return Row(
+        "null op on the express lane, synchronous, p50", f"{ours:,.0f} us", f"{floor:,.0f} us", "", f"{ratio:.2f}"
+    )
+
+
 def small_rows(quick: bool) -> Iterator[Row]:
+    """Through the broker."""
     rounds, calls, piped = (3, 300, 3000) if quick else (9, 1500, 15000)
     with (
         tempfile.TemporaryDirectory(prefix="lz-bench-") as folder,
@@ -354,7 +371,7 @@ def small_rows(quick: bool) -> Iterator[Row]:
         ours, floor = (statistics.median(column) for column in zip(*sync, strict=True))
         ratio = statistics.median(a / b for a, b in sync)
         yield Row(
-            "null op, synchronous, p50",
+            "null op through the broker, synchronous, p50",
             f"{ours:,.0f} us",
             f"{floor:,.0f} us",
             f"{pipe_us:,.0f} us",
@@ -364,7 +381,7 @@ def small_rows(quick: bool) -> Iterator[Row]:
         ours, floor = (statistics.median(column) for column in zip(*rates, strict=True))
         ratio = statistics.median(a / b for a, b in rates)
         yield Row(
-            f"null op, {IN_FLIGHT} in flight, rate",
+            f"null op through the broker, {IN_FLIGHT} in flight, rate",
             f"{ours:,.0f} /s",
             f"{floor:,.0f} /s",
             "",
@@ -401,8 +418,10 @@ def own_broker(**environ: str) -> Iterator[None]:
 
 def measure(quick: bool) -> tuple[list[Row], dict[str, Any]]:
     rows: list[Row] = []
-    with own_broker():
+    with own_broker(LAYERZERO_EXPRESS="false"):
         rows.extend(small_rows(quick))
+    with own_broker():
+        rows.append(express_row(quick))
     rounds = 3 if quick else 15
     with own_broker(OMP_NUM_THREADS="1"):
         rows.extend(large_rows(rounds, "1 thread"))

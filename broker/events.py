@@ -66,6 +66,37 @@ class CallArrived:
     body: bytes
     digest: bytes = b""
     may_run_here: bool = False
+    after_lane: int = 0  # the express lane that ended with this call on it
+
+
+@dataclass(slots=True)
+class LaneOpened:
+    """The client made the page of a lane that a lease named."""
+
+    identity: bytes
+    lane: int
+
+
+@dataclass(slots=True)
+class LaneOverdue:
+    """A call on a lane has run longer than its client allows, and has not ended. `nonsense`: what is wrong with the end
+    that the worker gave it instead."""
+
+    identity: bytes
+    lane: int
+    route: int
+    timeout_s: float
+    nonsense: str = ""
+
+
+@dataclass(slots=True)
+class LaneSeen:
+    """`calls` more have ended on a lane; the last one took `kernel_ns` on `plan`, 0 when it did not run to its end."""
+
+    lane: int
+    calls: int
+    plan: int
+    kernel_ns: int
 
 
 @dataclass(slots=True)
@@ -170,7 +201,10 @@ class TimesLoaded:
 
 @dataclass(slots=True)
 class Tick:
-    """Time has passed `BrokerState.wakeup_s`."""
+    """Time has passed `BrokerState.wakeup_s`. `executing`: what the workers' control pages say, by backend and
+    generation."""
+
+    executing: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -202,6 +236,9 @@ Event = (
     | RouteDefined
     | RouteForgotten
     | CallArrived
+    | LaneOpened
+    | LaneOverdue
+    | LaneSeen
     | CallPoisoned
     | ProbeEnded
     | WorkerSpawned
@@ -285,6 +322,51 @@ class CloseArena:
 
 
 @dataclass(slots=True)
+class SendAllow:
+    identity: bytes
+    plan: int
+    lane: int
+
+
+@dataclass(slots=True)
+class SendLease:
+    identity: bytes
+    route: int
+    decision: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class LendLane:
+    backend: str
+    generation: int
+    client: int
+    lane: int
+
+
+@dataclass(slots=True)
+class RevokeLane:
+    lane: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class TakeBackLane:
+    """Its client is gone."""
+
+    backend: str
+    generation: int
+    lane: int
+
+
+@dataclass(slots=True)
+class EndLane:
+    """Its worker is gone: the client must hear of it, if it has opened the lane."""
+
+    lane: int
+
+
+@dataclass(slots=True)
 class Run:
     identity: bytes
     plan: int
@@ -357,6 +439,12 @@ Action = (
     | LendArena
     | TakeBackArena
     | CloseArena
+    | SendAllow
+    | SendLease
+    | LendLane
+    | RevokeLane
+    | TakeBackLane
+    | EndLane
     | Run
     | SendDecision
     | Answer

@@ -22,6 +22,10 @@ class Quarantine:
         if len(known) > MAX_DIGESTS:
             del known[next(iter(known))]
 
+    def asks_for_digests(self, signature: bytes) -> bool:
+        """Whether calls of this signature must be looked at one by one."""
+        return signature in self._until_s
+
     def refusal(self, signature: bytes, digest: bytes, now_s: float) -> LayerZeroError | None:
         """Why a call may not run, or None. `digest` is empty when the caller gave none."""
         known = self._until_s.get(signature)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.broker.selection import Signature
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc import wire
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
+
+if TYPE_CHECKING:
+    from layerzero.broker.leases import Lost
 
 MAX_CHECKED_BODIES = 256
 
@@ -24,6 +27,9 @@ class Route:
     checked: OrderedDict[bytes, tuple[int, ...]] = field(default_factory=OrderedDict)  # valid bodies -> arenas
     decision: int = 0
     decided_for: tuple[str, int, int] | None = None  # kernel id, worker generation, epoch
+    is_leased: bool = False
+    settled: int = 0  # calls in a row that `settled_on` answered
+    settled_on: tuple[str, int] | None = None  # kernel id, worker generation
 
     def check(self, body: bytes, arenas: Mapping[int, int]) -> tuple[int, ...]:
         """The arenas that the references in `body` use; `arenas` has the client's, with their sizes.
@@ -61,6 +67,7 @@ class Client:
     open_calls: int = 0
     has_left: bool = False
     next_decision: int = 1
+    lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +103,9 @@ class Worker:
     running: deque[Call] = field(default_factory=deque)
     waiting: deque[Call] = field(default_factory=deque)
     head_since_s: float = 0.0  # when the oldest running call became the oldest
+    faulty_lane: int = 0  # the lane whose call it is being killed for
+    lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
+    lane_call_since_s: float = 0.0
     started_s: float = 0.0
     retry_at_s: float = 0.0
     was_ready: bool = False  # in this generation

@@ -23,6 +23,7 @@ from layerzero.broker.shadow import Comparison
 from layerzero.broker.tuning import Usage, next_sample
 from layerzero.ipc import wire
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.lane import lane_of
 
 if TYPE_CHECKING:
     from layerzero.broker.server import Server
@@ -47,21 +48,23 @@ def ping(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
 def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     """The broker, its clients and every backend with its state, cause and repair."""
     state = server.state
+    server.look_at_lanes()
     backends = []
     for name, worker in state.workers.items():
         reason = state.unavailable.get(name)
-        is_busy = bool(worker.running)
+        process = server.processes.get((name, worker.generation))
+        running = len(worker.running) + bool(process is not None and lane_of(process.page.read()[0]))
         backends.append(
             {
                 "name": name,
-                "state": "busy" if is_busy and worker.state.value == "ready" else worker.state.value,
+                "state": "busy" if running and worker.state.value == "ready" else worker.state.value,
                 "pid": worker.pid if worker.state.value in ("starting", "ready", "killing", "stopping") else None,
                 "ops": sorted(server.launcher.capabilities[name].ops),
                 "versions": worker.versions,
                 "answered": worker.answered,
                 "failed": worker.failed,
                 "restarts": worker.restarts,
-                "running": len(worker.running),
+                "running": running,
                 "waiting": len(worker.waiting),
                 "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
                 "cause": worker.cause.message if worker.cause else None,

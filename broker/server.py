@@ -23,6 +23,7 @@ import layerzero
 from layerzero.broker import dispatch_table, requests, supervisor
 from layerzero.broker import events as ev
 from layerzero.broker.host import free_memory_bytes
+from layerzero.broker.lane_ends import LaneEnds
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
 from layerzero.broker.perf import PerfRow
@@ -102,6 +103,7 @@ class Server:
         self._workers: dict[tuple[str, int], Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
         self._fds_of: dict[int, dict[int, int]] = {}  # client number -> arena -> memfd, also after it has left
+        self._lanes = LaneEnds()
         self._from_threads: deque[ev.Event] = deque()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -163,7 +165,7 @@ class Server:
                 if now_s >= self.state.wakeup_s:
                     if now_s > self.state.wakeup_s + STALL_S:
                         self._catch_up()
-                    self.handle(ev.Tick())
+                    self.handle(ev.Tick({key: process.page.read()[0] for key, process in self.processes.items()}))
                 elif now_s >= self._check_s:
                     self._housekeeping(now_s)
                 else:
@@ -209,6 +211,7 @@ class Server:
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
+        self.look_at_lanes()
         before = self.policy.problem
         policy = self.policy.refresh(now_s)
         if policy is not None:
@@ -218,6 +221,11 @@ class Server:
             log("policy.refused", problem=self.policy.problem)
         if self.state.engine.policy.memory_headroom_bytes is not None:
             self.state.engine.note_free_memory(free_memory_bytes(self.state.engine.device))
+
+    def look_at_lanes(self) -> None:
+        """Count the calls that did not pass through here."""
+        for seen in list(self._lanes.seen()):
+            self.handle(seen)
 
     def load_table(self) -> None:
         """Take the dispatch table that policy names, or none. One that cannot be used is a problem, and is not used."""
@@ -337,20 +345,30 @@ class Server:
         if identity not in self._clients:
             return  # it was dropped, or was never welcomed
         try:
-            _, kind, flags, route, seq, _, _, time_us = wire.unpack(frame)
+            _, kind, flags, route, seq, _, aux, time_us = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
             if kind == _EXECUTE:
                 digest = b""
                 if flags & wire.HAS_DIGEST:
                     body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
-                may_run_here = bool(flags & wire.MAY_RUN_HERE)
-                event: ev.Event = ev.CallArrived(identity, route, seq, time_us / 1e6, body, digest, may_run_here)
+                may_run_here, after_lane = bool(flags & wire.MAY_RUN_HERE), aux if flags & wire.AFTER_LANE else 0
+                timeout_s = time_us / 1e6
+                event: ev.Event = ev.CallArrived(
+                    identity, route, seq, timeout_s, body, digest, may_run_here, after_lane
+                )
             elif kind == Kind.ROUTE:
                 event = ev.RouteDefined(identity, route, body)
             elif kind == Kind.FORGET:
                 event = ev.RouteForgotten(identity, route)
             elif kind == Kind.POISONED and len(body) == wire.DIGEST_BYTES:
                 event = ev.CallPoisoned(identity, route, body)
+            elif kind == Kind.OVERDUE:
+                event = ev.LaneOverdue(identity, aux, route, time_us / 1e6)
+                try:
+                    if self._lanes.has_ended(aux, seq):
+                        return  # just now
+                except ProtocolError as exc:
+                    event.nonsense = str(exc)
             elif kind == Kind.RAN_HERE:
                 ran = messages.decode(body, messages.RanHere)
                 error = from_wire(ran.error) if ran.error else None
@@ -459,10 +477,12 @@ class Server:
                 _close_all(fds)
                 self._welcome(peer, hello)
             elif peer.role == "client":
-                message, fds = control.receive(peer.sock, messages.AddArena, messages.RetireArena)
+                message, fds = control.receive(peer.sock, messages.AddArena, messages.AddLane, messages.RetireArena)
                 if isinstance(message, messages.AddArena):
                     self._add_arena(peer, message, fds)
-                else:
+                elif isinstance(message, messages.AddLane):
+                    self._add_lane(peer, message.lane, fds)
+                elif isinstance(message, messages.RetireArena):
                     _close_all(fds)
                     self.handle(ev.ArenaGivenUp(peer.identity, message.arena))
             else:
@@ -534,6 +554,16 @@ class Server:
             return
         control.send(peer.sock, messages.ArenaAdded(arena=message.arena))
 
+    def _add_lane(self, peer: Peer, number: int, fds: list[int]) -> None:
+        try:
+            self._lanes.add(number, fds)
+        except ProtocolError:
+            _close_all(fds)
+            raise
+        self.handle(ev.LaneOpened(peer.identity, number))
+        if peer.sock.fileno() >= 0:
+            control.send(peer.sock, messages.LaneAdded(lane=number, is_open=number in self._lanes))
+
     def _close_peer(self, peer: Peer) -> None:
         fd = peer.sock.fileno()
         if self.peers.pop(fd, None) is None:
@@ -569,6 +599,7 @@ class Server:
         peer = self._workers.get(key)
         if peer is not None:
             self._close_peer(peer)
+        self.look_at_lanes()
         ended = supervisor.reap(process)
         self.handle(ev.WorkerExited(*key, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail))
 
@@ -670,6 +701,27 @@ class Server:
             _close_all(list(fds))
         self._epoll.modify(peer.sock, select.EPOLLIN)
 
+    def _send_allow(self, action: ev.SendAllow) -> None:
+        self._send_worker(action.identity, wire.pack(Kind.ALLOW, route=action.plan, aux=action.lane))
+
+    def _send_lease(self, action: ev.SendLease) -> None:
+        frame = wire.pack(Kind.LEASE, route=action.route, aux=action.decision, body=action.body)
+        self._send_client(action.identity, frame)
+
+    def _lend_lane(self, action: ev.LendLane) -> None:
+        message = messages.MapLane(client=action.client, lane=action.lane)
+        self._tell_worker(action.backend, action.generation, message, self._lanes.fds(action.lane))
+
+    def _revoke_lane(self, action: ev.RevokeLane) -> None:
+        self._lanes.revoke(action.lane, action.epoch)
+
+    def _take_back_lane(self, action: ev.TakeBackLane) -> None:
+        self._tell_worker(action.backend, action.generation, messages.UnmapLane(lane=action.lane))
+        self._lanes.drop(action.lane)
+
+    def _end_lane(self, action: ev.EndLane) -> None:
+        self._lanes.end(action.lane)
+
     def _close_arena(self, action: ev.CloseArena) -> None:
         arenas = self._fds_of[action.client]
         os.close(arenas.pop(action.arena))
@@ -740,6 +792,12 @@ class Server:
         ev.LendArena: _lend_arena,
         ev.TakeBackArena: _take_back_arena,
         ev.CloseArena: _close_arena,
+        ev.SendAllow: _send_allow,
+        ev.SendLease: _send_lease,
+        ev.LendLane: _lend_lane,
+        ev.RevokeLane: _revoke_lane,
+        ev.TakeBackLane: _take_back_lane,
+        ev.EndLane: _end_lane,
         ev.Probe: _probe,
         ev.Spawn: _spawn,
         ev.Kill: _kill,
@@ -756,6 +814,7 @@ class Server:
         while (rows := self.state.engine.perf.take_dirty()) or self.state.engine.health.has_dirty:
             self.perfdb.save(rows, self.state.engine.health.take_dirty())
         self.perfdb.close()
+        self._lanes.close()
         self._listener.close()
         self._front.close()
         self._back.close()

@@ -58,6 +58,7 @@ class Settings(BaseSettings):
     backoff_s: Seconds = Field(0.5, description="delay of the first restart; doubles with each crash in the window")
     backoff_max_s: Seconds = Field(30.0, description="longest delay of a restart")
     poison_quarantine_s: Seconds = Field(600.0, description="how long inputs that killed two workers are refused")
+    express: bool = Field(True, description="lend settled routes a lane straight to their worker")
     failpoints: str = Field("", description="faults for tests: backend:phase=action[@N], separated by ';'")
 
     @field_validator("manifest_dirs", mode="before")

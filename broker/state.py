@@ -17,6 +17,7 @@ from typing import Any
 from layerzero.broker import events as ev
 from layerzero.broker.engine import Engine
 from layerzero.broker.explain import explain
+from layerzero.broker.leases import SETTLED_CALLS, Leases, Lost
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
 from layerzero.broker.records import Call, Client, Route, Worker
 from layerzero.broker.selection import CallSpec, Signature, Verdict, no_backend
@@ -37,10 +38,12 @@ from layerzero.ipc.errors import (
     ProtocolError,
     RunInProcess,
 )
+from layerzero.ipc.lane import EXECUTING, lane_of
 from layerzero.ipc.messages import Decision, encode
 
 MAX_ARENAS = 4096  # of one client; ours keeps far fewer
 MAX_ROUTES = 8192  # likewise
+WATCH_S = 1.0  # so often leases are looked at: another kernel may have become the better one
 IN_PROCESS_LEASE_S = 1.0  # a client that runs a backend itself asks again after so long: policy may have changed
 S = WorkerState
 
@@ -59,6 +62,7 @@ class Limits:
     backoff_s: float
     backoff_max_s: float
     poison_quarantine_s: float
+    express: bool
 
 
 class BrokerState:
@@ -86,6 +90,9 @@ class BrokerState:
         self._quarantine = Quarantine(limits.poison_quarantine_s)
         self._by_identity: dict[bytes, Worker] = {}
         self._shadow = ShadowLedger()
+        self._leases = Leases()
+        self._leased_epoch = 0  # of the engine: what it decided then
+        self._watch_at_s = math.inf
         self._health_at_s = math.inf  # when a kernel that failed may be tried again
         self._dispatch = itertools.count(1)
         self._plan_numbers = itertools.count(1)
@@ -100,6 +107,9 @@ class BrokerState:
             ev.RouteForgotten: self._route_forgotten,
             ev.CallArrived: self._call_arrived,
             ev.CallPoisoned: self._call_poisoned,
+            ev.LaneOpened: self._lane_opened,
+            ev.LaneOverdue: self._lane_overdue,
+            ev.LaneSeen: self._lane_seen,
             ev.ProbeEnded: self._probe_ended,
             ev.WorkerSpawned: self._worker_spawned,
             ev.SpawnFailed: self._spawn_failed,
@@ -122,6 +132,8 @@ class BrokerState:
         self._now_s = now_s
         self._actions = []
         self._handlers[type(event)](event)
+        if self.engine.epoch != self._leased_epoch:
+            self._revoke_leases()
         return self._actions
 
     # --- clients -------------------------------------------------------------------------------------
@@ -134,6 +146,7 @@ class BrokerState:
         if client is None:
             return
         client.has_left = True
+        self._actions += self._leases.end_client(client)
         for worker in self.workers.values():
             gone = [call for call in worker.waiting if call.client is client]
             for call in gone:
@@ -214,6 +227,7 @@ class BrokerState:
 
     def _drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
+        self._leases.drop_route(client, route)
         self._release_signature(route.signature)
 
     def _release_signature(self, signature: Signature) -> None:
@@ -280,12 +294,106 @@ class BrokerState:
         client.open_calls += 1
         route.signature.users += 1
         timeout_s = event.timeout_s or self.limits.timeout_s
-        self._place(Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here))
+        call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
+        lost = client.lost.pop(event.after_lane, None)
+        if lost is None or route.number not in lost.kernels:
+            self._place(call)
+        else:
+            self._resume(call, lost)
+
+    def _resume(self, call: Call, lost: Lost) -> None:
+        """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
+        worker = self.workers[lost.backend]
+        call.kernel_id = lost.kernels[call.route.number]
+        call.attempt = 1
+        if lost.is_blamed:
+            call.deaths += lost.is_crash
+            error, code = lost.error, lost.exit_code
+            self._attempt_failed(call, worker, error, exit_code=code, phase=lost.phase, pid=lost.worker_pid)
+        else:
+            self._requeue(call, worker, lost.exit_code, lost.worker_pid)
 
     def _call_poisoned(self, event: ev.CallPoisoned) -> None:
         route = self.clients[event.identity].routes.get(event.route)
         if route is not None:
             self._quarantine.add(route.signature.key, event.digest, self._now_s)
+            self._revoke_leases()  # calls of this signature must show what they bring
+
+    # --- express lanes ---------------------------------------------------------------------------------
+
+    def _settle(self, call: Call, worker: Worker) -> None:
+        """Lend a lane to a route that one worker serves well, and would serve again."""
+        route, signature = call.route, call.route.signature
+        if route.is_leased or not self.limits.express:
+            return
+        server = (call.kernel_id, worker.generation)
+        if route.settled_on != server:
+            route.settled_on, route.settled = server, 0
+        route.settled += 1
+        if route.settled >= SETTLED_CALLS and worker.state is S.READY and not self.stopping:
+            if self.engine.epoch != self._leased_epoch:
+                self._revoke_leases()
+            if self._is_settled(signature, call.kernel_id):
+                plan = self._plans[signature.key, call.kernel_id]
+                self._actions += self._leases.grant(call.client, route, worker, plan, call.kernel_id)
+                self._watch_at_s = min(self._watch_at_s, self._now_s + WATCH_S)
+                self.wakeup_s = min(self.wakeup_s, self._watch_at_s)
+
+    def _is_settled(self, signature: Signature, kernel_id: str) -> bool:
+        """The next call of this signature would go to the same kernel, without a look at it."""
+        best = next(iter(self.order(signature)), None)
+        return (
+            best is not None
+            and best.kernel_id == kernel_id
+            and not (best.transforms or best.is_on_trial or best.is_last_resort or best.may_run_here)
+            and not self._quarantine.asks_for_digests(signature.key)
+            and self.engine.policy.tune_budget == 0
+            and self.engine.policy_for(signature.spec).shadow_rate == 0
+        )
+
+    def _revoke_leases(self) -> None:
+        self._leased_epoch = self.engine.epoch
+        self._actions += self._leases.revoke()
+
+    def _watch_leases(self) -> None:
+        """Those whose calls would be decided in another way by now end."""
+        stale = [
+            lane
+            for lane in self._leases.lanes.values()
+            if any(not self._is_settled(r.signature, lane.kernels[r.number]) for r in lane.routes.values())
+        ]
+        self._actions += self._leases.revoke(stale)
+        self._watch_at_s = self._now_s + WATCH_S if self._leases else math.inf
+
+    def _lane_opened(self, event: ev.LaneOpened) -> None:
+        client = self.clients[event.identity]
+        try:
+            self._actions += self._leases.open(client, event.lane)
+        except ProtocolError as exc:
+            self._do(ev.EndLane(event.lane))  # what came with the message is not the lane's page
+            self._drop_client(client, str(exc))
+
+    def _lane_overdue(self, event: ev.LaneOverdue) -> None:
+        lane = self._leases.lanes.get(event.lane)
+        if lane is None or lane.client.identity != event.identity:
+            return
+        if lane.worker.fault is None:
+            lane.worker.faulty_lane = event.lane
+        if event.nonsense:
+            self._fault(lane.worker, ProtocolError(event.nonsense))
+        else:
+            name = lane.kernels.get(event.route, f"a call of {lane.worker.backend}")
+            self._fault(lane.worker, _too_long(name, lane.worker, event.timeout_s))
+
+    def _lane_seen(self, event: ev.LaneSeen) -> None:
+        lane = self._leases.lanes.get(event.lane)
+        if lane is None:
+            return
+        lane.worker.answered += event.calls
+        route = lane.routes.get(event.plan)
+        if route is not None:
+            kernel_id, cell = lane.kernels[route.number], route.signature.cell
+            self.engine.note_time(kernel_id, cell, event.kernel_ns, self._now_s, is_clean=True)
 
     def _place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
@@ -438,6 +546,7 @@ class BrokerState:
         client = call.client
         if not client.has_left:
             decision = self._decision(call, worker)
+            self._settle(call, worker)
             self._do(
                 ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body, call.attempts)
             )
@@ -475,7 +584,14 @@ class BrokerState:
         self._attempt_failed(call, worker, event.error)
 
     def _attempt_failed(
-        self, call: Call, worker: Worker, error: LayerZeroError, *, exit_code: int | None = None, phase: str = ""
+        self,
+        call: Call,
+        worker: Worker,
+        error: LayerZeroError,
+        *,
+        exit_code: int | None = None,
+        phase: str = "",
+        pid: int | None = None,
     ) -> None:
         """An attempt is over for good (the worker has answered, or is dead): try the next kernel, or end the call."""
         if call.client.has_left:
@@ -488,7 +604,7 @@ class BrokerState:
             {
                 "backend": worker.backend,
                 "kernel_id": call.kernel_id,
-                "worker_pid": worker.pid,
+                "worker_pid": worker.pid if pid is None else pid,
                 "code": error.code,
                 "detail": error.message,
                 "exit_signal": -exit_code if exit_code is not None and exit_code < 0 else None,
@@ -649,6 +765,8 @@ class BrokerState:
         worker.identity = b""
         worker.arenas.clear()
         worker.plans.clear()
+        lane = worker.faulty_lane or lane_of(event.executing)
+        worker.faulty_lane = worker.lane_call = 0
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
         died = BackendError(
             f"the {worker.backend} worker died ({how})",
@@ -666,6 +784,7 @@ class BrokerState:
             "phase": event.phase,
         }
         self._do(ev.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
+        self._actions += self._leases.end_worker(worker, error, event, lane, is_crash=worker.fault is None)
         running, waiting = list(worker.running), list(worker.waiting)
         worker.running.clear()
         worker.waiting.clear()
@@ -675,23 +794,31 @@ class BrokerState:
             self._stop_if_idle()
             return
         self._plan_restart(worker, error, event.stderr_tail)
-        self._move_calls(worker, running, waiting, error, event)
+        self._move_calls(worker, running, waiting, error, event, is_on_lane=bool(lane))
 
     def _move_calls(
-        self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
+        self,
+        worker: Worker,
+        running: list[Call],
+        waiting: list[Call],
+        error: LayerZeroError,
+        event: ev.WorkerExited,
+        *,
+        is_on_lane: bool,
     ) -> None:
         """The one it was killed for or died in is blamed; those behind it only lost their place."""
         for position, call in enumerate(running):
-            is_blamed = position == 0 if worker.fault is not None else call.dispatch == event.executing
+            is_first = position == 0 and not is_on_lane
+            is_blamed = is_first if worker.fault is not None else call.dispatch == event.executing
             if is_blamed:
                 call.deaths += worker.fault is None
                 self._attempt_failed(call, worker, error, exit_code=event.exit_code, phase=event.phase)
             else:
-                self._requeue(call, worker, event)
+                self._requeue(call, worker, event.exit_code, worker.pid)
         for call in waiting:
-            self._requeue(call, worker, event)
+            self._requeue(call, worker, event.exit_code, worker.pid)
 
-    def _requeue(self, call: Call, worker: Worker, event: ev.WorkerExited) -> None:
+    def _requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
         may_wait = worker.state is S.BACKOFF and not call.client.has_left
         if may_wait and self._is_back_in_time(worker.backend, call) and not self._has_other(call):
@@ -701,7 +828,7 @@ class BrokerState:
             lost = _disabled(worker)
         else:
             lost = BackendError(f"the {worker.backend} worker died while the call was queued", backend=worker.backend)
-        self._attempt_failed(call, worker, lost, exit_code=event.exit_code, phase="queued")
+        self._attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)
 
     def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
         limits = self.limits
@@ -788,20 +915,19 @@ class BrokerState:
 
     # --- time and the end ------------------------------------------------------------------------------
 
-    def _tick(self, _: ev.Tick) -> None:
+    def _tick(self, event: ev.Tick) -> None:
         now_s, limits = self._now_s, self.limits
         if now_s >= self._health_at_s:
             self.engine.epoch += 1
             self._health_at_s = self.engine.health.next_change_s(now_s)
-        self.wakeup_s = self._health_at_s
+        if now_s >= self._watch_at_s:
+            self._watch_leases()
+        self.wakeup_s = min(self._health_at_s, self._watch_at_s)
         for worker in self.workers.values():
             if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
                 if now_s >= worker.head_deadline_s:
-                    head = worker.running[0]
-                    text = f"{head.kernel_id} ran longer than {head.timeout_s:g} s, and its worker was killed; pass a "
-                    text += "larger timeout_s if it needs longer"
-                    self._fault(worker, DeadlineExceeded(text, timeout_s=head.timeout_s, backend=worker.backend))
-                else:
+                    self._end_what_takes_too_long(worker, event.executing.get((worker.backend, worker.generation), 0))
+                if worker.fault is None:
                     self.wakeup_s = min(self.wakeup_s, worker.head_deadline_s)
             elif worker.state is S.STARTING:
                 due_s = worker.started_s + limits.start_timeout_s
@@ -817,10 +943,25 @@ class BrokerState:
                 else:
                     self.wakeup_s = min(self.wakeup_s, worker.retry_at_s)
 
+    def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
+        """The head is due. One that waits for a call of an express lane gets more time, but not for ever: that call's
+        client watches its deadline, unless it has left."""
+        head = worker.running[0]
+        if not executing & EXECUTING:
+            self._fault(worker, _too_long(head.kernel_id, worker, head.timeout_s))
+        elif worker.lane_call != executing:
+            worker.lane_call, worker.lane_call_since_s = executing, self._now_s
+            worker.head_since_s = self._now_s
+        elif self._now_s < worker.lane_call_since_s + self.limits.timeout_s:
+            worker.head_since_s = self._now_s
+        else:
+            self._fault(worker, _too_long("a call on an express lane", worker, self.limits.timeout_s))
+
     def _shutdown_asked(self, _: ev.ShutdownAsked) -> None:
         if self.stopping:
             return
         self.stopping = True
+        self._revoke_leases()
         for worker in self.workers.values():
             waiting = list(worker.waiting)
             worker.waiting.clear()
@@ -844,6 +985,13 @@ class BrokerState:
 
     def _do(self, action: ev.Action) -> None:
         self._actions.append(action)
+
+
+def _too_long(what: str, worker: Worker, timeout_s: float) -> DeadlineExceeded:
+    text = (
+        f"{what} ran longer than {timeout_s:g} s, and its worker was killed; pass a larger timeout_s if it needs longer"
+    )
+    return DeadlineExceeded(text, timeout_s=timeout_s, backend=worker.backend)
 
 
 def _repair(backend: str, cause: LayerZeroError) -> str:

@@ -36,7 +36,7 @@ from layerzero.ipc.wire import HEADER_BYTES, Header, Kind
 
 CONTROL_TIMEOUT_S = 10.0
 GRACE_S = 10.0  # for a broker that was asked whether it is there
-_NOBLOCK, _DECISION = int(zmq.NOBLOCK), int(Kind.DECISION)  # enums are slow
+_NOBLOCK, _DECISION, _LEASE = int(zmq.NOBLOCK), int(Kind.DECISION), int(Kind.LEASE)  # enums are slow
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 
 
@@ -67,7 +67,13 @@ class Pending:
 class Link:
     """Raises BrokerLost from every method once the broker is gone, NotConnected once it was closed."""
 
-    def __init__(self, path: Path, package: str, on_decision: Callable[[Header, bytes], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        package: str,
+        on_decision: Callable[[Header, bytes], None],
+        on_lease: Callable[[Header, bytes], None],
+    ) -> None:
         self._control = control.connect(path, timeout_s=CONTROL_TIMEOUT_S)
         self._control_lock = threading.Lock()
         try:
@@ -86,6 +92,7 @@ class Link:
         self.forks = arena.forks  # this object belongs to one process
         self.lost: LayerZeroError | None = None
         self._on_decision = on_decision
+        self._on_lease = on_lease
         self._context = zmq.Context()
         self._dealer = sockets.connect_dealer(self._context, answer.endpoint, answer.identity, 4 * answer.max_in_flight)
         self._lock = threading.Lock()  # the dealer
@@ -256,6 +263,9 @@ class Link:
         if header.kind == _DECISION:
             self._on_decision(header, frame[HEADER_BYTES:])
             return
+        if header.kind == _LEASE:
+            self._on_lease(header, frame[HEADER_BYTES:])
+            return
         pending = self._pending.get(header.seq)
         if pending is not None:
             pending.header = header
@@ -278,6 +288,29 @@ class Link:
             pending.error = Cancelled("the session was closed before the call ended") if is_closed else _again(reason)
             pending.finish()
 
+    def watch_hang_up(self, poll: select.poll) -> None:
+        """Let `poll` return when the broker hangs up; then ask `gone`."""
+        poll.register(self._control, _POLLRDHUP)
+
+    def gone(self, hold: Any) -> LayerZeroError:
+        """What a call ends in that was on an express lane when the broker hung up. A worker may still write to it."""
+        while self.lost is None:
+            self.read_nowait()
+            if self.lost is None:
+                time.sleep(0.0005)  # another thread reads; the hang-up has woken it
+        is_closed = isinstance(self.lost, NotConnected)
+        quarantine(hold, is_broker_dead=isinstance(self.lost, BrokerLost))
+        return Cancelled("the session was closed before the call ended") if is_closed else _again(self.lost)
+
+    def check_alive(self) -> None:
+        """Raises BrokerLost when the broker says nothing, although it is asked."""
+        pending = Pending(patience_s=0.0)
+        body = messages.encode(messages.Request(method="ping", params={}))
+        self.submit(pending, lambda seq: wire.pack(Kind.REQUEST, seq=seq, body=body))
+        self.wait(pending)
+        if pending.error is not None:
+            raise pending.error
+
     def _last_word(self) -> LayerZeroError:
         try:
             refused, _ = control.receive(self._control, messages.Refused)
@@ -289,17 +322,28 @@ class Link:
 
     def add_arena(self, number: int, fd: int, nbytes: int) -> None:
         """Show the broker an arena; returns when it knows it."""
+        self._show(messages.AddArena(arena=number, nbytes=nbytes), (fd,))
+
+    def add_lane(self, number: int, fds: tuple[int, int, int]) -> bool:
+        """Show the broker the page and the bells of an express lane. Whether its worker is there."""
+        answer = self._show(messages.AddLane(lane=number), fds)
+        return isinstance(answer, messages.LaneAdded) and answer.is_open
+
+    def _show(self, shown: messages.AddArena | messages.AddLane, fds: tuple[int, ...]) -> messages.Message:
+        """Send descriptors to the broker and wait for the answer to them."""
         with self._control_lock:
             if self.lost is not None:
                 raise _again(self.lost)
             try:
-                control.send(self._control, messages.AddArena(arena=number, nbytes=nbytes), (fd,))
+                control.send(self._control, shown, fds)
                 while True:
-                    answer, _ = control.receive(self._control, messages.ArenaAdded, messages.Refused)
+                    answer, _ = control.receive(
+                        self._control, messages.ArenaAdded, messages.LaneAdded, messages.Refused
+                    )
                     if isinstance(answer, messages.Refused):
                         raise from_wire(answer.error)
-                    if answer.arena == number:  # not a late answer to one that was given up
-                        return
+                    if _answers(answer, shown):  # not a late answer to one that was given up
+                        return answer
             except control.Closed:
                 raise BrokerLost(f"the broker (pid {self.welcome.broker_pid}) is gone") from None
             except TimeoutError:
@@ -330,6 +374,12 @@ class Link:
             self._control.close()
         self._context.term()
         os.close(self._wake)
+
+
+def _answers(answer: messages.Message, shown: messages.AddArena | messages.AddLane) -> bool:
+    if isinstance(shown, messages.AddArena):
+        return isinstance(answer, messages.ArenaAdded) and answer.arena == shown.arena
+    return isinstance(answer, messages.LaneAdded) and answer.lane == shown.lane
 
 
 def _again(error: LayerZeroError) -> LayerZeroError:

@@ -98,8 +98,9 @@ class SelectionReport:
     """Which kernel served a call (or would), what it cost, why not the others.
 
     `elapsed_us` is the caller's wall time, `kernel_us` the kernel's own; both are None for an explanation.
-    `attempts` has every try, the successful one last with outcome None. `notes`: what else there is to say, such as why
-    a backend that policy wants in the caller's process did not run there.
+    `lane` is "broker", "express" or "in_process" (docs/design.md). `attempts` has every try, the successful one last
+    with outcome None. `notes`: what else there is to say, such as why a backend that policy wants in the caller's
+    process did not run there.
     """
 
     op: str

@@ -15,18 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerzero.client import arena as arenas
 from layerzero.client import overlay
 from layerzero.client.arena import Arena
 from layerzero.client.arrays import Array, copy_into, describe, wrap
+from layerzero.client.express import Lane as ExpressLane
+from layerzero.client.express import Lease, Lost, Ran
 from layerzero.client.in_process import Grant, Lane, Refusal, Runner, is_abi_failure
 from layerzero.client.link import Link, Pending
 from layerzero.client.overlay import Overlay
 from layerzero.client.plans import Plan, plan_out
 from layerzero.client.report import ADAPTED, Attempt, Candidate, Copy, SelectionReport
-from layerzero.client.shadow import Sample, Shadow
+from layerzero.client.shadow import NEVER, Sample, Shadow
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import (
     AdaptationRequired,
@@ -35,6 +37,7 @@ from layerzero.ipc.errors import (
     DigestRequired,
     InvalidArgument,
     LayerZeroError,
+    OutOfMemory,
     OutputTooSmall,
     Poison,
     ProtocolError,
@@ -48,13 +51,14 @@ from layerzero.workers.provider import Call
 
 MAX_ROUTES = 4096
 MAX_CHECKED = 4096
+MAX_TICKETS = 1024
 MAX_DECISIONS = 2048  # kept per route, for futures that nobody has asked yet
 MAX_TIMEOUT_S = 86_400
 MAX_LEASE_S = 60.0
 ADAPTED_S = 1.0  # so long the copies that a kernel needs are made without asking the broker: policy may change
 RETRY_HERE_S = 5.0  # so long a route's calls go to workers after one failed in this process
 NO_MORE_COPIES = Overlay.of({"origin": "copies did not help", "values": {"allow_adaptation": False}})
-LANE = "broker"
+LANE, EXPRESS, IN_PROCESS = "broker", "express", "in_process"
 _BACKEND_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
 _NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
@@ -106,6 +110,7 @@ class Route:
     here: Here | None = None  # what runs this route's calls in this process
     worker_until_s: float = 0.0  # not here: its probe has not ended, or it failed here
     stays_out: str = ""  # and what of that is to be said in a report
+    lease: Lease | None = None  # calls may go straight to the worker
 
 
 @dataclass(slots=True)
@@ -127,8 +132,18 @@ class Submitted:
     refs: bytes
     adapted: frozenset[str]
     sample: Sample | None = None
-    prior: tuple[Attempt, ...] = ()  # attempts in this process that failed
+    prior: tuple[Attempt, ...] = ()  # attempts that failed in this process or on an express lane
     decision: messages.Decision | None = None  # of a call that ran in this process
+    after_lane: int = 0  # the express lane that ended with this call on it
+
+
+class Ticket(NamedTuple):
+    """A call that needs no planning when it is made again on the same memory, all of which lies in arenas. `kept` keeps
+    the specs whose ids are in its key."""
+
+    route: Route
+    refs: bytes
+    kept: tuple[Array | None, ...]
 
 
 class Session:
@@ -148,12 +163,14 @@ class Session:
         self._routes: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
         self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
         self._arenas: dict[Arena, int] = {}
+        self._express: dict[int, ExpressLane] = {}
+        self._tickets: dict[tuple[Any, ...] | None, Ticket] = {}
         self._lane = Lane()  # a forked child has neither the probe's thread nor those of the libraries
         self._route_numbers = itertools.count(1)
         self._checked: set[str] = set()  # overlays that the broker has found to be right
         self._forgotten: deque[int] = deque()  # routes to tell the broker of
         self._arena_numbers = itertools.count(1)
-        self._link = Link(self.path, self._package, self._note_decision)
+        self._link = Link(self.path, self._package, self._note_decision, self._note_lease)
 
     @property
     def link(self) -> Link:
@@ -161,7 +178,10 @@ class Session:
         if self._link.forks != arenas.forks:
             with self._lock:
                 if self._link.forks != arenas.forks:
+                    inherited = list(self._express.values())
                     self._open()
+                    for lane in inherited:
+                        lane.abandon()
                     self.shadow = Shadow(self, rate=self.shadow.own_rate, references=self.shadow.references)
         return self._link
 
@@ -188,6 +208,9 @@ class Session:
     def close(self) -> None:
         """Hang up. Open calls of other threads end as Cancelled."""
         self._link.close()
+        for lane in list(self._express.values()):
+            lane.close()
+        self._express.clear()
         for arena in list(self._arenas):
             arena.registrations.remove(self._retire)
         self._arenas.clear()
@@ -196,13 +219,118 @@ class Session:
 
     def run(self, request: Request) -> Any:
         """Run one op and return its result. Raises what client/ops.py documents."""
-        return self.wait(self.submit(request))
+        start_ns = time.perf_counter_ns()
+        arrays, out = self._describe(request)
+        key = _place_key(request, arrays, out)
+        try:
+            ticket = self._tickets.get(key)
+        except TypeError:  # an argument that cannot be hashed: what checks it names it
+            key = ticket = None
+        end = None
+        if ticket is not None:
+            place = self._lane_of(ticket.route)
+            if place is not None:
+                lane, lease = place
+                hold = (request.args, request.out)
+                end = lane.run(lease, ticket.route.number, ticket.refs, _seconds(request, lane.default_s), hold)
+                if isinstance(end, Ran):
+                    self._note_ran(ticket.route, end, lease.decision, start_ns)
+                    return request.out
+        submitted = self._prepare(request, (), arrays, out, start_ns)
+        place = None if submitted.pending.is_done else self._lane_of(submitted.route)
+        if place is not None:
+            lane, lease = place
+            if end is None:
+                timeout_s = _seconds(request, lane.default_s)
+                end = lane.run(lease, submitted.route.number, submitted.refs, timeout_s, submitted.pending.hold)
+            if isinstance(end, Ran):
+                if key is not None and not (submitted.blocks or submitted.outputs):
+                    self._remember(key, Ticket(submitted.route, submitted.refs, (*arrays, out)))
+                return self._take_ran(submitted, end, lease.decision)
+            self._leave_lane(submitted, lane, lease, end)
+        return self.wait(self._start(submitted))
 
     def submit(self, request: Request, prior: tuple[Attempt, ...] = ()) -> Submitted:
         """Send a call; `finish` takes its answer after `Link.wait`. `prior`: attempts that failed in this process."""
         start_ns = time.perf_counter_ns()
-        link = self.link
+        return self._start(self._prepare(request, prior, *self._describe(request), start_ns))
+
+    def _start(self, submitted: Submitted) -> Submitted:
+        """Send a call to the broker, unless it ran in this process."""
+        if not submitted.pending.is_done:
+            seq = self._send(submitted)
+            if seq >= self.shadow.next_seq:
+                submitted.sample = self.shadow.take(submitted, seq)
+        return submitted
+
+    def _lane_of(self, route: Route) -> tuple[ExpressLane, Lease] | None:
+        """The lane that a route's calls may take, if any."""
+        lease = route.lease
+        if lease is None or route.needs_digest or self.shadow.next_seq != NEVER:
+            return None
+        lane = self._express.get(lease.lane) or self._open_lane(self._link, lease.lane)
+        if lane is None or lane.is_ended or not lane.holds(lease):
+            route.lease = None
+            return None
+        return lane, lease
+
+    def _leave_lane(
+        self, submitted: Submitted, lane: ExpressLane, lease: Lease, end: Lost | LayerZeroError | None
+    ) -> None:
+        """What the broker, or the report, is to be told of a call that did not end well on a lane."""
+        if isinstance(end, Lost):
+            submitted.route.lease, submitted.after_lane = None, lane.number
+            self._express.pop(lane.number, None)
+            lane.close()
+        elif end is not None:
+            made = lease.decision
+            attempt = Attempt(
+                made.backend, made.kernel_id, end.code, end.message, phase=EXPRESS, worker_pid=made.worker_pid
+            )
+            submitted.prior = (attempt,)
+
+    def _take_ran(self, submitted: Submitted, ran: Ran, decision: messages.Decision) -> Any:
+        submitted.pending.finish()
+        result = self._result(submitted, ran.said)
+        self._note_ran(submitted.route, ran, decision, submitted.start_ns, submitted.copies)
+        return result
+
+    def _note_ran(
+        self, route: Route, ran: Ran, decision: messages.Decision, start_ns: int, copies: Sequence[Copy] = ()
+    ) -> None:
+        end_ns = time.perf_counter_ns()
+        self._last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), decision, (), route.stays_out)
+
+    def _remember(self, key: tuple[Any, ...], ticket: Ticket) -> None:
+        if len(self._tickets) >= MAX_TICKETS:
+            self._tickets.clear()
+        self._tickets[key] = ticket
+
+    def _open_lane(self, link: Link, number: int) -> ExpressLane | None:
+        """None when its worker is gone, or this process has no memory or descriptors left for it."""
+        with self._lock:
+            lane = self._express.get(number)
+            if lane is None:
+                try:
+                    lane = ExpressLane(link, number)
+                except (OSError, OutOfMemory):
+                    return None
+                self._express[number] = lane
+            return lane
+
+    def _describe(self, request: Request) -> tuple[tuple[Array | None, ...], Array | None]:
         arrays = tuple([None if arg is None else describe(arg) for arg in request.args])
+        return arrays, None if request.out is None else self._describe_out(request.out)
+
+    def _prepare(
+        self,
+        request: Request,
+        prior: tuple[Attempt, ...],
+        arrays: tuple[Array | None, ...],
+        out: Array | None,
+        start_ns: int,
+    ) -> Submitted:
+        link = self.link
         found = [None if a is None or a.needs_copy else arenas.pool.find(a.address, a.spec.span_bytes) for a in arrays]
         specs: list[TensorSpec | None] = []
         for array, place in zip(arrays, found, strict=True):
@@ -212,7 +340,6 @@ class Session:
                 specs.append(array.spec)
             else:
                 specs.append(TensorSpec.contiguous(array.spec.dtype, array.spec.shape))
-        out = None if request.out is None else self._describe_out(request.out)
         bake = overlay.baked.get()
         policy = overlay.current() if bake is None else bake(request, tuple(specs))
         if request.is_rigid:
@@ -264,7 +391,7 @@ class Session:
                 outputs.append(block)
                 refs.append(REF.pack(self._arenas.get(arena) or self._lend(link, arena), 0, offset, nbytes))
         result = route.plan.results[0] if route.plan.results else None
-        submitted = Submitted(
+        return Submitted(
             link,
             route,
             request,
@@ -281,10 +408,6 @@ class Session:
             adapted,
             prior=prior,
         )
-        seq = self._send(submitted)
-        if seq >= self.shadow.next_seq:
-            submitted.sample = self.shadow.take(submitted, seq)
-        return submitted
 
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
@@ -294,10 +417,12 @@ class Session:
         if route.needs_digest:
             body, flags = body + self._digest(submitted), flags | wire.HAS_DIGEST
         time_us = 0 if timeout_s is None else _microseconds(timeout_s)
-        number = route.number
+        number, lane = route.number, submitted.after_lane
+        if lane:
+            flags |= wire.AFTER_LANE
         return submitted.link.submit(
             submitted.pending,
-            lambda seq: wire.pack(_EXECUTE, flags, number, seq, 0, 0, time_us, body),
+            lambda seq: wire.pack(_EXECUTE, flags, number, seq, 0, lane, time_us, body),
         )
 
     def finish(self, submitted: Submitted) -> Any:
@@ -337,7 +462,7 @@ class Session:
             copies,
             submitted.start_ns,
             time.perf_counter_ns(),
-            header,
+            header.time,
             attempts,
             decision,
             submitted.prior,
@@ -381,7 +506,7 @@ class Session:
             copies_inputs=copies[0],
             copies_outputs=copies[1],
             candidates=outcome.candidates,
-            lane="in_process",
+            lane=IN_PROCESS,
         )
         route.here = Here(runner, decision, time.monotonic() + lease_s)
 
@@ -434,7 +559,7 @@ class Session:
             outcome = messages.Outcome(error=exc.to_wire(), candidates=here.decision.candidates)
             kind, kernel_ns, body = Kind.FAILED, 0, messages.encode(outcome)
         except Exception as exc:  # whatever a library raises is this attempt's outcome
-            return self._fail_here(link, route, here, request, exc)
+            return self._fail_here(link, route, here, request, arrays, out, start_ns, exc)
         else:
             self._tell(link, route, messages.RanHere(kernel_id=here.decision.kernel_id, kernel_ns=kernel_ns))
         pending = Pending()
@@ -460,7 +585,17 @@ class Session:
             decision=here.decision,
         )
 
-    def _fail_here(self, link: Link, route: Route, here: Here, request: Request, exc: Exception) -> Submitted:
+    def _fail_here(
+        self,
+        link: Link,
+        route: Route,
+        here: Here,
+        request: Request,
+        arrays: tuple[Array | None, ...],
+        out: Array | None,
+        start_ns: int,
+        exc: Exception,
+    ) -> Submitted:
         """The kernel failed in this process: the broker is told, and the call goes to the workers."""
         backend, kernel_id = here.decision.backend, here.decision.kernel_id
         error = BackendError(f"{type(exc).__name__}: {exc}"[:2000])
@@ -472,8 +607,8 @@ class Session:
                 if other.here is not None and other.here.decision.backend == backend:
                     other.here = None
         self._tell(link, route, messages.RanHere(kernel_id=kernel_id, error=error.to_wire()))
-        attempt = Attempt(backend, kernel_id, error.code, error.message, phase="in_process", worker_pid=os.getpid())
-        return self.submit(request, (attempt,))
+        attempt = Attempt(backend, kernel_id, error.code, error.message, phase=IN_PROCESS, worker_pid=os.getpid())
+        return self._prepare(request, (attempt,), arrays, out, start_ns)
 
     def _tell(self, link: Link, route: Route, ran: messages.RanHere) -> None:
         """For the broker's log and times. The call does not depend on it."""
@@ -563,6 +698,7 @@ class Session:
 
     def _retire(self, arena: Arena) -> None:
         number = self._arenas.pop(arena, None)
+        self._tickets.clear()  # its addresses may come again as other memory
         if number is not None:
             self._link.retire_arena(number)
 
@@ -660,6 +796,13 @@ class Session:
             decision = route.decisions[header.aux] = messages.decode(body, messages.Decision)
             self.shadow.follow(route.overlay, decision.shadow_rate, tunes=decision.offers_samples)
 
+    def _note_lease(self, header: Header, body: bytes) -> None:
+        route = self._by_number.get(header.route)
+        decision = route.decisions.get(header.aux) if route is not None else None
+        if route is not None and decision is not None:
+            lease = messages.decode(body, messages.Lease)
+            route.lease = Lease(lease.lane, lease.plan, lease.epoch, replace(decision, lane=EXPRESS))
+
     # --- reports and requests ------------------------------------------------------------------------
 
     def last_report(self) -> SelectionReport | None:
@@ -676,9 +819,9 @@ class Session:
         """The report of a call; making it costs more than most calls, so that it waits until someone asks."""
         if record is None or isinstance(record, SelectionReport):
             return record
-        plan, copies, start_ns, end_ns, header, attempts, decision, prior, note = record
+        plan, copies, start_ns, end_ns, kernel_ns, attempts, decision, prior, note = record
         copies = list(copies)
-        where = "worker" if decision.lane == LANE else "client"
+        where = "client" if decision.lane == IN_PROCESS else "worker"
         for is_copied, name, specs in (
             (decision.copies_inputs, "inputs", plan.inputs),
             (decision.copies_outputs, "out", plan.outputs),
@@ -695,7 +838,7 @@ class Session:
             lane=decision.lane,
             copies=tuple(copies),
             elapsed_us=(end_ns - start_ns) / 1e3,
-            kernel_us=header.time / 1e3,
+            kernel_us=kernel_ns / 1e3,
             attempts=(*prior, *(_attempt(a) for a in attempts), good),
             candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
             notes=(note,) if note else (),
@@ -796,6 +939,29 @@ def _attempt(value: Any) -> Attempt:
         )
     except (KeyError, TypeError) as exc:
         raise ProtocolError(f"not an attempt: {value!r:.200}") from exc
+
+
+def _place_key(request: Request, arrays: tuple[Array | None, ...], out: Array | None) -> tuple[Any, ...] | None:
+    """What makes two calls the same, their memory included; None for calls that must be looked at each time. Specs are
+    interned, so that their ids stand for them as long as they are kept."""
+    if request.is_rigid or request.output_bytes is not None or overlay.baked.get() is not None:
+        return None
+    policy = overlay.current()
+    key: list[Any] = [request.op, request.backend, None if policy is None else policy.text]
+    if request.params:
+        key += [(type(value), value) for value in request.params.values()]
+    for array in (*arrays, out):
+        if array is None:
+            key.append(None)
+        elif array.needs_copy or array.requires_grad:
+            return None
+        else:
+            key += (array.address, id(array.spec))
+    return tuple(key)
+
+
+def _seconds(request: Request, default_s: float) -> float:
+    return default_s if request.timeout_s is None else _microseconds(request.timeout_s) / 1e6
 
 
 def _microseconds(timeout_s: float) -> int:

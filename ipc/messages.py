@@ -100,6 +100,41 @@ class UnmapArena(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AddLane(Message):
+    """client -> broker, with the page, the doorbell and the answer bell. `lane` is of a Lease. Answered by LaneAdded or
+    Refused."""
+
+    kind: ClassVar[str] = "add_lane"
+    lane: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneAdded(Message):
+    """broker -> client. `is_open` is false when the lane's worker is gone already."""
+
+    kind: ClassVar[str] = "lane_added"
+    lane: int
+    is_open: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapLane(Message):
+    """broker -> worker, with the descriptors of AddLane. Not answered."""
+
+    kind: ClassVar[str] = "map_lane"
+    client: int
+    lane: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmapLane(Message):
+    """broker -> worker. Not answered."""
+
+    kind: ClassVar[str] = "unmap_lane"
+    lane: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Route(Message):
     """Body of ROUTE: a call signature in canonical form (ipc/ops.py), specs as TensorSpec.to_wire()."""
 
@@ -146,9 +181,19 @@ class Decision(Message):
     copies_inputs: bool
     copies_outputs: bool
     candidates: list  # type: ignore[type-arg]
-    lane: str = "broker"  # "in_process" for a decision that a client made under a RUN_IN_PROCESS grant
+    lane: str = "broker"  # a client's own: "express" under a lease, "in_process" under a RUN_IN_PROCESS grant
     shadow_rate: float = 0.0  # share of this route's calls that policy wants repeated on a reference
     offers_samples: bool = False  # policy gives time for tuning in the background: offer calls by `sample`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease(Message):
+    """Body of LEASE: calls of a route may go to `plan` on the express lane `lane`, as long as its page has `epoch`."""
+
+    kind: ClassVar[str] = "lease"
+    lane: int
+    plan: int
+    epoch: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +236,15 @@ MESSAGES: dict[str, type[Message]] = {
         RetireArena,
         MapArena,
         UnmapArena,
+        AddLane,
+        LaneAdded,
+        MapLane,
+        UnmapLane,
         Route,
         RanHere,
         Prepare,
         Decision,
+        Lease,
         Outcome,
         Request,
         Ready,

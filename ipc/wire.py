@@ -33,14 +33,17 @@ class Kind(IntEnum):
     POISONED = 4  # client -> broker: digest of the inputs that were refused as POISON; no answer
     FORGET = 5  # client -> broker: a route is no longer used; no answer
     RAN_HERE = 6  # client -> broker: a kernel ran in the client's own process (message RanHere); no answer
+    OVERDUE = 7  # client -> broker: a call on an express lane is late, or its end makes no sense; no answer
     DECISION = 16  # broker -> client: which kernel serves a route, and why
     DONE = 17  # broker -> client: a call's end
     FAILED = 18  # broker -> client: a call's or request's end in an error
     RESPONSE = 19  # broker -> client
+    LEASE = 20  # broker -> client: a route's calls may go straight to its worker (message Lease)
     PREPARE = 32  # broker -> worker: a call signature and its kernel; no answer
     RUN = 33  # broker -> worker: run once; answered by exactly one RAN or RAISED
     STOP = 34  # broker -> worker: finish what was sent, then exit
     DROP = 35  # broker -> worker: a signature is no longer used
+    ALLOW = 36  # broker -> worker: a plan may be run on a lane; no answer
     READY = 48  # worker -> broker: provider loaded
     RAN = 49  # worker -> broker
     RAISED = 50  # worker -> broker: the kernel raised; the worker lives on
@@ -48,6 +51,7 @@ class Kind(IntEnum):
 
 HAS_DIGEST = 1  # flag of EXECUTE: the body ends with a digest of the inputs
 MAY_RUN_HERE = 4  # flag of EXECUTE: the client can run a kernel itself, if policy wants that (FAILED: RUN_IN_PROCESS)
+AFTER_LANE = 8  # flag of EXECUTE: the call was on the express lane `aux`, which ended before the call did
 HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, because attempts failed before
 
 

@@ -507,6 +507,7 @@ class World:
             backoff_s=0.5,
             backoff_max_s=3.0,
             poison_quarantine_s=rng.choice((1.0, 6.0)),
+            express=False,
         )
         self._clog = rng.choice((0.0, 0.05, 0.3))
         self.weights = {

@@ -1,4 +1,5 @@
-"""The worker's life after boot: hello, load, then RUN -> kernel -> RAN or RAISED, one at a time and in order."""
+"""The worker's life after boot: hello, load, then RUN -> kernel -> RAN or RAISED, one at a time and in order. Calls on
+express lanes take turns with those of the broker."""
 
 from __future__ import annotations
 
@@ -12,17 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import zmq
 
-from layerzero.ipc import control, memory, messages, sockets, wire
+from layerzero.ipc import control, lane, memory, messages, sockets, wire
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import HEADER_BYTES, NO_ARENA, Header, Kind
+from layerzero.ipc.wire import HEADER_BYTES, NO_ARENA, REF_BYTES, Header, Kind
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.failpoint import Failpoints
+from layerzero.workers.lanes import Lane, Lanes
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
 IDLE, MAPPED, EXECUTING, WRITTEN = range(4)
@@ -91,10 +94,12 @@ class _Loop:
         self._failpoints = failpoints
         self._arenas: dict[tuple[int, int], _Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
+        self._poll = select.poll()
+        self._lanes = Lanes(self._poll)
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""
-        poll = select.poll()
+        poll = self._poll
         poll.register(sockets.poll_fd(self._dealer), select.POLLIN)
         poll.register(self._control, select.POLLIN)
         control_fd = self._control.fileno()
@@ -108,11 +113,18 @@ class _Loop:
                     self._prepare(header.route, frame[HEADER_BYTES:])
                 elif header.kind == Kind.DROP:
                     self._prepared.pop(header.route, None)
+                    self._lanes.forget_ready()
+                elif header.kind == Kind.ALLOW:
+                    self._lanes.allow(header.aux, header.route)
                 elif header.kind == Kind.STOP:
                     return
                 else:
                     raise ProtocolError(f"a worker does not take kind {header.kind}")
-            if any(fd == control_fd for fd, _ in poll.poll()):
+                if self._lanes:  # they take turns with the broker's calls
+                    self._serve_lanes(poll.poll(0))
+            events = poll.poll()
+            self._serve_lanes(events)
+            if any(fd == control_fd for fd, _ in events):
                 try:
                     self._take_control()
                 except control.Closed:
@@ -126,38 +138,15 @@ class _Loop:
         self._prepared[route] = _Prepared(call, self._kernels[message.kernel_id], OPS[message.op].sized_output)
 
     def _run(self, header: Header, body: bytes) -> None:
-        dispatch, page, failpoints = header.seq, self._page, self._failpoints
-        page.write(dispatch, MAPPED)
-        fault = ""
+        dispatch, fault = header.seq, ""
+        self._page.write(dispatch, MAPPED)
         try:
-            if failpoints:
-                failpoints.hit("received")
-            prepared = self._prepared[header.route]
-            key = (header.aux, body)
-            bound = prepared.bound.get(key)
-            if bound is None:
-                bound = self._bind(prepared, header.aux, body)
-                if len(prepared.bound) >= MAX_BOUND:
-                    del prepared.bound[next(iter(prepared.bound))]
-                prepared.bound[key] = bound
-            if failpoints:
-                failpoints.hit("mapped")
-            page.write(dispatch, EXECUTING)
-            if failpoints:
-                failpoints.hit("executing")
-            start_ns = time.perf_counter_ns()
-            result = bound()
-            elapsed_ns = time.perf_counter_ns() - start_ns
-            page.write(dispatch, WRITTEN)
-            if failpoints:
-                fault = failpoints.hit("written")
-            reply = wire.pack(
-                _RAN,
-                seq=dispatch,
-                attempt=header.attempt,
-                time=elapsed_ns,
-                body=b"" if result is None else msgpack.packb(result),
-            )
+            if self._failpoints:
+                self._failpoints.hit("received")
+            bound = self._bound(header.route, header.aux, body)
+            elapsed_ns, result, fault = self._call(dispatch, bound)
+            said = b"" if result is None else msgpack.packb(result)
+            reply = wire.pack(_RAN, seq=dispatch, attempt=header.attempt, time=elapsed_ns, body=said)
         except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
             body = _error_body(exc)
             reply = wire.pack(Kind.RAISED, seq=dispatch, attempt=header.attempt, body=body)
@@ -165,9 +154,86 @@ class _Loop:
             reply = _spoil(reply, fault)
         if reply:
             self._dealer.send(reply)
+        if self._failpoints:
+            self._failpoints.hit("sent")
+        self._page.write(0, IDLE)
+
+    def _bound(self, plan: int, client: int, body: bytes) -> Bound:
+        prepared = self._prepared[plan]
+        key = (client, body)
+        bound = prepared.bound.get(key)
+        if bound is None:
+            bound = self._bind(prepared, client, body)
+            if len(prepared.bound) >= MAX_BOUND:
+                del prepared.bound[next(iter(prepared.bound))]
+            prepared.bound[key] = bound
+        return bound
+
+    def _call(self, dispatch: int, bound: Bound) -> tuple[int, Any, str]:
+        """Run a call: (time of the kernel in ns, what it returned, the fault that a failpoint wants in the answer)."""
+        page, failpoints = self._page, self._failpoints
         if failpoints:
-            failpoints.hit("sent")
-        page.write(0, IDLE)
+            failpoints.hit("mapped")
+        page.write(dispatch, EXECUTING)
+        if failpoints:
+            failpoints.hit("executing")
+        start_ns = time.perf_counter_ns()
+        result = bound()
+        elapsed_ns = time.perf_counter_ns() - start_ns
+        page.write(dispatch, WRITTEN)
+        return elapsed_ns, result, failpoints.hit("written") if failpoints else ""
+
+    def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
+        """One call of each lane that has one."""
+        for rung in self._lanes.rung(events):
+            call, plan, body = rung.page.get_call()
+            bound = rung.ready.get((plan, body))
+            if bound is not None or (self._lanes.allows(rung.number, plan) and self._has_arenas(plan, rung, body)):
+                self._run_on_lane(rung, call, plan, body, bound)
+            else:
+                rung.page.put_end(call, lane.DECLINED)
+                lane.ring(rung.answer)
+
+    def _run_on_lane(self, rung: Lane, call: int, plan: int, body: bytes, bound: Bound | None) -> None:
+        dispatch, fault, said = lane.mark(rung.number, call), "", b""
+        self._page.write(dispatch, MAPPED)
+        try:
+            if self._failpoints:
+                self._failpoints.hit("received")
+            if bound is None:
+                bound = self._bound(plan, rung.client, body)
+                rung.remember(plan, body, bound)
+            elapsed_ns, result, fault = self._call(dispatch, bound)
+            status = lane.OK
+            if result is not None:
+                said = msgpack.packb(result)
+                if len(said) > lane.MAX_WORD_BYTES:
+                    status, said = lane.DECLINED, b""
+        except Exception as exc:  # as above; the broker hears of it when the client brings the call there
+            short = BackendError(f"{type(exc).__name__}: {exc}"[:400])
+            status, elapsed_ns, said = lane.RAISED, 0, msgpack.packb(short.to_wire())
+        if not fault:
+            rung.page.put_end(call, status, plan, elapsed_ns, said)
+            lane.ring(rung.answer)
+        elif fault == "stale":
+            rung.page.put_end(call + 1_000_000, status)
+            lane.ring(rung.answer)
+        elif fault != "silent":
+            rung.page.put_end(call, 99)
+            lane.ring(rung.answer)
+        if self._failpoints:
+            self._failpoints.hit("sent")
+        self._page.write(0, IDLE)
+
+    def _has_arenas(self, plan: int, rung: Lane, body: bytes) -> bool:
+        prepared = self._prepared.get(plan)
+        if prepared is None:
+            return False
+        count = len(prepared.call.inputs) + len(prepared.call.outputs)
+        if len(body) != count * REF_BYTES:
+            return False
+        refs = wire.unpack_refs(body, count)
+        return all(ref.arena == NO_ARENA or (rung.client, ref.arena) in self._arenas for ref in refs)
 
     def _bind(self, prepared: _Prepared, client: int, body: bytes) -> Bound:
         call = prepared.call
@@ -202,8 +268,14 @@ class _Loop:
 
     def _take_control(self) -> None:
         """Take one message from the control socket; waits for it."""
-        message, fds = control.receive(self._control, messages.MapArena, messages.UnmapArena)
-        if isinstance(message, messages.MapArena):
+        message, fds = control.receive(
+            self._control, messages.MapArena, messages.UnmapArena, messages.MapLane, messages.UnmapLane
+        )
+        if isinstance(message, messages.MapLane):
+            self._lanes.open(message.lane, message.client, fds)
+        elif isinstance(message, messages.UnmapLane):
+            self._lanes.close(message.lane)
+        elif isinstance(message, messages.MapArena):
             fd = fds[0]
             nbytes = message.nbytes
             try:
@@ -216,10 +288,11 @@ class _Loop:
             finally:
                 os.close(fd)
             self._arenas[message.client, message.arena] = arena
-        else:
+        elif isinstance(message, messages.UnmapArena):
             self._arenas.pop((message.client, message.arena), None)
             for prepared in self._prepared.values():  # views keep the maps alive
                 prepared.bound.clear()
+            self._lanes.forget_ready()
 
 
 def _error_body(exc: Exception) -> bytes:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 if TYPE_CHECKING:
     import numpy as np
 
-KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF = (6660 + i for i in range(11))
+KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF, SLOW = (6660 + i for i in range(12))
+SLOW_S = 0.6
 _SCOPE = {"": 0.0, "alpha": 0.25, "beta": 0.5, "gamma": 0.75}
 
 
@@ -116,6 +118,10 @@ def _strike(action: int, source: Block, target: Block) -> None:
         threading.Event().wait()
     elif action == SPIN:
         while True:
+            pass
+    elif action == SLOW:  # at work, unlike one that hangs, and it ends
+        end_s = time.monotonic() + SLOW_S
+        while time.monotonic() < end_s:
             pass
     elif action == INVALID:
         raise InvalidArgument("the toy calls this input invalid")

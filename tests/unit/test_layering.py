@@ -51,6 +51,7 @@ PURE = (
     "broker/events.py",
     "broker/explain.py",
     "broker/health.py",
+    "broker/leases.py",
     "broker/perf.py",
     "broker/planner.py",
     "broker/poison.py",
@@ -86,6 +87,7 @@ PURE_STDLIB = {
     "itertools",
     "json",
     "math",
+    "operator",
     "pathlib",  # a path is a value, too
     "random",
     "re",

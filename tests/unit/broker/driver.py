@@ -26,6 +26,7 @@ LIMITS: dict[str, Any] = {
     "backoff_s": 0.5,
     "backoff_max_s": 30.0,
     "poison_quarantine_s": 600.0,
+    "express": False,
 }
 CLIENT = b"C1"
 BODY = wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(1, 0, 64, 64)])

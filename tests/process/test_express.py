@@ -1,0 +1,493 @@
+"""Calls that pass the broker by: the same answers, the same reports, and the same ends when something breaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zmq
+from tests.backends.toy import HANG, KILL, RAISE, SLOW, fault
+from tests.process.harness import PATIENCE_S, Site, bare_client, is_running, wait_ended, wait_until
+
+import layerzero as lz
+from layerzero.client.arena import pool
+from layerzero.ipc import control, lane, memory, messages, wire
+
+X = np.linspace(-3, 3, 8, dtype=np.float32)
+PHASES = ("received", "mapped", "executing", "written", "sent")
+SEEN_AS = {"received": "mapped", "mapped": "mapped", "executing": "executing", "written": "written"}
+ON_LANE = 7  # passages of a worker until it is sure to be in a call on a lane
+SHORT_S = 0.3
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    wide = np.asarray(x, np.float64)
+    with np.errstate(over="ignore"):
+        return wide / (1 + np.exp(-wide))
+
+
+def call(x: np.ndarray, **kwargs: object) -> lz.SelectionReport:
+    """Run silu, check its numbers, return the report."""
+    np.testing.assert_allclose(lz.silu(x, **kwargs), silu(x), rtol=1e-6)  # type: ignore[arg-type]
+    report = lz.last_report()
+    assert report is not None
+    return report
+
+
+def settle(x: np.ndarray = X, **kwargs: object) -> lz.SelectionReport:
+    """Call until the call is on a lane."""
+    return wait_until(lambda: report if (report := call(x, **kwargs)).lane == "express" else None)
+
+
+def shaped(ndim: int) -> np.ndarray:
+    return X.reshape(*[1] * (ndim - 1), 8)
+
+
+def bad(action: int, backend: str = "") -> np.ndarray:
+    """Of X's shape, so that it goes where X goes."""
+    return np.array([fault(action, backend), *X[1:]], np.float32)
+
+
+def faulty_site(new_site: Callable[..., Site], points: dict[str, str], **settings: object) -> Site:
+    """Backends with a failpoint each, first choice for arrays of 1, 2, ... dimensions; beta is the second for all."""
+    failpoints = ";".join(f"{name}:{point}@{ON_LANE}" for name, point in points.items())
+    site = new_site(failpoints=failpoints, standby=0, **{"backoff_s": 600, "backoff_max_s": 600, **settings})
+    for ndim, name in enumerate(points, start=1):
+        site.add_backend(name, ndim=ndim)
+    site.connect()
+    site.wait_ready("beta", *points)  # passes a failpoint once
+    return site
+
+
+def before_the_fault(x: np.ndarray) -> None:
+    """All calls but the one that a failpoint hits; the last ones are on a lane."""
+    lanes = [call(x).lane for _ in range(ON_LANE - 2)]
+    assert lanes[0] == "broker"
+    assert lanes[-1] == "express"
+
+
+# --- the normal case
+
+
+def test_a_settled_route_leaves_the_broker_out(connected: Site) -> None:
+    """The report says so, with the same facts, and `lz status` counts the calls all the same."""
+    settle()
+    before = connected.backend("alpha")["answered"]
+    reports = [call(X) for _ in range(10)]
+    assert {report.lane for report in reports} == {"express"}
+    assert (reports[0].backend, reports[0].kernel_id) == ("alpha", "alpha.silu")
+    assert reports[0].worker_pid == connected.backend("alpha")["pid"]
+    assert reports[0].kernel_us > 0
+    assert {c.backend for c in reports[0].candidates} >= {"alpha", "beta", "gamma"}
+    assert connected.backend("alpha")["answered"] == before + 10
+
+
+def test_results_on_a_lane_are_those_of_each_call(connected: Site) -> None:
+    """Inputs, outputs and out= change from call to call under one lease."""
+    settle()
+    rng = np.random.default_rng(0)
+    kept = []
+    for _ in range(200):
+        x = rng.standard_normal(8, dtype=np.float32)
+        kept.append((x, lz.silu(x)))
+    for x, result in kept:
+        np.testing.assert_allclose(result, silu(x), rtol=1e-6)
+    out = lz.empty(8)
+    for _ in range(6):
+        assert lz.silu(X, out=out) is out
+    np.testing.assert_allclose(out, silu(X), rtol=1e-6)
+
+
+def test_threads_share_lanes_and_get_their_own_results(connected: Site) -> None:
+    """One call at a time is on a lane; the others go through the broker meanwhile."""
+    settle()
+
+    def work(seed: int) -> set[str]:
+        rng, lanes = np.random.default_rng(seed), set()
+        for _ in range(100):
+            lanes.add(call(rng.standard_normal(8, dtype=np.float32)).lane)
+        return lanes
+
+    with ThreadPoolExecutor(8) as threads:
+        lanes = set().union(*threads.map(work, range(8)))
+    assert "express" in lanes
+
+
+def test_the_lane_is_a_setting(new_site: Callable[..., Site]) -> None:
+    """Who suspects it can switch it off."""
+    new_site(express="false").connect()
+    assert {call(X).lane for _ in range(10)} == {"broker"}
+
+
+def test_a_call_on_a_new_arena_comes_by_the_broker_once(connected: Site) -> None:
+    """Only the broker can lend memory to a worker."""
+    settle()
+    before = pool.stats()["arenas"]
+    big = []  # until a new arena is needed
+    while pool.stats()["arenas"] == before:
+        big.append(lz.empty(1 << 20))
+    kept = [lz.empty(8) for _ in range(3)]
+    for out in kept:
+        lz.silu(X, out=out)
+        np.testing.assert_allclose(out, silu(X), rtol=1e-6)
+    assert settle().lane == "express"
+
+
+# --- what ends a lease
+
+
+def test_a_policy_change_takes_leases_back(new_site: Callable[..., Site]) -> None:
+    """A file that forbids a backend counts for settled routes as well, within the second in which it is looked at."""
+    site = new_site()
+    site.connect()
+    settle()
+    site.set_policy("avoid_kernels: [alpha.*]\n")
+    wait_until(lambda: call(X).backend == "beta")
+    assert {call(X).backend for _ in range(20)} == {"beta"}
+    assert settle().backend == "beta"
+
+
+def test_a_callers_own_policy_is_another_route(connected: Site) -> None:
+    """`lz.prefer` takes effect at once, lease or not."""
+    settle()
+    with lz.prefer("gamma"):
+        assert call(X).backend == "gamma"
+    assert call(X).backend == "alpha"
+
+
+def test_shadow_checks_see_every_call(new_site: Callable[..., Site]) -> None:
+    """A rate of checks is of all calls, so that calls are not lent a lane that hides them from it."""
+    site = new_site()
+    site.set_policy("shadow_rate: 0.5\n")
+    site.connect()
+    assert {call(X).lane for _ in range(20)} == {"broker"}
+
+
+# --- deaths
+
+
+@pytest.mark.parametrize("action", ["kill", "exit0", "hang"])
+def test_a_worker_lost_in_any_phase_costs_one_attempt(new_site: Callable[..., Site], action: str) -> None:
+    """As on the broker's lane: one attempt with its facts, then the next backend's right answer."""
+    site = faulty_site(new_site, {f"at-{phase}": f"{phase}={action}" for phase in SEEN_AS})
+    timeout_s = SHORT_S if action == "hang" else None
+    outcome = {"kill": ("BACKEND_ERROR", 9, None), "exit0": ("BACKEND_ERROR", None, 0), "hang": ("DEADLINE", 9, None)}
+    for ndim, phase in enumerate(SEEN_AS, start=1):
+        before_the_fault(shaped(ndim))
+        report = call(shaped(ndim), timeout_s=timeout_s)
+        failed, served = report.attempts
+        assert (failed.backend, failed.outcome, failed.exit_signal, failed.exit_code) == (
+            f"at-{phase}",
+            *outcome[action],
+        )
+        assert failed.phase == SEEN_AS[phase]
+        assert served.backend in ("alpha", "beta")
+        assert report.lane == "broker"
+        assert not is_running(failed.worker_pid)
+        assert [e["backend"] for e in site.events("worker.exited")][-1] == f"at-{phase}"
+        assert settle(shaped(ndim)).backend != failed.backend
+
+
+def test_a_worker_that_dies_after_its_answer_loses_nothing(new_site: Callable[..., Site]) -> None:
+    """The end of the call was on the page before the worker's."""
+    faulty_site(new_site, {"at-sent": "sent=kill"})
+    before_the_fault(X)
+    assert call(X).backend == "at-sent"
+    assert call(X).backend == "beta"
+
+
+def test_ends_that_make_no_sense_cost_the_worker_its_life(new_site: Callable[..., Site]) -> None:
+    """A worker that breaks the protocol cannot be trusted with memory; silence ends at the deadline."""
+    outcomes = {"garbage": "BAD_MESSAGE", "truncated": "BAD_MESSAGE", "stale": "BAD_MESSAGE", "silent": "DEADLINE"}
+    faulty_site(new_site, {reply: f"written={reply}" for reply in outcomes})
+    for ndim, (reply, outcome) in enumerate(outcomes.items(), start=1):
+        before_the_fault(shaped(ndim))
+        report = call(shaped(ndim), timeout_s=SHORT_S if reply == "silent" else None)
+        failed = report.attempts[0]
+        assert (failed.backend, failed.outcome, failed.exit_signal) == (reply, outcome, signal.SIGKILL)
+        assert report.backend == "beta"
+        assert not is_running(failed.worker_pid)
+
+
+def test_a_kernel_that_raises_goes_on_to_the_broker(connected: Site) -> None:
+    """Only the broker may try another kernel; the attempt on the lane is in the report, and the worker lives."""
+    settle()
+    lz.silu(bad(RAISE, "alpha"))
+    report = lz.last_report()
+    assert report is not None
+    assert [(a.backend, a.outcome, a.phase) for a in report.attempts] == [
+        ("alpha", "BACKEND_ERROR", "express"),
+        ("alpha", "BACKEND_ERROR", ""),
+        ("beta", None, ""),
+    ]
+    assert settle().backend == "alpha"
+
+
+def test_inputs_that_kill_every_worker_are_poison_also_from_a_lane(new_site: Callable[..., Site]) -> None:
+    """The death on the lane counts: two workers, not three, and the same inputs are refused from then on."""
+    connected = new_site(backoff_s=0.01)
+    connected.connect()
+    settle()
+    deaths = len(connected.events("worker.exited"))
+    with pytest.raises(lz.Poison):
+        lz.silu(bad(KILL))
+    assert len(connected.events("worker.exited")) == deaths + 2
+    with pytest.raises(lz.Poison):
+        lz.silu(bad(KILL))
+    assert len(connected.events("worker.exited")) == deaths + 2
+    connected.wait_ready("alpha")
+    assert call(X).lane == "broker"  # a poisoned signature's inputs are looked at one by one
+
+
+def test_a_busy_lane_is_no_fault_of_the_calls_behind_it(new_site: Callable[..., Site]) -> None:
+    """The deadline of a call through the broker runs while its own kernel does, not while a lane's call does."""
+    site = new_site()
+    site.connect()
+    settle()
+    slow = site.python(
+        "import numpy as np\n"
+        "from tests.backends.toy import SLOW, fault\n"
+        "lz.connect()\n"
+        "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
+        "while lz.last_report() is None or lz.last_report().lane != 'express': lz.silu(x)\n"
+        "print('settled', flush=True)\n"
+        "x[0] = fault(SLOW, 'alpha')\n"
+        "lz.silu(x)\n"
+        "print(lz.last_report().lane, lz.last_report().backend)\n"
+    )
+    assert slow.stdout is not None
+    assert slow.stdout.readline() == "settled\n"
+    wait_until(lambda: _state(site.backend("alpha")["pid"]) == "R")
+    lz.submit(lz.silu, X, backend="alpha", timeout_s=0.2).result()
+    assert slow.communicate()[0] == "express alpha\n"
+    assert site.events("worker.exited") == []
+
+
+def _state(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+# --- the other ends
+
+
+def test_the_brokers_death_ends_a_call_on_a_lane(new_site: Callable[..., Site]) -> None:
+    """Its workers die with it, so that nobody is left to answer."""
+    site = new_site()
+    site.connect()
+    settle()
+    pid = site.broker_pid
+    assert pid is not None
+    with ThreadPoolExecutor(1) as thread:
+        hanging = thread.submit(lz.silu, bad(HANG, "alpha"), timeout_s=60)
+        wait_until(lambda: _in_lane_call(site))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(lz.BrokerLost):
+            hanging.result(PATIENCE_S)
+    wait_ended(pid)
+
+
+def _in_lane_call(site: Site) -> bool:
+    """The session's lane has a call that nobody waits to claim."""
+    (lane,) = [lane for lane in lz.session()._express.values() if lane._open is not None] or [None]
+    return lane is not None and lane._page.done < lane._open[0]
+
+
+def test_closing_the_session_cancels_a_call_on_a_lane(new_site: Callable[..., Site]) -> None:
+    """As on the broker's lane."""
+    site = new_site()
+    site.connect()
+    settle()
+    with ThreadPoolExecutor(1) as thread:
+        hanging = thread.submit(lz.silu, bad(HANG, "alpha"), timeout_s=60)
+        wait_until(lambda: _in_lane_call(site))
+        lz.disconnect()
+        with pytest.raises(lz.Cancelled):
+            hanging.result(PATIENCE_S)
+
+
+def test_an_interrupt_keeps_the_memory_and_the_lane_until_the_call_ends(connected: Site) -> None:
+    """The worker may still write: neither its memory nor its lane may be given to the next call."""
+    settle()
+    main = threading.main_thread().ident
+    assert main is not None
+    with ThreadPoolExecutor(1) as thread:
+
+        def interrupt() -> None:
+            wait_until(lambda: _in_lane_call(connected))
+            signal.pthread_kill(main, signal.SIGINT)
+
+        done = thread.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lz.silu(bad(SLOW, "alpha"))
+        done.result()
+    assert {call(X, backend="beta").lane for _ in range(3)} == {"broker"}
+    assert settle().lane == "express"
+
+
+def test_a_forked_child_has_lanes_of_its_own(connected: Site) -> None:
+    """The page of the parent's would be written by two."""
+    settle()
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            lanes = {call(X).lane for _ in range(12)}
+            os.write(write, ",".join(sorted(lanes)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    assert {call(X).lane for _ in range(50)} == {"express"}
+    assert os.read(read, 100) == b"broker,express"
+    os.close(read)
+    os.waitpid(child, 0)
+
+
+def test_a_client_killed_on_a_lane_harms_nobody(new_site: Callable[..., Site]) -> None:
+    """Its call ends, its lane and memory are given back, and the worker serves others."""
+    site = new_site(timeout_s=1)
+    site.connect()
+    settle()
+    other = site.python(
+        "import numpy as np\n"
+        "from tests.backends.toy import SLOW, fault\n"
+        "lz.connect()\n"
+        "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
+        "while lz.last_report() is None or lz.last_report().lane != 'express': lz.silu(x)\n"
+        "print('settled', flush=True)\n"
+        "x[0] = fault(SLOW, 'alpha')\n"
+        "while True: lz.silu(x)\n"
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    os.kill(other.pid, signal.SIGKILL)
+    other.communicate()
+    start_s = time.monotonic()
+    assert call(X).backend == "alpha"
+    assert time.monotonic() - start_s < PATIENCE_S
+    assert settle().backend == "alpha"
+    assert site.events("worker.exited") == []
+
+
+# --- a client that knows the document alone
+
+
+SILU = messages.Route(
+    op="silu", inputs=[["float32", [4], [1]]], outputs=[["float32", [4], [1]]], attrs={}, backend="alpha"
+)
+REFS = wire.pack_refs([wire.Ref(1, 0, 0, 16), wire.Ref(1, 0, 64, 16)])
+
+
+class Bare:
+    """A client of bytes: one arena with zeros, one settled route, and the lease that came with it."""
+
+    def __init__(self, site: Site, context: zmq.Context) -> None:  # type: ignore[type-arg]
+        self.sock, self.dealer = bare_client(site, context)
+        arena = memory.create_memfd("small", 4096)
+        control.send(self.sock, messages.AddArena(arena=1, nbytes=4096), (arena,))
+        control.receive(self.sock, messages.ArenaAdded)
+        os.close(arena)
+        self.dealer.send(wire.pack(wire.Kind.ROUTE, route=1, body=messages.encode(SILU)))
+        self.lease: messages.Lease | None = None
+        for _ in range(3):
+            assert self.execute() == wire.Kind.DONE
+        page = memory.create_memfd("page", memory.PAGE_BYTES)
+        self.page, self.bells = lane.Page(page), (lane.create_doorbell(), lane.create_doorbell())
+        self.fds = (page, *self.bells)
+
+    def execute(self, flags: int = 0, aux: int = 0) -> int:
+        self.dealer.send(wire.pack(wire.Kind.EXECUTE, flags, 1, 1, 0, aux, body=REFS))
+        while True:
+            frame = self.dealer.recv()
+            header = wire.unpack(frame)
+            if header.kind == wire.Kind.LEASE:
+                self.lease = messages.decode(frame[wire.HEADER_BYTES :], messages.Lease)
+            elif header.kind != wire.Kind.DECISION:
+                return header.kind
+
+    def open(self, number: int, fds: tuple[int, ...] | None = None) -> messages.LaneAdded | messages.Refused:
+        control.send(self.sock, messages.AddLane(lane=number), self.fds if fds is None else fds)
+        return control.receive(self.sock, messages.LaneAdded, messages.Refused)[0]
+
+    def ride(self, call: int, plan: int, refs: bytes = REFS) -> int:
+        """The status that the call ends with."""
+        self.page.put_call(call, plan, refs)
+        lane.ring(self.bells[0])
+        end = wait_until(lambda: self.page.get_end(call))
+        assert end is not None
+        return end[0]
+
+    def close(self) -> None:
+        self.page.close()
+        self.dealer.close(0)
+        self.sock.close()
+        for fd in self.fds:
+            os.close(fd)
+
+
+@pytest.fixture
+def bare(connected: Site) -> Iterator[Bare]:
+    connected.wait_ready("alpha")
+    context = zmq.Context()
+    client = Bare(connected, context)
+    yield client
+    client.close()
+    context.term()
+
+
+def test_the_document_is_enough_to_ride_a_lane(bare: Bare) -> None:
+    """Another language's client has nothing else."""
+    assert bare.lease is not None
+    assert bare.open(bare.lease.lane) == messages.LaneAdded(lane=bare.lease.lane, is_open=True)
+    assert bare.page.epoch == bare.lease.epoch
+    assert [bare.ride(call, bare.lease.plan) for call in (1, 2, 3)] == [lane.OK] * 3
+
+
+def test_a_worker_declines_what_the_broker_has_not_allowed(bare: Bare) -> None:
+    """Other plans, arenas that were never lent, references of another op."""
+    lease = bare.lease
+    assert lease is not None
+    bare.open(lease.lane)
+    foreign = wire.pack_refs([wire.Ref(1, 0, 0, 16), wire.Ref(2, 0, 64, 16)])
+    far = wire.pack_refs([wire.Ref(1, 0, 0, 16), wire.Ref(1, 0, 4090, 16)])
+    assert bare.ride(1, lease.plan + 1000) == lane.DECLINED
+    assert bare.ride(2, lease.plan, foreign) == lane.DECLINED
+    assert bare.ride(3, lease.plan, REFS[:24]) == lane.DECLINED
+    assert bare.ride(4, lease.plan, far) == lane.RAISED
+    assert bare.ride(5, lease.plan) == lane.OK
+
+
+def test_a_lane_that_is_not_the_clients_is_refused(connected: Site, bare: Bare) -> None:
+    """Nor may a lane be opened twice; the offender is dropped, and the lane's owner has it still."""
+    assert bare.lease is not None
+    context = zmq.Context()
+    other = Bare(connected, context)
+    assert isinstance(other.open(bare.lease.lane), messages.Refused)
+    other.close()
+    assert isinstance(bare.open(bare.lease.lane), messages.LaneAdded)
+    assert bare.ride(1, bare.lease.plan) == lane.OK
+    assert isinstance(bare.open(bare.lease.lane), messages.Refused)
+    context.term()
+
+
+@pytest.mark.parametrize("fault", ["two", "no doorbell", "no page"])
+def test_descriptors_that_are_no_lane_are_refused(bare: Bare, fault: str) -> None:
+    """A worker would wait on them, or be killed by a page that is cut short."""
+    assert bare.lease is not None
+    page, doorbell, answer = bare.fds
+    fds = {"two": (page, doorbell), "no doorbell": (page, page, answer), "no page": (answer, doorbell, answer)}[fault]
+    assert isinstance(bare.open(bare.lease.lane, fds), messages.Refused)
+
+
+def test_a_lane_that_nobody_knows_changes_nothing(connected: Site, bare: Bare) -> None:
+    """Its worker may just have gone: not open, nothing late, and calls after it are ordinary ones."""
+    assert bare.open(4711) == messages.LaneAdded(lane=4711, is_open=False)
+    bare.dealer.send(wire.pack(wire.Kind.OVERDUE, route=1, seq=1, aux=4711, time=1))
+    assert bare.execute(wire.AFTER_LANE, 4711) == wire.Kind.DONE
+    assert connected.backend("alpha")["state"] == "ready"
