@@ -58,7 +58,10 @@ class Launcher:
         """What the manifest and its lock describe; read again by `missing`, so after every reset."""
         env = self._plans.get(backend)
         if env is None:
-            env = build.plan(self.manifests[backend], variant=self._settings.variant, store=self._settings.store)
+            settings = self._settings
+            env = build.find(
+                self.manifests[backend], variant=settings.variant, store=settings.store, base=settings.overlay
+            )
             self._plans[backend] = env
         return env
 
@@ -67,8 +70,11 @@ class Launcher:
         self._plans.pop(backend, None)
         try:
             env = self._plan(backend)
+            changed = build.drift(env)
         except (EnvError, ConfigError) as exc:
             return exc.message
+        if changed:
+            return f"{changed}; run: {build.command('build', env)}"
         return None if env.is_built else f"its environment is not built; run: {build.command('build', env)}"
 
     def records(self) -> dict[str, ProbeRecord]:
@@ -132,6 +138,12 @@ class Launcher:
         manifest = self.manifests[backend]
         try:
             env = self._plan(backend)
-            return {"summary": manifest.summary, "env": env.id, "built": env.is_built, "on_host": env.on_host}
+            return {
+                "summary": manifest.summary,
+                "env": env.id,
+                "built": env.is_built,
+                "on_host": env.on_host,
+                "overlay": str(env.base or ""),
+            }
         except LayerZeroError as exc:
             return {"summary": manifest.summary, "env": None, "built": False, "error": exc.message}

@@ -47,6 +47,12 @@ class Settings(BaseSettings):
         None, description="policy file; default policy.yaml in the user's configuration folder, if it exists"
     )
     variant: Literal["cpu", "cu12", "cu13"] = Field("cpu", description="accelerator variant of the environments")
+    overlay: Path | None = Field(
+        None, description="interpreter whose overlays serve the backends that have one (lz env build --overlay)"
+    )
+    wheelhouse: Path | None = Field(
+        None, description="folder of wheels that lz env build uses in place of a network; the broker builds nothing"
+    )
     timeout_s: Seconds = Field(60.0, description="how long one attempt of a call may run, when the call does not say")
     start_timeout_s: Seconds = Field(120.0, description="how long a provider may take to load")
     linger_s: Annotated[float, Field(ge=0)] = Field(1.0, description="life of an idle broker after its last client")

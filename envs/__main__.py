@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.envs.build import Env, command, ensure_all, plan
+from layerzero.envs.build import Env, command, drift, ensure_all, find
 from layerzero.envs.gc import collect
 from layerzero.envs.installers import pick
 from layerzero.envs.lock import lock as write_lock
@@ -60,7 +60,32 @@ Folders = Annotated[
         help="A further folder of manifests; may be repeated.",
     ),
 ]
-VariantChoice = Annotated[Variant, typer.Option("--variant", help="Which build of the environment.")]
+VariantChoice = Annotated[
+    Variant,
+    typer.Option(
+        "--variant",
+        envvar="LAYERZERO_VARIANT",
+        help="Which build of the environment; those without builds for accelerators are used as they are.",
+    ),
+]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        "--overlay",
+        metavar="PYTHON",
+        envvar="LAYERZERO_OVERLAY",
+        help="An interpreter to build over: what it has is used, the rest comes from the wheelhouse.",
+    ),
+]
+WheelhouseDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--wheelhouse",
+        metavar="DIR",
+        envvar="LAYERZERO_WHEELHOUSE",
+        help="A folder of wheels that is the only source; no network is used.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that a probe may take.")]
 
@@ -69,11 +94,15 @@ _STORE = platformdirs.user_cache_path("layerzero")
 
 @app.command("list")
 def list_(
-    store: StoreDir = _STORE, manifests: Folders = None, variant: VariantChoice = Variant.CPU, as_json: Json = False
+    store: StoreDir = _STORE,
+    manifests: Folders = None,
+    variant: VariantChoice = Variant.CPU,
+    overlay: Base = None,
+    as_json: Json = False,
 ) -> None:
-    """Show every environment: built or not, and what its last probe said."""
+    """Show every environment: built or not, over which interpreter, and what its last probe said."""
     found, problems = discover(manifests or ())
-    rows = [_row(manifest, variant.value, store) for manifest in found.values()]
+    rows = [_row(manifest, variant.value, store, overlay) for manifest in found.values()]
     rows += [{"name": p.name, "state": "disabled", "cause": p.message, "repair": f"edit {p.path}"} for p in problems]
     if as_json:
         _print_json(rows)
@@ -97,11 +126,23 @@ def build(
     force: Annotated[bool, typer.Option("--force", help="Build again even if it is there.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Builds side by side.")] = 2,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Use no network; needs --wheelhouse or --overlay, which imply it.")
+    ] = False,
+    wheelhouse: WheelhouseDir = None,
+    overlay: Base = None,
     as_json: Json = False,
 ) -> None:
-    """Build environments from their locks, then probe them."""
+    """Build environments from their locks, then probe them. With --overlay: a few wheels over an interpreter that has
+    a heavy stack already."""
     _end_cleanly_on_sigterm()
-    chosen = [m for m in _choose(names, manifests) if names or m.interpreter == "host" or variant.value in m.variants]
+    if offline and wheelhouse is None and overlay is None:
+        raise typer.BadParameter("needs --wheelhouse DIR, --overlay PYTHON or both", param_hint="--offline")
+    chosen = [
+        manifest
+        for manifest in _choose(names, manifests)
+        if names or manifest.interpreter == "host" or manifest.variant_for(variant.value) in manifest.variants
+    ]
     with _failing_cleanly(), _progress() as progress:
         tool = pick(installer.value if installer else None)
         built = ensure_all(
@@ -112,6 +153,8 @@ def build(
             progress=progress,
             force=force,
             jobs=jobs,
+            base=overlay,
+            wheelhouse=wheelhouse,
         )
     _report([_verdict(m, built[m.name], timeout) for m in chosen], as_json)
 
@@ -123,6 +166,7 @@ def probe(
     manifests: Folders = None,
     variant: VariantChoice = Variant.CPU,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
+    overlay: Base = None,
     as_json: Json = False,
 ) -> None:
     """Probe built environments anew: import, compute, certify each kernel per dtype and shape class. Without names: all
@@ -131,7 +175,7 @@ def probe(
     rows = []
     for manifest in _choose(names, manifests):
         try:
-            env: Env | EnvError | ConfigError = plan(manifest, variant=variant.value, store=store)
+            env: Env | EnvError | ConfigError = find(manifest, variant=variant.value, store=store, base=overlay)
         except (EnvError, ConfigError) as exc:
             env = exc
         if isinstance(env, Env) and not env.is_built:
@@ -213,17 +257,24 @@ def _progress() -> Iterator[Progress]:
         yield spinners
 
 
-def _row(manifest: EnvManifest, variant: VariantName, store: Path) -> dict[str, Any]:
+def _row(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Path | None) -> dict[str, Any]:
     row: dict[str, Any] = {"name": manifest.name, "summary": manifest.summary, "variants": list(manifest.variants)}
     try:
-        env = plan(manifest, variant=variant, store=store)
+        env = find(manifest, variant=variant, store=store, base=overlay)
+        changed = drift(env)
     except (EnvError, ConfigError) as exc:
         return {**row, "state": "unavailable", "cause": exc.message, "repair": exc.facts.get("repair", "")}
     state = "host" if env.on_host else "built" if env.is_built else "not built"
     record = cached_probe(env, manifest)
     verdict = "" if record is None else "ok" if record.ok else record.kind
     python = manifest.python or "host"
-    return {**row, **env.record(), "state": state, "id": env.id, "probe": verdict, "python": python}
+    if env.base is not None:
+        state, python = ("overlay" if env.is_built else state), f"over {env.base}"
+        row["base"] = str(env.base)
+    if changed:
+        row |= {"cause": changed, "repair": command("build", env)}
+        state = "outdated"
+    return {**env.record(), **row, "state": state, "id": env.id, "probe": verdict, "python": python}
 
 
 def _verdict(manifest: EnvManifest, env: Env | EnvError | ConfigError, timeout_s: float) -> dict[str, Any]:

@@ -10,21 +10,26 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from layerzero.envs import interpreters, stage, store
+from layerzero.envs import interpreters, overlay, stage, store
+from layerzero.envs.base import Base, inspect
 from layerzero.envs.installers import Installer, Runner, ToolFailed, pick
 from layerzero.envs.interpreters import Python
-from layerzero.envs.lock import Lock, read_lock
+from layerzero.envs.lock import Lock, find_lock, read_lock
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
 from layerzero.envs.progress import Progress, Quiet
+from layerzero.envs.resolution import Resolution, select
+from layerzero.envs.resolution import resolve as resolve_offline
+from layerzero.envs.wheelhouse import Wheelhouse
 from layerzero.ipc.errors import ConfigError, EnvError
 
 BUILDER = 1  # part of every id; raise it when the way of building changes what is built
@@ -44,6 +49,8 @@ class Env:
     lock_hash: str  # SHA-256 of the lock; empty for the broker's own interpreter
     source_hash: str  # of the staged worker code
     store: Path
+    base: Path | None = None  # the interpreter that it is an overlay of
+    wheelhouse: Path | None = None  # where its wheels come from; None: the user's indexes
 
     @property
     def on_host(self) -> bool:
@@ -77,9 +84,32 @@ def resolve(name: str, folders: Sequence[Path] = ()) -> EnvManifest:
     raise ConfigError(broken[0] if broken else f"no environment is called {name!r}; known: {', '.join(sorted(found))}")
 
 
-def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path) -> Env:
-    """The Env that a manifest and its lock describe, built or not. Writes nothing. Raises EnvError, ConfigError."""
+def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, base: Path | None = None) -> Env:
+    """The Env that a manifest and its lock describe, built or not; over the interpreter `base`, when given. Writes
+    nothing. Raises EnvError, ConfigError.
+
+    While no overlay is built its `id` is of what is asked for: what is installed is decided when it is built.
+    """
+    if base is not None and manifest.interpreter != "host":
+        return _plan_overlay(manifest, variant, store.absolute(), inspect(base))[0]
     return _plan(manifest, variant, store.absolute())[0]
+
+
+def find(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, base: Path | None = None) -> Env:
+    """The Env to use on this machine: the overlay of `base` where it is built, else the one of the lock where that
+    is. When neither is, what `plan` says. A manifest without that variant serves with its cpu one."""
+    variant = manifest.variant_for(variant)
+    if base is None or manifest.interpreter == "host":
+        return plan(manifest, variant=variant, store=store)
+    with suppress(EnvError, ConfigError):
+        over = plan(manifest, variant=variant, store=store, base=base)
+        if over.is_built:
+            return over
+    with suppress(EnvError, ConfigError):
+        own = plan(manifest, variant=variant, store=store)
+        if own.is_built:
+            return own
+    return plan(manifest, variant=variant, store=store, base=base)
 
 
 def _plan(manifest: EnvManifest, variant: VariantName, root: Path) -> tuple[Env, Python, Lock | None]:
@@ -91,27 +121,43 @@ def _plan(manifest: EnvManifest, variant: VariantName, root: Path) -> tuple[Env,
         python, content = interpreters.find(str(manifest.python), manifest.name), [variant, lock.text]
     facts = [BUILDER, manifest.name, python.implementation, python.version, python.platform, manifest.platform]
     env_id = hashlib.sha256(json.dumps([*facts, *content]).encode()).hexdigest()[:16]
-    prefix = root / "envs" / f"{manifest.name}-{env_id}"
-    environ = {
-        **{name: value.replace("{store}", str(root)) for name, value in manifest.env.items()},
-        "PYTHONPATH": str(stage.staged_path(root)),
-        "PYTHONSAFEPATH": "1",  # no working directory on sys.path (since Python 3.11)
-        "PYTHONNOUSERSITE": "1",
-    }
-    return (
-        Env(
-            name=manifest.name,
-            variant=variant,
-            id=env_id,
-            python=python.path if lock is None else prefix / "bin" / "python",
-            prefix=prefix if lock else python.path.parent.parent,
-            environ=environ,
-            lock_hash=lock.sha256 if lock else "",
-            source_hash=stage.source_hash(),
-            store=root,
-        ),
-        python,
-        lock,
+    return _env(manifest, variant, root, env_id, python, lock.sha256 if lock else ""), python, lock
+
+
+def _plan_overlay(manifest: EnvManifest, variant: VariantName, root: Path, base: Base) -> tuple[Env, str, Lock | None]:
+    """The overlay that is built, or the one to build; with the key of what is asked for and the lock, if there is
+    one."""
+    requirements, lock = manifest.requirements(variant), find_lock(manifest, variant)
+    asked = overlay.key([BUILDER, manifest.name, variant], requirements, lock, base)
+    record = overlay.built(overlay.records(root, manifest.name, RECORD), asked, base)
+    env = _env(manifest, variant, root, record["id"] if record else asked, base.python, asked)
+    known = record["overlay"]["wheelhouse"] if record else None
+    return replace(env, base=base.python.path, wheelhouse=Path(known) if known else None), asked, lock
+
+
+def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, python: Python, lock_hash: str) -> Env:
+    prefix = root / "envs" / f"{manifest.name}-{env_id}" if lock_hash else python.path.parent.parent
+    places = {"{store}": str(root), "{site}": str(overlay.site_packages(prefix, python.minor))}
+    environ = {}
+    for name, value in manifest.env.items():
+        for place, path in places.items():
+            value = value.replace(place, path)
+        environ[name] = value
+    return Env(
+        name=manifest.name,
+        variant=variant,
+        id=env_id,
+        python=prefix / "bin" / "python" if lock_hash else python.path,
+        prefix=prefix,
+        environ={
+            **environ,
+            "PYTHONPATH": str(stage.staged_path(root)),
+            "PYTHONSAFEPATH": "1",  # no working directory on sys.path (since Python 3.11)
+            "PYTHONNOUSERSITE": "1",
+        },
+        lock_hash=lock_hash,
+        source_hash=stage.source_hash(),
+        store=root,
     )
 
 
@@ -124,22 +170,44 @@ def ensure(
     installer: Installer | None = None,
     progress: Progress | None = None,
     force: bool = False,
+    base: Path | None = None,
+    wheelhouse: Path | None = None,
 ) -> Env:
     """Return a built environment with its worker code staged, building what is missing. Cheap when nothing is.
 
     `folders` are searched for a manifest given by name. `force` builds again, unless the environment is in use.
+    With `base` it is an overlay of that interpreter; with `base` or `wheelhouse` no network is used.
     Raises EnvError (facts: env, cause, repair) and ConfigError.
     """
     found = resolve(manifest, folders) if isinstance(manifest, str) else manifest
-    env, python, lock = _plan(found, variant, store.absolute())
+    root, below, asked = store.absolute(), None, ""
+    if base is not None and found.interpreter != "host":
+        below = inspect(base)
+        env, asked, lock = _plan_overlay(found, variant, root, below)
+        python = below.python
+    else:
+        env, python, lock = _plan(found, variant, root)
     stage.stage(env.store)
-    if lock is None or (env.is_built and not force):
+    if env.on_host or (env.is_built and not force and not drift(env)):
         return env
     progress = progress or Quiet()
     start = time.monotonic()
     progress.started(env.name)
+    env = replace(env, wheelhouse=wheelhouse.absolute() if wheelhouse else None)
     try:
-        nbytes = _build_locked(env, python, lock, installer or pick(), progress, force)
+        wheels: Resolution | None = None
+        if below is not None:
+            house = Wheelhouse(wheelhouse)
+            wheels = resolve_offline(env.name, found.requirements(variant), below, house, lock)
+            env = replace(
+                _env(found, variant, root, overlay.content(asked, wheels), python, asked),
+                base=env.base,
+                wheelhouse=env.wheelhouse,
+            )
+        elif wheelhouse is not None and lock is not None:
+            wheels = select(env.name, lock, inspect(python.path), Wheelhouse(wheelhouse))
+        work = _Work(env, python, lock, wheels, below, asked, installer or pick(), progress)
+        nbytes = _build_locked(work, force)
     except EnvError as exc:
         progress.failed(env.name, time.monotonic() - start, str(exc.facts["cause"]))
         raise
@@ -156,12 +224,23 @@ def ensure_all(
     progress: Progress | None = None,
     force: bool = False,
     jobs: int = 2,
+    base: Path | None = None,
+    wheelhouse: Path | None = None,
 ) -> dict[str, Env | EnvError | ConfigError]:
     """Ensure several environments, `jobs` at a time. A failure is a value, so that it hides no other result."""
 
     def one(manifest: EnvManifest) -> Env | EnvError | ConfigError:
         try:
-            return ensure(manifest, store=store, variant=variant, installer=installer, progress=progress, force=force)
+            return ensure(
+                manifest,
+                store=store,
+                variant=manifest.variant_for(variant),
+                installer=installer,
+                progress=progress,
+                force=force,
+                base=base,
+                wheelhouse=wheelhouse,
+            )
         except (EnvError, ConfigError) as exc:
             return exc
 
@@ -170,68 +249,123 @@ def ensure_all(
         return dict(zip((m.name for m in chosen), pool.map(one, chosen), strict=True))
 
 
+def drift(env: Env) -> str:
+    """What has changed below an overlay since its build; empty for none, and for all other environments. Raises
+    EnvError when the interpreter below cannot be run."""
+    record = env.record() if env.base is not None else {}
+    return overlay.drift(record, inspect(Path(record["overlay"]["python"]))) if record else ""
+
+
 def hold(env: Env) -> ExitStack:
     """Keep gc and forced builds away from an environment and its staged code until `.close()`, or our end.
 
-    Raises EnvError when they are already gone; ensure() brings them back.
+    Raises EnvError when they are already gone, or when what an overlay lies over has changed; ensure() brings them
+    back.
     """
     stack = ExitStack()
     for target in (env.lock_target, stage.staged_path(env.store)):
         stack.callback(os.close, store.open_lock(target, shared=True))
-    if not env.is_built or not stage.staged_path(env.store).is_dir():
-        stack.close()
-        raise _error(env, "is not built, or was removed since")
+    with ExitStack() as failing:
+        failing.push(stack)
+        if not env.is_built or not stage.staged_path(env.store).is_dir():
+            raise _error(env, "is not built, or was removed since")
+        if changed := drift(env):
+            raise _error(env, "must be built again", changed)
+        failing.pop_all()
     return stack
 
 
 def command(verb: str, env: Env, *flags: str) -> str:
     """The `lz env` command line that does `verb` to this very environment."""
-    variant = () if env.variant == "cpu" else ("--variant", env.variant)
-    return " ".join(("lz", "env", verb, env.name, *variant, *flags))
+    words = ["lz", "env", verb, env.name]
+    if env.variant != "cpu":
+        words += ["--variant", env.variant]
+    if env.base is not None:
+        words += ["--overlay", str(env.base)]
+    if env.wheelhouse is not None and verb == "build":
+        words += ["--offline", "--wheelhouse", str(env.wheelhouse)]
+    return shlex.join([*words, *flags])
 
 
-def _build_locked(env: Env, python: Python, lock: Lock, installer: Installer, progress: Progress, force: bool) -> int:
+@dataclass(frozen=True)
+class _Work:
+    """One build."""
+
+    env: Env
+    python: Python
+    lock: Lock | None
+    wheels: Resolution | None  # None: what the lock lists, from the user's indexes
+    base: Base | None
+    asked: str
+    installer: Installer
+    progress: Progress
+
+    def say(self, text: str) -> None:
+        self.progress.phase(self.env.name, text)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return self.wheels.versions if self.wheels is not None else self.lock.pins if self.lock else {}
+
+
+def _build_locked(work: _Work, force: bool) -> int:
     """Build under the lock, unless another builder was faster. Returns the size in bytes."""
+    env = work.env
 
     def on_wait() -> None:
-        progress.phase(env.name, "waiting for another process that builds or uses it")
+        work.say("waiting for another process that builds or uses it")
 
     taken = store.locked_now(env.lock_target) if force else store.locked(env.lock_target, on_wait=on_wait)
     try:
         with taken as lock_fd:
             if force or not env.is_built:
-                _build(env, python, lock, installer, progress, lock_fd)
+                _build(work, lock_fd)
     except store.InUse as exc:
         raise _error(env, "is in use; stop the broker that uses it first (lz down)") from exc
     except ToolFailed as exc:
-        raise _error(env, "could not be built", str(exc) + _index_hint(lock, str(exc))) from exc
+        hint = _index_hint(work.versions, str(exc)) if work.wheels is None else ""
+        raise _error(env, "could not be built", str(exc) + hint) from exc
     except OSError as exc:
         raise _error(env, "could not be built", f"{exc.strerror or exc} ({exc.filename or env.prefix})") from exc
     return int(env.record()["size_bytes"])
 
 
-def _build(env: Env, python: Python, lock: Lock, installer: Installer, progress: Progress, lock_fd: int) -> None:
+def _build(work: _Work, lock_fd: int) -> None:
     start = time.monotonic()
+    env, wheels = work.env, work.wheels
     with store.built_aside(env.prefix) as folder:
-        run = Runner(env.prefix.parent, lock_fd, lambda line: progress.phase(env.name, line))
-        progress.phase(env.name, f"creating a Python {python.version} environment with {installer.name}")
-        installer.create(folder, python.path, run)
-        progress.phase(env.name, f"installing {len(lock.pins)} packages")
-        installer.install(folder, lock.path, run)
+        run = Runner(env.prefix.parent, lock_fd, work.say)
+        work.say(f"creating a Python {work.python.version} environment with {work.installer.name}")
+        work.installer.create(folder, work.python.path, run)
+        if wheels is None:
+            assert work.lock is not None
+            work.say(f"installing {len(work.versions)} packages")
+            work.installer.install(folder, work.lock.path, run)
+        elif wheels.wheels:
+            work.say(f"installing {len(wheels.wheels)} wheels of {env.wheelhouse}")
+            for name in wheels.unlocked:
+                work.say(f"no lock has {name}: its hash is recorded, not verified")
+            listed = folder / "lz-wheels.txt"
+            listed.write_text(wheels.text, encoding="utf-8")
+            work.installer.install(folder, listed, run, env.wheelhouse)
         record = {
             "id": env.id,
             "name": env.name,
             "variant": env.variant,
-            "versions": lock.pins,
-            "lock_hash": lock.sha256,
-            "python": python.version,
-            "platform": python.platform,
-            "installer": installer.name,
+            "versions": work.versions,
+            "lock_hash": work.lock.sha256 if work.lock else "",
+            "python": work.python.version,
+            "platform": work.python.platform,
+            "installer": work.installer.name,
             "builder": BUILDER,
             "size_bytes": store.tree_size(folder),
             "seconds": round(time.monotonic() - start, 3),
-            "built_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "built_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         }
+        if work.base is not None and wheels is not None:
+            work.say(f"{len(wheels.taken)} packages come from {env.base}")
+            overlay.link(folder, work.base)
+            record["overlay"] = overlay.facts(work.asked, work.base, env.wheelhouse, wheels)
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -243,9 +377,9 @@ def _error(env: Env, what: str, cause: str = "") -> EnvError:
     )
 
 
-def _index_hint(lock: Lock, output: str) -> str:
+def _index_hint(pins: Mapping[str, str], output: str) -> str:
     """Builds such as torch 2.13.0+cpu are on their project's own index only, which a user has to configure."""
-    local = [f"{name}=={version}" for name, version in lock.pins.items() if "+" in version and name in output]
+    local = [f"{name}=={version}" for name, version in pins.items() if "+" in version and name in output]
     if not local:
         return ""
     return (

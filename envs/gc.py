@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerzero.envs import stage, store
-from layerzero.envs.build import plan
+from layerzero.envs import overlay, stage, store
+from layerzero.envs.build import RECORD, plan
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
 from layerzero.envs.probe import record_path
 from layerzero.ipc.errors import ConfigError, EnvError
@@ -69,6 +70,10 @@ def _current(manifest: EnvManifest, root: Path) -> Iterator[str]:
     for variant in variants or ["cpu"]:
         env = plan(manifest, variant=variant, store=root)
         yield from (env.lock_target.name, record_path(env, manifest).name)
+    for record in overlay.records(root, manifest.name, RECORD):
+        with suppress(EnvError, ConfigError):  # its interpreter or variant is gone, and so is its use
+            env = plan(manifest, variant=record["variant"], store=root, base=Path(record["overlay"]["python"]))
+            yield from (env.lock_target.name, record_path(env, manifest).name)
 
 
 def _candidates(root: Path) -> Iterator[tuple[Path, Path]]:

@@ -69,8 +69,8 @@ class Installer(Protocol):
     def create(self, folder: Path, python: Path, run: Runner) -> None:
         """Make `folder` (existing, empty) a venv that survives being renamed."""
 
-    def install(self, folder: Path, lock: Path, run: Runner) -> None:
-        """Install exactly what `lock` lists. Needs no resolver."""
+    def install(self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None) -> None:
+        """Install exactly what `lock` lists; from `wheelhouse` alone, when given. Needs no resolver."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ class Uv:
         flags = ("--quiet", "--no-project", "--no-python-downloads", "--relocatable")
         run([self.binary, "venv", *flags, "--python", python, folder], self.environ)
 
-    def install(self, folder: Path, lock: Path, run: Runner) -> None:
+    def install(self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None) -> None:
         target = ("--python", folder / "bin" / "python", "-r", lock)
-        run([self.binary, "pip", "install", "--no-progress", *_BY_HASH, *self.flags, *target], self.environ)
+        source = ("--offline", "--no-config", *_only(wheelhouse)) if wheelhouse else self.flags
+        run([self.binary, "pip", "install", "--no-progress", *_BY_HASH, *source, *target], self.environ)
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,22 @@ class Pip:
     name: InstallerName = "pip"
 
     def create(self, folder: Path, python: Path, run: Runner) -> None:
-        run([python, "-m", "venv", folder], {})
+        has_pip = subprocess.run([python, "-I", "-c", "import ensurepip"], capture_output=True, check=False)
+        run([python, "-m", "venv", *(("--without-pip",) if has_pip.returncode else ()), folder], {})
 
-    def install(self, folder: Path, lock: Path, run: Runner) -> None:
+    def install(self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None) -> None:
+        python = folder / "bin" / "python"
+        pip: list[str | Path] = [python, "-m", "pip"]
+        if not (folder / "bin" / "pip").exists():  # Debian's Python is split, and the part for this may be missing
+            pip = [sys.executable, "-m", "pip", "--python", python]
         quiet = ("--no-input", "--no-compile", "--progress-bar", "off", "--disable-pip-version-check")
-        run([folder / "bin" / "python", "-m", "pip", "install", *quiet, *_BY_HASH, "-r", lock], {})
+        source = ("--isolated", *_only(wheelhouse)) if wheelhouse else ()
+        variables = {"PIP_CONFIG_FILE": os.devnull} if wheelhouse else {}  # it may name further places to look
+        run([*pip, "install", *quiet, *_BY_HASH, *source, "-r", lock], variables)
+
+
+def _only(wheelhouse: Path) -> tuple[str | Path, ...]:
+    return ("--no-index", "--find-links", wheelhouse)
 
 
 def find_uv() -> Path | None:

@@ -18,6 +18,7 @@ from layerzero.envs.installers import Uv, uv, without_passwords
 from layerzero.envs.manifest import EnvManifest, VariantName
 from layerzero.ipc.errors import EnvError
 
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?==([^\s;\\]+)", re.MULTILINE)
 
 
@@ -35,9 +36,28 @@ class Lock:
         """Canonical distribution name -> version."""
         return {canonicalize_name(name): version for name, version in _PIN.findall(self.text)}
 
+    @cached_property
+    def hashes(self) -> dict[str, frozenset[str]]:
+        """Canonical distribution name -> SHA-256 of every file that it may come from."""
+        starts = list(_PIN.finditer(self.text))
+        ends = [match.start() for match in starts[1:]] + [len(self.text)]
+        return {
+            canonicalize_name(match[1]): frozenset(_HASH.findall(self.text, match.start(), end))
+            for match, end in zip(starts, ends, strict=True)
+        }
+
 
 def lock_command(manifest: EnvManifest, variant: str) -> str:
     return f"lz env lock {manifest.name} --variant {variant}"
+
+
+def find_lock(manifest: EnvManifest, variant: VariantName) -> Lock | None:
+    """The committed lock of a variant as it is, or None."""
+    path = manifest.lock_path(variant)
+    try:
+        return Lock(path, path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
 
 
 def read_lock(manifest: EnvManifest, variant: VariantName) -> Lock:
@@ -45,15 +65,14 @@ def read_lock(manifest: EnvManifest, variant: VariantName) -> Lock:
     wanted = manifest.requirements(variant)
     path = manifest.lock_path(variant)
     repair = lock_command(manifest, variant)
-    try:
-        found = Lock(path, path.read_text(encoding="utf-8"))
-    except FileNotFoundError as exc:
+    found = find_lock(manifest, variant)
+    if found is None:
         raise EnvError(
             f"{path}: environment {manifest.name} has no lock for {variant}; run: {repair}",
             env=manifest.name,
             cause=f"{path.name} does not exist",
             repair=repair,
-        ) from exc
+        )
     for requirement in map(Requirement, wanted):
         pinned = found.pins.get(canonicalize_name(requirement.name))
         if requirement.url is None and (pinned is None or not requirement.specifier.contains(pinned, prereleases=True)):

@@ -111,6 +111,11 @@ class EnvManifest(BaseModel):
             return (self.path.parent / self.descriptor).resolve()
         return package_folder("capabilities") / "descriptors" / f"{self.descriptor}.json"
 
+    def variant_for(self, wanted: VariantName) -> VariantName:
+        """The variant to use on a machine set to `wanted`: a backend without builds for an accelerator has none for
+        this one either, and serves on the CPU."""
+        return "cpu" if set(self.variants) <= {"cpu"} else wanted
+
     def lock_path(self, variant: str) -> Path:
         """Built-in locks have a folder of their own; anyone else's lie beside the manifest."""
         folder = self.path.parent.resolve()
