@@ -12,6 +12,7 @@ from layerzero.capabilities.descriptor import Capability, DescriptorError
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs import build, probe, stage
+from layerzero.envs.base import inspect
 from layerzero.envs.environ import worker_environ
 from layerzero.envs.manifest import EnvManifest, discover
 from layerzero.envs.probe import ProbeRecord
@@ -33,6 +34,11 @@ class Launcher:
         self.capabilities: dict[str, Capability] = {}
         self.unusable: dict[str, Rejection] = {}
         self.problems = [problem.message for problem in problems]
+        if settings.overlay is not None:
+            try:
+                inspect(settings.overlay)
+            except EnvError as exc:
+                self.problems.append(exc.message)
         owners: dict[str, str] = {}  # kernel id -> backend
         for name, manifest in sorted(found.items()):
             try:
@@ -60,7 +66,11 @@ class Launcher:
         if env is None:
             settings = self._settings
             env = build.find(
-                self.manifests[backend], variant=settings.variant, store=settings.store, base=settings.overlay
+                self.manifests[backend],
+                variant=settings.variant,
+                store=settings.store,
+                base=settings.overlay,
+                wheelhouse=settings.wheelhouse,
             )
             self._plans[backend] = env
         return env
@@ -143,7 +153,7 @@ class Launcher:
                 "env": env.id,
                 "built": env.is_built,
                 "on_host": env.on_host,
-                "overlay": str(env.base or ""),
+                "overlay": str(env.base) if env.base else None,
             }
         except LayerZeroError as exc:
             return {"summary": manifest.summary, "env": None, "built": False, "error": exc.message}

@@ -51,7 +51,7 @@ class Settings(BaseSettings):
         None, description="interpreter whose overlays serve the backends that have one (lz env build --overlay)"
     )
     wheelhouse: Path | None = Field(
-        None, description="folder of wheels that lz env build uses in place of a network; the broker builds nothing"
+        None, description="folder of wheels that lz env build uses in place of a network; the broker only names it"
     )
     timeout_s: Seconds = Field(60.0, description="how long one attempt of a call may run, when the call does not say")
     start_timeout_s: Seconds = Field(120.0, description="how long a provider may take to load")

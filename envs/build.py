@@ -95,21 +95,27 @@ def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, ba
     return _plan(manifest, variant, store.absolute())[0]
 
 
-def find(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, base: Path | None = None) -> Env:
+def find(
+    manifest: EnvManifest,
+    *,
+    variant: VariantName = "cpu",
+    store: Path,
+    base: Path | None = None,
+    wheelhouse: Path | None = None,
+) -> Env:
     """The Env to use on this machine: the overlay of `base` where it is built, else the one of the lock where that
-    is. When neither is, what `plan` says. A manifest without that variant serves with its cpu one."""
+    is. When neither is, what `plan` says; its repair names `wheelhouse`. A manifest with builds for no accelerator
+    serves with its cpu one."""
     variant = manifest.variant_for(variant)
     if base is None or manifest.interpreter == "host":
         return plan(manifest, variant=variant, store=store)
-    with suppress(EnvError, ConfigError):
-        over = plan(manifest, variant=variant, store=store, base=base)
-        if over.is_built:
-            return over
-    with suppress(EnvError, ConfigError):
-        own = plan(manifest, variant=variant, store=store)
-        if own.is_built:
-            return own
-    return plan(manifest, variant=variant, store=store, base=base)
+    for below in (base, None):
+        with suppress(EnvError, ConfigError):
+            env = plan(manifest, variant=variant, store=store, base=below)
+            if env.is_built:
+                return env
+    env = plan(manifest, variant=variant, store=store, base=base)
+    return replace(env, wheelhouse=wheelhouse.absolute() if wheelhouse else None)
 
 
 def _plan(manifest: EnvManifest, variant: VariantName, root: Path) -> tuple[Env, Python, Lock | None]:
@@ -137,12 +143,8 @@ def _plan_overlay(manifest: EnvManifest, variant: VariantName, root: Path, base:
 
 def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, python: Python, lock_hash: str) -> Env:
     prefix = root / "envs" / f"{manifest.name}-{env_id}" if lock_hash else python.path.parent.parent
-    places = {"{store}": str(root), "{site}": str(overlay.site_packages(prefix, python.minor))}
-    environ = {}
-    for name, value in manifest.env.items():
-        for place, path in places.items():
-            value = value.replace(place, path)
-        environ[name] = value
+    site = str(overlay.site_packages(prefix, python.minor))
+    environ = {name: text.replace("{store}", str(root)).replace("{site}", site) for name, text in manifest.env.items()}
     return Env(
         name=manifest.name,
         variant=variant,

@@ -67,7 +67,9 @@ def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
 def _current(manifest: EnvManifest, root: Path) -> Iterator[str]:
     """The names of a manifest's folders in envs/ and files in probes/."""
     variants: list[VariantName] = [v for v in manifest.variants if manifest.lock_path(v).is_file()]
-    for variant in variants or ["cpu"]:
+    if manifest.interpreter == "host":
+        variants = ["cpu"]
+    for variant in variants:
         env = plan(manifest, variant=variant, store=root)
         yield from (env.lock_target.name, record_path(env, manifest).name)
     for record in overlay.records(root, manifest.name, RECORD):

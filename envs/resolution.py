@@ -137,11 +137,11 @@ class _Walk:
             if extra and (child.marker is None or child.marker.evaluate(self.base.markers(""))):
                 continue  # no part of the extra
             if pick is None and not extra:
-                # What the base lacks for itself is its own affair: builds from source often name what they do not need.
-                if canonicalize_name(child.name) not in self.base.dists:
-                    continue
-                child = Requirement(child.name)
-            found.append((child, f"{name} {version}"))
+                # What the base lacks for itself is its own affair: some builds name what they do not need.
+                if canonicalize_name(child.name) in self.base.dists:
+                    found.append((Requirement(child.name), f"{name} {version}"))
+            else:
+                found.append((child, f"{name} {version}"))
         return found
 
 
@@ -159,8 +159,8 @@ def _is_locked(wheel: Wheel, lock: Lock | None, env: str) -> bool:
     if wheel.sha256 not in lock.hashes[wheel.name]:
         cause = (
             f"{wheel.path} is not the file that {lock.path.name} lists: its SHA-256 is {wheel.sha256}, none of the "
-            f"{len(lock.hashes[wheel.name])} that are allowed for {wheel.name}=={wheel.version}; remove it and fetch it "
-            "again"
+            f"{len(lock.hashes[wheel.name])} that are allowed for {wheel.name}=={wheel.version}; remove it and "
+            "fetch it again"
         )
         raise EnvError(f"environment {env}: {cause}", env=env, cause=cause, repair=f"rm {wheel.path}")
     return True
@@ -179,7 +179,7 @@ def _refuse_hiding(env: str, base: Base, wheels: Mapping[str, Wheel], taken: Map
                     f"{requirement.name}{requirement.specifier}"
                 )
                 repair = (
-                    f"use an interpreter whose {owner} works with {wheel.name} {wheel.version}, or a build of its own"
+                    f"use an interpreter whose {owner} works with {wheel.name} {wheel.version}, or build without one"
                 )
                 raise EnvError(f"environment {env}: {cause}", env=env, cause=cause, repair=repair)
 
