@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from layerzero.envs.base import inspect
 from layerzero.envs.build import Env, command, drift, ensure_all, find
 from layerzero.envs.gc import collect
 from layerzero.envs.installers import pick
@@ -114,6 +115,8 @@ def list_(
     for column in table.columns[:-1]:
         column.no_wrap = True
     _out.print(table)
+    if overlay is not None:
+        _out.print(f"overlay: over {overlay}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -269,7 +272,7 @@ def _row(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Path
     verdict = "" if record is None else "ok" if record.ok else record.kind
     python = manifest.python or "host"
     if env.base is not None:
-        state, python = ("overlay" if env.is_built else state), f"over {env.base}"
+        state, python = ("overlay" if env.is_built else state), inspect(env.base).python.minor
         row["base"] = str(env.base)
     if changed:
         row |= {"cause": changed, "repair": command("build", env)}

@@ -128,7 +128,7 @@ def _ask(path: Path) -> Base:
         raise _unusable(path, f"cannot be asked what it has: {exc}") from exc
     if answer.returncode != 0:
         last = answer.stderr.strip().rpartition("\n")[2]
-        raise _unusable(path, f"ended with {answer.returncode} when asked what it has: {last:.200}")
+        raise _unusable(path, f"ended with {answer.returncode} when asked what it has: {last[-200:]}")
     try:
         said = json.loads(answer.stdout.rstrip().rpartition("\n")[2])
         executable, *facts = map(str, said["python"])

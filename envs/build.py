@@ -134,7 +134,8 @@ def _plan_overlay(manifest: EnvManifest, variant: VariantName, root: Path, base:
     """The overlay that is built, or the one to build; with the key of what is asked for and the lock, if there is
     one."""
     requirements, lock = manifest.requirements(variant), find_lock(manifest, variant)
-    asked = overlay.key([BUILDER, manifest.name, variant], requirements, lock, base)
+    facts = [BUILDER, manifest.name, variant, *manifest.variants[variant].without]
+    asked = overlay.key(facts, requirements, lock, base)
     record = overlay.built(overlay.records(root, manifest.name, RECORD), asked, base)
     env = _env(manifest, variant, root, record["id"] if record else asked, base.python, asked)
     known = record["overlay"]["wheelhouse"] if record else None
@@ -200,7 +201,8 @@ def ensure(
         wheels: Resolution | None = None
         if below is not None:
             house = Wheelhouse(wheelhouse)
-            wheels = resolve_offline(env.name, found.requirements(variant), below, house, lock)
+            without = found.variants[variant].without
+            wheels = resolve_offline(env.name, found.requirements(variant), below, house, lock=lock, without=without)
             env = replace(
                 _env(found, variant, root, overlay.content(asked, wheels), python, asked),
                 base=env.base,

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,6 +84,14 @@ def read_lock(manifest: EnvManifest, variant: VariantName) -> Lock:
                 cause=f"{path.name} is older than its manifest",
                 repair=repair,
             )
+    unwanted = [name for name in manifest.variants[variant].without if name in found.pins]
+    if unwanted:
+        raise EnvError(
+            f"{path}: {', '.join(unwanted)} is in the lock and in variants.{variant}.without; run: {repair}",
+            env=manifest.name,
+            cause=f"{path.name} is older than its manifest",
+            repair=repair,
+        )
     return found
 
 
@@ -103,14 +112,18 @@ def lock(manifest: EnvManifest, variant: VariantName, *, installer: Uv | None = 
         *("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--no-python-downloads"),
         *tool.flags,
     ]
-    answer = subprocess.run(
-        [str(arg) for arg in argv],
-        input="\n".join(requirements),
-        env=tool_environ(os.environ, tool.environ),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.NamedTemporaryFile("w", prefix="lz-without-", suffix=".txt") as overrides:
+        # uv leaves out what is overridden for no interpreter at all.
+        overrides.writelines(f"{name}; python_version < '3'\n" for name in manifest.variants[variant].without)
+        overrides.flush()
+        answer = subprocess.run(
+            [*map(str, argv), "--override", overrides.name],
+            input="\n".join(requirements),
+            env=tool_environ(os.environ, tool.environ),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if answer.returncode != 0:
         cause = without_passwords(answer.stderr.strip())
         raise EnvError(

@@ -50,11 +50,13 @@ def _variable(name: str) -> str:
 
 
 class Variant(BaseModel):
-    """The direct requirements of one build; the lock has the whole closure."""
+    """The direct requirements of one build; the lock has the whole closure, but for what `without` names: that which
+    others require and this backend never imports."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requirements: tuple[Annotated[str, AfterValidator(_requirement)], ...]
+    without: tuple[Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")], ...] = ()  # canonical names
 
 
 class EnvManifest(BaseModel):

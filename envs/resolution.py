@@ -7,7 +7,7 @@ around.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
@@ -44,15 +44,24 @@ class Resolution:
         return "".join(lines)
 
 
-def resolve(env: str, requirements: Sequence[str], base: Base, house: Wheelhouse, lock: Lock | None) -> Resolution:
+def resolve(
+    env: str,
+    requirements: Sequence[str],
+    base: Base,
+    house: Wheelhouse,
+    *,
+    lock: Lock | None = None,
+    without: Collection[str] = (),
+) -> Resolution:
     """What satisfies `requirements` and all that they require: distributions of `base` as they are, else wheels.
+    What is in `without` (canonical names) is left out.
 
     Of several wheels the one in `lock` is taken, else the newest. Raises EnvError with all that is missing and the
     command that fetches it; for a wheel that differs from the lock's; for one that hides what `base` needs.
     """
     walk = _Walk(env, base, house, lock, {})
     for _ in range(_PASSES):
-        walk.run(requirements)
+        walk.run(requirements, without)
         if walk.wanted == walk.before:
             break
         walk = _Walk(env, base, house, lock, walk.wanted)
@@ -93,12 +102,14 @@ class _Walk:
         self.picks: dict[str, Wheel | None] = {}  # None: what the base has
         self.missing: set[str] = set()
 
-    def run(self, requirements: Sequence[str]) -> None:
+    def run(self, requirements: Sequence[str], without: Collection[str]) -> None:
         seen: set[tuple[str, str]] = set()
         queue = deque((Requirement(text), self.env) for text in requirements)
         while queue:
             requirement, wanted_by = queue.popleft()
             name = canonicalize_name(requirement.name)
+            if name in without:
+                continue
             self.wanted.setdefault(name, {}).setdefault(str(requirement.specifier), wanted_by)
             self._pick(name)
             for extra in ("", *sorted(requirement.extras)):

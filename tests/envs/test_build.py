@@ -261,3 +261,15 @@ def test_command_line_tells_failure_from_wrong_usage(tmp_path: Path) -> None:
     assert json.loads(not_built.stdout)["environments"][0]["repair"] == "lz env build tiny"
     unknown = command_line(tmp_path, "build", "tny")
     assert (unknown.returncode, unknown.stdout) == (2, "")
+
+
+@needs_uv
+def test_what_a_backend_never_imports_can_be_left_out_of_its_lock(tmp_path: Path) -> None:
+    """Some libraries require a gigabyte for features that a backend does not use."""
+    manifest = third_party(tmp_path / "manifests", "", "jinja2")
+    text = manifest.path.read_text()
+    manifest.path.write_text(f'{text}without = ["markupsafe"]\n')
+    assert "markupsafe" not in lock(load(manifest.path), "cpu").pins
+    assert "markupsafe" in lock(manifest, "cpu").pins
+    with pytest.raises(EnvError, match=r"markupsafe is in the lock and in variants.cpu.without"):
+        read_lock(load(manifest.path), "cpu")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,18 @@ def test_interpreter_that_is_no_venv_can_be_the_base(tmp_path: Path, installer: 
     assert ran.stdout.split("\n")[:2] == [str(site_packages(env.prefix, MINOR) / "zmq/__init__.py"), str(env.prefix)]
 
 
+def test_base_without_ensurepip_is_built_on_with_the_pip_that_runs_us(
+    tmp_path: Path, base: Path, house: Path, manifest: EnvManifest
+) -> None:
+    """Debian splits its Python, and a container without a network cannot install the other half."""
+    if find_spec("pip") is None:
+        pytest.skip("no pip is installed beside layerzero")
+    (site_packages(base.parent.parent, MINOR) / "split.pth").write_text("import sys; sys.modules['ensurepip'] = None\n")
+    env = ensure(manifest, store=tmp_path / "store", base=base, wheelhouse=house, installer=pick("pip"))
+    assert not (env.prefix / "bin" / "pip").exists()
+    assert imported(env, "light") == [["1.1", str(site_packages(env.prefix, MINOR))]]
+
+
 def test_missing_wheel_is_named_with_what_is_there_and_how_to_fetch_it(
     tmp_path: Path, base: Path, house: Path, manifest: EnvManifest
 ) -> None:
@@ -313,7 +326,7 @@ def test_command_line_builds_probes_and_lists_overlays(tmp_path: Path, base: Pat
     listed = command_line("list", *common, LAYERZERO_VARIANT="cu13", LAYERZERO_OVERLAY=base)
     rows = {row["name"]: row for row in json.loads(listed.stdout)["environments"]}
     shown = {name: rows["tiny"][name] for name in ("state", "base", "python", "probe", "id")}
-    assert shown == {"state": "overlay", "base": str(base), "python": f"over {base}", "probe": "ok", "id": row["id"]}
+    assert shown == {"state": "overlay", "base": str(base), "python": MINOR, "probe": "ok", "id": row["id"]}
     assert rows["null"]["state"] == "host"
     reinstall(base, "heavy", "2.0", "2.2")
     listed = command_line("list", *common, LAYERZERO_VARIANT="cu13", LAYERZERO_OVERLAY=base)

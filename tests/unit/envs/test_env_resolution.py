@@ -26,7 +26,8 @@ def base(**dists: tuple[str, list[str]]) -> Base:
 
 def resolved(folder: Path, requirements: list[str], below: Base, lock: str = "") -> Resolution:
     folder.mkdir(exist_ok=True)
-    return resolve("sample", requirements, below, Wheelhouse(folder), Lock(folder / "lock.txt", lock) if lock else None)
+    found = Lock(folder / "lock.txt", lock) if lock else None
+    return resolve("sample", requirements, below, Wheelhouse(folder), lock=found, without=["unused"])
 
 
 def test_base_goes_before_a_newer_wheel(tmp_path: Path) -> None:
@@ -94,9 +95,9 @@ def test_conflict_names_everyone_who_wants_something(tmp_path: Path) -> None:
     )
 
 
-def test_marker_of_another_platform_is_left_out(tmp_path: Path) -> None:
-    """Wheels name what they need on Windows or on an old Python, too."""
-    needs = ["absent; sys_platform == 'win32'", "absent; python_version < '3.9'"]
+def test_marker_of_another_platform_and_what_the_manifest_excludes_are_left_out(tmp_path: Path) -> None:
+    """Wheels name what they need on Windows, on an old Python, or for a compiler of a gigabyte that is never called."""
+    needs = ["Unused>=1", "absent; sys_platform == 'win32'", "absent; python_version < '3.9'"]
     make_wheel(tmp_path, "one", "1.0", requires=needs)
     assert resolved(tmp_path, ["one"], base()).versions == {"one": "1.0"}
 
