@@ -46,7 +46,7 @@ class Env:
     python: Path
     prefix: Path
     environ: Mapping[str, str]
-    lock_hash: str  # SHA-256 of the lock; empty for the broker's own interpreter
+    lock_hash: str  # of the lock, or of what an overlay was asked for; empty for the broker's own interpreter
     source_hash: str  # of the staged worker code
     store: Path
     base: Path | None = None  # the interpreter that it is an overlay of

@@ -11,6 +11,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -92,23 +93,32 @@ class Uv:
 
 @dataclass(frozen=True)
 class Pip:
-    """The fallback. Scripts in bin/ name the folder the venv was built in and do not work; only bin/python is used."""
+    """The fallback. Scripts in bin/ name the folder the venv was built in and do not work; only bin/python is used.
+
+    Our own pip runs in the new venv's interpreter, so that the venv gets no pip and no setuptools, which would come
+    before those of an overlay's base; and so that Pythons without ensurepip (Debian's, when split) serve too.
+    """
 
     name: InstallerName = "pip"
 
     def create(self, folder: Path, python: Path, run: Runner) -> None:
-        has_pip = subprocess.run([python, "-I", "-c", "import ensurepip"], capture_output=True, check=False)
-        run([python, "-m", "venv", *(("--without-pip",) if has_pip.returncode else ()), folder], {})
+        run([python, "-m", "venv", *(("--without-pip",) if _pip_runner() else ()), folder], {})
 
     def install(self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None) -> None:
-        python = folder / "bin" / "python"
-        pip: list[str | Path] = [python, "-m", "pip"]
-        if not (folder / "bin" / "pip").exists():  # Debian's Python is split, and the part for this may be missing
-            pip = [sys.executable, "-m", "pip", "--python", python]
+        runner = _pip_runner()
+        pip = (folder / "bin" / "python", *((runner,) if runner else ("-m", "pip")))
         quiet = ("--no-input", "--no-compile", "--progress-bar", "off", "--disable-pip-version-check")
         source = ("--isolated", *_only(wheelhouse)) if wheelhouse else ()
         variables = {"PIP_CONFIG_FILE": os.devnull} if wheelhouse else {}  # it may name further places to look
         run([*pip, "install", *quiet, *_BY_HASH, *source, "-r", lock], variables)
+
+
+def _pip_runner() -> Path | None:
+    """What `pip --python` itself starts in another interpreter: pip's code and nothing else of ours. Used directly,
+    since that option starts it without our lock. None where we have no pip, or one older than 22.2."""
+    spec = find_spec("pip")
+    runner = Path(spec.origin).with_name("__pip-runner__.py") if spec and spec.origin else None
+    return runner if runner and runner.is_file() else None
 
 
 def _only(wheelhouse: Path) -> tuple[str | Path, ...]:

@@ -166,16 +166,16 @@ def test_interpreter_that_is_no_venv_can_be_the_base(tmp_path: Path, installer: 
     assert ran.stdout.split("\n")[:2] == [str(site_packages(env.prefix, MINOR) / "zmq/__init__.py"), str(env.prefix)]
 
 
-def test_base_without_ensurepip_is_built_on_with_the_pip_that_runs_us(
+def test_pip_needs_nothing_of_the_base_and_leaves_nothing_in_the_overlay(
     tmp_path: Path, base: Path, house: Path, manifest: EnvManifest
 ) -> None:
-    """Debian splits its Python, and a container without a network cannot install the other half."""
+    """Debian's Python may lack ensurepip, and a pip or setuptools on top would hide those of the base."""
     if find_spec("pip") is None:
         pytest.skip("no pip is installed beside layerzero")
     (site_packages(base.parent.parent, MINOR) / "split.pth").write_text("import sys; sys.modules['ensurepip'] = None\n")
     env = ensure(manifest, store=tmp_path / "store", base=base, wheelhouse=house, installer=pick("pip"))
-    assert not (env.prefix / "bin" / "pip").exists()
-    assert imported(env, "light") == [["1.1", str(site_packages(env.prefix, MINOR))]]
+    installed = sorted(path.name for path in site_packages(env.prefix, MINOR).glob("*.dist-info"))
+    assert installed == ["leaf-3.0.dist-info", "light-1.1.dist-info"]
 
 
 def test_missing_wheel_is_named_with_what_is_there_and_how_to_fetch_it(
