@@ -1,18 +1,18 @@
-"""NVIDIA GPUs as their driver describes them, by ctypes: no CUDA toolkit, no context, no memory on a GPU.
+"""NVIDIA GPUs as their driver describes them: no CUDA toolkit, no context, no memory on a GPU.
 
-Sources: CUDA driver API (cuda.h) and NVML (nvml.h); both libraries come with the driver.
+Source: NVML (nvml.h), whose library comes with the driver.
 """
 
 from __future__ import annotations
 
 import ctypes
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from layerzero.capabilities.device import DeviceSpec
+from layerzero.ipc import cuda
+from layerzero.ipc.errors import CudaError
 
-_MAJOR, _MINOR, _MULTIPROCESSORS = 75, 76, 16  # CUdevice_attribute
 _MODULE_VERSION = Path("/sys/module/nvidia/version")
 
 
@@ -24,8 +24,8 @@ class Gpus:
     reason: str = ""
 
 
-class _DriverError(Exception):
-    """A call of the driver failed."""
+class _NvmlError(Exception):
+    """A call of NVML failed."""
 
 
 class _MemoryInfo(ctypes.Structure):
@@ -37,16 +37,12 @@ class _MemoryInfo(ctypes.Structure):
 def detect_gpus(library: str = "libcuda.so.1") -> Gpus:
     """All GPUs that this process may use (CUDA_VISIBLE_DEVICES counts), in the driver's order."""
     try:
-        driver = ctypes.CDLL(library)
+        driver = cuda.Driver(library)
+        version = driver.version()
+        devices = tuple(_describe(driver, gpu, version) for gpu in driver.gpus())
     except OSError as exc:
         return Gpus((), f"no NVIDIA driver: {exc}")
-    try:
-        _call(driver, "cuInit", ctypes.c_uint(0))
-        version, count = ctypes.c_int(), ctypes.c_int()
-        _call(driver, "cuDriverGetVersion", ctypes.byref(version))
-        _call(driver, "cuDeviceGetCount", ctypes.byref(count))
-        devices = tuple(_describe(driver, ordinal, version.value) for ordinal in range(count.value))
-    except _DriverError as exc:
+    except CudaError as exc:
         return Gpus((), f"the NVIDIA driver failed: {exc}")
     return Gpus(devices, "" if devices else "the NVIDIA driver sees no GPU")
 
@@ -62,25 +58,19 @@ def free_memory_bytes(device_uuid: str, library: str = "libnvidia-ml.so.1") -> i
             _call(nvml, "nvmlDeviceGetMemoryInfo", handle, ctypes.byref(info))
         finally:
             _call(nvml, "nvmlShutdown")
-    except (OSError, _DriverError):
+    except (OSError, _NvmlError):
         return None
     return int(info.free)
 
 
-def _describe(driver: ctypes.CDLL, ordinal: int, version: int) -> DeviceSpec:
-    device, name, raw = ctypes.c_int(), ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
-    memory = ctypes.c_size_t()
-    _call(driver, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-    _call(driver, "cuDeviceGetName", name, ctypes.c_int(len(name)), device)
-    _call(driver, "cuDeviceGetUuid", ctypes.byref(raw), device)
-    _call(driver, "cuDeviceTotalMem_v2", ctypes.byref(memory), device)
-    major, minor, cores = (_attribute(driver, device, a) for a in (_MAJOR, _MINOR, _MULTIPROCESSORS))
+def _describe(driver: cuda.Driver, gpu: cuda.Gpu, version: int) -> DeviceSpec:
+    major, minor, cores = (driver.attribute(a, gpu.ordinal) for a in (cuda.MAJOR, cuda.MINOR, cuda.MULTIPROCESSORS))
     sm = 10 * major + minor
     return DeviceSpec(
         device_type="cuda",
-        device_name=name.value.decode(errors="replace"),
+        device_name=driver.name(gpu.ordinal),
         device_vendor="nvidia",
-        device_uuid=f"GPU-{uuid.UUID(bytes=bytes(raw))}",
+        device_uuid=gpu.uuid,
         sm_version=sm,
         cuda_version=f"{version // 1000}.{version % 1000 // 10}",
         driver_version=_driver_version(),
@@ -90,14 +80,8 @@ def _describe(driver: ctypes.CDLL, ordinal: int, version: int) -> DeviceSpec:
         supports_tensor_cores=sm >= 70,
         supports_graphs=version >= 10000,
         cores=cores,
-        memory_bytes=memory.value,
+        memory_bytes=driver.total_bytes(gpu.ordinal),
     )
-
-
-def _attribute(driver: ctypes.CDLL, device: ctypes.c_int, attribute: int) -> int:
-    value = ctypes.c_int()
-    _call(driver, "cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), device)
-    return value.value
 
 
 def _driver_version() -> str:
@@ -108,11 +92,11 @@ def _driver_version() -> str:
 
 
 def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
-    """Call a function that returns 0 for success. Raises _DriverError with the name and the code."""
+    """Call a function that returns 0 for success. Raises _NvmlError with the name and the code."""
     try:
         function = getattr(library, name)
     except AttributeError as exc:
-        raise _DriverError(f"it lacks {name}; it is too old") from exc
+        raise _NvmlError(f"it lacks {name}; it is too old") from exc
     code = function(*arguments)
     if code:
-        raise _DriverError(f"{name} returned {code}")
+        raise _NvmlError(f"{name} returned {code}")

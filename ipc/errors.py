@@ -151,6 +151,37 @@ class OutOfMemory(LayerZeroError):
     code = "NO_MEMORY"
 
 
+class CudaError(LayerZeroError):
+    """A function of the CUDA driver failed. Facts: `call`, `number` and `name` of the CUresult, `sticky`.
+
+    After a sticky one the process can do nothing more on that GPU and has to end. Others leave everything as it was.
+    """
+
+    code = "CUDA"
+    retry = OTHER_BACKEND
+
+    @property
+    def number(self) -> int:
+        number = self.facts.get("number")  # may come from another process
+        return number if isinstance(number, int) else 0
+
+    @property
+    def is_sticky(self) -> bool:
+        return self.facts.get("sticky") is True
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        return self.number == 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+class NoTransport(LayerZeroError):
+    """GPU memory cannot reach a worker in the way that is required, or in any. Facts: `required`, and `reasons`, one
+    for each way that was tried."""
+
+    code = "NO_TRANSPORT"
+    retry = OTHER_BACKEND
+
+
 class ConfigError(LayerZeroError, ValueError):
     """A setting, manifest, lock or descriptor is wrong; the message names file, key, value and what is allowed."""
 

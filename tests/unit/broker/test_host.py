@@ -194,7 +194,7 @@ int cuDriverGetVersion(int *v) { *v = 12040; return 0; }
 int cuDeviceGetCount(int *n) { *n = COUNT; return 0; }
 int cuDeviceGet(int *d, int i) { *d = i; return 0; }
 int cuDeviceGetName(char *name, int size, int d) { strncpy(name, "Test GPU", size); return 0; }
-int cuDeviceGetUuid(unsigned char *u, int d) { memset(u, 16 + d, 16); return 0; }
+int cuDeviceGetUuid_v2(unsigned char *u, int d) { memset(u, 16 + d, 16); return 0; }
 int cuDeviceTotalMem_v2(size_t *n, int d) { *n = (size_t)80 << 30; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : -1; return 0; }
 int nvmlInit_v2(void) { return 0; }
