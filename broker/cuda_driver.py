@@ -64,7 +64,7 @@ def free_memory_bytes(device_uuid: str, library: str = "libnvidia-ml.so.1") -> i
 
 
 def _describe(driver: cuda.Driver, gpu: cuda.Gpu, version: int) -> DeviceSpec:
-    major, minor, cores = (driver.attribute(a, gpu.ordinal) for a in (cuda.MAJOR, cuda.MINOR, cuda.MULTIPROCESSORS))
+    major, minor = driver.compute_capability(gpu.ordinal)
     sm = 10 * major + minor
     return DeviceSpec(
         device_type="cuda",
@@ -79,7 +79,7 @@ def _describe(driver: cuda.Driver, gpu: cuda.Gpu, version: int) -> DeviceSpec:
         supports_fp8=sm >= 89,
         supports_tensor_cores=sm >= 70,
         supports_graphs=version >= 10000,
-        cores=cores,
+        cores=driver.multiprocessors(gpu.ordinal),
         memory_bytes=driver.total_bytes(gpu.ordinal),
     )
 

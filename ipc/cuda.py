@@ -1,15 +1,13 @@
 """The CUDA driver: the one module that knows its functions, numbers and structures. Used by clients and workers.
 
-It calls libcuda by ctypes, from a table of signatures, in every process alike. cuda-bindings and CuPy call the same
-functions of the same library, but a foreign venv may have neither, and their enums, wrappers and return values change
-between their major versions; one code path is the one that all tests prove. Where cuda-bindings is installed,
-tests/gpu compares the numbers and structures below with its own.
+It calls libcuda by ctypes, from the table of signatures in cuda_abi.py, in every process alike. cuda-bindings and CuPy
+call the same functions of the same library, but a foreign venv may have neither, and their enums, wrappers and return
+values change between their major versions; one code path is the one that all tests prove. Where cuda-bindings is
+installed, tests/gpu compares the numbers and structures with its own.
 
 Handles are plain ints. Every function needs a current context unless it says otherwise: use `with context:`, in any
 thread. ctypes releases the interpreter's lock during a call, on purpose: enqueuing blocks when a stream is full, and
 what drains it may be another thread of this process.
-
-Sources: cuda.h of CUDA 13.0, for functions in the versions of their ABI that CUDA 12 has, too.
 """
 
 from __future__ import annotations
@@ -19,129 +17,11 @@ import ctypes
 import functools
 import uuid
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 from dataclasses import dataclass
 
+from layerzero.ipc import cuda_abi as abi
 from layerzero.ipc.errors import CudaError
-
-IPC_HANDLE_BYTES = 64
-
-INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, ALREADY_MAPPED, NOT_READY = 1, 2, 201, 208, 600
-_NEWER_DRIVER_NEEDED = 36
-# The process must end, says cuda.h; for 710 the context must; after 214 (uncorrectable ECC) no result can be trusted.
-STICKY = frozenset({214, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-
-# CUdevice_attribute
-MULTIPROCESSORS, MAJOR, MINOR, POSIX_FD_HANDLES, MEMOPS_64 = 16, 75, 76, 103, 122
-# CUpointer_attribute
-_MEMORY_TYPE, _BUFFER_ID, _IS_MANAGED, _ORDINAL, _IS_LEGACY_IPC, _HANDLE_TYPES, _MEMPOOL = 2, 7, 8, 9, 10, 14, 17
-_DEVICE_MEMORY = 2  # CUmemorytype
-_POSIX_FD = 1  # CUmemAllocationHandleType
-_PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
-_LAZY_PEER_ACCESS = 1  # the only flag that cuIpcOpenMemHandle takes
-_NON_BLOCKING = 1  # CUstream_flags
-_DISABLE_TIMING = 2  # CUevent_flags
-_GEQ, _EQ = 0, 1  # CUstreamWaitValue_flags
-_CAPTURE_ACTIVE = 1  # CUstreamCaptureStatus
-_CAPTURE_THREAD_LOCAL = 1  # CUstreamCaptureMode
-
-
-class _IpcHandle(ctypes.Structure):
-    """CUipcMemHandle."""
-
-    _fields_ = [("reserved", c_ubyte * IPC_HANDLE_BYTES)]
-
-
-class _Location(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = [("type", c_int), ("id", c_int)]
-
-
-class _AllocationProp(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = [
-        ("type", c_int),
-        ("requested_handle_types", c_int),
-        ("location", _Location),
-        ("win32_handle_meta_data", c_void_p),
-        ("alloc_flags", c_ubyte * 8),
-    ]
-
-
-class _AccessDesc(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = [("location", _Location), ("flags", c_int)]
-
-
-_DEVICE_LOCATION, _PINNED, _READ_WRITE = 1, 1, 3  # CUmemLocationType, CUmemAllocationType, CUmemAccess_flags
-_out_int, _out_u64, _out_size, _out_handle = POINTER(c_int), POINTER(c_uint64), POINTER(c_size_t), POINTER(c_void_p)
-
-_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "cuInit": (c_uint,),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuDriverGetVersion": (_out_int,),
-    "cuDeviceGetCount": (_out_int,),
-    "cuDeviceGet": (_out_int, c_int),
-    "cuDeviceGetName": (c_char_p, c_int, c_int),
-    "cuDeviceGetUuid_v2": (POINTER(c_ubyte * 16), c_int),
-    "cuDeviceTotalMem_v2": (_out_size, c_int),
-    "cuDeviceGetAttribute": (_out_int, c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (_out_handle, c_int),
-    "cuDevicePrimaryCtxRelease_v2": (c_int,),
-    "cuCtxPushCurrent_v2": (c_void_p,),
-    "cuCtxPopCurrent_v2": (_out_handle,),
-    "cuCtxGetCurrent": (_out_handle,),
-    "cuCtxSynchronize": (),
-    "cuMemAlloc_v2": (_out_u64, c_size_t),
-    "cuMemFree_v2": (c_uint64,),
-    "cuMemGetInfo_v2": (_out_size, _out_size),
-    "cuMemGetAddressRange_v2": (_out_u64, _out_size, c_uint64),
-    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
-    "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_uint64),
-    "cuIpcOpenMemHandle_v2": (_out_u64, _IpcHandle, c_uint),
-    "cuIpcCloseMemHandle": (c_uint64,),
-    "cuMemGetAllocationGranularity": (_out_size, POINTER(_AllocationProp), c_int),
-    "cuMemCreate": (_out_u64, c_size_t, POINTER(_AllocationProp), c_uint64),
-    "cuMemRelease": (c_uint64,),
-    "cuMemExportToShareableHandle": (_out_int, c_uint64, c_int, c_uint64),
-    "cuMemImportFromShareableHandle": (_out_u64, c_void_p, c_int),
-    "cuMemAddressReserve": (_out_u64, c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemAddressFree": (c_uint64, c_size_t),
-    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemUnmap": (c_uint64, c_size_t),
-    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(_AccessDesc), c_size_t),
-    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
-    "cuMemHostUnregister": (c_void_p,),
-    "cuMemHostGetDevicePointer_v2": (_out_u64, c_void_p, c_uint),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
-    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuStreamCreate": (_out_handle, c_uint),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamQuery": (c_void_p,),
-    "cuStreamDestroy_v2": (c_void_p,),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cuEventCreate": (_out_handle, c_uint),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
-    "cuEventSynchronize": (c_void_p,),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
-    "cuStreamWaitValue64_v2": (c_void_p, c_uint64, c_uint64, c_uint),
-    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
-    "cuStreamWriteValue64_v2": (c_void_p, c_uint64, c_uint64, c_uint),
-    "cuStreamIsCapturing": (c_void_p, _out_int),
-    "cuStreamGetCaptureInfo_v2": (c_void_p, _out_int, _out_u64, c_void_p, c_void_p, c_void_p),
-    "cuStreamBeginCapture_v2": (c_void_p, c_int),
-    "cuStreamEndCapture": (c_void_p, _out_handle),
-    "cuGraphInstantiateWithFlags": (_out_handle, c_void_p, c_uint64),
-    "cuGraphLaunch": (c_void_p, c_void_p),
-    "cuGraphExecDestroy": (c_void_p,),
-    "cuGraphDestroy": (c_void_p,),
-}
 
 
 @dataclass(frozen=True)
@@ -178,9 +58,9 @@ class Driver:
             function = getattr(self._library, name)
         except AttributeError as exc:
             raise CudaError(
-                f"it lacks {name}; it is too old", call=name, number=_NEWER_DRIVER_NEEDED, name="", sticky=False
+                f"it lacks {name}; it is too old", call=name, number=abi.NEWER_DRIVER_NEEDED, name="", sticky=False
             ) from exc
-        function.argtypes = _SIGNATURES[name]
+        function.argtypes = abi.SIGNATURES[name]
         function.restype = c_int
         self._functions[name] = function
         return function  # type: ignore[no-any-return]
@@ -189,13 +69,13 @@ class Driver:
         return (self._functions.get(name) or self._bind(name))(*arguments)
 
     def _call(self, name: str, *arguments: object) -> None:
-        number = (self._functions.get(name) or self._bind(name))(*arguments)
+        number = self._code(name, *arguments)
         if number:
             raise self._error(name, number)
 
     def _is_ready(self, name: str, handle: int) -> bool:
         number = self._code(name, handle)
-        if number not in (0, NOT_READY):
+        if number not in (0, abi.NOT_READY):
             raise self._error(name, number)
         return number == 0
 
@@ -209,7 +89,7 @@ class Driver:
             call=call,
             number=number,
             name=name,
-            sticky=number in STICKY,
+            sticky=number in abi.STICKY,
         )
 
     def _handle(self, name: str, *arguments: object) -> int:
@@ -252,15 +132,16 @@ class Driver:
         self._call("cuDeviceTotalMem_v2", byref(nbytes), ordinal)
         return nbytes.value
 
-    def attribute(self, attribute: int, ordinal: int) -> int:
-        return self._int("cuDeviceGetAttribute", attribute, ordinal)
+    def compute_capability(self, ordinal: int) -> tuple[int, int]:
+        major, minor = (self._int("cuDeviceGetAttribute", which, ordinal) for which in (abi.MAJOR, abi.MINOR))
+        return major, minor
+
+    def multiprocessors(self, ordinal: int) -> int:
+        return self._int("cuDeviceGetAttribute", abi.MULTIPROCESSORS, ordinal)
 
     def retain_context(self, ordinal: int) -> int:
         """The primary context, which all libraries of this process share; made if need be (about 500 MiB)."""
         return self._handle("cuDevicePrimaryCtxRetain", ordinal)
-
-    def release_context(self, ordinal: int) -> None:
-        self._call("cuDevicePrimaryCtxRelease_v2", ordinal)
 
     def push_context(self, context: int) -> None:
         self._call("cuCtxPushCurrent_v2", context)
@@ -300,24 +181,24 @@ class Driver:
 
     def buffer_id(self, address: int) -> int:
         """Of the allocation that an address lies in; never used twice in a process."""
-        return self._pointer_attribute(_BUFFER_ID, address)
+        return self._pointer_attribute(abi.BUFFER_ID, address)
 
     def pointer(self, address: int) -> Pointer | None:
         """None for what is not device memory."""
         try:
-            if self._pointer_attribute(_MEMORY_TYPE, address) != _DEVICE_MEMORY:
+            if self._pointer_attribute(abi.MEMORY_TYPE, address) != abi.DEVICE_MEMORY:
                 return None
         except CudaError as exc:
-            if exc.number == INVALID_VALUE:  # an address that CUDA does not know
+            if exc.number == abi.INVALID_VALUE:  # an address that CUDA does not know
                 return None
             raise
         return Pointer(
-            ordinal=self._pointer_attribute(_ORDINAL, address),
-            buffer_id=self._pointer_attribute(_BUFFER_ID, address),
-            is_legacy_ipc=bool(self._pointer_attribute(_IS_LEGACY_IPC, address)),
-            is_managed=bool(self._pointer_attribute(_IS_MANAGED, address)),
-            is_pooled=bool(self._pointer_attribute(_MEMPOOL, address)),
-            has_posix_fd=bool(self._pointer_attribute(_HANDLE_TYPES, address) & _POSIX_FD),
+            ordinal=self._pointer_attribute(abi.ORDINAL, address),
+            buffer_id=self._pointer_attribute(abi.BUFFER_ID, address),
+            is_legacy_ipc=bool(self._pointer_attribute(abi.IS_LEGACY_IPC, address)),
+            is_managed=bool(self._pointer_attribute(abi.IS_MANAGED, address)),
+            is_pooled=bool(self._pointer_attribute(abi.MEMPOOL, address)),
+            has_posix_fd=bool(self._pointer_attribute(abi.HANDLE_TYPES, address) & abi.POSIX_FD),
         )
 
     def _pointer_attribute(self, attribute: int, address: int) -> int:
@@ -329,13 +210,13 @@ class Driver:
     # Legacy IPC
 
     def ipc_export(self, base: int) -> bytes:
-        handle = _IpcHandle()
+        handle = abi.IpcHandle()
         self._call("cuIpcGetMemHandle", byref(handle), base)
         return bytes(handle.reserved)
 
     def ipc_open(self, handle: bytes) -> int:
         """The base of the exporter's allocation, here. Opening twice counts, closing counts back."""
-        return self._u64("cuIpcOpenMemHandle_v2", _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        return self._u64("cuIpcOpenMemHandle_v2", abi.IpcHandle.from_buffer_copy(handle), abi.LAZY_PEER_ACCESS)
 
     def ipc_close(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", address)
@@ -344,19 +225,19 @@ class Driver:
 
     def vmm_granularity(self, ordinal: int) -> int:
         nbytes = c_size_t()
-        self._call("cuMemGetAllocationGranularity", byref(nbytes), byref(_exportable(ordinal)), 0)
+        self._call("cuMemGetAllocationGranularity", byref(nbytes), byref(abi.exportable(ordinal)), 0)
         return nbytes.value
 
     def vmm_create(self, nbytes: int, ordinal: int) -> int:
         """Physical memory that can be exported. `nbytes`: a multiple of the granularity."""
-        return self._u64("cuMemCreate", nbytes, byref(_exportable(ordinal)), 0)
+        return self._u64("cuMemCreate", nbytes, byref(abi.exportable(ordinal)), 0)
 
     def vmm_export(self, handle: int) -> int:
         """A file descriptor, which the caller owns. The memory lives until the last descriptor, handle and mapping."""
-        return self._int("cuMemExportToShareableHandle", handle, _POSIX_FD, 0)
+        return self._int("cuMemExportToShareableHandle", handle, abi.POSIX_FD, 0)
 
     def vmm_import(self, fd: int) -> int:
-        return self._u64("cuMemImportFromShareableHandle", fd, _POSIX_FD)
+        return self._u64("cuMemImportFromShareableHandle", fd, abi.POSIX_FD)
 
     def vmm_release(self, handle: int) -> None:
         self._call("cuMemRelease", handle)
@@ -367,7 +248,7 @@ class Driver:
         try:
             self._call("cuMemMap", address, nbytes, 0, handle, 0)
             try:
-                access = _AccessDesc(_Location(_DEVICE_LOCATION, ordinal), _READ_WRITE)
+                access = abi.AccessDesc(abi.Location(abi.DEVICE_LOCATION, ordinal), abi.READ_WRITE)
                 self._call("cuMemSetAccess", address, nbytes, byref(access), 1)
             except CudaError:
                 self._call("cuMemUnmap", address, nbytes)
@@ -385,7 +266,7 @@ class Driver:
 
     def host_register(self, address: int, nbytes: int) -> int:
         """Pin pages of this process for the GPU; returns their address there. About 0.1 s a GB."""
-        self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
+        self._call("cuMemHostRegister_v2", address, nbytes, abi.PORTABLE_AND_MAPPED)
         try:
             return self._u64("cuMemHostGetDevicePointer_v2", address, 0)
         except CudaError:
@@ -411,7 +292,7 @@ class Driver:
 
     def create_stream(self) -> int:
         """One that does not wait for the default stream."""
-        return self._handle("cuStreamCreate", _NON_BLOCKING)
+        return self._handle("cuStreamCreate", abi.NON_BLOCKING)
 
     def synchronize_stream(self, stream: int) -> None:
         self._call("cuStreamSynchronize", stream)
@@ -424,7 +305,7 @@ class Driver:
         self._call("cuStreamDestroy_v2", stream)
 
     def create_event(self) -> int:
-        return self._handle("cuEventCreate", _DISABLE_TIMING)
+        return self._handle("cuEventCreate", abi.DISABLE_TIMING)
 
     def record_event(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
@@ -444,14 +325,13 @@ class Driver:
 
     # Words in memory that order streams ("memops"). `address`: device memory, or the device's address of pinned memory.
 
-    def write_value(self, stream: int, address: int, value: int, *, bits: int) -> None:
-        """Store a word after all earlier work of the stream, which whoever sees the word sees, too."""
-        self._call("cuStreamWriteValue64_v2" if bits == 64 else "cuStreamWriteValue32_v2", stream, address, value, 0)
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Store a 32-bit word after all earlier work of the stream, which whoever sees the word sees, too."""
+        self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
 
-    def wait_value(self, stream: int, address: int, value: int, *, bits: int, equal: bool = False) -> None:
-        """Hold the stream until the word is at least `value`, cyclically; or, with `equal`, until it is that."""
-        name = "cuStreamWaitValue64_v2" if bits == 64 else "cuStreamWaitValue32_v2"
-        self._call(name, stream, address, value, _EQ if equal else _GEQ)
+    def wait_value(self, stream: int, address: int, value: int, *, equal: bool = False) -> None:
+        """Hold the stream until (int32)(word - value) >= 0; or, with `equal`, until the word is `value`."""
+        self._call("cuStreamWaitValue32_v2", stream, address, value, abi.EQ if equal else abi.GEQ)
 
     # Graphs
 
@@ -465,11 +345,11 @@ class Driver:
         """Of the capture that the stream takes part in, unique in this process; None when it takes part in none."""
         status, number = c_int(), c_uint64()
         self._call("cuStreamGetCaptureInfo_v2", stream, byref(status), byref(number), None, None, None)
-        return number.value if status.value == _CAPTURE_ACTIVE else None
+        return number.value if status.value == abi.CAPTURE_ACTIVE else None
 
     def begin_capture(self, stream: int) -> None:
         """Calls that would break a capture are refused to this thread only."""
-        self._call("cuStreamBeginCapture_v2", stream, _CAPTURE_THREAD_LOCAL)
+        self._call("cuStreamBeginCapture_v2", stream, abi.CAPTURE_THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
         """An executable graph. Raises CudaError when the capture was broken; the stream is usable again."""
@@ -501,7 +381,7 @@ class Context:
             raise CudaError(
                 f"GPU {gpu} is not visible to this process, which sees {', '.join(visible) or 'none'}; "
                 "CUDA_VISIBLE_DEVICES must name it",
-                call="cuDeviceGetUuid_v2", number=101, name="CUDA_ERROR_INVALID_DEVICE", sticky=False,
+                call="cuDeviceGetUuid_v2", number=abi.INVALID_DEVICE, name="CUDA_ERROR_INVALID_DEVICE", sticky=False,
             )  # fmt: skip
         self.gpu = gpu
         self.ordinal = visible[gpu]
@@ -519,7 +399,3 @@ class Context:
 def load() -> Driver:
     """This process's driver. Raises OSError without one, CudaError when it fails."""
     return Driver()
-
-
-def _exportable(ordinal: int) -> _AllocationProp:
-    return _AllocationProp(_PINNED, _POSIX_FD, _Location(_DEVICE_LOCATION, ordinal))

@@ -1,0 +1,145 @@
+"""The two ends of ipc/order.py's page that have a GPU: streams write and wait for its words."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from layerzero.ipc.cuda import Context
+from layerzero.ipc.errors import Busy, CudaError, ProtocolError
+from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, OrderPage, Turn, create_page, index
+
+
+class _Words:
+    """A page that is registered with a GPU. Methods that take a stream need its context to be current."""
+
+    def __init__(self, context: Context, fd: int, *, has_memops: bool) -> None:
+        """`has_memops`: of both sides, as `probe` found. Without, CPUs wait in place of streams.
+
+        Raises ProtocolError for what is no page, CudaError when it cannot be registered.
+        """
+        self.page = OrderPage(fd)
+        self._driver, self._context, self._has_memops = context.driver, context, has_memops
+        if has_memops:
+            try:
+                with context:
+                    self._base = context.driver.host_register(self.page.address, PAGE_BYTES)
+            except CudaError:
+                self.page.close()
+                raise
+
+    def _at(self, turn: Turn, word: int) -> int:
+        return self._base + index(turn, word) * 4
+
+    def close(self) -> None:
+        """To be called once no stream waits for a word of the page."""
+        if self._has_memops:
+            with self._context:
+                self._driver.host_unregister(self.page.address)
+        self.page.close()
+
+
+class ClientOrder(_Words):
+    """The client's end. Thread-safe."""
+
+    def __init__(self, context: Context, fd: int, *, has_memops: bool, first: int = 1) -> None:
+        """`first`: number of the first call of each lane."""
+        super().__init__(context, fd, has_memops=has_memops)
+        self._lock = threading.Lock()
+        self._lanes: dict[int, int] = {}  # stream -> lane
+        self._next = [first] * LANES
+        for lane in range(LANES):  # cyclically, zero is ahead of half of all numbers
+            self.page.store_ready(Turn(lane, first - 1 & MASK))
+            self.page.store_done(Turn(lane, first - 1 & MASK))
+
+    def begin(self, stream: int) -> Turn:
+        """Tell the worker's stream when all that this stream did so far is done: the call's inputs are there.
+
+        Every turn is to be finished by somebody: `done` of a worker, or `fail`. Without memops this waits for the
+        stream. Raises Busy when too many streams have open calls.
+        """
+        with self._lock:
+            lane = self._lanes.get(stream)
+            if lane is None:
+                lane = self._lanes[stream] = self._free_lane()
+            turn = Turn(lane, self._next[lane])
+            if self._has_memops:
+                self._driver.write_value(stream, self._at(turn, READY), turn.number)
+            else:
+                self._driver.synchronize_stream(stream)
+                self.page.store_ready(turn)
+            self._next[lane] = turn.number + 1 & MASK
+        return turn
+
+    def await_done(self, stream: int, turn: Turn) -> None:
+        """Hold the stream until the call is done or has failed; the caller goes on at once.
+
+        Without memops to be called after the worker's reply. Raises ProtocolError when that was not true.
+        """
+        if self._has_memops:
+            self._driver.wait_value(stream, self._at(turn, DONE), turn.number)
+        elif not self.page.is_done(turn):
+            raise ProtocolError(f"the worker replied, but has not finished call {turn.number} of lane {turn.lane}")
+
+    def _free_lane(self) -> int:
+        taken = set(self._lanes.values())
+        for lane in range(LANES):
+            if lane not in taken:
+                return lane
+        for stream, lane in self._lanes.items():
+            if self.page.is_done(Turn(lane, self._next[lane] - 1 & MASK)):
+                del self._lanes[stream]
+                return lane
+        raise Busy(f"{LANES} streams have open calls to one worker; no more can", limit=LANES)
+
+
+class WorkerOrder(_Words):
+    """A worker's end: of its own page, or of a dead worker's whose calls it takes over. For one thread."""
+
+    def await_ready(self, stream: int, turn: Turn) -> None:
+        """Hold the stream until the call's inputs are there. Without memops they are, when the message is."""
+        if self._has_memops:
+            self._driver.wait_value(stream, self._at(turn, READY), turn.number)
+        elif not self.page.is_ready(turn):
+            raise ProtocolError(f"call {turn.number} of lane {turn.lane} came before its inputs were ready")
+
+    def done(self, stream: int, turn: Turn) -> None:
+        """Let the client's stream go on after all that this stream did so far. In a lane, in the order of its turns.
+
+        Without memops this waits for the stream; the reply to the client comes after it.
+        """
+        if self._has_memops:
+            self._driver.write_value(stream, self._at(turn, DONE), turn.number)
+        else:
+            self._driver.synchronize_stream(stream)
+            self.page.store_done(turn)
+
+
+def probe(context: Context) -> str:
+    """Why streams cannot wait for words in host memory here; empty when they can. Found by doing it."""
+    turn = Turn(LANES - 1, 1)
+    fd = create_page()
+    driver = context.driver
+    try:
+        words = _Words(context, fd, has_memops=True)
+        try:
+            with context:
+                stream = driver.create_stream()
+                try:
+                    driver.write_value(stream, words._at(turn, READY), turn.number)
+                    driver.synchronize_stream(stream)
+                    if not words.page.is_ready(turn):
+                        return "a stream's write to host memory was not seen by the CPU"
+                    driver.wait_value(stream, words._at(turn, READY), turn.number)  # true already: it cannot hang
+                    driver.synchronize_stream(stream)
+                finally:
+                    driver.destroy_stream(stream)
+        finally:
+            words.close()
+    except CudaError as exc:
+        if exc.is_sticky:
+            raise
+        return exc.message
+    finally:
+        os.close(fd)
+    return ""
