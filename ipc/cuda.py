@@ -41,7 +41,6 @@ class Pointer:
     is_legacy_ipc: bool  # cuIpcGetMemHandle takes its allocation
     is_managed: bool
     is_pooled: bool  # from cudaMallocAsync
-    has_posix_fd: bool  # of memory made by cuMemCreate for export as a file descriptor
 
 
 class Driver:
@@ -198,7 +197,6 @@ class Driver:
             is_legacy_ipc=bool(self._pointer_attribute(abi.IS_LEGACY_IPC, address)),
             is_managed=bool(self._pointer_attribute(abi.IS_MANAGED, address)),
             is_pooled=bool(self._pointer_attribute(abi.MEMPOOL, address)),
-            has_posix_fd=bool(self._pointer_attribute(abi.HANDLE_TYPES, address) & abi.POSIX_FD),
         )
 
     def _pointer_attribute(self, attribute: int, address: int) -> int:

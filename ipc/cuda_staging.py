@@ -13,7 +13,8 @@ from layerzero.ipc.errors import CudaError
 class Staging:
     """A memfd of an arena's size, mapped here. The same offsets mean the same bytes on the GPU and in it.
 
-    Copies need a current context and are ordered by the stream. Pinned memory lets them run beside the CPU.
+    Copies need a current context and are ordered by the stream. Pinned memory is copied by the GPU while the CPU goes
+    on; with any other, the CPU waits for the stream.
     """
 
     def __init__(self, context: Context, fd: int, nbytes: int, *, is_pinned: bool) -> None:
@@ -36,6 +37,9 @@ class Staging:
         self._context.driver.copy_to_host(self._address + offset, base + offset, nbytes, stream)
 
     def to_device(self, base: int, offset: int, nbytes: int, stream: int) -> None:
+        if not self._is_pinned:
+            # The driver may read pageable memory at once, before what the stream still waits for has written it.
+            self._context.driver.synchronize_stream(stream)
         self._context.driver.copy_to_device(base + offset, self._address + offset, nbytes, stream)
 
     def close(self) -> None:

@@ -112,9 +112,7 @@ class FakeDriver:
         known = [base for base, (_, size) in self.mapped.items() if base <= address < base + size]
         if not known:
             return None
-        return Pointer(
-            self.ordinal, self.mapped[known[0]][0], self.legacy, self.managed, self.pooled, has_posix_fd=False
-        )
+        return Pointer(self.ordinal, self.mapped[known[0]][0], self.legacy, self.managed, self.pooled)
 
     def ipc_export(self, base: int) -> bytes:
         handle = os.urandom(64)

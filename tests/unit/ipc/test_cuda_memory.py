@@ -69,6 +69,19 @@ def test_staged_bytes_are_counted_and_mapped_ones_cost_nothing(context: Context)
     arena.close()
 
 
+@pytest.mark.parametrize(("rung", "waits"), [("staged", 0), ("copied", 1)])
+def test_memory_that_is_not_pinned_is_read_when_the_stream_got_there(
+    driver: FakeDriver, context: Context, rung: str, waits: int
+) -> None:
+    """The driver reads it when it is called: before the worker has written it, if the CPU did not wait."""
+    arena = Arena(context, "c1", 1, 2 * MIB)
+    arena.offer(rung)
+    with context:
+        arena.collect(rung, 0, 8, 5)
+    assert driver.calls["synchronize_stream"] == waits
+    arena.close()
+
+
 def test_slots_are_aligned_and_do_not_overlap(pool: Pool) -> None:
     """Kernels that load 16 bytes at a time fault on less."""
     blocks = [pool.take(nbytes, 1) for nbytes in (0, 1, 255, 256, 257, 5000, 70_000)]

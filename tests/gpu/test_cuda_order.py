@@ -1,0 +1,263 @@
+"""Order between streams of different processes by words that they wait on: no CPU waits, and no stream for ever."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from tests.gpu.conftest import finish, load, store
+from tests.gpu.peer import Peer
+
+from layerzero.ipc import cuda, cuda_order
+from layerzero.ipc.cuda_memory import Arena
+from layerzero.ipc.cuda_order import ClientOrder
+from layerzero.ipc.order import LANES, MASK, Turn, create_page
+
+NBYTES = 64 << 10
+
+
+@dataclass
+class Link:
+    """A client's arena and page, and a worker that has both."""
+
+    driver: cuda.Driver
+    context: cuda.Context
+    arena: Arena
+    fd: int
+    order: ClientOrder
+    worker: Peer
+    first: int
+
+    def join(self, worker: Peer, *, number: int = 0, has_memops: bool = True) -> None:
+        handle, _ = self.arena.offer("ipc")
+        worker.open(handle, None)
+        worker.ask("order", self.fd, gpu=self.context.gpu, number=number, has_memops=has_memops)
+
+    def copy(self, turn: Turn, source: int, target: int, *, stream: int = 0, worker: Peer | None = None) -> bool:
+        """Tell a worker to copy block `source` of the arena to block `target`; True if it is not done on return."""
+        return bool((worker or self.worker).ask(
+            "copy", order=0, turn=list(turn), key=self.arena.offer("ipc")[0].key, stream=stream,
+            source=source * NBYTES, target=target * NBYTES, nbytes=NBYTES,
+        ))  # fmt: skip
+
+    def block(self, index: int) -> int:
+        return self.arena.address + index * NBYTES
+
+
+Linker = Callable[..., Link]
+
+
+@pytest.fixture
+def connect(current: cuda.Context, start: Callable[..., Peer]) -> Iterator[Linker]:
+    made: list[Link] = []
+
+    def make(*, has_memops: bool = True, first: int = 1) -> Link:
+        fd = create_page()
+        order = ClientOrder(current, fd, has_memops=has_memops, first=first)
+        link = Link(current.driver, current, Arena(current, "c1", len(made), 16 << 20), fd, order, start(), first)
+        link.join(link.worker, has_memops=has_memops)
+        made.append(link)
+        return link
+
+    yield make
+    for link in made:
+        link.worker.kill()
+        for lane in range(LANES):  # whatever a failed test left waiting would make the driver wait, too
+            link.order.page.store_done(Turn(lane, link.first + 1000 & MASK))
+        link.order.close()
+        link.arena.close()
+        os.close(link.fd)
+
+
+@pytest.fixture
+def streams(driver: cuda.Driver, current: cuda.Context) -> Iterator[list[int]]:
+    made = [driver.create_stream() for _ in range(3)]
+    yield made
+    for stream in made:
+        driver.destroy_stream(stream)
+
+
+def test_streams_can_wait_for_host_words_here(context: cuda.Context) -> None:
+    """Otherwise every test below would be of the fallback."""
+    assert cuda_order.probe(context) == ""
+
+
+def test_client_goes_on_before_the_worker_has_heard_of_the_call(connect: Linker, streams: list[int]) -> None:
+    """All the client does is enqueue; its stream stops at DONE, and what follows sees the result."""
+    link, stream = connect(), streams[0]
+    driver, data = link.driver, os.urandom(NBYTES)
+    store(driver, link.block(0), data, stream)
+    turn = link.order.begin(stream)
+    link.order.await_done(stream, turn)
+    driver.copy_on_device(link.block(2), link.block(1), NBYTES, stream)
+    assert not driver.is_stream_idle(stream)
+    link.copy(turn, 0, 1)
+    assert load(driver, link.block(2), NBYTES, stream) == data
+
+
+def test_worker_does_not_run_ahead_of_the_inputs(connect: Linker, streams: list[int]) -> None:
+    """Its stream stops at READY, though the message came long ago."""
+    link, (stream, other, _) = connect(), streams
+    driver, data, event = link.driver, os.urandom(NBYTES), link.driver.create_event()
+    gate = link.order.begin(other)  # a call that nobody serves yet holds the inputs back
+    link.order.await_done(other, gate)
+    driver.record_event(event, other)
+    store(driver, link.block(0), data, stream)
+    driver.wait_event(stream, event)
+    turn = link.order.begin(stream)
+    link.order.await_done(stream, turn)
+    assert link.copy(turn, 0, 1)
+    assert not link.order.page.is_ready(turn)
+    link.order.page.store_done(gate)
+    assert load(driver, link.block(1), NBYTES, stream) == data
+    driver.destroy_event(event)
+
+
+def test_calls_in_a_row_each_see_the_one_before(connect: Linker, streams: list[int]) -> None:
+    """A pipeline: every call reads what the last one wrote, and the client never waits."""
+    link, stream = connect(), streams[0]
+    data = os.urandom(NBYTES)
+    store(link.driver, link.block(0), data, stream)
+    for step in range(200):
+        turn = link.order.begin(stream)
+        link.order.await_done(stream, turn)
+        link.copy(turn, step, step + 1)
+    assert load(link.driver, link.block(200), NBYTES, stream) == data
+
+
+def test_numbers_wrap_around_on_the_gpu(connect: Linker, streams: list[int]) -> None:
+    """It compares as we do: 1 comes after 2**32 - 1."""
+    link, stream = connect(first=2**32 - 2), streams[0]
+    data = os.urandom(NBYTES)
+    store(link.driver, link.block(0), data, stream)
+    turns = []
+    for step in range(5):
+        turns.append(link.order.begin(stream))
+        link.order.await_done(stream, turns[-1])
+        link.copy(turns[-1], step, step + 1)
+    assert [turn.number for turn in turns] == [2**32 - 2, 2**32 - 1, 0, 1, 2]
+    assert load(link.driver, link.block(5), NBYTES, stream) == data
+
+
+def test_streams_do_not_wait_for_each_other(connect: Linker, streams: list[int]) -> None:
+    """Each has words of its own: one that is held up holds up none but itself."""
+    link, (slow, fast, _) = connect(), streams
+    data = os.urandom(NBYTES)
+    held = link.order.begin(slow)
+    link.order.await_done(slow, held)
+    store(link.driver, link.block(0), data, fast)
+    turn = link.order.begin(fast)
+    link.order.await_done(fast, turn)
+    link.copy(turn, 0, 1)
+    assert load(link.driver, link.block(1), NBYTES, fast) == data
+    assert not link.driver.is_stream_idle(slow)
+    link.copy(held, 0, 2)
+    finish(link.driver, slow)
+
+
+def test_chain_hops_between_two_workers_without_the_cpu(connect: Linker, streams: list[int]) -> None:
+    """The client's stream carries the order from one to the other."""
+    first, second = connect(), connect()
+    second.worker.open(first.arena.offer("ipc")[0], None)
+    data, stream = os.urandom(NBYTES), streams[0]
+    store(first.driver, first.block(0), data, stream)
+    turns: list[tuple[Link, Turn]] = []
+    for step in range(20):
+        link = (first, second)[step % 2]
+        turn = link.order.begin(stream)
+        link.order.await_done(stream, turn)
+        turns.append((link, turn))
+    assert not first.driver.is_stream_idle(stream)
+    # The messages come late, and those of the second worker first.
+    for start in (1, 0):
+        for step in range(start, 20, 2):
+            link, turn = turns[step]
+            first.copy(turn, step, step + 1, worker=link.worker)
+    assert load(first.driver, first.block(20), NBYTES, stream) == data
+
+
+def test_process_without_cuda_releases_the_stream_of_a_killed_worker(
+    connect: Linker, streams: list[int], start: Callable[..., Peer]
+) -> None:
+    """The broker's way out when nobody can serve the call: the client's stream goes on, and its context is whole."""
+    link, stream = connect(), streams[0]
+    turn = link.order.begin(stream)
+    link.order.await_done(stream, turn)
+    link.worker.ask("hang", order=0, turn=[turn.lane, turn.number + 1], stream=0)
+    link.worker.kill()
+    assert not link.driver.is_stream_idle(stream)
+    assert link.order.page.error(turn) == 0
+    broker = start(CUDA_VISIBLE_DEVICES="")
+    has_driver = broker.ask("fail", link.fd, turn=list(turn), code=42)
+    finish(link.driver, stream)
+    assert (has_driver, link.order.page.error(turn)) == (False, 42)
+    store(link.driver, link.block(0), b"still here", stream)
+    assert load(link.driver, link.block(0), 10, stream) == b"still here"
+
+
+def test_next_worker_finishes_the_call_of_a_killed_one(
+    connect: Linker, streams: list[int], start: Callable[..., Peer]
+) -> None:
+    """The inputs are intact, since the client's stream stopped; the next worker maps the dead one's page."""
+    link, stream = connect(), streams[0]
+    data = os.urandom(NBYTES)
+    store(link.driver, link.block(0), data, stream)
+    turn = link.order.begin(stream)
+    link.order.await_done(stream, turn)
+    link.worker.ask("hang", order=0, turn=[turn.lane, turn.number + 1], stream=0)
+    link.worker.kill()
+    second = start()
+    link.join(second)
+    link.copy(turn, 0, 1, worker=second)
+    assert load(link.driver, link.block(1), NBYTES, stream) == data
+    assert link.order.page.error(turn) == 0
+
+
+def test_without_memops_the_result_is_the_same(connect: Linker, streams: list[int]) -> None:
+    """Slower, and right."""
+    link, stream = connect(has_memops=False), streams[0]
+    data = os.urandom(NBYTES)
+    store(link.driver, link.block(0), data, stream)
+    for step in range(3):
+        turn = link.order.begin(stream)
+        link.copy(turn, step, step + 1)
+        link.order.await_done(stream, turn)
+    assert load(link.driver, link.block(3), NBYTES, stream) == data
+
+
+def test_captured_words_work_at_each_launch(driver: cuda.Driver, streams: list[int]) -> None:
+    """A graph writes its word, waits for the other side's, and takes that back: a doorbell that can ring again."""
+    stream, other, _ = streams
+    base = driver.allocate(2 << 20)
+    ring, answer = base, base + 128
+    store(driver, base, bytes(256), other)
+    driver.begin_capture(stream)
+    driver.write_value(stream, ring, 1)
+    driver.wait_value(stream, answer, 1, equal=True)
+    driver.write_value(stream, answer, 0)
+    graph = driver.end_capture(stream)
+    for _ in range(3):
+        driver.launch_graph(graph, stream)
+        driver.wait_value(other, ring, 1, equal=True)
+        driver.write_value(other, ring, 0)
+        finish(driver, other)
+        assert not driver.is_stream_idle(stream)
+        driver.write_value(other, answer, 1)
+        finish(driver, stream)
+    driver.destroy_graph(graph)
+    driver.free(base)
+
+
+def test_unmapping_does_not_wait_for_other_work(connect: Linker, streams: list[int]) -> None:
+    """A worker that serves two clients must not be held up by one of them when the other retires memory."""
+    link, stream = connect(), streams[0]
+    other = Arena(link.context, "c2", 1, 4 << 20)
+    handle, _ = other.offer("ipc")
+    link.worker.open(handle, None)
+    turn = link.order.begin(stream)
+    link.worker.ask("hang", order=0, turn=[turn.lane, turn.number + 1], stream=1)
+    link.worker.ask("retire", key=handle.key, streams=[0])
+    link.worker.reap(handle.key)
+    other.close()
