@@ -98,7 +98,8 @@ class Server:
 
     def _stream(self, number: int) -> int:
         if number not in self._streams:
-            self._streams[number] = cuda.load().create_stream()
+            with self._context(self._gpu):
+                self._streams[number] = cuda.load().create_stream()
         return self._streams[number]
 
     def gpus(self) -> list[str]:

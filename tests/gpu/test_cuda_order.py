@@ -11,6 +11,7 @@ from tests.gpu.conftest import finish, load, store
 from tests.gpu.peer import Peer
 
 from layerzero.ipc import cuda, cuda_order
+from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
 from layerzero.ipc.cuda_order import ClientOrder
 from layerzero.ipc.order import LANES, MASK, Turn, create_page
@@ -29,16 +30,16 @@ class Link:
     order: ClientOrder
     worker: Peer
     first: int
+    rung: str
 
     def join(self, worker: Peer, *, number: int = 0, has_memops: bool = True) -> None:
-        handle, _ = self.arena.offer("ipc")
-        worker.open(handle, None)
+        worker.open(*self.arena.offer(self.rung))
         worker.ask("order", self.fd, gpu=self.context.gpu, number=number, has_memops=has_memops)
 
     def copy(self, turn: Turn, source: int, target: int, *, stream: int = 0, worker: Peer | None = None) -> bool:
         """Tell a worker to copy block `source` of the arena to block `target`; True if it is not done on return."""
         return bool((worker or self.worker).ask(
-            "copy", order=0, turn=list(turn), key=self.arena.offer("ipc")[0].key, stream=stream,
+            "copy", order=0, turn=list(turn), key=self.arena.offer(self.rung)[0].key, stream=stream,
             source=source * NBYTES, target=target * NBYTES, nbytes=NBYTES,
         ))  # fmt: skip
 
@@ -53,10 +54,11 @@ Linker = Callable[..., Link]
 def connect(current: cuda.Context, start: Callable[..., Peer]) -> Iterator[Linker]:
     made: list[Link] = []
 
-    def make(*, has_memops: bool = True, first: int = 1) -> Link:
+    def make(*, has_memops: bool = True, first: int = 1, rung: str = "ipc") -> Link:
         fd = create_page()
         order = ClientOrder(current, fd, has_memops=has_memops, first=first)
-        link = Link(current.driver, current, Arena(current, "c1", len(made), 16 << 20), fd, order, start(), first)
+        arena = Arena(current, "c1", len(made), 16 << 20, kind="vmm" if rung == "vmm" else "plain")
+        link = Link(current.driver, current, arena, fd, order, start(), first, rung)
         link.join(link.worker, has_memops=has_memops)
         made.append(link)
         return link
@@ -95,6 +97,27 @@ def test_client_goes_on_before_the_worker_has_heard_of_the_call(connect: Linker,
     assert not driver.is_stream_idle(stream)
     link.copy(turn, 0, 1)
     assert load(driver, link.block(2), NBYTES, stream) == data
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_calls_in_a_row_are_in_order_by_each_way(connect: Linker, streams: list[int], rung: str) -> None:
+    """Copies through host memory are part of the order: each side's wait for the other's words, too."""
+    link, stream = connect(rung=rung), streams[0]
+    driver, arena = link.driver, link.arena
+    expected = [os.urandom(NBYTES) for _ in range(10)]
+    for step, data in enumerate(expected):
+        store(driver, link.block(0), data, stream)
+        arena.publish(rung, 0, NBYTES, stream)
+        turn = link.order.begin(stream)
+        link.order.await_done(stream, turn)
+        if rung != "copied":  # there the CPU waits for the worker, which must know of the call then
+            arena.collect(rung, NBYTES, NBYTES, stream)
+        link.copy(turn, 0, 1)
+        if rung == "copied":
+            arena.collect(rung, NBYTES, NBYTES, stream)
+        driver.copy_on_device(link.block(2 + step), link.block(1), NBYTES, stream)
+    for step, data in enumerate(expected):
+        assert load(driver, link.block(2 + step), NBYTES, stream) == data, step
 
 
 def test_worker_does_not_run_ahead_of_the_inputs(connect: Linker, streams: list[int]) -> None:
