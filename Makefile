@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help dev envs demo test check format bench clean
+.PHONY: help dev envs demo test test-gpu check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ demo: envs  ## the main job: a sentence-embedding model across environments that
 
 test: envs  ## all tests that need no GPU
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-gpu: $(STAMP)  ## tests that need an NVIDIA GPU; skipped, with the reason, where there is none
+	$(BIN)/python -m pytest tests/gpu
 
 check: $(STAMP)  ## linters and type checker
 	$(BIN)/ruff check .

@@ -68,7 +68,7 @@ class Driver:
         return (self._functions.get(name) or self._bind(name))(*arguments)
 
     def _call(self, name: str, *arguments: object) -> None:
-        number = self._code(name, *arguments)
+        number = (self._functions.get(name) or self._bind(name))(*arguments)  # not by _code: this is every call's path
         if number:
             raise self._error(name, number)
 

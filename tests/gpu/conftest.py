@@ -48,11 +48,11 @@ def current(context: cuda.Context) -> Iterator[cuda.Context]:
 
 @pytest.fixture
 def start(context: cuda.Context) -> Iterator[Callable[..., Peer]]:
-    """Start other processes, with changes to their environment."""
+    """Start other processes, with changes to their environment, or by another command."""
     peers: list[Peer] = []
 
-    def make(**environment: str) -> Peer:
-        peers.append(Peer(**environment))
+    def make(*prefix: str, **environment: str) -> Peer:
+        peers.append(Peer(*prefix, **environment))
         return peers[-1]
 
     yield make

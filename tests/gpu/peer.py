@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ import msgpack
 from layerzero.ipc import cuda, cuda_pair
 from layerzero.ipc.cuda_handles import ArenaHandle, Key
 from layerzero.ipc.cuda_mappings import Mappings
+from layerzero.ipc.cuda_memory import InPlace
 from layerzero.ipc.cuda_order import WorkerOrder
 from layerzero.ipc.errors import LayerZeroError, from_wire
 from layerzero.ipc.order import OrderPage, Turn
@@ -34,12 +36,13 @@ MAX_BYTES = 1 << 20
 class Peer:
     """A process that answers `ask`. Errors of ours that it meets are raised here."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, *prefix: str, **environment: str) -> None:
+        """`prefix`: a command that runs it, such as unshare."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.peer", str(theirs.fileno())],
+                [*prefix, sys.executable, "-m", "tests.gpu.peer", str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": path, **environment},
                 pass_fds=(theirs.fileno(),),
             )
@@ -107,6 +110,15 @@ class Server:
 
     def canary(self, fd: int | None = None, *, offer: Any) -> Any:
         return cuda_pair.answer(self._mappings, cuda_pair.Offer.from_wire(offer), fd).to_wire()
+
+    def choose(self, *, gpu: str, prefix: list[str]) -> list[Any]:
+        """As a client, with a worker of its own: [rung, rejected]."""
+        worker = Peer(*prefix)
+        try:
+            choice = cuda_pair.choose(self._context(gpu), "c1", itertools.count(1), worker.exchange)
+            return [choice.rung, choice.rejected]
+        finally:
+            worker.close()
 
     def open(self, fd: int | None = None, *, handle: Any) -> None:
         self._mappings.open(ArenaHandle.from_wire(handle), fd)
@@ -178,11 +190,7 @@ class Server:
 
     def in_place(self, *, gpu: str) -> str:
         """Why torch's memory must be copied, in this process with its allocator's settings."""
-        import itertools
-
         import torch
-
-        from layerzero.ipc.cuda_memory import InPlace
 
         tensor = torch.ones(1000, device="cuda")
         with self._context(gpu) as context:

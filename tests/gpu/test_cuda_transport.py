@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +112,43 @@ def test_required_way_that_does_not_work_is_an_error(
     with pytest.raises(NoTransport, match=r"'ipc' is required: ipc: .* the same pid"):
         cuda_pair.choose(context, "c1", numbers, exchange, required="ipc")
     assert cuda_pair.choose(context, "c1", numbers, exchange).rung == "vmm"
+
+
+@pytest.fixture
+def unshare() -> Callable[[str], list[str]]:
+    """The command for a process in namespaces of its own, as in a container."""
+
+    def command(kinds: str) -> list[str]:
+        words = ["unshare", f"-{kinds}", "--fork", "--kill-child", "--mount-proc"]
+        tried = subprocess.run([*words, "true"], capture_output=True, text=True, check=False)
+        if tried.returncode != 0:
+            pytest.skip(f"no namespaces here: {tried.stderr.strip()}")
+        return words
+
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare")
+    return command
+
+
+@pytest.mark.parametrize("kinds", ["p", "pinu"])
+def test_worker_in_a_container_is_reached_by_the_legacy_handle(
+    context: cuda.Context,
+    start: Callable[..., Peer],
+    numbers: itertools.count[int],
+    unshare: Callable[[str], list[str]],
+    kinds: str,
+) -> None:
+    """Neither a common PID namespace nor a common /dev/shm, host name or network is needed."""
+    worker = start(*unshare(kinds))
+    assert cuda_pair.choose(context, "c1", numbers, worker.exchange) == cuda_pair.Choice("ipc", {})
+
+
+def test_two_containers_whose_processes_are_both_pid_1_take_the_next_rung(
+    context: cuda.Context, start: Callable[..., Peer], unshare: Callable[[str], list[str]]
+) -> None:
+    """The usual case of containers, and the driver's error for it says nothing of pids."""
+    rung, rejected = start(*unshare("p")).ask("choose", gpu=context.gpu, prefix=unshare("p"))
+    assert (rung, rejected) == ("vmm", {"ipc": "client and worker have the same pid, 1, in their namespaces"})
 
 
 def test_gpu_is_the_same_whatever_each_side_calls_it(
