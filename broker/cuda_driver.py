@@ -34,7 +34,7 @@ class _MemoryInfo(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def detect_gpus(library: str = "libcuda.so.1") -> Gpus:
+def detect_gpus(library: str = cuda.LIBRARY) -> Gpus:
     """All GPUs that this process may use (CUDA_VISIBLE_DEVICES counts), in the driver's order."""
     try:
         driver = cuda.Driver(library)

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from layerzero.ipc import cuda_abi as abi
 from layerzero.ipc.errors import CudaError
 
+LIBRARY = "libcuda.so.1"
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -46,7 +48,7 @@ class Pointer:
 class Driver:
     """libcuda, initialised. Every method may raise CudaError."""
 
-    def __init__(self, library: str = "libcuda.so.1") -> None:
+    def __init__(self, library: str = LIBRARY) -> None:
         """Raises OSError when there is no such library."""
         self._library = ctypes.CDLL(library)
         self._functions: dict[str, Callable[..., int]] = {}

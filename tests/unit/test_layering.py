@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,8 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"
 LOADS_CODE = {"import_module", "spec_from_file_location", "exec_module"}
 MAY_LOAD_CODE = {"client/facade/__init__.py", "workers/boot.py"}
 
+DRIVER_FUNCTION = re.compile(r"libcuda\.so.*|cu[A-Z][a-z]\w*")
+
 FILES = sorted(path.relative_to(ROOT).as_posix() for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 
 
@@ -177,6 +180,14 @@ def test_nothing_turns_bytes_into_code(file: str) -> None:
                 isinstance(keyword.value, ast.Constant) and keyword.value.value is False
             )
             assert not is_shell, f"{file}:{node.lineno}: shell=True"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in ("ipc/cuda.py", "ipc/cuda_abi.py")])
+def test_one_module_calls_the_cuda_driver(file: str) -> None:
+    """The rest speaks of memory and order; a second caller would need all the care of the first."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert not DRIVER_FUNCTION.fullmatch(node.value), f"{file}:{node.lineno}: {node.value}"
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if "yaml" in set(imported(tree(file)))])
