@@ -24,6 +24,9 @@ class LaneEnds:
     def __init__(self) -> None:
         self._ends: dict[int, _End] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._ends)
+
     def __contains__(self, number: int) -> bool:
         return number in self._ends
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from layerzero.broker import events as ev
 from layerzero.broker.records import Client, Route, Worker
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
+from layerzero.ipc.lane import lane_of, mark
 from layerzero.ipc.messages import Lease, encode
 
 SETTLED_CALLS = 3  # a route that one worker answered so often in a row gets a lease
@@ -21,8 +22,8 @@ MAX_LOST = 64  # ended lanes remembered per client, until it says which call was
 
 @dataclass(eq=False)
 class Lane:
-    """Between a client and one start of a worker. `routes` holds the leases in force, `kernels` also what earlier ones
-    named: a call may be on its way under those."""
+    """Between a client and one start of a worker. `routes` and `plans` hold the leases in force, `kernels` also what
+    earlier ones named: a call may be on its way under those. All are by route number."""
 
     number: int
     client: Client
@@ -30,8 +31,13 @@ class Lane:
     generation: int
     epoch: int = 0
     is_open: bool = False  # the client has made its page
-    routes: dict[int, Route] = field(default_factory=dict)  # by plan
-    kernels: dict[int, str] = field(default_factory=dict)  # by route number
+    routes: dict[int, Route] = field(default_factory=dict)
+    plans: dict[int, int] = field(default_factory=dict)  # routes of equal signatures share one
+    kernels: dict[int, str] = field(default_factory=dict)
+
+    def route_of(self, plan: int) -> Route | None:
+        """One of the leased routes that `plan` serves."""
+        return next((self.routes[number] for number, one in self.plans.items() if one == plan), None)
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,13 @@ class Lost:
     error: LayerZeroError
     exit_code: int
     phase: str
-    is_blamed: bool  # its call was being executed
+    blamed: int  # the call that the worker died in or was killed for, as lane.mark says; 0 for none of a lane
     is_crash: bool  # the worker died by itself
     kernels: dict[int, str]
+
+    def blames(self, number: int, call: int) -> bool:
+        """Whether it was this call of that lane. An earlier one may have ended just before the worker did."""
+        return lane_of(self.blamed) == number and (not call or self.blamed == mark(number, call))
 
 
 class Leases:
@@ -61,7 +71,7 @@ class Leases:
         if lane is None:
             number = next(self._numbers)
             lane = self.lanes[number] = Lane(number, client, worker, worker.generation)
-        lane.routes[plan] = route
+        lane.routes[route.number], lane.plans[route.number] = route, plan
         lane.kernels[route.number] = kernel_id
         route.is_leased = True
         yield ev.SendAllow(worker.identity, plan, lane.number)
@@ -88,15 +98,15 @@ class Leases:
                 for route in lane.routes.values():
                     route.is_leased = False
                 lane.routes.clear()
+                lane.plans.clear()
                 lane.epoch += 1
                 yield ev.RevokeLane(lane.number, lane.epoch)
 
     def drop_route(self, client: Client, route: Route) -> None:
         """Nobody will call on it any more."""
         for lane in self._of(client):
-            lane.kernels.pop(route.number, None)
-            for plan in [plan for plan, leased in lane.routes.items() if leased is route]:
-                del lane.routes[plan]
+            for known in (lane.routes, lane.plans, lane.kernels):
+                known.pop(route.number, None)
 
     def end_client(self, client: Client) -> Iterator[ev.Action]:
         for lane in list(self._of(client)):
@@ -104,9 +114,9 @@ class Leases:
             yield ev.TakeBackLane(lane.worker.backend, lane.generation, lane.number)
 
     def end_worker(
-        self, worker: Worker, error: LayerZeroError, event: ev.WorkerExited, executing: int, *, is_crash: bool
+        self, worker: Worker, error: LayerZeroError, event: ev.WorkerExited, blamed: int, *, is_crash: bool
     ) -> Iterator[ev.Action]:
-        """`executing`: the lane whose call the worker was in, 0 for none. Clients come back with what was on theirs."""
+        """`blamed` is what Lost has. Clients come back with what was on their lanes."""
         for lane in [one for one in self.lanes.values() if one.worker is worker]:
             del self.lanes[lane.number]
             for route in lane.routes.values():
@@ -118,7 +128,7 @@ class Leases:
                 error,
                 event.exit_code,
                 event.phase,
-                executing == lane.number,
+                blamed,
                 is_crash,
                 lane.kernels,
             )

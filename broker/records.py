@@ -103,7 +103,6 @@ class Worker:
     running: deque[Call] = field(default_factory=deque)
     waiting: deque[Call] = field(default_factory=deque)
     head_since_s: float = 0.0  # when the oldest running call became the oldest
-    faulty_lane: int = 0  # the lane whose call it is being killed for
     lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
     lane_call_since_s: float = 0.0
     started_s: float = 0.0
@@ -111,6 +110,7 @@ class Worker:
     was_ready: bool = False  # in this generation
     has_served: bool = False  # in any generation
     fault: LayerZeroError | None = None  # why the broker kills it
+    fault_call: int = 0  # the call of an express lane that it is killed for, as lane.mark says; 0: for its head
     cause: LayerZeroError | None = None  # why it is not serving
     deaths_s: deque[float] = field(default_factory=deque)
     restarts: int = 0

@@ -282,7 +282,10 @@ class Server:
             self._save_at_s = now_s + SAVE_S
 
     def _timeout_s(self, now_s: float) -> float:
-        return max(min(self.state.wakeup_s, self._check_s, self._save_at_s) - now_s, 0.0) if not self._ended else 0.0
+        if self._ended:
+            return 0.0
+        look_at_s = self._look_at_s if self._lanes else math.inf  # their calls do not wake us
+        return max(min(self.state.wakeup_s, self._check_s, self._save_at_s, look_at_s) - now_s, 0.0)
 
     def _plan_check(self) -> None:
         """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
@@ -345,7 +348,7 @@ class Server:
         if identity not in self._clients:
             return  # it was dropped, or was never welcomed
         try:
-            _, kind, flags, route, seq, _, aux, time_us = wire.unpack(frame)
+            _, kind, flags, route, seq, attempt, aux, time_us = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
             if kind == _EXECUTE:
                 digest = b""
@@ -354,7 +357,7 @@ class Server:
                 may_run_here, after_lane = bool(flags & wire.MAY_RUN_HERE), aux if flags & wire.AFTER_LANE else 0
                 timeout_s = time_us / 1e6
                 event: ev.Event = ev.CallArrived(
-                    identity, route, seq, timeout_s, body, digest, may_run_here, after_lane
+                    identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt
                 )
             elif kind == Kind.ROUTE:
                 event = ev.RouteDefined(identity, route, body)
@@ -363,7 +366,7 @@ class Server:
             elif kind == Kind.POISONED and len(body) == wire.DIGEST_BYTES:
                 event = ev.CallPoisoned(identity, route, body)
             elif kind == Kind.OVERDUE:
-                event = ev.LaneOverdue(identity, aux, route, time_us / 1e6)
+                event = ev.LaneOverdue(identity, aux, route, time_us / 1e6, seq)
                 try:
                     if self._lanes.has_ended(aux, seq):
                         return  # just now

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerzero.broker import events as ev
-from layerzero.broker.engine import Engine
+from layerzero.broker.engine import Cell, Engine
 from layerzero.broker.explain import explain
 from layerzero.broker.leases import SETTLED_CALLS, Leases, Lost
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
@@ -38,12 +38,12 @@ from layerzero.ipc.errors import (
     ProtocolError,
     RunInProcess,
 )
-from layerzero.ipc.lane import EXECUTING, lane_of
+from layerzero.ipc.lane import EXECUTING, mark
 from layerzero.ipc.messages import Decision, encode
 
 MAX_ARENAS = 4096  # of one client; ours keeps far fewer
 MAX_ROUTES = 8192  # likewise
-WATCH_S = 1.0  # so often leases are looked at: another kernel may have become the better one
+WATCH_S = 1.0  # after new times leases are looked at by then: another kernel may have become the better one
 IN_PROCESS_LEASE_S = 1.0  # a client that runs a backend itself asks again after so long: policy may have changed
 S = WorkerState
 
@@ -299,19 +299,21 @@ class BrokerState:
         if lost is None or route.number not in lost.kernels:
             self._place(call)
         else:
-            self._resume(call, lost)
+            self._resume(call, lost, is_blamed=lost.blames(event.after_lane, event.after_call))
 
-    def _resume(self, call: Call, lost: Lost) -> None:
+    def _resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
         worker = self.workers[lost.backend]
         call.kernel_id = lost.kernels[call.route.number]
         call.attempt = 1
-        if lost.is_blamed:
+        if is_blamed:
             call.deaths += lost.is_crash
             error, code = lost.error, lost.exit_code
             self._attempt_failed(call, worker, error, exit_code=code, phase=lost.phase, pid=lost.worker_pid)
-        else:
+        elif worker.state in (S.BACKOFF, S.DISABLED):
             self._requeue(call, worker, lost.exit_code, lost.worker_pid)
+        else:  # the worker is back already
+            self._place(call)
 
     def _call_poisoned(self, event: ev.CallPoisoned) -> None:
         route = self.clients[event.identity].routes.get(event.route)
@@ -324,7 +326,8 @@ class BrokerState:
     def _settle(self, call: Call, worker: Worker) -> None:
         """Lend a lane to a route that one worker serves well, and would serve again."""
         route, signature = call.route, call.route.signature
-        if route.is_leased or not self.limits.express:
+        is_known = call.client.routes.get(route.number) is route  # it may have been forgotten meanwhile
+        if route.is_leased or not is_known or not self.limits.express:
             return
         server = (call.kernel_id, worker.generation)
         if route.settled_on != server:
@@ -336,8 +339,6 @@ class BrokerState:
             if self._is_settled(signature, call.kernel_id):
                 plan = self._plans[signature.key, call.kernel_id]
                 self._actions += self._leases.grant(call.client, route, worker, plan, call.kernel_id)
-                self._watch_at_s = min(self._watch_at_s, self._now_s + WATCH_S)
-                self.wakeup_s = min(self.wakeup_s, self._watch_at_s)
 
     def _is_settled(self, signature: Signature, kernel_id: str) -> bool:
         """The next call of this signature would go to the same kernel, without a look at it."""
@@ -356,14 +357,20 @@ class BrokerState:
         self._actions += self._leases.revoke()
 
     def _watch_leases(self) -> None:
-        """Those whose calls would be decided in another way by now end."""
+        """Those whose calls would be decided in another way by now, for the times of others, end."""
         stale = [
             lane
             for lane in self._leases.lanes.values()
             if any(not self._is_settled(r.signature, lane.kernels[r.number]) for r in lane.routes.values())
         ]
         self._actions += self._leases.revoke(stale)
-        self._watch_at_s = self._now_s + WATCH_S if self._leases else math.inf
+        self._watch_at_s = math.inf
+
+    def _note_time(self, kernel_id: str, cell: Cell, kernel_ns: int, *, is_clean: bool) -> None:
+        self.engine.note_time(kernel_id, cell, kernel_ns, self._now_s, is_clean=is_clean)
+        if self._leases and self._watch_at_s == math.inf:  # an idle broker has nothing to watch
+            self._watch_at_s = self._now_s + WATCH_S
+            self.wakeup_s = min(self.wakeup_s, self._watch_at_s)
 
     def _lane_opened(self, event: ev.LaneOpened) -> None:
         client = self.clients[event.identity]
@@ -375,25 +382,24 @@ class BrokerState:
 
     def _lane_overdue(self, event: ev.LaneOverdue) -> None:
         lane = self._leases.lanes.get(event.lane)
-        if lane is None or lane.client.identity != event.identity:
-            return
-        if lane.worker.fault is None:
-            lane.worker.faulty_lane = event.lane
-        if event.nonsense:
-            self._fault(lane.worker, ProtocolError(event.nonsense))
-        else:
+        if lane is not None and lane.client.identity == event.identity:
             name = lane.kernels.get(event.route, f"a call of {lane.worker.backend}")
-            self._fault(lane.worker, _too_long(name, lane.worker, event.timeout_s))
+            error = _too_long(name, lane.worker, event.timeout_s)
+            self._fault(
+                lane.worker,
+                ProtocolError(event.nonsense) if event.nonsense else error,
+                mark(lane.number, event.call),
+            )
 
     def _lane_seen(self, event: ev.LaneSeen) -> None:
         lane = self._leases.lanes.get(event.lane)
         if lane is None:
             return
         lane.worker.answered += event.calls
-        route = lane.routes.get(event.plan)
+        route = lane.route_of(event.plan)
         if route is not None:
             kernel_id, cell = lane.kernels[route.number], route.signature.cell
-            self.engine.note_time(kernel_id, cell, event.kernel_ns, self._now_s, is_clean=True)
+            self._note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
 
     def _place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
@@ -541,7 +547,7 @@ class BrokerState:
         call = self._take_head(worker)
         worker.answered += 1
         signature = call.route.signature
-        self.engine.note_time(call.kernel_id, signature.cell, event.kernel_ns, self._now_s, is_clean=not call.attempts)
+        self._note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
         self.engine.note_success(worker.backend, signature.spec.op, self._now_s)
         client = call.client
         if not client.has_left:
@@ -745,11 +751,12 @@ class BrokerState:
         if worker is not None:
             self._fault(worker, ProtocolError(event.detail))
 
-    def _fault(self, worker: Worker, error: LayerZeroError) -> None:
-        """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before."""
+    def _fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+        """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before. `call`: as
+        Worker.fault_call."""
         if worker.state in (S.STARTING, S.READY, S.STOPPING) and worker.fault is None:
             self._signal(worker, Signal.FAULT)
-            worker.fault = error
+            worker.fault, worker.fault_call = error, call
             self._set_unavailable(
                 worker.backend, Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}")
             )
@@ -765,8 +772,7 @@ class BrokerState:
         worker.identity = b""
         worker.arenas.clear()
         worker.plans.clear()
-        lane = worker.faulty_lane or lane_of(event.executing)
-        worker.faulty_lane = worker.lane_call = 0
+        worker.lane_call = 0
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
         died = BackendError(
             f"the {worker.backend} worker died ({how})",
@@ -784,7 +790,13 @@ class BrokerState:
             "phase": event.phase,
         }
         self._do(ev.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
-        self._actions += self._leases.end_worker(worker, error, event, lane, is_crash=worker.fault is None)
+        self._actions += self._leases.end_worker(
+            worker,
+            error,
+            event,
+            event.executing if worker.fault is None else worker.fault_call,
+            is_crash=worker.fault is None,
+        )
         running, waiting = list(worker.running), list(worker.waiting)
         worker.running.clear()
         worker.waiting.clear()
@@ -794,21 +806,14 @@ class BrokerState:
             self._stop_if_idle()
             return
         self._plan_restart(worker, error, event.stderr_tail)
-        self._move_calls(worker, running, waiting, error, event, is_on_lane=bool(lane))
+        self._move_calls(worker, running, waiting, error, event)
 
     def _move_calls(
-        self,
-        worker: Worker,
-        running: list[Call],
-        waiting: list[Call],
-        error: LayerZeroError,
-        event: ev.WorkerExited,
-        *,
-        is_on_lane: bool,
+        self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
     ) -> None:
         """The one it was killed for or died in is blamed; those behind it only lost their place."""
         for position, call in enumerate(running):
-            is_first = position == 0 and not is_on_lane
+            is_first = position == 0 and not worker.fault_call
             is_blamed = is_first if worker.fault is not None else call.dispatch == event.executing
             if is_blamed:
                 call.deaths += worker.fault is None
@@ -907,7 +912,7 @@ class BrokerState:
             facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
             self._do(ev.Note("client.kernel_failed", {**facts, "client": client.number}))
             return  # its libraries are the client's own; other clients and the workers are not concerned
-        self.engine.note_time(event.kernel_id, signature.cell, event.kernel_ns, self._now_s, is_clean=True)
+        self._note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)
 
     def _current(self, backend: str, generation: int) -> Worker | None:
         worker = self.workers[backend]
@@ -955,7 +960,7 @@ class BrokerState:
         elif self._now_s < worker.lane_call_since_s + self.limits.timeout_s:
             worker.head_since_s = self._now_s
         else:
-            self._fault(worker, _too_long("a call on an express lane", worker, self.limits.timeout_s))
+            self._fault(worker, _too_long("a call on an express lane", worker, self.limits.timeout_s), executing)
 
     def _shutdown_asked(self, _: ev.ShutdownAsked) -> None:
         if self.stopping:

@@ -40,6 +40,8 @@ class Ran(NamedTuple):
 class Lost(NamedTuple):
     """The worker is gone; the broker knows how it ended."""
 
+    call: int
+
 
 class Lane:
     """This process's end of a lane to one start of a worker."""
@@ -116,7 +118,7 @@ class Lane:
             if end is not None:
                 return _outcome(call, *end)
             if self._page.is_ended:
-                return Lost()
+                return Lost(call)
             if hung_up:
                 raise self._link.gone(self._open)
             if time.monotonic() < due_s and (is_reported or not is_spoilt):

@@ -134,7 +134,8 @@ class Submitted:
     sample: Sample | None = None
     prior: tuple[Attempt, ...] = ()  # attempts that failed in this process or on an express lane
     decision: messages.Decision | None = None  # of a call that ran in this process
-    after_lane: int = 0  # the express lane that ended with this call on it
+    after_lane: int = 0  # the express lane that ended with this call on it, and which call of the lane it was
+    after_call: int = 0
 
 
 class Ticket(NamedTuple):
@@ -279,7 +280,11 @@ class Session:
     ) -> None:
         """What the broker, or the report, is to be told of a call that did not end well on a lane."""
         if isinstance(end, Lost):
-            submitted.route.lease, submitted.after_lane = None, lane.number
+            submitted.route.lease, submitted.after_lane, submitted.after_call = (
+                None,
+                lane.number,
+                end.call & 0xFFFF_FFFF,
+            )
             self._express.pop(lane.number, None)
             lane.close()
         elif end is not None:
@@ -417,12 +422,12 @@ class Session:
         if route.needs_digest:
             body, flags = body + self._digest(submitted), flags | wire.HAS_DIGEST
         time_us = 0 if timeout_s is None else _microseconds(timeout_s)
-        number, lane = route.number, submitted.after_lane
+        number, lane, call = route.number, submitted.after_lane, submitted.after_call
         if lane:
             flags |= wire.AFTER_LANE
         return submitted.link.submit(
             submitted.pending,
-            lambda seq: wire.pack(_EXECUTE, flags, number, seq, 0, lane, time_us, body),
+            lambda seq: wire.pack(_EXECUTE, flags, number, seq, call, lane, time_us, body),
         )
 
     def finish(self, submitted: Submitted) -> Any:
