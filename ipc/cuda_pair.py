@@ -48,19 +48,20 @@ class Offer:
 class Answer:
     """Worker -> client. What it read, and what it wrote in the same places; or why it could not."""
 
+    arena: int  # of the offer
     seen: bytes = b""
     written: bytes = b""
     error: str = ""
 
     def to_wire(self) -> dict[str, Any]:
-        return {"seen": self.seen, "written": self.written, "error": self.error}
+        return {"arena": self.arena, "seen": self.seen, "written": self.written, "error": self.error}
 
     @classmethod
     def from_wire(cls, value: object) -> Answer:
         """Raises ProtocolError."""
         match value:
-            case {"seen": bytes(seen), "written": bytes(written), "error": str(error)}:
-                return cls(seen, written, error[:500])
+            case {"arena": int(arena), "seen": bytes(seen), "written": bytes(written), "error": str(error)}:
+                return cls(arena, seen, written, error[:500])
         raise ProtocolError(f"not an answer to an offer of GPU memory: {value!r:.200}")
 
 
@@ -72,7 +73,8 @@ class Choice:
     rejected: dict[str, str]
 
 
-# Sends an offer and waits for its answer. Raises TimeoutError when none comes in time.
+# Sends an offer and waits for its answer; answers to earlier offers, which came too late, are dropped (`Answer.arena`).
+# Raises TimeoutError when none comes in time.
 Exchange = Callable[[Offer, "int | None"], Answer]
 
 
@@ -88,7 +90,7 @@ def choose(
     """Find the best of the `offered` rungs that works between this client and a worker.
 
     `numbers`: where this client's arena numbers come from. Raises NoTransport when none works, or not the `required`
-    one, which is then the only one tried.
+    one, which is then the only one tried. An arena whose offer got no answer, 2 MiB, is kept for good.
     """
     if required is not None and required not in RUNGS:
         raise InvalidArgument(f"no way to share GPU memory is called {required!r}; known: {', '.join(RUNGS)}")
@@ -128,6 +130,8 @@ def _converse(arena: Arena, rung: str, exchange: Exchange) -> str:
     with arena.context:
         _write(arena.context, arena.address, pattern, lambda o, n, s: arena.publish(rung, o, n, s))
     answer = exchange(Offer(handle, pattern, os.getpid()), fd)
+    if answer.arena != handle.arena:
+        raise ProtocolError(f"the worker answered to arena {answer.arena}; it was offered {handle.arena}")
     if answer.error:
         return answer.error
     if answer.seen != pattern * len(_PLACES):
@@ -141,11 +145,12 @@ def _converse(arena: Arena, rung: str, exchange: Exchange) -> str:
 
 def answer(mappings: Mappings, offer: Offer, fd: int | None) -> Answer:
     """Try the offered arena and let go of it again. Takes `fd` over. Raises CudaError when it is sticky."""
+    arena = offer.handle.arena
     reason = _objection(offer)
     if reason:
         if fd is not None:
             os.close(fd)
-        return Answer(error=reason)
+        return Answer(arena, error=reason)
     try:
         mapping = mappings.open(offer.handle, fd)
         try:
@@ -154,7 +159,7 @@ def answer(mappings: Mappings, offer: Offer, fd: int | None) -> Answer:
             mappings.retire(offer.handle.key, ())
             mappings.reap()
     except (CudaError, ProtocolError) as exc:
-        return Answer(error=_excuse(exc))
+        return Answer(arena, error=_excuse(exc))
 
 
 def _objection(offer: Offer) -> str:
@@ -171,10 +176,10 @@ def _reply(mapping: Mapping, expected: bytes) -> Answer:
     with context:
         seen = _read(context, mapping.address, mapping.collect)
         if seen != expected * len(_PLACES):
-            return Answer(error="the worker saw other bytes than the client wrote")
+            return Answer(mapping.handle.arena, error="the worker saw other bytes than the client wrote")
         written = secrets.token_bytes(PATTERN_BYTES)
         _write(context, mapping.address, written, mapping.publish)
-    return Answer(seen, written)
+    return Answer(mapping.handle.arena, seen, written)
 
 
 Mover = Callable[[int, int, int], int]  # offset, bytes, stream -> bytes copied

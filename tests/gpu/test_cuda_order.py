@@ -256,6 +256,7 @@ def test_captured_words_work_at_each_launch(driver: cuda.Driver, streams: list[i
     base = driver.allocate(2 << 20)
     ring, answer = base, base + 128
     store(driver, base, bytes(256), other)
+    finish(driver, other)
     driver.begin_capture(stream)
     driver.write_value(stream, ring, 1)
     driver.wait_value(stream, answer, 1, equal=True)

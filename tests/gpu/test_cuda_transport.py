@@ -95,7 +95,7 @@ def test_each_way_works_when_those_before_it_do_not(
 
     def exchange(offer: Offer, fd: int | None) -> Answer:
         better = RUNGS.index(offer.handle.rung) < RUNGS.index(rung)
-        return Answer(error="not here") if better else worker.exchange(offer, fd)
+        return Answer(offer.handle.arena, error="not here") if better else worker.exchange(offer, fd)
 
     choice = cuda_pair.choose(context, "c1", numbers, exchange)
     assert choice == cuda_pair.Choice(rung, dict.fromkeys(RUNGS[: RUNGS.index(rung)], "not here"))

@@ -114,7 +114,7 @@ def test_rung_that_nobody_knows_cannot_be_required(pair: Pair) -> None:
 
 def test_nothing_works_is_an_error_with_all_reasons(pair: Pair) -> None:
     """Four reasons are four leads."""
-    pair.spoil = lambda offer, answer: Answer(error=f"no {offer.handle.rung} today")
+    pair.spoil = lambda offer, answer: Answer(offer.handle.arena, error=f"no {offer.handle.rung} today")
     with pytest.raises(NoTransport, match=r"no ipc today; vmm: .*; staged: .*; copied: no copied today"):
         pair.choose()
     assert pair.is_clean()
@@ -130,8 +130,12 @@ def test_rung_that_is_not_offered_is_not_tried(pair: Pair) -> None:
     [
         (lambda o, a: replace(a, seen=bytes(512)), "the worker saw other bytes than the client wrote"),
         (lambda o, a: replace(a, written=bytes(256)), "the client saw other bytes than the worker wrote"),
+        (lambda o, a: replace(a, arena=9), "the worker answered to arena 9; it was offered 1"),
         (lambda o, a: replace(a, written=b""), "the client saw other bytes than the worker wrote"),
-        (lambda o, a: Answer(o.pattern * 2, o.pattern), "the client saw other bytes than the worker wrote"),
+        (
+            lambda o, a: Answer(o.handle.arena, o.pattern * 2, o.pattern),
+            "the client saw other bytes than the worker wrote",
+        ),
     ],
 )
 def test_rung_that_carries_other_bytes_is_not_taken(
@@ -190,4 +194,4 @@ def test_offer_that_cannot_be_true_is_refused(pair: Pair, change: dict[str, obje
     with pytest.raises(ProtocolError):
         Offer.from_wire({**seen[0].to_wire(), **change})
     with pytest.raises(ProtocolError):
-        Answer.from_wire({"seen": b"", "written": b""})
+        Answer.from_wire({"arena": 1, "seen": b"", "written": b""})
