@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -178,6 +180,29 @@ def test_streams_do_not_wait_for_each_other(connect: Linker, streams: list[int])
     assert not link.driver.is_stream_idle(slow)
     link.copy(held, 0, 2)
     finish(link.driver, slow)
+
+
+def test_threads_with_streams_of_their_own_do_not_mix(connect: Linker) -> None:
+    """A server calls from many threads; each gets its own bytes, whoever begins when."""
+    link = connect()
+    driver, telling = link.driver, threading.Lock()
+
+    def work(lane: int) -> None:
+        with link.context:
+            stream, first = driver.create_stream(), lane * 32
+            for _ in range(3):
+                data = os.urandom(NBYTES)
+                store(driver, link.block(first), data, stream)
+                for step in range(first, first + 20):
+                    turn = link.order.begin(stream)
+                    link.order.await_done(stream, turn)
+                    with telling:  # one socket for all
+                        link.copy(turn, step, step + 1, stream=lane)
+                assert load(driver, link.block(first + 20), NBYTES, stream) == data
+            driver.destroy_stream(stream)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [None] * 4
 
 
 def test_chain_hops_between_two_workers_without_the_cpu(connect: Linker, streams: list[int]) -> None:
