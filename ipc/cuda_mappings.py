@@ -138,9 +138,21 @@ class Mappings:
         for key in [key for key in self._open if key[0] == client]:
             self.retire(key, streams)
 
-    def reap(self) -> list[Key]:
-        """Unmap the retired arenas whose last work is done; returns them, for their client to free. Never waits."""
-        return self._reap(lambda mapping: all(mapping.context.driver.is_event_done(event) for event in mapping.events))
+    def reap(self, busy: Iterable[int] = ()) -> list[Key]:
+        """Unmap the retired arenas whose last work is done; returns them, for their client to free.
+
+        The driver unmaps only when no stream of the process waits for a word, and blocks until then: while one of the
+        `busy` streams has work, nothing is unmapped. Without any, this may wait.
+        """
+        streams = tuple(busy)
+
+        def is_over(mapping: Mapping) -> bool:
+            driver = mapping.context.driver
+            return all(driver.is_event_done(event) for event in mapping.events) and all(
+                driver.is_stream_idle(stream) for stream in streams
+            )
+
+        return self._reap(is_over)
 
     def close(self) -> None:
         """Unmap all, after the work that uses them."""

@@ -73,9 +73,13 @@ def numbers() -> itertools.count[int]:
 
 def finish(driver: cuda.Driver, stream: int) -> None:
     """Wait for a stream, but not for ever: a wait that nobody ends is what these tests look for."""
+    until(lambda: driver.is_stream_idle(stream))
+
+
+def until(is_true: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
-    while not driver.is_stream_idle(stream):
-        assert time.monotonic() < deadline_s, f"the stream hangs since {PATIENCE_S:g} s"
+    while not is_true():
+        assert time.monotonic() < deadline_s, f"not true for {PATIENCE_S:g} s"
         _never.wait(0.001)
 
 

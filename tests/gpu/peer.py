@@ -127,7 +127,7 @@ class Server:
         self._mappings.retire((key[0], key[1], key[2]), [self._stream(number) for number in streams])
 
     def reap(self) -> list[list[Any]]:
-        return [list(key) for key in self._mappings.reap()]
+        return [list(key) for key in self._mappings.reap(self._streams.values())]
 
     def read(self, *, key: list[Any], offset: int, nbytes: int) -> bytes:
         """Bytes of an arena, as the GPU sees them here."""

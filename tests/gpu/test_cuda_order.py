@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from tests.gpu.conftest import finish, load, store
+from tests.gpu.conftest import finish, load, store, until
 from tests.gpu.peer import Peer
 
 from layerzero.ipc import cuda, cuda_order
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
 from layerzero.ipc.cuda_order import ClientOrder
-from layerzero.ipc.order import LANES, MASK, Turn, create_page
+from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, OrderPage, Turn, create_page, index
 
 NBYTES = 64 << 10
 
@@ -276,31 +276,34 @@ def test_without_memops_the_result_is_the_same(connect: Linker, streams: list[in
 
 
 def test_captured_words_work_at_each_launch(driver: cuda.Driver, streams: list[int]) -> None:
-    """A graph writes its word, waits for the other side's, and takes that back: a doorbell that can ring again."""
-    stream, other, _ = streams
-    base = driver.allocate(2 << 20)
-    ring, answer = base, base + 128
-    store(driver, base, bytes(256), other)
-    finish(driver, other)
+    """A graph writes its word, waits for the CPU's, and takes that back: a doorbell that can ring again."""
+    stream = streams[0]
+    fd = create_page()
+    page = OrderPage(fd)
+    os.close(fd)
+    base = driver.host_register(page.address, PAGE_BYTES)
+    turn = Turn(0, 1)
+    ring, answer = (base + index(turn, word) * 4 for word in (READY, DONE))
     driver.begin_capture(stream)
     driver.write_value(stream, ring, 1)
     driver.wait_value(stream, answer, 1, equal=True)
     driver.write_value(stream, answer, 0)
     graph = driver.end_capture(stream)
     for _ in range(3):
+        page.store_ready(Turn(0, 0))
         driver.launch_graph(graph, stream)
-        driver.wait_value(other, ring, 1, equal=True)
-        driver.write_value(other, ring, 0)
-        finish(driver, other)
+        until(lambda: page.is_ready(turn))
         assert not driver.is_stream_idle(stream)
-        driver.write_value(other, answer, 1)
+        page.store_done(turn)
         finish(driver, stream)
+        assert not page.is_done(turn)
     driver.destroy_graph(graph)
-    driver.free(base)
+    driver.host_unregister(page.address)
+    page.close()
 
 
-def test_unmapping_does_not_wait_for_other_work(connect: Linker, streams: list[int]) -> None:
-    """A worker that serves two clients must not be held up by one of them when the other retires memory."""
+def test_unmapping_holds_up_nobody(connect: Linker, streams: list[int]) -> None:
+    """The driver blocks whoever unmaps while a stream of the process waits for a word: it is done when none does."""
     link, stream = connect(), streams[0]
     other = Arena(link.context, "c2", 1, 4 << 20)
     handle, _ = other.offer("ipc")
@@ -308,5 +311,7 @@ def test_unmapping_does_not_wait_for_other_work(connect: Linker, streams: list[i
     turn = link.order.begin(stream)
     link.worker.ask("hang", order=0, turn=[turn.lane, turn.number + 1], stream=1)
     link.worker.ask("retire", key=handle.key, streams=[0])
+    assert link.worker.ask("reap") == []
+    link.order.begin(stream)  # what the worker's stream waits for
     link.worker.reap(handle.key)
     other.close()
