@@ -25,17 +25,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerzero.ipc import memory
 from layerzero.ipc.numerics import difference, gather, scatter, tolerance, unpack
-from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers import boot
+from layerzero.workers.bench import FILL, Bench, bench_for
 from layerzero.workers.cases import PROBLEMS, Case, cases
 from layerzero.workers.claims import dtypes
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
-ARENA_BYTES = 4 << 20  # more than any case takes
 TIMED_RUNS = 5
-FILL = 0xA5  # outputs hold this before a run, so that what a kernel leaves out does not look right
 
 # (kind, pattern over "ExceptionType: message"); the first that matches counts, its group is what is missing.
 _CAUSES = (
@@ -116,7 +113,10 @@ def probe(provider: str, descriptor: Path) -> dict[str, Any]:
     if absent:
         message = f"the descriptor lists {', '.join(absent)}; the provider has {', '.join(sorted(loaded.kernels))}"
         return {**verdict, "error": _error("descriptor", message, missing=absent[0])}
-    bench = _Bench()
+    try:
+        bench = bench_for(loaded)
+    except Exception as exc:
+        return {**verdict, "error": classify(exc)}
     checked = {kernel["kernel_id"]: _check(bench, loaded, op, kernel) for op, kernel in kernels}
     verdict["kernels"] = {kernel_id: one.summary() for kernel_id, one in checked.items()}
     verdict["certified"] = {kernel_id: one.certified for kernel_id, one in checked.items()}
@@ -159,39 +159,7 @@ def _error(kind: str, message: str, exc: BaseException | None = None, missing: s
     return {"kind": kind, "message": message[:2000], "missing": missing, "traceback": text[-4000:]}
 
 
-class _Bench:
-    """Memory as in a worker: one memfd, seen through a read-only map by inputs and a writable one by outputs."""
-
-    def __init__(self) -> None:
-        fd = memory.create_memfd("lz-probe", ARENA_BYTES)
-        self._read = memoryview(memory.map_fd(fd, ARENA_BYTES, writable=False))
-        self._write = memoryview(memory.map_fd(fd, ARENA_BYTES, writable=True))
-        os.close(fd)
-        self._end = 0
-
-    def clear(self) -> None:
-        self._end = 0
-
-    def input(self, spec: TensorSpec, data: bytes) -> Block:
-        place = self._place(spec)
-        self._write[place] = bytes(spec.span_bytes)
-        scatter(data, spec, self._write[place])
-        return Block(self._read[place], spec)
-
-    def output(self, spec: TensorSpec) -> Block:
-        place = self._place(spec)
-        self._write[place] = bytes([FILL]) * spec.span_bytes
-        return Block(self._write[place], spec)
-
-    def _place(self, spec: TensorSpec) -> slice:
-        start = -(-self._end // memory.ALIGNMENT) * memory.ALIGNMENT
-        self._end = start + spec.span_bytes
-        if self._end > ARENA_BYTES:
-            raise ValueError(f"a case needs more than {ARENA_BYTES} bytes")
-        return slice(start, self._end)
-
-
-def _check(bench: _Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any]) -> KernelVerdict:
+def _check(bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any]) -> KernelVerdict:
     """Run one kernel on every case of its op that its descriptor admits, in each of its dtypes."""
     verdict, kernel_id = KernelVerdict(), kernel["kernel_id"]
     problems = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
@@ -225,7 +193,7 @@ def _check(bench: _Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any]) ->
     return verdict
 
 
-def _bind(bench: _Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> tuple[Bound, list[Block]]:
+def _bind(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> tuple[Bound, list[Block]]:
     bench.clear()
     inputs = [
         None if spec is None else bench.input(spec, data) for spec, data in zip(case.inputs, case.data, strict=True)
@@ -234,30 +202,31 @@ def _bind(bench: _Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> tup
     return bind(Call(op, kernel_id, case.inputs, case.outputs, case.attrs), inputs, outputs), outputs
 
 
-def _run(bench: _Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> float:
+def _run(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> float:
     """The error of one case; raises when it returned or wrote what it must not."""
     bound, outputs = _bind(bench, bind, op, kernel_id, case)
-    result = bound()
+    result = bench.run(bound)
     if type(result) is not type(case.result) or result != case.result:
         raise ValueError(f"{case.name}: the kernel returned {result!r:.200}, expected {case.result!r}")
     error = 0.0
     for block, expected in zip(outputs, case.expected, strict=True):
-        spec, data = block.spec, gather(block.memory, block.spec)
+        spec, memory = block.spec, bench.content(block)
+        data = gather(memory, spec)
         untouched = bytearray([FILL]) * spec.span_bytes
         scatter(data, spec, memoryview(untouched))
-        if untouched != block.memory:
+        if untouched != memory:
             raise ValueError(f"{case.name}: the kernel wrote between the elements of its output")
         error = max(error, difference(unpack(data, spec.dtype), expected, spec.dtype))
     return error
 
 
-def _time(bench: _Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> float:
+def _time(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> float:
     """Median microseconds of some more runs."""
     bound, _ = _bind(bench, bind, op, kernel_id, case)
     runs_us = []
     for _ in range(TIMED_RUNS):
         start = time.perf_counter_ns()
-        bound()
+        bench.run(bound)
         runs_us.append((time.perf_counter_ns() - start) / 1000)
     return round(statistics.median(runs_us), 3)
 

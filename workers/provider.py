@@ -7,6 +7,7 @@ See docs/adding-a-backend.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,12 +30,35 @@ class Call:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a GPU: an address in this process, and the GPU's CUDA ordinal there."""
+
+    pointer: int
+    nbytes: int
+    device: int
+
+
+@dataclass(frozen=True)
 class Block:
     """A tensor in client memory. `memory` starts at the first element and covers the strided span, or is
     longer; it is read-only for inputs. Write through it only for outputs."""
 
-    memory: memoryview
+    memory: memoryview | DeviceMemory
     spec: TensorSpec
+
+    @property
+    def host(self) -> memoryview:
+        """The memory of a call on the CPU. Raises TypeError for a GPU's."""
+        if isinstance(self.memory, DeviceMemory):
+            raise TypeError(f"{self.spec} lies on GPU {self.memory.device}; this kernel computes on the CPU")
+        return self.memory
+
+    @property
+    def device(self) -> DeviceMemory:
+        """The memory of a call on a GPU. Raises TypeError for host memory."""
+        if not isinstance(self.memory, DeviceMemory):
+            raise TypeError(f"{self.spec} lies in host memory; this kernel computes on a GPU")
+        return self.memory
 
 
 Bound = Callable[[], Any]
@@ -48,10 +72,17 @@ times. It may view the blocks' memory but must not read it yet."""
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load()` returns: versions of the libraries at work, and a Bind per kernel id of the descriptor."""
+    """What `load()` returns: versions of the libraries at work, and a Bind per kernel id of the descriptor.
+
+    `on_stream` is given where the kernels are CUDA's, whose blocks have DeviceMemory: `with on_stream(handle): bound()`
+    enqueues the kernel's work on that stream, in order, and does not wait for it. A kernel whose descriptor says
+    is_cuda_graph_safe may be called so while the stream is captured, after it has run once uncaptured; the graph is
+    then good for as long as its Bound is kept.
+    """
 
     versions: Mapping[str, str]
     kernels: Mapping[str, Bind]
+    on_stream: Callable[[int], AbstractContextManager[None]] | None = None
 
 
 class Provider(Protocol):

@@ -48,7 +48,7 @@ class _Mlx:
     def reader(self, block: Block) -> Callable[[], Any]:
         """A function that copies the block's present content into a new array."""
         mx, spec = self.mx, block.spec
-        flat = block.memory[: spec.span_bytes].cast(_FORMAT[spec.itemsize])
+        flat = block.host[: spec.span_bytes].cast(_FORMAT[spec.itemsize])
         dtype = mx.bool_ if spec.dtype == "bool" else getattr(mx, spec.dtype)
         if spec.is_contiguous:
             return lambda: mx.array(flat).view(dtype).reshape(spec.shape)
@@ -58,7 +58,7 @@ class _Mlx:
         """A function that evaluates an array and copies it to the block's strided view."""
         mx, spec = self.mx, block.spec
         order = sorted(range(spec.ndim), key=lambda d: -spec.strides[d])
-        memory = block.memory[: spec.span_bytes].cast(_FORMAT[spec.itemsize])
+        memory = block.host[: spec.span_bytes].cast(_FORMAT[spec.itemsize])
         runs = _runs(spec.permute(*order))
         unsigned = self.unsigned[spec.itemsize]
 

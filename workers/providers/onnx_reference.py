@@ -27,7 +27,7 @@ def load() -> Loaded:
     def view(block: Block) -> Any:
         spec = block.spec
         strides = [stride * spec.itemsize for stride in spec.strides]
-        return numpy.ndarray(spec.shape, spec.dtype, buffer=block.memory, strides=strides)
+        return numpy.ndarray(spec.shape, spec.dtype, buffer=block.host, strides=strides)
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         given = [block for block in inputs if block is not None]

@@ -53,7 +53,7 @@ class _Runtime:
         session = self.session(nodes, out.spec.dtype, shapes)
         dtype = self.numpy.dtype(out.spec.dtype)
         binding = session.io_binding()
-        arrays = [self.numpy.frombuffer(block.memory, self.numpy.uint8) for block in (*blocks, out)]
+        arrays = [self.numpy.frombuffer(block.host, self.numpy.uint8) for block in (*blocks, out)]
         for name, array, shape in zip("xwb", arrays[:-1], shapes[:-1], strict=False):
             binding.bind_input(name, "cpu", 0, dtype, shape, array.ctypes.data)
         binding.bind_output("y", "cpu", 0, dtype, shapes[-1], arrays[-1].ctypes.data)

@@ -37,7 +37,7 @@ class _Tokenizers:
         if tokenizer is not None:
             self.parsed.move_to_end(digest)
             return tokenizer
-        text = bytes(file.memory[: file.spec.span_bytes])
+        text = bytes(file.host[: file.spec.span_bytes])
         actual = hashlib.sha256(text).hexdigest()
         if actual != digest:
             raise InvalidArgument(
@@ -95,7 +95,7 @@ def _given(inputs: Sequence[Block | None]) -> list[Block]:
 
 
 def _integers(block: Block, code: Literal["i", "q"]) -> memoryview[int]:
-    return block.memory[: block.spec.span_bytes].cast(code)
+    return block.host[: block.spec.span_bytes].cast(code)
 
 
 def _spans(splits: memoryview[int], length: int, name: str) -> Iterable[tuple[int, int]]:
@@ -109,7 +109,7 @@ def _spans(splits: memoryview[int], length: int, name: str) -> Iterable[tuple[in
 
 
 def _texts(text: Block, splits: memoryview) -> list[str]:
-    memory = text.memory[: text.spec.span_bytes]
+    memory = text.host[: text.spec.span_bytes]
     try:
         return [str(memory[start:end], "utf-8") for start, end in _spans(splits, len(memory), "text_splits")]
     except UnicodeDecodeError as exc:
@@ -134,7 +134,7 @@ def _write(outputs: Sequence[Block], *results: array[int]) -> dict[str, list[int
         raise OutputTooSmall(f"outputs have room for {capacity} rows, {rows} are needed", needed=rows)
     for out, result in zip(outputs, results, strict=True):
         data = memoryview(result).cast("B")
-        out.memory[: len(data)] = data
+        out.host[: len(data)] = data
     return {"sizes": rows}
 
 

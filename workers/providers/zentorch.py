@@ -48,7 +48,7 @@ class _Zentorch:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
             flat = torch.frombuffer(
-                block.memory, dtype=getattr(torch, spec.dtype), count=spec.span_bytes // spec.itemsize
+                block.host, dtype=getattr(torch, spec.dtype), count=spec.span_bytes // spec.itemsize
             )
         return flat.as_strided(spec.shape, spec.strides)
 

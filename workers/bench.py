@@ -1,0 +1,145 @@
+"""Memory for the probe's cases: as in a worker, host memory or a GPU's, whichever the kernels compute in."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Protocol
+
+from layerzero.ipc import cuda, memory
+from layerzero.ipc.numerics import scatter
+from layerzero.ipc.tensors import TensorSpec
+from layerzero.workers.provider import Block, Bound, DeviceMemory, Loaded
+
+ARENA_BYTES = 4 << 20  # more than any case takes
+FILL = 0xA5  # outputs hold this before a run, so that what a kernel leaves out does not look right
+_GPU_ALIGNMENT = 256  # bytes; what cuMemAlloc gives
+
+
+class Bench(Protocol):
+    """Places blocks one after the other, and runs a kernel that is bound to them."""
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+
+    def input(self, spec: TensorSpec, data: bytes) -> Block:
+        """A block that holds these elements (row-major), and zeros between them."""
+
+    def output(self, spec: TensorSpec) -> Block:
+        """A block full of FILL."""
+
+    def content(self, block: Block) -> memoryview:
+        """The bytes that a block spans, as they are now."""
+
+    def run(self, bound: Bound) -> Any:
+        """Run a kernel to its end. Raises ValueError when it wrote to an input."""
+
+
+def bench_for(loaded: Loaded) -> Bench:
+    """Raises OSError or CudaError where the kernels want a GPU and there is none."""
+    return HostBench() if loaded.on_stream is None else GpuBench(loaded)
+
+
+class _Placed:
+    """Where the next block goes in an arena."""
+
+    def __init__(self, alignment: int) -> None:
+        self._alignment = alignment
+        self._end = 0
+
+    def clear(self) -> None:
+        self._end = 0
+
+    def place(self, spec: TensorSpec) -> slice:
+        start = -(-self._end // self._alignment) * self._alignment
+        self._end = start + spec.span_bytes
+        if self._end > ARENA_BYTES:
+            raise ValueError(f"a case needs more than {ARENA_BYTES} bytes")
+        return slice(start, self._end)
+
+
+class HostBench(_Placed):
+    """One memfd, seen through a read-only map by inputs, so that a kernel which writes to them dies, and through a
+    writable one by outputs."""
+
+    def __init__(self) -> None:
+        super().__init__(memory.ALIGNMENT)
+        fd = memory.create_memfd("lz-probe", ARENA_BYTES)
+        self._read = memoryview(memory.map_fd(fd, ARENA_BYTES, writable=False))
+        self._write = memoryview(memory.map_fd(fd, ARENA_BYTES, writable=True))
+        os.close(fd)
+
+    def input(self, spec: TensorSpec, data: bytes) -> Block:
+        place = self.place(spec)
+        self._write[place] = bytes(spec.span_bytes)
+        scatter(data, spec, self._write[place])
+        return Block(self._read[place], spec)
+
+    def output(self, spec: TensorSpec) -> Block:
+        place = self.place(spec)
+        self._write[place] = bytes([FILL]) * spec.span_bytes
+        return Block(self._write[place], spec)
+
+    def content(self, block: Block) -> memoryview:
+        return block.host
+
+    def run(self, bound: Bound) -> Any:
+        return bound()
+
+
+class GpuBench(_Placed):
+    """One allocation on the first GPU, used through a stream that does not wait for the default one."""
+
+    def __init__(self, loaded: Loaded, ordinal: int = 0) -> None:
+        super().__init__(_GPU_ALIGNMENT)
+        assert loaded.on_stream is not None
+        self._on_stream = loaded.on_stream
+        self._ordinal = ordinal
+        self._driver = cuda.Driver()
+        self._driver.push_context(self._driver.retain_context(ordinal))  # for good: the probe's process ends soon
+        self._stream = self._driver.create_stream()
+        self._arena = self._driver.allocate(ARENA_BYTES)
+        self._inputs: list[tuple[Block, bytes]] = []
+
+    def clear(self) -> None:
+        super().clear()
+        self._inputs.clear()
+
+    def input(self, spec: TensorSpec, data: bytes) -> Block:
+        content = bytearray(spec.span_bytes)
+        scatter(data, spec, memoryview(content))
+        block = self._block(spec, content)
+        self._inputs.append((block, bytes(content)))
+        return block
+
+    def output(self, spec: TensorSpec) -> Block:
+        return self._block(spec, bytearray([FILL]) * spec.span_bytes)
+
+    def content(self, block: Block) -> memoryview:
+        copy = bytearray(block.spec.span_bytes)
+        if copy:
+            self._driver.copy_to_host(_address(copy), block.device.pointer, len(copy), self._stream)
+            self._driver.synchronize_stream(self._stream)
+        return memoryview(copy)
+
+    def run(self, bound: Bound) -> Any:
+        with self._on_stream(self._stream):
+            result = bound()
+        self._driver.synchronize_stream(self._stream)
+        for block, before in self._inputs:
+            if self.content(block) != before:
+                raise ValueError(f"the kernel wrote to its input {block.spec}")
+        return result
+
+    def _block(self, spec: TensorSpec, content: bytearray) -> Block:
+        place = self.place(spec)
+        start = self._arena + place.start
+        if content:
+            self._driver.copy_to_device(start, _address(content), len(content), self._stream)
+            self._driver.synchronize_stream(self._stream)
+        return Block(DeviceMemory(start, spec.span_bytes, self._ordinal), spec)
+
+
+def _address(content: bytearray) -> int:
+    """Valid for as long as the bytes are neither freed nor resized."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(content))

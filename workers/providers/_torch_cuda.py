@@ -1,0 +1,102 @@
+"""A GPU as PyTorch sees it: blocks as tensors, the caller's streams, memory of captured graphs. Used by every provider
+whose library works on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from layerzero.workers.provider import Block, Bound, DeviceMemory
+
+# What attention kernels load at once; they check no addresses, and a misaligned load ends the process' context.
+ALIGNMENT_BYTES = 16
+
+
+class TorchCuda:
+    """`torch` with gradients off and its context made. Raises RuntimeError where it has no GPU."""
+
+    def __init__(self, torch: Any) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"torch {torch.__version__} has no CUDA device: it was built for CUDA {torch.version.cuda}, and the "
+                "driver gives it none"
+            )
+        torch.set_grad_enabled(False)
+        torch.cuda.init()
+        self.torch = torch
+        self._streams: dict[int, Any] = {}
+
+    def view(self, block: Block) -> Any:
+        """The block's memory as a tensor, without a copy."""
+        torch, spec, memory = self.torch, block.spec, block.device
+        dtype = getattr(torch, spec.dtype)
+        device = torch.device("cuda", memory.device)
+        if spec.numel == 0:
+            return torch.empty(spec.shape, dtype=dtype, device=device)
+        # As bytes: the interface has no bfloat16.
+        flat = torch.as_tensor(_Bytes(memory, spec.span_bytes), device=device)
+        if flat.data_ptr() != memory.pointer:
+            raise RuntimeError(f"torch copied {spec} from GPU {memory.device} in place of viewing it")
+        return flat.view(dtype).as_strided(spec.shape, spec.strides)
+
+    def on_stream(self, stream: int) -> AbstractContextManager[None]:
+        """Inside, torch enqueues on this stream (a CUDA handle)."""
+        if stream not in self._streams:
+            self._streams[stream] = self.torch.cuda.ExternalStream(stream)
+        context: AbstractContextManager[None] = self.torch.cuda.stream(self._streams[stream])
+        return context
+
+    def capturable(self, bound: Bound) -> Bound:
+        """`bound`, with what it allocates during a capture kept for as long as itself.
+
+        Torch's allocator would hand the memory to later calls, which a replay then overwrites.
+        """
+        torch = self.torch
+        pools: list[Any] = []  # one for all captures of this bound, whose graphs then share it: they run in turn
+
+        def run() -> None:
+            if not torch.cuda.is_current_stream_capturing():
+                bound()
+                return
+            if not pools:
+                pools.append(torch.cuda.MemPool())
+            with torch.cuda.use_mem_pool(pools[0]):
+                bound()
+
+        return run
+
+    def aligned(self, tensor: Any, width: int = 0) -> Callable[[], Any]:
+        """A function that gives the tensor where kernels can load its rows 16 bytes at a time, else a copy of what it
+        holds at that time. Rows that are shorter than `width` get zeros at their end."""
+        missing = width - tensor.shape[-1]
+        if missing > 0:
+            return lambda: self.torch.nn.functional.pad(tensor, (0, missing))
+        if is_aligned(tensor):
+            return lambda: tensor
+        return lambda: tensor.clone(memory_format=self.torch.contiguous_format)
+
+
+def is_aligned(tensor: Any) -> bool:
+    """Every row is without gaps and starts at a multiple of 16 bytes."""
+    rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return (
+        (tensor.shape[-1] == 1 or tensor.stride(-1) == 1)
+        and tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        and all(n == 1 or stride * tensor.element_size() % ALIGNMENT_BYTES == 0 for n, stride in rows)
+    )
+
+
+class _Bytes:
+    """The CUDA Array Interface, version 3, of some bytes. No stream: the caller has ordered the memory already."""
+
+    def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memory.pointer, False),  # torch refuses read-only memory
+            "strides": None,
+            "version": 3,
+            "stream": None,
+        }

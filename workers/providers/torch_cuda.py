@@ -1,0 +1,192 @@
+"""PyTorch on an NVIDIA GPU: every tensor op, and attention as four kernels, one for each of its implementations.
+
+Limits of the fused ones: torch's sdp_utils.cpp and the LayerZero spec, 12.2.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from layerzero.ipc.errors import BackendError
+from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
+from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
+from layerzero.workers.providers._torch_ops import Run, TorchOps, binder
+
+CAUSAL_BOTTOM_RIGHT = 2  # custom_mask_type of aten::_efficient_attention_forward
+
+
+def load() -> Loaded:
+    import torch
+    import torch.nn.attention
+
+    gpu = TorchCuda(torch)
+    attention = _Attention(torch, gpu)
+    builders = {
+        **TorchOps(torch).builders(),
+        "attention.flash": attention.flash,
+        "attention.efficient": attention.efficient,
+        "attention.cudnn": attention.cudnn,
+        "attention.math": attention.math,
+    }
+
+    def capturable(bind: Bind) -> Bind:
+        def bind_capturable(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+            return gpu.capturable(bind(call, inputs, outputs))
+
+        return bind_capturable
+
+    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    return Loaded(
+        versions=versions,
+        kernels={f"torch-cuda.{name}": capturable(binder(torch, gpu.view, build)) for name, build in builders.items()},
+        on_stream=gpu.on_stream,
+    )
+
+
+class _Attention:
+    """One method per implementation, each a Builder. Results are copied to the caller: none of them has an out=."""
+
+    def __init__(self, torch: Any, gpu: TorchCuda) -> None:
+        self.torch = torch
+        self.gpu = gpu
+
+    def flash(self, views: Sequence[Any], call: Call) -> Run:
+        q, k, v, _ = views
+        if k.shape[2] == 0:  # every row is fully masked
+            return lambda out: out.zero_()
+        is_bottom_right = _is_bottom_right(views, call)
+        self._check("flash", (q, k, k, None), is_causal=call.attrs["is_causal"] and not is_bottom_right)
+        wide = v.shape[3]
+        inputs = [self.gpu.aligned(tensor, max(q.shape[3], wide)) for tensor in (q, k, v)]  # it wants one head_dim
+        if not is_bottom_right:
+            return self._sdpa("FLASH_ATTENTION", views, call, inputs)
+        # F.scaled_dot_product_attention has no flag for it; torch.nn.attention.bias calls this op, too.
+        flash, scale = self.torch.ops.aten._scaled_dot_product_flash_attention, call.attrs["scale"]
+
+        def run(out: Any) -> None:
+            result = flash(*(give() for give in inputs), 0.0, is_causal=True, return_debug_mask=False, scale=scale)[0]
+            out.copy_(result[..., :wide])
+
+        return run
+
+    def efficient(self, views: Sequence[Any], call: Call) -> Run:
+        q, k, v, _ = views
+        if k.shape[2] == 0:
+            return lambda out: out.zero_()
+        is_bottom_right = _is_bottom_right(views, call)
+        self._check("efficient", views, is_causal=call.attrs["is_causal"] and not is_bottom_right)
+        inputs = [self.gpu.aligned(tensor) for tensor in (q, k, v)]
+        if not is_bottom_right:
+            return self._masked("EFFICIENT_ATTENTION", views, call, inputs)
+        forward, scale = self.torch.ops.aten._efficient_attention_forward, call.attrs["scale"]
+        hidden_rows = max(q.shape[2] - k.shape[2], 0)
+
+        def run(out: Any) -> None:
+            result = forward(
+                *(give().transpose(1, 2) for give in inputs),
+                bias=None,
+                cu_seqlens_q=None,
+                cu_seqlens_k=None,
+                max_seqlen_q=None,
+                max_seqlen_k=None,
+                dropout_p=0.0,
+                custom_mask_type=CAUSAL_BOTTOM_RIGHT,
+                compute_log_sumexp=False,
+                scale=scale,
+            )[0]
+            out.copy_(result.transpose(1, 2))
+            out[:, :, :hidden_rows].zero_()  # NaN until here
+
+        return run
+
+    def cudnn(self, views: Sequence[Any], call: Call) -> Run:
+        q, k, v, mask = views
+        if k.shape[2] == 0:
+            return lambda out: out.zero_()
+        inputs = [self.gpu.aligned(tensor) for tensor in (q, k, v)]
+        if k.shape[2] == 1:  # which cuDNN refuses; the same key a second time changes no result
+            read_k, read_v = inputs[1:]
+            inputs[1:] = [lambda: read_k().repeat(1, 1, 2, 1), lambda: read_v().repeat(1, 1, 2, 1)]
+            k, v = k.expand(-1, -1, 2, -1), v.expand(-1, -1, 2, -1)
+            mask = None if mask is None else mask.expand(-1, -1, -1, 2)
+        doubled = (q, k, v, mask)
+        self._check("cudnn", doubled, is_causal=call.attrs["is_causal"])
+        return self._masked("CUDNN_ATTENTION", doubled, call, inputs)
+
+    def math(self, views: Sequence[Any], call: Call) -> Run:
+        q, k, v, mask = views
+        queries, keys = q.shape[2], k.shape[2]
+        if keys == 0:
+            return lambda out: out.zero_()
+        inputs = [lambda: q, lambda: k, lambda: v]
+        if not _is_bottom_right(views, call):
+            return self._sdpa("MATH", views, call, inputs, lambda: mask)
+
+        def visible() -> Any:
+            return self.torch.ones(queries, keys, dtype=self.torch.bool, device=q.device).tril_(keys - queries)
+
+        return self._sdpa("MATH", views, call, inputs, visible)
+
+    def _masked(self, backend: str, views: Sequence[Any], call: Call, inputs: Sequence[Callable[[], Any]]) -> Run:
+        """With the mask, if there is one, as fused kernels load it; rows that it hides are set to 0."""
+        q, k, _, mask = views
+        if mask is None:
+            return self._sdpa(backend, views, call, inputs)
+        is_bool = mask.dtype == self.torch.bool
+        full = mask.expand(*mask.shape[:2], q.shape[2], k.shape[2])
+        # Of a bool mask torch makes a dense one of its own.
+        sdpa = self._sdpa(backend, views, call, inputs, (lambda: full) if is_bool else self.gpu.aligned(full))
+
+        def run(out: Any) -> None:
+            sdpa(out)
+            seen = mask if is_bool else mask > -math.inf
+            out.masked_fill_(~seen.any(-1, keepdim=True), 0)
+
+        return run
+
+    def _sdpa(
+        self,
+        backend: str,
+        views: Sequence[Any],
+        call: Call,
+        inputs: Sequence[Callable[[], Any]],
+        mask: Callable[[], Any] = lambda: None,
+    ) -> Run:
+        """scaled_dot_product_attention by one implementation only. Takes causal calls that are not bottom-right, and
+        those for which `mask` says what is visible."""
+        attention, scale = self.torch.nn.attention, call.attrs["scale"]
+        chosen = [getattr(attention.SDPBackend, backend)]
+        sdpa = self.torch.nn.functional.scaled_dot_product_attention
+        is_causal = call.attrs["is_causal"] and not _is_bottom_right(views, call)
+        is_grouped = views[0].shape[1] != views[1].shape[1]
+
+        def run(out: Any) -> None:
+            with attention.sdpa_kernel(chosen):
+                q, k, v = (give() for give in inputs)
+                result = sdpa(q, k, v, attn_mask=mask(), is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
+            out.copy_(result[..., : out.shape[3]])
+
+        return run
+
+    def _check(self, name: str, views: Sequence[Any], *, is_causal: bool) -> None:
+        """Raise BackendError with torch's own reasons where an implementation refuses a call."""
+        torch = self.torch
+        *tensors, mask = views
+        q, k, v = (t if is_aligned(t) else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors)
+        parameters = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, is_causal, q.shape[1] != k.shape[1])
+        can_use = getattr(torch.backends.cuda, f"can_use_{name}_attention")
+        with warnings.catch_warnings(record=True) as reasons:
+            warnings.simplefilter("always")
+            if can_use(parameters, True):
+                return
+        said = "; ".join(dict.fromkeys(str(reason.message).partition(" (Triggered")[0] for reason in reasons))
+        raise BackendError(f"torch's {name} attention refuses this call: {said}"[:2000], exception="refused")
+
+
+def _is_bottom_right(views: Sequence[Any], call: Call) -> bool:
+    """With as many queries as keys both rules are the same, and every kernel has it."""
+    is_square = views[0].shape[2] == views[1].shape[2]
+    return bool(call.attrs["is_causal"]) and not is_square and call.attrs["causal_alignment"] == "bottom_right"
