@@ -95,10 +95,10 @@ class GpuBench(_Placed):
         assert loaded.on_stream is not None
         self._on_stream = loaded.on_stream
         self._ordinal = ordinal
-        self._driver = cuda.Driver()
-        self._driver.push_context(self._driver.retain_context(ordinal))  # for good: the probe's process ends soon
-        self._stream = self._driver.create_stream()
-        self._arena = self._driver.allocate(ARENA_BYTES)
+        self.driver = cuda.load()
+        self.driver.push_context(self.driver.retain_context(ordinal))  # for good: the probe's process ends soon
+        self.stream = self.driver.create_stream()
+        self._arena = self.driver.allocate(ARENA_BYTES)
         self._inputs: list[tuple[Block, bytes]] = []
 
     def clear(self) -> None:
@@ -118,14 +118,14 @@ class GpuBench(_Placed):
     def content(self, block: Block) -> memoryview:
         copy = bytearray(block.spec.span_bytes)
         if copy:
-            self._driver.copy_to_host(_address(copy), block.device.pointer, len(copy), self._stream)
-            self._driver.synchronize_stream(self._stream)
+            self.driver.copy_to_host(_address(copy), block.device.pointer, len(copy), self.stream)
+            self.driver.synchronize_stream(self.stream)
         return memoryview(copy)
 
     def run(self, bound: Bound) -> Any:
-        with self._on_stream(self._stream):
+        with self._on_stream(self.stream):
             result = bound()
-        self._driver.synchronize_stream(self._stream)
+        self.driver.synchronize_stream(self.stream)
         for block, before in self._inputs:
             if self.content(block) != before:
                 raise ValueError(f"the kernel wrote to its input {block.spec}")
@@ -135,8 +135,8 @@ class GpuBench(_Placed):
         place = self.place(spec)
         start = self._arena + place.start
         if content:
-            self._driver.copy_to_device(start, _address(content), len(content), self._stream)
-            self._driver.synchronize_stream(self._stream)
+            self.driver.copy_to_device(start, _address(content), len(content), self.stream)
+            self.driver.synchronize_stream(self.stream)
         return Block(DeviceMemory(start, spec.span_bytes, self._ordinal), spec)
 
 

@@ -1,6 +1,6 @@
 """Every kernel of every backend against tests/reference.py, in its own environment: shapes, strides, dtypes, edges.
 
-A case that the kernel's descriptor refuses is not run.
+A case that the kernel's descriptor refuses is not run. Kernels of GPUs: tests/gpu/test_providers.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from layerzero.envs.probe import probe
 from layerzero.ipc.numerics import tolerance
 from layerzero.ipc.tensors import TensorSpec
 
-DESCRIPTORS = sorted((Path(__file__).parents[2] / "capabilities" / "descriptors").glob("*.json"))
+FOLDER = Path(__file__).parents[2] / "capabilities" / "descriptors"
+DESCRIPTORS = [path for path in sorted(FOLDER.glob("*.json")) if load_descriptor(path).platform == "cpu"]
 MIN_RUN = 8  # cases per kernel; fewer mean that the descriptor refuses what the cases cover
 
 

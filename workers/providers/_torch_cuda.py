@@ -3,11 +3,12 @@ whose library works on torch tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from layerzero.workers.provider import Block, Bound, DeviceMemory
+from layerzero.workers.provider import Bind, Block, Bound, Call, DeviceMemory
+from layerzero.workers.providers._torch_ops import Builder, Run, binder
 
 # What attention kernels load at once; they check no addresses, and a misaligned load ends the process' context.
 ALIGNMENT_BYTES = 16
@@ -47,24 +48,59 @@ class TorchCuda:
         context: AbstractContextManager[None] = self.torch.cuda.stream(self._streams[stream])
         return context
 
-    def capturable(self, bound: Bound) -> Bound:
-        """`bound`, with what it allocates during a capture kept for as long as itself.
+    def binds(self, builders: Mapping[str, Builder]) -> dict[str, Bind]:
+        """The kernels of a backend, by id."""
+        return {kernel_id: self._capturable(binder(self.torch, self.view, b)) for kernel_id, b in builders.items()}
+
+    def _capturable(self, bind: Bind) -> Bind:
+        """Keep what a kernel allocates while it is captured for as long as its Bound.
 
         Torch's allocator would hand the memory to later calls, which a replay then overwrites.
         """
         torch = self.torch
-        pools: list[Any] = []  # one for all captures of this bound, whose graphs then share it: they run in turn
 
-        def run() -> None:
-            if not torch.cuda.is_current_stream_capturing():
-                bound()
-                return
-            if not pools:
-                pools.append(torch.cuda.MemPool())
-            with torch.cuda.use_mem_pool(pools[0]):
-                bound()
+        def bind_capturable(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+            bound = bind(call, inputs, outputs)
+            pools: list[Any] = []  # one for all captures of this Bound, whose graphs then share it: they run in turn
 
-        return run
+            def run() -> None:
+                if not torch.cuda.is_current_stream_capturing():
+                    bound()
+                    return
+                if not pools:
+                    pools.append(torch.cuda.MemPool())
+                with torch.cuda.use_mem_pool(pools[0]):
+                    bound()
+
+            return run
+
+        return bind_capturable
+
+    def attention(self, forward: Callable[..., Any]) -> Builder:
+        """A Builder from `forward(q, k, v, is_causal, scale)`, which has every tensor as (B, S, H, D) with one D.
+
+        For libraries that take no mask. Their own rule for causal calls is the descriptor's.
+        """
+
+        def build(views: Sequence[Any], call: Call) -> Run:
+            q, k, v, _ = views
+            queries, keys, wide = q.shape[2], k.shape[2], v.shape[3]
+            if keys == 0:  # every row is fully masked
+                return lambda out: out.zero_()
+            inputs = [self.aligned(tensor, max(q.shape[3], wide)) for tensor in (q, k, v)]
+            is_causal, scale = bool(call.attrs["is_causal"]), call.attrs["scale"]
+            is_bottom_right = is_causal and call.attrs["causal_alignment"] == "bottom_right"
+            hidden_rows = max(queries - keys, 0) if is_bottom_right else 0
+
+            def run(out: Any) -> None:
+                result = forward(*(give().transpose(1, 2) for give in inputs), is_causal, scale)
+                out.copy_(result[..., :wide].transpose(1, 2))
+                if hidden_rows:
+                    out[:, :, :hidden_rows].zero_()
+
+            return run
+
+        return build
 
     def aligned(self, tensor: Any, width: int = 0) -> Callable[[], Any]:
         """A function that gives the tensor where kernels can load its rows 16 bytes at a time, else a copy of what it

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from layerzero.ipc.errors import BackendError
-from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
+from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
-from layerzero.workers.providers._torch_ops import Run, TorchOps, binder
+from layerzero.workers.providers._torch_ops import Run, TorchOps
 
 CAUSAL_BOTTOM_RIGHT = 2  # custom_mask_type of aten::_efficient_attention_forward
 
@@ -31,17 +31,10 @@ def load() -> Loaded:
         "attention.cudnn": attention.cudnn,
         "attention.math": attention.math,
     }
-
-    def capturable(bind: Bind) -> Bind:
-        def bind_capturable(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-            return gpu.capturable(bind(call, inputs, outputs))
-
-        return bind_capturable
-
-    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    cudnn = str(torch.backends.cudnn.version())
     return Loaded(
-        versions=versions,
-        kernels={f"torch-cuda.{name}": capturable(binder(torch, gpu.view, build)) for name, build in builders.items()},
+        versions={"torch": torch.__version__, "cuda": str(torch.version.cuda), "cudnn": cudnn},
+        kernels=gpu.binds({f"torch-cuda.{name}": build for name, build in builders.items()}),
         on_stream=gpu.on_stream,
     )
 

@@ -1,0 +1,197 @@
+"""What one GPU backend computes, in a process of its own: `python provider_checks.py BACKEND`. Prints one JSON line.
+
+{"probe": the verdict of workers/probe.py, "ran": {check: {kernel: how many cases}},
+"wrong": {check: {kernel: {case: what is wrong}}}}. Checks: random (shapes, strides, and starts at any element),
+repeated (the same bits again, of kernels that say so), replayed (as a CUDA graph, on other inputs than at its capture,
+likewise).
+It imports no library but the backend's and no pydantic, so it runs in any interpreter that has msgpack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from layerzero.ipc.numerics import difference, gather, scatter, tolerance, unpack
+from layerzero.ipc.tensors import TensorSpec
+from layerzero.workers import boot
+from layerzero.workers.bench import FILL, GpuBench
+from layerzero.workers.cases import PROBLEMS, Case, Problem, cases
+from layerzero.workers.claims import Claims, dtypes
+from layerzero.workers.probe import probe
+from layerzero.workers.provider import Block, Bound, Call, Loaded
+from layerzero.workers.reference import Values
+
+RANDOM_PROBLEMS = 12  # per kernel; each in every dtype and up to six layouts
+EXTENTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 64, 65, 127, 128, 130)
+HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
+Verdict = tuple[str, str]  # a case, and what is wrong with it; "" when nothing is
+
+
+class Skewed(GpuBench):
+    """Blocks start at any element, as views of a user's tensor do."""
+
+    def place(self, spec: TensorSpec) -> slice:
+        place = super().place(TensorSpec.contiguous("uint8", (spec.span_bytes + 256,)))
+        start = place.start + spec.itemsize * random.Random(spec.span_bytes).randrange(1, 16)
+        return slice(start, start + spec.span_bytes)
+
+
+def check(provider: str, descriptor: Path) -> dict[str, Any]:
+    verdict = probe(provider, descriptor)
+    ran: dict[str, dict[str, int]] = {}
+    wrong: dict[str, dict[str, dict[str, str]]] = {}
+    if verdict["kernels"]:
+        loaded = boot.import_provider(provider).load()
+        for name, verdicts in (("random", on_random), ("repeated", on_repetition), ("replayed", on_replay)):
+            ran[name], wrong[name] = {}, {}
+            for op, kernels in json.loads(descriptor.read_text(encoding="utf-8"))["ops"].items():
+                for kernel in kernels:
+                    found = list(verdicts(loaded, op, kernel))
+                    ran[name][kernel["kernel_id"]] = len(found)
+                    wrong[name][kernel["kernel_id"]] = {case: problem for case, problem in found if problem}
+    return {"probe": verdict, "ran": ran, "wrong": wrong}
+
+
+def on_random(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
+    """Calls that no list of cases has."""
+    bench = Skewed(loaded)
+    problems = list(random_problems(op, kernel))
+    for dtype in dtypes(op, kernel):
+        for case in cases(op, kernel, problems, dtype):
+            try:
+                bound, outputs = bind(bench, loaded, op, kernel, case)
+                bench.run(bound)
+                yield f"{dtype}, {case.name}", judged(bench, outputs, case)
+            except Exception as exc:
+                yield f"{dtype}, {case.name}", f"raised {type(exc).__name__}: {exc}"[:500]
+
+
+def on_repetition(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
+    bench = GpuBench(loaded)
+    for case, _ in pairs(op, kernel) if kernel["deterministic"] else ():
+        bound, outputs = bind(bench, loaded, op, kernel, case)
+        runs = []
+        for _ in range(3):
+            bench.run(bound)
+            runs.append([bytes(bench.content(block)) for block in outputs])
+        yield case.name, "" if runs[0] == runs[1] == runs[2] else "the same call gave other bits"
+
+
+def on_replay(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
+    for case, other in pairs(op, kernel) if kernel.get("is_cuda_graph_safe") else ():
+        bench = GpuBench(loaded)
+        assert loaded.on_stream is not None
+        try:
+            bound, _ = bind(bench, loaded, op, kernel, case)
+            bench.run(bound)
+            bench.driver.begin_capture(bench.stream)
+            with loaded.on_stream(bench.stream):
+                bound()
+            graph = bench.driver.end_capture(bench.stream)
+            outputs = place(bench, other)[1]  # the same specs, so the same places
+            bench.driver.launch_graph(graph, bench.stream)
+            bench.driver.synchronize_stream(bench.stream)
+            yield case.name, judged(bench, outputs, other)
+        except Exception as exc:
+            yield case.name, f"raised {type(exc).__name__}: {exc}"[:500]
+
+
+def pairs(op: str, kernel: Claims) -> Iterator[tuple[Case, Case]]:
+    """For each dtype a call, and the same one on other numbers."""
+    problem = next(p for p in PROBLEMS[op](kernel) if all(v is None or v.flat for v in p.inputs))
+    inputs = [
+        values if values is None or kind else Values(values.shape, [-v / 2 for v in values.flat])
+        for values, kind in zip(problem.inputs, problem.kinds, strict=False)
+    ]
+    other = Problem(op, f"{problem.name}, other numbers", problem.attrs, tuple(inputs), problem.kinds)
+    for dtype in dtypes(op, kernel):
+        both = (cases(op, kernel, [one], dtype) for one in (problem, other))
+        yield from list(zip(*both, strict=True))[:1]
+
+
+def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
+    """Some shapes; rows of more than one dimension and masks are left to the probe's cases."""
+    rng = random.Random(op)
+
+    def numbers(*shape: int) -> Values:
+        count = 1
+        for extent in shape:
+            count *= extent
+        return Values(shape, [rng.randrange(-48, 49) / 16 for _ in range(count)])
+
+    def extent() -> int:
+        return rng.choice(EXTENTS)
+
+    step, high = kernel.get("head_dim_multiple", 1), kernel.get("max_head_dim") or 256
+    dims = [dim for dim in HEAD_DIMS if dim % step == 0 and kernel.get("min_head_dim", 1) <= dim <= high]
+    for number in range(RANDOM_PROBLEMS):
+        attrs: dict[str, Any] = {}
+        inputs: Sequence[Values | None]
+        if op == "attention":
+            group, kv_heads, dim = rng.choice((1, 1, 2, 4)), rng.choice((1, 2)), rng.choice(dims)
+            queries, keys = extent(), extent()
+            is_causal = bool(number % 2)
+            alignment = rng.choice(kernel["causal_alignments"]) if is_causal and queries != keys else "top_left"
+            attrs = {"is_causal": is_causal, "scale": dim**-0.5, "causal_alignment": alignment, "layout": "BHSD"}
+            q = numbers(1, group * kv_heads, queries, dim)
+            inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None]
+        elif op == "matmul":
+            m, k, n = extent(), extent(), extent()
+            inputs = [numbers(2, m, k), numbers(2, k, n)]
+        elif op == "linear":
+            k, n = extent(), extent()
+            inputs = [numbers(extent(), k), numbers(n, k), numbers(n) if number % 2 else None]
+        elif op == "embedding":
+            inputs = [Values((7,), [rng.randrange(5) for _ in range(7)]), numbers(5, extent())]
+        else:
+            shape = [rng.choice((1, 3, 40)), extent() * rng.choice((1, 3, 8))][-max(kernel.get("min_ndim", 0), 2) :]
+            given = {"layer_norm": 2, "rms_norm": 1}.get(op, 0)
+            attrs = {"dim": 1} if op == "softmax" else {"ndim": 1, "eps": 1e-5} if given else {}
+            if op == "gelu":
+                attrs = {"approximate": ("none", "tanh")[number % 2]}
+            inputs = [numbers(*shape), *(numbers(shape[-1]) for _ in range(given))]
+        kinds = ("int64", "") if op == "embedding" else ("", "", "", "")
+        shapes = [list(values.shape) for values in inputs if values is not None]
+        yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds)
+
+
+def place(bench: GpuBench, case: Case) -> tuple[list[Block | None], list[Block]]:
+    bench.clear()
+    inputs = [
+        None if spec is None else bench.input(spec, data) for spec, data in zip(case.inputs, case.data, strict=True)
+    ]
+    return inputs, [bench.output(spec) for spec in case.outputs]
+
+
+def bind(bench: GpuBench, loaded: Loaded, op: str, kernel: Claims, case: Case) -> tuple[Bound, list[Block]]:
+    inputs, outputs = place(bench, case)
+    kernel_id = kernel["kernel_id"]
+    call = Call(op, kernel_id, case.inputs, case.outputs, case.attrs)
+    return loaded.kernels[kernel_id](call, inputs, outputs), outputs
+
+
+def judged(bench: GpuBench, outputs: Sequence[Block], case: Case) -> str:
+    """What is wrong with the results; "" when nothing is."""
+    for block, expected in zip(outputs, case.expected, strict=True):
+        spec, memory = block.spec, bench.content(block)
+        data = gather(memory, spec)
+        untouched = bytearray([FILL]) * spec.span_bytes
+        scatter(data, spec, memoryview(untouched))
+        if untouched != memory:
+            return "wrote between the elements of its output"
+        error, allowed = difference(unpack(data, spec.dtype), expected, spec.dtype), tolerance(spec.dtype)
+        if not error <= allowed:
+            return f"error {error:.3g}, allowed {allowed:g}"
+    return ""
+
+
+if __name__ == "__main__":
+    answer = os.fdopen(os.dup(1), "w")
+    boot.point_stdout_at_stderr()  # libraries print there
+    print(json.dumps(check(sys.argv[1], Path(sys.argv[2]))), file=answer)

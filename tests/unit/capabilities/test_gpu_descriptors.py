@@ -1,0 +1,95 @@
+"""The descriptors of GPU backends: refused on a CPU with a reason, accepted on the GPU they were written for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerzero.capabilities.context import SelectionContext
+from layerzero.capabilities.descriptor import KernelCapability, load
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.match import match
+from layerzero.capabilities.reasons import Reason
+from layerzero.envs.manifest import discover
+from layerzero.ipc.ops import OPS
+from layerzero.ipc.tensors import TensorSpec
+from layerzero.workers.cases import PROBLEMS, cases
+
+H200 = DeviceSpec(device_type="cuda", device_name="NVIDIA H200", device_vendor="nvidia", sm_version=90, cores=132)
+T4 = DeviceSpec(device_type="cuda", device_name="Tesla T4", device_vendor="nvidia", sm_version=75, cores=40)
+CAPABILITIES = [load(path) for path in sorted((Path(__file__).parents[3] / "capabilities" / "descriptors").glob("*"))]
+GPU = [capability for capability in CAPABILITIES if capability.platform == "cuda"]
+KERNELS = [
+    pytest.param(op, kernel, id=kernel.kernel_id)
+    for capability in GPU
+    for op, listed in capability.ops.items()
+    for kernel in listed
+]
+
+
+def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionContext:
+    """What a Llama-shaped layer asks for, in the dtype that the kernel names first."""
+    dtype = kernel.dtypes[0]
+
+    def dense(*shape: int) -> TensorSpec:
+        return TensorSpec.contiguous(dtype, shape)
+
+    inputs: dict[str, tuple[TensorSpec | None, ...]] = {
+        "attention": (*[dense(2, 16, 256, 64)] * 3, None),
+        "matmul": (dense(64, 128), dense(128, 64)),
+        "linear": (dense(64, 128), dense(256, 128), None),
+        "softmax": (dense(64, 128),),
+        "layer_norm": (dense(64, 128), dense(128), dense(128)),
+        "rms_norm": (dense(64, 128), dense(128)),
+        "embedding": (TensorSpec.contiguous("int64", (7,)), dense(32, 16)),
+    }
+    attrs: dict[str, Any] = {
+        "is_causal": True, "scale": 0.125, "causal_alignment": "top_left", "layout": "BSHD",
+        "dim": 1, "ndim": 1, "eps": 1e-6, "approximate": "tanh",
+    }  # fmt: skip
+    given = {name: attrs[name] for name in OPS[op].attrs}
+    specs = inputs.get(op, (dense(64, 128),))
+    return SelectionContext.of(op, specs, [dense(64, 128)], given, device)
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_kernel_of_a_gpu_is_refused_on_a_cpu_for_that_reason(op: str, kernel: KernelCapability) -> None:
+    """On a machine without a GPU `lz explain` must say so, and nothing that would lead astray."""
+    reasons = match(call(op, kernel, DeviceSpec()), kernel)
+    assert [(r.code, r.detail) for r in reasons] == [
+        (Reason.PLATFORM_MISMATCH, "the device is cpu; the kernel needs cuda")
+    ]
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_kernel_of_a_gpu_serves_a_usual_call_on_an_h200(op: str, kernel: KernelCapability) -> None:
+    """A constraint that refuses what the library is for would hide it for good."""
+    assert match(call(op, kernel, H200), kernel) == []
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_kernel_that_needs_a_newer_gpu_says_which(op: str, kernel: KernelCapability) -> None:
+    """Libraries do not check: their code object is missing, or the process dies."""
+    codes = [reason.code for reason in match(call(op, kernel, T4), kernel)]
+    needs_newer = kernel.min_sm is not None and kernel.min_sm > 75
+    assert codes == [Reason.DEVICE_CAPABILITY_UNSUPPORTED] * needs_newer
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_probe_has_a_case_for_what_a_layer_asks_for(op: str, kernel: KernelCapability) -> None:
+    """A kernel that no case fits is never certified, and so never serves."""
+    claims = kernel.model_dump(mode="json", exclude_defaults=True)
+    problems = list(PROBLEMS[op](claims))
+    assert len({case.shape_class for case in cases(op, claims, problems, kernel.dtypes[0])}) >= 3
+
+
+def test_every_gpu_backend_has_an_environment_and_no_other_variant_than_cuda() -> None:
+    """`lz env build` on a machine without a GPU must not fetch gigabytes of CUDA."""
+    manifests, problems = discover()
+    assert problems == []
+    for capability in GPU:
+        manifest = manifests[capability.backend]
+        assert manifest.variants.keys() <= {"cu12", "cu13"}
+        assert manifest.descriptor == capability.backend
