@@ -1,8 +1,7 @@
 """Every kernel of every GPU backend against the float64 reference, in the interpreter that runs the tests.
 
 One process per backend, so that a kernel which ends its CUDA context fails its own tests only. A backend whose library
-this interpreter lacks is skipped, with the reason. Without the other tests' requirements:
-`PYTHONPATH=src python -m pytest -q --confcutdir=tests/gpu tests/gpu/test_providers.py`.
+this interpreter lacks is skipped, with the reason.
 """
 
 from __future__ import annotations

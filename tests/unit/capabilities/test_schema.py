@@ -117,4 +117,5 @@ def test_our_own_backends_can_be_described(path: Path) -> None:
     """None of ours declares a cost of the first call, and none can be captured on a CPU."""
     capability = descriptor.load(path)
     spec = BackendSpec.of(capability, import_name=f"layerzero.workers.providers.{path.stem}")
-    assert (spec.init_cost_ms, spec.supports_graphs) == (None, False)
+    assert spec.init_cost_ms is None
+    assert capability.platform == "cuda" or not spec.supports_graphs
