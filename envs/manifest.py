@@ -126,8 +126,10 @@ class EnvManifest(BaseModel):
     def requirements(self, variant: VariantName) -> tuple[str, ...]:
         """Everything to resolve for a variant. Raises ConfigError for one that the manifest lacks."""
         if variant not in self.variants:
+            hint = "; those need an NVIDIA GPU, and LAYERZERO_VARIANT to be set" if variant == "cpu" else ""
             raise ConfigError(
                 f"{self.path}: variants: {self.name} has no variant {variant!r}; allowed: {', '.join(self.variants)}"
+                + hint
             )
         return (*self.variants[variant].requirements, *WORKER_REQUIREMENTS)
 
