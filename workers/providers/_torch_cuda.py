@@ -87,16 +87,17 @@ class TorchCuda:
             queries, keys, wide = q.shape[2], k.shape[2], v.shape[3]
             if keys == 0:  # every row is fully masked
                 return lambda out: out.zero_()
-            inputs = [self.aligned(tensor, max(q.shape[3], wide)) for tensor in (q, k, v)]
             is_causal, scale = bool(call.attrs["is_causal"]), call.attrs["scale"]
             is_bottom_right = is_causal and call.attrs["causal_alignment"] == "bottom_right"
-            hidden_rows = max(queries - keys, 0) if is_bottom_right else 0
+            # Rows that see no key are left out: torch's kernel, which xFormers calls too, is wrong in others with them.
+            hidden = max(queries - keys, 0) if is_bottom_right else 0
+            inputs = [self.aligned(tensor, max(q.shape[3], wide)) for tensor in (q[:, :, hidden:], k, v)]
 
             def run(out: Any) -> None:
                 result = forward(*(give().transpose(1, 2) for give in inputs), is_causal, scale)
-                out.copy_(result[..., :wide].transpose(1, 2))
-                if hidden_rows:
-                    out[:, :, :hidden_rows].zero_()
+                out[:, :, hidden:].copy_(result[..., :wide].transpose(1, 2))
+                if hidden:
+                    out[:, :, :hidden].zero_()
 
             return run
 
