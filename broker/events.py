@@ -67,7 +67,7 @@ class CallArrived:
     digest: bytes = b""
     may_run_here: bool = False
     after_lane: int = 0  # the express lane that ended with this call on it
-    after_call: int = 0  # which call of that lane it was; 0: the one that was on it
+    after_call: int = 0  # the low half of that call's number on the lane
 
 
 @dataclass(slots=True)

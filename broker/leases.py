@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from layerzero.broker import events as ev
 from layerzero.broker.records import Client, Route, Worker
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
-from layerzero.ipc.lane import lane_of, mark
+from layerzero.ipc.lane import mark
 from layerzero.ipc.messages import Lease, encode
 
 SETTLED_CALLS = 3  # a route that one worker answered so often in a row gets a lease
@@ -55,7 +55,7 @@ class Lost:
 
     def blames(self, number: int, call: int) -> bool:
         """Whether it was this call of that lane. An earlier one may have ended just before the worker did."""
-        return lane_of(self.blamed) == number and (not call or self.blamed == mark(number, call))
+        return self.blamed == mark(number, call)
 
 
 class Leases:

@@ -13,7 +13,10 @@ who writes which memory until when, and raises Violation, with the seed, where t
 - attempts end by their deadline, restarts keep to their budget, a call kills two workers at most and is never given
   back to a backend that failed it;
 - a call is refused only when no backend is left for it, not even one that restarts within its timeout;
-- what is due has a wakeup, counters add up, reasons are true, nothing is left behind.
+- what is due has a wakeup, counters add up, reasons are true, nothing is left behind;
+- a lease is granted for what the core would choose again, and ends with the epoch in which it was; a call of an express
+  lane ends once for its client, comes to the broker only when its worker is done with it, and brings its death along; a
+  call behind it is neither killed for its time nor blamed for it.
 """
 
 from __future__ import annotations
@@ -29,13 +32,14 @@ from typing import Any
 from layerzero.broker import events as ev
 from layerzero.broker.certification import Subject
 from layerzero.broker.engine import Engine
+from layerzero.broker.leases import MAX_LOST
 from layerzero.broker.perf import PerfRow, Stat
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL
 from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.records import Worker
 from layerzero.broker.selection import CallSpec
 from layerzero.broker.shadow import Comparison
-from layerzero.broker.state import BrokerState, Limits
+from layerzero.broker.state import WATCH_S, BrokerState, Limits
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.device import DeviceSpec
@@ -43,11 +47,13 @@ from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc import wire
 from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall, from_wire
-from layerzero.ipc.messages import Decision, Route, decode, encode
+from layerzero.ipc.lane import EXECUTING, mark
+from layerzero.ipc.messages import Decision, Lease, Route, decode, encode
 from layerzero.ipc.tensors import TensorSpec
 
 LATE_S = 0.2  # a tick may be that late
 STOP_GRACE_S = 5.0
+OVERDUE_AGAIN_S = 2.0  # a client reports an overdue call of a lane again after so long
 BUSY_S = 12.0  # clients act until then; faults end then
 MAX_EVENTS = 20_000
 SLOT = 64  # bytes; an input and an output of four float64 fit in two of them
@@ -143,6 +149,8 @@ class Call:
     faults: set[str] = field(default_factory=set)  # what workers were killed for while they had it first
     failed_on: set[str] = field(default_factory=set)  # backends that raised, died or were killed for it
     is_quarantined: bool = False
+    has_ended: bool = False  # for its client
+    after: tuple[int, int] = (0, 0)  # the express lane that ended with it, and its number there
     dispatches: list[Dispatch] = field(default_factory=list)
 
     @property
@@ -157,8 +165,34 @@ class Dispatch:
     call: Call
     plan: int
     arenas: frozenset[tuple[int, int]]
-    is_over: bool = False  # the broker has its answer, or knows that its worker is dead
+    lane: Lane | None = None  # that it is on
+    is_over: bool = False  # the broker, or the client of a lane, has its answer, or its worker is known to be dead
     result: bytes | None = None  # what the kernel returned, once it ran to its end
+
+
+@dataclass(eq=False)
+class Lane:
+    """An express lane as it really is: the page that its client made, and what the core has said about it."""
+
+    number: int
+    process: Process
+    client: Client | None = None  # known with the first lease
+    core_epoch: int = 0  # of the last RevokeLane
+    granted: dict[int, tuple[int, int, str]] = field(default_factory=dict)  # route -> epochs of lane and core, kernel
+    stale_since_s: dict[int, float] = field(default_factory=dict)  # routes whose calls the core would give to another
+    is_open: bool = False  # the server holds the page
+    is_usable: bool = False  # the client knows that it does
+    is_broken: bool = False  # the worker wrote nonsense
+    is_ended: bool = False  # the page says that the worker is gone
+    is_taken_back: bool = False  # the client left
+    epoch: int = 0  # of the page
+    calls: int = 0
+    dispatch: Dispatch | None = None  # the call on it
+    is_rung: bool = False  # no worker has claimed it
+    done: int = 0
+    status: str = ""
+    seen: int = 0
+    blamed: int = 0  # the mark of the call that the worker died in or was killed for
 
 
 class Channel:
@@ -190,6 +224,25 @@ FATES = (
     "sends_garbage",
     "hangs_up",
 )
+# How calls of express lanes end, and what becomes of the lanes.
+LANE_FATES = {
+    "blamed",
+    "broken",
+    "called",
+    "declined",
+    "ended_unopened",
+    "head_waited",
+    "left",
+    "lost",
+    "opened_late",
+    "overdue",
+    "poison",
+    "raised",
+    "ran",
+    "withdrawn",
+}
+LANE_ENDS = {"sends_garbage": "broken", "lies_dispatch": "broken", "lies_attempt": ""}  # the last one never says
+LANE_ENDS |= dict.fromkeys(("raises", "refuses", "too_small"), "raised")
 WRITES = {"runs", "dies_written", "dies_sent", "is_slow", "lies_dispatch", "lies_attempt", "answers_twice"}
 
 
@@ -203,6 +256,7 @@ class Process:
         self.is_confirmed_dead = False
         self.kill_reason = ""
         self.killed_during = -1
+        self.killed_for = 0  # the mark of a lane's call; 0: for its head
         self.was_ready = False  # the broker got its READY in time
         self.lent: set[tuple[int, int]] = set()
         self.prepared: set[int] = set()
@@ -212,7 +266,11 @@ class Process:
         self._arenas: set[tuple[int, int]] = set()
         self._plans: set[int] = set()
         self._current: Dispatch | None = None
-        self._page = (0, "idle")
+        self.page = (0, "idle")
+        self.began_s = 0.0  # when it began what the page says
+        self.lane_end_s = 0.0  # when it was last done with a lane's call
+        self.lanes: dict[int, Lane] = {}  # mapped
+        self._allowed: set[tuple[int, int]] = set()
         self._to_broker = Channel(world)
         self._loses_output = False
         self._frames, self._control = Channel(world), Channel(world)
@@ -221,9 +279,9 @@ class Process:
         """From the broker, by ZeroMQ."""
         self._frames.send(self._arrived, kind, value)
 
-    def tell(self, kind: str, arena: tuple[int, int]) -> None:
+    def tell(self, kind: str, what: Any) -> None:
         """From the broker, by the control socket."""
-        self._control.send(self._told, kind, arena)
+        self._control.send(self._told, kind, what)
 
     def load(self) -> None:
         rng, world = self.world.rng, self.world
@@ -240,19 +298,31 @@ class Process:
         if self.is_alive or not self._loses_output:
             self.world.from_worker(self, event)
 
-    def _told(self, kind: str, arena: tuple[int, int]) -> None:
-        if kind == "map":
-            self._arenas.add(arena)
-        else:
-            self._arenas.discard(arena)
-        self._pump()
+    def _told(self, kind: str, what: Any) -> None:
+        match kind:
+            case "map":
+                self._arenas.add(what)
+            case "unmap":
+                self._arenas.discard(what)
+            case "map_lane":
+                self.lanes[what.number] = what
+            case _:
+                self.lanes.pop(what.number, None)
+        self.pump()
 
     def _arrived(self, kind: str, value: Any) -> None:
         self._inbox.append((kind, value))
-        self._pump()
+        self.pump()
 
-    def _pump(self) -> None:
-        while self.is_alive and self._current is None and self._inbox:
+    def pump(self) -> None:
+        """Take what is there, in the order of each channel; a rung doorbell may come before or after a frame."""
+        while self.is_alive and self._current is None:
+            rung = [lane for lane in self.lanes.values() if lane.is_rung]
+            if rung and (not self._inbox or self.world.rng.random() < 0.5):
+                self._claim(self.world.rng.choice(rung))
+                continue
+            if not self._inbox:
+                return
             kind, value = self._inbox[0]
             if kind == "run":
                 if not value.arenas <= self._arenas:
@@ -262,9 +332,21 @@ class Process:
                 self._plans.add(value)
             elif kind == "drop":
                 self._plans.discard(value)
+            elif kind == "allow":
+                self._allowed.add(value)
             else:
                 self.die(0)
             self._inbox.popleft()
+
+    def _claim(self, lane: Lane) -> None:
+        lane.is_rung = False
+        dispatch = lane.dispatch
+        assert dispatch is not None
+        is_allowed = (lane.number, dispatch.plan) in self._allowed and dispatch.plan in self._plans
+        if is_allowed and dispatch.arenas <= self._arenas:
+            self._begin(dispatch)
+        else:
+            self.world.lane_done(lane, "declined")
 
     def _begin(self, dispatch: Dispatch) -> None:
         world = self.world
@@ -273,14 +355,15 @@ class Process:
         world.require(call.place not in world.writers, "two live workers write the same memory")
         world.writers[call.place] = self
         self._current = dispatch
-        fate = "runs" if world.is_calm else world.rng.choices(FATES, world.weights[self.backend])[0]
+        weights = world.weights[self.backend] if dispatch.lane is None else world.lane_weights
+        fate = "runs" if world.is_calm else world.rng.choices(FATES, weights)[0]
         if call.number == DEADLY and world.has_deadly_input:
             fate = "dies_running"
         world.coverage.fates[fate] += 1
         if fate == "dies_before":
             self.die(-11)
             return
-        self._page = (dispatch.number, "executing")
+        self.page, self.began_s = (dispatch.number, "executing"), world.now_s
         if fate == "hangs":
             return
         slow_s = call.timeout_s * world.rng.uniform(0.8, 1.2) if fate == "is_slow" else 0.0
@@ -292,7 +375,7 @@ class Process:
         world, rng = self.world, self.world.rng
         number, attempt = dispatch.number, dispatch.attempt
         if fate in WRITES:
-            self._page = (number, "written")
+            self.page = (number, "written")
             world.contents[dispatch.call.place] = dispatch.call
             dispatch.result = b"%d" % number
         if fate == "dies_running":
@@ -302,6 +385,12 @@ class Process:
         elif fate == "hangs_up":
             world.kill(self)  # the broker kills one that closes its control socket, and does not tell its core
             return
+        elif dispatch.lane is not None:
+            status = LANE_ENDS.get(fate, "ran")
+            if status:
+                dispatch.is_over = True
+                world.lane_done(dispatch.lane, status)
+            self._leave(fate)
         else:
             ran = ev.CallRan(self.identity, number, attempt, rng.randrange(1000, 10**6), dispatch.result or b"")
             match fate:
@@ -323,17 +412,24 @@ class Process:
                     self._say(ran)
                     if fate == "answers_twice":
                         self._say(ran)
-            if fate == "dies_sent":
-                self._page = rng.choice((self._page, (0, "idle")))
-                self.die(rng.choice((-9, 0)))
-            else:
-                self._free()
-                self._page = (0, "idle")
-                self._pump()
+            self._leave(fate)
+
+    def _leave(self, fate: str) -> None:
+        """The call is answered."""
+        rng = self.world.rng
+        if fate == "dies_sent":
+            self.page = rng.choice((self.page, (0, "idle")))
+            self.die(rng.choice((-9, 0)))
+        else:
+            self._free()
+            self.page = (0, "idle")
+            self.pump()
 
     def _free(self) -> None:
         if self._current is not None:
             del self.world.writers[self._current.call.place]
+            if self._current.lane is not None:
+                self.lane_end_s = self.world.now_s
             self._current = None
 
     def die(self, exit_code: int) -> None:
@@ -343,7 +439,7 @@ class Process:
         self.is_alive = False
         world = self.world
         self._loses_output = world.rng.random() < 0.3
-        page = self._page if world.rng.random() < 0.98 else (world.rng.randrange(100), "unknown")
+        page = self.page if world.rng.random() < 0.98 else (world.rng.randrange(100), "unknown")
         world.push(world.now_s + world.delay_s(), world.exited, self, exit_code, page)
 
 
@@ -363,6 +459,9 @@ class Client:
     routes: dict[int, Signature] = field(default_factory=dict)
     needs_digest: set[int] = field(default_factory=set)
     decisions: dict[int, Decision] = field(default_factory=dict)
+    is_asleep: bool = False  # it does not watch the clock of its calls on lanes
+    leases: dict[int, Lease] = field(default_factory=dict)
+    offered_lanes: set[int] = field(default_factory=set)
     open: dict[int, Call] = field(default_factory=dict)
     seq: int = 0
     next_route: int = 1
@@ -386,19 +485,23 @@ class Client:
             self._retire()
         elif what < 0.18:
             route = rng.choice(list(self.routes))
-            del self.routes[route]
-            self.frames.send(self.world.from_client, self, ev.RouteForgotten(self.identity, route))
+            if not any(lane.dispatch is not None and lane.dispatch.call.route == route for lane in self.lanes()):
+                del self.routes[route]
+                self.leases.pop(route, None)
+                self.frames.send(self.world.from_client, self, ev.RouteForgotten(self.identity, route))
         elif what < 0.19:
             self._offend()
-        elif what < 0.193:
+        elif what < 0.20:
             route = rng.choice(list(self.routes))
             op = decode(self.routes[route].body, Route).op
             kernel_id = f"{rng.choice(sorted(SERVES[op]))}.{op}"
             error = BackendError("it failed here") if rng.random() < 0.3 else None
-            self.frames.send(self.world.from_client, self, ev.RanInClient(self.identity, route, kernel_id, 1000, error))
-        elif what < 0.196:
+            for _ in range(rng.choice((1, 16))):
+                ran = ev.RanInClient(self.identity, route, kernel_id, 1000, error)
+                self.frames.send(self.world.from_client, self, ran)
+        elif what < 0.225:
             self.world.learn()
-        elif what < 0.20:
+        elif what < 0.229:
             self.hang_up()
         else:
             for _ in range(rng.choice((1, 1, 2, 5))):
@@ -410,11 +513,14 @@ class Client:
         self.routes[number] = signature
         self.frames.send(self.world.from_client, self, ev.RouteDefined(self.identity, number, signature.body))
 
-    def _execute(self) -> None:
+    def lanes(self) -> list[Lane]:
+        return [lane for lane in self.world.lanes.values() if lane.client is self]
+
+    def _execute(self, route: int = 0) -> None:
         if not self.free:
             return
         rng = self.world.rng
-        route = rng.choice(list(self.routes))
+        route = route or rng.choice(list(self.routes))
         arena, index = self.free.pop(rng.randrange(len(self.free)))
         place = index * 2 * SLOT
         source = rng.choice(self.arenas)  # an input may lie elsewhere
@@ -423,13 +529,93 @@ class Client:
         number = rng.choice((0, 1, 2, DEADLY))
         call = Call(self, route, self.routes[route], (arena, index), body, number, timeout_s)
         call.timeout_s = timeout_s or self.world.limits.timeout_s
-        self.submit(call, timeout_s)
+        if not self._ride(call):
+            self.submit(call, timeout_s)
+
+    def _go_on(self, call: Call) -> None:
+        """Many call the same op again and again."""
+        is_done = self.has_hung_up or self.world.is_calm or call.route not in self.routes
+        if not is_done and self.world.rng.random() < self.world.persistence:
+            self._execute(call.route)
+
+    def _ride(self, call: Call) -> bool:
+        """Put the call on its express lane, if it has a lease and the lane is free."""
+        lease, world = self.leases.get(call.route), self.world
+        if lease is None or call.route in self.needs_digest:
+            return False
+        lane = world.lanes[lease.lane]
+        if lane.number not in self.offered_lanes:
+            if world.rng.random() < world.eagerness:
+                self.offered_lanes.add(lane.number)
+                self.control.send(world.lane_offered, self, lane)
+            return False
+        if lane.is_ended or lane.is_broken or (lane.is_usable and lane.epoch != lease.epoch):
+            del self.leases[call.route]
+            return False
+        if not lane.is_usable or lane.dispatch is not None:
+            return False
+        world.coverage.fates["lane_called"] += 1
+        arenas = frozenset((self.number, ref.arena) for ref in wire.unpack_refs(call.body, 2))
+        lane.calls += 1
+        lane.dispatch = Dispatch(mark(lane.number, lane.calls), 1, call, lease.plan, arenas, lane)
+        lane.is_rung = True
+        world.push(world.now_s, lane.process.pump)
+        world.push(world.now_s + call.timeout_s, self._due_on_lane, lane, lane.calls)
+        return True
+
+    def leased(self, route: int, lease: Lease) -> None:
+        if route in self.routes:
+            self.leases[route] = lease
+
+    def lane_added(self, lane: Lane) -> None:
+        lane.is_usable = lane.is_open
+
+    def _due_on_lane(self, lane: Lane, number: int) -> None:
+        dispatch = lane.dispatch
+        if self.has_hung_up or dispatch is None or lane.calls != number or lane.done >= number or lane.is_ended:
+            return
+        if self.is_asleep and not self.world.is_calm:
+            self.world.push(self.world.now_s + BUSY_S, self._due_on_lane, lane, number)
+        elif lane.is_rung:
+            lane.is_rung, dispatch.is_over = False, True
+            self._come_back(lane, "withdrawn")
+        else:
+            self.frames.send(self.world.lane_overdue, self, lane, number)
+            self.world.push(self.world.now_s + OVERDUE_AGAIN_S, self._due_on_lane, lane, number)
+
+    def lane_woken(self, lane: Lane, number: int) -> None:
+        """The answer bell rang."""
+        dispatch = lane.dispatch
+        if self.has_hung_up or dispatch is None or lane.calls != number:
+            return
+        if lane.done < number:
+            if lane.is_ended:
+                dispatch.call.after = (lane.number, number)
+                self.leases.pop(dispatch.call.route, None)
+                self._come_back(lane, "lost")
+        elif lane.status == "ran":
+            self.world.coverage.fates["lane_ran"] += 1
+            lane.dispatch = None
+            self.answered(dispatch.call)
+        else:
+            lane.is_broken |= lane.status == "broken"
+            self._come_back(lane, lane.status)
+
+    def _come_back(self, lane: Lane, why: str) -> None:
+        """The call did not end well on its lane: the broker shall have it."""
+        dispatch = lane.dispatch
+        assert dispatch is not None
+        self.world.require(dispatch.is_over, "a call comes back from a lane while its worker has it")
+        self.world.coverage.fates[f"lane_{why}"] += 1
+        lane.dispatch = None
+        self.submit(dispatch.call, dispatch.call.timeout_s)
 
     def submit(self, call: Call, timeout_s: float) -> None:
         self.seq += 1
         call.seq = self.seq
         call.digest = bytes([call.number]) * wire.DIGEST_BYTES if call.route in self.needs_digest else b""
         event = ev.CallArrived(self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
+        event.after_lane, event.after_call = call.after
         self.frames.send(self.world.from_client, self, event, call)
 
     def _retire(self) -> None:
@@ -445,7 +631,7 @@ class Client:
         self.has_hung_up = self.has_offended = True
         identity, world = self.identity, self.world
         route = next(iter(self.routes))
-        match world.rng.randrange(6):
+        match world.rng.randrange(7):
             case 0:
                 self.frames.send(world.from_client, self, ev.CallArrived(identity, 999, 0, 0.0, b""))
             case 1:
@@ -457,6 +643,8 @@ class Client:
             case 4:
                 far = wire.pack_refs([wire.Ref(self.arenas[0], 0, ARENA_BYTES, SLOT)] * 2)
                 self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, far))
+            case 5 if world.lanes:  # another's, perhaps
+                self.control.send(world.lane_offered, self, world.rng.choice(list(world.lanes.values())))
             case _:  # perhaps while a call uses it
                 self.control.send(world.arena_retired, self, self.arenas[0])
 
@@ -468,6 +656,12 @@ class Client:
         self.world.require(
             self.world.contents.get(call.place) is call, "the memory of an answered call holds another one's result"
         )
+        self._end(call)
+        self._go_on(call)
+
+    def _end(self, call: Call) -> None:
+        self.world.require(not call.has_ended, "a call ends twice")
+        call.has_ended = True
         self.free.append(call.slot)
 
     def refused(self, call: Call, error: LayerZeroError) -> None:
@@ -475,6 +669,7 @@ class Client:
             case "DIGEST_REQUIRED" if not call.digest and not self.has_hung_up and call.route in self.routes:
                 self.needs_digest.add(call.route)
                 again = Call(self, call.route, call.signature, call.slot, call.body, call.number, call.timeout_s)
+                again.after = call.after
                 self.submit(again, call.timeout_s)
                 return
             case "POISON" if not call.digest and not self.has_hung_up and call.route in self.routes:
@@ -484,7 +679,7 @@ class Client:
                 self.frames.send(self.world.from_client, self, event)
             case "BROKER_LOST" if not self.has_hung_up and self.world.rng.random() < 0.2:
                 self.hang_up()
-        self.free.append(call.slot)
+        self._end(call)
 
 
 class World:
@@ -507,13 +702,21 @@ class World:
             backoff_s=0.5,
             backoff_max_s=3.0,
             poison_quarantine_s=rng.choice((1.0, 6.0)),
-            express=False,
+            express=rng.choice((True, True, False)),
         )
+        self.persistence = rng.choice((0.0, 0.9, 0.95))  # how often a client calls the same op again at once
+        self.eagerness = rng.choice((1.0, 0.1))  # to open a lane that it has a lease for
         self._clog = rng.choice((0.0, 0.05, 0.3))
         self.weights = {
             name: [rng.choice((10, 50, 500)), rng.choice((0, 2, 20)), *rng.choices((0, 0, 0, 1, 2), k=len(FATES) - 2)]
             for name in PRIORITY
         }
+        self.lane_weights = [rng.choice((10, 50)), rng.choice((0, 2)), *rng.choices((0, 0, 1, 2), k=len(FATES) - 2)]
+        self.lane_weights[FATES.index("hangs")] = rng.choice((0, 0, 5))
+        self.is_quiet = self.limits.express and rng.random() < 0.4
+        if self.is_quiet:  # little happens but on lanes
+            self.weights = {name: [1, *[0] * (len(FATES) - 1)] for name in PRIORITY}
+            self.persistence, self.eagerness = 0.97, 1.0
         self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
         self._p_probe_fails, self._p_spawn_fails = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.1))
         self._p_full = rng.choice((0.0, 0.0, 0.005))  # a peer's queue is full
@@ -524,6 +727,7 @@ class World:
         self.processes: dict[tuple[str, int], Process] = {}
         self.writers: dict[tuple[int, int, int], Process] = {}
         self.contents: dict[tuple[int, int, int], Call] = {}
+        self.lanes: dict[int, Lane] = {}
         self._by_identity: dict[bytes, Process] = {}
         self._arenas: set[tuple[int, int]] = set()  # known to the broker and not closed
         self._missing = {"delta"}
@@ -538,6 +742,8 @@ class World:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
         self._events = 0
+        self._handled = 0
+        self._is_nested = False
         self._event: ev.Event = ev.Tick()
         self._tick_at_s = math.inf
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
@@ -572,6 +778,7 @@ class World:
         rng = self.rng
         for number in range(1, rng.choice((2, 3, 4))):
             client = Client(self, number, b"C%d" % number, Channel(self), Channel(self), Channel(self))
+            client.is_asleep = rng.random() < 0.3
             self.push(rng.uniform(0.0, 1.0), self._join, client)
             for _ in range(rng.randrange(4, 30)):
                 self.push(rng.uniform(1.0, BUSY_S), client.act)
@@ -581,10 +788,14 @@ class World:
             self.push(rng.uniform(0.0, BUSY_S), self._kill_one)
         if rng.random() < 0.4:
             self.push(rng.uniform(1.0, BUSY_S), self._shut_down_busy)
+        if self.is_quiet:
+            self.push(0.0, self._deliver, ev.PolicyChanged(Policy(weights=Weights(perfdb=1000.0))))
         self.push(BUSY_S, self._calm)
         self._run_out()
         for client in self.clients.values():
             self.require(not client.open, f"calls {sorted(client.open)} of client {client.number} are lost")
+            on_lanes = [] if client.has_hung_up else [lane.number for lane in client.lanes() if lane.dispatch]
+            self.require(not on_lanes, f"the calls on lanes {on_lanes} of client {client.number} are lost")
         if rng.random() < 0.7:
             for client in self.clients.values():
                 client.hang_up()
@@ -618,18 +829,34 @@ class World:
             self.push(max(self.now_s, self._tick_at_s + late_s), self._tick)
 
     def _handle(self, event: ev.Event) -> None:
+        self._handled += 1
+        handled = self._handled
         self._history.append((self.now_s, event))
         self.coverage.events[type(event).__name__] += 1
-        for action in self.state.handle(event, self.now_s):
+        actions = self.state.handle(event, self.now_s)
+        self._note_lanes(actions)
+        for action in actions:
             if type(action) is not ev.Note:
                 self._history.append((self.now_s, action))
             self.coverage.actions[type(action).__name__] += 1
+            self._is_nested = self._handled != handled  # what is performed was decided before something else happened
             PERFORM[type(action)](self, action)
+
+    def _note_lanes(self, actions: list[ev.Action]) -> None:
+        """New lanes are there once they are decided, also for what happens while the actions are performed."""
+        for action in actions:
+            if isinstance(action, ev.SendAllow) and action.lane not in self.lanes:
+                self.lanes[action.lane] = Lane(action.lane, self._worker(action.identity, "Allow"))
+            elif isinstance(action, ev.SendLease):
+                lane, client = self.lanes[decode(action.body, Lease).lane], self.clients[action.identity]
+                self.require(lane.client in (None, client), "a lane has two clients")
+                lane.client = client
 
     def _tick(self) -> None:
         self._tick_at_s = math.inf
         if self.now_s >= self.state.wakeup_s:
-            self._deliver(ev.Tick())
+            alive = [process for process in self.processes.values() if not process.is_confirmed_dead]
+            self._deliver(ev.Tick({(process.backend, process.generation): process.page[0] for process in alive}))
         elif self.state.wakeup_s < math.inf:
             self._tick_at_s = self.state.wakeup_s
             self.push(self._tick_at_s, self._tick)
@@ -649,6 +876,8 @@ class World:
             client.open[call.seq] = call
             until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
             call.is_quarantined = until_s > self.now_s
+            if call.after[0]:
+                self._count_lost(call, self.lanes[call.after[0]])
         elif isinstance(event, ev.CallPoisoned):
             route = self.state.clients[client.identity].routes.get(event.route)
             if route is not None:
@@ -656,11 +885,58 @@ class World:
                 self._quarantine[key] = self.now_s + self.limits.poison_quarantine_s
         self._deliver(event)
 
+    def _count_lost(self, call: Call, lane: Lane) -> None:
+        """It comes from a lane that ended: one attempt more, and perhaps a death."""
+        process = lane.process
+        call.dispatches.append(Dispatch(lane.blamed, 1, call, 0, frozenset(), lane, is_over=True))
+        if lane.blamed == mark(*call.after):
+            self.coverage.fates["lane_blamed"] += 1
+            call.failed_on.add(process.backend)
+            if process.kill_reason:
+                call.faults.add(process.kill_reason)
+            else:
+                call.deaths += 1
+
+    def lane_offered(self, client: Client, lane: Lane) -> None:
+        """By the control socket; the server itself refuses a lane that it has."""
+        if client.has_left or lane.is_open:
+            return
+        if lane.client is client:
+            lane.is_open = True
+            self.coverage.fates["lane_opened_late"] += lane.core_epoch > 0
+        self._deliver(ev.LaneOpened(client.identity, lane.number))
+        if lane.is_open and not lane.is_taken_back:
+            self.require(lane.epoch == lane.core_epoch, "a lane opens with leases that were taken back")
+        client.inbound.send(client.lane_added, lane)
+
+    def lane_overdue(self, client: Client, lane: Lane, number: int) -> None:
+        """By ZeroMQ; the server passes on what the page confirms."""
+        if not client.has_left and lane.is_open and lane.done < number and lane.dispatch is not None:
+            self.coverage.fates["lane_overdue"] += 1
+            call = lane.dispatch.call
+            self._deliver(ev.LaneOverdue(client.identity, lane.number, call.route, call.timeout_s, number))
+
+    def lane_done(self, lane: Lane, status: str) -> None:
+        """The worker writes the end of a call into the page, and rings."""
+        assert lane.client is not None
+        assert lane.dispatch is not None
+        lane.done, lane.status, lane.dispatch.is_over = lane.calls, status, True
+        self.push(self.now_s + self.delay_s(), lane.client.lane_woken, lane, lane.calls)
+        if self.rng.random() < 0.3:
+            self.push(self.now_s + self.rng.uniform(0.0, 1.0), self._look_at, lane)
+
+    def _look_at(self, lane: Lane) -> None:
+        calls = lane.done - lane.seen
+        if lane.is_open and calls:
+            lane.seen = lane.done
+            plan = lane.dispatch.plan if lane.dispatch is not None and lane.status == "ran" else 0
+            self._deliver(ev.LaneSeen(lane.number, calls, plan, self.rng.randrange(1000, 10**6)))
+
     def learn(self) -> None:
         """Someone has saved policy.yaml; a shadow check has ended; an earlier broker's times are read."""
         what = self.rng.random()
         if what < 0.4:
-            weights = Weights(perfdb=self.rng.choice((0.0, 1000.0)))
+            weights = Weights(perfdb=self.rng.choice((0.0, 1000.0, 1000.0)))
             self._deliver(ev.PolicyChanged(Policy(weights=weights)))
         elif what < 0.7:  # only what serves nobody is taken out, so that the model of who serves whom holds
             kernel_id, error = self.rng.choice((("alpha.silu", 0.0), ("nobody.silu", 1.0)))
@@ -691,6 +967,7 @@ class World:
             self._deliver(ev.ClientLeft(client.identity))
 
     def _leave(self, client: Client) -> None:
+        self.coverage.fates["lane_left"] += any(lane.dispatch is not None for lane in client.lanes())
         client.has_left = client.has_hung_up = True
         client.left_during = self._events
         client.open.clear()
@@ -711,11 +988,18 @@ class World:
 
     def exited(self, process: Process, exit_code: int, page: tuple[int, str]) -> None:
         """Its exit is confirmed, some time after it died."""
-        process.is_confirmed_dead = True
         backend = process.backend
+        lanes = [lane for lane in self.lanes.values() if lane.process is process]
+        for lane in lanes:
+            self._look_at(lane)
+            lane.blamed = process.killed_for if process.kill_reason else page[0]
+            if lane.dispatch is not None:
+                lane.dispatch.is_over = True
+        process.is_confirmed_dead = True
         for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
-            is_blamed = position == 0 if process.kill_reason else dispatch.number == page[0]
+            is_first = position == 0 and not process.killed_for
+            is_blamed = is_first if process.kill_reason else dispatch.number == page[0]
             if is_blamed:
                 dispatch.call.failed_on.add(backend)
                 dispatch.call.deaths += not process.kill_reason
@@ -793,11 +1077,19 @@ class World:
 
     def _kill(self, action: ev.Kill) -> None:
         process = self.processes[action.backend, action.generation]
-        is_deadline = type(self._event) is ev.Tick and process.was_ready
+        event = self._event
+        is_overdue = isinstance(event, ev.LaneOverdue)
+        is_deadline = is_overdue or (type(event) is ev.Tick and process.was_ready)
         self.require(not process.kill_reason, "a worker is killed twice")
         process.kill_reason = "deadline" if is_deadline else "fault"
         process.killed_during = self._events
-        if process.sent:
+        if isinstance(event, ev.LaneOverdue):
+            process.killed_for = mark(event.lane, event.call)
+        elif is_deadline and process.page[0] & EXECUTING:
+            process.killed_for = process.page[0]
+            is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
+            self.require(is_long, "a worker is killed for a head that waits for a call of a lane")
+        elif process.sent:
             process.sent[0].call.faults.add(process.kill_reason)
         self.kill(process)
 
@@ -839,6 +1131,69 @@ class World:
         self.require(all(arena not in d.arenas for d in process.sent), "an arena is taken back while a call uses it")
         process.lent.discard(arena)
         process.tell("unmap", arena)
+
+    def _allow(self, action: ev.SendAllow) -> None:
+        process = self._worker(action.identity, "Allow")
+        self.require(self.limits.express, "a lane is used although lanes are off")
+        lane = self.lanes[action.lane]
+        self.require(lane.process is process, "a lane leads to two workers")
+        is_known = action.plan in process.prepared or lane.is_taken_back
+        self.require(is_known, "a plan is allowed that the worker never got")
+        process.send("allow", (action.lane, action.plan))
+
+    def _lease(self, action: ev.SendLease) -> None:
+        lease = decode(action.body, Lease)
+        lane, client = self.lanes[lease.lane], self.clients[action.identity]
+        route = self.state.clients[client.identity].routes.get(action.route) if not client.has_left else None
+        if self._to_client(action.identity) is None:
+            return
+        decision = client.decisions.get(action.decision)
+        self.require(decision is not None, "a lease before its decision")
+        assert decision is not None
+        self.require(route is not None, "a lease for a route that was forgotten")
+        assert route is not None
+        if not self._is_nested:
+            best = next(iter(self.state.order(route.signature)), None)
+            is_best = best is not None and best.kernel_id == decision.kernel_id
+            self.require(is_best and not lane.process.kill_reason, "a lease for what would not be chosen again")
+            until_s = [at_s for key, at_s in self._quarantine.items() if key[0] == route.signature.key]
+            self.require(max(until_s, default=0.0) <= self.now_s, "a lease for calls that must show a digest")
+            self.require(not self._is_stopping, "a lease during the shutdown")
+        lane.granted[action.route] = (lease.epoch, self.state.engine.epoch, decision.kernel_id)
+        lane.stale_since_s.pop(action.route, None)
+        client.inbound.send(client.leased, action.route, lease)
+
+    def _lend_lane(self, action: ev.LendLane) -> None:
+        lane, process = self.lanes[action.lane], self.processes[action.backend, action.generation]
+        self.require(lane.is_open and not lane.is_ended, "a lane is lent that is not open")
+        self.require(lane.process is process and not process.is_confirmed_dead, "a lane is lent to a dead worker")
+        process.tell("map_lane", lane)
+
+    def _revoke_lane(self, action: ev.RevokeLane) -> None:
+        lane = self.lanes[action.lane]
+        self.require(action.epoch >= lane.core_epoch, "the epoch of a lane goes back")
+        lane.core_epoch = action.epoch
+        if lane.is_open:
+            lane.epoch = action.epoch
+
+    def _take_back_lane(self, action: ev.TakeBackLane) -> None:
+        lane, process = self.lanes[action.lane], self.processes[action.backend, action.generation]
+        self.require(lane.process is process and not process.is_confirmed_dead, "a dead worker is told of a lane")
+        assert lane.client is not None
+        self.require(lane.client.has_left, "a lane is taken back from a client that is there")
+        lane.is_taken_back, lane.is_open = True, False
+        process.tell("unmap_lane", lane)
+
+    def _end_lane(self, action: ev.EndLane) -> None:
+        lane, event = self.lanes[action.lane], self._event
+        client = lane.client
+        assert client is not None
+        if isinstance(event, ev.LaneOpened) and event.identity != client.identity:
+            return  # an impostor's page
+        self.require(lane.process.is_confirmed_dead, "a lane ends while its worker may run")
+        self.coverage.fates["lane_ended_unopened"] += not lane.is_open
+        lane.is_ended, lane.is_open = True, False
+        self.push(self.now_s + self.delay_s(), client.lane_woken, lane, lane.calls)
 
     def _close_arena(self, action: ev.CloseArena) -> None:
         arena = (action.client, action.arena)
@@ -905,6 +1260,7 @@ class World:
             "an answer without an attempt that ran to its end",
         )
         self.require(all(d.is_over for d in call.dispatches), "a call is answered while a worker has it")
+        self._check_blame(call, action.attempts)
         decision = client.decisions.get(action.decision)
         self.require(decision is not None, "an answer before its decision")
         assert decision is not None
@@ -923,12 +1279,14 @@ class World:
         self.require(call is not None, f"call {action.seq} is refused after its end")
         assert call is not None
         self.require(all(d.is_over for d in call.dispatches), "a call is refused while a worker has it")
+        self._check_blame(call, action.attempts)
         error = from_wire(action.error.to_wire())
         tried = {attempt["backend"] for attempt in action.attempts}
         left = {b for b in call.signature.backends - tried if self._could_serve(b, call)}
         match error.code:
             case "POISON":
                 is_true = call.deaths == MAX_DEATHS_PER_CALL or call.is_quarantined
+                self.coverage.fates["lane_poison"] += bool(call.after[0]) and not call.is_quarantined
             case "DIGEST_REQUIRED":
                 is_true = not call.digest and any(key[0] == call.signature.body for key in self._quarantine)
             case "BUSY":
@@ -948,6 +1306,14 @@ class World:
         self.coverage.codes[error.code] += 1
         self._note_reasons(action.candidates)
         client.inbound.send(client.refused, call, error)
+
+    def _check_blame(self, call: Call, attempts: list[dict[str, Any]]) -> None:
+        """A call that its lane's worker was not killed for, and did not die in, only lost its place."""
+        if call.after[0] and attempts:
+            lane = self.lanes[call.after[0]]
+            is_innocent = lane.blamed != mark(*call.after) and attempts[0]["worker_pid"] == lane.process.pid
+            is_blamed = attempts[0]["phase"] not in ("queued", "")  # the latter: its backend was disabled meanwhile
+            self.require(not (is_innocent and is_blamed), "a call is blamed for another one's end")
 
     def _could_serve(self, backend: str, call: Call) -> bool:
         """It is available, or restarts within the call's timeout."""
@@ -979,6 +1345,7 @@ class World:
 
     def _check(self) -> None:
         state, now_s = self.state, self.now_s
+        self._check_lanes()
         for client in self.clients.values():
             known = state.clients.get(client.identity)
             self.require((known is None) == client.has_left, "the core and the server disagree on who is there")
@@ -986,8 +1353,7 @@ class World:
                 self.require(known.open_calls == len(client.open), f"open_calls is {known.open_calls}: {client.open}")
         for process in self.processes.values():
             if process.sent and not process.kill_reason and not process.is_confirmed_dead:
-                limit_s = process.sent[0].call.timeout_s + LATE_S
-                self.require(now_s - process.head_since_s <= limit_s + 1e-9, "an attempt outlives its deadline")
+                self._check_deadline(process)
         for name, worker in state.workers.items():
             reason = state.unavailable.get(name)
             due_s = math.inf
@@ -1018,6 +1384,40 @@ class World:
                 state.wakeup_s <= due_s, f"{name} is due at {due_s:.3f}, the wakeup is at {state.wakeup_s:.3f}"
             )
 
+    def _check_deadline(self, process: Process) -> None:
+        """Of the head. While it waits for a call of a lane, that call's end is near, too."""
+        timeout_s = process.sent[0].call.timeout_s
+        if process.page[0] & EXECUTING:
+            since_s = max(process.head_since_s, process.began_s)
+            limit_s = 2 * timeout_s + self.limits.timeout_s + 2 * LATE_S
+            self.coverage.fates["lane_head_waited"] += self.now_s - process.head_since_s > timeout_s + LATE_S
+        else:
+            since_s, limit_s = max(process.head_since_s, process.lane_end_s), timeout_s + LATE_S
+        self.require(self.now_s - since_s <= limit_s + 1e-9, "an attempt outlives its deadline")
+
+    def _check_lanes(self) -> None:
+        state, now_s = self.state, self.now_s
+        for client in state.clients.values():
+            self.require(len(client.lost) <= MAX_LOST, "ended lanes are remembered without end")
+        in_force = {number for number, lane in self.lanes.items() if not lane.is_ended and not lane.is_taken_back}
+        self.require(set(state._leases.lanes) == in_force, "the core and the server disagree on the lanes there are")
+        for number in in_force:
+            lane = self.lanes[number]
+            self.require(not lane.process.is_confirmed_dead, "the lane of a dead worker goes on")
+            assert lane.client is not None
+            routes = state.clients[lane.client.identity].routes
+            for route, (epoch, core_epoch, kernel_id) in lane.granted.items():
+                if route not in routes or epoch != lane.core_epoch:
+                    lane.stale_since_s.pop(route, None)
+                    continue
+                self.require(core_epoch == state.engine.epoch, "a lease outlives its epoch")
+                best = next(iter(state.order(routes[route].signature)), None)
+                if best is None or best.kernel_id != kernel_id:
+                    since_s = lane.stale_since_s.setdefault(route, now_s)
+                    self.require(now_s - since_s <= WATCH_S + LATE_S, "a lease outlives the choice it stands for")
+                else:
+                    lane.stale_since_s.pop(route, None)
+
     def _check_nothing_left(self) -> None:
         state = self.state
         self.require(not self._arenas, f"arenas {sorted(self._arenas)} are never closed")
@@ -1028,6 +1428,8 @@ class World:
             "plans in workers": [w.plans for w in state.workers.values() if w.plans],
             "arenas in workers": [w.arenas for w in state.workers.values() if w.arenas],
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
+            "lanes": state._leases.lanes,
+            "lanes in workers": [p.backend for p in self.processes.values() if p.is_alive and p.lanes],
         }
         self.require(not any(left.values()), f"something is left behind: { {k: v for k, v in left.items() if v} }")
 
@@ -1042,6 +1444,12 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     ev.LendArena: World._lend,
     ev.TakeBackArena: World._take_back,
     ev.CloseArena: World._close_arena,
+    ev.SendAllow: World._allow,
+    ev.SendLease: World._lease,
+    ev.LendLane: World._lend_lane,
+    ev.RevokeLane: World._revoke_lane,
+    ev.TakeBackLane: World._take_back_lane,
+    ev.EndLane: World._end_lane,
     ev.Run: World._run,
     ev.SendDecision: World._decide,
     ev.Answer: World._answer,

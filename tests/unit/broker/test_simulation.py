@@ -6,13 +6,16 @@ shows again.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests import simulator
 
 from layerzero.broker import events as ev
+from layerzero.broker.leases import Lost
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.selection import Verdict
 from layerzero.broker.state import BrokerState
@@ -20,6 +23,7 @@ from layerzero.broker.worker_fsm import TRANSITIONS, WorkerState
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.lane import EXECUTING
 
 SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "3000"))
 CHUNK = 250
@@ -85,7 +89,8 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
     """What the world never does proves nothing."""
     assert set(coverage.events) == {cls.__name__ for cls in ev.Event.__args__}
     assert set(coverage.actions) == {cls.__name__ for cls in ev.Action.__args__}
-    assert set(coverage.fates) == {*simulator.FATES, "late_answer"}
+    seen = {fate for fate, count in coverage.fates.items() if count}
+    assert seen == {*simulator.FATES, *(f"lane_{fate}" for fate in simulator.LANE_FATES), "late_answer"}
 
 
 # --- planted bugs ----------------------------------------------------------------------------------------
@@ -94,8 +99,8 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
 class RequeuesBeforeExit(BrokerState):
     """Moves a call on when it asks for the kill, not when the exit is confirmed."""
 
-    def _fault(self, worker: Worker, error: LayerZeroError) -> None:
-        super()._fault(worker, error)
+    def _fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+        super()._fault(worker, error, call)
         running = list(worker.running)
         worker.running.clear()
         for call in running:
@@ -141,7 +146,7 @@ class LosesCallsOfDisabled(BrokerState):
 
 
 class LosesQueueOfDead(BrokerState):
-    def _requeue(self, call: Call, worker: Worker, event: ev.WorkerExited) -> None:
+    def _requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         pass
 
 
@@ -155,11 +160,9 @@ class ForgetsWaitersAtShutdown(BrokerState):
 class FallsBackWhileStopping(BrokerState):
     """Gives a call to a worker that will not come any more."""
 
-    def _attempt_failed(
-        self, call: Call, worker: Worker, error: LayerZeroError, *, exit_code: int | None = None, phase: str = ""
-    ) -> None:
+    def _attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
         was_stopping, self.stopping = self.stopping, False
-        super()._attempt_failed(call, worker, error, exit_code=exit_code, phase=phase)
+        super()._attempt_failed(call, worker, error, **more)
         self.stopping = was_stopping
 
 
@@ -220,11 +223,9 @@ class RestartsAtOnce(BrokerState):
 
 
 class FeedsPoisonToAll(BrokerState):
-    def _attempt_failed(
-        self, call: Call, worker: Worker, error: LayerZeroError, *, exit_code: int | None = None, phase: str = ""
-    ) -> None:
+    def _attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
         call.deaths = 0
-        super()._attempt_failed(call, worker, error, exit_code=exit_code, phase=phase)
+        super()._attempt_failed(call, worker, error, **more)
 
 
 class BlamesNobody(BrokerState):
@@ -299,6 +300,102 @@ class OverfillsWorkers(BrokerState):
         for worker in self.workers.values():
             if worker.state is WorkerState.READY and worker.waiting:
                 self._send(worker, worker.waiting.popleft())
+
+
+class KeepsLeases(BrokerState):
+    """Does not take leases back when what they stand for may have changed."""
+
+    def _revoke_leases(self) -> None:
+        self._leased_epoch = self.engine.epoch
+
+
+class WatchesNoLeases(BrokerState):
+    """Does not see that another kernel has become the better one."""
+
+    def _watch_leases(self) -> None:
+        self._watch_at_s = math.inf
+
+
+class OpensLanesInOldEpoch(BrokerState):
+    """Does not tell a page that opens late what was taken back before."""
+
+    def _lane_opened(self, event: ev.LaneOpened) -> None:
+        super()._lane_opened(event)
+        self._actions = [action for action in self._actions if not isinstance(action, ev.RevokeLane)]
+
+
+class LeasesForgottenRoutes(BrokerState):
+    def _settle(self, call: Call, worker: Worker) -> None:
+        routes, number = call.client.routes, call.route.number
+        is_known = number in routes
+        routes[number] = call.route
+        super()._settle(call, worker)
+        if not is_known:
+            del routes[number]
+
+
+class LeavesLanesOpen(BrokerState):
+    """Does not tell clients that the worker of their lane is gone."""
+
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
+        super()._worker_exited(event)
+        self._actions = [action for action in self._actions if not isinstance(action, ev.EndLane)]
+
+
+class EndsLanesBeforeExit(BrokerState):
+    """Sends calls of lanes elsewhere while the worker may still write."""
+
+    def _fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+        super()._fault(worker, error, call)
+        self._actions += [ev.EndLane(n) for n, lane in self._leases.lanes.items() if lane.worker is worker]
+
+
+class KeepsLanesOfThoseWhoLeft(BrokerState):
+    def _client_left(self, event: ev.ClientLeft) -> None:
+        lanes = dict(self._leases.lanes)
+        super()._client_left(event)
+        self._leases.lanes.update(lanes)
+
+
+class ForgivesDeathsOnLanes(BrokerState):
+    """Does not count the worker that a call killed on its lane."""
+
+    def _resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
+        super()._resume(call, lost, is_blamed=False)
+
+
+class BlamesWhoCameNext(BrokerState):
+    """Blames the call that is on a lane when its worker dies, although the worker never saw it."""
+
+    def _resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
+        super()._resume(call, lost, is_blamed=True)
+
+
+class BlamesHeadForLanes(BrokerState):
+    """Forgets that a worker is killed for a call of a lane."""
+
+    def _fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+        super()._fault(worker, error)
+
+
+class KillsForWaitingHeads(BrokerState):
+    """Takes the time that a head waits for a call of a lane for its own."""
+
+    def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
+        super()._end_what_takes_too_long(worker, 0)
+
+
+class WaitsForLanesForEver(BrokerState):
+    def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
+        if executing & EXECUTING:
+            worker.head_since_s = self._now_s
+        else:
+            super()._end_what_takes_too_long(worker, executing)
+
+
+class IgnoresOverdueLanes(BrokerState):
+    def _lane_overdue(self, event: ev.LaneOverdue) -> None:
+        pass
 
 
 def planted(cls: type[BrokerState] = BrokerState) -> Iterator[type[BrokerState]]:
