@@ -16,8 +16,10 @@ import layerzero
 from layerzero.client import arena as arenas
 from layerzero.client import ops, overlay, start
 from layerzero.client.arrays import Array, copy_into, describe, wrap
+from layerzero.client.call import Request, Submitted
+from layerzero.client.record import Record, report_of
 from layerzero.client.report import SelectionReport
-from layerzero.client.session import Request, Session, Submitted
+from layerzero.client.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
 from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
@@ -108,7 +110,7 @@ class Future:
         self._session = owner
         self._op = submitted.request.op
         self._submitted: Submitted | None = submitted
-        self._record: Any = None
+        self._record: Record | SelectionReport | None = None
         self._value: Any = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -140,8 +142,8 @@ class Future:
     @property
     def report(self) -> SelectionReport | None:
         """As lz.last_report(), of this call; None until its result was taken."""
-        self._record = self._session.report_of(self._record)
-        return self._record  # type: ignore[no-any-return]
+        self._record = report = report_of(self._record)
+        return report
 
     def result(self, timeout: float | None = None) -> Any:
         """The op's result. Raises what the op raises, and TimeoutError when it is not there after `timeout` seconds:

@@ -12,9 +12,10 @@ from typing import Any
 
 from layerzero.client import api, overlay
 from layerzero.client.arrays import describe
+from layerzero.client.call import Request
 from layerzero.client.dry_run import PlanReport, plan_calls
 from layerzero.client.overlay import Overlay
-from layerzero.client.session import Request, Session
+from layerzero.client.session import Session
 from layerzero.client.trace import Key, TracedCall, bucket_key, call_key, imagine, watch
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.tensors import TensorSpec

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layerzero.ipc.messages import pack_body
+from layerzero.ipc.messages import Decision, pack_body
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.shape_class import class_dtype, shape_class
 from layerzero.ipc.tensors import TensorSpec
@@ -28,6 +28,8 @@ from layerzero.workers.provider import Bind, Block, Bound, Call
 
 PROBE_TIMEOUT_S = 120.0
 MAX_BOUND = 64  # calls kept bound per route
+Place = tuple[int, int]
+"""Address and bytes."""
 # Libraries that disagree with others when both are in one process; those that are here are imported in the probe too.
 _NEIGHBOURS = ("numpy", "torch", "jax", "mlx", "onnxruntime", "tensorflow", "google.protobuf")
 _ABI_SIGNS = ("undefined symbol", "ABI version", "size changed", "compiled using NumPy", "cannot open shared object")
@@ -165,16 +167,16 @@ def _load(provider: str) -> Mapping[str, Bind]:
 
 
 class Runner:
-    """Runs one route's calls here, with the blocks of earlier calls kept bound. Places are (address, bytes)."""
+    """Runs one route's calls here, with the blocks of earlier calls kept bound."""
 
     def __init__(self, call: Call, bind: Bind, lock: threading.Lock) -> None:
         self._call = call
         self._bind = bind
         self._lock = lock
         self._is_sized = OPS[call.op].sized_output
-        self._bound: OrderedDict[tuple[tuple[int, int] | None, ...], Bound] = OrderedDict()
+        self._bound: OrderedDict[tuple[Place | None, ...], Bound] = OrderedDict()
 
-    def run(self, inputs: Sequence[tuple[int, int] | None], outputs: Sequence[tuple[int, int]]) -> tuple[int, bytes]:
+    def run(self, inputs: Sequence[Place | None], outputs: Sequence[Place]) -> tuple[int, bytes]:
         """Returns the kernel's time in ns and what it returned, packed as a worker does. The caller keeps the memory
         alive. Raises what the kernel raises."""
         key = (*inputs, *outputs)
@@ -190,7 +192,7 @@ class Runner:
         return elapsed_ns, b"" if result is None else pack_body(result)
 
     def _blocks(
-        self, inputs: Sequence[tuple[int, int] | None], outputs: Sequence[tuple[int, int]]
+        self, inputs: Sequence[Place | None], outputs: Sequence[Place]
     ) -> tuple[list[Block | None], list[Block]]:
         sources = [
             None if place is None or spec is None else self._block(place, spec, writable=False)
@@ -201,13 +203,22 @@ class Runner:
         ]
         return sources, targets
 
-    def _block(self, place: tuple[int, int], spec: TensorSpec, *, writable: bool) -> Block:
+    def _block(self, place: Place, spec: TensorSpec, *, writable: bool) -> Block:
         address, nbytes = place
         if self._is_sized:  # the leading extent is as long as the bytes given
             row = spec.itemsize * math.prod(spec.shape[1:])
             spec = TensorSpec.contiguous(spec.dtype, (nbytes // row, *spec.shape[1:]))
         view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
         return Block(view if writable else view.toreadonly(), spec)
+
+
+@dataclass(slots=True, eq=False)
+class Here:
+    """A grant to run a route's calls in this process, while it lasts."""
+
+    runner: Runner
+    decision: Decision
+    until_s: float
 
 
 def is_abi_failure(exc: BaseException) -> bool:

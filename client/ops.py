@@ -20,7 +20,8 @@ from typing import Any
 
 from layerzero.client import api, plans
 from layerzero.client import tokenizer as texts
-from layerzero.client.session import Request
+from layerzero.client.call import Request
+from layerzero.client.lent import lend_bytes
 from layerzero.ipc.errors import InvalidArgument, OutputTooSmall
 from layerzero.ipc.tensors import TensorSpec
 
@@ -211,7 +212,7 @@ def tokenize(
         sizes = (4 * ids, 8 * ends, 8 * offsets)
         return Request(
             "tokenize",
-            (api.session().lend_bytes(file, file.data), data, splits),
+            (lend_bytes(file, file.data), data, splits),
             params,
             _sized_plan("tokenize", ("int32", "int64", "int32"), ((0,), (0,), (0, 2))),
             None,
@@ -251,7 +252,7 @@ def detokenize(
     def make(nbytes: int, ends: int) -> Request:
         return Request(
             "detokenize",
-            (api.session().lend_bytes(file, file.data), flat, splits),
+            (lend_bytes(file, file.data), flat, splits),
             params,
             _sized_plan("detokenize", ("uint8", "int64"), ((0,), (0,))),
             None,

@@ -77,5 +77,5 @@ def _scope(origin: str, rule: dict[str, list[str]]) -> Scope:
 def _checked(layer: overlay.Layer) -> Overlay:
     """The layer by itself, found to be right by the broker. Raises InvalidArgument."""
     found = Overlay.of(layer)
-    api.session().check_policy(found)
+    api.session().routes.check_policy(found)
     return found

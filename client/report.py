@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+BROKER, EXPRESS, IN_PROCESS = "broker", "express", "in_process"  # lanes
 ADAPTED = "the chosen kernel takes it only contiguous (policy: allow_adaptation)"
 
 

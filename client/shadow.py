@@ -30,7 +30,8 @@ from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF, Kind
 
 if TYPE_CHECKING:
-    from layerzero.client.session import Session, Submitted
+    from layerzero.client.call import Submitted
+    from layerzero.client.session import Session
 
 NEVER = 1 << 63  # above any sequence number
 REFERENCES = ("torch", "onnx-reference")  # backends whose results count as right, the most trusted first
@@ -139,9 +140,9 @@ class Shadow:
                 sample.refs.append(REF.pack(NO_ARENA, 0, 0, 0))
                 continue
             block, arena, place = arenas.pool.allocate(nbytes)
-            block[:] = self._session.lent(number).view[offset : offset + nbytes]
+            block[:] = self._session.lent.arena(number).view[offset : offset + nbytes]
             sample.blocks.append(block)
-            sample.refs.append(REF.pack(self._session._lend(submitted.link, arena), 0, place, nbytes))
+            sample.refs.append(REF.pack(self._session.lent[arena], 0, place, nbytes))
             submitted.copies.append(Copy(name, nbytes, "client", REASON))
         return sample
 
@@ -154,7 +155,7 @@ class Shadow:
             if not self.tunes:
                 return
         number, _, offset, nbytes = REF.unpack_from(submitted.refs, len(submitted.refs) - REF.size)
-        sample.output = bytes(self._session.lent(number).view[offset : offset + nbytes])
+        sample.output = bytes(self._session.lent.arena(number).view[offset : offset + nbytes])
         submitted.copies.append(Copy("out", nbytes, "client", REASON))
         sample.kernel_id = decision.kernel_id
         if reference is not None:
@@ -222,9 +223,9 @@ class Shadow:
         plan, link = submitted.route.plan, submitted.link
         spec = plan.outputs[0]
         output, arena, place = arenas.pool.allocate(spec.span_bytes)
-        number = self._session._lend(link, arena)
+        number = self._session.lent[arena]
         body = b"".join([*sample.refs, REF.pack(number, 0, place, spec.span_bytes)])
-        route = self._session.define_route(link, (plan, backend), plan, backend)
+        route = self._session.routes.define(link, (plan, backend), plan, backend)
         pending = Pending(hold=(sample.blocks, output))
         link.submit(pending, lambda seq: wire.pack(Kind.EXECUTE, route=route.number, seq=seq, body=body))
         link.wait(pending)

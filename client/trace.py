@@ -10,8 +10,9 @@ from typing import Any
 from layerzero.client import arena as arenas
 from layerzero.client import ops
 from layerzero.client.arrays import Array, describe, wrap
+from layerzero.client.call import Request
 from layerzero.client.plans import Plan, plan_out
-from layerzero.client.session import Request, Session
+from layerzero.client.session import Session
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec

@@ -132,7 +132,7 @@ def test_call_is_sent_back_for_copies_once(dense: Site, strided: np.ndarray, mon
         return request
 
     monkeypatch.setattr(session, "_adapt", forgetful)
-    session._routes.clear()
+    session.routes.clear()
     assert np.allclose(lz.silu(strided), expected(strided))
     assert (rigid, report().backend, report().copies) == ([True], "alpha", ())
     with pytest.raises(lz.NoBackend, match="NOT_CONTIGUOUS"):

@@ -295,7 +295,7 @@ def test_the_brokers_death_ends_a_call_on_a_lane(new_site: Callable[..., Site]) 
 
 def _in_lane_call(site: Site) -> bool:
     """The session's lane has a call that nobody waits to claim."""
-    (lane,) = [lane for lane in lz.session()._express.values() if lane._open is not None] or [None]
+    (lane,) = [lane for lane in lz.session()._lanes.by_number.values() if lane._open is not None] or [None]
     return lane is not None and lane._page.done < lane._open[0]
 
 
@@ -347,6 +347,27 @@ def test_a_forked_child_has_lanes_of_its_own(connected: Site) -> None:
     assert os.read(read, 100) == b"broker,express"
     os.close(read)
     os.waitpid(child, 0)
+
+
+def test_a_forked_child_leaves_the_parents_lane_alone_where_it_makes_the_same_call(connected: Site) -> None:
+    """What is remembered of a call on the same memory leads to the parent's lane."""
+    x = lz.share(X)
+    out = lz.empty(X.shape, X.dtype.name)
+    settle(x, out=out)
+    settle(x, out=out)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(int(PATIENCE_S))  # on the parent's lane it would wait for good
+            os.write(write, str(call(x, out=out).lane).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    assert os.read(read, 100) == b"broker"
+    os.close(read)
+    os.waitpid(child, 0)
+    settle(x, out=out)
 
 
 def test_a_client_killed_on_a_lane_harms_nobody(new_site: Callable[..., Site]) -> None:

@@ -20,7 +20,8 @@ from tests.process.harness import Site, bare_client, is_running, wait_ended, wai
 
 import layerzero as lz
 from layerzero.broker.state import MAX_ARENAS
-from layerzero.client import session as sessions
+from layerzero.client import routes
+from layerzero.client.call import Submitted
 from layerzero.ipc import control, memory, messages, wire
 
 X = np.array([1, 2, 3], np.float32)
@@ -146,7 +147,7 @@ def test_a_client_with_too_many_arenas_is_dropped_and_leaves_nothing(new_site: C
 @pytest.mark.usefixtures("connected")
 def test_a_route_is_forgotten_only_when_no_thread_can_call_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with many shapes forgets old ones; a thread may have looked one up and not sent its call yet."""
-    monkeypatch.setattr(sessions, "MAX_ROUTES", 4)
+    monkeypatch.setattr(routes, "MAX_ROUTES", 4)
     session = lz.session()
     send, send_frame = session._send, session.link.send
     kinds: Counter[int] = Counter()
@@ -159,9 +160,9 @@ def test_a_route_is_forgotten_only_when_no_thread_can_call_on_it(monkeypatch: py
     main = threading.get_ident()
     shapes = iter(range(1, 1000))
 
-    def others_call_first(submitted: sessions.Submitted) -> int:
+    def others_call_first(submitted: Submitted) -> int:
         if threading.get_ident() == main:
-            for _ in range(2 * sessions.MAX_ROUTES):
+            for _ in range(2 * routes.MAX_ROUTES):
                 assert others.submit(lz.silu, np.ones(next(shapes), np.float32)).result(timeout=30) is not None
         return send(submitted)
 
@@ -172,13 +173,13 @@ def test_a_route_is_forgotten_only_when_no_thread_can_call_on_it(monkeypatch: py
             np.testing.assert_allclose(lz.silu(x), x / (1 + np.exp(-x)), rtol=1e-6)
     assert session.is_alive
     assert kinds[wire.Kind.ROUTE] > 40
-    assert kinds[wire.Kind.ROUTE] - kinds[wire.Kind.FORGET] <= 2 * sessions.MAX_ROUTES
+    assert kinds[wire.Kind.ROUTE] - kinds[wire.Kind.FORGET] <= 2 * routes.MAX_ROUTES
 
 
 @pytest.mark.usefixtures("connected")
 def test_threads_with_more_shapes_than_are_kept_get_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same without a hand on the order."""
-    monkeypatch.setattr(sessions, "MAX_ROUTES", 8)
+    monkeypatch.setattr(routes, "MAX_ROUTES", 8)
 
     def work(thread: int) -> None:
         for i in range(100):

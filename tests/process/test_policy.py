@@ -126,7 +126,7 @@ def test_calls_with_and_without_a_wish_have_routes_of_their_own(connected: Site)
                 lz.silu(X)
         else:
             lz.silu(X)
-        counts.append(len(session._routes))
+        counts.append(len(session.routes))
     assert [b - a for a, b in itertools.pairwise(counts)] == [1, 0, 1]
 
 

@@ -31,7 +31,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli_policy.py": {"layerzero.broker"},
     "client/facade/__init__.py": {"layerzero.client"},
     "client/in_process.py": {"layerzero.workers"},
-    "client/session.py": {"layerzero.workers"},
+    "client/local.py": {"layerzero.workers"},
 }
 # Modules that only these files of a package may import.
 ONLY_IN: dict[tuple[str, str], set[str]] = {
