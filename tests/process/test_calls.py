@@ -136,7 +136,8 @@ def test_report_names_kernel_cost_copies_and_the_other_candidates(connected: Sit
     assert 0 < report.kernel_us < report.elapsed_us
     assert [(a.backend, a.outcome, a.worker_pid) for a in report.attempts] == [("alpha", None, alpha)]
     verdicts = {c.kernel_id: c.accepted for c in report.candidates}
-    assert verdicts == {"alpha.silu": True, "beta.silu": True, "gamma.silu": True, "torch.silu": False}
+    toys = {"alpha.silu": True, "beta.silu": True, "gamma.silu": True}
+    assert verdicts == {**toys, "torch.silu": False, "torch-cuda.silu": False}
     torch_reason = next(c for c in report.candidates if c.backend == "torch").reasons[0]
     assert torch_reason.code == "NOT_INSTALLED"
     assert "lz env build torch" in torch_reason.detail
@@ -186,7 +187,8 @@ def test_pinned_backend_serves_and_the_others_say_why_not() -> None:
     assert report is not None
     assert report.backend == "gamma"
     reasons = {c.backend: c.reasons[0].code for c in report.candidates if c.reasons}
-    assert reasons == {"alpha": "NOT_PINNED", "beta": "NOT_PINNED", "torch": "NOT_PINNED"}
+    pinned = dict.fromkeys(("alpha", "beta", "torch"), "NOT_PINNED")
+    assert reasons == {**pinned, "torch-cuda": "PLATFORM_MISMATCH"}
 
 
 # --- errors
@@ -198,7 +200,7 @@ def test_call_that_no_kernel_takes_lists_every_reason() -> None:
         lz.silu(numbers(3), backend="torch")
     assert "torch.silu: NOT_INSTALLED" in str(failure.value)
     assert "lz env build torch" in str(failure.value)
-    assert {c.backend for c in failure.value.report.candidates} == {"alpha", "beta", "gamma", "torch"}
+    assert {c.backend for c in failure.value.report.candidates} == {"alpha", "beta", "gamma", "torch", "torch-cuda"}
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
