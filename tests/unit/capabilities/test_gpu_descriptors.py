@@ -46,7 +46,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "embedding": (TensorSpec.contiguous("int64", (7,)), dense(32, 16)),
     }
     attrs: dict[str, Any] = {
-        "is_causal": True, "scale": 0.125, "causal_alignment": "top_left", "layout": "BSHD",
+        "is_causal": True, "scale": 0.125, "causal_alignment": "top_left", "layout": "BHSD",
         "dim": 1, "ndim": 1, "eps": 1e-6, "approximate": "tanh",
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}

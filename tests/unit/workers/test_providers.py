@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from layerzero.capabilities.descriptor import load
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.workers.providers import zentorch
+from layerzero.workers.provider import Block, DeviceMemory
+from layerzero.workers.providers import _dlpack, zentorch
 from layerzero.workers.providers.mlx import _runs
 
 ROOT = Path(__file__).parents[3]
@@ -69,6 +70,43 @@ def test_mlx_copies_every_element_to_its_place(spec: TensorSpec) -> None:
     expected = np.zeros_like(memory)
     np.lib.stride_tricks.as_strided(expected, spec.shape, tuple(4 * stride for stride in spec.strides))[...] = values
     assert np.array_equal(memory, expected)
+
+
+class Exported:
+    """What NumPy imports: host memory that a capsule says is where kDLCPU is."""
+
+    def __init__(self, memory: DeviceMemory, spec: TensorSpec) -> None:
+        self.memory, self.spec = memory, spec
+
+    def __dlpack__(self, **_: object) -> object:
+        return _dlpack.capsule(self.memory, self.spec)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _dlpack.CUDA, 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int64", "uint8"])
+def test_capsule_describes_the_memory(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """A wrong field here is a wrong address or extent on a GPU."""
+    monkeypatch.setattr(_dlpack, "CUDA", 1)
+    values = np.arange(24).astype(dtype).reshape(2, 3, 4)
+    memory = DeviceMemory(values.ctypes.data, values.nbytes, 0)
+    spec = TensorSpec.contiguous(dtype, (2, 3, 4))
+    assert _dlpack.address(_dlpack.capsule(memory, spec)) == values.ctypes.data
+    found = np.from_dlpack(Exported(memory, spec))
+    assert (found.dtype, found.tolist()) == (values.dtype, values.tolist())
+    assert found.ctypes.data == values.ctypes.data
+
+
+def test_block_says_where_its_memory_is() -> None:
+    """A kernel of the CPU that is given an address of a GPU would read whatever is there in this process."""
+    spec = TensorSpec.contiguous("uint8", (4,))
+    on_gpu, on_host = Block(DeviceMemory(4096, 4, 0), spec), Block(memoryview(b"abcd"), spec)
+    assert (on_gpu.device.pointer, bytes(on_host.host)) == (4096, b"abcd")
+    with pytest.raises(TypeError, match="lies on GPU 0; this kernel computes on the CPU"):
+        on_gpu.host  # noqa: B018
+    with pytest.raises(TypeError, match="lies in host memory; this kernel computes on a GPU"):
+        on_host.device  # noqa: B018
 
 
 def test_dense_outputs_are_one_copy() -> None:

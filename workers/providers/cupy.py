@@ -1,0 +1,130 @@
+"""CuPy: elementwise and norm kernels written here in CUDA C++, compiled by NVRTC, on dense tensors of any alignment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
+
+THREADS = 256  # of a block; norms use one block for each row
+
+# Half types are kept as bits, because their headers do not come with every CuPy.
+_TYPES = {
+    "float32": "typedef float T; __device__ float get(T x) { return x; } __device__ T put(float x) { return x; }",
+    "float16": """typedef unsigned short T;
+__device__ float get(T x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ T put(float x) { T y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }""",
+    "bfloat16": """typedef unsigned short T;
+__device__ float get(T x) { return __uint_as_float((unsigned)x << 16); }
+__device__ T put(float x) { T y; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }""",
+}
+_KERNELS = r"""
+#define EACH(name, formula)                                                                     \
+    extern "C" __global__ void name(const T* in, T* out, long long count) {                     \
+        long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;                         \
+        if (i < count) { float x = get(in[i]); out[i] = put(formula); }                         \
+    }
+EACH(silu, x / (1.0f + expf(-x)))
+EACH(gelu_none, 0.5f * x * erfcf(-x * 0.70710678118654752f))
+EACH(gelu_tanh, 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x))))
+
+__device__ float sum_of_block(float value) {
+    __shared__ float sums[32];
+    for (int lane = 16; lane; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
+    __syncthreads();  // those of an earlier sum have been read
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.0f;
+    for (int lane = 16; lane; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
+    return value;
+}
+
+extern "C" __global__ void norm_row(
+    const T* x, const T* weight, const T* bias, T* out, long long columns, float eps, int centres, int has_weight,
+    int has_bias
+) {
+    x += blockIdx.x * columns;
+    out += blockIdx.x * columns;
+    float mean = 0.0f;
+    if (centres) {
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) mean += get(x[i]);
+        mean = sum_of_block(mean) / columns;
+    }
+    float squares = 0.0f;
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+        float value = get(x[i]) - mean;
+        squares += value * value;
+    }
+    float factor = 1.0f / sqrtf(sum_of_block(squares) / columns + eps);
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+        float value = (get(x[i]) - mean) * factor;
+        if (has_weight) value *= get(weight[i]);
+        if (has_bias) value += get(bias[i]);
+        out[i] = put(value);
+    }
+}
+"""
+
+
+def load() -> Loaded:
+    import cupy
+    import numpy
+
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as exc:
+        raise RuntimeError(f"CuPy {cupy.__version__} has no CUDA device: {exc}") from exc
+    if count == 0:
+        raise RuntimeError(f"CuPy {cupy.__version__} has no CUDA device")
+
+    @cache
+    def kernel(name: str, dtype: str) -> Any:
+        return module(dtype).get_function(name)
+
+    @cache
+    def module(dtype: str) -> Any:
+        found = cupy.RawModule(code=_TYPES[dtype] + _KERNELS)
+        found.compile()
+        return found
+
+    def pointer(block: Block) -> Any:
+        return numpy.uint64(block.device.pointer)
+
+    def elementwise(name: Callable[[Call], str]) -> Bind:
+        def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+            (x,), out = inputs, outputs[0]
+            assert x is not None
+            numel = out.spec.numel
+            if numel == 0:
+                return lambda: None
+            run, arguments = kernel(name(call), x.spec.dtype), (pointer(x), pointer(out), numpy.int64(numel))
+            return lambda: run((-(-numel // THREADS),), (THREADS,), arguments)
+
+        return bind
+
+    def norm(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        x, weight, bias = (*inputs, None)[:3]
+        assert x is not None
+        spec = x.spec
+        if spec.numel == 0:
+            return lambda: None
+        columns = math.prod(spec.shape[spec.ndim - call.attrs["ndim"] :])
+        parameters = [pointer(x) if block is None else pointer(block) for block in (weight, bias)]
+        flags = [numpy.int32(fact) for fact in (call.op == "layer_norm", weight is not None, bias is not None)]
+        scalars = (numpy.int64(columns), numpy.float32(call.attrs["eps"]), *flags)
+        run, arguments = kernel("norm_row", spec.dtype), (pointer(x), *parameters, pointer(outputs[0]), *scalars)
+        return lambda: run((spec.numel // columns,), (THREADS,), arguments)
+
+    return Loaded(
+        versions={"cupy": cupy.__version__, "numpy": numpy.__version__},
+        kernels={
+            "cupy.silu": elementwise(lambda call: "silu"),
+            "cupy.gelu": elementwise(lambda call: f"gelu_{call.attrs['approximate']}"),
+            "cupy.rms_norm": norm,
+            "cupy.layer_norm": norm,
+        },
+        on_stream=cupy.cuda.ExternalStream,
+    )
