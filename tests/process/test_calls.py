@@ -137,7 +137,7 @@ def test_report_names_kernel_cost_copies_and_the_other_candidates(connected: Sit
     assert [(a.backend, a.outcome, a.worker_pid) for a in report.attempts] == [("alpha", None, alpha)]
     verdicts = {c.kernel_id: c.accepted for c in report.candidates}
     toys = {"alpha.silu": True, "beta.silu": True, "gamma.silu": True}
-    assert verdicts == {**toys, "torch.silu": False, "torch-cuda.silu": False}
+    assert verdicts == {**toys, "torch.silu": False, "torch-cuda.silu": False, "cupy.silu": False}
     torch_reason = next(c for c in report.candidates if c.backend == "torch").reasons[0]
     assert torch_reason.code == "NOT_INSTALLED"
     assert "lz env build torch" in torch_reason.detail
@@ -188,7 +188,7 @@ def test_pinned_backend_serves_and_the_others_say_why_not() -> None:
     assert report.backend == "gamma"
     reasons = {c.backend: c.reasons[0].code for c in report.candidates if c.reasons}
     pinned = dict.fromkeys(("alpha", "beta", "torch"), "NOT_PINNED")
-    assert reasons == {**pinned, "torch-cuda": "PLATFORM_MISMATCH"}
+    assert reasons == {**pinned, "torch-cuda": "PLATFORM_MISMATCH", "cupy": "PLATFORM_MISMATCH"}
 
 
 # --- errors
@@ -200,7 +200,8 @@ def test_call_that_no_kernel_takes_lists_every_reason() -> None:
         lz.silu(numbers(3), backend="torch")
     assert "torch.silu: NOT_INSTALLED" in str(failure.value)
     assert "lz env build torch" in str(failure.value)
-    assert {c.backend for c in failure.value.report.candidates} == {"alpha", "beta", "gamma", "torch", "torch-cuda"}
+    candidates = {c.backend for c in failure.value.report.candidates}
+    assert candidates == {"alpha", "beta", "gamma", "torch", "torch-cuda", "cupy"}
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
