@@ -5,24 +5,24 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
-from layerzero.client.arrays import Array
 from layerzero.client.call import Route, Submitted
 from layerzero.client.express import Lane, Lease, Lost
 from layerzero.client.link import Link
 from layerzero.client.report import EXPRESS, Attempt
 from layerzero.client.shadow import NEVER, Shadow
 from layerzero.ipc.errors import LayerZeroError, OutOfMemory
+from layerzero.ipc.tensors import TensorSpec
 
 MAX_TICKETS = 1024
 
 
 class Ticket(NamedTuple):
-    """A call that needs no planning when it is made again on the same memory, all of which lies in arenas. `kept` keeps
-    the specs whose ids are in its key."""
+    """A call that needs no planning when it is made again on the same memory, all of which lies in arenas. `specs` are
+    those whose ids are in its key: they must not be another's. The arrays are let go."""
 
     route: Route
     refs: bytes
-    kept: tuple[Array | None, ...]
+    specs: tuple[TensorSpec | None, ...]
 
 
 class Lanes:

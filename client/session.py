@@ -139,7 +139,8 @@ class Session:
                 end = lane.run(lease, submitted.route.number, submitted.refs, timeout_s, submitted.pending.hold)
             if isinstance(end, Ran):
                 if key is not None and not (submitted.blocks or submitted.outputs):
-                    self._lanes.remember(key, Ticket(submitted.route, submitted.refs, (*arrays, out)))
+                    specs = tuple([None if array is None else array.spec for array in (*arrays, out)])
+                    self._lanes.remember(key, Ticket(submitted.route, submitted.refs, specs))
                 submitted.pending.finish()
                 result = submitted.result(end.said)
                 self._note_ran(submitted.route, end, lease.decision, start_ns, submitted.copies)

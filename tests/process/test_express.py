@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -102,6 +103,22 @@ def test_results_on_a_lane_are_those_of_each_call(connected: Site) -> None:
     for _ in range(6):
         assert lz.silu(X, out=out) is out
     np.testing.assert_allclose(out, silu(X), rtol=1e-6)
+
+
+def test_arrays_of_calls_on_a_lane_are_let_go(connected: Site) -> None:
+    """What a session remembers of a call, to make it again soon, must not keep the caller's memory."""
+    x, out = lz.share(X), lz.empty(8)
+    settle()
+    gc.collect()
+    before = pool.stats()["slots"]
+    for _ in range(ON_LANE):
+        lz.silu(x, out=out)
+    report = lz.last_report()
+    assert report is not None
+    assert report.lane == "express"
+    del x, out
+    gc.collect()
+    assert pool.stats()["slots"] == before - 2
 
 
 def test_threads_share_lanes_and_get_their_own_results(connected: Site) -> None:
