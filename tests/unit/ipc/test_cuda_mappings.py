@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,10 +27,11 @@ class Pair:
         self.client, self.worker = FakeDriver(gpu), FakeDriver(gpu)
         self.context = Context(self.client, UUID)
         self.mappings = Mappings(lambda uuid: Context(self.worker, uuid))
-        self.numbers = iter(range(1, 10_000))
+        self.arenas: list[Arena] = []
 
     def arena(self, kind: str = "plain") -> Arena:
-        return Arena(self.context, "c1", next(self.numbers), 2 * MIB, kind=kind)
+        self.arenas.append(Arena(self.context, "c1", len(self.arenas) + 1, 2 * MIB, kind=kind))
+        return self.arenas[-1]
 
     def offer(self, rung: str = "ipc") -> tuple[ArenaHandle, int | None]:
         """As it arrives: the descriptor is the receiver's own."""
@@ -38,8 +40,13 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Pair:
-    return Pair()
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.worker.held.clear()
+    pair.mappings.close()
+    for arena in pair.arenas:
+        arena.close()
 
 
 @pytest.mark.parametrize("rung", RUNGS)

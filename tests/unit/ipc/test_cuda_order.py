@@ -100,6 +100,7 @@ def test_call_that_could_not_begin_has_no_number(context: Context, driver: FakeD
     with pytest.raises(CudaError):
         client.begin(5)
     assert client.begin(5) == Turn(0, 1)
+    client.close()
 
 
 def test_without_memops_the_cpus_wait(context: Context, driver: FakeDriver, fd: int) -> None:
