@@ -141,8 +141,9 @@ class Engine:
 
     def load_times(self, rows: Iterable[PerfRow]) -> None:
         """Times that an earlier broker stored."""
+        rows = list(rows)
         self.perf.load(rows)
-        self.epoch += 1
+        self.epoch += bool(rows)
 
     def facts(self) -> dict[str, Any]:
         """For `lz status`: how much is known, and how well the cache of verdicts serves."""

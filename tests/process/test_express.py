@@ -66,6 +66,15 @@ def faulty_site(new_site: Callable[..., Site], points: dict[str, str], **setting
     return site
 
 
+def settled_site(new_site: Callable[..., Site], **settings: object) -> Site:
+    """X is on a lane, and nothing that would take its lease back is under way."""
+    site = new_site(**settings)
+    site.connect()
+    site.wait_ready("alpha", "beta")  # the standby worker's start is news to the broker, and so the end of leases
+    settle()
+    return site
+
+
 def before_the_fault(x: np.ndarray) -> None:
     """All calls but the one that a failpoint hits; the last ones are on a lane."""
     lanes = [call(x).lane for _ in range(ON_LANE - 2)]
@@ -248,9 +257,7 @@ def test_a_kernel_that_raises_goes_on_to_the_broker(connected: Site) -> None:
 
 def test_inputs_that_kill_every_worker_are_poison_also_from_a_lane(new_site: Callable[..., Site]) -> None:
     """The death on the lane counts: two workers, not three, and the same inputs are refused from then on."""
-    connected = new_site(backoff_s=0.01)
-    connected.connect()
-    settle()
+    connected = settled_site(new_site, backoff_s=0.01)
     deaths = len(connected.events("worker.exited"))
     with pytest.raises(lz.Poison):
         lz.silu(bad(KILL))
@@ -264,9 +271,7 @@ def test_inputs_that_kill_every_worker_are_poison_also_from_a_lane(new_site: Cal
 
 def test_a_busy_lane_is_no_fault_of_the_calls_behind_it(new_site: Callable[..., Site]) -> None:
     """The deadline of a call through the broker runs while its own kernel does, not while a lane's call does."""
-    site = new_site()
-    site.connect()
-    settle()
+    site = settled_site(new_site)
     slow = site.python(
         "import numpy as np\n"
         "from tests.backends.toy import SLOW, fault\n"
@@ -296,9 +301,7 @@ def _state(pid: int) -> str:
 
 def test_the_brokers_death_ends_a_call_on_a_lane(new_site: Callable[..., Site]) -> None:
     """Its workers die with it, so that nobody is left to answer."""
-    site = new_site()
-    site.connect()
-    settle()
+    site = settled_site(new_site)
     pid = site.broker_pid
     assert pid is not None
     with ThreadPoolExecutor(1) as thread:
@@ -318,9 +321,7 @@ def _in_lane_call(site: Site) -> bool:
 
 def test_closing_the_session_cancels_a_call_on_a_lane(new_site: Callable[..., Site]) -> None:
     """As on the broker's lane."""
-    site = new_site()
-    site.connect()
-    settle()
+    site = settled_site(new_site)
     with ThreadPoolExecutor(1) as thread:
         hanging = thread.submit(lz.silu, bad(HANG, "alpha"), timeout_s=60)
         wait_until(lambda: _in_lane_call(site))
@@ -389,9 +390,7 @@ def test_a_forked_child_leaves_the_parents_lane_alone_where_it_makes_the_same_ca
 
 def test_a_client_killed_on_a_lane_harms_nobody(new_site: Callable[..., Site]) -> None:
     """Its call ends, its lane and memory are given back, and the worker serves others."""
-    site = new_site(timeout_s=1)
-    site.connect()
-    settle()
+    site = settled_site(new_site, timeout_s=1)
     other = site.python(
         "import numpy as np\n"
         "from tests.backends.toy import SLOW, fault\n"
