@@ -100,6 +100,69 @@ class UnmapArena(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AddGpu(Message):
+    """client -> broker, with the order page (ipc/order.py) of its calls on a GPU, and the descriptor of the offered
+    memory if its rung has one. Again, with the next rung, when no worker could use the last. Answered by GpuAdded or
+    Refused."""
+
+    kind: ClassVar[str] = "add_gpu"
+    gpu: str  # UUID
+    has_memops: bool  # the client's streams can write and wait for words of the page
+    offer: dict  # type: ignore[type-arg]  # ipc/cuda_pair.py: Offer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuAdded(Message):
+    """broker -> client."""
+
+    kind: ClassVar[str] = "gpu_added"
+    gpu: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapGpu(Message):
+    """broker -> worker, with the descriptors of AddGpu, before the first MapGpuArena of that client and GPU. The worker
+    tries the offered memory and writes its sign at `slot` of it; a client on whose offer that fails gets NO_TRANSPORT
+    for its calls. Not answered."""
+
+    kind: ClassVar[str] = "map_gpu"
+    client: int
+    gpu: str
+    slot: int  # of this start of this worker; the client finds its sign there
+    has_memops: bool
+    offer: dict  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmapGpu(Message):
+    """broker -> worker: the client has left, or makes another offer. Not answered."""
+
+    kind: ClassVar[str] = "unmap_gpu"
+    client: int
+    gpu: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddGpuArena(Message):
+    """client -> broker, with a descriptor if the handle's rung has one. Answered by ArenaAdded or Refused. Numbers are
+    those of AddArena; `retire_arena` is for both."""
+
+    kind: ClassVar[str] = "add_gpu_arena"
+    arena: int
+    handle: dict  # type: ignore[type-arg]  # ipc/cuda_handles.py: ArenaHandle, of the same arena number
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapGpuArena(Message):
+    """broker -> worker, as MapArena. `unmap_arena` is for both."""
+
+    kind: ClassVar[str] = "map_gpu_arena"
+    client: int
+    arena: int
+    handle: dict  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AddLane(Message):
     """client -> broker, with the page, the doorbell and the answer bell. `lane` is of a Lease. Answered by LaneAdded or
     Refused."""
@@ -146,6 +209,7 @@ class Route(Message):
     backend: str = ""  # pinned backend, or ""
     policy: dict = field(default_factory=dict)  # type: ignore[type-arg]
     next_ops: list = field(default_factory=list)  # type: ignore[type-arg]  # ops that take this one's result
+    device: str = ""  # UUID of the GPU that all tensors are on, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +232,7 @@ class Prepare(Message):
     inputs: list  # type: ignore[type-arg]
     outputs: list  # type: ignore[type-arg]
     attrs: dict  # type: ignore[type-arg]
+    device: str = ""  # as in Route
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +249,7 @@ class Decision(Message):
     lane: str = "broker"  # a client's own: "express" under a lease, "in_process" under a RUN_IN_PROCESS grant
     shadow_rate: float = 0.0  # share of this route's calls that policy wants repeated on a reference
     offers_samples: bool = False  # policy gives time for tuning in the background: offer calls by `sample`
+    slot: int = 0  # on a GPU: where the worker has left its sign (MapGpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +302,12 @@ MESSAGES: dict[str, type[Message]] = {
         RetireArena,
         MapArena,
         UnmapArena,
+        AddGpu,
+        GpuAdded,
+        MapGpu,
+        UnmapGpu,
+        AddGpuArena,
+        MapGpuArena,
         AddLane,
         LaneAdded,
         MapLane,

@@ -18,6 +18,8 @@ HEADER = struct.Struct("<HBBIQIIQ")
 HEADER_BYTES = HEADER.size
 REF = struct.Struct("<IIQQ")
 REF_BYTES = REF.size
+TURN = struct.Struct("<II")  # lane and number in the order page (ipc/order.py)
+TURN_BYTES = TURN.size
 
 MAX_MESSAGE_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -52,6 +54,7 @@ class Kind(IntEnum):
 HAS_DIGEST = 1  # flag of EXECUTE: the body ends with a digest of the inputs
 MAY_RUN_HERE = 4  # flag of EXECUTE: the client can run a kernel itself, if policy wants that (FAILED: RUN_IN_PROCESS)
 AFTER_LANE = 8  # flag of EXECUTE: the call was on the express lane `aux`, which ended before the call did
+HAS_TURN = 16  # flag of EXECUTE and RUN: after its references the body has a TURN; every call on a GPU has one
 HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, because attempts failed before
 
 

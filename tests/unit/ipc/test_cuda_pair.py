@@ -15,7 +15,7 @@ from layerzero.ipc import cuda_pair
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_mappings import Mappings
-from layerzero.ipc.cuda_pair import Answer, Choice, Offer
+from layerzero.ipc.cuda_pair import Answer, Choice, Offer, Trial
 from layerzero.ipc.errors import CudaError, InvalidArgument, NoTransport, ProtocolError
 
 OTHER_PID = os.getpid() + 1
@@ -195,3 +195,30 @@ def test_offer_that_cannot_be_true_is_refused(pair: Pair, change: dict[str, obje
         Offer.from_wire({**seen[0].to_wire(), **change})
     with pytest.raises(ProtocolError):
         Answer.from_wire({"arena": 1, "seen": b"", "written": b""})
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_worker_that_can_read_the_offer_leaves_its_sign(pair: Pair, rung: str) -> None:
+    """The client needs no worker at hand to make an offer, and no answer but the sign."""
+    trial = Trial(Context(pair.client, UUID), "c1", 1, rung)
+    offer = replace(Offer.from_wire(msgpack.unpackb(msgpack.packb(trial.offer.to_wire()))), pid=OTHER_PID)
+    assert not trial.is_signed(3)
+    cuda_pair.sign(pair.mappings, offer, None if trial.fd is None else os.dup(trial.fd), 3)
+    assert (trial.is_signed(3), trial.is_signed(4)) == (True, False)
+    pair.mappings.close()
+    trial.close()
+    assert pair.is_clean()
+
+
+def test_worker_that_reads_other_bytes_does_not_sign(pair: Pair) -> None:
+    """A handle can open onto other memory without any error."""
+    trial = Trial(Context(pair.client, UUID), "c1", 1, "ipc")
+    with pytest.raises(NoTransport, match="by 'ipc': the worker saw other bytes than the client wrote"):
+        cuda_pair.sign(pair.mappings, replace(trial.offer, pattern=bytes(256), pid=OTHER_PID), None, 0)
+    with pytest.raises(NoTransport, match="the same pid"):
+        cuda_pair.sign(pair.mappings, trial.offer, None, 0)
+    with pytest.raises(ProtocolError, match="slot -1; allowed"):
+        trial.is_signed(-1)
+    assert not trial.is_signed(0)
+    pair.mappings.close()
+    trial.close()
