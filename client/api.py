@@ -15,9 +15,11 @@ from typing import Any
 import layerzero
 from layerzero.client import arena as arenas
 from layerzero.client import ops, overlay, start
-from layerzero.client.arrays import Array, copy_into, describe, wrap
+from layerzero.client.arrays import CPU, Array, copy_into, describe, wrap
 from layerzero.client.call import Request, Submitted
-from layerzero.client.record import Record, report_of
+from layerzero.client.gpu_arrays import is_on_gpu, new_like
+from layerzero.client.gpu_calls import Enqueued
+from layerzero.client.record import Record
 from layerzero.client.report import SelectionReport
 from layerzero.client.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
@@ -83,6 +85,15 @@ def last_report() -> SelectionReport | None:
     return session().last_report()
 
 
+def synchronize(timeout_s: float | None = None) -> None:
+    """Wait until all calls of this process that were enqueued on GPUs are done.
+
+    Raises the error of one that failed after it had returned, and DeadlineExceeded when some are not done after
+    `timeout_s` seconds. Calls on the CPU are done when they return.
+    """
+    session().gpus.synchronize(timeout_s)
+
+
 def status() -> dict[str, Any]:
     """The broker and its backends: states, pids, causes, repairs. The same as `lz status --json`."""
     answer: dict[str, Any] = session().ask("status")
@@ -110,17 +121,17 @@ class Future:
         self._session = owner
         self._op = submitted.request.op
         self._submitted: Submitted | None = submitted
-        self._record: Record | SelectionReport | None = None
+        self._record: Record | SelectionReport | Enqueued | None = None
         self._value: Any = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     @classmethod
-    def done_with(cls, owner: Session, op: str, value: Any) -> Future:
-        """Of a call that has ended."""
+    def done_with(cls, owner: Session, op: str, value: Any, record: Enqueued | None = None) -> Future:
+        """Of a call that has ended, or is enqueued on a GPU."""
         future = cls.__new__(cls)
         future._session, future._op, future._submitted = owner, op, None
-        future._record, future._value, future._error, future._lock = None, value, None, threading.Lock()
+        future._record, future._value, future._error, future._lock = record, value, None, threading.Lock()
         return future
 
     def done(self) -> bool:
@@ -142,7 +153,9 @@ class Future:
     @property
     def report(self) -> SelectionReport | None:
         """As lz.last_report(), of this call; None until its result was taken."""
-        self._record = report = report_of(self._record)
+        report = self._session.report_of(self._record)
+        if not isinstance(self._record, Enqueued):
+            self._record = report
         return report
 
     def result(self, timeout: float | None = None) -> Any:
@@ -176,7 +189,10 @@ class Future:
 
 
 def submit(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """Send a call and return at once: lz.submit(lz.linear, x, w).result(). Inputs must not change before it is done."""
+    """Send a call and return at once: lz.submit(lz.linear, x, w).result(). Inputs must not change before it is done.
+
+    On a GPU it is as the call itself, which does not wait either.
+    """
     future: Future = _with_handler(SUBMIT, op, args, kwargs)
     return future
 
@@ -186,6 +202,10 @@ def _submit(request: Request) -> Future:
     trace = ops.tracer.get()
     if trace is not None:
         return Future.done_with(owner, request.op, trace(request))
+    if is_on_gpu(request.args):
+        value = owner.run(request)
+        record = owner.last_record
+        return Future.done_with(owner, request.op, value, record if isinstance(record, Enqueued) else None)
     return Future(owner, owner.submit(request))
 
 
@@ -231,6 +251,8 @@ def empty(shape: int | Sequence[int], dtype: Any = "float32") -> Any:
 def empty_like(array: Any) -> Any:
     """As `empty`, of the shape, dtype and kind of `array`."""
     like = describe(array)
+    if like.device != CPU:
+        return new_like(like, TensorSpec.contiguous(like.spec.dtype, like.spec.shape))[0]
     return _fresh(TensorSpec.contiguous(like.spec.dtype, like.spec.shape), like)[0]
 
 
@@ -262,6 +284,8 @@ def share(value: Any) -> Any:
             tensor.data = share(tensor.data)
         return value
     array = describe(value)
+    if array.device != CPU:
+        return value  # a worker on that GPU reaches it as it lies, or the report says why not
     if not array.needs_copy and arenas.pool.find(array.address, array.spec.span_bytes) is not None:
         return value
     shared, memory = _fresh(TensorSpec.contiguous(array.spec.dtype, array.spec.shape), array)

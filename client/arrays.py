@@ -18,10 +18,9 @@ from layerzero.client.dlpack import DLPackView, read_dlpack
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.tensors import ITEMSIZE, MAX_NDIM, TensorSpec, contiguous_strides
 
-Kind = Literal["numpy", "torch", "dlpack", "buffer"]
-ACCEPTED = (
-    "a NumPy array, a torch CPU tensor, an array with DLPack (JAX, MLX, ...) or an object with the buffer protocol"
-)
+Kind = Literal["numpy", "torch", "dlpack", "buffer", "cupy"]
+ACCEPTED = "a NumPy array, a torch tensor, an array with DLPack (CuPy, JAX, MLX, ...) or one with the buffer protocol"
+CPU = -1  # as a device
 
 
 class Array:
@@ -30,10 +29,21 @@ class Array:
     `spec` describes the elements from `address` on. With `needs_copy` they cannot be described (negative strides,
     strides that split an element, misaligned data): `spec` is then that of the row-major copy which `copy_into`
     makes. `nbytes` is the size of such a copy in any case. The memory is valid while `owner` lives; `obj` is what
-    the caller passed.
+    the caller passed. `device` is the ordinal of the GPU that the memory is on, or CPU.
     """
 
-    __slots__ = ("address", "kind", "nbytes", "needs_copy", "obj", "owner", "requires_grad", "spec", "writable")
+    __slots__ = (
+        "address",
+        "device",
+        "kind",
+        "nbytes",
+        "needs_copy",
+        "obj",
+        "owner",
+        "requires_grad",
+        "spec",
+        "writable",
+    )
 
     def __init__(
         self,
@@ -45,7 +55,9 @@ class Array:
         requires_grad: bool = False,
         writable: bool = True,
         needs_copy: bool = False,
+        device: int = CPU,
     ) -> None:
+        self.device = device
         self.kind = kind
         self.spec = spec
         self.address = address
@@ -61,7 +73,8 @@ class Array:
 
 
 def describe(obj: Any) -> Array:
-    """What `obj` is. Nothing is copied. Raises InvalidArgument for anything that is not plain numbers in CPU memory."""
+    """What `obj` is. Nothing is copied. Raises InvalidArgument for anything that is not plain numbers in the memory of
+    the CPU or of an NVIDIA GPU."""
     reader = _READERS.get(type(obj))
     if reader is None:
         reader = _find_reader(obj)
@@ -155,6 +168,9 @@ def _find_reader(obj: Any) -> Callable[[Any], Array]:
     if numpy is not None and isinstance(obj, (getattr(numpy, "ndarray", ()), getattr(numpy, "generic", ()))):
         _READERS[numpy.ndarray] = _describe_numpy
         return _READERS.get(type(obj), _describe_numpy_like)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(obj, getattr(cupy, "ndarray", ())):
+        return _describe_cupy
     if hasattr(type(obj), "__dlpack__"):
         return _describe_dlpack
     return _describe_buffer
@@ -167,11 +183,16 @@ def _describe_torch(tensor: Any) -> Array:
     except RuntimeError:  # a layout without strides, or a wrapper without memory
         raise _refuse_torch(tensor) from None
     spec = _SPECS.get((dtype, shape, strides)) or _torch_spec(tensor)
-    if not tensor.is_cpu or (address == 0 and spec.numel):
+    device = CPU
+    if not tensor.is_cpu:
+        if not tensor.is_cuda:
+            raise _refuse_torch(tensor)
+        device = tensor.get_device()
+    if address == 0 and spec.numel:
         raise _refuse_torch(tensor)
     if tensor.is_neg():  # torch negates such a tensor lazily: its bytes have the wrong sign
         return _describe_torch(tensor.resolve_neg())
-    return Array("torch", spec, address, tensor, tensor, tensor.requires_grad)
+    return Array("torch", spec, address, tensor, tensor, tensor.requires_grad, device=device)
 
 
 def _torch_spec(tensor: Any) -> TensorSpec:
@@ -186,8 +207,8 @@ def _torch_spec(tensor: Any) -> TensorSpec:
 def _refuse_torch(tensor: Any) -> InvalidArgument:
     """The error that says why this tensor has no plain numbers in CPU memory."""
     layout = str(tensor.layout).removeprefix("torch.")
-    if tensor.device.type != "cpu":
-        return InvalidArgument(f"torch tensor is on device {tensor.device}; allowed: cpu; call .cpu() first")
+    if tensor.device.type not in ("cpu", "cuda"):
+        return InvalidArgument(f"torch tensor is on device {tensor.device}; allowed: cpu, cuda; call .cpu() first")
     if layout != "strided" or tensor.is_nested:
         return InvalidArgument(
             f"torch tensor has layout {'nested' if tensor.is_nested else layout}; allowed: strided; "
@@ -261,6 +282,12 @@ def _numpy_name(dtype: Any) -> str:
             "convert it with .astype(x.dtype.newbyteorder('='))"
         )
     return name
+
+
+def _describe_cupy(array: Any) -> Array:
+    spec, needs_copy = _from_bytes_strides(_numpy_name(array.dtype), array.shape, array.strides)
+    owner = sys.modules["cupy"].ascontiguousarray(array) if needs_copy else array
+    return Array("cupy", spec, owner.data.ptr, array, owner, needs_copy=needs_copy, device=array.device.id)
 
 
 def _describe_dlpack(obj: Any) -> Array:

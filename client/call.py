@@ -63,6 +63,8 @@ class Route:
     worker_until_s: float = 0.0  # not here: its probe has not ended, or it failed here
     stays_out: str = ""  # and what of that is to be said in a report
     lease: Lease | None = None  # calls may go straight to the worker
+    slot: int = 0  # on a GPU: where the worker that serves it has left its sign
+    is_armed: bool = False  # on a GPU: a call has been answered well, and later ones are not waited for
 
 
 @dataclass(slots=True)

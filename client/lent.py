@@ -28,10 +28,16 @@ class Lent(dict[Arena, int]):
         with self._lock:
             number = self.get(arena)
             if number is None:
-                number = next(self._numbers)
-                self._link.add_arena(number, arena.fd, arena.nbytes)
+                number = self.show(lambda number: self._link.add_arena(number, arena.fd, arena.nbytes))
                 self[arena] = number
                 arena.registrations.append(self._retire)
+            return number
+
+    def show(self, send: Callable[[int], None]) -> int:
+        """Let `send` tell the broker of memory under a new number. The broker wants numbers that grow."""
+        with self._lock:
+            number = next(self._numbers)
+            send(number)
             return number
 
     def arena(self, number: int) -> Arena:

@@ -40,6 +40,9 @@ _NOBLOCK, _DECISION, _LEASE = int(zmq.NOBLOCK), int(Kind.DECISION), int(Kind.LEA
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 
 
+_Shown = messages.AddArena | messages.AddLane | messages.AddGpu | messages.AddGpuArena
+
+
 class Pending:
     """A call or request that is waited for. `hold` keeps lent memory alive until the answer is here."""
 
@@ -93,6 +96,7 @@ class Link:
         self.lost: LayerZeroError | None = None
         self._on_decision = on_decision
         self._on_lease = on_lease
+        self.on_late: Callable[[Header, bytes], None] | None = None  # answers to calls that were answered before
         self._context = zmq.Context()
         self._dealer = sockets.connect_dealer(self._context, answer.endpoint, answer.identity, 4 * answer.max_in_flight)
         self._lock = threading.Lock()  # the dealer
@@ -272,6 +276,8 @@ class Link:
             pending.body = frame[HEADER_BYTES:]
             pending.finish()
             self._pending.pop(header.seq, None)  # last, so that an interrupt loses no answer
+        elif self.on_late is not None:
+            self.on_late(header, frame[HEADER_BYTES:])
 
     def _lose(self, unresponsive: BrokerLost | None = None) -> None:
         """The broker hung up, or is as good as gone: what it still said counts, the rest is lost."""
@@ -324,12 +330,20 @@ class Link:
         """Show the broker an arena; returns when it knows it."""
         self._show(messages.AddArena(arena=number, nbytes=nbytes), (fd,))
 
+    def add_gpu(self, message: messages.AddGpu, fds: tuple[int, ...]) -> None:
+        """Make an offer of memory on a GPU, with the page that orders calls; returns when the broker knows it."""
+        self._show(message, fds)
+
+    def add_gpu_arena(self, message: messages.AddGpuArena, fds: tuple[int, ...]) -> None:
+        """As `add_arena`, of memory on a GPU."""
+        self._show(message, fds)
+
     def add_lane(self, number: int, fds: tuple[int, int, int]) -> bool:
         """Show the broker the page and the bells of an express lane. Whether its worker is there."""
         answer = self._show(messages.AddLane(lane=number), fds)
         return isinstance(answer, messages.LaneAdded) and answer.is_open
 
-    def _show(self, shown: messages.AddArena | messages.AddLane, fds: tuple[int, ...]) -> messages.Message:
+    def _show(self, shown: _Shown, fds: tuple[int, ...]) -> messages.Message:
         """Send descriptors to the broker and wait for the answer to them."""
         with self._control_lock:
             if self.lost is not None:
@@ -338,7 +352,11 @@ class Link:
                 control.send(self._control, shown, fds)
                 while True:
                     answer, _ = control.receive(
-                        self._control, messages.ArenaAdded, messages.LaneAdded, messages.Refused
+                        self._control,
+                        messages.ArenaAdded,
+                        messages.LaneAdded,
+                        messages.GpuAdded,
+                        messages.Refused,
                     )
                     if isinstance(answer, messages.Refused):
                         raise from_wire(answer.error)
@@ -376,10 +394,13 @@ class Link:
         os.close(self._wake)
 
 
-def _answers(answer: messages.Message, shown: messages.AddArena | messages.AddLane) -> bool:
-    if isinstance(shown, messages.AddArena):
-        return isinstance(answer, messages.ArenaAdded) and answer.arena == shown.arena
-    return isinstance(answer, messages.LaneAdded) and answer.lane == shown.lane
+def _answers(answer: messages.Message, shown: _Shown) -> bool:
+    match shown:
+        case messages.AddLane():
+            return isinstance(answer, messages.LaneAdded) and answer.lane == shown.lane
+        case messages.AddGpu():
+            return isinstance(answer, messages.GpuAdded) and answer.gpu == shown.gpu
+    return isinstance(answer, messages.ArenaAdded) and answer.arena == shown.arena
 
 
 def _again(error: LayerZeroError) -> LayerZeroError:

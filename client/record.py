@@ -49,15 +49,22 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
 
 def failure(submitted: Submitted, outcome: messages.Outcome) -> SelectionReport:
     """The report of a call that no kernel could serve."""
+    return failure_of(submitted.request.op, submitted.copies, submitted.start_ns, outcome, submitted.prior)
+
+
+def failure_of(
+    op: str, copies: Sequence[Copy], start_ns: int, outcome: messages.Outcome, prior: Sequence[Attempt] = ()
+) -> SelectionReport:
+    """As `failure`, from its parts."""
     return SelectionReport(
-        op=submitted.request.op,
+        op=op,
         kernel_id=None,
         backend=None,
         worker_pid=None,
         lane=BROKER,
-        copies=tuple(submitted.copies),
-        elapsed_us=(time.perf_counter_ns() - submitted.start_ns) / 1e3,
-        attempts=(*submitted.prior, *(_attempt(a) for a in outcome.attempts)),
+        copies=tuple(copies),
+        elapsed_us=(time.perf_counter_ns() - start_ns) / 1e3,
+        attempts=(*prior, *(_attempt(a) for a in outcome.attempts)),
         candidates=tuple(Candidate.from_wire(c) for c in outcome.candidates),
     )
 

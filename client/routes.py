@@ -57,17 +57,18 @@ class Routes:
         specs: tuple[TensorSpec | None, ...],
         out: Array | None,
         policy: Overlay | None,
+        device: str = "",
     ) -> Route:
-        """The route of a call; new ones are told to the broker."""
+        """The route of a call; new ones are told to the broker. `device`: UUID of the GPU that it runs on."""
         out_spec = None if out is None else out.spec
         specs = request.shape_specs(specs)
         params = tuple([(type(value), value) for value in request.params.values()])  # True, 1 and 1.0 are equal
         asked = None if policy is None else policy.text
-        key = (request.op, specs, params, request.backend, out_spec, asked)
+        key = (request.op, specs, params, request.backend, out_spec, asked, device)
         try:
             route = self._known.get(key)
         except TypeError:  # an argument that cannot be hashed: what checks it names it
-            route_message(request.planner(*specs, **request.params), request.backend, policy)
+            route_message(request.planner(*specs, **request.params), request.backend, policy, device)
             raise InvalidArgument(f"{request.op}: an argument is of a wrong type: {request.params!r:.200}") from None
         if route is not None:
             return route
@@ -76,13 +77,19 @@ class Routes:
             plan = plan_out(plan, out.spec)
         if policy is not None:
             self.check_policy(policy)
-        return self.define(link, key, plan, request.backend, policy)
+        return self.define(link, key, plan, request.backend, policy, device)
 
     def define(
-        self, link: Link, key: tuple[Any, ...], plan: Plan, backend: str | None, policy: Overlay | None = None
+        self,
+        link: Link,
+        key: tuple[Any, ...],
+        plan: Plan,
+        backend: str | None,
+        policy: Overlay | None = None,
+        device: str = "",
     ) -> Route:
         """The route of a plan, told to the broker once; `key` finds it again."""
-        body = messages.encode(route_message(plan, backend, policy))
+        body = messages.encode(route_message(plan, backend, policy, device))
         if len(body) > wire.MAX_MESSAGE_BYTES // 2:
             raise InvalidArgument(f"{plan.op}: the call's description is {len(body)} bytes; pass data as tensors")
         with self._lock:
@@ -121,6 +128,7 @@ class Routes:
             if len(route.decisions) >= MAX_DECISIONS:
                 del route.decisions[next(iter(route.decisions))]
             decision = route.decisions[header.aux] = messages.decode(body, messages.Decision)
+            route.slot = decision.slot
             self._shadow.follow(route.overlay, decision.shadow_rate, tunes=decision.offers_samples)
 
     def note_lease(self, header: Header, body: bytes) -> None:
@@ -132,7 +140,7 @@ class Routes:
             route.lease = Lease(lease.lane, lease.plan, lease.epoch, replace(decision, lane=EXPRESS))
 
 
-def route_message(plan: Plan, backend: str | None, policy: Overlay | None) -> messages.Route:
+def route_message(plan: Plan, backend: str | None, policy: Overlay | None, device: str = "") -> messages.Route:
     """What the broker is told of a signature. Raises InvalidArgument for what cannot be a backend's name."""
     if backend is not None and not (isinstance(backend, str) and _BACKEND_NAME.fullmatch(backend)):
         raise InvalidArgument(f"backend is {backend!r:.80}; allowed: None or a name that lz.status() lists")
@@ -143,4 +151,5 @@ def route_message(plan: Plan, backend: str | None, policy: Overlay | None) -> me
         attrs=dict(plan.attrs),
         backend=backend or "",
         policy={} if policy is None else policy.to_wire(),
+        device=device,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from layerzero.client import arena as arenas
 from layerzero.client import overlay
-from layerzero.client.arrays import describe
+from layerzero.client.arrays import CPU, describe
 from layerzero.client.call import (
     Request,
     Route,
@@ -25,6 +25,9 @@ from layerzero.client.call import (
     seconds,
 )
 from layerzero.client.express import Ran
+from layerzero.client.gpu_arrays import device_of
+from layerzero.client.gpu_calls import Enqueued, GpuCalls
+from layerzero.client.gpu_memory import uuid_of
 from layerzero.client.lanes import Lanes, Ticket
 from layerzero.client.lent import Lent
 from layerzero.client.link import Link, Pending
@@ -46,6 +49,7 @@ from layerzero.ipc.errors import (
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import Kind
 
+CLOSE_S = 10.0  # so long a session that is closed waits for its calls on GPUs
 ADAPTED_S = 1.0  # so long the copies that a kernel needs are made without asking the broker: policy may change
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
 
@@ -69,6 +73,7 @@ class Session:
         self._lanes = Lanes(link, self.shadow)
         self.lent = Lent(link, self._lanes.tickets.clear)
         self.local = Local(link, routes, self.ask)
+        self.gpus = GpuCalls(self, link)
         self._link = link  # last: who sees that it is of this process goes on to use the others
 
     @property
@@ -104,10 +109,12 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Hang up. Open calls of other threads end as Cancelled."""
+        """Hang up. Open calls of other threads end as Cancelled; those that a GPU's streams wait for are waited for."""
+        self.gpus.finish(CLOSE_S)
         self._link.close()
         self._lanes.close()
         self.lent.close()
+        self.gpus.close()
 
     # --- a call --------------------------------------------------------------------------------------
 
@@ -115,6 +122,8 @@ class Session:
         """Run one op and return its result. Raises what client/ops.py documents."""
         start_ns = time.perf_counter_ns()
         arrays, out = describe_all(request)
+        if device_of(request.op, arrays, out) != CPU:
+            return self.gpus.run(request, arrays, out, start_ns)
         key = place_key(request, arrays, out)
         try:
             ticket = self._lanes.tickets.get(key)
@@ -248,31 +257,42 @@ class Session:
     # --- reports and requests ------------------------------------------------------------------------
 
     def last_report(self) -> SelectionReport | None:
-        """Of this thread's last call."""
-        self._last.record = report = report_of(self.last_record)
+        """Of this thread's last call. Waits until a worker has taken one that was enqueued on a GPU."""
+        record = self.last_record
+        report = self.report_of(record)
+        if not isinstance(record, Enqueued):  # such a call may yet move to another worker
+            self._last.record = report
         return report
 
+    def report_of(self, record: Record | SelectionReport | Enqueued | None) -> SelectionReport | None:
+        """The report of what `last_record` said of a call."""
+        return self.gpus.report_of(record) if isinstance(record, Enqueued) else report_of(record)
+
     @property
-    def last_record(self) -> Record | SelectionReport | None:
+    def last_record(self) -> Record | SelectionReport | Enqueued | None:
         """What `report_of` makes a report of, for this thread's last call; None before the first one."""
-        record: Record | SelectionReport | None = getattr(self._last, "record", None)
+        record: Record | SelectionReport | Enqueued | None = getattr(self._last, "record", None)
         return record
+
+    def note(self, record: SelectionReport | Enqueued) -> None:
+        """Of this thread's last call, which was on a GPU."""
+        self._last.record = record
 
     def signature(self, request: Request) -> bytes:
         """The encoded Route message of a call; a TensorSpec may stand for an array."""
-        specs = tuple(
-            None if arg is None else arg if isinstance(arg, TensorSpec) else describe(arg).spec for arg in request.args
-        )
+        arrays = tuple(None if arg is None or isinstance(arg, TensorSpec) else describe(arg) for arg in request.args)
+        specs = tuple(arg if array is None else array.spec for arg, array in zip(request.args, arrays, strict=True))
+        device = device_of(request.op, arrays, None)
         plan = request.planner(*specs, **request.params)
-        return self.route_body(plan, request.backend)
+        return self.route_body(plan, request.backend, "" if device == CPU else uuid_of(device))
 
     def explain(self, request: Request) -> SelectionReport:
         """Which kernel would serve this call now, and why not the others. Runs nothing."""
         return self.explain_route(request.op, self.signature(request))
 
-    def route_body(self, plan: Plan, backend: str | None) -> bytes:
+    def route_body(self, plan: Plan, backend: str | None, device: str = "") -> bytes:
         """What the broker is told of a call with this plan, as policy is here and now."""
-        return messages.encode(route_message(plan, backend, overlay.current()))
+        return messages.encode(route_message(plan, backend, overlay.current(), device))
 
     def explain_route(self, op: str, body: bytes) -> SelectionReport:
         """As `explain`, for what `route_body` made."""

@@ -81,6 +81,18 @@ class ClientOrder(_Words):
         elif not self.page.is_done(turn):
             raise ProtocolError(f"the worker replied, but has not finished call {turn.number} of lane {turn.lane}")
 
+    def abandon(self, stream: int, turn: Turn) -> None:
+        """End a turn that nobody was told of. The lane's later ones are not held up by it."""
+        if self._has_memops:
+            self._driver.write_value(stream, self._at(turn, DONE), turn.number)
+        else:
+            self.page.store_done(turn)
+
+    def last_turns(self) -> list[Turn]:
+        """The last one of each lane."""
+        with self._lock:
+            return [Turn(lane, self._next[lane] - 1 & MASK) for lane in self._lanes.values()]
+
     def _free_lane(self) -> int:
         taken = set(self._lanes.values())
         for lane in range(LANES):

@@ -174,6 +174,12 @@ class CudaError(LayerZeroError):
         return self.number == 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
+class CudaGraphUnsafe(LayerZeroError):
+    """The caller's stream is being captured into a CUDA graph, and the call could not be replayed with it."""
+
+    code = "CUDA_GRAPH_UNSAFE"
+
+
 class NoTransport(LayerZeroError):
     """GPU memory does not reach a worker. Facts: `rung` and `reason` of an offer that it could not use, or `required`
     and `reasons` when no way is left."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         share,
         status,
         submit,
+        synchronize,
     )
     from layerzero.client.compile import compile
     from layerzero.client.dry_run import PlanReport, dry_run
@@ -59,19 +60,24 @@ if TYPE_CHECKING:
         Busy,
         Cancelled,
         ConfigError,
+        CudaError,
+        CudaGraphUnsafe,
         DeadlineExceeded,
         EnvError,
         InvalidArgument,
         LayerZeroError,
         NoBackend,
         NotConnected,
+        NoTransport,
         OutOfMemory,
         Poison,
         VersionMismatch,
     )
 
 _HOME = {
-    "layerzero.client.api": ("connect disconnect empty empty_like explain last_report session share status submit"),
+    "layerzero.client.api": (
+        "connect disconnect empty empty_like explain last_report session share status submit synchronize"
+    ),
     "layerzero.client.compile": "compile",
     "layerzero.client.dry_run": "PlanReport dry_run",
     "layerzero.client.ops": (
@@ -87,8 +93,8 @@ _HOME = {
     "layerzero.client.tune_report": "TuneReport",
     "layerzero.client.warmup": "WarmupReport warmup",
     "layerzero.ipc.errors": (
-        "BackendError BrokerLost Busy Cancelled ConfigError DeadlineExceeded EnvError InvalidArgument LayerZeroError "
-        "NoBackend NotConnected OutOfMemory Poison VersionMismatch"
+        "BackendError BrokerLost Busy Cancelled ConfigError CudaError CudaGraphUnsafe DeadlineExceeded EnvError "
+        "InvalidArgument LayerZeroError NoBackend NoTransport NotConnected OutOfMemory Poison VersionMismatch"
     ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -100,11 +106,14 @@ __all__ = [
     "Call",
     "Cancelled",
     "ConfigError",
+    "CudaError",
+    "CudaGraphUnsafe",
     "DeadlineExceeded",
     "EnvError",
     "InvalidArgument",
     "LayerZeroError",
     "NoBackend",
+    "NoTransport",
     "NotConnected",
     "OutOfMemory",
     "PlanReport",
@@ -148,6 +157,7 @@ __all__ = [
     "solve",
     "status",
     "submit",
+    "synchronize",
     "tokenize",
     "tune",
     "unlock",
