@@ -1,0 +1,64 @@
+"""A GPU backend for tests: torch kernels, a slow one, and real faults on request. LZ_TOY_NAME says which one it is.
+
+`gelu(approximate="tanh")` keeps the GPU busy first. layer_norm with an eps of FAULTS strikes in backend "one".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from layerzero.workers.provider import Call, Loaded
+from layerzero.workers.providers._torch_cuda import TorchCuda
+from layerzero.workers.providers._torch_ops import Run, TorchOps
+
+ILLEGAL, ASSERT, RAISE, MEMORY = FAULTS = (0.5, 0.25, 0.125, 0.0625)  # values of eps
+SLOW_CYCLES = 300_000_000  # some 0.15 to 0.2 s
+
+
+def load() -> Loaded:
+    import torch
+
+    gpu = TorchCuda(torch)
+    name = os.environ["LZ_TOY_NAME"]
+    ops = TorchOps(torch)
+
+    def gelu(views: Sequence[Any], call: Call) -> Run:
+        run = ops.gelu(views, call)
+
+        def slow(out: Any) -> None:
+            torch.cuda._sleep(SLOW_CYCLES)
+            run(out)
+
+        return slow if call.attrs["approximate"] == "tanh" else run
+
+    def layer_norm(views: Sequence[Any], call: Call) -> Run:
+        run, eps = ops.layer_norm(views, call), call.attrs["eps"]
+        x = views[0]
+
+        def strike(out: Any) -> None:
+            if eps == ILLEGAL:
+                torch.empty(1, device=x.device).as_strided((1 << 20,), (1 << 20,)).fill_(1)
+            elif eps == ASSERT:
+                x.flatten()[torch.full((1,), 1 << 40, device=x.device)]
+            elif eps == RAISE:
+                raise RuntimeError("the toy raises")
+            else:
+                torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
+            run(out)
+
+        return strike if name == "one" and eps in FAULTS else run
+
+    def attention(views: Sequence[Any], call: Call) -> Run:
+        q, k, v, mask = views
+        sdpa, is_causal = torch.nn.functional.scaled_dot_product_attention, call.attrs["is_causal"]
+        scale = call.attrs["scale"]
+        return lambda out: out.copy_(sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale))
+
+    builders = {"silu": ops.silu, "matmul": ops.matmul, "gelu": gelu, "layer_norm": layer_norm, "attention": attention}
+    return Loaded(
+        versions={"torch": torch.__version__},
+        kernels=gpu.binds({f"{name}.{op}": build for op, build in builders.items()}),
+        on_stream=gpu.on_stream,
+    )

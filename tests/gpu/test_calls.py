@@ -1,0 +1,353 @@
+"""Calls on CUDA tensors through a broker: right in the caller's stream, not waited for, and each with an end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gpu.backends.torch_toy import ASSERT, ILLEGAL, MEMORY, RAISE
+from tests.gpu.gpu_site import gpu_site
+from tests.process.harness import PATIENCE_S, Site, is_running, wait_ended, wait_until
+
+import layerzero as lz
+from layerzero.client.gpu import REQUIRED
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no NVIDIA GPU", allow_module_level=True)
+F = torch.nn.functional
+TOLERANCE = {torch.float32: (1e-5, 1e-6), torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def broker(store: Path) -> Iterator[Site]:
+    """Backends "one", the first choice, and "two"."""
+    site = gpu_site(store, "one", "two")
+    try:
+        yield site.start()
+    finally:
+        site.stop()
+
+
+@pytest.fixture
+def connected(broker: Site) -> Iterator[Site]:
+    session = broker.connect()
+    for name in ("one", "two"):
+        session.ask("reset", backend=name)
+    yield broker
+    lz.disconnect()
+
+
+@pytest.fixture
+def new_site(store: Path) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*names: str, **settings: object) -> Site:
+        made.append(gpu_site(store, *(names or ("one", "two")), **settings))
+        return made[-1]
+
+    yield make
+    lz.disconnect()
+    for site in made:
+        site.stop()
+
+
+def randn(*shape: int, dtype: Any = torch.float32) -> Any:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def report() -> lz.SelectionReport:
+    found = lz.last_report()
+    assert found is not None
+    return found
+
+
+def close(result: Any, expected: Any) -> None:
+    rtol, atol = TOLERANCE[result.dtype]
+    torch.testing.assert_close(result.double(), expected.double(), rtol=rtol, atol=atol)
+
+
+def busy(cycles: int = 400_000_000) -> None:
+    """Keep the current stream busy for some 0.2 s."""
+    torch.cuda._sleep(cycles)
+
+
+# --- the normal case
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_results_are_torchs(connected: Site, dtype: Any) -> None:
+    """Against float64, for contiguous, strided, offset, empty and scalar-shaped inputs."""
+    base = randn(64, 96, dtype=dtype)
+    for x in (base, base.t(), base[3:17, ::2], base[5], base[0, 0], base[:0], base[7:, 5:40].t()):
+        result = lz.silu(x)
+        assert (result.dtype, result.device, result.shape) == (x.dtype, x.device, x.shape)
+        close(result, F.silu(x.double()))
+    a, b = randn(5, 32, 48, dtype=dtype) / 4, randn(48, 16, dtype=dtype)
+    close(lz.matmul(a, b), a.double() @ b.double())
+    q, k, v = (randn(2, 4, 33, 64, dtype=dtype) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    close(lz.attention(q, k, v, is_causal=True), expected)
+
+
+def test_nothing_is_copied_and_the_report_says_how_memory_crosses(connected: Site) -> None:
+    """The caching allocator's blocks are mapped by the worker as they lie."""
+    x, out = randn(1 << 20), randn(1 << 20)
+    assert lz.silu(x, out=out) is out
+    assert (report().copied_bytes, report().backend, report().kernel_id) == (0, "one", "one.silu")
+    assert any("memory crosses by ipc" in note for note in report().notes)
+    close(out, F.silu(x.double()))
+    lz.silu(x, out=x)
+    assert [copy.arg for copy in report().copies] == ["out"]
+    close(x, out)
+
+
+def test_a_call_returns_before_its_work_is_done(connected: Site) -> None:
+    """The caller's stream is still busy; what follows in it sees the result all the same."""
+    x = randn(1 << 16)
+    lz.silu(x)  # the first call of a route is waited for
+    torch.cuda.synchronize()
+    busy()
+    x.mul_(2)
+    result = lz.silu(x)
+    x.zero_()
+    total = result.double().sum()
+    assert not torch.cuda.current_stream().query()
+    expected = F.silu(2 * x.double())
+    assert total.shape == expected.sum().shape
+    torch.cuda.synchronize()
+    assert lz.last_report() is not None
+
+
+def test_inputs_may_change_and_go_right_after_the_call(connected: Site) -> None:
+    """In the stream's order, as with a kernel of the caller's own."""
+    expected, results = [], []
+    for step in range(50):
+        x = torch.full((4096,), float(step % 7), device="cuda")
+        expected.append(F.silu(x.double()))
+        results.append(lz.silu(x))
+        x.fill_(-1e30)
+        del x
+    for result, right in zip(results, expected, strict=True):
+        close(result, right)
+
+
+def test_chains_hop_between_workers(connected: Site) -> None:
+    """Each call needs the one before it, which another process runs; nobody's CPU waits."""
+    x = randn(256, 256) / 16
+    for backend in ("one", "two"):
+        lz.matmul(x, x, backend=backend)
+    value, expected = x, x.double()
+    for step in range(40):
+        value = lz.matmul(value, x, backend=("one", "two")[step % 2])
+        value = lz.silu(value, backend=("two", "one")[step % 2])
+        expected = F.silu(expected @ x.double())
+    torch.testing.assert_close(value.double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_threads_and_streams_do_not_mix(connected: Site) -> None:
+    """Each thread has a stream of its own; all share the session and the workers."""
+
+    def work(seed: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            for _ in range(25):
+                x = torch.randn(128, 128, device="cuda", generator=generator)
+                result = lz.silu(lz.matmul(x, x, backend="two"))
+                close(result, F.silu((x @ x).double()))
+
+    with ThreadPoolExecutor(6) as pool:
+        for future in [pool.submit(work, seed) for seed in range(6)]:
+            future.result(PATIENCE_S)
+
+
+def test_cupy_arrays_are_taken_and_given_back(connected: Site) -> None:
+    """The result is of the caller's kind, in the stream that CuPy works on."""
+    cp = pytest.importorskip("cupy")
+    x = cp.random.standard_normal((64, 33)).astype(cp.float32)
+    for view in (x, x.T, x[::2], x[::-1]):
+        result = lz.silu(view)
+        assert isinstance(result, cp.ndarray)
+        assert result.shape == view.shape
+        cp.testing.assert_allclose(result, view / (1 + cp.exp(-view)), rtol=1e-4, atol=1e-6)
+    with cp.cuda.Stream():
+        doubled = x * 2
+        cp.testing.assert_allclose(lz.silu(doubled), doubled / (1 + cp.exp(-doubled)), rtol=1e-4, atol=1e-6)
+
+
+def test_memory_that_cannot_be_shared_is_copied_once_and_counted(connected: Site) -> None:
+    """cudaMallocAsync's pools have no handles."""
+    cp = pytest.importorskip("cupy")
+    with cp.cuda.using_allocator(cp.cuda.MemoryAsyncPool().malloc):
+        x = cp.arange(1000, dtype=cp.float32)
+        result = lz.silu(x)
+    cp.testing.assert_allclose(result, x / (1 + cp.exp(-x)), rtol=1e-4, atol=1e-6)
+    assert {copy.arg: copy.nbytes for copy in report().copies} == {"x": 4000, "out": 4000}
+    assert "cudaMallocAsync" in report().copies[0].reason
+
+
+@pytest.mark.parametrize("rung", ["ipc", "vmm", "staged", "copied"])
+def test_every_way_of_crossing_gives_the_same_results(
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, rung: str
+) -> None:
+    """The lower rungs copy, and say so."""
+    site = new_site()
+    monkeypatch.setenv(REQUIRED, rung)
+    site.connect()
+    for step in range(12):
+        x = randn(1000 + step)
+        close(lz.silu(x), F.silu(x.double()))
+    assert any(f"memory crosses by {rung}" in note for note in report().notes)
+    assert (report().copied_bytes > 0) == (rung != "ipc")
+
+
+# --- bad input
+
+
+def test_arrays_on_two_devices_are_refused(connected: Site) -> None:
+    """Which copy would be meant is the caller's to say."""
+    with pytest.raises(lz.InvalidArgument, match=r"matmul: a is on cuda:0, b on cpu; move all arrays to one device"):
+        lz.matmul(randn(4, 4), torch.zeros(4, 4))
+
+
+def test_a_capture_is_refused_and_not_broken(connected: Site) -> None:
+    """What was captured before goes on."""
+    x = randn(128)
+    lz.silu(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = x * 2
+        with pytest.raises(lz.CudaGraphUnsafe, match="silu: the stream is being captured"):
+            lz.silu(x)
+    graph.replay()
+    torch.testing.assert_close(doubled, x * 2)
+
+
+# --- what breaks
+
+
+def test_a_worker_killed_with_calls_enqueued_costs_nothing_but_time(connected: Site) -> None:
+    """They run on the next backend, in their order, and the report of the last one says so."""
+    x = randn(1 << 14)
+    assert lz.gelu(x, approximate="tanh").shape == x.shape
+    lz.silu(x, backend="two")
+    pid = connected.backend("one")["pid"]
+    busy()
+    results = [lz.gelu(x * step, approximate="tanh") for step in range(3)]
+    chained = lz.silu(results[-1])
+    os.kill(pid, signal.SIGKILL)
+    finish()
+    for step, result in enumerate(results):
+        close(result, F.gelu(step * x.double(), approximate="tanh"))
+    close(chained, F.silu(results[-1].double()))
+
+
+def test_a_call_that_nobody_can_finish_is_an_error_and_no_stream_hangs(connected: Site) -> None:
+    """A pinned call has no other backend: the next call or synchronisation says what became of it."""
+    x = randn(1 << 14)
+    lz.gelu(x, approximate="tanh", backend="one")
+    finish()
+    pid = connected.backend("one")["pid"]
+    lz.gelu(x, approximate="tanh", backend="one")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(lz.BackendError, match="an earlier call on the GPU, gelu, failed: the one worker died"):
+        lz.synchronize(PATIENCE_S)
+    finish()
+    close(lz.silu(x), F.silu(x.double()))
+
+
+@pytest.mark.parametrize("eps", [ILLEGAL, ASSERT], ids=["illegal address", "device assert"])
+def test_a_broken_context_ends_that_worker_alone(connected: Site, eps: float) -> None:
+    """The other worker and the client's own work go on; the call falls back."""
+    x = randn(64, 64)
+    close(lz.layer_norm(x, (64,), backend="two"), F.layer_norm(x.double(), (64,)))
+    pid = connected.backend("one")["pid"] or None
+    result = lz.layer_norm(x, (64,), eps=eps)
+    others = [lz.silu(x, backend="two") for _ in range(20)]
+    finish()
+    close(result, F.layer_norm(x.double(), (64,), eps=eps))
+    for other in others:
+        close(other, F.silu(x.double()))
+    assert pid is None or not is_running(pid)
+    assert torch.cuda.current_stream().query()
+
+
+@pytest.mark.parametrize("eps", [RAISE, MEMORY], ids=["exception", "out of memory"])
+def test_a_kernel_that_raises_falls_back(connected: Site, eps: float) -> None:
+    """And its worker lives on."""
+    x = randn(64, 64)
+    result = lz.layer_norm(x, (64,), eps=eps)
+    assert [attempt.backend for attempt in report().attempts] == ["one", "two"]
+    close(result, F.layer_norm(x.double(), (64,), eps=eps))
+
+
+def test_the_brokers_death_lets_streams_go(new_site: Callable[..., Site]) -> None:
+    """Its workers die with it; what was enqueued is lost, and the next call says so."""
+    site = new_site()
+    site.connect()
+    x = randn(1 << 14)
+    lz.gelu(x, approximate="tanh")
+    pid = site.broker_pid
+    assert pid is not None
+    for _ in range(3):
+        lz.gelu(x, approximate="tanh")
+    os.kill(pid, signal.SIGKILL)
+    finish()
+    with pytest.raises(lz.BrokerLost):
+        lz.silu(x)
+    wait_ended(pid)
+    torch.testing.assert_close(x + x, 2 * x)
+
+
+def test_a_clients_death_harms_nobody(connected: Site) -> None:
+    """Its memory is given back, and the workers serve others."""
+    x = randn(1 << 14)
+    close(lz.silu(x), F.silu(x.double()))
+    other = connected.python(
+        "import torch\n"
+        "lz.connect()\n"
+        "x = torch.ones(1 << 20, device='cuda')\n"
+        "lz.gelu(x, approximate='tanh')\n"
+        "torch.cuda._sleep(2_000_000_000)\n"
+        "for _ in range(5): lz.gelu(x, approximate='tanh')\n"
+        "print('enqueued', flush=True)\n"
+        "import time; time.sleep(60)\n"
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "enqueued\n"
+    other.kill()
+    other.wait()
+    for _ in range(10):
+        close(lz.silu(x), F.silu(x.double()))
+    wait_until(lambda: lz.status()["clients"] is not None)
+
+
+def test_sessions_come_and_go(connected: Site) -> None:
+    """Memory, page and threads of a session end with it."""
+    x = randn(4096)
+    lz.silu(x)
+    threads = threading.active_count()
+    for _ in range(3):
+        lz.disconnect()
+        connected.connect()
+        close(lz.silu(x), F.silu(x.double()))
+    gc.collect()
+    assert threading.active_count() == threads
+
+
+def finish() -> None:
+    """Wait for the current stream, but not for ever."""
+    stream = torch.cuda.current_stream()
+    wait_until(stream.query)
