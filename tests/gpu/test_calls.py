@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gpu.backends.torch_toy import ASSERT, ILLEGAL, MEMORY, RAISE
+from tests.gpu.backends.torch_toy import ASSERT, ILLEGAL, MEMORY, RAISE, SLOW
 from tests.gpu.gpu_site import gpu_site
 from tests.process.harness import PATIENCE_S, Site, is_running, wait_ended, wait_until
 
@@ -240,7 +240,7 @@ def test_a_capture_is_refused_and_not_broken(connected: Site) -> None:
 
 def test_a_worker_killed_with_calls_enqueued_costs_nothing_but_time(connected: Site) -> None:
     """They run on the next backend, in their order, and the report of the last one says so."""
-    x = randn(1 << 14)
+    x = randn(SLOW)
     assert lz.gelu(x, approximate="tanh").shape == x.shape
     lz.silu(x, backend="two")
     pid = connected.backend("one")["pid"]
@@ -256,7 +256,7 @@ def test_a_worker_killed_with_calls_enqueued_costs_nothing_but_time(connected: S
 
 def test_a_call_that_nobody_can_finish_is_an_error_and_no_stream_hangs(connected: Site) -> None:
     """A pinned call has no other backend: the next call or synchronisation says what became of it."""
-    x = randn(1 << 14)
+    x = randn(SLOW)
     lz.gelu(x, approximate="tanh", backend="one")
     finish()
     pid = connected.backend("one")["pid"]
@@ -297,7 +297,7 @@ def test_the_brokers_death_lets_streams_go(new_site: Callable[..., Site]) -> Non
     """Its workers die with it; what was enqueued is lost, and the next call says so."""
     site = new_site()
     site.connect()
-    x = randn(1 << 14)
+    x = randn(SLOW)
     lz.gelu(x, approximate="tanh")
     pid = site.broker_pid
     assert pid is not None
@@ -318,7 +318,7 @@ def test_a_clients_death_harms_nobody(connected: Site) -> None:
     other = connected.python(
         "import torch\n"
         "lz.connect()\n"
-        "x = torch.ones(1 << 20, device='cuda')\n"
+        "x = torch.ones(4099, device='cuda')\n"
         "lz.gelu(x, approximate='tanh')\n"
         "torch.cuda._sleep(2_000_000_000)\n"
         "for _ in range(5): lz.gelu(x, approximate='tanh')\n"
