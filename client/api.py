@@ -17,7 +17,7 @@ from layerzero.client import arena as arenas
 from layerzero.client import ops, overlay, start
 from layerzero.client.arrays import CPU, Array, copy_into, describe, wrap
 from layerzero.client.call import Request, Submitted
-from layerzero.client.gpu_arrays import is_on_gpu, new_like
+from layerzero.client.gpu_arrays import give, is_on_gpu, new_like
 from layerzero.client.gpu_calls import Enqueued
 from layerzero.client.record import Record
 from layerzero.client.report import SelectionReport
@@ -252,7 +252,7 @@ def empty_like(array: Any) -> Any:
     """As `empty`, of the shape, dtype and kind of `array`."""
     like = describe(array)
     if like.device != CPU:
-        return new_like(like, TensorSpec.contiguous(like.spec.dtype, like.spec.shape))[0]
+        return give(like, new_like(like, TensorSpec.contiguous(like.spec.dtype, like.spec.shape))[0])
     return _fresh(TensorSpec.contiguous(like.spec.dtype, like.spec.shape), like)[0]
 
 

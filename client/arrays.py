@@ -170,6 +170,7 @@ def _find_reader(obj: Any) -> Callable[[Any], Array]:
         return _READERS.get(type(obj), _describe_numpy_like)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(obj, getattr(cupy, "ndarray", ())):
+        _READERS[cupy.ndarray] = _describe_cupy
         return _describe_cupy
     if hasattr(type(obj), "__dlpack__"):
         return _describe_dlpack
@@ -285,13 +286,19 @@ def _numpy_name(dtype: Any) -> str:
 
 
 def _describe_cupy(array: Any) -> Array:
-    spec, needs_copy = _from_bytes_strides(_numpy_name(array.dtype), array.shape, array.strides)
-    owner = sys.modules["cupy"].ascontiguousarray(array) if needs_copy else array
+    key = (array.dtype, array.shape, array.strides)
+    spec, needs_copy, owner = _SPECS.get(key), False, array
+    if spec is None:
+        spec, needs_copy = _from_bytes_strides(_numpy_name(array.dtype), array.shape, array.strides)
+        if needs_copy:
+            owner = sys.modules["cupy"].ascontiguousarray(array)
+        else:
+            _remember(key, spec)
     return Array("cupy", spec, owner.data.ptr, array, owner, needs_copy=needs_copy, device=array.device.id)
 
 
 def _describe_dlpack(obj: Any) -> Array:
-    if _array_namespace(obj) is None:
+    if array_namespace(obj) is None:
         raise InvalidArgument(
             f"{type(obj).__module__}.{type(obj).__qualname__} has DLPack but no __array_namespace__ to make the result "
             "with; pass a NumPy view (numpy.from_dlpack) or a torch tensor (torch.from_dlpack)"
@@ -303,9 +310,8 @@ def _describe_dlpack(obj: Any) -> Array:
     _check_ndim(len(view.shape))
     size = ITEMSIZE[view.dtype]
     spec, needs_copy = _from_bytes_strides(view.dtype, view.shape, tuple(s * size for s in view.strides))
-    return Array(
-        "dlpack", spec, view.address, obj, view, False, not view.is_read_only, needs_copy or bool(view.address % size)
-    )
+    needs_copy = needs_copy or bool(view.address % size)
+    return Array("dlpack", spec, view.address, obj, view, False, not view.is_read_only, needs_copy, view.device)
 
 
 def _describe_buffer(obj: Any) -> Array:
@@ -456,7 +462,8 @@ def _array_type(nbytes: int) -> type[ctypes.Array[c_char]]:
     return c_char * nbytes
 
 
-def _array_namespace(obj: Any) -> Any:
+def array_namespace(obj: Any) -> Any:
+    """The library's functions by the array API's names, or None."""
     get = getattr(type(obj), "__array_namespace__", None)
     return None if get is None else get(obj)
 
@@ -466,7 +473,7 @@ def _wrap_dlpack(memory: memoryview, spec: TensorSpec, like: Any) -> Any:
     if library == "mlx":  # copies whatever it is given, and knows no bfloat16 from outside
         return _mlx_array(memory, spec)
     view = _numpy_view(memory, spec)
-    namespace = _array_namespace(like)
+    namespace = array_namespace(like)
     if spec.dtype == "bfloat16":  # NumPy does not export it
         return namespace.asarray(view)
     return namespace.from_dlpack(view)

@@ -1,4 +1,4 @@
-"""Reads a DLPack capsule with ctypes, so that arrays of any library can be taken without importing it.
+"""DLPack capsules by ctypes: arrays of any library are taken, and memory on a GPU is given, without importing it.
 
 Layout and ownership rules: https://dmlc.github.io/dlpack/latest/c_api.html and .../python_spec.html, versions 0 and 1.
 """
@@ -6,6 +6,7 @@ Layout and ownership rules: https://dmlc.github.io/dlpack/latest/c_api.html and 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p, py_object
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from layerzero.ipc.tensors import contiguous_strides
 
 _MAX_MAJOR = 1
 _READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
-_CPU, _CUDA_HOST = 1, 3
+_CPU, CUDA, _CUDA_HOST = 1, 2, 3
+_ON_CPU = -1  # as DLPackView.device
 _DEVICES = {_CPU: "cpu", 2: "cuda", _CUDA_HOST: "cuda pinned host", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm",
             11: "rocm pinned host", 13: "cuda managed", 14: "oneapi"}  # fmt: skip
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
@@ -85,8 +87,8 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class DLPackView:
-    """CPU memory of another library. `address` is that of the first element; strides are in elements and may be
-    negative. The memory is valid while `owner` lives."""
+    """Memory of another library. `address` is that of the first element; strides are in elements and may be negative.
+    The memory is valid while `owner` lives. `device`: the ordinal of a GPU, or -1."""
 
     address: int
     dtype: str
@@ -94,21 +96,23 @@ class DLPackView:
     strides: tuple[int, ...]
     is_read_only: bool
     owner: Owner
+    device: int = _ON_CPU
 
 
-def read_dlpack(obj: Any) -> DLPackView:
-    """Take the tensor that `obj` exports. Raises InvalidArgument when it is not plain numbers in CPU memory."""
+def read_dlpack(obj: Any, stream: int | None = None) -> DLPackView:
+    """Take the tensor that `obj` exports. On a GPU its contents are there for work of `stream`, a CUDA handle; None: of
+    the default stream. Raises InvalidArgument when it is not plain numbers in the memory of the CPU or an NVIDIA GPU.
+    """
     what = f"{type(obj).__module__}.{type(obj).__qualname__}"
     try:
         device = int(obj.__dlpack_device__()[0])
     except Exception as exc:  # each library raises its own: a tracer has no memory, a sharded array has several
         raise InvalidArgument(
-            f"{what} has no memory to read ({type(exc).__name__}: {exc!s:.200}); "
-            "pass a concrete array on one CPU device"
+            f"{what} has no memory to read ({type(exc).__name__}: {exc!s:.200}); pass a concrete array on one device"
         ) from exc
     _check_device(what, device)
     try:
-        capsule = _export(obj)
+        capsule = _export(obj, stream)
     except Exception as exc:
         raise InvalidArgument(
             f"{what} cannot be exported by DLPack ({type(exc).__name__}: {exc!s:.200}); "
@@ -117,11 +121,12 @@ def read_dlpack(obj: Any) -> DLPackView:
     return _take(capsule, what)
 
 
-def _export(obj: Any) -> object:
+def _export(obj: Any, stream: int | None) -> object:
+    options = {} if stream is None else {"stream": stream}
     try:
-        return obj.__dlpack__(max_version=(_MAX_MAJOR, 0))
+        return obj.__dlpack__(max_version=(_MAX_MAJOR, 0), **options)
     except TypeError:  # a producer from before version 1 knows no such argument
-        return obj.__dlpack__()
+        return obj.__dlpack__(**options)
 
 
 def _take(capsule: object, what: str) -> DLPackView:
@@ -154,12 +159,62 @@ def _take(capsule: object, what: str) -> DLPackView:
         )
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
-    return DLPackView((tensor.data or 0) + tensor.byte_offset, dtype, shape, strides, is_read_only, owner)
+    ordinal = tensor.device_id if tensor.device_type == CUDA else _ON_CPU
+    return DLPackView((tensor.data or 0) + tensor.byte_offset, dtype, shape, strides, is_read_only, owner, ordinal)
 
 
 def _check_device(what: str, device: int) -> None:
-    if device not in (_CPU, _CUDA_HOST):
+    if device not in (_CPU, CUDA, _CUDA_HOST):
         raise InvalidArgument(
-            f"{what} is on DLPack device {_DEVICES.get(device, 'unknown')} ({device}); allowed: cpu (1), "
+            f"{what} is on DLPack device {_DEVICES.get(device, 'unknown')} ({device}); allowed: cpu (1), cuda (2), "
             "cuda pinned host (3); move it to the CPU first"
         )
+
+
+class GpuExport:
+    """Memory on a GPU, for a library that takes DLPack. Contiguous; `hold` is let go of once nobody uses it."""
+
+    def __init__(
+        self,
+        address: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        device: int,
+        ready: Callable[[int | None], None],
+        hold: Any,
+    ) -> None:
+        """`ready(stream)`: make the consumer's stream wait for the contents."""
+        self._device, self._ready = device, ready
+        extents = (c_int64 * max(len(shape), 1))(*shape)
+        steps = (c_int64 * max(len(shape), 1))(*contiguous_strides(shape))
+        managed = _Managed()
+        code, bits = next(key for key, name in _DTYPES.items() if name == dtype)
+        tensor = managed.tensor
+        tensor.data, tensor.device_type, tensor.device_id, tensor.ndim = address, CUDA, device, len(shape)
+        tensor.code, tensor.bits, tensor.lanes, tensor.byte_offset = code, bits, 1, 0
+        tensor.shape = ctypes.cast(extents, POINTER(c_int64))
+        tensor.strides = ctypes.cast(steps, POINTER(c_int64))
+        managed.deleter = ctypes.cast(_let_go, c_void_p).value
+        self._managed = managed
+        self._exported = (managed, extents, steps, hold)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CUDA, self._device)
+
+    def __dlpack__(self, *, stream: int | None = None, **_: object) -> object:
+        """Once: the memory then belongs to whoever takes the capsule."""
+        self._ready(stream)
+        address = ctypes.addressof(self._managed)
+        _exports[address] = self._exported
+        return _new_capsule(address, _NAME, None)
+
+
+_exports: dict[int, Any] = {}  # what foreign libraries hold, by the address of its DLManagedTensor
+_new_capsule = ctypes.PYFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", ctypes.pythonapi))
+
+
+def _forget(address: int) -> None:
+    _exports.pop(address, None)
+
+
+_let_go = ctypes.CFUNCTYPE(None, c_void_p)(_forget)  # takes the GIL, which XLA's threads do not hold

@@ -1,4 +1,4 @@
-"""Arrays of torch and CuPy on a GPU: the stream that their library works on, and new ones for results."""
+"""Arrays of torch, CuPy and JAX on a GPU: the stream that their library works on, and new ones for results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero.client.arrays import CPU, Array
+from layerzero.client.arrays import CPU, Array, array_namespace
+from layerzero.client.dlpack import CUDA, GpuExport
+from layerzero.client.gpu_memory import GpuMemory, memory_of
+from layerzero.ipc.cuda_memory import Block
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
@@ -28,7 +31,14 @@ def device_of(op: str, arrays: Sequence[Array | None], out: Array | None) -> int
 
 def is_on_gpu(args: Sequence[Any]) -> bool:
     """Whether one of these arguments is an array on a GPU."""
-    return any(getattr(arg, "is_cuda", False) is True or type(arg).__module__ == "cupy" for arg in args)
+    return any(_is_gpu_array(arg) for arg in args)
+
+
+def _is_gpu_array(arg: Any) -> bool:
+    if getattr(arg, "is_cuda", False) is True or type(arg).__module__ == "cupy":
+        return True
+    device = getattr(arg, "__dlpack_device__", None)
+    return type(arg).__module__.startswith("jax") and device is not None and int(device()[0]) == CUDA
 
 
 def device_name(device: int) -> str:
@@ -38,6 +48,8 @@ def device_name(device: int) -> str:
 
 def current_stream(array: Array) -> int:
     """The stream, as a CUDA handle, that this thread's work on arrays of this kind goes to."""
+    if array.kind == "dlpack":  # JAX has streams of its own, of which nothing is known outside
+        return memory_of(array.device).own_stream()
     if array.kind == "torch":
         torch = sys.modules["torch"]
         raw = getattr(
@@ -49,7 +61,14 @@ def current_stream(array: Array) -> int:
 
 
 def new_like(array: Array, spec: TensorSpec) -> tuple[Any, int]:
-    """An array of the same kind, on the same GPU, contents undefined; and the address of its first element."""
+    """An array of the same kind, on the same GPU, contents undefined; and the address of its first element.
+
+    `give` makes it the caller's once the work that fills it is enqueued.
+    """
+    if array.kind == "dlpack":
+        memory = memory_of(array.device)
+        block = memory.pool("ipc").take(spec.span_bytes, memory.own_stream())
+        return _Lent(memory, block, spec), block.address
     if array.kind == "torch":
         torch = sys.modules["torch"]
         device, dtype = torch.device("cuda", array.device), getattr(torch, spec.dtype)
@@ -62,3 +81,37 @@ def new_like(array: Array, spec: TensorSpec) -> tuple[Any, int]:
     strides = tuple(step * spec.itemsize for step in spec.strides)
     made = cupy.ndarray(spec.shape, dtype, memptr=flat.data, strides=strides)
     return made, made.data.ptr
+
+
+def give(array: Array, made: Any) -> Any:
+    """What the caller gets of `new_like`."""
+    if not isinstance(made, _Lent):
+        return made
+    memory, spec = made.memory, made.spec
+    stream = memory.own_stream()
+
+    def ready(consumer: int | None) -> None:
+        driver = memory.context.driver
+        with memory.context:
+            if consumer is None:
+                driver.synchronize_stream(stream)
+            elif consumer >= 0:
+                event = driver.create_event()
+                driver.record_event(event, stream)
+                driver.wait_event(consumer, event)
+                driver.destroy_event(event)
+
+    export = GpuExport(made.block.address, spec.dtype, spec.shape, array.device, ready, made)
+    return array_namespace(array.obj).from_dlpack(export)
+
+
+class _Lent:
+    """A block of our own memory, for as long as a library's array needs it."""
+
+    def __init__(self, memory: GpuMemory, block: Block, spec: TensorSpec) -> None:
+        if not spec.is_contiguous:
+            raise InvalidArgument(f"a result {spec} with strides {list(spec.strides)} cannot be such an array")
+        self.memory, self.block, self.spec = memory, block, spec
+
+    def __del__(self) -> None:
+        self.memory.pool("ipc").give(self.block)

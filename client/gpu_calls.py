@@ -14,7 +14,7 @@ from layerzero.client import overlay
 from layerzero.client.arrays import Array
 from layerzero.client.call import Request, Route, error_of, microseconds, overlap, refuse_gradients
 from layerzero.client.gpu import Gpu
-from layerzero.client.gpu_arrays import current_stream, new_like
+from layerzero.client.gpu_arrays import current_stream, give, new_like
 from layerzero.client.gpu_memory import Place, memory_of
 from layerzero.client.link import Link, Pending
 from layerzero.client.overlay import Overlay
@@ -157,7 +157,7 @@ class GpuCalls:
                 return self._run(request, arrays, out, start_ns, gpu, stream, like)
         enqueued.end_ns = time.perf_counter_ns()
         self._session.note(enqueued)
-        return result
+        return result if out is not None else give(like, result)
 
     # --- memory
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import secrets
+import threading
 from typing import NamedTuple
 
 from layerzero.ipc import cuda, cuda_order
@@ -34,6 +35,7 @@ class GpuMemory:
         self.in_place = InPlace(self.context, self.client, self.numbers)
         self.why_no_memops = cuda_order.probe(self.context)
         self._pools: dict[str, Pool] = {}
+        self._own = threading.local()
 
     def pool(self, rung: str) -> Pool:
         """Memory of the kind that a rung needs."""
@@ -42,6 +44,14 @@ class GpuMemory:
         if pool is None:
             pool = self._pools[kind] = Pool(self.context, self.client, self.numbers, kind=kind)
         return pool
+
+    def own_stream(self) -> int:
+        """A stream of this thread's, for arrays whose library shows none."""
+        stream: int | None = getattr(self._own, "stream", None)
+        if stream is None:
+            with self.context:
+                stream = self._own.stream = self.context.driver.create_stream()
+        return stream
 
     def find(self, address: int, nbytes: int, rung: str) -> tuple[Arena, int] | str:
         """The arena that these bytes lie in, and where; or why they must be copied. Needs a current context."""

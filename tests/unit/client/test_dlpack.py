@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerzero.client.dlpack import DLPackView, read_dlpack
+from layerzero.client.dlpack import DLPackView, GpuExport, read_dlpack
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.tensors import ITEMSIZE
 
@@ -151,7 +151,7 @@ def test_a_capsule_is_taken_once(version: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (poke(VERSIONED_DEVICE, ctypes.c_int32, 2), r"DLPack device cuda \(2\); allowed: cpu \(1\)"),
+        (poke(VERSIONED_DEVICE, ctypes.c_int32, 7), r"DLPack device vulkan \(7\); allowed: cpu \(1\), cuda \(2\)"),
         (poke(VERSIONED_DEVICE, ctypes.c_int32, 99), r"DLPack device unknown \(99\)"),
         (poke(VERSIONED_CODE, ctypes.c_uint8, 5), "code 5, 64 bits, 1 lanes"),
         (poke(VERSIONED_CODE, ctypes.c_uint8, 4), "code 4, 64 bits"),
@@ -179,18 +179,42 @@ def test_pinned_host_memory_is_cpu_memory() -> None:
 def test_arrays_on_other_devices_are_refused_before_export() -> None:
     """An export may synchronise the device or copy."""
 
-    class OnCuda(Producer):
+    class OnVulkan(Producer):
         def __dlpack_device__(self) -> tuple[int, int]:
-            return (2, 0)
+            return (7, 0)
 
         def __dlpack__(self, **_: Any) -> object:
             raise AssertionError("exported")
 
-    with pytest.raises(InvalidArgument, match=r"device cuda \(2\); .*move it to the CPU"):
-        read_dlpack(OnCuda(None, version=None))
+    with pytest.raises(InvalidArgument, match=r"device vulkan \(7\); .*move it to the CPU"):
+        read_dlpack(OnVulkan(None, version=None))
 
 
 def test_errors_of_the_producer_are_passed_on() -> None:
     """The library knows best why it cannot export."""
     with pytest.raises(InvalidArgument, match=r"cannot be exported by DLPack \(BufferError"):
         read_dlpack(np.zeros(2, "datetime64[s]"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+@pytest.mark.parametrize("shape", [(3, 4), (), (0, 2)])
+def test_exported_memory_is_read_back_and_let_go_of(dtype: str, shape: tuple[int, ...]) -> None:
+    """JAX takes a GPU's memory so, and says when it needs it no more."""
+
+    class Hold:
+        pass
+
+    hold, streams = Hold(), []
+    is_gone = weakref.ref(hold)
+    export = GpuExport(0x7F00_0000_0100, dtype, shape, 3, streams.append, hold)
+    del hold
+    assert export.__dlpack_device__() == (2, 3)
+    view = read_dlpack(export, stream=77)
+    assert (view.address, view.dtype, view.shape, view.device) == (0x7F00_0000_0100, dtype, shape, 3)
+    assert streams == [77]
+    del export
+    gc.collect()
+    assert is_gone() is not None
+    del view
+    gc.collect()
+    assert is_gone() is None
