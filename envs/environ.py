@@ -14,7 +14,14 @@ _PASSED_PREFIXES = ("LC_", "XDG_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_",
 # A tenth of a millisecond is kept where the runtime allows (libgomp, which torch has): without it the threads of one
 # kernel wait for each other asleep, and were at times put on one core (silu on 16 MiB and two
 # threads: 0.6 or 0.9 ms without, 0.6 ms with).
-_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
+# A GPU worker has a stream for each stream of its clients, which may all wait for words: streams that share one of the
+# GPU's connections, 8 by default, hold each other up.
+_DEFAULTS = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "10000",
+    "KMP_BLOCKTIME": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
 # Set by the shell or by our own start; they would lead another interpreter to the wrong modules.
 _PYTHON_STATE = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"})
 

@@ -6,7 +6,7 @@ Source: cuda.h of CUDA 13.0, functions in the versions of their ABI that CUDA 12
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
 IPC_HANDLE_BYTES = 64
 
@@ -111,6 +111,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
+    "cuEventElapsedTime": (POINTER(c_float), c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),

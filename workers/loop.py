@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
@@ -21,17 +20,30 @@ import zmq
 from layerzero.ipc import control, lane, memory, messages, sockets, wire
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.ops import OPS
+from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import HEADER_BYTES, NO_ARENA, REF_BYTES, Header, Kind
+from layerzero.ipc.wire import HAS_TURN, HEADER_BYTES, NO_ARENA, REF_BYTES, TURN, TURN_BYTES, Header, Kind
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.failpoint import Failpoints
+from layerzero.workers.gpu import Gpus
+from layerzero.workers.gpu_plan import Plan
 from layerzero.workers.lanes import Lane, Lanes
-from layerzero.workers.provider import Bind, Block, Bound, Call
+from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
 IDLE, MAPPED, EXECUTING, WRITTEN = range(4)
 MAX_BOUND = 64  # sets of blocks kept bound per signature
 CONTROL_TIMEOUT_S = 10.0
+FINISH_PAUSE_S = 0.001
 HWM = 4096
+_CONTROL = (
+    messages.MapArena,
+    messages.UnmapArena,
+    messages.MapLane,
+    messages.UnmapLane,
+    messages.MapGpu,
+    messages.UnmapGpu,
+    messages.MapGpuArena,
+)
 _NOBLOCK, _RUN, _RAN = int(zmq.NOBLOCK), int(Kind.RUN), int(Kind.RAN)  # enums are slow
 
 
@@ -49,6 +61,7 @@ class _Prepared:
     call: Call
     bind: Bind
     is_sized: bool
+    gpu: Plan | None  # of a call on a GPU
     bound: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
 
 
@@ -71,7 +84,7 @@ def serve(config: BootConfig) -> int:
     ready = messages.Ready(versions=dict(loaded.versions), kernels=sorted(loaded.kernels))
     dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
     try:
-        _Loop(dealer, sock, page, loaded.kernels, Failpoints(config.failpoints)).run()
+        _Loop(dealer, sock, page, loaded, Failpoints(config.failpoints)).run()
     finally:
         dealer.close()
         context.term()
@@ -84,18 +97,19 @@ class _Loop:
         dealer: zmq.Socket[bytes],
         sock: socket.socket,
         page: memory.ControlPage,
-        kernels: Mapping[str, Bind],
+        loaded: Loaded,
         failpoints: Failpoints,
     ) -> None:
         self._dealer = dealer
         self._control = sock
         self._page = page
-        self._kernels = kernels
+        self._kernels = loaded.kernels
         self._failpoints = failpoints
         self._arenas: dict[tuple[int, int], _Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
         self._lanes = Lanes(self._poll)
+        self._gpus = Gpus(loaded.on_stream, self._hear)
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""
@@ -112,17 +126,19 @@ class _Loop:
                 elif header.kind == Kind.PREPARE:
                     self._prepare(header.route, frame[HEADER_BYTES:])
                 elif header.kind == Kind.DROP:
-                    self._prepared.pop(header.route, None)
-                    self._lanes.forget_ready()
+                    self._drop(header.route)
                 elif header.kind == Kind.ALLOW:
                     self._lanes.allow(header.aux, header.route)
                 elif header.kind == Kind.STOP:
+                    self._finish()
                     return
                 else:
                     raise ProtocolError(f"a worker does not take kind {header.kind}")
                 if self._lanes:  # they take turns with the broker's calls
                     self._serve_lanes(poll.poll(0))
-            events = poll.poll()
+                self._gpus.watch_if_due()
+            events = poll.poll(self._gpus.timeout_ms)
+            self._gpus.watch_if_due()
             self._serve_lanes(events)
             if any(fd == control_fd for fd, _ in events):
                 try:
@@ -130,12 +146,30 @@ class _Loop:
                 except control.Closed:
                     return
 
+    def _finish(self) -> None:
+        """Wait for what was enqueued on GPUs; not for longer than the broker does."""
+        while self._gpus.is_busy:
+            try:
+                if select.select([self._control], [], [], FINISH_PAUSE_S)[0]:
+                    self._take_control()
+            except control.Closed:
+                return
+            self._gpus.watch()
+
     def _prepare(self, route: int, body: bytes) -> None:
         message = messages.decode(body, messages.Prepare)
         inputs = tuple(None if i is None else TensorSpec.from_wire(i) for i in message.inputs)
         outputs = tuple(TensorSpec.from_wire(o) for o in message.outputs)
         call = Call(message.op, message.kernel_id, inputs, outputs, message.attrs)
-        self._prepared[route] = _Prepared(call, self._kernels[message.kernel_id], OPS[message.op].sized_output)
+        bind = self._kernels[message.kernel_id]
+        plan = Plan(call, bind, message.device) if message.device else None
+        self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, plan)
+
+    def _drop(self, route: int) -> None:
+        prepared = self._prepared.pop(route, None)
+        if prepared is not None and prepared.gpu is not None:
+            self._gpus.drop(prepared.gpu)
+        self._lanes.forget_ready()
 
     def _run(self, header: Header, body: bytes) -> None:
         dispatch, fault = header.seq, ""
@@ -143,11 +177,15 @@ class _Loop:
         try:
             if self._failpoints:
                 self._failpoints.hit("received")
-            bound = self._bound(header.route, header.aux, body)
-            elapsed_ns, result, fault = self._call(dispatch, bound)
+            if header.flags & HAS_TURN:
+                elapsed_ns, result, fault = self._call_on_gpu(header, body)
+            else:
+                bound = self._bound(header.route, header.aux, body)
+                elapsed_ns, result, fault = self._call(dispatch, bound)
             said = b"" if result is None else msgpack.packb(result)
             reply = wire.pack(_RAN, seq=dispatch, attempt=header.attempt, time=elapsed_ns, body=said)
         except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
+            self._gpus.check(exc)
             body = _error_body(exc)
             reply = wire.pack(Kind.RAISED, seq=dispatch, attempt=header.attempt, body=body)
         if fault:
@@ -182,6 +220,22 @@ class _Loop:
         elapsed_ns = time.perf_counter_ns() - start_ns
         page.write(dispatch, WRITTEN)
         return elapsed_ns, result, failpoints.hit("written") if failpoints else ""
+
+    def _call_on_gpu(self, header: Header, body: bytes) -> tuple[int, Any, str]:
+        """Enqueue a call; what `_call` returns, with the time of an earlier run."""
+        page, failpoints, plan = self._page, self._failpoints, self._prepared[header.route].gpu
+        if plan is None or len(body) < TURN_BYTES:
+            raise ProtocolError(
+                f"a call with a turn on plan {header.route}, which is not on a GPU, or without its bytes"
+            )
+        task = self._gpus.task(plan, header.aux, body[:-TURN_BYTES])
+        turn = Turn._make(TURN.unpack_from(body, len(body) - TURN_BYTES))
+        if failpoints:
+            failpoints.hit("mapped")
+        page.write(header.seq, EXECUTING)
+        outcome = self._gpus.run(plan, task, header.aux, turn, failpoints)
+        page.write(header.seq, WRITTEN)
+        return outcome
 
     def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
         """One call of each lane that has one."""
@@ -227,7 +281,7 @@ class _Loop:
 
     def _has_arenas(self, plan: int, rung: Lane, body: bytes) -> bool:
         prepared = self._prepared.get(plan)
-        if prepared is None:
+        if prepared is None or prepared.gpu is not None:
             return False
         count = len(prepared.call.inputs) + len(prepared.call.outputs)
         if len(body) != count * REF_BYTES:
@@ -237,6 +291,8 @@ class _Loop:
 
     def _bind(self, prepared: _Prepared, client: int, body: bytes) -> Bound:
         call = prepared.call
+        if prepared.gpu is not None:
+            raise ProtocolError(f"a call on {prepared.gpu.gpu} has no turn")
         refs = wire.unpack_refs(body, len(call.inputs) + len(call.outputs))
         inputs: list[Block | None] = []
         for spec, ref in zip(call.inputs, refs, strict=False):
@@ -266,33 +322,52 @@ class _Loop:
         view = arena.write if writable else arena.read
         return Block(view[ref.offset : ref.offset + ref.nbytes], spec)
 
+    def _hear(self, *, waits: bool) -> bool:
+        """Take a message from the control socket; whether there was one. Without `waits` only one that is there."""
+        if not waits and not select.select([self._control], [], [], 0)[0]:
+            return False
+        self._take_control()
+        return True
+
     def _take_control(self) -> None:
         """Take one message from the control socket; waits for it."""
-        message, fds = control.receive(
-            self._control, messages.MapArena, messages.UnmapArena, messages.MapLane, messages.UnmapLane
-        )
+        message, fds = control.receive(self._control, *_CONTROL)
         if isinstance(message, messages.MapLane):
             self._lanes.open(message.lane, message.client, fds)
         elif isinstance(message, messages.UnmapLane):
             self._lanes.close(message.lane)
         elif isinstance(message, messages.MapArena):
-            fd = fds[0]
-            nbytes = message.nbytes
-            try:
-                read: mmap = memory.map_fd(fd, nbytes, writable=False, populate=True)
-                write: mmap = memory.map_fd(fd, nbytes, writable=True, populate=True)
-                arena = _Arena(nbytes, memoryview(read), memoryview(write))
-            except (OSError, ValueError) as exc:  # no memory, too many maps: calls that use it fail, the worker lives
-                print(f"cannot map an arena of {nbytes} bytes: {exc}", file=sys.stderr)
-                arena = _Arena(0, memoryview(b""), memoryview(b""))
-            finally:
-                os.close(fd)
-            self._arenas[message.client, message.arena] = arena
+            self._arenas[message.client, message.arena] = _map_arena(fds[0], message.nbytes)
         elif isinstance(message, messages.UnmapArena):
-            self._arenas.pop((message.client, message.arena), None)
-            for prepared in self._prepared.values():  # views keep the maps alive
-                prepared.bound.clear()
-            self._lanes.forget_ready()
+            self._unmap_arena(message.client, message.arena)
+        elif isinstance(message, messages.MapGpu):
+            self._gpus.map_gpu(message, fds)
+        elif isinstance(message, messages.UnmapGpu):
+            self._gpus.unmap_gpu(message.client, message.gpu)
+        elif isinstance(message, messages.MapGpuArena):
+            self._gpus.map_arena(message, fds)
+
+    def _unmap_arena(self, client: int, arena: int) -> None:
+        if self._arenas.pop((client, arena), None) is None:
+            plans = [prepared.gpu for prepared in self._prepared.values() if prepared.gpu is not None]
+            self._gpus.unmap_arena(client, arena, plans)
+            return
+        for prepared in self._prepared.values():  # views keep the maps alive
+            prepared.bound.clear()
+        self._lanes.forget_ready()
+
+
+def _map_arena(fd: int, nbytes: int) -> _Arena:
+    """Takes the descriptor over."""
+    try:
+        read: mmap = memory.map_fd(fd, nbytes, writable=False, populate=True)
+        write: mmap = memory.map_fd(fd, nbytes, writable=True, populate=True)
+        return _Arena(nbytes, memoryview(read), memoryview(write))
+    except (OSError, ValueError) as exc:  # no memory, too many maps: calls that use it fail, the worker lives
+        print(f"cannot map an arena of {nbytes} bytes: {exc}", file=sys.stderr)
+        return _Arena(0, memoryview(b""), memoryview(b""))
+    finally:
+        os.close(fd)
 
 
 def _error_body(exc: Exception) -> bytes:

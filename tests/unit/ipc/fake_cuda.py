@@ -174,14 +174,27 @@ class FakeDriver:
     def destroy_stream(self, stream: int) -> None:
         pass
 
-    def create_event(self) -> int:
+    def create_event(self, *, is_timed: bool = False) -> int:
         return next(_ids)
+
+    def elapsed_ns(self, start: int, end: int) -> int:
+        assert {start, end} <= {*self.events}
+        return 1234
 
     def record_event(self, event: int, stream: int) -> None:
         self.events[event] = stream
 
+    def is_stream_idle(self, stream: int) -> bool:
+        return stream not in self.held
+
     def is_event_done(self, event: int) -> bool:
         return self.events[event] not in self.held
+
+    def copy_on_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        memory, offset = self._bytes(source, nbytes)
+        data = bytes(memory[offset : offset + nbytes])
+        memory, offset = self._bytes(target, nbytes)
+        memory[offset : offset + nbytes] = data
 
     def synchronize_event(self, event: int) -> None:
         assert self.events[event] not in self.held

@@ -1,0 +1,422 @@
+"""A worker's side of calls on GPUs (docs/protocol.md, section 13): clients' memory mapped, a stream for each of their
+lanes, kernels enqueued in order, and the end of the process when the GPU is lost. For the loop's thread alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+from layerzero.ipc import cuda, cuda_order, cuda_pair
+from layerzero.ipc.cuda import Context
+from layerzero.ipc.cuda_handles import STAGED, ArenaHandle, Key
+from layerzero.ipc.cuda_mappings import Mapping, Mappings
+from layerzero.ipc.cuda_order import WorkerOrder
+from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
+from layerzero.ipc.messages import MapGpu, MapGpuArena
+from layerzero.ipc.order import READY, Turn, index
+from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.wire import NO_ARENA, REF, REF_BYTES, Ref, unpack_refs
+from layerzero.workers.failpoint import Failpoints
+from layerzero.workers.gpu_plan import MAX_TASKS, Plan, Span, Task
+from layerzero.workers.provider import Block, DeviceMemory
+
+EXIT_CODE = 70  # of a worker whose GPU context is lost
+WATCH_S = 0.02  # how late a lost context may be noticed
+_PAUSE_S = 0.001  # how often to look for what is expected soon
+SETTLE_S = 1.0  # for what a failed kernel left on its stream
+MAX_GONE = 256  # clients that are remembered after they were unmapped
+
+OnStream = Callable[[int], AbstractContextManager[None]]
+
+
+@dataclass(eq=False)
+class Link:
+    """What a client has on a GPU: its order page, and a stream of ours for each lane of it."""
+
+    context: Context
+    order: WorkerOrder
+    offer: Key
+    streams: dict[int, int] = field(default_factory=dict)
+
+
+def end(reason: str) -> NoReturn:
+    """The process can do nothing more on its GPU; ending at once is what tells the broker."""
+    print(f"the worker ends: {reason}", file=sys.stderr, flush=True)
+    os._exit(EXIT_CODE)
+
+
+class Gpus:
+    """All that this process has on GPUs. Nothing of CUDA is loaded before a client of a GPU comes."""
+
+    def __init__(
+        self,
+        on_stream: OnStream | None,
+        hear: Callable[..., bool],
+        *,
+        load: Callable[[], cuda.Driver] = cuda.load,
+        end: Callable[[str], NoReturn] = end,
+    ) -> None:
+        """`on_stream`: Loaded.on_stream. `hear(waits=...)` takes one message from the control socket, which calls the
+        methods below; without `waits` only one that is there. Returns whether it did."""
+        self._on_stream = on_stream
+        self._hear = hear
+        self._load = load
+        self._end = end
+        self._contexts: dict[str, Context] = {}
+        self._setup: dict[str, int] = {}  # GPU -> stream on which kernels are bound
+        self._mappings = Mappings(self._context)
+        self._links: dict[tuple[int, str], Link | NoTransport] = {}
+        self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_GONE)
+        self._arenas: dict[tuple[int, int], Mapping | LayerZeroError] = {}
+        self._free: dict[str, list[int]] = {}  # GPU -> streams without a lane
+        self._busy: dict[int, Context] = {}  # streams that may have work, and theirs
+        self._retired: list[Link] = []
+        self._dropped: list[tuple[Context, list[int], Task]] = []  # kept until these events
+        self._watched_s = 0.0
+        self._is_untidy = False  # something is retired
+        self._excuses: dict[str, str] = {}  # GPU -> why streams cannot wait for words there, or ""
+
+    # What the broker says of clients
+
+    def map_gpu(self, message: MapGpu, fds: list[int]) -> None:
+        """Takes the descriptors over. A client that cannot be served is remembered with the reason."""
+        key = (message.client, message.gpu)
+        self.unmap_gpu(*key)
+        try:
+            self._links[key] = self._open_link(message, fds)
+        except NoTransport as exc:
+            print(f"client {message.client} cannot be served on {message.gpu}: {exc.message}", file=sys.stderr)
+            self._links[key] = exc
+
+    def unmap_gpu(self, client: int, gpu: str) -> None:
+        link = self._links.pop((client, gpu), None)
+        if link is None:
+            return
+        self._gone.append((client, gpu))
+        if isinstance(link, Link):
+            self._mappings.retire(link.offer, link.streams.values())
+            self._retired.append(link)
+            self._is_untidy = True
+        self.watch()
+
+    def map_arena(self, message: MapGpuArena, fds: list[int]) -> None:
+        """Takes the descriptor over. Calls on an arena that cannot be mapped fail with the reason."""
+        arena: Mapping | LayerZeroError
+        try:
+            handle = _own(ArenaHandle.from_wire(message.handle), message.client)
+            if handle.arena != message.arena or len(fds) != handle.has_fd:
+                raise ProtocolError(f"arena {message.arena} comes with {len(fds)} descriptors and {handle}")
+            arena = self._mappings.open(handle, fds.pop() if fds else None)
+        except (LayerZeroError, OSError) as exc:
+            self.check(exc)
+            arena = exc if isinstance(exc, CudaError) and exc.is_out_of_memory else _refusal(exc, message.handle)
+            print(f"cannot map arena {message.arena} of client {message.client}: {arena.message}", file=sys.stderr)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._arenas[message.client, message.arena] = arena
+
+    def unmap_arena(self, client: int, arena: int, plans: Iterable[Plan]) -> None:
+        """It is unmapped when nothing that was enqueued uses it any more. Not a GPU's: nothing happens."""
+        mapping = self._arenas.pop((client, arena), None)
+        if mapping is None:
+            return
+        for plan in plans:
+            for key in [key for key in plan.tasks if key[0] == client and _names(key[1], arena)]:
+                self._drop(plan.gpu, plan.tasks.pop(key))
+        if isinstance(mapping, Mapping):
+            self._mappings.retire(mapping.handle.key, self._busy_on(mapping.context))
+            self._is_untidy = True
+        self.watch()
+
+    def drop(self, plan: Plan) -> None:
+        """A plan is no longer used."""
+        for task in plan.tasks.values():
+            self._drop(plan.gpu, task)
+        plan.tasks.clear()
+        if plan.gpu in self._contexts:
+            with self._contexts[plan.gpu] as context:
+                plan.clock.close(context.driver)
+
+    # Calls
+
+    def task(self, plan: Plan, client: int, refs: bytes) -> Task:
+        """The plan's kernel bound to these references. Leaves nothing on any lane's stream.
+
+        Raises NoTransport for a client whose memory does not reach this process, and what the provider raises.
+        """
+        self._link(client, plan.gpu)
+        key = (client, refs)
+        task = plan.tasks.get(key)
+        if task is None:
+            task = self._bind(plan, client, refs)
+            if len(plan.tasks) >= MAX_TASKS:
+                self._drop(plan.gpu, plan.tasks.pop(next(iter(plan.tasks))))
+            plan.tasks[key] = task
+        return task
+
+    def run(self, plan: Plan, task: Task, client: int, turn: Turn, failpoints: Failpoints) -> tuple[int, Any, str]:
+        """Enqueue a call; returns before the GPU comes to it: (time of an earlier run in ns, 0 if none is new; what the
+        kernel returned; the fault that a failpoint wants in the answer).
+
+        When the kernel raises, this raises the same once the stream is through with what it left there. When that does
+        not come, or the GPU is lost, the process ends.
+        """
+        link = self._link(client, plan.gpu)
+        index(turn, READY)  # raises ProtocolError for a turn that is none
+        driver = link.context.driver
+        with link.context:
+            stream = self._stream(link, turn.lane)
+            elapsed_ns = plan.clock.read_ns(driver)
+            link.order.await_ready(stream, turn)
+            self._busy[stream] = link.context
+            try:
+                result, fault = self._enqueue(plan, task, link, turn, failpoints)
+            except Exception as exc:
+                self._settle(link, turn, exc)
+                if not is_out_of_memory(exc):
+                    raise
+                self.watch()
+                try:
+                    result, fault = self._enqueue(plan, task, link, turn, failpoints)
+                except Exception as again:
+                    self._settle(link, turn, again)
+                    raise
+        return elapsed_ns, result, fault
+
+    def check(self, error: BaseException) -> None:
+        """End the process when this error says that its GPU is lost."""
+        if isinstance(error, CudaError) and error.is_sticky:
+            self._end(error.message)
+
+    # What happens on its own
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._busy)
+
+    @property
+    def timeout_ms(self) -> int | None:
+        """For how long the loop may wait before it calls `watch_if_due`. None: until something comes."""
+        return int(self._period_s * 1000) if self._busy else None
+
+    @property
+    def _period_s(self) -> float:
+        """The driver unmaps in a moment without work only, and such moments are short."""
+        return _PAUSE_S if self._is_untidy else WATCH_S
+
+    def watch_if_due(self) -> None:
+        """`watch`, unless that was a moment ago."""
+        if self._busy and time.monotonic() - self._watched_s >= self._period_s:
+            self.watch()
+
+    def watch(self) -> None:
+        """See which streams are through, end the process when the GPU is lost, and let go of what nobody uses."""
+        self._watched_s = time.monotonic()
+        try:
+            for stream, context in list(self._busy.items()):
+                with context:
+                    if context.driver.is_stream_idle(stream):
+                        del self._busy[stream]
+            self._dropped = [dropped for dropped in self._dropped if not _is_over(*dropped)]
+            if self._is_untidy and not self._busy:  # the driver blocks who unmaps while a stream waits
+                self._tidy()
+        except CudaError as exc:
+            self.check(exc)
+            raise
+
+    def _tidy(self) -> None:
+        self._mappings.reap()
+        for link in self._retired:
+            link.order.close()
+            self._free.setdefault(link.context.gpu, []).extend(link.streams.values())
+        self._retired.clear()
+        self._is_untidy = False
+
+    # Clients
+
+    def _context(self, gpu: str) -> Context:
+        if self._on_stream is None:
+            raise NoTransport("the kernels of this backend compute on the CPU", rung="", reason="no GPU kernels")
+        if gpu not in self._contexts:
+            self._contexts[gpu] = Context(self._load(), gpu)
+        return self._contexts[gpu]
+
+    def _open_link(self, message: MapGpu, fds: list[int]) -> Link:
+        """Raises NoTransport."""
+        key: Key | None = None
+        try:
+            offer = cuda_pair.Offer.from_wire(message.offer)
+            handle = _own(offer.handle, message.client)
+            if handle.gpu != message.gpu or len(fds) != 1 + handle.has_fd:
+                raise ProtocolError(f"{message.gpu} comes with {len(fds)} descriptors and {handle}")
+            context = self._context(message.gpu)
+            if message.gpu not in self._excuses:
+                self._excuses[message.gpu] = cuda_order.probe(context)
+            if message.has_memops and self._excuses[message.gpu]:
+                raise ProtocolError(f"this worker's streams cannot wait for words: {self._excuses[message.gpu]}")
+            key = handle.key
+            memory = fds.pop() if handle.has_fd else None
+            cuda_pair.sign(self._mappings, replace(offer, handle=handle), memory, message.slot)
+            order = WorkerOrder(context, fds[0], has_memops=message.has_memops)
+            return Link(context, order, key)
+        except (LayerZeroError, OSError) as exc:
+            self.check(exc)
+            with contextlib.suppress(ProtocolError):
+                if key is not None:
+                    self._mappings.retire(key, ())
+                    self._is_untidy = True
+            raise _refusal(exc, message.offer.get("handle")) from exc
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _link(self, client: int, gpu: str) -> Link:
+        """Waits for a client that is not known yet: it was told of before its first RUN was sent, elsewhere."""
+        key = (client, gpu)
+        link = self._links.get(key)
+        while not isinstance(link, Link):
+            is_refused = link is not None or key in self._gone
+            if not self._hear(waits=not is_refused):
+                raise link or NoTransport(f"client {client} has taken its offer on {gpu} back", rung="", reason="gone")
+            link = self._links.get(key)
+        return link
+
+    def _stream(self, link: Link, lane: int) -> int:
+        stream = link.streams.get(lane)
+        if stream is None:
+            free = self._free.get(link.context.gpu)
+            stream = link.streams[lane] = free.pop() if free else link.context.driver.create_stream()
+        return stream
+
+    # Tasks
+
+    def _bind(self, plan: Plan, client: int, refs: bytes) -> Task:
+        call = plan.call
+        found = unpack_refs(refs, len(call.inputs) + len(call.outputs))
+        placed = [self._place(plan.gpu, client, spec, ref) for spec, ref in zip(call.inputs, found, strict=False)]
+        written = [
+            self._place(plan.gpu, client, spec, ref)
+            for spec, ref in zip(call.outputs, found[len(call.inputs) :], strict=True)
+        ]
+        outputs = [block for block, _ in written if block is not None]
+        assert self._on_stream is not None
+        with self._context(plan.gpu) as context:
+            setup = self._setup.get(plan.gpu) or self._setup.setdefault(plan.gpu, context.driver.create_stream())
+            with self._on_stream(setup):
+                bound = plan.bind(call, [block for block, _ in placed], outputs)
+            # What it made for itself is used on other streams.
+            context.driver.synchronize_stream(setup)
+        return Task(bound, _staged(span for _, span in placed), _staged(span for _, span in written))
+
+    def _place(self, gpu: str, client: int, spec: TensorSpec | None, ref: Ref) -> tuple[Block | None, Span | None]:
+        if spec is None:
+            return None, None
+        if ref.arena == NO_ARENA:
+            raise ProtocolError("a required tensor has no arena")
+        key = (client, ref.arena)
+        while key not in self._arenas:  # its descriptor was sent before this RUN
+            self._hear(waits=True)
+        mapping = self._arenas[key]
+        if not isinstance(mapping, Mapping):
+            raise mapping
+        if mapping.handle.gpu != gpu:
+            raise ProtocolError(f"arena {ref.arena} lies on {mapping.handle.gpu}; the call is on {gpu}")
+        if spec.span_bytes > ref.nbytes:
+            raise ProtocolError(f"{spec} spans {spec.span_bytes} bytes, the reference has {ref.nbytes}")
+        memory = DeviceMemory(mapping.at(ref.offset, ref.nbytes), ref.nbytes, mapping.context.ordinal)
+        return Block(memory, spec), (mapping, ref.offset, spec.span_bytes)
+
+    def _enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints) -> tuple[Any, str]:
+        assert self._on_stream is not None
+        driver, stream = link.context.driver, link.streams[turn.lane]
+        if failpoints:
+            failpoints.hit("executing")
+        for mapping, offset, nbytes in task.inputs:
+            mapping.collect(offset, nbytes, stream)
+        is_measured = plan.clock.start(driver, stream)
+        with self._on_stream(stream):
+            result = task.bound()
+        if is_measured:
+            plan.clock.stop(driver, stream)
+        for mapping, offset, nbytes in task.outputs:
+            mapping.publish(offset, nbytes, stream)
+        fault = failpoints.hit("written") if failpoints else ""
+        link.order.done(stream, turn)  # last: with it, no other worker may run the call
+        return result, fault
+
+    def _settle(self, link: Link, turn: Turn, error: Exception) -> None:
+        """Wait until what a failed kernel left on a stream is over: another worker will write to the same outputs."""
+        driver, stream = link.context.driver, link.streams[turn.lane]
+        self.check(error)
+        try:
+            event = driver.create_event()
+            driver.record_event(event, stream)
+            give_up_s = None
+            while not driver.is_event_done(event):
+                if give_up_s is None and link.order.page.is_ready(turn):
+                    give_up_s = time.monotonic() + SETTLE_S  # before, it waits for the client
+                elif give_up_s is not None and time.monotonic() > give_up_s:
+                    self._end(f"a stream is not through {SETTLE_S:g} s after its kernel raised {error!r:.500}")
+                time.sleep(_PAUSE_S)
+            driver.destroy_event(event)
+        except CudaError as exc:
+            self._end(f"{exc.message}, after its kernel raised {error!r:.500}")
+
+    def _drop(self, gpu: str, task: Task) -> None:
+        """Its workspace may be in use until what is enqueued now is over."""
+        context = self._contexts[gpu]
+        events = []
+        with context:
+            for stream in self._busy_on(context):
+                events.append(context.driver.create_event())
+                context.driver.record_event(events[-1], stream)
+        if events:
+            self._dropped.append((context, events, task))
+
+    def _busy_on(self, context: Context) -> list[int]:
+        return [stream for stream, its in self._busy.items() if its is context]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the GPU, by what libraries call it: ours, torch and CuPy by the class, JAX by the text."""
+    if isinstance(error, CudaError):
+        return error.is_out_of_memory
+    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _own(handle: ArenaHandle, client: int) -> ArenaHandle:
+    """Clients choose their own names; ours for them are different from each other."""
+    return replace(handle, client=str(client))
+
+
+def _refusal(error: Exception, handle: object) -> NoTransport:
+    if isinstance(error, NoTransport):
+        return error
+    rung = str(handle.get("rung", ""))[:40] if isinstance(handle, dict) else ""
+    reason = (error.message if isinstance(error, LayerZeroError) else str(error))[:1000]
+    return NoTransport(f"GPU memory does not reach the worker by {rung!r}: {reason}", rung=rung, reason=reason)
+
+
+def _names(refs: bytes, arena: int) -> bool:
+    return any(REF.unpack_from(refs, at)[0] == arena for at in range(0, len(refs), REF_BYTES))
+
+
+def _staged(spans: Iterable[Span | None]) -> tuple[Span, ...]:
+    return tuple(span for span in spans if span is not None and span[0].handle.rung in STAGED)
+
+
+def _is_over(context: Context, events: Sequence[int], _: Task) -> bool:
+    with context:
+        if not all(context.driver.is_event_done(event) for event in events):
+            return False
+        for event in events:
+            context.driver.destroy_event(event)
+    return True

@@ -1,0 +1,72 @@
+"""What a worker keeps of a call signature on a GPU: the kernel bound to sets of blocks, and how long it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from layerzero.ipc.cuda import Driver
+from layerzero.ipc.cuda_mappings import Mapping
+from layerzero.workers.provider import Bind, Bound, Call
+
+MAX_TASKS = 64  # of a plan
+_FIRST_RUNS, _EACH = 8, 32  # the runs that are measured
+
+Span = tuple[Mapping, int, int]  # offset and bytes within
+
+
+class Clock:
+    """The GPU's time of a plan's runs: the first ones and then each 32nd, one at a time. Needs the plan's context to be
+    current."""
+
+    def __init__(self) -> None:
+        self._runs = self._measured = 0
+        self._events: tuple[int, int] | None = None
+        self._is_open = False  # a run was measured that has not been read
+
+    def start(self, driver: Driver, stream: int) -> bool:
+        """Before a run. Returns whether it is measured; `stop` follows then, unless the run fails."""
+        self._runs += 1
+        if self._is_open or (self._measured >= _FIRST_RUNS and self._runs % _EACH):
+            return False
+        if self._events is None:
+            self._events = (driver.create_event(is_timed=True), driver.create_event(is_timed=True))
+        driver.record_event(self._events[0], stream)
+        return True
+
+    def stop(self, driver: Driver, stream: int) -> None:
+        if self._events is not None:
+            driver.record_event(self._events[1], stream)
+            self._is_open = True
+
+    def read_ns(self, driver: Driver) -> int:
+        """Of the measured run, once it is over; 0 when there is nothing new."""
+        if not self._is_open or self._events is None or not driver.is_event_done(self._events[1]):
+            return 0
+        self._is_open = False
+        self._measured += 1
+        return max(1, driver.elapsed_ns(*self._events))
+
+    def close(self, driver: Driver) -> None:
+        for event in self._events or ():
+            driver.destroy_event(event)
+        self._events, self._is_open = None, False
+
+
+@dataclass(eq=False)
+class Task:
+    """A kernel bound to blocks, and what is copied around each run because it lies in arenas that are not mapped."""
+
+    bound: Bound
+    inputs: tuple[Span, ...]
+    outputs: tuple[Span, ...]
+
+
+@dataclass(eq=False)
+class Plan:
+    """A call signature on a GPU. `tasks` are by client and references."""
+
+    call: Call
+    bind: Bind
+    gpu: str
+    tasks: dict[tuple[int, bytes], Task] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
