@@ -175,7 +175,9 @@ class FakeDriver:
         pass
 
     def create_event(self, *, is_timed: bool = False) -> int:
-        return next(_ids)
+        event = next(_ids)
+        self.events[event] = 0
+        return event
 
     def elapsed_ns(self, start: int, end: int) -> int:
         assert {start, end} <= {*self.events}
