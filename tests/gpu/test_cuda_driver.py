@@ -143,6 +143,35 @@ def test_stream_waits_for_the_event_of_another(driver: cuda.Driver, current: cud
     driver.host_unregister(start)
 
 
+def test_time_between_two_events_is_the_gpus(driver: cuda.Driver, current: cuda.Context) -> None:
+    """A wait for the CPU counts, since the stream stood still; events without time are refused."""
+    page = ctypes.create_string_buffer(8192)
+    start = -(-ctypes.addressof(page) // 4096) * 4096
+    word = driver.host_register(start, 4096)
+    stream = driver.create_stream()
+    first, second = driver.create_event(is_timed=True), driver.create_event(is_timed=True)
+    driver.record_event(first, stream)
+    driver.wait_value(stream, word, 1)
+    driver.record_event(second, stream)
+    assert not driver.is_event_done(second)
+    with pytest.raises(CudaError) as caught:
+        driver.elapsed_ns(first, second)
+    assert caught.value.number == cuda_abi.NOT_READY
+    threading.Event().wait(0.02)
+    ctypes.c_uint32.from_address(start).value = 1
+    finish(driver, stream)
+    assert 20_000_000 <= driver.elapsed_ns(first, second) < 10_000_000_000
+    plain = driver.create_event()
+    driver.record_event(plain, stream)
+    finish(driver, stream)
+    with pytest.raises(CudaError):
+        driver.elapsed_ns(first, plain)
+    for event in (first, second, plain):
+        driver.destroy_event(event)
+    driver.destroy_stream(stream)
+    driver.host_unregister(start)
+
+
 def test_captured_work_runs_at_each_launch(driver: cuda.Driver, current: cuda.Context) -> None:
     """And not before: what is captured is known by the capture's number."""
     stream, address = driver.create_stream(), driver.allocate(2 << 20)

@@ -1,0 +1,442 @@
+"""A worker process and its GPU, with the test in the place of its client and its broker."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+from tests.gpu.conftest import finish, load, store, until
+from tests.gpu.peer import PATIENCE_S, ROOT
+
+from layerzero.ipc import control, cuda, memory, messages, sockets, wire
+from layerzero.ipc.cuda_handles import RUNGS
+from layerzero.ipc.cuda_memory import Arena
+from layerzero.ipc.cuda_order import ClientOrder
+from layerzero.ipc.cuda_pair import Offer, Trial
+from layerzero.ipc.errors import LayerZeroError, from_wire
+from layerzero.ipc.order import LANES, MASK, Turn, create_page
+from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.wire import HEADER_BYTES, Header, Kind, Ref
+
+NBYTES = 64 << 10
+SPEC = TensorSpec.contiguous("uint8", (NBYTES,))
+PLANS = {"copy": 1, "raise": 2, "illegal": 3, "synchronize": 4}
+
+
+class Worker:
+    """A worker process, and the broker's end of its two connections."""
+
+    def __init__(self, folder: Path, gpu: str, failpoints: str = "") -> None:
+        self.log = folder / "log"
+        page = memory.create_memfd("page", memory.PAGE_BYTES)
+        self._context = zmq.Context()
+        self._router = sockets.bind_router(self._context, folder / "zmq", 4096)
+        self._router.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        with control.listen(folder / "control") as listener, self.log.open("wb") as log:
+            self.process = self._spawn(folder / "control", log.fileno(), failpoints)
+            listener.settimeout(PATIENCE_S)
+            self._control, _ = listener.accept()
+        self._control.settimeout(PATIENCE_S)
+        control.receive(self._control, messages.Hello)
+        self._identity = b"W" + secrets.token_bytes(16)
+        welcome = messages.Welcome(
+            protocol=wire.PROTOCOL, package="", broker="b", broker_pid=os.getpid(), endpoint=f"ipc://{folder / 'zmq'}",
+            identity=self._identity, number=1, max_in_flight=1024, timeout_s=30.0,
+        )  # fmt: skip
+        control.send(self._control, welcome, (page,))
+        os.close(page)
+        assert self.answer()[0].kind == Kind.READY
+        for name, plan in PLANS.items():
+            prepare = messages.Prepare(
+                op="silu", kernel_id=f"toy.{name}", inputs=[SPEC.to_wire()], outputs=[SPEC.to_wire()], attrs={},
+                device=gpu,
+            )  # fmt: skip
+            self._send(wire.pack(Kind.PREPARE, route=plan, body=messages.encode(prepare)))
+
+    @staticmethod
+    def _spawn(path: Path, log: int, failpoints: str) -> subprocess.Popen[bytes]:
+        boot = msgpack.packb({
+            "control_path": str(path), "ticket": b"", "provider": str(ROOT / "tests/gpu/backends/driver_toy.py"),
+            "backend": "toy", "parent_pid": os.getpid(), "package": "", "failpoints": failpoints,
+        })  # fmt: skip
+        fd = memory.create_memfd("boot", len(boot))
+        os.pwrite(fd, boot, 0)
+        python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *sys.path])
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", "layerzero.workers", "--boot-fd", str(fd)],
+                env={**os.environ, "PYTHONPATH": python_path, "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+                pass_fds=(fd,),
+                stdout=log,
+                stderr=log,
+            )
+        finally:
+            os.close(fd)
+
+    def _send(self, frame: bytes) -> None:
+        self._router.send_multipart([self._identity, frame])
+
+    def tell(self, message: messages.Message, *fds: int) -> None:
+        control.send(self._control, message, fds)
+
+    def run(self, dispatch: int, client: Client, turn: Turn, refs: bytes, kernel: str = "copy") -> None:
+        frame = wire.pack(
+            Kind.RUN, flags=wire.HAS_TURN, route=PLANS[kernel], seq=dispatch, attempt=1, aux=client.number,
+            body=refs + wire.TURN.pack(*turn),
+        )  # fmt: skip
+        self._send(frame)
+
+    def answer(self) -> tuple[Header, bytes]:
+        _, frame = self._router.recv_multipart()
+        return wire.unpack(frame), frame[HEADER_BYTES:]
+
+    def error(self) -> LayerZeroError:
+        header, body = self.answer()
+        assert header.kind == Kind.RAISED
+        return from_wire(msgpack.unpackb(body))
+
+    def is_silent(self) -> bool:
+        return self._router.poll(50) == 0
+
+    def stop(self) -> int:
+        self._send(wire.pack(Kind.STOP))
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+        self._control.close()
+        self._router.close(linger=0)
+        self._context.term()
+
+
+@dataclass
+class Client:
+    """A client's memory, order page and streams."""
+
+    context: cuda.Context
+    number: int
+    rung: str = "ipc"
+
+    def __post_init__(self) -> None:
+        self.driver = self.context.driver
+        kind = "vmm" if self.rung == "vmm" else "plain"
+        self.arena = Arena(self.context, "c", 1, 16 << 20, kind=kind)
+        self.trial = Trial(self.context, "c", 2, self.rung)
+        self.fd = create_page()
+        self.order = ClientOrder(self.context, self.fd, has_memops=True)
+        self.streams = [self.driver.create_stream() for _ in range(3)]
+        self._gates: list[Turn] = []
+
+    def join(self, worker: Worker, offer: Offer | None = None) -> None:
+        """As the broker does before the client's first call."""
+        offered = (offer or self.trial.offer).to_wire()
+        trial_fds = [] if self.trial.fd is None else [self.trial.fd]
+        gpu = messages.MapGpu(client=self.number, gpu=self.context.gpu, slot=7, has_memops=True, offer=offered)
+        worker.tell(gpu, self.fd, *trial_fds)
+        handle, fd = self.arena.offer(self.rung)
+        arena = messages.MapGpuArena(client=self.number, arena=1, handle=handle.to_wire())
+        worker.tell(arena, *(() if fd is None else (fd,)))
+
+    def refs(self, source: int, target: int) -> bytes:
+        return wire.pack_refs([Ref(1, 0, source * NBYTES, NBYTES), Ref(1, 0, target * NBYTES, NBYTES)])
+
+    def begin(self, lane: int = 0) -> Turn:
+        """What a call of the client enqueues; its stream goes on when somebody has written DONE."""
+        turn = self.order.begin(self.streams[lane])
+        self.order.await_done(self.streams[lane], turn)
+        return turn
+
+    def write(self, block: int, data: bytes, lane: int = 0) -> None:
+        store(self.driver, self.arena.address + block * NBYTES, data, self.streams[lane])
+        self.arena.publish(self.rung, block * NBYTES, len(data), self.streams[lane])
+
+    def read(self, block: int, lane: int = 0) -> bytes:
+        finish(self.driver, self.streams[lane])
+        self.arena.collect(self.rung, block * NBYTES, NBYTES, self.streams[lane])
+        return load(self.driver, self.arena.address + block * NBYTES, NBYTES, self.streams[lane])
+
+    def hold(self, lane: int = 0) -> Callable[[], None]:
+        """Keep a lane's stream from going on until the function that this returns is called."""
+        spare, event = self.streams[2], self.driver.create_event()
+        gate = self.order.begin(spare)
+        self.order.await_done(spare, gate)
+        self.driver.record_event(event, spare)
+        self.driver.wait_event(self.streams[lane], event)
+        self.driver.destroy_event(event)
+        return lambda: self.order.page.store_done(gate)
+
+    def close(self) -> None:
+        for lane in range(LANES):  # whatever a failed test left waiting would make the driver wait, too
+            self.order.page.store_done(Turn(lane, 1000 & MASK))
+        for stream in self.streams:
+            finish(self.driver, stream)
+            self.driver.destroy_stream(stream)
+        self.order.close()
+        os.close(self.fd)
+        self.trial.close()
+        self.arena.close()
+
+
+class Spawn:
+    """Starts workers, each in a folder of its own."""
+
+    def __init__(self, folder: Path, gpu: str) -> None:
+        self._folder, self._gpu = folder, gpu
+        self._made: list[Worker] = []
+
+    def __call__(self, failpoints: str = "") -> Worker:
+        folder = self._folder / str(len(self._made))
+        folder.mkdir()
+        self._made.append(Worker(folder, self._gpu, failpoints))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for worker in self._made:
+            worker.close()
+
+
+@pytest.fixture
+def spawn(context: cuda.Context, tmp_path: Path) -> Iterator[Spawn]:
+    spawn = Spawn(tmp_path, context.gpu)
+    yield spawn
+    spawn.close()
+
+
+@pytest.fixture
+def connect(current: cuda.Context, spawn: Spawn) -> Iterator[Callable[..., Client]]:
+    """Makes clients. Their memory is freed once no worker has it mapped."""
+    made: list[Client] = []
+
+    def make(rung: str = "ipc") -> Client:
+        made.append(Client(current, len(made) + 1, rung))
+        return made[-1]
+
+    yield make
+    spawn.close()
+    for client in made:
+        client.close()
+
+
+Connect = Callable[..., Client]
+numbers = itertools.count(1)
+
+
+def call(worker: Worker, client: Client, source: int, target: int, *, lane: int = 0, kernel: str = "copy") -> Header:
+    """One call from its begin to the worker's answer, which is not its end."""
+    dispatch = next(numbers)
+    worker.run(dispatch, client, client.begin(lane), client.refs(source, target), kernel)
+    header, body = worker.answer()
+    assert (header.kind, header.seq, header.attempt, body) == (Kind.RAN, dispatch, 1, b"")
+    return header
+
+
+def test_client_of_each_way_is_served_by_one_worker(spawn: Spawn, connect: Connect) -> None:
+    """Numbers of arenas are each client's own, and so are their names."""
+    worker = spawn()
+    for rung in RUNGS:
+        client, data = connect(rung), secrets.token_bytes(NBYTES)
+        client.join(worker)
+        client.write(0, data)
+        call(worker, client, 0, 1)
+        assert client.read(1) == data, rung
+        assert client.trial.is_signed(7), rung
+        assert not client.trial.is_signed(8), rung
+
+
+def test_calls_of_a_lane_are_in_order_and_answered_before_they_run(spawn: Spawn, connect: Connect) -> None:
+    """The client enqueues a pipeline without waiting for any of it; another lane does not wait for that."""
+    worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
+    client.join(worker)
+    release = client.hold()
+    client.write(0, data)
+    for step in range(100):
+        call(worker, client, step, step + 1)
+    assert not client.driver.is_stream_idle(client.streams[0])
+    client.write(200, data[::-1], lane=1)
+    call(worker, client, 200, 201, lane=1)
+    assert client.read(201, lane=1) == data[::-1]
+    assert not client.driver.is_stream_idle(client.streams[0])
+    release()
+    assert client.read(100) == data
+
+
+def test_client_that_comes_while_a_stream_waits_is_served(spawn: Spawn, connect: Connect) -> None:
+    """One client's slow work must not be another's."""
+    worker, first, data = spawn(), connect(), secrets.token_bytes(NBYTES)
+    first.join(worker)
+    release = first.hold()
+    call(worker, first, 0, 1)
+    second = connect()
+    second.join(worker)
+    second.write(0, data)
+    call(worker, second, 0, 1)
+    assert second.read(1) == data
+    release()
+    finish(first.driver, first.streams[0])
+
+
+def test_unmapping_holds_up_no_call(spawn: Spawn, connect: Connect) -> None:
+    """The driver blocks who unmaps while a stream waits; the worker puts it off."""
+    worker, first, second = spawn(), connect(), connect()
+    first.join(worker)
+    second.join(worker)
+    call(worker, second, 0, 1)
+    finish(second.driver, second.streams[0])
+    release = first.hold()
+    call(worker, first, 0, 1)
+    worker.tell(messages.UnmapArena(client=2, arena=1))
+    worker.tell(messages.UnmapGpu(client=2, gpu=second.context.gpu))
+    call(worker, first, 1, 2)
+    release()
+    finish(first.driver, first.streams[0])
+
+    def is_unmapped() -> bool:
+        worker.run(next(numbers), second, Turn(0, 1), second.refs(0, 1))
+        return worker.answer()[0].kind == Kind.RAISED
+
+    until(is_unmapped)
+
+
+def test_offer_that_reads_otherwise_is_refused_with_its_rung(spawn: Spawn, connect: Connect) -> None:
+    """Handles can open onto other memory; the next offer is a new chance."""
+    worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
+    client.join(worker, replace(client.trial.offer, pattern=bytes(256)))
+    client.write(0, data)
+    turn = client.begin()
+    worker.run(1, client, turn, client.refs(0, 1))
+    error = worker.error()
+    assert (error.code, error.facts["rung"]) == ("NO_TRANSPORT", "ipc")
+    assert not client.trial.is_signed(7)
+    again = Trial(client.context, "c", 3, "ipc")
+    gpu = messages.MapGpu(
+        client=client.number, gpu=client.context.gpu, slot=7, has_memops=True, offer=again.offer.to_wire()
+    )
+    worker.tell(gpu, client.fd)
+    worker.run(2, client, turn, client.refs(0, 1))
+    assert worker.answer()[0].kind == Kind.RAN
+    assert client.read(1) == data
+    worker.close()
+    again.close()
+
+
+def test_kernel_that_raises_leaves_its_call_to_others(spawn: Spawn, connect: Connect) -> None:
+    """What it had enqueued is over when the broker hears of it, and DONE is not written."""
+    worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
+    client.join(worker)
+    client.write(0, data)
+    turn = client.begin()
+    worker.run(1, client, turn, client.refs(0, 1), "raise")
+    error = worker.error()
+    assert (error.code, "the toy refuses" in error.message) == ("BACKEND_ERROR", True)
+    assert not client.order.page.is_done(turn)
+    worker.run(2, client, turn, client.refs(0, 1))
+    assert worker.answer()[0].kind == Kind.RAN
+    assert client.read(1) == data
+
+
+def test_kernel_that_raises_while_the_client_works_costs_no_worker(spawn: Spawn, connect: Connect) -> None:
+    """The time for it to end counts from when its inputs were there."""
+    worker, client = spawn(), connect()
+    client.join(worker)
+    release = client.hold()
+    turn = client.begin()
+    worker.run(1, client, turn, client.refs(0, 1), "raise")
+    assert worker.is_silent()
+    release()
+    assert worker.error().code == "BACKEND_ERROR"
+    client.order.page.fail(turn, 1)
+
+
+def test_next_worker_finishes_what_a_killed_one_had_enqueued(spawn: Spawn, connect: Connect) -> None:
+    """Its inputs are as they were: the client's stream stopped at the first call that is not done."""
+    first, second, client, data = spawn(), spawn(), connect(), secrets.token_bytes(NBYTES)
+    client.join(first)
+    client.join(second)
+    call(first, client, 200, 201)
+    finish(client.driver, client.streams[0])
+    release = client.hold()
+    client.write(0, data)
+    turns = []
+    for step in range(10):
+        turns.append(client.begin())
+        first.run(step + 1, client, turns[-1], client.refs(step, step + 1))
+        assert first.answer()[0].kind == Kind.RAN
+    first.process.send_signal(signal.SIGKILL)
+    first.process.wait(PATIENCE_S)
+    release()
+    assert not client.order.page.is_done(turns[0])
+    for step, turn in enumerate(turns):
+        second.run(step + 1, client, turn, client.refs(step, step + 1))
+        assert second.answer()[0].kind == Kind.RAN
+    assert client.read(10) == data
+
+
+@pytest.mark.parametrize("phase", ["executing", "written"])
+def test_death_within_a_call_leaves_it_not_done(spawn: Spawn, connect: Connect, phase: str) -> None:
+    """With DONE a client would go on with half a result."""
+    first, second, client, data = spawn(f"{phase}=kill@2"), spawn(), connect(), secrets.token_bytes(NBYTES)
+    client.join(first)
+    client.join(second)
+    client.write(0, data)
+    call(first, client, 0, 1)
+    turn = client.begin()
+    first.run(2, client, turn, client.refs(1, 2))
+    assert first.process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert not client.order.page.is_done(turn)
+    second.run(2, client, turn, client.refs(1, 2))
+    assert second.answer()[0].kind == Kind.RAN
+    assert client.read(2) == data
+
+
+def test_illegal_address_ends_the_process_though_nobody_calls(spawn: Spawn, connect: Connect) -> None:
+    """Its call was answered before: only the end of the process tells the broker. The client's GPU is whole."""
+    worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
+    client.join(worker)
+    turn = client.begin()
+    worker.run(1, client, turn, client.refs(0, 1), "illegal")
+    assert worker.process.wait(5.0) == 70
+    assert "the worker ends: cu" in worker.log.read_text()
+    assert not client.order.page.is_done(turn)
+    client.order.page.fail(turn, 42)
+    client.write(3, data)
+    assert client.read(3) == data
+
+
+def test_time_of_a_run_is_the_gpus(spawn: Spawn, connect: Connect) -> None:
+    """Sampled, and told with a later answer; a copy of 64 KiB takes between a microsecond and a millisecond."""
+    worker, client = spawn(), connect()
+    client.join(worker)
+    times = []
+    for _ in range(12):
+        times.append(call(worker, client, 0, 1).time)
+        finish(client.driver, client.streams[0])
+    assert times[0] == 0
+    assert all(500 < time < 1_000_000 for time in times[1:9]), times
+    assert times[9:] == [0, 0, 0]
+
+
+def test_stop_waits_for_what_was_enqueued(spawn: Spawn, connect: Connect) -> None:
+    """A worker that is replaced has answered its calls already."""
+    worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
+    client.join(worker)
+    release = client.hold()
+    client.write(0, data)
+    call(worker, client, 0, 1)
+    worker._send(wire.pack(Kind.STOP))
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.process.wait(0.2)
+    release()
+    assert worker.process.wait(PATIENCE_S) == 0
+    assert client.read(1) == data
+    until(lambda: client.driver.is_stream_idle(client.streams[0]))
