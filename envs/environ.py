@@ -8,7 +8,10 @@ _PASSED = frozenset(
     {"PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "LD_LIBRARY_PATH"}
     | {"SSL_CERT_FILE", "SSL_CERT_DIR"}
 )
-_PASSED_PREFIXES = ("LC_", "XDG_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "NCCL_")
+_PASSED_PREFIXES = (
+    *("LC_", "XDG_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "NCCL_"),
+    "LAYERZERO_WORKER_",  # read by workers/boot.py
+)
 # By default OpenMP threads spin for a while after their work. With several workers on one machine they would take the
 # cores from the worker that runs next: the layers of a model over four workers ran 1.7 times as fast without spinning.
 # A tenth of a millisecond is kept where the runtime allows (libgomp, which torch has): without it the threads of one

@@ -358,10 +358,16 @@ class Driver:
         self._call("cuStreamBeginCapture_v2", stream, abi.CAPTURE_THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
-        """An executable graph. Raises CudaError when the capture was broken; the stream is usable again."""
-        graph = c_void_p()
+        """An executable graph; 0 when nothing was captured.
+
+        Raises CudaError when the capture was broken; the stream is usable again.
+        """
+        graph, nodes = c_void_p(), c_size_t()
         self._call("cuStreamEndCapture", stream, byref(graph))
         try:
+            self._call("cuGraphGetNodes", graph, None, byref(nodes))
+            if nodes.value == 0:
+                return 0
             return self._handle("cuGraphInstantiateWithFlags", graph, 0)
         finally:
             self._call("cuGraphDestroy", graph)

@@ -119,6 +119,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuStreamGetCaptureInfo_v2": (c_void_p, out_int, out_u64, c_void_p, c_void_p, c_void_p),
     "cuStreamBeginCapture_v2": (c_void_p, c_int),
     "cuStreamEndCapture": (c_void_p, out_handle),
+    "cuGraphGetNodes": (c_void_p, c_void_p, out_size),
     "cuGraphInstantiateWithFlags": (out_handle, c_void_p, c_uint64),
     "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphExecDestroy": (c_void_p,),

@@ -233,6 +233,7 @@ class Prepare(Message):
     outputs: list  # type: ignore[type-arg]
     attrs: dict  # type: ignore[type-arg]
     device: str = ""  # as in Route
+    is_graph_safe: bool = False  # is_cuda_graph_safe of the kernel's descriptor: the worker may capture and replay it
 
 
 @dataclass(frozen=True, kw_only=True)

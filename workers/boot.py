@@ -9,14 +9,17 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.messages import unpack_body
 from layerzero.workers.provider import Provider
+from layerzero.workers.steady import BUDGET_BYTES
 
 _PR_SET_PDEATHSIG = 1
+GRAPH_VARIABLE = "LAYERZERO_WORKER_GRAPH_MIB"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,16 @@ def read_config(fd: int) -> BootConfig:
     """Read and close the boot descriptor."""
     with os.fdopen(fd, "rb") as file:
         return BootConfig(**unpack_body(file.read()))
+
+
+def read_graph_bytes(environ: Mapping[str, str]) -> int:
+    """GPU memory that CUDA graphs of this worker may take. Raises ConfigError for what is no number of MiB."""
+    text = environ.get(GRAPH_VARIABLE, "")
+    if not text:
+        return BUDGET_BYTES
+    if not text.isdecimal():
+        raise ConfigError(f"{GRAPH_VARIABLE}={text!r}; allowed: a whole number of MiB, 0 for no graphs")
+    return int(text) << 20
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -24,16 +23,16 @@ from layerzero.ipc.order import READY, Turn, index
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF, REF_BYTES, Ref, unpack_refs
 from layerzero.workers.failpoint import Failpoints
-from layerzero.workers.gpu_plan import MAX_TASKS, Plan, Span, Task
+from layerzero.workers.gpu_errors import is_out_of_memory
+from layerzero.workers.gpu_plan import MAX_TASKS, Enqueued, Plan, Span, Task
 from layerzero.workers.provider import Block, DeviceMemory
+from layerzero.workers.steady import BUDGET_BYTES, Graphs, OnStream, tell
 
 EXIT_CODE = 70  # of a worker whose GPU context is lost
 WATCH_S = 0.02  # how late a lost context may be noticed
 _PAUSE_S = 0.001  # how often to look for what is expected soon
 SETTLE_S = 1.0  # for what a failed kernel left on its stream
 MAX_GONE = 256  # clients that are remembered after they were unmapped
-
-OnStream = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
@@ -60,11 +59,13 @@ class Gpus:
         on_stream: OnStream | None,
         hear: Callable[..., bool],
         *,
+        graph_bytes: int = BUDGET_BYTES,
         load: Callable[[], cuda.Driver] = cuda.load,
         end: Callable[[str], NoReturn] = end,
     ) -> None:
         """`on_stream`: Loaded.on_stream. `hear(waits=...)` takes one message from the control socket, which calls the
-        methods below; without `waits` only one that is there. Returns whether it did."""
+        methods below; without `waits` only one that is there. Returns whether it did. `graph_bytes`: memory that
+        CUDA graphs may take; with 0 there are none."""
         self._on_stream = on_stream
         self._hear = hear
         self._load = load
@@ -72,6 +73,7 @@ class Gpus:
         self._contexts: dict[str, Context] = {}
         self._setup: dict[str, int] = {}  # GPU -> stream on which kernels are bound
         self._mappings = Mappings(self._context)
+        self._graphs = Graphs(on_stream, graph_bytes)
         self._links: dict[tuple[int, str], Link | NoTransport] = {}
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_GONE)
         self._arenas: dict[tuple[int, int], Mapping | LayerZeroError] = {}
@@ -162,9 +164,8 @@ class Gpus:
             plan.tasks[key] = task
         return task
 
-    def run(self, plan: Plan, task: Task, client: int, turn: Turn, failpoints: Failpoints) -> tuple[int, Any, str]:
-        """Enqueue a call; returns before the GPU comes to it: (time of an earlier run in ns, 0 if none is new; what the
-        kernel returned; the fault that a failpoint wants in the answer).
+    def run(self, plan: Plan, task: Task, client: int, turn: Turn, failpoints: Failpoints) -> Enqueued:
+        """Enqueue a call; returns before the GPU comes to it.
 
         When the kernel raises, this raises the same once the stream is through with what it left there. When that does
         not come, or the GPU is lost, the process ends.
@@ -175,21 +176,25 @@ class Gpus:
         with link.context:
             stream = self._stream(link, turn.lane)
             elapsed_ns = plan.clock.read_ns(driver)
+            if plan.is_graph_safe and (reason := self._graphs.advance(task.steady, task.bound, link.context, stream)):
+                plan.is_graph_safe = False
+                tell(plan.call.kernel_id, reason)
             link.order.await_ready(stream, turn)
             self._busy[stream] = link.context
             try:
-                result, fault = self._enqueue(plan, task, link, turn, failpoints)
+                done = self._enqueue(plan, task, link, turn, failpoints)
             except Exception as exc:
                 self._settle(link, turn, exc)
                 if not is_out_of_memory(exc):
                     raise
+                self._graphs.clear()
                 self.watch()
                 try:
-                    result, fault = self._enqueue(plan, task, link, turn, failpoints)
+                    done = self._enqueue(plan, task, link, turn, failpoints)
                 except Exception as again:
                     self._settle(link, turn, again)
                     raise
-        return elapsed_ns, result, fault
+        return Enqueued(elapsed_ns, *done)
 
     def check(self, error: BaseException) -> None:
         """End the process when this error says that its GPU is lost."""
@@ -210,7 +215,7 @@ class Gpus:
     @property
     def _period_s(self) -> float:
         """The driver unmaps in a moment without work only, and such moments are short."""
-        return _PAUSE_S if self._is_untidy else WATCH_S
+        return _PAUSE_S if self._is_untidy or self._graphs.has_doomed else WATCH_S
 
     def watch_if_due(self) -> None:
         """`watch`, unless that was a moment ago."""
@@ -226,13 +231,16 @@ class Gpus:
                     if context.driver.is_stream_idle(stream):
                         del self._busy[stream]
             self._dropped = [dropped for dropped in self._dropped if not _is_over(*dropped)]
-            if self._is_untidy and not self._busy:  # the driver blocks who unmaps while a stream waits
+            if not self._busy:  # the driver blocks who unmaps while a stream waits
                 self._tidy()
         except CudaError as exc:
             self.check(exc)
             raise
 
     def _tidy(self) -> None:
+        self._graphs.reap()
+        if not self._is_untidy:
+            return
         self._mappings.reap()
         for link in self._retired:
             link.order.close()
@@ -334,7 +342,8 @@ class Gpus:
         memory = DeviceMemory(mapping.at(ref.offset, ref.nbytes), ref.nbytes, mapping.context.ordinal)
         return Block(memory, spec), (mapping, ref.offset, spec.span_bytes)
 
-    def _enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints) -> tuple[Any, str]:
+    def _enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints) -> tuple[Any, str, bool]:
+        """What the kernel returned, the fault for the answer, whether it was replayed."""
         assert self._on_stream is not None
         driver, stream = link.context.driver, link.streams[turn.lane]
         if failpoints:
@@ -342,15 +351,17 @@ class Gpus:
         for mapping, offset, nbytes in task.inputs:
             mapping.collect(offset, nbytes, stream)
         is_measured = plan.clock.start(driver, stream)
-        with self._on_stream(stream):
-            result = task.bound()
+        result, is_replayed = None, self._graphs.launch(task.steady, stream)
+        if not is_replayed:
+            with self._on_stream(stream):
+                result = task.bound()
         if is_measured:
             plan.clock.stop(driver, stream)
         for mapping, offset, nbytes in task.outputs:
             mapping.publish(offset, nbytes, stream)
         fault = failpoints.hit("written") if failpoints else ""
         link.order.done(stream, turn)  # last: with it, no other worker may run the call
-        return result, fault
+        return result, fault, is_replayed
 
     def _settle(self, link: Link, turn: Turn, error: Exception) -> None:
         """Wait until what a failed kernel left on a stream is over: another worker will write to the same outputs."""
@@ -372,6 +383,7 @@ class Gpus:
 
     def _drop(self, gpu: str, task: Task) -> None:
         """Its workspace may be in use until what is enqueued now is over."""
+        self._graphs.drop(task.steady)
         context = self._contexts[gpu]
         events = []
         with context:
@@ -383,13 +395,6 @@ class Gpus:
 
     def _busy_on(self, context: Context) -> list[int]:
         return [stream for stream, its in self._busy.items() if its is context]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Of the GPU, by what libraries call it: ours, torch and CuPy by the class, JAX by the text."""
-    if isinstance(error, CudaError):
-        return error.is_out_of_memory
-    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _own(handle: ArenaHandle, client: int) -> ArenaHandle:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from layerzero.ipc.cuda import Driver
 from layerzero.ipc.cuda_mappings import Mapping
 from layerzero.workers.provider import Bind, Bound, Call
+from layerzero.workers.steady import Steady
 
 MAX_TASKS = 64  # of a plan
 _FIRST_RUNS, _EACH = 8, 32  # the runs that are measured
@@ -52,6 +54,15 @@ class Clock:
         self._events, self._is_open = None, False
 
 
+class Enqueued(NamedTuple):
+    """How a call went that the GPU has not come to yet."""
+
+    elapsed_ns: int  # of an earlier run, on the GPU; 0 if none is new
+    result: Any  # what the kernel returned
+    fault: str  # what a failpoint wants in the answer
+    is_replayed: bool  # from a CUDA graph
+
+
 @dataclass(eq=False)
 class Task:
     """A kernel bound to blocks, and what is copied around each run because it lies in arenas that are not mapped."""
@@ -59,6 +70,7 @@ class Task:
     bound: Bound
     inputs: tuple[Span, ...]
     outputs: tuple[Span, ...]
+    steady: Steady = field(default_factory=Steady)
 
 
 @dataclass(eq=False)
@@ -68,5 +80,6 @@ class Plan:
     call: Call
     bind: Bind
     gpu: str
+    is_graph_safe: bool  # as the descriptor says, until a capture shows otherwise
     tasks: dict[tuple[int, bytes], Task] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)

@@ -23,10 +23,11 @@ from layerzero.ipc.ops import OPS
 from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import HAS_TURN, HEADER_BYTES, NO_ARENA, REF_BYTES, TURN, TURN_BYTES, Header, Kind
+from layerzero.workers import boot
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu import Gpus
-from layerzero.workers.gpu_plan import Plan
+from layerzero.workers.gpu_plan import Enqueued, Plan
 from layerzero.workers.lanes import Lane, Lanes
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
@@ -67,6 +68,7 @@ class _Prepared:
 
 def serve(config: BootConfig) -> int:
     """Say hello, load the provider, serve until STOP or until the broker is gone. Returns the exit code."""
+    graph_bytes = boot.read_graph_bytes(os.environ)
     sock = control.connect(Path(config.control_path), timeout_s=CONTROL_TIMEOUT_S)
     hello = messages.Hello(
         protocols=[wire.PROTOCOL], role="worker", package=config.package, pid=os.getpid(), ticket=config.ticket
@@ -84,7 +86,7 @@ def serve(config: BootConfig) -> int:
     ready = messages.Ready(versions=dict(loaded.versions), kernels=sorted(loaded.kernels))
     dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
     try:
-        _Loop(dealer, sock, page, loaded, Failpoints(config.failpoints)).run()
+        _Loop(dealer, sock, page, loaded, Failpoints(config.failpoints), graph_bytes).run()
     finally:
         dealer.close()
         context.term()
@@ -99,6 +101,7 @@ class _Loop:
         page: memory.ControlPage,
         loaded: Loaded,
         failpoints: Failpoints,
+        graph_bytes: int,
     ) -> None:
         self._dealer = dealer
         self._control = sock
@@ -109,7 +112,7 @@ class _Loop:
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
         self._lanes = Lanes(self._poll)
-        self._gpus = Gpus(loaded.on_stream, self._hear)
+        self._gpus = Gpus(loaded.on_stream, self._hear, graph_bytes=graph_bytes)
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""
@@ -162,7 +165,7 @@ class _Loop:
         outputs = tuple(TensorSpec.from_wire(o) for o in message.outputs)
         call = Call(message.op, message.kernel_id, inputs, outputs, message.attrs)
         bind = self._kernels[message.kernel_id]
-        plan = Plan(call, bind, message.device) if message.device else None
+        plan = Plan(call, bind, message.device, message.is_graph_safe) if message.device else None
         self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, plan)
 
     def _drop(self, route: int) -> None:
@@ -172,18 +175,18 @@ class _Loop:
         self._lanes.forget_ready()
 
     def _run(self, header: Header, body: bytes) -> None:
-        dispatch, fault = header.seq, ""
+        dispatch, fault, how = header.seq, "", 0
         self._page.write(dispatch, MAPPED)
         try:
             if self._failpoints:
                 self._failpoints.hit("received")
             if header.flags & HAS_TURN:
-                elapsed_ns, result, fault = self._call_on_gpu(header, body)
+                elapsed_ns, result, fault, how = self._call_on_gpu(header, body)
             else:
                 bound = self._bound(header.route, header.aux, body)
                 elapsed_ns, result, fault = self._call(dispatch, bound)
             said = b"" if result is None else msgpack.packb(result)
-            reply = wire.pack(_RAN, seq=dispatch, attempt=header.attempt, time=elapsed_ns, body=said)
+            reply = wire.pack(_RAN, seq=dispatch, attempt=header.attempt, aux=how, time=elapsed_ns, body=said)
         except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
             self._gpus.check(exc)
             body = _error_body(exc)
@@ -221,8 +224,7 @@ class _Loop:
         page.write(dispatch, WRITTEN)
         return elapsed_ns, result, failpoints.hit("written") if failpoints else ""
 
-    def _call_on_gpu(self, header: Header, body: bytes) -> tuple[int, Any, str]:
-        """Enqueue a call; what `_call` returns, with the time of an earlier run."""
+    def _call_on_gpu(self, header: Header, body: bytes) -> Enqueued:
         page, failpoints, plan = self._page, self._failpoints, self._prepared[header.route].gpu
         if plan is None or len(body) < TURN_BYTES:
             raise ProtocolError(
@@ -233,9 +235,9 @@ class _Loop:
         if failpoints:
             failpoints.hit("mapped")
         page.write(header.seq, EXECUTING)
-        outcome = self._gpus.run(plan, task, header.aux, turn, failpoints)
+        enqueued = self._gpus.run(plan, task, header.aux, turn, failpoints)
         page.write(header.seq, WRITTEN)
-        return outcome
+        return enqueued
 
     def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
         """One call of each lane that has one."""

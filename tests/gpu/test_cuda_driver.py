@@ -191,6 +191,15 @@ def test_captured_work_runs_at_each_launch(driver: cuda.Driver, current: cuda.Co
     driver.free(address)
 
 
+def test_capture_of_nothing_is_no_graph(driver: cuda.Driver, current: cuda.Context) -> None:
+    """A kernel that works elsewhere leaves one; its launch would do nothing."""
+    stream = driver.create_stream()
+    driver.begin_capture(stream)
+    assert driver.end_capture(stream) == 0
+    finish(driver, stream)
+    driver.destroy_stream(stream)
+
+
 def test_broken_capture_is_an_error_and_the_stream_usable(driver: cuda.Driver, current: cuda.Context) -> None:
     """A kernel that allocates must cost its graph only."""
     stream = driver.create_stream()

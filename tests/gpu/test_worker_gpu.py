@@ -59,7 +59,7 @@ class Worker:
         for name, plan in PLANS.items():
             prepare = messages.Prepare(
                 op="silu", kernel_id=f"toy.{name}", inputs=[SPEC.to_wire()], outputs=[SPEC.to_wire()], attrs={},
-                device=gpu,
+                device=gpu, is_graph_safe=True,
             )  # fmt: skip
             self._send(wire.pack(Kind.PREPARE, route=plan, body=messages.encode(prepare)))
 
@@ -141,15 +141,17 @@ class Client:
     def join(self, worker: Worker, offer: Offer | None = None) -> None:
         """As the broker does before the client's first call."""
         offered = (offer or self.trial.offer).to_wire()
-        trial_fds = [] if self.trial.fd is None else [self.trial.fd]
         gpu = messages.MapGpu(client=self.number, gpu=self.context.gpu, slot=7, has_memops=True, offer=offered)
-        worker.tell(gpu, self.fd, *trial_fds)
+        worker.tell(gpu, self.fd, *([] if self.trial.fd is None else [self.trial.fd]))
+        self.map_arena(worker)
+
+    def map_arena(self, worker: Worker) -> None:
         handle, fd = self.arena.offer(self.rung)
-        arena = messages.MapGpuArena(client=self.number, arena=1, handle=handle.to_wire())
+        arena = messages.MapGpuArena(client=self.number, arena=handle.arena, handle=handle.to_wire())
         worker.tell(arena, *(() if fd is None else (fd,)))
 
     def refs(self, source: int, target: int) -> bytes:
-        return wire.pack_refs([Ref(1, 0, source * NBYTES, NBYTES), Ref(1, 0, target * NBYTES, NBYTES)])
+        return wire.pack_refs([Ref(self.arena.number, 0, block * NBYTES, NBYTES) for block in (source, target)])
 
     def begin(self, lane: int = 0) -> Turn:
         """What a call of the client enqueues; its stream goes on when somebody has written DONE."""
@@ -424,6 +426,73 @@ def test_time_of_a_run_is_the_gpus(spawn: Spawn, connect: Connect) -> None:
     assert times[0] == 0
     assert all(500 < time < 1_000_000 for time in times[1:9]), times
     assert times[9:] == [0, 0, 0]
+
+
+def test_repeated_call_is_replayed_with_the_data_of_each_time(spawn: Spawn, connect: Connect) -> None:
+    """One launch in place of a kernel's own way through its library; waits and words stay outside of the graph."""
+    worker, client = spawn(), connect()
+    client.join(worker)
+    replayed = []
+    for _ in range(8):
+        data = secrets.token_bytes(NBYTES)
+        client.write(0, data)
+        replayed.append(call(worker, client, 0, 1).aux)
+        assert client.read(1) == data
+    assert replayed == [0] * 4 + [1] * 4
+    client.write(0, data, lane=1)
+    assert call(worker, client, 0, 1, lane=1).aux == 0  # its lane's stream is another
+    assert client.read(1, lane=1) == data
+    release = client.hold()
+    client.write(0, data[::-1])
+    assert [call(worker, client, 0, 1).aux for _ in range(50)] == [1] * 50  # nobody waits for them
+    assert not client.driver.is_stream_idle(client.streams[0])
+    release()
+    assert client.read(1) == data[::-1]
+
+
+@pytest.mark.parametrize("rung", ["staged", "copied"])
+def test_replayed_call_takes_part_in_copies(spawn: Spawn, connect: Connect, rung: str) -> None:
+    """What is copied around the kernel is not in the graph."""
+    worker, client = spawn(), connect(rung)
+    client.join(worker)
+    for number in range(7):
+        data = secrets.token_bytes(NBYTES)
+        client.write(0, data)
+        assert call(worker, client, 0, 1).aux == (number >= 4)
+        assert client.read(1) == data
+
+
+def test_kernel_that_cannot_be_captured_stays_eager_and_right(spawn: Spawn, connect: Connect) -> None:
+    """One that waits for its stream breaks the capture; the stream goes on."""
+    worker, client = spawn(), connect()
+    client.join(worker)
+    for _ in range(8):
+        data = secrets.token_bytes(NBYTES)
+        client.write(0, data)
+        assert call(worker, client, 0, 1, kernel="synchronize").aux == 0
+        assert client.read(1) == data
+    assert worker.log.read_text().count("kernel toy.synchronize cannot be captured and stays eager") == 1
+
+
+def test_graph_is_gone_with_its_arena(spawn: Spawn, connect: Connect) -> None:
+    """Its addresses are baked in; on other memory the call is bound and captured anew."""
+    worker, client = spawn(), connect()
+    client.join(worker)
+    for _ in range(6):
+        call(worker, client, 0, 1)
+    finish(client.driver, client.streams[0])
+    worker.tell(messages.UnmapArena(client=1, arena=1))
+    old, client.arena = client.arena, Arena(client.context, "c", 3, 16 << 20)
+    client.map_arena(worker)
+    replayed = []
+    for _ in range(6):
+        data = secrets.token_bytes(NBYTES)
+        client.write(0, data)
+        replayed.append(call(worker, client, 0, 1).aux)
+        assert client.read(1) == data
+    assert replayed == [0] * 4 + [1] * 2
+    worker.close()
+    old.close()
 
 
 def test_stop_waits_for_what_was_enqueued(spawn: Spawn, connect: Connect) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from layerzero.ipc.cuda import Gpu, Pointer
@@ -52,6 +53,10 @@ class FakeDriver:
         self.waits: list[tuple[int, int, int]] = []
         self.pinned: dict[int, int] = {}
         self.depth = 0
+        self.captures: dict[int, list[Callable[[], None]]] = {}  # stream -> what it was told since
+        self.broken: set[int] = set()  # streams whose capture is
+        self.graphs: dict[int, list[Callable[[], None]]] = {}
+        self.graph_bytes, self.free_bytes = 1 << 20, 1 << 30
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -169,6 +174,9 @@ class FakeDriver:
         return next(_ids)
 
     def synchronize_stream(self, stream: int) -> None:
+        if stream in self.captures:
+            self.broken.add(stream)
+            raise error("cuStreamSynchronize", 900)
         assert stream not in self.held
 
     def destroy_stream(self, stream: int) -> None:
@@ -193,6 +201,9 @@ class FakeDriver:
         return self.events[event] not in self.held
 
     def copy_on_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        if stream in self.captures:
+            self.captures[stream].append(lambda: self.copy_on_device(target, source, nbytes, -1))
+            return
         memory, offset = self._bytes(source, nbytes)
         data = bytes(memory[offset : offset + nbytes])
         memory, offset = self._bytes(target, nbytes)
@@ -210,3 +221,27 @@ class FakeDriver:
 
     def wait_value(self, stream: int, address: int, value: int, *, equal: bool = False) -> None:
         self.waits.append((stream, ctypes.c_uint32.from_address(address).value, value))
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.free_bytes - self.graph_bytes * len(self.graphs), 1 << 40
+
+    def begin_capture(self, stream: int) -> None:
+        self.captures[stream] = []
+
+    def end_capture(self, stream: int) -> int:
+        captured = self.captures.pop(stream)
+        if stream in self.broken:
+            self.broken.remove(stream)
+            raise error("cuStreamEndCapture", 901)
+        if not captured:
+            return 0
+        graph = next(_ids)
+        self.graphs[graph] = captured
+        return graph
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        for work in self.graphs[graph]:
+            work()
+
+    def destroy_graph(self, graph: int) -> None:
+        del self.graphs[graph]

@@ -25,6 +25,7 @@ from layerzero.ipc.wire import NO_ARENA, Ref, pack_refs
 from layerzero.workers import gpu
 from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu import Gpus
+from layerzero.workers.gpu_errors import is_out_of_memory
 from layerzero.workers.gpu_plan import MAX_TASKS, Plan
 from layerzero.workers.provider import Block, Bound, Call
 
@@ -48,6 +49,7 @@ class Rig:
         self.queue: list[Callable[[], None]] = []  # control messages that were sent and not taken
         self.binds: list[int] = []
         self.kernel: Callable[[], None] = lambda: None
+        self.replayed: list[bool] = []
         self.has_ended = False
         self.gpus = self.worker()
         kind = "vmm" if rung == "vmm" else "plain"
@@ -56,7 +58,7 @@ class Rig:
         self.page_fd = create_page()
         self.page = OrderPage(self.page_fd)
         call = Call("silu", "test.silu", (SPEC,), (SPEC,))
-        self.plan = Plan(call, self.bind, UUID)
+        self.plan = Plan(call, self.bind, UUID, is_graph_safe=False)
 
     def worker(self, on_stream: Any = "ours", load: Any = None) -> Gpus:
         def end(reason: str) -> NoReturn:
@@ -118,9 +120,10 @@ class Rig:
         refs = pack_refs([Ref(1, 0, source, NBYTES), Ref(1, 0, target, NBYTES)])
         task = self.gpus.task(self.plan, client, refs)
         self.page.store_ready(Turn(lane, number))
-        elapsed_ns, result, fault = self.gpus.run(self.plan, task, client, Turn(lane, number), NONE)
-        assert (result, fault) == (None, "")
-        return elapsed_ns
+        enqueued = self.gpus.run(self.plan, task, client, Turn(lane, number), NONE)
+        assert (enqueued.result, enqueued.fault) == (None, "")
+        self.replayed.append(enqueued.is_replayed)
+        return enqueued.elapsed_ns
 
     def streams(self) -> list[int]:
         return sorted(self.gpus._busy)
@@ -383,6 +386,69 @@ def test_full_gpu_gets_a_second_chance_and_then_an_error(rig: Rig) -> None:
     assert (len(tries), caught.value.is_out_of_memory) == (2, True)
 
 
+def test_full_gpu_gets_the_memory_of_graphs_back(rig: Rig) -> None:
+    """They are convenience; a call is not. The run that needed it is the kernel's own."""
+    rig.plan.is_graph_safe = True
+    for number in range(1, 7):
+        rig.run(number)
+    tries = []
+
+    def run_out() -> None:
+        tries.append(len(rig.driver.graphs))
+        if len(tries) == 1:
+            raise error("cuMemAlloc", 2)
+
+    rig.kernel = run_out
+    rig.run(7, target=8192)
+    assert tries == [1, 0]
+    rig.run(8)
+    assert rig.replayed == [False] * 4 + [True] * 2 + [False] * 2
+
+
+def test_repeated_call_is_replayed_on_its_lane_only(rig: Rig) -> None:
+    """Libraries keep workspaces for each stream; a graph that ran beside itself would share one."""
+    rig.plan.is_graph_safe = True
+    for number in range(1, 7):
+        data = os.urandom(NBYTES)
+        rig.put(0, data)
+        rig.run(number)
+        assert rig.take(4096) == data
+    rig.run(1, lane=1)
+    rig.run(7)
+    assert rig.replayed == [False] * 4 + [True, True, False, True]
+
+
+def test_kernel_whose_descriptor_does_not_promise_it_is_never_captured(rig: Rig) -> None:
+    """What is captured wrongly fails in ways that nobody sees."""
+    for number in range(1, 20):
+        rig.run(number)
+    assert (rig.driver.calls["begin_capture"], any(rig.replayed)) == (0, False)
+
+
+def test_kernel_that_breaks_its_capture_stays_eager_on_all_blocks(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its library would do the same on others."""
+    rig.plan.is_graph_safe = True
+    rig.kernel = lambda: rig.driver.synchronize_stream(rig.stream)
+    for number in range(1, 10):
+        rig.run(number)
+        rig.run(number, lane=1, target=8192)
+    assert (rig.driver.calls["begin_capture"], any(rig.replayed)) == (1, False)
+    assert "test.silu cannot be captured and stays eager: CudaError: cuStreamSynchronize" in capsys.readouterr().err
+
+
+def test_graph_goes_with_its_blocks_but_not_while_a_stream_waits(rig: Rig) -> None:
+    """The driver frees memory when a graph is destroyed, and blocks for that."""
+    rig.plan.is_graph_safe = True
+    for number in range(1, 6):
+        rig.run(number)
+    rig.driver.held.update(rig.streams())
+    rig.gpus.unmap_arena(1, 1, [rig.plan])
+    assert (len(rig.driver.graphs), rig.gpus.timeout_ms) == (1, 1)
+    rig.driver.held.clear()
+    rig.gpus.watch()
+    assert rig.driver.graphs == {}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [("OutOfMemoryError", "CUDA out of memory", True), ("XlaRuntimeError", "RESOURCE_EXHAUSTED: 8 GiB", True),
@@ -390,7 +456,7 @@ def test_full_gpu_gets_a_second_chance_and_then_an_error(rig: Rig) -> None:
 )  # fmt: skip
 def test_libraries_say_out_of_memory_in_their_ways(name: str, text: str, expected: bool) -> None:
     """torch, CuPy and JAX have no error in common."""
-    assert gpu.is_out_of_memory(type(name, (RuntimeError,), {})(text)) is expected
+    assert is_out_of_memory(type(name, (RuntimeError,), {})(text)) is expected
 
 
 def test_unmapping_waits_until_no_stream_works(rig: Rig) -> None:
