@@ -70,7 +70,8 @@ class Gpu:
             while self._rungs:
                 rung = self._rungs.pop(0)
                 try:
-                    trial = Trial(self.memory.context, self.memory.client, next(self.memory.numbers), rung)
+                    number = self._lent.reserve()  # workers know arenas and offers by one sort of number
+                    trial = Trial(self.memory.context, self.memory.client, number, rung)
                 except (CudaError, OutOfMemory) as exc:
                     if isinstance(exc, CudaError) and exc.is_sticky:
                         raise

@@ -278,9 +278,10 @@ class GpuCalls:
         if header.kind == _FAILED:
             error, outcome = error_of(enqueued.body)
             self._forget_failure(enqueued)
-            codes = {attempt.get("code") for attempt in outcome.attempts} or {error.code}
-            if codes == {NoTransport.code}:
-                raise NoTransport(error.message, reason=error.message)
+            told = {attempt.get("code"): str(attempt.get("detail")) for attempt in outcome.attempts}
+            told = told or {error.code: error.message}
+            if list(told) == [NoTransport.code]:
+                raise NoTransport(error.message, reason=told[NoTransport.code])
             error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
             self._session.note(error.report)  # type: ignore[attr-defined]
             raise error
@@ -344,10 +345,8 @@ class GpuCalls:
         """Until all calls so far are done. Raises the error of one that failed, DeadlineExceeded."""
         for gpu in list(self._gpus.values()):
             gpu.wait_all(timeout_s)
-        for enqueued in list(self._late.values()):
-            if not enqueued.is_done:
-                self._link.wait(enqueued)
-        self._link.read_nowait()
+        if self._gpus:
+            self._session.ask("ping")  # what the broker has said of them is here when the answer is
         self._raise_failure()
 
     def finish(self, timeout_s: float) -> None:

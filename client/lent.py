@@ -36,9 +36,13 @@ class Lent(dict[Arena, int]):
     def show(self, send: Callable[[int], None]) -> int:
         """Let `send` tell the broker of memory under a new number. The broker wants numbers that grow."""
         with self._lock:
-            number = next(self._numbers)
+            number = self.reserve()
             send(number)
             return number
+
+    def reserve(self) -> int:
+        """A number that no arena of this connection has."""
+        return next(self._numbers)
 
     def arena(self, number: int) -> Arena:
         """The arena that the broker knows under this number."""

@@ -19,7 +19,7 @@ from layerzero.ipc.cuda_mappings import Mapping, Mappings
 from layerzero.ipc.cuda_order import WorkerOrder
 from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
 from layerzero.ipc.messages import MapGpu, MapGpuArena
-from layerzero.ipc.order import READY, Turn, index
+from layerzero.ipc.order import MASK, READY, Turn, index
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF, REF_BYTES, Ref, unpack_refs
 from layerzero.workers.failpoint import Failpoints
@@ -36,13 +36,29 @@ MAX_GONE = 256  # clients that are remembered after they were unmapped
 
 
 @dataclass(eq=False)
+class Queue:
+    """A stream of ours, and the last call of a lane that was enqueued in it."""
+
+    stream: int
+    last: int
+
+
+@dataclass(eq=False)
 class Link:
-    """What a client has on a GPU: its order page, and a stream of ours for each lane of it."""
+    """What a client has on a GPU: its order page, and streams of ours for each lane of it.
+
+    Calls that another worker could not finish come out of order: behind a later call of its lane, which the client's
+    stream lets begin only after it, such a call would wait for ever. In each stream the numbers of a lane grow.
+    """
 
     context: Context
     order: WorkerOrder
     offer: Key
-    streams: dict[int, int] = field(default_factory=dict)
+    lanes: dict[int, list[Queue]] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> list[int]:
+        return [queue.stream for queues in self.lanes.values() for queue in queues]
 
 
 def end(reason: str) -> NoReturn:
@@ -103,7 +119,7 @@ class Gpus:
             return
         self._gone.append((client, gpu))
         if isinstance(link, Link):
-            self._mappings.retire(link.offer, link.streams.values())
+            self._mappings.retire(link.offer, link.streams)
             self._retired.append(link)
             self._is_untidy = True
         self.watch()
@@ -174,7 +190,7 @@ class Gpus:
         index(turn, READY)  # raises ProtocolError for a turn that is none
         driver = link.context.driver
         with link.context:
-            stream = self._stream(link, turn.lane)
+            stream = self._stream(link, turn)
             elapsed_ns = plan.clock.read_ns(driver)
             if plan.is_graph_safe and (reason := self._graphs.advance(task.steady, task.bound, link.context, stream)):
                 plan.is_graph_safe = False
@@ -182,17 +198,17 @@ class Gpus:
             link.order.await_ready(stream, turn)
             self._busy[stream] = link.context
             try:
-                done = self._enqueue(plan, task, link, turn, failpoints)
+                done = self._enqueue(plan, task, link, turn, stream, failpoints)
             except Exception as exc:
-                self._settle(link, turn, exc)
+                self._settle(link, turn, stream, exc)
                 if not is_out_of_memory(exc):
                     raise
                 self._graphs.clear()
                 self.watch()
                 try:
-                    done = self._enqueue(plan, task, link, turn, failpoints)
+                    done = self._enqueue(plan, task, link, turn, stream, failpoints)
                 except Exception as again:
-                    self._settle(link, turn, again)
+                    self._settle(link, turn, stream, again)
                     raise
         return Enqueued(elapsed_ns, *done)
 
@@ -244,7 +260,7 @@ class Gpus:
         self._mappings.reap()
         for link in self._retired:
             link.order.close()
-            self._free.setdefault(link.context.gpu, []).extend(link.streams.values())
+            self._free.setdefault(link.context.gpu, []).extend(link.streams)
         self._retired.clear()
         self._is_untidy = False
 
@@ -297,11 +313,15 @@ class Gpus:
             link = self._links.get(key)
         return link
 
-    def _stream(self, link: Link, lane: int) -> int:
-        stream = link.streams.get(lane)
-        if stream is None:
-            free = self._free.get(link.context.gpu)
-            stream = link.streams[lane] = free.pop() if free else link.context.driver.create_stream()
+    def _stream(self, link: Link, turn: Turn) -> int:
+        queues = link.lanes.setdefault(turn.lane, [])
+        for queue in queues:
+            if 0 < turn.number - queue.last & MASK < 1 << 31:
+                queue.last = turn.number
+                return queue.stream
+        free = self._free.get(link.context.gpu)
+        stream = free.pop() if free else link.context.driver.create_stream()
+        queues.append(Queue(stream, turn.number))
         return stream
 
     # Tasks
@@ -342,10 +362,12 @@ class Gpus:
         memory = DeviceMemory(mapping.at(ref.offset, ref.nbytes), ref.nbytes, mapping.context.ordinal)
         return Block(memory, spec), (mapping, ref.offset, spec.span_bytes)
 
-    def _enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints) -> tuple[Any, str, bool]:
+    def _enqueue(
+        self, plan: Plan, task: Task, link: Link, turn: Turn, stream: int, failpoints: Failpoints
+    ) -> tuple[Any, str, bool]:
         """What the kernel returned, the fault for the answer, whether it was replayed."""
         assert self._on_stream is not None
-        driver, stream = link.context.driver, link.streams[turn.lane]
+        driver = link.context.driver
         if failpoints:
             failpoints.hit("executing")
         for mapping, offset, nbytes in task.inputs:
@@ -363,9 +385,9 @@ class Gpus:
         link.order.done(stream, turn)  # last: with it, no other worker may run the call
         return result, fault, is_replayed
 
-    def _settle(self, link: Link, turn: Turn, error: Exception) -> None:
+    def _settle(self, link: Link, turn: Turn, stream: int, error: Exception) -> None:
         """Wait until what a failed kernel left on a stream is over: another worker will write to the same outputs."""
-        driver, stream = link.context.driver, link.streams[turn.lane]
+        driver = link.context.driver
         self.check(error)
         try:
             event = driver.create_event()

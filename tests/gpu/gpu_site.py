@@ -18,7 +18,13 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
     site.manifests.mkdir()
     for rank, name in enumerate(names):
         (site.manifests / f"{name}.py").write_text(PROVIDER.read_text())
-        kernel: dict[str, Any] = {"source": "test", "priority": 70 - rank, "dtypes": DTYPES, "supports_empty": True}
+        kernel: dict[str, Any] = {
+            "source": "test",
+            "priority": 70 - rank,
+            "dtypes": DTYPES,
+            "deterministic": True,
+            "supports_empty": True,
+        }
         attention = {**kernel, "supports_empty": False, "min_ndim": 4, "max_ndim": 4, "requires_layouts": ["BHSD"]}
         attention |= {"min_head_dim": 8, "head_dim_multiple": 8, "causal_alignments": ["top_left"]}
         ops = {op: [{**kernel, "kernel_id": f"{name}.{op}"}] for op in ("silu", "matmul", "gelu", "layer_norm")}

@@ -46,6 +46,7 @@ def connected(broker: Site) -> Iterator[Site]:
     session = broker.connect()
     for name in ("one", "two"):
         session.ask("reset", backend=name)
+    wait_until(lambda: all(broker.backend(name)["state"] in ("absent", "ready") for name in ("one", "two")))
     yield broker
     lz.disconnect()
 
@@ -254,14 +255,15 @@ def test_a_worker_killed_with_calls_enqueued_costs_nothing_but_time(connected: S
     close(chained, F.silu(results[-1].double()))
 
 
-def test_a_call_that_nobody_can_finish_is_an_error_and_no_stream_hangs(connected: Site) -> None:
+def test_a_call_that_nobody_can_finish_is_an_error_and_no_stream_hangs(new_site: Callable[..., Site]) -> None:
     """A pinned call has no other backend: the next call or synchronisation says what became of it."""
+    site = new_site(backoff_s=600, backoff_max_s=600)
+    site.connect()
     x = randn(SLOW)
     lz.gelu(x, approximate="tanh", backend="one")
     finish()
-    pid = connected.backend("one")["pid"]
     lz.gelu(x, approximate="tanh", backend="one")
-    os.kill(pid, signal.SIGKILL)
+    os.kill(site.backend("one")["pid"], signal.SIGKILL)
     with pytest.raises(lz.BackendError, match="an earlier call on the GPU, gelu, failed: the one worker died"):
         lz.synchronize(PATIENCE_S)
     finish()
@@ -325,10 +327,10 @@ def test_a_clients_death_harms_nobody(connected: Site) -> None:
         "print('enqueued', flush=True)\n"
         "import time; time.sleep(60)\n"
     )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "enqueued\n"
-    other.kill()
-    other.wait()
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "enqueued\n"
+        other.kill()
     for _ in range(10):
         close(lz.silu(x), F.silu(x.double()))
     wait_until(lambda: lz.status()["clients"] is not None)

@@ -13,7 +13,7 @@ from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
 from layerzero.workers.providers._torch_ops import Run, TorchOps
 
-ILLEGAL, ASSERT, RAISE, MEMORY = FAULTS = (0.5, 0.25, 0.125, 0.0625)  # values of eps
+ILLEGAL, ASSERT, RAISE, MEMORY = FAULTS = (0.4375, 0.21875, 0.109375, 0.0546875)  # values of eps
 SLOW, SLOW_CYCLES = 4099, 300_000_000  # elements; 0.15 to 0.2 s
 
 

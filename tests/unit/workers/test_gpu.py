@@ -190,6 +190,18 @@ def test_lane_has_a_stream_of_its_own_that_waits_for_the_input_first(rig: Rig) -
     assert sorted(waits) == [(first, 1), (first, 2), (second, 1)]
 
 
+def test_call_that_comes_late_is_not_behind_a_later_one_of_its_lane(rig: Rig) -> None:
+    """Another worker died with call 2. Behind call 3, which waits for the client's stream, which waits for call 2, it
+    would never run."""
+    rig.run(1)
+    rig.run(3)
+    rig.run(2)
+    rig.run(4)
+    first, second = rig.streams()
+    waits = [(stream, value) for stream, _, value in rig.driver.waits if stream in (first, second)]
+    assert waits == [(first, 1), (first, 3), (second, 2), (first, 4)]
+
+
 def test_call_is_bound_once_and_not_on_its_lane(rig: Rig) -> None:
     """What a provider refuses leaves nothing on the stream, and repeated calls pay nothing for binding."""
     rig.run(1)
