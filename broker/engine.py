@@ -28,7 +28,7 @@ from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.fixes import Adaptation, adaptation, copied_bytes
 from layerzero.capabilities.match import Rejection, memory_rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.shape_class import class_dtype, shape_class
 
 MAX_VALIDITY = 4096
@@ -63,14 +63,17 @@ class Table(Protocol):
 
 
 class Engine:
-    """`envs` has the lock hash of each backend's environment. What the broker learns later comes by `set_*` and
-    `note_*`; each of them that can change a ranking makes `epoch` grow."""
+    """`device` is the CPU, which calls without a device run on. `gpus` are those that calls may name; `no_gpus` says
+    why there are none. `envs` has the lock hash of each backend's environment. What the broker learns later comes by
+    `set_*` and `note_*`; each of them that can change a ranking makes `epoch` grow."""
 
     def __init__(
         self,
         capabilities: Mapping[str, Capability],
         device: DeviceSpec,
         *,
+        gpus: Iterable[DeviceSpec] = (),
+        no_gpus: str = "",
         policy: Policy | None = None,
         perf: PerfTable | None = None,
         health: Health | None = None,
@@ -78,12 +81,14 @@ class Engine:
     ) -> None:
         self.capabilities = dict(capabilities)
         self.device = device
+        self.devices = {"": device, **{gpu.device_uuid: gpu for gpu in gpus}}  # by Route.device
+        self._no_gpus = no_gpus
         self.policy = policy or Policy.of()
         self.perf = perf or PerfTable()
         self.health = health or Health()
         self.certification = Certification({})
         self.table: Table | None = None
-        self.free_memory_bytes: int | None = None
+        self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
         self.epoch = 0
         self.hits = self.misses = 0  # of the validity cache
         self._kernels: dict[str, list[tuple[str, KernelCapability]]] = {}
@@ -134,9 +139,9 @@ class Engine:
         if not count & (count - 1):
             cell.generation += 1
 
-    def note_free_memory(self, nbytes: int | None) -> None:
+    def note_free_memory(self, nbytes: int | None, device: str = "") -> None:
         """None: nobody tells, and then no candidate is refused for its memory."""
-        self.free_memory_bytes = nbytes
+        self.free_memory_bytes[device] = nbytes
         self.epoch += 1
 
     def load_times(self, rows: Iterable[PerfRow]) -> None:
@@ -158,21 +163,21 @@ class Engine:
             ],
         }
 
-    def note_success(self, backend: str, op: str, now_s: float) -> None:
+    def note_success(self, backend: str, op: str, now_s: float, device: str = "") -> None:
         before = self.health.epoch
-        self.health.succeeded(backend, op, self.device.device_uuid, now_s)
+        self.health.succeeded(backend, op, self.devices[device].device_uuid, now_s)
         if self.health.epoch != before:
             self.epoch += 1
 
-    def note_failure(self, backend: str, op: str, error: LayerZeroError, now_s: float) -> None:
+    def note_failure(self, backend: str, op: str, error: LayerZeroError, now_s: float, device: str = "") -> None:
         """A kernel raised, or its worker died in it."""
         signature = failure_signature(error.code, error.message)
-        self.health.failed(backend, op, self.device.device_uuid, signature, now_s)
+        self.health.failed(backend, op, self.devices[device].device_uuid, signature, now_s)
         self.epoch += 1
 
-    def reserve_trial(self, backend: str, op: str, now_s: float) -> bool:
+    def reserve_trial(self, backend: str, op: str, now_s: float, device: str = "") -> bool:
         """Take the one call that may try a kernel whose breaker is half open. False: another call has it."""
-        is_reserved = self.health.reserve_probe(backend, op, self.device.device_uuid, now_s)
+        is_reserved = self.health.reserve_probe(backend, op, self.devices[device].device_uuid, now_s)
         self.epoch += is_reserved
         return is_reserved
 
@@ -190,6 +195,19 @@ class Engine:
     def kernel(self, kernel_id: str) -> KernelCapability:
         return self._by_id[kernel_id]
 
+    def device_for(self, backend: str) -> DeviceSpec:
+        """What times of a backend are valid for: the CPU, or for a GPU backend the first GPU."""
+        platform = self.capabilities[backend].platform
+        return next((spec for spec in self.devices.values() if spec.device_type == platform), self.device)
+
+    def missing(self, device: str) -> InvalidArgument | None:
+        """The error of a call on a device that is not here."""
+        if device in self.devices:
+            return None
+        known = ", ".join(f"{uuid} ({spec.device_name})" for uuid, spec in self.devices.items() if uuid)
+        there_is = f"it has {known}" if known else f"it has none: {self._no_gpus or 'none was looked for'}"
+        return InvalidArgument(f"this broker has no GPU {device!r:.80}; {there_is}", device=device)
+
     def policy_for(self, spec: CallSpec) -> Policy:
         """The broker's policy with what the caller asked for on top. Raises InvalidArgument for a bad overlay."""
         if not spec.policy:
@@ -202,19 +220,25 @@ class Engine:
         return policy
 
     def context(self, spec: CallSpec) -> SelectionContext:
+        """Raises InvalidArgument for a bad overlay, and for a device that is not here."""
+        missing = self.missing(spec.device)
+        if missing is not None:
+            raise missing
         policy = self.policy_for(spec)
         return SelectionContext.of(
             spec.op,
             spec.inputs,
             spec.outputs,
             spec.attrs,
-            self.device,
+            self.devices[spec.device],
             policy_hash=policy.hash,
             allow_fallback=not spec.pinned,
             allow_jit_compile=policy.allow_jit_compile,
             requires_deterministic=policy.requires_deterministic,
             memory_headroom_bytes=policy.memory_headroom_bytes,
-            free_memory_bytes=self.free_memory_bytes if policy.memory_headroom_bytes is not None else None,
+            free_memory_bytes=(
+                self.free_memory_bytes.get(spec.device) if policy.memory_headroom_bytes is not None else None
+            ),
             strict_mode=policy.strict_mode,
         )
 
@@ -274,10 +298,11 @@ class Engine:
         return found
 
     def _planned(self, context: SelectionContext, policy: Policy) -> tuple[str | None, Rejection | None]:
-        """The dispatch table's choice, and the rejection for all others when the plan must not be left."""
+        """The dispatch table's choice, and the rejection for all others when the plan must not be left. Tables are of
+        the CPU."""
         if self.table is None:
             return None, None
-        kernel_id = self.table.lookup(context)
+        kernel_id = self.table.lookup(context) if context.device is self.device else None
         if kernel_id is None and policy.plan_mode:
             text = f"plan_mode is on and the dispatch table has no bucket for {context.perf_key()}"
             return None, Rejection(Reason.PLAN_BUCKET_MISS, text)
@@ -318,7 +343,7 @@ class Engine:
             reasons.append(unavailable[backend])
         if reasons or refused_in is not None:
             return Verdict(kernel.kernel_id, backend, tuple(reasons), refused_in, kernel, transforms=transforms)
-        health = self.health.view(backend, context.op, self.device.device_uuid, now_s)
+        health = self.health.view(backend, context.op, context.device.device_uuid, now_s)
         notes = said.why
         if health.is_open:
             when = (

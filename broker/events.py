@@ -5,7 +5,7 @@ Byte strings named `identity` are the routing ids of ZeroMQ peers: one per start
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from layerzero.broker.policy import Policy
 from layerzero.broker.shadow import Comparison
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.order import Turn
 
 # --- events ----------------------------------------------------------------------------------------------
 
@@ -34,6 +35,16 @@ class ArenaOffered:
     identity: bytes
     arena: int
     nbytes: int
+    gpu: str = ""  # UUID of the GPU that it is on
+
+
+@dataclass(slots=True)
+class GpuOffered:
+    """The client brings an order page and a memory offer for its calls on a GPU, for the first time or again."""
+
+    identity: bytes
+    gpu: str
+    has_new_page: bool = True  # False: the page is the one of its last offer
 
 
 @dataclass(slots=True)
@@ -68,6 +79,7 @@ class CallArrived:
     may_run_here: bool = False
     after_lane: int = 0  # the express lane that ended with this call on it
     after_call: int = 0  # the low half of that call's number on the lane
+    turn: Turn | None = None  # its place in a lane of the order page; a call on a GPU has one
 
 
 @dataclass(slots=True)
@@ -99,6 +111,18 @@ class LaneSeen:
     calls: int
     plan: int
     kernel_ns: int
+
+
+@dataclass(slots=True)
+class TurnsSeen:
+    """What order pages say of the calls that a worker has enqueued on a GPU, by their dispatches: which are done, and
+    of which the inputs are there. Comes once a second while there are any, before each Tick, and just before
+    WorkerExited, for that worker; then `done` has calls, too, that it could not answer any more."""
+
+    backend: str
+    generation: int
+    done: Sequence[int]
+    ready: Collection[int] = ()
 
 
 @dataclass(slots=True)
@@ -169,7 +193,7 @@ class WorkerMisbehaved:
 @dataclass(slots=True)
 class WorkerExited:
     """Its exit is confirmed: no write of this process can come any more. `executing` is what its control page
-    said at the end, 0 when idle."""
+    said at the end, 0 when idle. Calls that it had enqueued are not done, or TurnsSeen has just said so."""
 
     backend: str
     generation: int
@@ -234,6 +258,7 @@ Event = (
     ClientJoined
     | ClientLeft
     | ArenaOffered
+    | GpuOffered
     | ArenaGivenUp
     | RouteDefined
     | RouteForgotten
@@ -241,6 +266,7 @@ Event = (
     | LaneOpened
     | LaneOverdue
     | LaneSeen
+    | TurnsSeen
     | CallPoisoned
     | ProbeEnded
     | WorkerSpawned
@@ -324,6 +350,54 @@ class CloseArena:
 
 
 @dataclass(slots=True)
+class LendGpu:
+    """A worker is to open the order page and the offer of a client, and to sign the offer at `slot`."""
+
+    backend: str
+    generation: int
+    client: int
+    gpu: str
+    slot: int
+
+
+@dataclass(slots=True)
+class TakeBackGpu:
+    backend: str
+    generation: int
+    client: int
+    gpu: str
+
+
+@dataclass(slots=True)
+class CloseGpu:
+    """Its client has left, and no worker has calls of it: the broker lets go of the page and the offer."""
+
+    client: int
+    gpu: str
+
+
+@dataclass(slots=True)
+class FailTurn:
+    """No worker will finish this call: its client's stream may go on. Comes before the Refuse, and when all earlier
+    turns of the lane have ended."""
+
+    client: int
+    gpu: str
+    turn: Turn
+    code: str  # of the error
+
+
+@dataclass(slots=True)
+class ReleaseTurn:
+    """The client is gone and a worker has this call: its inputs count as ready, lest the worker's stream waits for
+    ever."""
+
+    client: int
+    gpu: str
+    turn: Turn
+
+
+@dataclass(slots=True)
 class SendAllow:
     identity: bytes
     plan: int
@@ -376,6 +450,7 @@ class Run:
     attempt: int
     client: int
     body: bytes
+    turn: Turn | None = None
 
 
 @dataclass(slots=True)
@@ -388,7 +463,8 @@ class SendDecision:
 
 @dataclass(slots=True)
 class Answer:
-    """A call ended well. `attempts` lists failures on the way, usually none."""
+    """A call ended well; one on a GPU is enqueued there, and may be answered or refused again if its worker dies.
+    `attempts` lists failures on the way, usually none."""
 
     identity: bytes
     seq: int
@@ -441,6 +517,11 @@ Action = (
     | LendArena
     | TakeBackArena
     | CloseArena
+    | LendGpu
+    | TakeBackGpu
+    | CloseGpu
+    | FailTurn
+    | ReleaseTurn
     | SendAllow
     | SendLease
     | LendLane

@@ -9,9 +9,22 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from layerzero.ipc import control, messages, wire
+from layerzero.ipc.cuda_handles import ArenaHandle
 from layerzero.ipc.errors import LayerZeroError, ProtocolError, VersionMismatch
 
 HELLO_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class LentArena:
+    """What came with a client's arena: a memfd, or the handle of GPU memory with a descriptor if its rung has one."""
+
+    fd: int | None
+    handle: ArenaHandle | None = None
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
 
 
 @dataclass(eq=False)
@@ -26,7 +39,7 @@ class Peer:
     backend: str = ""
     generation: int = 0
     since_s: float = 0.0
-    arenas: dict[int, int] = field(default_factory=dict)  # arena -> memfd
+    arenas: dict[int, LentArena] = field(default_factory=dict)
     backlog: deque[tuple[messages.Message, tuple[int, ...]]] = field(default_factory=deque)  # for a busy worker
     last_arena: int = -1  # numbers only grow: a worker may still map a retired one when its number comes again
 
@@ -38,8 +51,8 @@ class Peer:
     def close(self) -> None:
         self.drop_backlog()
         self.sock.close()
-        for fd in self.arenas.values():
-            os.close(fd)
+        for arena in self.arenas.values():
+            arena.close()
         self.arenas.clear()
 
 

@@ -131,8 +131,9 @@ def _graphs(server: Server) -> Check:
     """Where the policy is strict about graphs: this device captures some, and kernels are declared safe in them."""
     if not server.policy.policy.graph_strict_mode:
         return Check("graphs", True, "graph_strict_mode is off")
-    if not server.state.engine.device.supports_graphs:
-        name = server.state.engine.device.device_name
+    devices = server.state.engine.devices.values()
+    if not any(device.supports_graphs for device in devices):
+        name = " or ".join(device.device_name for device in devices)
         return Check(
             "graphs", False, f"graph_strict_mode is on, and {name} captures no graphs", "graph_strict_mode: false"
         )

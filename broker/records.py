@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.broker.selection import Signature
 from layerzero.broker.worker_fsm import WorkerState
@@ -14,8 +14,14 @@ from layerzero.ipc.errors import LayerZeroError, ProtocolError
 
 if TYPE_CHECKING:
     from layerzero.broker.leases import Lost
+    from layerzero.broker.turns import OpenTurn
 
 MAX_CHECKED_BODIES = 256
+
+
+class Arena(NamedTuple):
+    nbytes: int
+    gpu: str = ""  # UUID of the GPU that it is on; empty for shared memory
 
 
 @dataclass
@@ -31,8 +37,8 @@ class Route:
     settled: int = 0  # calls in a row that `settled_on` answered
     settled_on: tuple[str, int] | None = None  # kernel id, worker generation
 
-    def check(self, body: bytes, arenas: Mapping[int, int]) -> tuple[int, ...]:
-        """The arenas that the references in `body` use; `arenas` has the client's, with their sizes.
+    def check(self, body: bytes, arenas: Mapping[int, Arena]) -> tuple[int, ...]:
+        """The arenas that the references in `body` use; `arenas` has the client's.
 
         Raises ProtocolError for a reference that does not hold its tensor. Bodies that passed are remembered.
         """
@@ -44,9 +50,14 @@ class Route:
         for tensor, ref in zip(specs, wire.unpack_refs(body, len(specs)), strict=True):
             if tensor is None:
                 continue
-            size = arenas.get(ref.arena)
-            if size is None:
+            arena = arenas.get(ref.arena)
+            if arena is None:
                 raise ProtocolError(f"unknown arena {ref.arena}")
+            size, gpu = arena
+            if gpu != spec.device:
+                raise ProtocolError(
+                    f"arena {ref.arena} is in memory of {gpu or 'the CPU'}; the call is on {spec.device or 'the CPU'}"
+                )
             if ref.nbytes < tensor.span_bytes or ref.offset + ref.nbytes > size:
                 raise ProtocolError(
                     f"{tensor} does not lie in bytes {ref.offset}+{ref.nbytes} of arena {ref.arena} ({size})"
@@ -62,9 +73,12 @@ class Route:
 class Client:
     identity: bytes
     number: int
-    arenas: dict[int, int] = field(default_factory=dict)  # id -> bytes
+    arenas: dict[int, Arena] = field(default_factory=dict)
+    gpus: set[str] = field(default_factory=set)  # UUIDs of those that it has offered
     routes: dict[int, Route] = field(default_factory=dict)
-    open_calls: int = 0
+    refused_routes: dict[int, LayerZeroError] = field(default_factory=dict)  # on GPUs that are not here
+    open_calls: int = 0  # not answered
+    enqueued: int = 0  # answered calls that a GPU is not done with
     has_left: bool = False
     next_decision: int = 1
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
@@ -72,7 +86,8 @@ class Client:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call from arrival to its single answer. It is in exactly one worker's `running` or `waiting`."""
+    """One call from arrival to its single answer, on a GPU to its end there. It is in exactly one worker's `running`,
+    `waiting` or `enqueued`, or refused and held back behind an earlier turn of its lane."""
 
     client: Client
     route: Route
@@ -88,11 +103,15 @@ class Call:
     tried: set[str] = field(default_factory=set)
     last_error: LayerZeroError | None = None
     may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
+    turn: OpenTurn | None = None  # of a call on a GPU
+    is_enqueued: bool = False  # a worker has answered it, and the GPU is not done with it
+    was_answered: bool = False  # its client has gone on
 
 
 @dataclass(eq=False)
 class Worker:
-    """The one worker of a backend. `running` was sent to it, oldest first; `waiting` was not."""
+    """The one worker of a backend. `running` was sent to it, oldest first; `waiting` was not. `enqueued`: what it has
+    answered and the GPU is not known to be done with, by dispatch, oldest first."""
 
     backend: str
     state: WorkerState = WorkerState.ABSENT
@@ -102,6 +121,7 @@ class Worker:
     versions: dict[str, str] = field(default_factory=dict)
     running: deque[Call] = field(default_factory=deque)
     waiting: deque[Call] = field(default_factory=deque)
+    enqueued: dict[int, Call] = field(default_factory=dict)
     head_since_s: float = 0.0  # when the oldest running call became the oldest
     lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
     lane_call_since_s: float = 0.0
@@ -111,6 +131,7 @@ class Worker:
     has_served: bool = False  # in any generation
     fault: LayerZeroError | None = None  # why the broker kills it
     fault_call: int = 0  # the call of an express lane that it is killed for, as lane.mark says; 0: for its head
+    late: Call | None = None  # the enqueued call that it is killed for
     cause: LayerZeroError | None = None  # why it is not serving
     deaths_s: deque[float] = field(default_factory=deque)
     restarts: int = 0
@@ -118,6 +139,9 @@ class Worker:
     failed: int = 0
     arenas: set[tuple[int, int]] = field(default_factory=set)
     plans: set[int] = field(default_factory=set)
+    slot: int = 0  # of this start, on offers of GPU memory; 0 for a backend of the CPU
+    gpus: set[tuple[int, str]] = field(default_factory=set)  # clients' GPUs that it was told of
+    deaf: dict[tuple[int, str], LayerZeroError] = field(default_factory=dict)  # those whose memory does not reach it
 
     @property
     def head_deadline_s(self) -> float:

@@ -49,6 +49,7 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     """The broker, its clients and every backend with its state, cause and repair."""
     state = server.state
     server.look_at_lanes()
+    server.look_at_turns()
     backends = []
     for name, worker in state.workers.items():
         reason = state.unavailable.get(name)
@@ -66,6 +67,7 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
                 "restarts": worker.restarts,
                 "running": running,
                 "waiting": len(worker.waiting),
+                "enqueued": len(worker.enqueued),
                 "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
                 "cause": worker.cause.message if worker.cause else None,
                 **server.launcher.facts(name),
@@ -84,8 +86,18 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
             "stale_answers": state.stale,
         },
         "clients": [
-            {"number": c.number, "open_calls": c.open_calls, "arenas": len(c.arenas), "bytes": sum(c.arenas.values())}
+            {
+                "number": c.number,
+                "open_calls": c.open_calls,
+                "arenas": len(c.arenas),
+                "bytes": sum(arena.nbytes for arena in c.arenas.values()),
+                "gpus": sorted(c.gpus),
+            }
             for c in state.clients.values()
+        ],
+        "devices": [
+            {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}
+            for spec in state.engine.devices.values()
         ],
         "backends": backends,
         "selection": server.state.engine.facts(),
@@ -179,6 +191,8 @@ def solve(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     try:
         for one in params["measured"]:
             spec = CallSpec.parse(one["route"])
+            if spec.device:
+                raise InvalidArgument(f"dispatch tables are of the CPU; a measured call is on {spec.device!r:.80}")
             context, times = engine.context(spec), dict(one["us"])
             backend_of = dict(engine.kernels(spec.op))
             backends |= {backend_of[kernel_id] for kernel_id in times}

@@ -13,6 +13,7 @@ import msgpack
 import layerzero
 from layerzero.broker import settings as knobs
 from layerzero.broker.certification import Certification
+from layerzero.broker.cuda_driver import detect_gpus
 from layerzero.broker.engine import Engine
 from layerzero.broker.host import detect_cpu
 from layerzero.broker.launcher import Launcher
@@ -53,7 +54,15 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
         policy = _policy(settings, launcher)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
-    engine = Engine(launcher.capabilities, detect_cpu(), policy=policy.policy, envs=launcher.env_ids())
+    gpus = detect_gpus()
+    engine = Engine(
+        launcher.capabilities,
+        detect_cpu(),
+        gpus=gpus.devices,
+        no_gpus=gpus.reason,
+        policy=policy.policy,
+        envs=launcher.env_ids(),
+    )
     engine.set_certification(Certification(launcher.records()))
     state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random())
     server = Server(settings, endpoints, state, launcher, policy, stays=stays)

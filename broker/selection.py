@@ -36,6 +36,7 @@ class CallSpec:
     pinned: str  # backend the caller insists on, or ""
     policy: Mapping[str, Any] = field(default_factory=dict)  # what the caller asks for beyond the broker's policy
     next_ops: tuple[str, ...] = ()  # ops that take this one's result: a kernel that fuses them is worth more
+    device: str = ""  # UUID of the GPU that all tensors are on; "" for the CPU
 
     @classmethod
     def parse(cls, body: bytes) -> CallSpec:
@@ -58,6 +59,8 @@ class CallSpec:
             raise ProtocolError(
                 f"{op.name} takes exactly the attributes {', '.join(op.attrs) or '(none)'}, all scalars"
             )
+        if message.device and (op.sized_output or not op.inputs):
+            raise InvalidArgument(f"{op.name} runs on the CPU; its route names the device {message.device!r:.80}")
         inputs = tuple(None if spec is None else TensorSpec.from_wire(spec) for spec in message.inputs)
         if op.name == "attention" and any(spec is not None and spec.ndim != 4 for spec in inputs):
             raise ProtocolError("attention takes tensors of 4 dimensions (BHSD)")
@@ -69,6 +72,7 @@ class CallSpec:
             message.backend,
             message.policy,
             tuple(str(name) for name in message.next_ops[:MAX_NEXT_OPS]),
+            message.device,
         )
 
     @cached_property
@@ -76,8 +80,8 @@ class CallSpec:
         """Equal for overlays that say the same."""
         return json.dumps(self.policy, sort_keys=True, default=str).encode()
 
-    def prepare(self, kernel_id: str) -> bytes:
-        """The encoded Prepare message that tells a worker about this signature."""
+    def prepare(self, kernel_id: str, *, is_graph_safe: bool) -> bytes:
+        """The encoded Prepare message that tells a worker about this signature. `is_graph_safe`: of the kernel."""
         return encode(
             Prepare(
                 op=self.op,
@@ -85,6 +89,8 @@ class CallSpec:
                 inputs=[None if spec is None else spec.to_wire() for spec in self.inputs],
                 outputs=[spec.to_wire() for spec in self.outputs],
                 attrs=dict(self.attrs),
+                device=self.device,
+                is_graph_safe=is_graph_safe,
             )
         )
 

@@ -25,7 +25,8 @@ from layerzero.broker import events as ev
 from layerzero.broker.host import free_memory_bytes
 from layerzero.broker.lane_ends import LaneEnds
 from layerzero.broker.launcher import Launcher
-from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
+from layerzero.broker.order_pages import Gpu, OrderPages, check_handle_fds
+from layerzero.broker.peers import HELLO_TIMEOUT_S, LentArena, Peer, check_hello, new_identity, refuse
 from layerzero.broker.perf import PerfRow
 from layerzero.broker.perf_rows import Identity
 from layerzero.broker.perfdb import PerfDB
@@ -36,6 +37,7 @@ from layerzero.broker.state import BrokerState
 from layerzero.broker.tuning import Spending
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc import control, memory, messages, sockets, wire
+from layerzero.ipc.cuda_handles import ArenaHandle
 from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import (
     BackendError,
@@ -44,11 +46,13 @@ from layerzero.ipc.errors import (
     EnvError,
     InvalidArgument,
     LayerZeroError,
+    NoTransport,
     OutputTooSmall,
     ProtocolError,
     from_wire,
 )
 from layerzero.ipc.logs import log
+from layerzero.ipc.order import Turn
 from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 BATCH = 64  # messages taken from one socket before the other one gets its turn
@@ -62,12 +66,14 @@ MAX_STRANGERS = 64  # connections that have not said hello
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 IDLE_CHECK_S = 3600.0
 LOOK_S = 1.0
+AWAITED_LOOK_S = 0.02  # at order pages, while somebody waits for the broker to see a call's end
+LOOK_CALLS = 64  # a worker's enqueued calls are looked at each time they are so many more
 SAVE_S = 1.0  # measured times are handed to the database so long after the first new one
 # pyzmq's enums cost a microsecond a use, and these are used on every message.
 _NOBLOCK, _SNDMORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
 _EXECUTE, _RAN = int(Kind.EXECUTE), int(Kind.RAN)
 # What a worker may say of a call; anything else it says counts as a failed kernel.
-WORKER_CODES = frozenset({InvalidArgument.code, OutputTooSmall.code, BackendError.code})
+WORKER_CODES = frozenset({InvalidArgument.code, OutputTooSmall.code, BackendError.code, NoTransport.code})
 
 
 class Server:
@@ -102,8 +108,10 @@ class Server:
         self._clients: dict[bytes, Peer] = {}
         self._workers: dict[tuple[str, int], Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
-        self._fds_of: dict[int, dict[int, int]] = {}  # client number -> arena -> memfd, also after it has left
+        self._arenas_of: dict[int, dict[int, LentArena]] = {}  # by client's number, also after it has left
         self._lanes = LaneEnds()
+        self._pages = OrderPages()
+        self._looked_s = 0.0  # at all order pages
         self._from_threads: deque[ev.Event] = deque()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -165,7 +173,10 @@ class Server:
                 if now_s >= self.state.wakeup_s:
                     if now_s > self.state.wakeup_s + STALL_S:
                         self._catch_up()
+                    self.look_at_turns()
                     self.handle(ev.Tick({key: process.page.read()[0] for key, process in self.processes.items()}))
+                elif now_s >= self._turns_due_s():
+                    self.look_at_turns()
                 elif now_s >= self._check_s:
                     self._housekeeping(now_s)
                 else:
@@ -220,12 +231,35 @@ class Server:
         if self.policy.problem and self.policy.problem != before:
             log("policy.refused", problem=self.policy.problem)
         if self.state.engine.policy.memory_headroom_bytes is not None:
-            self.state.engine.note_free_memory(free_memory_bytes(self.state.engine.device))
+            engine = self.state.engine
+            for device in ("", *self._pages.uuids()):
+                engine.note_free_memory(free_memory_bytes(engine.devices[device]), device)
 
     def look_at_lanes(self) -> None:
         """Count the calls that did not pass through here."""
         for seen in list(self._lanes.seen()):
             self.handle(seen)
+
+    def look_at_turns(self, *backends: str, has_ended: bool = False) -> None:
+        """See which calls GPUs are done with, of these workers or of all; of one that has ended also what it has not
+        answered."""
+        for name in backends or self.state.workers:
+            worker = self.state.workers[name]
+            calls = [*worker.enqueued.values(), *(worker.running if has_ended else ())]
+            if calls and self._pages:
+                done, ready = self._pages.look(calls)
+                self.handle(ev.TurnsSeen(name, worker.generation, done, set(ready)))
+                if self.state.stopping:
+                    self._stop_when_idle(name, worker.identity)
+        if not backends:
+            self._looked_s = time.monotonic()
+
+    def _turns_due_s(self) -> float:
+        """When to look at order pages next."""
+        if not self._pages or not any(worker.enqueued for worker in self.state.workers.values()):
+            return math.inf
+        is_awaited = self.state.turns.is_awaited or self.state.stopping
+        return self._looked_s + (AWAITED_LOOK_S if is_awaited else LOOK_S)
 
     def load_table(self) -> None:
         """Take the dispatch table that policy names, or none. One that cannot be used is a problem, and is not used."""
@@ -256,10 +290,11 @@ class Server:
     def _identify(self, backend: str, versions: Mapping[str, str]) -> None:
         """Tell the database what times of this backend depend on; it answers with those it has."""
         engine, capability = self.state.engine, self.state.capabilities[backend]
+        device = engine.device_for(backend)
         identity = Identity(
-            device_uuid=engine.device.device_uuid,
-            driver_version=engine.device.driver_version,
-            cuda_version=engine.device.cuda_version,
+            device_uuid=device.device_uuid,
+            driver_version=device.driver_version,
+            cuda_version=device.cuda_version,
             backend_version=capability.backend_version,
             torch_version=versions.get("torch", ""),
             layerzero_version=layerzero.__version__,
@@ -285,7 +320,8 @@ class Server:
         if self._ended:
             return 0.0
         look_at_s = self._look_at_s if self._lanes else math.inf  # their calls do not wake us
-        return max(min(self.state.wakeup_s, self._check_s, self._save_at_s, look_at_s) - now_s, 0.0)
+        due_s = min(self.state.wakeup_s, self._check_s, self._save_at_s, look_at_s, self._turns_due_s())
+        return max(due_s - now_s, 0.0)
 
     def _plan_check(self) -> None:
         """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
@@ -354,10 +390,16 @@ class Server:
                 digest = b""
                 if flags & wire.HAS_DIGEST:
                     body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
+                turn = None
+                if flags & wire.HAS_TURN:
+                    if len(body) < wire.TURN_BYTES:
+                        raise ProtocolError(f"a body of {len(body)} bytes is too short for a turn")
+                    turn = Turn(*wire.TURN.unpack(body[-wire.TURN_BYTES :]))
+                    body = body[: -wire.TURN_BYTES]
                 may_run_here, after_lane = bool(flags & wire.MAY_RUN_HERE), aux if flags & wire.AFTER_LANE else 0
                 timeout_s = time_us / 1e6
                 event: ev.Event = ev.CallArrived(
-                    identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt
+                    identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt, turn
                 )
             elif kind == Kind.ROUTE:
                 event = ev.RouteDefined(identity, route, body)
@@ -408,6 +450,9 @@ class Server:
                 raise ProtocolError(f"{len(body)} bytes in one answer; allowed: {MAX_WORD_BYTES}")
             if kind == _RAN:
                 event: ev.Event = ev.CallRan(identity, dispatch, attempt, kernel_ns, body)
+                enqueued = len(self.state.workers[peer.backend].enqueued)
+                if enqueued and not enqueued % LOOK_CALLS:
+                    self.look_at_turns(peer.backend)
             elif kind == Kind.RAISED:
                 event = ev.CallRaised(identity, dispatch, attempt, _kernel_error(body))
             elif kind == Kind.READY:
@@ -480,13 +525,25 @@ class Server:
                 _close_all(fds)
                 self._welcome(peer, hello)
             elif peer.role == "client":
-                message, fds = control.receive(peer.sock, messages.AddArena, messages.AddLane, messages.RetireArena)
+                message, fds = control.receive(
+                    peer.sock,
+                    messages.AddArena,
+                    messages.AddGpu,
+                    messages.AddGpuArena,
+                    messages.AddLane,
+                    messages.RetireArena,
+                )
                 if isinstance(message, messages.AddArena):
                     self._add_arena(peer, message, fds)
+                elif isinstance(message, messages.AddGpu):
+                    self._add_gpu(peer, message, fds)
+                elif isinstance(message, messages.AddGpuArena):
+                    self._add_gpu_arena(peer, message, fds)
                 elif isinstance(message, messages.AddLane):
                     self._add_lane(peer, message.lane, fds)
                 elif isinstance(message, messages.RetireArena):
                     _close_all(fds)
+                    self.look_at_turns()  # what has just ended uses it no more
                     self.handle(ev.ArenaGivenUp(peer.identity, message.arena))
             else:
                 if peer.backlog:
@@ -521,7 +578,7 @@ class Server:
         self._by_identity[peer.identity] = peer
         if peer.role == "client":
             self._clients[peer.identity] = peer
-            self._fds_of[peer.number] = peer.arenas
+            self._arenas_of[peer.number] = peer.arenas
             self._idle_since_s = None
             self.handle(ev.ClientJoined(peer.identity, peer.number))
         welcome = messages.Welcome(
@@ -542,20 +599,58 @@ class Server:
             if len(fds) != 1:
                 raise ProtocolError(f"add_arena carries one descriptor, got {len(fds)}")
             memory.check_memfd(fds[0], message.nbytes)
-            if not peer.last_arena < message.arena < wire.NO_ARENA:
-                raise ProtocolError(
-                    f"arena {message.arena} is out of range; numbers grow, the last was {peer.last_arena}"
-                )
+            self._check_number(peer, message.arena)
         except ProtocolError:
             _close_all(fds)
             raise
-        peer.last_arena = message.arena
-        peer.arenas[message.arena] = fds[0]
-        self.handle(ev.ArenaOffered(peer.identity, message.arena, message.nbytes))
+        self._keep_arena(peer, message.arena, LentArena(fds[0]), message.nbytes)
+
+    def _add_gpu_arena(self, peer: Peer, message: messages.AddGpuArena, fds: list[int]) -> None:
+        try:
+            handle = ArenaHandle.from_wire(message.handle)
+            check_handle_fds(handle, fds)
+            if handle.arena != message.arena:
+                raise ProtocolError(f"arena {message.arena} comes with the handle of arena {handle.arena}")
+            self._check_number(peer, message.arena)
+        except ProtocolError:
+            _close_all(fds)
+            raise
+        arena = LentArena(fds[0] if fds else None, handle)
+        self._keep_arena(peer, message.arena, arena, handle.nbytes, handle.gpu)
+
+    @staticmethod
+    def _check_number(peer: Peer, arena: int) -> None:
+        if not peer.last_arena < arena < wire.NO_ARENA:
+            raise ProtocolError(f"arena {arena} is out of range; numbers grow, the last was {peer.last_arena}")
+
+    def _keep_arena(self, peer: Peer, number: int, arena: LentArena, nbytes: int, gpu: str = "") -> None:
+        peer.last_arena = number
+        peer.arenas[number] = arena
+        self.handle(ev.ArenaOffered(peer.identity, number, nbytes, gpu))
         if peer.sock.fileno() < 0:  # it was dropped for this one
-            os.close(peer.arenas.pop(message.arena))
+            peer.arenas.pop(number).close()
             return
-        control.send(peer.sock, messages.ArenaAdded(arena=message.arena))
+        control.send(peer.sock, messages.ArenaAdded(arena=number))
+
+    def _add_gpu(self, peer: Peer, message: messages.AddGpu, fds: list[int]) -> None:
+        try:
+            gpu = Gpu.of(message, fds)
+        except ProtocolError:
+            _close_all(fds)
+            raise
+        missing = self.state.engine.missing(message.gpu)
+        if missing is not None:  # nothing is wrong with the client: it goes on without this GPU
+            gpu.close()
+            control.send(peer.sock, messages.Refused(error=missing.to_wire()))
+            return
+        before = self._pages.get(peer.number, message.gpu)
+        self.look_at_turns()
+        self.handle(ev.GpuOffered(peer.identity, message.gpu, before is None or not gpu.has_page_of(before)))
+        if peer.sock.fileno() < 0:  # it was dropped for this one
+            gpu.close()
+            return
+        self._pages.put(peer.number, gpu)
+        control.send(peer.sock, messages.GpuAdded(gpu=message.gpu))
 
     def _add_lane(self, peer: Peer, number: int, fds: list[int]) -> None:
         try:
@@ -581,7 +676,7 @@ class Server:
                 self._idle_since_s = time.monotonic()
                 self._plan_check()
             if not peer.arenas:
-                del self._fds_of[peer.number]
+                del self._arenas_of[peer.number]
             self.handle(ev.ClientLeft(peer.identity))
         elif peer.role == "worker":
             del self._workers[peer.backend, peer.generation]
@@ -603,6 +698,7 @@ class Server:
         if peer is not None:
             self._close_peer(peer)
         self.look_at_lanes()
+        self.look_at_turns(process.backend, has_ended=True)
         ended = supervisor.reap(process)
         self.handle(ev.WorkerExited(*key, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail))
 
@@ -661,7 +757,8 @@ class Server:
 
     def _stop_when_idle(self, backend: str, identity: bytes) -> None:
         """Not before: when the end of a process is seen, its last answers may still be in ZeroMQ's hands."""
-        if not self.state.workers[backend].running:
+        worker = self.state.workers[backend]
+        if not worker.running and not worker.enqueued:
             self._send_worker(identity, wire.pack(Kind.STOP))
 
     def _send_prepare(self, action: ev.SendPrepare) -> None:
@@ -671,13 +768,35 @@ class Server:
         self._send_worker(action.identity, wire.pack(Kind.DROP, route=action.plan))
 
     def _lend_arena(self, action: ev.LendArena) -> None:
-        fd = self._fds_of[action.client][action.arena]
-        message = messages.MapArena(client=action.client, arena=action.arena, nbytes=os.fstat(fd).st_size)
-        self._tell_worker(action.backend, action.generation, message, (fd,))
+        arena = self._arenas_of[action.client][action.arena]
+        fds: tuple[int, ...] = () if arena.fd is None else (arena.fd,)
+        if arena.handle is not None:
+            handle = arena.handle.to_wire()
+            message: messages.Message = messages.MapGpuArena(client=action.client, arena=action.arena, handle=handle)
+        else:
+            message = messages.MapArena(client=action.client, arena=action.arena, nbytes=os.fstat(fds[0]).st_size)
+        self._tell_worker(action.backend, action.generation, message, fds)
 
     def _take_back_arena(self, action: ev.TakeBackArena) -> None:
         message = messages.UnmapArena(client=action.client, arena=action.arena)
         self._tell_worker(action.backend, action.generation, message)
+
+    def _lend_gpu(self, action: ev.LendGpu) -> None:
+        message, fds = self._pages.lend(action.client, action.gpu, action.slot)
+        self._tell_worker(action.backend, action.generation, message, fds)
+
+    def _take_back_gpu(self, action: ev.TakeBackGpu) -> None:
+        message = messages.UnmapGpu(client=action.client, gpu=action.gpu)
+        self._tell_worker(action.backend, action.generation, message)
+
+    def _close_gpu(self, action: ev.CloseGpu) -> None:
+        self._pages.close(action.client, action.gpu)
+
+    def _fail_turn(self, action: ev.FailTurn) -> None:
+        self._pages.fail(action.client, action.gpu, action.turn, action.code)
+
+    def _release_turn(self, action: ev.ReleaseTurn) -> None:
+        self._pages.release(action.client, action.gpu, action.turn)
 
     def _tell_worker(self, backend: str, generation: int, message: messages.Message, fds: tuple[int, ...] = ()) -> None:
         peer = self._workers.get((backend, generation))
@@ -726,21 +845,25 @@ class Server:
         self._lanes.end(action.lane)
 
     def _close_arena(self, action: ev.CloseArena) -> None:
-        arenas = self._fds_of[action.client]
-        os.close(arenas.pop(action.arena))
+        arenas = self._arenas_of[action.client]
+        arenas.pop(action.arena).close()
         if not arenas and all(peer.number != action.client for peer in self._clients.values()):
-            del self._fds_of[action.client]
+            del self._arenas_of[action.client]
 
     def _run(self, action: ev.Run) -> None:
+        body, flags = action.body, 0
+        if action.turn is not None:
+            body, flags = body + wire.TURN.pack(*action.turn), wire.HAS_TURN
         self._send_worker(
             action.identity,
             wire.pack(
                 Kind.RUN,
+                flags=flags,
                 route=action.plan,
                 seq=action.dispatch,
                 attempt=action.attempt,
                 aux=action.client,
-                body=action.body,
+                body=body,
             ),
         )
 
@@ -795,6 +918,11 @@ class Server:
         ev.LendArena: _lend_arena,
         ev.TakeBackArena: _take_back_arena,
         ev.CloseArena: _close_arena,
+        ev.LendGpu: _lend_gpu,
+        ev.TakeBackGpu: _take_back_gpu,
+        ev.CloseGpu: _close_gpu,
+        ev.FailTurn: _fail_turn,
+        ev.ReleaseTurn: _release_turn,
         ev.SendAllow: _send_allow,
         ev.SendLease: _send_lease,
         ev.LendLane: _lend_lane,
@@ -818,6 +946,7 @@ class Server:
             self.perfdb.save(rows, self.state.engine.health.take_dirty())
         self.perfdb.close()
         self._lanes.close()
+        self._pages.close_all()
         self._listener.close()
         self._front.close()
         self._back.close()

@@ -2,7 +2,8 @@
 
 Invariants, checked by tests/unit/broker/test_simulation.py over thousands of seeded schedules:
 every call ends in exactly one Answer or Refuse; a call runs on at most one worker at a time, and is given to another
-only when the one before has answered or its exit is confirmed; the step that picks a worker reserves it.
+only when the one before has answered or its exit is confirmed; the step that picks a worker reserves it. A call on a
+GPU is answered when it is enqueued there, and once more when it had to run again; turns of a lane end in their order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layerzero.broker import events as ev
@@ -19,12 +20,14 @@ from layerzero.broker.engine import Cell, Engine
 from layerzero.broker.explain import explain
 from layerzero.broker.leases import SETTLED_CALLS, Leases, Lost
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
-from layerzero.broker.records import Call, Client, Route, Worker
+from layerzero.broker.records import Arena, Call, Client, Route, Worker
 from layerzero.broker.selection import CallSpec, Signature, Verdict, no_backend
 from layerzero.broker.shadow import ShadowLedger
+from layerzero.broker.turns import STICKY_EXIT, OpenTurn, Turns
 from layerzero.broker.worker_fsm import Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.cuda_pair import SLOTS
 from layerzero.ipc.errors import (
     NEVER,
     SAME,
@@ -35,6 +38,7 @@ from layerzero.ipc.errors import (
     DeadlineExceeded,
     EnvError,
     LayerZeroError,
+    NoTransport,
     ProtocolError,
     RunInProcess,
 )
@@ -91,6 +95,8 @@ class BrokerState:
         self._by_identity: dict[bytes, Worker] = {}
         self._shadow = ShadowLedger()
         self._leases = Leases()
+        self.turns = Turns()
+        self._slots = itertools.count(1)  # of starts of GPU workers
         self._leased_epoch = 0  # of the engine: what it decided then
         self._watch_at_s = math.inf
         self._health_at_s = math.inf  # when a kernel that failed may be tried again
@@ -102,6 +108,7 @@ class BrokerState:
             ev.ClientJoined: self._client_joined,
             ev.ClientLeft: self._client_left,
             ev.ArenaOffered: self._arena_offered,
+            ev.GpuOffered: self._gpu_offered,
             ev.ArenaGivenUp: self._arena_given_up,
             ev.RouteDefined: self._route_defined,
             ev.RouteForgotten: self._route_forgotten,
@@ -110,6 +117,7 @@ class BrokerState:
             ev.LaneOpened: self._lane_opened,
             ev.LaneOverdue: self._lane_overdue,
             ev.LaneSeen: self._lane_seen,
+            ev.TurnsSeen: self._turns_seen,
             ev.ProbeEnded: self._probe_ended,
             ev.WorkerSpawned: self._worker_spawned,
             ev.SpawnFailed: self._spawn_failed,
@@ -152,15 +160,18 @@ class BrokerState:
             for call in gone:
                 worker.waiting.remove(call)
                 self._close(call)
+        self._release_turns(client)
         for route in list(client.routes.values()):
             self._drop_route(client, route)
         self._release_if_done(client)
 
     def _release_if_done(self, client: Client) -> None:
         """A client's memory is given back when it has left and no worker may write into it any more."""
-        if client.has_left and client.open_calls == 0:
+        if client.has_left and client.open_calls == client.enqueued == 0:
             for arena in list(client.arenas):
                 self._release_arena(client, arena)
+            for gpu in list(client.gpus):
+                self._release_gpu(client, gpu)
 
     def _arena_offered(self, event: ev.ArenaOffered) -> None:
         client = self.clients[event.identity]
@@ -170,13 +181,16 @@ class BrokerState:
         if len(client.arenas) >= MAX_ARENAS:
             self._drop_client(client, f"more than {MAX_ARENAS} arenas")
             return
-        client.arenas[event.arena] = event.nbytes
+        if event.gpu and event.gpu not in client.gpus:
+            self._drop_client(client, f"arena {event.arena} is on {event.gpu}, which the client has not added")
+            return
+        client.arenas[event.arena] = Arena(event.nbytes, event.gpu)
 
     def _arena_given_up(self, event: ev.ArenaGivenUp) -> None:
         client = self.clients.get(event.identity)
         if client is None or event.arena not in client.arenas:
             return
-        calls = (call for worker in self.workers.values() for call in (*worker.running, *worker.waiting))
+        calls = (call for w in self.workers.values() for call in (*w.running, *w.waiting, *w.enqueued.values()))
         if any(call.client is client and event.arena in call.arenas for call in calls):
             self._drop_client(client, f"arena {event.arena} was retired with open calls that use it")
         else:
@@ -193,6 +207,31 @@ class BrokerState:
                 self._do(ev.TakeBackArena(worker.backend, worker.generation, *key))
         self._do(ev.CloseArena(*key))
 
+    def _gpu_offered(self, event: ev.GpuOffered) -> None:
+        """For the first time, or on another rung: then workers let go of what they had, and may reach the new one."""
+        client = self.clients[event.identity]
+        if event.gpu in client.gpus and event.has_new_page:
+            if self.turns.of(client, event.gpu):
+                self._drop_client(client, f"another order page for {event.gpu} while calls on the first are not done")
+                return
+            self.turns.forget(client, event.gpu)
+        client.gpus.add(event.gpu)
+        self._take_back_gpu(client, event.gpu)
+
+    def _take_back_gpu(self, client: Client, gpu: str) -> None:
+        key = (client.number, gpu)
+        for worker in self.workers.values():
+            worker.deaf.pop(key, None)
+            if key in worker.gpus:
+                worker.gpus.discard(key)
+                self._do(ev.TakeBackGpu(worker.backend, worker.generation, *key))
+
+    def _release_gpu(self, client: Client, gpu: str) -> None:
+        client.gpus.discard(gpu)
+        self.turns.forget(client, gpu)
+        self._take_back_gpu(client, gpu)
+        self._do(ev.CloseGpu(client.number, gpu))
+
     def _drop_client(self, client: Client, detail: str) -> None:
         self._do(ev.DropClient(client.identity, detail))
         self._do(ev.Note("client.dropped", {"client": client.number, "detail": detail}))
@@ -202,16 +241,21 @@ class BrokerState:
 
     def _route_defined(self, event: ev.RouteDefined) -> None:
         client = self.clients[event.identity]
-        if event.route in client.routes:
+        if event.route in client.routes or event.route in client.refused_routes:
             self._drop_client(client, f"route {event.route} defined twice")
             return
-        if len(client.routes) >= MAX_ROUTES:
+        if len(client.routes) + len(client.refused_routes) >= MAX_ROUTES:
             self._drop_client(client, f"more than {MAX_ROUTES} routes; forget some")
             return
         signature = self._signatures.get(event.body)
         if signature is None:
             try:
-                signature = self._sign(event.body, CallSpec.parse(event.body))
+                spec = CallSpec.parse(event.body)
+                missing = self.engine.missing(spec.device)
+                if missing is not None:  # its calls shall hear of it, the client's others go on
+                    client.refused_routes[event.route] = missing
+                    return
+                signature = self._sign(event.body, spec)
             except LayerZeroError as exc:
                 self._drop_client(client, f"route {event.route}: {exc}")
                 return
@@ -221,6 +265,7 @@ class BrokerState:
 
     def _route_forgotten(self, event: ev.RouteForgotten) -> None:
         client = self.clients[event.identity]
+        client.refused_routes.pop(event.route, None)
         route = client.routes.get(event.route)
         if route is not None:
             self._drop_route(client, route)
@@ -269,18 +314,23 @@ class BrokerState:
         client = self.clients[event.identity]
         route = client.routes.get(event.route)
         if route is None:
-            self._drop_client(client, f"call on unknown route {event.route}")
-            return
-        if self.stopping:
-            self._do(ev.Refuse(client.identity, event.seq, BrokerLost("the broker is shutting down")))
-            return
-        if client.open_calls >= self.limits.max_in_flight:
-            error = Busy(
-                f"{client.open_calls} calls are open; allowed: {self.limits.max_in_flight}", limit=client.open_calls
-            )
-            self._do(ev.Refuse(client.identity, event.seq, error))
+            missing = client.refused_routes.get(event.route)
+            if missing is not None:
+                self._do(ev.Refuse(client.identity, event.seq, missing))
+            else:
+                self._drop_client(client, f"call on unknown route {event.route}")
             return
         try:
+            turn = self._begin_turn(client, route, event)
+            if self.stopping:
+                self._refuse_arrival(client, event.seq, turn, BrokerLost("the broker is shutting down"))
+                return
+            if client.open_calls >= self.limits.max_in_flight:
+                error = Busy(
+                    f"{client.open_calls} calls are open; allowed: {self.limits.max_in_flight}", limit=client.open_calls
+                )
+                self._refuse_arrival(client, event.seq, turn, error)
+                return
             arenas = route.checked.get(event.body)
             if arenas is None:
                 arenas = route.check(event.body, client.arenas)
@@ -289,17 +339,27 @@ class BrokerState:
             return
         refusal = self._quarantine.refusal(route.signature.key, event.digest, self._now_s)
         if refusal is not None:
-            self._do(ev.Refuse(client.identity, event.seq, refusal))
+            self._refuse_arrival(client, event.seq, turn, refusal)
             return
         client.open_calls += 1
         route.signature.users += 1
         timeout_s = event.timeout_s or self.limits.timeout_s
         call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
+        if turn is not None:
+            self._take_turn(call, turn)
         lost = client.lost.pop(event.after_lane, None)
         if lost is None or route.number not in lost.kernels:
             self._place(call)
         else:
             self._resume(call, lost, is_blamed=lost.blames(event.after_lane, event.after_call))
+
+    def _refuse_arrival(self, client: Client, seq: int, turn: OpenTurn | None, error: LayerZeroError) -> None:
+        """It never becomes a call."""
+        refusal = ev.Refuse(client.identity, seq, error)
+        if turn is None:
+            self._do(refusal)
+        else:
+            self._tell(self.turns.fail(turn, refusal))
 
     def _resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
@@ -321,13 +381,119 @@ class BrokerState:
             self._quarantine.add(route.signature.key, event.digest, self._now_s)
             self._revoke_leases()  # calls of this signature must show what they bring
 
+    # --- turns on a GPU --------------------------------------------------------------------------------
+
+    def _begin_turn(self, client: Client, route: Route, event: ev.CallArrived) -> OpenTurn | None:
+        """Raises ProtocolError for a call without the turn that its device asks for, or with a senseless one."""
+        gpu = route.signature.spec.device
+        if (event.turn is None) != (not gpu):
+            raise ProtocolError(f"a call on {gpu or 'the CPU'} comes {'with' if event.turn else 'without'} a turn")
+        if event.turn is None:
+            return None
+        if gpu not in client.gpus:
+            raise ProtocolError(f"a call on {gpu}, which the client has not added")
+        return self.turns.begin(client, gpu, event.turn)
+
+    def _take_turn(self, call: Call, turn: OpenTurn) -> None:
+        """The call goes past workers that its client's memory is known not to reach, and is not run by the client."""
+        call.turn, turn.call = turn, call
+        call.may_run_here = False
+        if any(worker.deaf for worker in self.workers.values()):
+            for verdict in self.order(call.route.signature):
+                error = self.workers[verdict.backend].deaf.get((call.client.number, turn.gpu))
+                if error is not None:
+                    call.tried.add(verdict.backend)
+                    call.last_error = error
+
+    def _tell(self, failed: list[OpenTurn]) -> None:
+        """These turns have ended in errors, and all before them have ended: their clients may know."""
+        for turn in failed:
+            refusal = turn.refusal
+            assert refusal is not None
+            if not turn.client.has_left:
+                self._do(ev.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
+                self._do(refusal)
+            if turn.call is not None:
+                self._close(turn.call)
+
+    def _release_turns(self, client: Client) -> None:
+        """A client has left: nobody waits for what failed, and nobody but the broker says that inputs are ready."""
+        self._tell(self.turns.drop_held(client))
+        for turn in list(
+            self.turns.first()
+        ):  # one after the other: in a lane DONE of one says that all before are done
+            if turn.client is client and turn.call is not None:
+                self._do(ev.ReleaseTurn(client.number, turn.gpu, turn.turn))
+
+    def _turns_seen(self, event: ev.TurnsSeen) -> None:
+        worker = self._current(event.backend, event.generation)
+        if worker is None:
+            return
+        for dispatch in event.done:
+            call = worker.enqueued.pop(dispatch, None) or self._take_unanswered(worker, dispatch)
+            self._note_success(worker, call)
+            self._close(call)
+        for turn in list(self.turns.first()):
+            waiter, client = turn.call, turn.client
+            if turn.worker is not worker or waiter is None:
+                continue
+            if waiter.dispatch not in event.ready:
+                if client.has_left:  # it is this one's turn; or a stream of the client's has overwritten the word
+                    self._do(ev.ReleaseTurn(client.number, turn.gpu, turn.turn))
+            elif turn.began_s == math.inf:
+                turn.began_s = self._now_s
+                self.wakeup_s = min(self.wakeup_s, turn.due_s)
+
+    def _take_unanswered(self, worker: Worker, dispatch: int) -> Call:
+        """The worker has ended before it could answer, and the GPU was done: the client's stream has gone on."""
+        call = next(call for call in worker.running if call.dispatch == dispatch)
+        if worker.fault is not None and not worker.fault_call and worker.late is None and call is worker.running[0]:
+            worker.late = call  # it was killed for this one, and is not for the next
+        worker.running.remove(call)
+        client = call.client
+        if not client.has_left:
+            decision = self._decision(call, worker)
+            self._do(ev.Answer(client.identity, call.seq, decision, call.attempt, 0, b"", call.attempts))
+        return call
+
+    def _enqueue(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
+        """The worker has answered: the call's client goes on, the call stays until the GPU is done with it."""
+        worker.enqueued[call.dispatch] = call
+        turn.worker, turn.began_s = worker, math.inf
+        call.client.open_calls -= 1
+        call.client.enqueued += 1
+        call.is_enqueued = call.was_answered = True
+
+    def _take_enqueued(self, worker: Worker) -> list[Call]:
+        """The worker is dead: these are to run again, or to end."""
+        calls = list(worker.enqueued.values())
+        worker.enqueued.clear()
+        for call in calls:
+            assert call.turn is not None
+            call.turn.worker = None
+            call.client.open_calls += 1
+            call.client.enqueued -= 1
+            call.is_enqueued = False
+        return calls
+
+    def _end_late_turns(self) -> None:
+        for turn in list(self.turns.first()):
+            worker, call = turn.worker, turn.call
+            if worker is None or call is None or worker.fault is not None:
+                continue
+            if self._now_s >= turn.due_s:
+                worker.late = call
+                self._fault(worker, _too_long(call.kernel_id, worker, call.timeout_s))
+            else:
+                self.wakeup_s = min(self.wakeup_s, turn.due_s)
+
     # --- express lanes ---------------------------------------------------------------------------------
 
     def _settle(self, call: Call, worker: Worker) -> None:
         """Lend a lane to a route that one worker serves well, and would serve again."""
         route, signature = call.route, call.route.signature
         is_known = call.client.routes.get(route.number) is route  # it may have been forgotten meanwhile
-        if route.is_leased or not is_known or not self.limits.express:
+        if route.is_leased or not is_known or not self.limits.express or signature.spec.device:
             return
         server = (call.kernel_id, worker.generation)
         if route.settled_on != server:
@@ -433,11 +599,12 @@ class BrokerState:
         """The best one not tried yet. One whose breaker is half open takes a single call; for others it comes last."""
         last: Verdict | None = None
         for verdict in order:
-            if verdict.backend in call.tried:
-                continue
+            if verdict.backend in call.tried or (verdict.transforms and call.was_answered):
+                continue  # the latter: its client has gone on, and makes no copies any more
             if verdict.transforms or not verdict.is_on_trial:  # a call that is sent back for copies tries nothing
                 return verdict
-            if self.engine.reserve_trial(verdict.backend, call.route.signature.spec.op, self._now_s):
+            spec = call.route.signature.spec
+            if self.engine.reserve_trial(verdict.backend, spec.op, self._now_s, spec.device):
                 return verdict
             last = last or verdict
         return last
@@ -461,15 +628,15 @@ class BrokerState:
             )
         else:
             return False
-        candidates = [v.to_wire() for v in call.route.signature.ranked]
-        self._do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates))
-        self._close(call)
+        self._end_in_error(call, error)
         return True
 
     def _awaited(self, call: Call) -> Verdict | None:
         """The best candidate that nothing but a restart keeps from the call, and that will be back in time for it."""
         for verdict in call.route.signature.ranked:
             is_down = [reason.code for reason in verdict.reasons] == [Reason.BACKEND_RESTARTING]
+            if verdict.transforms and call.was_answered:
+                continue
             if is_down and verdict.backend not in call.tried and self._is_back_in_time(verdict.backend, call):
                 return verdict
         return None
@@ -495,8 +662,14 @@ class BrokerState:
             plan = self._plans[plan_key] = next(self._plan_numbers)
         if plan not in worker.plans:
             worker.plans.add(plan)
-            self._do(ev.SendPrepare(worker.identity, plan, signature.spec.prepare(call.kernel_id)))
+            is_graph_safe = self.engine.kernel(call.kernel_id).is_cuda_graph_safe
+            body = signature.spec.prepare(call.kernel_id, is_graph_safe=is_graph_safe)
+            self._do(ev.SendPrepare(worker.identity, plan, body))
         number = call.client.number
+        gpu = signature.spec.device
+        if gpu and (number, gpu) not in worker.gpus:
+            worker.gpus.add((number, gpu))
+            self._do(ev.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
         for arena in call.arenas:
             key = (number, arena)
             if key not in worker.arenas:
@@ -507,7 +680,8 @@ class BrokerState:
         worker.running.append(call)
         if len(worker.running) == 1:
             self._start_clock(worker)
-        self._do(ev.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body))
+        turn = call.turn.turn if call.turn is not None else None
+        self._do(ev.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn))
 
     def _start_clock(self, worker: Worker) -> None:
         worker.head_since_s = self._now_s
@@ -524,8 +698,13 @@ class BrokerState:
 
     def _close(self, call: Call) -> None:
         """The call is over for the broker: its client has its answer or has left, and no worker has it."""
-        call.client.open_calls -= 1
+        if call.is_enqueued:
+            call.client.enqueued -= 1
+        else:
+            call.client.open_calls -= 1
         self._release_signature(call.route.signature)
+        if call.turn is not None:
+            self._tell(self.turns.end(call.turn))
         self._release_if_done(call.client)
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
@@ -546,9 +725,11 @@ class BrokerState:
             return
         call = self._take_head(worker)
         worker.answered += 1
-        signature = call.route.signature
-        self._note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
-        self.engine.note_success(worker.backend, signature.spec.op, self._now_s)
+        signature, turn = call.route.signature, call.turn
+        if event.kernel_ns or turn is None:  # of a GPU, 0 is no new sample
+            self._note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
+        if turn is None:
+            self._note_success(worker, call)
         client = call.client
         if not client.has_left:
             decision = self._decision(call, worker)
@@ -556,7 +737,14 @@ class BrokerState:
             self._do(
                 ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body, call.attempts)
             )
-        self._close(call)
+        if turn is None:
+            self._close(call)
+        else:
+            self._enqueue(call, worker, turn)
+
+    def _note_success(self, worker: Worker, call: Call) -> None:
+        spec = call.route.signature.spec
+        self.engine.note_success(worker.backend, spec.op, self._now_s, spec.device)
 
     def _decision(self, call: Call, worker: Worker) -> int:
         """Number of the decision that this answer follows; sent to the client when it is a new one."""
@@ -577,6 +765,7 @@ class BrokerState:
                     candidates=[v.to_wire() for v in signature.ranked],
                     shadow_rate=self.engine.policy_for(signature.spec).shadow_rate,
                     offers_samples=self.engine.policy.tune_budget > 0,
+                    slot=worker.slot if signature.spec.device else 0,
                 )
             )
             self._do(ev.SendDecision(call.client.identity, route.number, route.decision, body))
@@ -619,14 +808,17 @@ class BrokerState:
             }
         )
         worker.failed += 1
-        if phase != "queued" and error.code != DeadlineExceeded.code:  # a short timeout_s is the caller's doing
-            self.engine.note_failure(worker.backend, call.route.signature.spec.op, error, self._now_s)
+        spec = call.route.signature.spec
+        if spec.device and error.code == NoTransport.code:  # its kernels are well
+            worker.deaf[call.client.number, spec.device] = error
+        elif phase != "queued" and error.code != DeadlineExceeded.code:  # a short timeout_s is the caller's doing
+            self.engine.note_failure(worker.backend, spec.op, error, self._now_s, spec.device)
             self._wake_for_health()
         call.last_error = error
         call.tried.add(worker.backend)
         if call.deaths >= MAX_DEATHS_PER_CALL:
             self._refuse(call, self._quarantine.verdict(call.deaths))
-        elif call.route.signature.spec.pinned:
+        elif spec.pinned:
             self._refuse(call, error)
         elif self.stopping:
             self._end_for_shutdown(call)
@@ -641,19 +833,33 @@ class BrokerState:
         spec = call.route.signature.spec
         if call.last_error is not None:
             tried = ", ".join(f"{a['kernel_id']} ({a['code']})" for a in call.attempts)
-            cls = DeadlineExceeded if call.last_error.code == DeadlineExceeded.code else BackendError
-            error: LayerZeroError = cls(f"{spec.op}: no kernel is left; tried {tried}: {call.last_error.message}")
+            codes = {a["code"] for a in call.attempts} | {call.last_error.code}
+            cls: type[LayerZeroError] = BackendError
+            if NoTransport.code in codes:  # its client can offer its memory in another way
+                cls = NoTransport
+            elif call.last_error.code == DeadlineExceeded.code:
+                cls = DeadlineExceeded
+            what = f"no kernel is left; tried {tried}" if tried else "no kernel is within reach"
+            error: LayerZeroError = cls(f"{spec.op}: {what}: {call.last_error.message}")
             error.facts = dict(call.last_error.facts)
         else:
             error = no_backend(spec, call.route.signature.ranked, self.capabilities)
         self._refuse(call, error)
 
     def _refuse(self, call: Call, error: LayerZeroError) -> None:
-        candidates = [v.to_wire() for v in call.route.signature.ranked]
-        self._do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates))
         facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
         self._do(ev.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
-        self._close(call)
+        self._end_in_error(call, error)
+
+    def _end_in_error(self, call: Call, error: LayerZeroError) -> None:
+        """One on a GPU ends when all before it in its lane have."""
+        candidates = [v.to_wire() for v in call.route.signature.ranked]
+        refusal = ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
+        if call.turn is None:
+            self._do(refusal)
+            self._close(call)
+        else:
+            self._tell(self.turns.fail(call.turn, refusal))
 
     # --- workers -------------------------------------------------------------------------------------
 
@@ -705,8 +911,15 @@ class BrokerState:
         worker.generation += 1
         worker.started_s = self._now_s
         worker.was_ready = False
-        worker.fault = None
+        worker.fault = worker.late = None
         worker.pid = 0
+        if self.capabilities[worker.backend].platform == "cuda":
+            worker.slot = next(self._slots)
+            if worker.slot >= SLOTS:
+                self._signal(worker, Signal.SPAWN_FAILED)
+                text = f"this broker has started {SLOTS} workers for GPUs; offers of memory have no room for more signs"
+                self._disable(worker, BackendError(text, repair="lz down"), Reason.BACKEND_DISABLED)
+                return
         self.wakeup_s = min(self.wakeup_s, self._now_s + self.limits.start_timeout_s)
         self._do(ev.Spawn(worker.backend, worker.generation))
 
@@ -772,6 +985,8 @@ class BrokerState:
         worker.identity = b""
         worker.arenas.clear()
         worker.plans.clear()
+        worker.gpus.clear()
+        worker.deaf.clear()
         worker.lane_call = 0
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
         died = BackendError(
@@ -797,23 +1012,28 @@ class BrokerState:
             event.executing if worker.fault is None else worker.fault_call,
             is_crash=worker.fault is None,
         )
-        running, waiting = list(worker.running), list(worker.waiting)
+        in_gpu = self._in_gpu(worker, event)
+        enqueued, running, waiting = self._take_enqueued(worker), list(worker.running), list(worker.waiting)
         worker.running.clear()
         worker.waiting.clear()
         if was_stopping:
-            for call in (*running, *waiting):
+            for call in (*enqueued, *running, *waiting):
                 self._end_for_shutdown(call)
             self._stop_if_idle()
             return
         self._plan_restart(worker, error, event.stderr_tail)
+        self._move_enqueued(worker, enqueued, in_gpu, error, event)
+        if in_gpu is not None:  # nobody else is to blame
+            event = replace(event, executing=0)
         self._move_calls(worker, running, waiting, error, event)
 
     def _move_calls(
         self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
     ) -> None:
         """The one it was killed for or died in is blamed; those behind it only lost their place."""
+        is_open = worker.fault is not None and not worker.fault_call and worker.late is None  # whom it is killed for
         for position, call in enumerate(running):
-            is_first = position == 0 and not worker.fault_call
+            is_first = position == 0 and is_open
             is_blamed = is_first if worker.fault is not None else call.dispatch == event.executing
             if is_blamed:
                 call.deaths += worker.fault is None
@@ -822,6 +1042,26 @@ class BrokerState:
                 self._requeue(call, worker, event.exit_code, worker.pid)
         for call in waiting:
             self._requeue(call, worker, event.exit_code, worker.pid)
+
+    def _in_gpu(self, worker: Worker, event: ev.WorkerExited) -> Call | None:
+        """The enqueued call to blame for the worker's end: what it was killed for, or what the GPU was in, unless its
+        CPU died in another one. Which of several lanes it was in nobody can tell; then it is the oldest."""
+        if worker.fault is not None:
+            return worker.late
+        if event.exit_code != STICKY_EXIT and any(call.dispatch == event.executing for call in worker.running):
+            return None
+        firsts = (c for c in worker.enqueued.values() if c.turn is not None and self.turns.is_first(c.turn))
+        return next(firsts, None)
+
+    def _move_enqueued(
+        self, worker: Worker, calls: list[Call], blamed: Call | None, error: LayerZeroError, event: ev.WorkerExited
+    ) -> None:
+        for call in calls:
+            if call is blamed:
+                call.deaths += worker.fault is None
+                self._attempt_failed(call, worker, error, exit_code=event.exit_code, phase="executing")
+            else:
+                self._requeue(call, worker, event.exit_code, worker.pid)
 
     def _requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
@@ -928,6 +1168,7 @@ class BrokerState:
         if now_s >= self._watch_at_s:
             self._watch_leases()
         self.wakeup_s = min(self._health_at_s, self._watch_at_s)
+        self._end_late_turns()
         for worker in self.workers.values():
             if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
                 if now_s >= worker.head_deadline_s:

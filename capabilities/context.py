@@ -407,6 +407,8 @@ class SelectionContext:
             memory = "" if spec.is_contiguous else "/rows" if has_dense_rows(spec) else "/strided"
             parts.append(f"{name}:{spec.dtype}[{extents}]{memory}")
         parts += (f"{name}={self.attrs[name]}" for name in sorted(self.attrs) if name not in DATA_ATTRS)
+        if self.device_type != "cpu":  # a machine has several, which need not be alike
+            parts.append(f"on {self.device.device_uuid}")
         return " ".join(parts)
 
 

@@ -170,6 +170,7 @@ def status(*, as_json: bool) -> None:
 
 def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
     broker, clients = answer["broker"], answer["clients"][:-1]  # the newest is this very command
+    devices = answer["devices"]
     calls, nbytes = sum(c["open_calls"] for c in clients), sum(c["bytes"] for c in clients)
     head = Table.grid(padding=(0, 2, 0, 0))
     head.add_column(style="dim")
@@ -178,6 +179,9 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
         "broker": f"pid {broker['pid']}, up {_duration(broker['up_s'])}, layerzero {broker['package']}, "
         f"protocol {broker['protocol']}" + ("" if broker["stays"] else "; ends with its last client (lz up: stays)"),
         "clients": f"{len(clients)} connected, {calls} open calls, {nbytes / 1e6:,.1f} MB lent",
+        "devices": ", ".join(
+            f"{d['name'] or d['type']}{' ' + d['uuid'] if d['type'] != 'cpu' else ''}" for d in devices
+        ),
         "socket": str(where.control),
         "store": broker["store"],
         "logs": f"{where.log}; lz logs [BACKEND]",
