@@ -16,7 +16,9 @@ who writes which memory until when, and raises Violation, with the seed, where t
 - what is due has a wakeup, counters add up, reasons are true, nothing is left behind;
 - a lease is granted for what the core would choose again, and ends with the epoch in which it was; a call of an express
   lane ends once for its client, comes to the broker only when its worker is done with it, and brings its death along; a
-  call behind it is neither killed for its time nor blamed for it.
+  call behind it is neither killed for its time nor blamed for it;
+- turns of a lane end once and in their order, those of a client that is there all do, and none fails that a worker may
+  still finish; what is done never runs again; a call on a GPU that must run again gets another answer, no other does.
 """
 
 from __future__ import annotations
@@ -38,17 +40,28 @@ from layerzero.broker.poison import MAX_DEATHS_PER_CALL
 from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.records import Worker
 from layerzero.broker.selection import CallSpec
+from layerzero.broker.server import AWAITED_LOOK_S, LOOK_S
 from layerzero.broker.shadow import Comparison
 from layerzero.broker.state import WATCH_S, BrokerState, Limits
+from layerzero.broker.turns import STICKY_EXIT
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc import wire
-from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall, from_wire
+from layerzero.ipc.errors import (
+    BackendError,
+    EnvError,
+    InvalidArgument,
+    LayerZeroError,
+    NoTransport,
+    OutputTooSmall,
+    from_wire,
+)
 from layerzero.ipc.lane import EXECUTING, mark
 from layerzero.ipc.messages import Decision, Lease, Route, decode, encode
+from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
 
 LATE_S = 0.2  # a tick may be that late
@@ -60,12 +73,14 @@ SLOT = 64  # bytes; an input and an output of four float64 fit in two of them
 SLOTS = 6
 ARENA_BYTES = 2 * SLOT * SLOTS
 DEADLY = 3  # number of the input that kills the workers it deserves
+GPU = "GPU-1"
+STREAMS = 3  # of a client on a GPU
 
 PRIORITY = {"alpha": 60, "beta": 50, "gamma": 40, "delta": 30}
 SERVES = {"silu": PRIORITY.keys(), "gelu": ("alpha", "beta")}
 
 
-def _capability(backend: str, priority: int) -> descriptor.Capability:
+def _capability(backend: str, priority: int, platform: str = "cpu") -> descriptor.Capability:
     ops: dict[str, tuple[dict[str, Any], ...]] = {
         op: (
             {
@@ -80,18 +95,22 @@ def _capability(backend: str, priority: int) -> descriptor.Capability:
         if backend in backends
     }
     return descriptor.Capability.model_validate(
-        {"schema_version": "1.0", "backend": backend, "backend_version": "1", "platform": "cpu", "ops": ops}
+        {"schema_version": "1.0", "backend": backend, "backend_version": "1", "platform": platform, "ops": ops}
     )
 
 
 CAPABILITIES = {backend: _capability(backend, priority) for backend, priority in PRIORITY.items()}
 
 
-def route_body(op: str = "silu", dtype: str = "float32", backend: str = "") -> bytes:
+GPU_CAPABILITIES = {backend: _capability(backend, priority, "cuda") for backend, priority in PRIORITY.items()}
+DEVICES = {"": DeviceSpec(), GPU: DeviceSpec("cuda", "a GPU", device_uuid=GPU, supports_fp16=True)}
+
+
+def route_body(op: str = "silu", dtype: str = "float32", backend: str = "", device: str = "") -> bytes:
     """A signature of a unary op on four elements."""
     spec = TensorSpec.contiguous(dtype, (4,)).to_wire()
     attrs = {"approximate": "none"} if op == "gelu" else {}
-    return encode(Route(op=op, inputs=[spec], outputs=[spec], attrs=attrs, backend=backend))
+    return encode(Route(op=op, inputs=[spec], outputs=[spec], attrs=attrs, backend=backend, device=device))
 
 
 @dataclass(frozen=True)
@@ -101,14 +120,21 @@ class Signature:
     pinned: str = ""
 
 
-SIGNATURES = (
-    *[Signature(route_body(), frozenset(PRIORITY))] * 8,
-    *[Signature(route_body(dtype="float64"), frozenset(PRIORITY))] * 4,
-    *[Signature(route_body("gelu"), frozenset(SERVES["gelu"]))] * 4,
-    Signature(route_body(dtype="float16"), frozenset()),
-    Signature(route_body("gelu", backend="gamma"), frozenset(), "gamma"),
-    *(Signature(route_body(backend=name), frozenset({name}), name) for name in ("alpha", "beta", "delta")),
-)
+def _signatures(device: str) -> tuple[Signature, ...]:
+    def body(op: str = "silu", **more: str) -> bytes:
+        return route_body(op, device=device, **more)
+
+    return (
+        *[Signature(body(), frozenset(PRIORITY))] * 8,
+        *[Signature(body(dtype="float64"), frozenset(PRIORITY))] * 4,
+        *[Signature(body("gelu"), frozenset(SERVES["gelu"]))] * 4,
+        Signature(body(dtype="float16"), frozenset()),
+        Signature(body("gelu", backend="gamma"), frozenset(), "gamma"),
+        *(Signature(body(backend=name), frozenset({name}), name) for name in ("alpha", "beta", "delta")),
+    )
+
+
+SIGNATURES = {device: _signatures(device) for device in ("", GPU)}
 
 
 class Violation(AssertionError):
@@ -149,8 +175,15 @@ class Call:
     faults: set[str] = field(default_factory=set)  # what workers were killed for while they had it first
     failed_on: set[str] = field(default_factory=set)  # backends that raised, died or were killed for it
     is_quarantined: bool = False
+    deaf: set[str] = field(default_factory=set)  # backends that were known not to reach its memory when it came
+    is_crowded: bool = False  # many others were open when it came
     has_ended: bool = False  # for its client
     after: tuple[int, int] = (0, 0)  # the express lane that ended with it, and its number there
+    turn: Turn | None = None
+    has_word: bool = False  # its client was told of it
+    has_passed: bool = False  # its client's stream has gone on
+    is_done: bool = False  # the GPU wrote its result
+    has_failed: bool = False  # its turn was ended by the broker
     dispatches: list[Dispatch] = field(default_factory=list)
 
     @property
@@ -168,6 +201,21 @@ class Dispatch:
     lane: Lane | None = None  # that it is on
     is_over: bool = False  # the broker, or the client of a lane, has its answer, or its worker is known to be dead
     result: bytes | None = None  # what the kernel returned, once it ran to its end
+    gpu_fate: str = ""
+    has_begun: bool = False  # on the GPU
+    answered_s: float = 0.0  # as the broker knows
+
+
+@dataclass(eq=False)
+class Stream:
+    """A client's stream and its lane of the order page: numbers of turns."""
+
+    issued: int = 0
+    ready: int = 0
+    done: int = 0
+    passed: int = 0  # what the stream has waited for
+    since_s: float = 0.0  # when `ready` or `done` changed
+    calls: dict[int, Call] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -241,6 +289,9 @@ LANE_FATES = {
     "ran",
     "withdrawn",
 }
+# What a GPU makes of a call, and what else becomes of turns.
+GPU_FATES = ("gpu_runs", "gpu_is_slow", "gpu_hangs", "gpu_dies")
+TURN_FATES = {"turn_failed", "turn_held", "turn_released", "turn_rerun", "turn_late", "deaf", "offered_again"}
 LANE_ENDS = {"sends_garbage": "broken", "lies_dispatch": "broken", "lies_attempt": ""}  # the last one never says
 LANE_ENDS |= dict.fromkeys(("raises", "refuses", "too_small"), "raised")
 WRITES = {"runs", "dies_written", "dies_sent", "is_slow", "lies_dispatch", "lies_attempt", "answers_twice"}
@@ -259,6 +310,12 @@ class Process:
         self.killed_for = 0  # the mark of a lane's call; 0: for its head
         self.was_ready = False  # the broker got its READY in time
         self.lent: set[tuple[int, int]] = set()
+        self.gpus: set[int] = set()  # clients whose GPU it was told of
+        self.slot = 0
+        self.deaf: set[int] = set()  # clients whose memory does not reach it
+        self.gpu: list[Dispatch] = []  # enqueued and not done
+        self.enqueued: dict[int, Dispatch] = {}  # what the broker believes of that
+        self.late: Dispatch | None = None  # that it is killed for
         self.prepared: set[int] = set()
         self.sent: deque[Dispatch] = deque()
         self.head_since_s = 0.0
@@ -334,6 +391,8 @@ class Process:
                 self._plans.discard(value)
             elif kind == "allow":
                 self._allowed.add(value)
+            elif self.gpu:
+                return  # it finishes what it has before it stops
             else:
                 self.die(0)
             self._inbox.popleft()
@@ -360,6 +419,11 @@ class Process:
         if call.number == DEADLY and world.has_deadly_input:
             fate = "dies_running"
         world.coverage.fates[fate] += 1
+        if call.client.number in self.deaf and self.world.device:
+            error = NoTransport("GPU memory does not reach the worker", rung="ipc", reason="it is deaf")
+            self._say(ev.CallRaised(self.identity, dispatch.number, dispatch.attempt, error))
+            self._free()
+            return
         if fate == "dies_before":
             self.die(-11)
             return
@@ -376,8 +440,11 @@ class Process:
         number, attempt = dispatch.number, dispatch.attempt
         if fate in WRITES:
             self.page = (number, "written")
-            world.contents[dispatch.call.place] = dispatch.call
             dispatch.result = b"%d" % number
+            if world.device:
+                self._enqueue(dispatch)
+            else:
+                world.contents[dispatch.call.place] = dispatch.call
         if fate == "dies_running":
             self.die(rng.choice((-9, -11, -6, 0, 1)))
         elif fate == "dies_written":
@@ -392,7 +459,8 @@ class Process:
                 world.lane_done(dispatch.lane, status)
             self._leave(fate)
         else:
-            ran = ev.CallRan(self.identity, number, attempt, rng.randrange(1000, 10**6), dispatch.result or b"")
+            kernel_ns = rng.choice((0, 5000)) if world.device else rng.randrange(1000, 10**6)
+            ran = ev.CallRan(self.identity, number, attempt, kernel_ns, dispatch.result or b"")
             match fate:
                 case "raises":
                     self._say(ev.CallRaised(self.identity, number, attempt, BackendError("kernel raised")))
@@ -425,9 +493,42 @@ class Process:
             self.page = (0, "idle")
             self.pump()
 
+    def _enqueue(self, dispatch: Dispatch) -> None:
+        world = self.world
+        dispatch.gpu_fate = "gpu_runs" if world.is_calm else world.rng.choices(GPU_FATES, world.gpu_weights)[0]
+        world.coverage.fates[dispatch.gpu_fate] += 1
+        self.gpu.append(dispatch)
+        self.pump_gpu()
+
+    def pump_gpu(self) -> None:
+        """Streams go on where inputs are ready."""
+        world = self.world
+        for dispatch in self.gpu:
+            call = dispatch.call
+            assert call.turn is not None
+            if dispatch.has_begun or world.stream(call).ready < call.turn.number:
+                continue
+            dispatch.has_begun = True
+            slow_s = call.timeout_s * world.rng.uniform(0.8, 1.2) if dispatch.gpu_fate == "gpu_is_slow" else 0.0
+            if dispatch.gpu_fate != "gpu_hangs":
+                world.push(world.now_s + world.rng.expovariate(world.pace) + slow_s, self._finish, dispatch)
+
+    def _finish(self, dispatch: Dispatch) -> None:
+        if not self.is_alive:
+            return
+        if dispatch.gpu_fate == "gpu_dies":
+            self.die(STICKY_EXIT)
+            return
+        self.gpu.remove(dispatch)
+        del self.world.writers[dispatch.call.place]
+        self.world.contents[dispatch.call.place] = dispatch.call
+        self.world.turn_done(dispatch)
+        self.pump()
+
     def _free(self) -> None:
         if self._current is not None:
-            del self.world.writers[self._current.call.place]
+            if self._current not in self.gpu:
+                del self.world.writers[self._current.call.place]
             if self._current.lane is not None:
                 self.lane_end_s = self.world.now_s
             self._current = None
@@ -436,6 +537,9 @@ class Process:
         if not self.is_alive:
             return
         self._free()
+        for dispatch in self.gpu:
+            del self.world.writers[dispatch.call.place]
+        self.gpu.clear()
         self.is_alive = False
         world = self.world
         self._loses_output = world.rng.random() < 0.3
@@ -469,12 +573,18 @@ class Client:
     has_left: bool = False  # the broker knows
     left_during: int = -1
     has_offended: bool = False
+    has_gpu: bool = False
+    streams: list[Stream] = field(default_factory=lambda: [Stream() for _ in range(STREAMS)])
+    pending: dict[Turn, Call] = field(default_factory=dict)  # on a GPU: the broker has them
 
     def act(self) -> None:
         """Do one thing that a client may do, or rarely one that it may not."""
         if self.has_hung_up:
             return
         rng = self.world.rng
+        if self.world.device and (not self.has_gpu or rng.random() < 0.02):
+            self.control.send(self.world.gpu_offered, self, not self.has_gpu)
+            self.has_gpu = True
         what = rng.random()
         if not self.routes or what < 0.08:
             self._define()
@@ -508,7 +618,7 @@ class Client:
                 self._execute()
 
     def _define(self) -> None:
-        signature = self.world.rng.choice(SIGNATURES)
+        signature = self.world.rng.choice(SIGNATURES[self.world.device])
         number, self.next_route = self.next_route, self.next_route + 1
         self.routes[number] = signature
         self.frames.send(self.world.from_client, self, ev.RouteDefined(self.identity, number, signature.body))
@@ -616,7 +726,32 @@ class Client:
         call.digest = bytes([call.number]) * wire.DIGEST_BYTES if call.route in self.needs_digest else b""
         event = ev.CallArrived(self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
         event.after_lane, event.after_call = call.after
+        if self.world.device:
+            lane = self.world.rng.randrange(STREAMS)
+            stream = self.streams[lane]
+            stream.issued += 1
+            event.turn = call.turn = Turn(lane, stream.issued)
+            stream.calls[stream.issued] = call
+            self.world.push(self.world.now_s + self.world.delay_s(), self.advance, stream)
         self.frames.send(self.world.from_client, self, event, call)
+
+    def advance(self, stream: Stream) -> None:
+        """The stream goes on: past calls that are done, and to the next one."""
+        if self.has_left or (self.has_hung_up and not self.has_offended):
+            return
+        while True:
+            if stream.ready == stream.passed < stream.issued:
+                stream.ready += 1
+                stream.since_s = self.world.now_s
+            if stream.passed == min(stream.done, stream.ready):
+                break
+            stream.passed += 1
+            call = stream.calls.pop(stream.passed)
+            call.has_passed = True
+            is_there = call.has_failed or self.world.contents.get(call.place) is call
+            self.world.require(is_there, "the memory of a call that is done holds another one's result")
+            self._end(call)
+        self.world.pump_gpus()
 
     def _retire(self) -> None:
         lent = [arena for arena in self.arenas if sum(slot[0] == arena for slot in self.free) == SLOTS]
@@ -631,6 +766,7 @@ class Client:
         self.has_hung_up = self.has_offended = True
         identity, world = self.identity, self.world
         route = next(iter(self.routes))
+        turn = Turn(0, self.streams[0].issued + world.rng.choice((0, 1))) if world.device else None
         match world.rng.randrange(7):
             case 0:
                 self.frames.send(world.from_client, self, ev.CallArrived(identity, 999, 0, 0.0, b""))
@@ -639,10 +775,10 @@ class Client:
             case 2:
                 self.frames.send(world.from_client, self, ev.RouteDefined(identity, 999, b"\xc1"))
             case 3:
-                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, b"short"))
+                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, b"short", turn=turn))
             case 4:
                 far = wire.pack_refs([wire.Ref(self.arenas[0], 0, ARENA_BYTES, SLOT)] * 2)
-                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, far))
+                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, far, turn=turn))
             case 5 if world.lanes:  # another's, perhaps
                 self.control.send(world.lane_offered, self, world.rng.choice(list(world.lanes.values())))
             case _:  # perhaps while a call uses it
@@ -653,20 +789,29 @@ class Client:
         self.control.send(self.world.client_gone, self)
 
     def answered(self, call: Call) -> None:
-        self.world.require(
-            self.world.contents.get(call.place) is call, "the memory of an answered call holds another one's result"
-        )
+        if not self.world.device:
+            self.world.require(
+                self.world.contents.get(call.place) is call, "the memory of an answered call holds another one's result"
+            )
+        is_first, call.has_word = not call.has_word, True
         self._end(call)
-        self._go_on(call)
+        if is_first:
+            self._go_on(call)
 
     def _end(self, call: Call) -> None:
+        """On a GPU its client must have been told of it, and its stream must have gone on."""
+        if self.world.device and (call.has_ended or not (call.has_word and call.has_passed)):
+            return
         self.world.require(not call.has_ended, "a call ends twice")
         call.has_ended = True
         self.free.append(call.slot)
 
     def refused(self, call: Call, error: LayerZeroError) -> None:
+        has_gone_on, call.has_word = call.has_word, True
         match error.code:
             case "DIGEST_REQUIRED" if not call.digest and not self.has_hung_up and call.route in self.routes:
+                self.world.require(not has_gone_on, "a call must show a digest after it was answered")
+                call.has_ended = True  # its memory goes to the next one
                 self.needs_digest.add(call.route)
                 again = Call(self, call.route, call.signature, call.slot, call.body, call.number, call.timeout_s)
                 again.after = call.after
@@ -717,6 +862,11 @@ class World:
         if self.is_quiet:  # little happens but on lanes
             self.weights = {name: [1, *[0] * (len(FATES) - 1)] for name in PRIORITY}
             self.persistence, self.eagerness = 0.97, 1.0
+        # A third of all worlds is on a GPU; the others are the ones that they were without.
+        own = random.Random(seed + 2)
+        self.device = GPU if own.random() < 0.33 else ""
+        self.gpu_weights = [own.choice((20, 100)), *own.choices((0, 0, 1, 3), k=len(GPU_FATES) - 1)]
+        self._p_deaf = own.choice((0.0, 0.0, 0.2))
         self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
         self._p_probe_fails, self._p_spawn_fails = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.1))
         self._p_full = rng.choice((0.0, 0.0, 0.005))  # a peer's queue is full
@@ -744,20 +894,31 @@ class World:
         self._events = 0
         self._handled = 0
         self._is_nested = False
+        self._look_at_s = math.inf
         self._event: ev.Event = ev.Tick()
         self._tick_at_s = math.inf
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
 
         coverage = self.coverage
 
+        self._decided: dict[tuple[int, int], int] = {}  # client, call -> number of the event in which it was refused
+        world = self
+
         class Observed(state_class):  # type: ignore[misc, valid-type]
+            def _end_in_error(self, call: Any, error: LayerZeroError) -> None:
+                world._decided[call.client.number, call.seq] = world._events
+                super()._end_in_error(call, error)
+
             def _signal(self, worker: Worker, signal: Signal) -> None:
                 coverage.transitions[worker.state, signal] += 1
                 super()._signal(worker, signal)
 
         unusable = {"delta": Rejection(Reason.NOT_INSTALLED, "its environment is not built")}
         self.state: BrokerState = Observed(
-            Engine(CAPABILITIES, DeviceSpec()), unusable, self.limits, random.Random(seed + 1)
+            Engine(GPU_CAPABILITIES if self.device else CAPABILITIES, DEVICES[""], gpus=[DEVICES[GPU]]),
+            unusable,
+            self.limits,
+            random.Random(seed + 1),
         )
 
     # --- the clock and the schedule ------------------------------------------------------------------
@@ -796,6 +957,10 @@ class World:
             self.require(not client.open, f"calls {sorted(client.open)} of client {client.number} are lost")
             on_lanes = [] if client.has_hung_up else [lane.number for lane in client.lanes() if lane.dispatch]
             self.require(not on_lanes, f"the calls on lanes {on_lanes} of client {client.number} are lost")
+            if not client.has_hung_up:
+                stuck = [(s.issued, s.ready, s.done, s.passed) for s in client.streams if s.passed != s.issued]
+                self.require(not stuck, f"streams of client {client.number} hang: {stuck}")
+                self.require(not client.pending, f"turns {list(client.pending)} are never told of")
         if rng.random() < 0.7:
             for client in self.clients.values():
                 client.hang_up()
@@ -823,6 +988,12 @@ class World:
         self._event = event
         self._handle(event)
         self._check()
+        if any(process.enqueued for process in self.processes.values()):
+            is_awaited = self.state.turns.is_awaited or self._is_stopping
+            at_s = self.now_s + (AWAITED_LOOK_S if is_awaited else LOOK_S)
+            if at_s < self._look_at_s:
+                self._look_at_s = at_s
+                self.push(at_s, self._look, at_s)
         if self.state.wakeup_s < self._tick_at_s:
             self._tick_at_s = self.state.wakeup_s
             late_s = self.rng.uniform(0.0, LATE_S) if self.rng.random() < 0.2 else 0.0
@@ -852,9 +1023,66 @@ class World:
                 self.require(lane.client in (None, client), "a lane has two clients")
                 lane.client = client
 
+    def _look(self, at_s: float) -> None:
+        if at_s == self._look_at_s:
+            self._look_at_s = math.inf
+            self.look_at_turns()
+
+    def look_at_turns(self, only: Process | None = None) -> None:
+        """What order pages say."""
+        for process in [p for p in self.processes.values() if (p.enqueued or p is only) and only in (None, p)]:
+            done, ready = [], set()
+            unanswered = {d.number: d for d in process.sent if process is only and self.device}
+            for number, dispatch in {**process.enqueued, **unanswered}.items():
+                call, stream = dispatch.call, self.stream(dispatch.call)
+                assert call.turn is not None
+                if stream.done >= call.turn.number:
+                    done.append(number)
+                elif stream.ready >= call.turn.number:
+                    ready.add(number)
+            for number in done:
+                if number in unanswered:
+                    process.sent.remove(unanswered[number])
+                    call = unanswered[number].call
+                else:
+                    call = process.enqueued.pop(number).call
+                assert call.turn is not None
+                call.client.pending.pop(call.turn, None)
+            seen = ev.TurnsSeen(process.backend, process.generation, done, ready)
+            if only is None:
+                self._deliver(seen)
+            elif self.device:
+                self._handle(seen)  # what is said of a worker that has ended is complete with its exit
+
+    def stream(self, call: Call) -> Stream:
+        assert call.turn is not None
+        return call.client.streams[call.turn.lane]
+
+    def pump_gpus(self) -> None:
+        for process in self.processes.values():
+            if process.is_alive:
+                process.pump_gpu()
+
+    def turn_done(self, dispatch: Dispatch) -> None:
+        """The worker's stream writes the word."""
+        call, stream = dispatch.call, self.stream(dispatch.call)
+        assert call.turn is not None
+        is_next = call.turn.number == stream.done + 1 or (call.client.has_left and call.turn.number > stream.done)
+        self.require(is_next, "turns of a lane are done out of order")
+        call.is_done = dispatch.is_over = True
+        stream.done, stream.since_s = call.turn.number, self.now_s
+        self.push(self.now_s + self.delay_s(), call.client.advance, stream)
+
+    def gpu_offered(self, client: Client, has_new_page: bool) -> None:
+        if not client.has_left:
+            self.coverage.fates["offered_again"] += not has_new_page
+            self.look_at_turns()
+            self._deliver(ev.GpuOffered(client.identity, GPU, has_new_page))
+
     def _tick(self) -> None:
         self._tick_at_s = math.inf
         if self.now_s >= self.state.wakeup_s:
+            self.look_at_turns()
             alive = [process for process in self.processes.values() if not process.is_confirmed_dead]
             self._deliver(ev.Tick({(process.backend, process.generation): process.page[0] for process in alive}))
         elif self.state.wakeup_s < math.inf:
@@ -874,6 +1102,11 @@ class World:
             return
         if call is not None:
             client.open[call.seq] = call
+            call.is_crowded = self.state.clients[client.identity].open_calls >= self.limits.max_in_flight
+            if call.turn is not None:
+                client.pending[call.turn] = call
+                key = (client.number, GPU)
+                call.deaf = {b for b in call.signature.backends if key in self.state.workers[b].deaf}
             until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
             call.is_quarantined = until_s > self.now_s
             if call.after[0]:
@@ -950,7 +1183,7 @@ class World:
     def arena_offered(self, client: Client, arena: int) -> None:
         if not client.has_left:
             self._arenas.add((client.number, arena))
-            self._deliver(ev.ArenaOffered(client.identity, arena, ARENA_BYTES))
+            self._deliver(ev.ArenaOffered(client.identity, arena, ARENA_BYTES, self.device))
             client.inbound.send(self._arena_added, client, arena)
 
     def _arena_added(self, client: Client, arena: int) -> None:
@@ -959,6 +1192,7 @@ class World:
 
     def arena_retired(self, client: Client, arena: int) -> None:
         if not client.has_left:
+            self.look_at_turns()
             self._deliver(ev.ArenaGivenUp(client.identity, arena))
 
     def client_gone(self, client: Client) -> None:
@@ -971,14 +1205,20 @@ class World:
         client.has_left = client.has_hung_up = True
         client.left_during = self._events
         client.open.clear()
+        client.pending.clear()
 
     def from_worker(self, process: Process, event: ev.Event) -> None:
         is_heard = not process.is_confirmed_dead and not process.kill_reason
         if isinstance(event, ev.CallRan | ev.CallRaised):
             head = process.sent[0] if process.sent else None
             if is_heard and head is not None and (head.number, head.attempt) == (event.dispatch, event.attempt):
-                process.sent.popleft().is_over = True
+                process.sent.popleft()
                 process.head_since_s = self.now_s
+                if self.device and isinstance(event, ev.CallRan):
+                    process.enqueued[head.number] = head
+                    head.answered_s = self.now_s
+                else:
+                    head.is_over = True
                 if isinstance(event, ev.CallRaised):
                     head.call.failed_on.add(process.backend)
         elif isinstance(event, ev.WorkerReady) and is_heard and not self._is_stopping:
@@ -995,11 +1235,16 @@ class World:
             lane.blamed = process.killed_for if process.kill_reason else page[0]
             if lane.dispatch is not None:
                 lane.dispatch.is_over = True
+        heads = list(process.sent)[:1]
+        self.look_at_turns(process)
+        if heads != list(process.sent)[:1] and process.late is None and not process.killed_for:
+            process.late = heads[0]  # it is done after all, and nobody else is to blame
         process.is_confirmed_dead = True
+        is_sticky = self._lose_enqueued(process, exit_code, page[0])
         for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
-            is_first = position == 0 and not process.killed_for
-            is_blamed = is_first if process.kill_reason else dispatch.number == page[0]
+            is_first = position == 0 and not process.killed_for and process.late is None
+            is_blamed = is_first if process.kill_reason else dispatch.number == page[0] and not is_sticky
             if is_blamed:
                 dispatch.call.failed_on.add(backend)
                 dispatch.call.deaths += not process.kill_reason
@@ -1014,6 +1259,29 @@ class World:
             self._is_broken[backend] = "budget"
         self._restart_from_s[backend] = self.now_s + 0.75 * self.limits.backoff_s
         self._deliver(ev.WorkerExited(backend, process.generation, exit_code, *page, "Traceback\nlast words"))
+
+    def _lose_enqueued(self, process: Process, exit_code: int, executing: int) -> bool:
+        """What its GPU was not done with runs again. Whether its end is to blame on one of them."""
+        is_open = not process.kill_reason
+        if is_open and exit_code != STICKY_EXIT and any(d.number == executing for d in process.sent):
+            is_open = False
+        has_blamed = False
+        for dispatch in process.enqueued.values():
+            call = dispatch.call
+            dispatch.is_over = True
+            is_first = call.turn is not None and self.stream(call).done + 1 == call.turn.number
+            if call.client.has_left:  # what no worker had is not there any more
+                turn = self.state.workers[process.backend].enqueued[dispatch.number].turn
+                is_first = turn is not None and self.state.turns.is_first(turn)
+            is_blamed = dispatch is process.late or (is_open and not has_blamed and is_first)
+            if is_blamed:
+                has_blamed = True
+                call.failed_on.add(process.backend)
+                call.deaths += not process.kill_reason
+            if not call.client.has_left:
+                call.client.open[call.seq] = call
+        process.enqueued.clear()
+        return has_blamed
 
     def _reset(self, backend: str) -> None:
         missing = "its environment is not built" if self.rng.random() < 0.2 else None
@@ -1089,6 +1357,16 @@ class World:
             process.killed_for = process.page[0]
             is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
             self.require(is_long, "a worker is killed for a head that waits for a call of a lane")
+        elif (late := self.state.workers[action.backend].late) is not None:
+            self.coverage.fates["turn_late"] += 1
+            process.late = process.enqueued[late.dispatch]
+            process.late.call.faults.add("deadline")
+            stream = self.stream(process.late.call)
+            assert process.late.call.turn is not None
+            is_next = process.late.call.turn.number == stream.done + 1
+            is_in_gpu = is_next or process.late.call.client.has_left
+            is_long = self.now_s - max(stream.since_s, process.late.answered_s) >= late.timeout_s - 1e-9
+            self.require(is_in_gpu and is_long, "a worker is killed for a call that its GPU has not had for so long")
         elif process.sent:
             process.sent[0].call.faults.add(process.kill_reason)
         self.kill(process)
@@ -1128,9 +1406,64 @@ class World:
     def _take_back(self, action: ev.TakeBackArena) -> None:
         process, arena = self.processes[action.backend, action.generation], (action.client, action.arena)
         self.require(not process.is_confirmed_dead, "an arena is taken back from a dead worker")
-        self.require(all(arena not in d.arenas for d in process.sent), "an arena is taken back while a call uses it")
+        used = any(arena in d.arenas for d in (*process.sent, *process.gpu))
+        self.require(not used, "an arena is taken back while a call uses it")
         process.lent.discard(arena)
         process.tell("unmap", arena)
+
+    def _lend_gpu(self, action: ev.LendGpu) -> None:
+        process = self.processes[action.backend, action.generation]
+        self.require(not process.is_confirmed_dead, "a GPU is lent to a dead worker")
+        self.require(action.gpu == GPU and action.client not in process.gpus, "a worker is told twice of a GPU")
+        taken = {p.slot for p in self.processes.values() if p is not process}
+        self.require(action.slot > 0 and action.slot not in taken, "two starts of workers have one slot")
+        process.slot = action.slot
+        process.gpus.add(action.client)
+        process.deaf.discard(action.client)
+        if not self.is_calm and self.rng.random() < self._p_deaf:
+            self.coverage.fates["deaf"] += 1
+            process.deaf.add(action.client)
+
+    def _take_back_gpu(self, action: ev.TakeBackGpu) -> None:
+        process = self.processes[action.backend, action.generation]
+        self.require(not process.is_confirmed_dead, "a GPU is taken back from a dead worker")
+        self.require(action.client in process.gpus, "a GPU is taken back that was not lent")
+        process.gpus.discard(action.client)
+
+    def _close_gpu(self, action: ev.CloseGpu) -> None:
+        client = next(c for c in self.clients.values() if c.number == action.client)
+        held = [d for p in self.processes.values() for d in (*p.sent, *p.gpu) if d.call.client is client]
+        self.require(client.has_left and not held, "an order page is closed that a worker needs")
+        client.has_gpu = False
+
+    def _fail_turn(self, action: ev.FailTurn) -> None:
+        client = next(c for c in self.clients.values() if c.number == action.client)
+        if client.has_left:
+            self.require(client.left_during == self._events, "the turn of a client that has left fails")
+            return
+        stream = client.streams[action.turn.lane]
+        call = stream.calls.get(action.turn.number)
+        if call is None and client.has_offended:
+            return  # its offence was not even looked at
+        self.require(call is not None, "a turn fails that was not taken")
+        assert call is not None
+        self.require(action.turn.number == stream.done + 1, "a turn fails before earlier ones of its lane have ended")
+        self.require(not call.is_done, "a turn fails that is done")
+        self.require(all(d.is_over for d in call.dispatches), "a turn fails that a worker may finish")
+        self.coverage.fates["turn_failed"] += 1
+        self.coverage.fates["turn_held"] += type(self._event) is ev.TurnsSeen
+        call.has_failed = True
+        stream.done, stream.since_s = action.turn.number, self.now_s
+        self.push(self.now_s + self.delay_s(), client.advance, stream)
+
+    def _release_turn(self, action: ev.ReleaseTurn) -> None:
+        client = next(c for c in self.clients.values() if c.number == action.client)
+        self.require(client.has_left, "inputs count as ready although their client is there")
+        self.coverage.fates["turn_released"] += 1
+        stream = client.streams[action.turn.lane]
+        if stream.ready < action.turn.number:
+            stream.ready, stream.since_s = action.turn.number, self.now_s
+        self.pump_gpus()
 
     def _allow(self, action: ev.SendAllow) -> None:
         process = self._worker(action.identity, "Allow")
@@ -1198,14 +1531,14 @@ class World:
     def _close_arena(self, action: ev.CloseArena) -> None:
         arena = (action.client, action.arena)
         self.require(arena in self._arenas, "an arena is closed twice")
-        used = any(arena in d.arenas for process in self.processes.values() for d in process.sent)
+        used = any(arena in d.arenas for p in self.processes.values() for d in (*p.sent, *p.gpu))
         self.require(not used, "an arena is closed while a worker may write into it")
         self._arenas.discard(arena)
 
     def _run(self, action: ev.Run) -> None:
         process = self._worker(action.identity, "Run")
         client = next(c for c in self.clients.values() if c.number == action.client)
-        call = next((c for c in client.open.values() if c.body == action.body), None)
+        call = next((c for c in client.open.values() if c.body == action.body and c.turn == action.turn), None)
         if call is None:
             self.require(client.left_during == self._events, "Run of a call that is not open")
             return  # its client was dropped while this very list of actions was performed
@@ -1213,6 +1546,8 @@ class World:
         is_killed = bool(process.kill_reason) and process.killed_during != self._events
         self.require(not is_killed, "Run to a worker that is being killed")
         self.require(action.plan in process.prepared, "Run without Prepare")
+        self.require(not self.device or action.client in process.gpus, "Run on a GPU that the worker was not told of")
+        self.require(not call.is_done, "a call that is done runs again")
         self.require(arenas <= process.lent, "Run on arenas that were not lent")
         self.require(all(d.is_over for d in call.dispatches), "a call is dispatched again before its worker is done")
         self.require(call.deaths < MAX_DEATHS_PER_CALL, f"a call that killed {call.deaths} workers gets another")
@@ -1255,11 +1590,13 @@ class World:
         self.require(call is not None, f"call {action.seq} is answered twice")
         assert call is not None
         dispatch = call.dispatches[-1]
-        self.require(
-            (dispatch.result, dispatch.attempt) == (action.body, action.attempt),
-            "an answer without an attempt that ran to its end",
-        )
-        self.require(all(d.is_over for d in call.dispatches), "a call is answered while a worker has it")
+        self.coverage.fates["turn_rerun"] += call.has_word and call.turn is not None
+        ended = action.attempt == dispatch.attempt and dispatch.result is not None
+        is_lost = call.is_done and not action.body  # its worker ended after the GPU had, and before it could say so
+        is_true = ended and (action.body == dispatch.result or is_lost)
+        self.require(is_true, "an answer without an attempt that ran to its end")
+        before = call.dispatches[:-1] if self.device else call.dispatches
+        self.require(all(d.is_over for d in before), "a call is answered while a worker has it")
         self._check_blame(call, action.attempts)
         decision = client.decisions.get(action.decision)
         self.require(decision is not None, "an answer before its decision")
@@ -1278,11 +1615,19 @@ class World:
             return  # its offence was not even looked at
         self.require(call is not None, f"call {action.seq} is refused after its end")
         assert call is not None
+        if call.turn is not None:
+            self.require(call.has_failed, "a call is refused before its turn fails")
+            client.pending.pop(call.turn, None)
         self.require(all(d.is_over for d in call.dispatches), "a call is refused while a worker has it")
         self._check_blame(call, action.attempts)
         error = from_wire(action.error.to_wire())
         tried = {attempt["backend"] for attempt in action.attempts}
         left = {b for b in call.signature.backends - tried if self._could_serve(b, call)}
+        key = (client.number, GPU)
+        deaf = call.deaf | {b for b in call.signature.backends if key in self.state.workers[b].deaf}
+        left -= deaf
+        if self._decided.get((client.number, action.seq)) != self._events:
+            left = set()  # it was held back: much may have changed since it was refused
         match error.code:
             case "POISON":
                 is_true = call.deaths == MAX_DEATHS_PER_CALL or call.is_quarantined
@@ -1290,7 +1635,7 @@ class World:
             case "DIGEST_REQUIRED":
                 is_true = not call.digest and any(key[0] == call.signature.body for key in self._quarantine)
             case "BUSY":
-                is_true = len(client.open) >= self.limits.max_in_flight
+                is_true = call.is_crowded
             case "BROKER_LOST":
                 is_true = self._is_stopping
             case "NO_BACKEND":
@@ -1298,6 +1643,9 @@ class World:
             case "BACKEND_ERROR" | "DEADLINE":
                 is_true = bool(action.attempts) and (not left or bool(call.signature.pinned))
                 is_true &= error.code != "DEADLINE" or "deadline" in call.faults
+            case "NO_TRANSPORT":
+                failed = {attempt["code"] for attempt in action.attempts}
+                is_true = ("NO_TRANSPORT" in failed or bool(deaf)) and (not left or bool(call.signature.pinned))
             case "BAD_MESSAGE":
                 is_true = bool(call.signature.pinned) and "fault" in call.faults
             case _:
@@ -1350,10 +1698,18 @@ class World:
             known = state.clients.get(client.identity)
             self.require((known is None) == client.has_left, "the core and the server disagree on who is there")
             if known is not None:
-                self.require(known.open_calls == len(client.open), f"open_calls is {known.open_calls}: {client.open}")
+                busy = sum(turn.call is None for turn in state.turns.of(known))  # refused as they came, and held back
+                is_right = known.open_calls + busy == len(client.open)
+                self.require(
+                    is_right or client.has_offended, f"open_calls is {known.open_calls}: {sorted(client.open)}"
+                )
+                held = sum(d.call.client is client for p in self.processes.values() for d in p.enqueued.values())
+                self.require(known.enqueued == held, f"enqueued is {known.enqueued}, not {held}")
         for process in self.processes.values():
             if process.sent and not process.kill_reason and not process.is_confirmed_dead:
                 self._check_deadline(process)
+            if process.enqueued and not process.kill_reason and not process.is_confirmed_dead:
+                self._check_gpu_deadlines(process)
         for name, worker in state.workers.items():
             reason = state.unavailable.get(name)
             due_s = math.inf
@@ -1395,6 +1751,15 @@ class World:
             since_s, limit_s = max(process.head_since_s, process.lane_end_s), timeout_s + LATE_S
         self.require(self.now_s - since_s <= limit_s + 1e-9, "an attempt outlives its deadline")
 
+    def _check_gpu_deadlines(self, process: Process) -> None:
+        """Of what the GPU is in. It takes two looks to see that: one may come between those of two workers."""
+        for dispatch in process.enqueued.values():
+            call, stream = dispatch.call, self.stream(dispatch.call)
+            if call.turn is not None and stream.done + 1 == call.turn.number <= stream.ready:
+                limit_s = call.timeout_s + 2 * LOOK_S + LATE_S
+                since_s = max(stream.since_s, dispatch.answered_s)
+                self.require(self.now_s - since_s <= limit_s + 1e-9, "a call outlives its deadline on the GPU")
+
     def _check_lanes(self) -> None:
         state, now_s = self.state, self.now_s
         for client in state.clients.values():
@@ -1429,6 +1794,9 @@ class World:
             "arenas in workers": [w.arenas for w in state.workers.values() if w.arenas],
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
             "lanes": state._leases.lanes,
+            "turns": state.turns._lanes,
+            "calls on GPUs": [w.backend for w in state.workers.values() if w.enqueued or w.gpus or w.deaf],
+            "pages": [c.number for c in self.clients.values() if c.has_gpu and self.device],
             "lanes in workers": [p.backend for p in self.processes.values() if p.is_alive and p.lanes],
         }
         self.require(not any(left.values()), f"something is left behind: { {k: v for k, v in left.items() if v} }")
@@ -1444,6 +1812,11 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     ev.LendArena: World._lend,
     ev.TakeBackArena: World._take_back,
     ev.CloseArena: World._close_arena,
+    ev.LendGpu: World._lend_gpu,
+    ev.TakeBackGpu: World._take_back_gpu,
+    ev.CloseGpu: World._close_gpu,
+    ev.FailTurn: World._fail_turn,
+    ev.ReleaseTurn: World._release_turn,
     ev.SendAllow: World._allow,
     ev.SendLease: World._lease,
     ev.LendLane: World._lend_lane,

@@ -64,6 +64,7 @@ PURE = (
     "broker/shadow.py",
     "broker/state.py",
     "broker/tuning.py",
+    "broker/turns.py",
     "broker/worker_fsm.py",
     "capabilities/backend.py",
     "capabilities/context.py",

@@ -19,6 +19,7 @@ from layerzero.broker.leases import Lost
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.selection import Verdict
 from layerzero.broker.state import BrokerState
+from layerzero.broker.turns import OpenTurn
 from layerzero.broker.worker_fsm import TRANSITIONS, WorkerState
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
@@ -39,6 +40,7 @@ CODES = {
     "DIGEST_REQUIRED",
     "INVALID_ARGUMENT",
     "NO_BACKEND",
+    "NO_TRANSPORT",
     "OUTPUT_TOO_SMALL",
     "POISON",
 }
@@ -90,7 +92,8 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
     assert set(coverage.events) == {cls.__name__ for cls in ev.Event.__args__}
     assert set(coverage.actions) == {cls.__name__ for cls in ev.Action.__args__}
     seen = {fate for fate, count in coverage.fates.items() if count}
-    assert seen == {*simulator.FATES, *(f"lane_{fate}" for fate in simulator.LANE_FATES), "late_answer"}
+    lanes = {f"lane_{fate}" for fate in simulator.LANE_FATES}
+    assert seen == {*simulator.FATES, *lanes, *simulator.GPU_FATES, *simulator.TURN_FATES, "late_answer"}
 
 
 # --- planted bugs ----------------------------------------------------------------------------------------
@@ -396,6 +399,81 @@ class WaitsForLanesForEver(BrokerState):
 class IgnoresOverdueLanes(BrokerState):
     def _lane_overdue(self, event: ev.LaneOverdue) -> None:
         pass
+
+
+class FailsTurnsAtOnce(BrokerState):
+    """Does not wait for the earlier turns of the lane."""
+
+    def _end_in_error(self, call: Call, error: LayerZeroError) -> None:
+        if call.turn is not None:
+            self.turns._lane_of(call.turn).turns.remove(call.turn)
+            self.turns._lane_of(call.turn).turns.appendleft(call.turn)
+        super()._end_in_error(call, error)
+
+
+class RefusesWithoutTheTurn(BrokerState):
+    """Leaves the stream of a refused call waiting."""
+
+    def _tell(self, failed: list[OpenTurn]) -> None:
+        super()._tell(failed)
+        self._actions = [action for action in self._actions if not isinstance(action, ev.FailTurn)]
+
+
+class ForgetsAnsweredCalls(BrokerState):
+    """Thinks that what is answered is done."""
+
+    def _take_enqueued(self, worker: Worker) -> list[Call]:
+        for call in super()._take_enqueued(worker):
+            self._close(call)
+        return []
+
+
+class RunsDoneCallsAgain(BrokerState):
+    def _turns_seen(self, event: ev.TurnsSeen) -> None:
+        worker = self.workers[event.backend]
+        event.done = [dispatch for dispatch in event.done if dispatch in worker.enqueued]
+        super()._turns_seen(event)
+
+
+class WaitsForGpusForEver(BrokerState):
+    def _end_late_turns(self) -> None:
+        pass
+
+
+class LeavesStreamsOfThoseWhoLeft(BrokerState):
+    """Nobody says that their inputs are ready."""
+
+    def _turns_seen(self, event: ev.TurnsSeen) -> None:
+        super()._turns_seen(event)
+        self._actions = [action for action in self._actions if not isinstance(action, ev.ReleaseTurn)]
+
+    def _release_turns(self, client: Client) -> None:
+        self._tell(self.turns.drop_held(client))
+
+
+class ClosesPagesInUse(BrokerState):
+    def _enqueue(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
+        super()._enqueue(call, worker, turn)
+        call.client.enqueued -= 1
+        call.is_enqueued = False
+        call.client.open_calls += 1
+        self._release_if_done(call.client)
+        call.client.open_calls -= 1
+
+
+class BlamesNobodyInTheGpu(BrokerState):
+    def _in_gpu(self, worker: Worker, event: ev.WorkerExited) -> Call | None:
+        return None
+
+
+class KeepsGpusOfTheDead(BrokerState):
+    """Thinks that a new worker has the order pages of the one before."""
+
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
+        worker = self.workers[event.backend]
+        gpus = set(worker.gpus)
+        super()._worker_exited(event)
+        worker.gpus = gpus
 
 
 def planted(cls: type[BrokerState] = BrokerState) -> Iterator[type[BrokerState]]:
