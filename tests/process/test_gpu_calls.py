@@ -1,0 +1,414 @@
+"""Calls on a GPU from end to end, over one of threads and shared memory (tests/soft_gpu): who waits for whom, and what
+becomes of calls when a process dies. tests/gpu/test_calls.py does the same on a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.harness import PATIENCE_S, ROOT, Site, wait_ended, wait_until
+from tests.soft_gpu import soft_cupy, soft_gpu
+from tests.soft_gpu.soft_gpu import ILLEGAL, RAISE, SLOW, driver
+
+import layerzero as lz
+from layerzero.client.gpu import REQUIRED
+
+SOFT = ROOT / "tests" / "soft_gpu"
+
+
+def gpu_site(store: Path, *names: str, **settings: object) -> Site:
+    """A site, not yet started, whose backends are `names`, first choice first, on the GPU of threads."""
+    site = Site(store, **{"restart_budget": 1000, "backoff_s": 0.01, "backoff_max_s": 0.01, **settings})
+    site.manifests.mkdir()
+    for rank, name in enumerate(names):
+        (site.manifests / f"{name}.py").write_text((SOFT / "soft_gpu.py").read_text())
+        kernel = {
+            "source": "test",
+            "priority": 70 - rank,
+            "dtypes": ["float32"],
+            "deterministic": True,
+            "supports_empty": True,
+        }
+        ops = {op: [{**kernel, "kernel_id": f"{name}.{op}"}] for op in ("silu", "matmul", "gelu", "layer_norm")}
+        head = {"schema_version": "1.0", "backend": name, "backend_version": "1", "platform": "cuda"}
+        (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
+        manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
+        (site.manifests / f"{name}.toml").write_text(f'{manifest}env = {{LZ_TOY_NAME = "{name}"}}\n')
+    site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)
+    site.environ["PYTHONPATH"] = str(SOFT / "broker")
+    return site
+
+
+@pytest.fixture(autouse=True, scope="module")
+def soft() -> Iterator[None]:
+    """This process has the GPU, and CuPy for it."""
+    before = sys.modules.get("cupy")
+    soft_cupy.install()
+    yield
+    if before is None:
+        del sys.modules["cupy"]
+    else:
+        sys.modules["cupy"] = before
+
+
+@pytest.fixture(scope="module")
+def broker(soft: None, store: Path) -> Iterator[Site]:
+    site = gpu_site(store, "one", "two")
+    try:
+        yield site.start()
+    finally:
+        site.stop()
+
+
+@pytest.fixture
+def connected(broker: Site) -> Iterator[Site]:
+    session = broker.connect()
+    for name in ("one", "two"):
+        session.ask("reset", backend=name)
+    wait_until(lambda: all(broker.backend(name)["state"] in ("absent", "ready") for name in ("one", "two")))
+    yield broker
+    lz.disconnect()
+
+
+@pytest.fixture
+def new_site(store: Path) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*names: str, **settings: object) -> Site:
+        made.append(gpu_site(store, *(names or ("one", "two")), **settings))
+        return made[-1]
+
+    yield make
+    lz.disconnect()
+    for site in made:
+        site.stop()
+
+
+def randn(*shape: int) -> tuple[Any, np.ndarray]:
+    values = np.random.default_rng(sum(shape)).standard_normal(shape, dtype=np.float32)
+    return soft_cupy.asarray(values), values
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    wide = np.asarray(x, np.float64)
+    return wide / (1 + np.exp(-wide))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    wide = np.asarray(x, np.float64)
+    return 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
+
+
+def close(result: Any, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(result.get(), expected, rtol=1e-4, atol=1e-5)
+
+
+def slow(x: Any, **options: Any) -> Any:
+    return lz.gelu(x, approximate="tanh", **options)
+
+
+def report() -> lz.SelectionReport:
+    found = lz.last_report()
+    assert found is not None
+    return found
+
+
+def finish() -> None:
+    """Wait for the current stream, but not for ever."""
+    wait_until(lambda: driver.is_stream_idle(soft_cupy.current().ptr))
+
+
+# --- the normal case
+
+
+def test_results_are_right_for_any_strides(connected: Site) -> None:
+    """Contiguous, transposed, offset, reversed, empty."""
+    x, values = randn(16, 24)
+    for key in (np.s_[:], np.s_[3:7, ::2], np.s_[5], np.s_[:0], np.s_[::-1], np.s_[7:, 5:20]):
+        result = lz.silu(x[key])
+        assert (type(result), result.shape) == (soft_cupy.ndarray, values[key].shape)
+        close(result, silu(values[key]))
+    close(lz.silu(x.T), silu(values.T))
+    y, more = randn(24, 8)
+    close(lz.matmul(x, y), values @ more)
+
+
+def test_nothing_is_copied_and_the_report_says_how_memory_crosses(connected: Site) -> None:
+    """Memory of the array library is mapped by the worker as it lies."""
+    (x, values), (out, _) = randn(1000), randn(1000)
+    assert lz.silu(x, out=out) is out
+    close(out, silu(values))
+    assert (report().backend, report().kernel_id, report().copied_bytes) == ("one", "one.silu", 0)
+    assert report().worker_pid == connected.backend("one")["pid"]
+    assert any(f"GPU {soft_gpu.UUID}, memory crosses by ipc" in note for note in report().notes)
+    lz.silu(x, out=x)
+    assert [(copy.arg, copy.nbytes) for copy in report().copies] == [("out", 4000)]
+    close(x, silu(values))
+
+
+def test_a_call_returns_before_its_work_is_done(connected: Site) -> None:
+    """What the caller enqueues before and after it is in order all the same."""
+    x, values = randn(SLOW)
+    slow(x)  # the first call of a route is waited for
+    finish()
+    first = slow(x)
+    x.scale(2)
+    second = slow(x)
+    x.fill(0)
+    assert not driver.is_stream_idle(soft_cupy.current().ptr)
+    close(first, gelu(values))
+    close(second, gelu(2 * values))
+
+
+def test_inputs_may_go_right_after_the_call(connected: Site) -> None:
+    """Their library gives the memory to the next array, in the stream's order."""
+    expected, results = [], []
+    for step in range(30):
+        x, values = randn(500 + step % 3)
+        results.append(lz.silu(x))
+        expected.append(silu(values))
+        x.fill(-1e30)
+        del x
+    for result, right in zip(results, expected, strict=True):
+        close(result, right)
+
+
+def test_chains_hop_between_workers(connected: Site) -> None:
+    """Each call needs the one before it, which another process runs."""
+    values = randn(16, 16)[1] / 8
+    x = soft_cupy.asarray(values)
+    value, expected = x, values.astype(np.float64)
+    for step in range(20):
+        value = lz.silu(lz.matmul(value, x, backend=("one", "two")[step % 2]), backend=("two", "one")[step % 2])
+        expected = silu(expected @ values)
+    np.testing.assert_allclose(value.get(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_threads_and_streams_do_not_mix(connected: Site) -> None:
+    """Each thread has a stream of its own; all share the session and the workers."""
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(10):
+            values = rng.standard_normal((8, 8), dtype=np.float32)
+            x = soft_cupy.asarray(values)
+            close(lz.silu(lz.matmul(x, x, backend="two")), silu(values @ values))
+
+    def in_stream(seed: int) -> None:
+        with soft_cupy.stream():
+            work(seed)
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(in_stream, seed) for seed in range(4)]:
+            future.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("rung", ["ipc", "vmm", "staged", "copied"])
+def test_every_way_of_crossing_gives_the_same_results(
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, rung: str
+) -> None:
+    """The lower rungs copy, and say so."""
+    site = new_site()
+    monkeypatch.setenv(REQUIRED, rung)
+    site.connect()
+    for step in range(8):
+        x, values = randn(100 + step)
+        close(lz.silu(x), silu(values))
+    assert any(f"memory crosses by {rung}" in note for note in report().notes)
+    assert (report().copied_bytes > 0) == (rung != "ipc")
+
+
+def test_the_next_way_is_taken_where_one_fails(new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver says of one process proves nothing about two."""
+    site = new_site("one")
+    site.connect()
+    monkeypatch.setattr(driver, "ipc_export", lambda base: bytes(64))
+    x, values = randn(100)
+    close(lz.silu(x), silu(values))
+    (note,) = [note for note in report().notes if "memory crosses by vmm" in note]
+    assert "ipc: " in note
+
+
+def test_calls_on_the_cpu_go_on_as_before(connected: Site) -> None:
+    """GPU kernels do not take them, and say why."""
+    with pytest.raises(lz.NoBackend, match="PLATFORM_MISMATCH: the device is cpu; the kernel needs cuda"):
+        lz.silu(np.ones(4, np.float32))
+
+
+def test_explain_and_submit_know_the_gpu(connected: Site) -> None:
+    """As for the CPU."""
+    x, values = randn(64)
+    assert lz.explain("silu", x).kernel_id == "one.silu"
+    future = lz.submit("silu", x)
+    close(future.result(), silu(values))
+    assert future.report is not None
+    assert future.report.backend == "one"
+
+
+# --- bad input
+
+
+def test_arrays_on_two_devices_are_refused(connected: Site) -> None:
+    """Which copy would be meant is the caller's to say."""
+    with pytest.raises(lz.InvalidArgument, match=r"matmul: a is on cuda:0, b on cpu; move all arrays to one device"):
+        lz.matmul(randn(4, 4)[0], np.zeros((4, 4), np.float32))
+
+
+def test_a_capture_is_refused(connected: Site) -> None:
+    """A replay would find nobody at the other end."""
+    x, _ = randn(16)
+    driver.capturing.add(soft_cupy.current().ptr)
+    try:
+        with pytest.raises(lz.CudaGraphUnsafe, match="silu: the stream is being captured"):
+            lz.silu(x)
+    finally:
+        driver.capturing.clear()
+
+
+# --- what breaks
+
+
+def test_a_worker_killed_with_calls_enqueued_costs_nothing_but_time(connected: Site) -> None:
+    """They run on the next backend, in their order, and the report says so."""
+    x, values = randn(SLOW)
+    slow(x)
+    lz.silu(x, backend="two")
+    finish()
+    pid = connected.backend("one")["pid"]
+    results = []
+    for _ in range(3):
+        results.append(slow(x))
+        x.scale(0.5)
+    chained = lz.silu(results[-1])
+    os.kill(pid, signal.SIGKILL)
+    finish()
+    for step, result in enumerate(results):
+        close(result, gelu(values / 2**step))
+    close(chained, silu(gelu(values / 4)))
+
+
+def test_the_report_of_a_call_that_moved_says_so(connected: Site) -> None:
+    """Although the call had long returned."""
+    x, values = randn(SLOW)
+    slow(x)
+    lz.silu(x, backend="two")
+    finish()
+    pid = connected.backend("one")["pid"]
+    result = slow(x)
+    assert report().backend == "one"
+    os.kill(pid, signal.SIGKILL)
+    close(result, gelu(values))
+    attempts = wait_until(lambda: a if len(a := report().attempts) == 2 else None)
+    assert [(a.backend, a.outcome) for a in attempts] == [("one", "BACKEND_ERROR"), ("two", None)]
+
+
+def test_a_call_that_nobody_can_finish_is_an_error_and_no_stream_hangs(new_site: Callable[..., Site]) -> None:
+    """A pinned call has no other backend: the next call or synchronisation says what became of it."""
+    site = new_site(backoff_s=600, backoff_max_s=600)
+    site.connect()
+    x, values = randn(SLOW)
+    slow(x, backend="one")
+    finish()
+    slow(x, backend="one")
+    os.kill(site.backend("one")["pid"], signal.SIGKILL)
+    with pytest.raises(lz.BackendError, match="an earlier call on the GPU, gelu, failed: the one worker died"):
+        lz.synchronize(PATIENCE_S)
+    finish()
+    close(lz.silu(x), silu(values))
+
+
+def test_a_lost_gpu_ends_that_worker_alone(connected: Site) -> None:
+    """The call that broke its context falls back; the other worker never notices."""
+    x, values = randn(8, 16)
+    wide = values.astype(np.float64)
+    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + ILLEGAL)
+    lz.silu(x, backend="two")
+    result = lz.layer_norm(x, (16,), eps=ILLEGAL)
+    others = [lz.silu(x, backend="two") for _ in range(5)]
+    close(result, expected)
+    for other in others:
+        close(other, silu(values))
+    exits = wait_until(lambda: connected.events("worker.exited"))
+    assert "exit code 70" in [line["exit"] for line in exits]
+
+
+def test_a_kernel_that_raises_falls_back(connected: Site) -> None:
+    """And its worker lives on."""
+    x, values = randn(8, 16)
+    wide = values.astype(np.float64)
+    close(lz.silu(x), silu(values))
+    pid = connected.backend("one")["pid"]
+    result = lz.layer_norm(x, (16,), eps=RAISE)
+    assert [attempt.backend for attempt in report().attempts] == ["one", "two"]
+    close(result, (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + RAISE))
+    assert connected.backend("one")["pid"] == pid
+
+
+def test_a_call_past_its_timeout_moves_on(connected: Site) -> None:
+    """The worker that holds it is killed, as for a call on the CPU."""
+    x, values = randn(SLOW)
+    slow(x)
+    lz.silu(x, backend="two")
+    finish()
+    results = [slow(x) for _ in range(2)]
+    limited = slow(x, timeout_s=0.05)
+    for result in (*results, limited):
+        close(result, gelu(values))
+
+
+def test_the_brokers_death_lets_streams_go(new_site: Callable[..., Site]) -> None:
+    """Its workers die with it; what was enqueued is lost, and the next call says so."""
+    site = new_site()
+    site.connect()
+    x, _ = randn(SLOW)
+    slow(x)
+    pid = site.broker_pid
+    assert pid is not None
+    for _ in range(3):
+        slow(x)
+    os.kill(pid, signal.SIGKILL)
+    finish()
+    with pytest.raises(lz.BrokerLost):
+        lz.silu(x)
+    wait_ended(pid)
+
+
+def test_a_clients_death_harms_nobody(connected: Site) -> None:
+    """Calls whose inputs will never be there end, and the workers serve others."""
+    x, values = randn(64)
+    close(lz.silu(x), silu(values))
+    other = connected.python(
+        "import time\n"
+        "from tests.soft_gpu import soft_cupy, soft_gpu\n"
+        "soft_cupy.install()\n"
+        "lz.connect()\n"
+        "x = soft_cupy.empty(64)\n"
+        "lz.silu(x)\n"
+        "soft_gpu.driver.put(0, lambda: time.sleep(600))\n"
+        "for _ in range(5): lz.silu(x)\n"
+        "print('enqueued', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "enqueued\n"
+        other.kill()
+    for _ in range(10):
+        close(lz.silu(x), silu(values))
+
+
+def test_sessions_come_and_go(connected: Site) -> None:
+    """The next one offers the same memory anew."""
+    x, values = randn(64)
+    for _ in range(3):
+        close(lz.silu(x), silu(values))
+        lz.disconnect()
+        connected.connect()

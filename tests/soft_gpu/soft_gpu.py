@@ -1,0 +1,402 @@
+"""A GPU of threads and shared memory, so that calls on GPUs can be tested end to end where there is none.
+
+What the driver promises about order holds: work of a stream runs later, in its order, on a thread of its own; memory
+that is exported is the same memory elsewhere. Numbers that only a GPU has (times, limits) mean nothing here. As a
+backend's provider it runs NumPy kernels on such streams; LZ_TOY_NAME says which backend it is.
+
+gelu of SLOW elements keeps its stream busy for SLOW_S first. layer_norm with an eps of FAULTS strikes in backend "one".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import math
+import mmap
+import os
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from layerzero.ipc import cuda
+from layerzero.ipc.cuda import Gpu, Pointer
+from layerzero.ipc.errors import CudaError
+from layerzero.workers.provider import Block, Bound, Call, Loaded
+
+UUID = "GPU-50f70000-0000-0000-0000-000000000000"
+SLOW, SLOW_S = 4099, 0.2
+ILLEGAL, RAISE = FAULTS = (0.4375, 0.109375)
+_HANDLE = struct.Struct("<IIQ")  # pid, descriptor, bytes
+_ILLEGAL_ADDRESS, _OUT_OF_MEMORY, _INVALID_CONTEXT = 700, 2, 201
+
+
+def error(call: str, number: int, *, sticky: bool = False) -> CudaError:
+    return CudaError(f"{call} returned {number}", call=call, number=number, name="", sticky=sticky)
+
+
+class _Memory:
+    """Mapped bytes at an address that stays."""
+
+    def __init__(self, fd: int, nbytes: int, number: int) -> None:
+        self.fd, self.nbytes, self.number = fd, nbytes, number
+        self.map = mmap.mmap(fd, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+
+class Stream:
+    """Runs what is enqueued, in order, on its own thread."""
+
+    def __init__(self, driver: SoftDriver) -> None:
+        self._driver = driver
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._enqueued = itertools.count(1)
+        self.last, self.done = 0, 0
+        threading.Thread(target=self._run, daemon=True, name="soft-gpu").start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._driver.check()
+        self.last = next(self._enqueued)
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if not self._driver.is_lost:
+                work()
+            self.done += 1
+
+
+class SoftDriver:
+    """What layerzero.ipc.cuda.Driver has, as far as calls use it."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self._memory: dict[int, _Memory] = {}
+        self._ids = itertools.count(1)
+        self._streams: dict[int, Stream] = {0: Stream(self)}
+        self._handles = itertools.count(1000)
+        self._events: dict[int, tuple[Stream, int]] = {}
+        self._pinned: dict[int, int] = {}
+        self._physical: dict[int, tuple[int, int]] = {}
+        self.capturing: set[int] = set()
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise error("cuStreamSynchronize", _ILLEGAL_ADDRESS, sticky=True)
+
+    # Devices
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        return (Gpu(0, UUID),)
+
+    def retain_context(self, ordinal: int) -> int:
+        return 1
+
+    def push_context(self, context: int) -> None:
+        pass
+
+    def pop_context(self) -> int:
+        return 1
+
+    # Memory
+
+    def _map(self, fd: int, nbytes: int) -> int:
+        made = _Memory(fd, nbytes, next(self._ids))
+        with self._lock:
+            self._memory[made.address] = made
+        return made.address
+
+    def allocate(self, nbytes: int) -> int:
+        fd = os.memfd_create("soft-gpu")
+        os.ftruncate(fd, nbytes)
+        return self._map(fd, nbytes)
+
+    def free(self, address: int) -> None:
+        with self._lock:
+            os.close(self._memory.pop(address).fd)
+
+    def _found(self, address: int) -> _Memory | None:
+        with self._lock:
+            for base, memory in self._memory.items():
+                if base <= address < base + memory.nbytes:
+                    return memory
+        return None
+
+    def _of(self, address: int) -> _Memory:
+        found = self._found(address)
+        if found is None:
+            raise error("cuPointerGetAttribute", 1)
+        return found
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        memory = self._of(address)
+        return memory.address, memory.nbytes
+
+    def buffer_id(self, address: int) -> int:
+        return self._of(address).number
+
+    def pointer(self, address: int) -> Pointer | None:
+        memory = self._found(address)
+        return None if memory is None else Pointer(0, memory.number, True, False, False)
+
+    def ipc_export(self, base: int) -> bytes:
+        memory = self._memory[base]
+        return _HANDLE.pack(os.getpid(), memory.fd, memory.nbytes).ljust(64, b"\0")
+
+    def ipc_open(self, handle: bytes) -> int:
+        pid, fd, nbytes = _HANDLE.unpack_from(handle)
+        if pid == os.getpid():
+            raise error("cuIpcOpenMemHandle_v2", _INVALID_CONTEXT)
+        try:
+            return self._map(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), nbytes)
+        except OSError as exc:
+            raise error("cuIpcOpenMemHandle_v2", 1) from exc
+
+    ipc_close = free
+
+    def vmm_granularity(self, ordinal: int) -> int:
+        return 2 << 20
+
+    def vmm_create(self, nbytes: int, ordinal: int) -> int:
+        fd = os.memfd_create("soft-gpu")
+        os.ftruncate(fd, nbytes)
+        self._physical[fd] = (fd, nbytes)
+        return fd
+
+    def vmm_export(self, handle: int) -> int:
+        return os.dup(handle)
+
+    def vmm_import(self, fd: int) -> int:
+        return os.dup(fd)
+
+    def vmm_release(self, handle: int) -> None:
+        os.close(handle)
+
+    def vmm_map(self, handle: int, nbytes: int, ordinal: int) -> int:
+        if os.fstat(handle).st_size < nbytes:
+            raise error("cuMemMap", 1)
+        return self._map(os.dup(handle), nbytes)
+
+    def vmm_unmap(self, address: int, nbytes: int) -> None:
+        self.free(address)
+
+    def host_register(self, address: int, nbytes: int) -> int:
+        self._pinned[address] = nbytes
+        return address
+
+    def host_unregister(self, address: int) -> None:
+        del self._pinned[address]
+
+    # Streams
+
+    def create_stream(self) -> int:
+        handle = next(self._handles)
+        self._streams[handle] = Stream(self)
+        return handle
+
+    def destroy_stream(self, stream: int) -> None:
+        del self._streams[stream]
+
+    def put(self, stream: int, work: Callable[[], None]) -> None:
+        self._streams[stream].put(work)
+
+    def is_stream_idle(self, stream: int) -> bool:
+        self.check()
+        found = self._streams[stream]
+        return found.done >= found.last
+
+    def synchronize_stream(self, stream: int) -> None:
+        while not self.is_stream_idle(stream):
+            time.sleep(0.0002)
+
+    def synchronize(self) -> None:
+        for stream in list(self._streams):
+            self.synchronize_stream(stream)
+
+    def create_event(self, *, is_timed: bool = False) -> int:
+        handle = next(self._handles)
+        self._events[handle] = (self._streams[0], 0)
+        return handle
+
+    def record_event(self, event: int, stream: int) -> None:
+        found = self._streams[stream]
+        found.put(lambda: None)
+        self._events[event] = (found, found.last)
+
+    def is_event_done(self, event: int) -> bool:
+        self.check()
+        stream, number = self._events[event]
+        return stream.done >= number
+
+    def elapsed_ns(self, start: int, end: int) -> int:
+        return 1000
+
+    def destroy_event(self, event: int) -> None:
+        del self._events[event]
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream in self.capturing
+
+    # Copies and words
+
+    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        if any(base <= source < base + size for base, size in self._pinned.items()):
+            self.put(stream, lambda: ctypes.memmove(target, source, nbytes))
+            return
+        data = ctypes.string_at(source, nbytes)  # pageable memory is read at once
+        self.put(stream, lambda: ctypes.memmove(target, data, nbytes))
+
+    def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.put(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    copy_on_device = copy_to_host
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        word = ctypes.c_uint32.from_address(address)
+
+        def store() -> None:
+            word.value = value
+
+        self.put(stream, store)
+
+    def wait_value(self, stream: int, address: int, value: int, *, equal: bool = False) -> None:
+        word = ctypes.c_uint32.from_address(address)
+
+        def wait() -> None:
+            while (word.value != value) if equal else (word.value - value) & 0xFFFF_FFFF >= 1 << 31:
+                if self.is_lost:
+                    return
+                time.sleep(0.0001)
+
+        self.put(stream, wait)
+
+    def begin_capture(self, stream: int) -> None:
+        raise error("cuStreamBeginCapture_v2", 801)
+
+
+driver = SoftDriver()
+
+
+def install() -> SoftDriver:
+    """Let this process see the GPU."""
+    cuda.load.cache_clear()
+    cuda.Driver = lambda: driver  # type: ignore[assignment,misc,return-value]
+    return driver
+
+
+# --- the provider
+
+
+def load() -> Loaded:
+    import numpy
+
+    install()
+    name = os.environ["LZ_TOY_NAME"]
+    kernels = {"silu": _silu, "matmul": _matmul, "gelu": _gelu, "layer_norm": _layer_norm}
+    streams = _Current()
+    return Loaded(
+        versions={"numpy": numpy.__version__},
+        kernels={f"{name}.{op}": streams.bind(name, kernel) for op, kernel in kernels.items()},
+        on_stream=streams.on_stream,
+    )
+
+
+Kernel = Callable[[str, Call, Sequence[Any], Any], Callable[[], None]]
+
+
+class _Current:
+    """The stream that kernels go to."""
+
+    def __init__(self) -> None:
+        self._stream = 0
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        yield
+        self._stream = before
+
+    def bind(self, name: str, kernel: Kernel) -> Callable[..., Bound]:
+        def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+            arrays = [None if block is None else array_at(block.device.pointer, block.spec) for block in inputs]
+            out = array_at(outputs[0].device.pointer, outputs[0].spec)
+
+            def bound() -> None:
+                driver.put(self._stream, kernel(name, call, arrays, out))
+
+            return bound
+
+        return bind
+
+
+def array_at(address: int, spec: Any) -> Any:
+    """A NumPy array over memory of the GPU."""
+    import numpy as np
+
+    if not spec.numel:
+        return np.empty(spec.shape, spec.dtype)
+    strides = [step * spec.itemsize for step in spec.strides]
+    reach = [(extent - 1) * stride for extent, stride in zip(spec.shape, strides, strict=True)]
+    below, above = -sum(step for step in reach if step < 0), sum(step for step in reach if step > 0)
+    memory = (ctypes.c_char * (below + above + spec.itemsize)).from_address(address - below)
+    return np.ndarray(spec.shape, spec.dtype, buffer=memory, offset=below, strides=strides)
+
+
+def _silu(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[], None]:
+    import numpy as np
+
+    def run() -> None:
+        x = inputs[0].astype(np.float64)
+        with np.errstate(over="ignore"):
+            out[...] = x / (1 + np.exp(-x))
+
+    return run
+
+
+def _matmul(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[], None]:
+    def run() -> None:
+        out[...] = inputs[0].astype("float64") @ inputs[1].astype("float64")
+
+    return run
+
+
+def _gelu(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[], None]:
+    import numpy as np
+
+    is_tanh = call.attrs["approximate"] == "tanh"
+
+    def run() -> None:
+        if out.size == SLOW:
+            time.sleep(SLOW_S)
+        x = inputs[0].astype(np.float64)
+        if is_tanh:
+            out[...] = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        else:
+            out[...] = 0.5 * x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2)))
+
+    return run
+
+
+def _layer_norm(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[], None]:
+    import numpy as np
+
+    x, weight, bias = inputs
+    eps, axes = call.attrs["eps"], tuple(range(-call.attrs["ndim"], 0))
+    if name == "one" and eps == RAISE:
+        raise RuntimeError("the toy raises")
+
+    def run() -> None:
+        if name == "one" and eps == ILLEGAL:
+            driver.is_lost = True
+            return
+        wide = x.astype(np.float64)
+        mean = wide.mean(axes, keepdims=True)
+        result = (wide - mean) / np.sqrt(((wide - mean) ** 2).mean(axes, keepdims=True) + eps)
+        out[...] = result * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+    return run
