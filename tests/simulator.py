@@ -862,9 +862,9 @@ class World:
         if self.is_quiet:  # little happens but on lanes
             self.weights = {name: [1, *[0] * (len(FATES) - 1)] for name in PRIORITY}
             self.persistence, self.eagerness = 0.97, 1.0
-        # A third of all worlds is on a GPU; the others are the ones that they were without.
+        # A third of all worlds is on a GPU, where there are no express lanes; the others are what they were without.
         own = random.Random(seed + 2)
-        self.device = GPU if own.random() < 0.33 else ""
+        self.device = GPU if own.random() < 0.4 and not self.is_quiet else ""
         self.gpu_weights = [own.choice((20, 100)), *own.choices((0, 0, 1, 3), k=len(GPU_FATES) - 1)]
         self._p_deaf = own.choice((0.0, 0.0, 0.2))
         self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
