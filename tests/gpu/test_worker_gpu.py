@@ -450,6 +450,18 @@ def test_repeated_call_is_replayed_with_the_data_of_each_time(spawn: Spawn, conn
     assert client.read(1) == data[::-1]
 
 
+def test_kernel_is_captured_while_its_stream_waits(spawn: Spawn, connect: Connect) -> None:
+    """A client that enqueues ahead is never idle: a capture that waited for that would hold up everybody."""
+    worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
+    client.join(worker)
+    release = client.hold()
+    client.write(0, data)
+    assert [call(worker, client, 0, 1).aux for _ in range(8)] == [0] * 4 + [1] * 4
+    assert not client.driver.is_stream_idle(client.streams[0])
+    release()
+    assert client.read(1) == data
+
+
 @pytest.mark.parametrize("rung", ["staged", "copied"])
 def test_replayed_call_takes_part_in_copies(spawn: Spawn, connect: Connect, rung: str) -> None:
     """What is copied around the kernel is not in the graph."""
