@@ -392,6 +392,7 @@ def test_death_within_a_call_leaves_it_not_done(spawn: Spawn, connect: Connect, 
     client.join(second)
     client.write(0, data)
     call(first, client, 0, 1)
+    assert client.read(1) == data
     turn = client.begin()
     first.run(2, client, turn, client.refs(1, 2))
     assert first.process.wait(PATIENCE_S) == -signal.SIGKILL
