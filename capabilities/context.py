@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from layerzero.capabilities.device import DeviceSpec, DeviceType
-from layerzero.ipc.ops import OPS
+from layerzero.ipc.ops import OPS, Heads, heads
 from layerzero.ipc.tensors import FLOAT_DTYPES, TensorSpec
 
 ALIGNMENT_BYTES = 16  # what kernels mean by aligned: the widest load of a GPU thread, a vector register of any CPU
@@ -151,25 +151,30 @@ class SelectionContext:
         q, k = self.seq_len_q, self.seq_len_k
         return None if q is None or k is None else max(q, k)
 
+    @cached_property
+    def heads(self) -> Heads | None:
+        """Heads and their extents, of ops that have them."""
+        return heads(self.op, self.given)
+
     @property
     def num_heads(self) -> int | None:
         """Query heads."""
-        return self._extent("q", 1)
+        return None if self.heads is None else self.heads.query
 
     @property
     def num_kv_heads(self) -> int | None:
         """Key and value heads."""
-        return self._extent("k", 1)
+        return None if self.heads is None else self.heads.key
 
     @property
     def head_dim(self) -> int | None:
         """Of queries and keys."""
-        return self._extent("q", 3)
+        return None if self.heads is None else self.heads.dims[0][1]
 
     @property
     def head_dim_v(self) -> int | None:
-        """Of values and results."""
-        return self._extent("v", 3)
+        """Of values and results; of rope, how much of a head is rotated."""
+        return None if self.heads is None else self.heads.dims[1][1]
 
     @property
     def enable_gqa(self) -> bool:
@@ -369,15 +374,18 @@ class SelectionContext:
         """
         shape: tuple[Any, ...] = ()
         if self.op == _ATTENTION:
-            q, k, v = self.given["q"], self.given["k"], self.given["v"]
+            q, k = self.given["q"], self.given["k"]
             is_square = q.shape[2] == k.shape[2]
             length = bisect.bisect_left(thresholds, max(q.shape[2], k.shape[2]))
             mask = (self.attn_mask_type, self.attn_mask_layout, self.attn_mask_problem is None)
-            shape = (q.shape[1], k.shape[1], v.shape[1], q.shape[3], v.shape[3], is_square, length, mask)
+            shape = (is_square, length, mask)
+        elif self.op == "paged_attention":
+            shape = (self.given["k_cache"].shape[1],)
         return (
             self.op,
             tuple(None if spec is None else _memory_key(spec) for spec in self.inputs),
             tuple(_memory_key(spec) for spec in self.outputs),
+            self.heads,
             shape,
             # The type as well: True, 1 and 1.0 are equal to a dict and not to a kernel.
             tuple((name, type(self.attrs[name]).__name__, self.attrs[name]) for name in sorted(self.attrs)),

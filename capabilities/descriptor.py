@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import ITEMSIZE
 
 SCHEMA_VERSION = "1.0"
@@ -55,7 +56,7 @@ class KernelCapability(BaseModel):
 
     # tensors
     dtypes: tuple[str, ...] = ()  # of every floating-point tensor of the call
-    index_dtypes: tuple[str, ...] = ()  # of integer index tensors (embedding)
+    index_dtypes: tuple[str, ...] = ()  # of the tensors that ipc/ops.py calls indices
     requires_dtype: str | None = None  # the one dtype that data must have
     produces_dtype: str | None = None  # of results; None: that of the data
     min_ndim: int = 0  # of the first tensor argument
@@ -75,12 +76,13 @@ class KernelCapability(BaseModel):
     quantization_scale_layouts: tuple[str, ...] = ("linear",)
     quantization_zero_point: bool = False  # asymmetric data is taken
 
-    # attention
+    # attention and, of rope, the head_dim limits
     requires_layouts: tuple[Layout, ...] = ()
     produces_layout: Layout | None = None  # of results; None: that of the call
     min_head_dim: Positive = 1
     max_head_dim: Positive | None = None
     head_dim_multiple: Positive = 1
+    equal_head_dims: bool = False  # that of values is that of queries and keys
     max_seq_len: Positive | None = None
     supports_gqa: bool = False
     gqa_layout: Literal["grouped", "interleaved"] = "grouped"  # query head h uses key head h // group, or h % key heads
@@ -91,6 +93,8 @@ class KernelCapability(BaseModel):
     supports_scale: bool = True  # other scales than 1/sqrt(head_dim)
     supports_dropout: bool = False
     lse_base: Literal["e", "2"] | None = None  # of the log-sum-exp it can return; None: it returns none
+    page_size_multiple: Positive = 1  # of the blocks of a paged cache, in keys
+    max_page_size: Positive | None = None
     supports_kv_cache_layouts: tuple[Literal["NHD", "HND"], ...] = ()
     supports_kv_cache_dtypes: tuple[str, ...] = ()
 
@@ -201,6 +205,10 @@ class Capability(BaseModel):
                             for f in ("requires_layouts", "causal_alignments", "masked_rows")
                             if not getattr(kernel, f)
                         ]
+                    if op == "attention_varlen" and not kernel.causal_alignments:
+                        missing.append("causal_alignments")
+                    if op in OPS and OPS[op].indices and not kernel.index_dtypes:
+                        missing.append("index_dtypes")
                 if missing:
                     raise ValueError(f"{kernel.kernel_id}: missing constraint {', '.join(missing)} (fail closed)")
         return self

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from layerzero.capabilities.context import ALIGNMENT_BYTES, SelectionContext, has_aligned_rows, has_dense_rows
 from layerzero.capabilities.descriptor import TOKENIZER_OPS, KernelCapability
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.ops import OPS
+from layerzero.ipc.ops import OPS, Heads
 from layerzero.ipc.tensors import FLOAT_DTYPES, ITEMSIZE, TensorSpec
 
 
@@ -42,9 +42,15 @@ def findings(context: SelectionContext, kernel: KernelCapability) -> Found:
     elif op != "null":
         yield from _tensors(context, kernel)
         yield from _data(context, kernel)
+    if context.heads is not None:
+        yield from _heads(context.heads, kernel)
+        yield from _attention_features(context, kernel)
     if op == "attention":
         yield from _attention(context, kernel)
-        yield from _attention_features(context, kernel)
+    elif op == "attention_varlen":
+        yield from _causal_alignment(context, kernel, "sequences")
+    elif op == "paged_attention":
+        yield from _pages(context, kernel)
 
 
 def memory_rejection(context: SelectionContext, kernel: KernelCapability) -> Rejection | None:
@@ -120,7 +126,7 @@ def _conditions(context: SelectionContext, kernel: KernelCapability) -> Found:
 
 def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
     for name, spec in context.given.items():
-        allowed = kernel.index_dtypes if name == "ids" else kernel.dtypes
+        allowed = kernel.index_dtypes if name in OPS[context.op].indices else kernel.dtypes
         is_bool_mask = name == "attn_mask" and spec.dtype == "bool"  # attn_mask_types covers it
         if spec.dtype not in allowed and not is_bool_mask:
             yield Reason.DTYPE_UNSUPPORTED, f"{name} is {spec.dtype}; allowed: {', '.join(allowed) or 'none'}"
@@ -196,34 +202,41 @@ def _quantization(context: SelectionContext, kernel: KernelCapability) -> Found:
         yield Reason.ATTR_UNSUPPORTED, "quant_zero_point=True; allowed: False"
 
 
-def _attention(context: SelectionContext, kernel: KernelCapability) -> Found:
-    """Shapes, layout, heads and masks."""
-    q, k, v = context.given["q"], context.given["k"], context.given["v"]
-    layout = context.layout
-    if layout not in kernel.requires_layouts:
-        yield Reason.LAYOUT_UNSUPPORTED, f"layout {layout}; allowed: {', '.join(kernel.requires_layouts)}"
-    if kernel.produces_layout not in (None, layout) and not kernel.copies_outputs:
-        yield Reason.LAYOUT_UNSUPPORTED, f"out has layout {layout}; the kernel gives {kernel.produces_layout}"
-    for name, dim in (("query and key", q.shape[3]), ("value", v.shape[3])):
+def _heads(heads: Heads, kernel: KernelCapability) -> Found:
+    """head_dim and grouped heads."""
+    for name, dim in heads.dims:
         if dim < kernel.min_head_dim:
             yield Reason.HEAD_DIM_INVALID, f"{name} head_dim {dim}; allowed: at least {kernel.min_head_dim}"
         if kernel.max_head_dim is not None and dim > kernel.max_head_dim:
             yield Reason.HEAD_DIM_TOO_LARGE, f"{name} head_dim {dim}; allowed: at most {kernel.max_head_dim}"
         if dim % kernel.head_dim_multiple:
             yield Reason.HEAD_DIM_ALIGNMENT, f"{name} head_dim {dim}; allowed: multiples of {kernel.head_dim_multiple}"
+    if kernel.equal_head_dims and len({dim for _, dim in heads.dims}) > 1:
+        text = " and ".join(f"{name} head_dim {dim}" for name, dim in heads.dims)
+        yield Reason.HEAD_DIM_INVALID, f"{text}; allowed: equal ones"
+    count, kv_heads = heads.query, heads.key
+    if heads.value != kv_heads or count % max(kv_heads, 1):
+        text = f"{count} query, {kv_heads} key and {heads.value} value heads"
+        yield Reason.GQA_HEADS_MISMATCH, f"{text}; allowed: as many values as keys, queries a multiple of them"
+    elif count != kv_heads and not kernel.supports_gqa:
+        text = f"{count} query heads on {kv_heads} key heads; the kernel needs equal numbers"
+        yield Reason.GQA_UNSUPPORTED, text
+    elif count != kv_heads and kernel.gqa_layout != "grouped":
+        text = f"neighbouring query heads share a key head; the kernel has them {kernel.gqa_layout}"
+        yield Reason.GQA_UNSUPPORTED, text
+
+
+def _attention(context: SelectionContext, kernel: KernelCapability) -> Found:
+    """Layout, length, masks and the causal rule."""
+    q, k = context.given["q"], context.given["k"]
+    layout = context.layout
+    if layout not in kernel.requires_layouts:
+        yield Reason.LAYOUT_UNSUPPORTED, f"layout {layout}; allowed: {', '.join(kernel.requires_layouts)}"
+    if kernel.produces_layout not in (None, layout) and not kernel.copies_outputs:
+        yield Reason.LAYOUT_UNSUPPORTED, f"out has layout {layout}; the kernel gives {kernel.produces_layout}"
     longest = max(q.shape[2], k.shape[2])
     if kernel.max_seq_len is not None and longest > kernel.max_seq_len:
         yield Reason.SEQ_TOO_LONG, f"sequence length {longest}; allowed: at most {kernel.max_seq_len}"
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if v.shape[1] != kv_heads or heads % max(kv_heads, 1):
-        text = f"{heads} query, {kv_heads} key and {v.shape[1]} value heads"
-        yield Reason.GQA_HEADS_MISMATCH, f"{text}; allowed: as many values as keys, queries a multiple of them"
-    elif heads != kv_heads and not kernel.supports_gqa:
-        text = f"{heads} query heads on {kv_heads} key heads; the kernel needs equal numbers"
-        yield Reason.GQA_UNSUPPORTED, text
-    elif heads != kv_heads and kernel.gqa_layout != "grouped":
-        text = f"neighbouring query heads share a key head; the kernel has them {kernel.gqa_layout}"
-        yield Reason.GQA_UNSUPPORTED, text
     kind, mask_layout = context.attn_mask_type, context.attn_mask_layout
     if kind != "none":
         if kind not in kernel.attn_mask_types:
@@ -232,13 +245,22 @@ def _attention(context: SelectionContext, kernel: KernelCapability) -> Found:
             yield Reason.ATTN_MASK_UNSUPPORTED, f"{mask_layout} mask; allowed: {', '.join(kernel.attn_mask_layouts)}"
         if context.attn_mask_problem is not None:
             yield Reason.ATTN_MASK_INVALID, context.attn_mask_problem
-    alignment = context.causal_alignment
-    if context.is_causal and q.shape[2] != k.shape[2] and alignment not in kernel.causal_alignments:
-        yield (
-            Reason.CAUSAL_ALIGNMENT_UNSUPPORTED,
-            f"{alignment} with {q.shape[2]} queries and {k.shape[2]} keys; "
-            f"allowed: {', '.join(kernel.causal_alignments)}",
-        )
+    if q.shape[2] != k.shape[2]:
+        yield from _causal_alignment(context, kernel, f"{q.shape[2]} queries and {k.shape[2]} keys")
+
+
+def _causal_alignment(context: SelectionContext, kernel: KernelCapability, what: str) -> Found:
+    alignment, alignments = context.causal_alignment, kernel.causal_alignments
+    if context.is_causal and alignment not in alignments:
+        yield Reason.CAUSAL_ALIGNMENT_UNSUPPORTED, f"{alignment} with {what}; allowed: {', '.join(alignments)}"
+
+
+def _pages(context: SelectionContext, kernel: KernelCapability) -> Found:
+    page, multiple = context.given["k_cache"].shape[1], kernel.page_size_multiple
+    if page % multiple:
+        yield Reason.PAGE_SIZE_MISMATCH, f"blocks of {page} keys; allowed: multiples of {multiple}"
+    elif kernel.max_page_size is not None and page > kernel.max_page_size:
+        yield Reason.PAGE_SIZE_MISMATCH, f"blocks of {page} keys; allowed: at most {kernel.max_page_size}"
 
 
 def _attention_features(context: SelectionContext, kernel: KernelCapability) -> Found:

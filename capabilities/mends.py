@@ -103,7 +103,7 @@ def cast(context: SelectionContext, kernel: KernelCapability) -> Step | None:
     data = _nearest(context.dtype, kernel.dtypes if kernel.requires_dtype is None else (kernel.requires_dtype,))
     target: dict[str, str] = {}
     for name, spec in context.given.items():
-        if name == "ids":
+        if name in OPS[context.op].indices:
             wanted = _nearest(spec.dtype, kernel.index_dtypes)
         elif spec.dtype in FLOAT_DTYPES:
             wanted = data
@@ -189,6 +189,8 @@ def set_attribute(context: SelectionContext, kernel: KernelCapability) -> Step |
 
 def pad_heads(context: SelectionContext, kernel: KernelCapability) -> Step | None:
     """With zeros behind each head. They add nothing to q kᵀ, and the result has zeros there; the scale is the same."""
+    if context.op != "attention":
+        return None
     q, k, v = context.given["q"], context.given["k"], context.given["v"]
 
     def padded(dim: int) -> int:
@@ -216,6 +218,8 @@ def pad_heads(context: SelectionContext, kernel: KernelCapability) -> Step | Non
 
 def repeat_heads(context: SelectionContext, kernel: KernelCapability) -> Step | None:
     """With as many key and value heads as query heads."""
+    if context.op != "attention":
+        return None
     heads, kv_heads = context.num_heads, context.num_kv_heads
     if not heads or not kv_heads or heads % kv_heads or heads == kv_heads:
         return None
@@ -253,7 +257,7 @@ def convert_mask(context: SelectionContext, kernel: KernelCapability) -> Step | 
 
 def spell_out_causal(context: SelectionContext, kernel: KernelCapability) -> Step | None:
     """With the causal rule as a mask."""
-    if "attn_mask" in context.given:
+    if context.op != "attention" or "attn_mask" in context.given:
         return None
     q, k = context.given["q"], context.given["k"]
     dtype = "bool" if "bool" in kernel.attn_mask_types else q.dtype

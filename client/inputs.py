@@ -8,6 +8,7 @@ from typing import Any
 
 from layerzero.client import api
 from layerzero.ipc.errors import EnvError
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
 
@@ -19,7 +20,8 @@ def tensor_names(function: Callable[..., Any]) -> list[str]:
 
 def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) -> dict[str, Any]:
     """Seeded arrays in shared memory, with the strides of their specs: normal floats, small integers, coin flips; for
-    embedding, rows that exist. Raises EnvError without NumPy."""
+    embedding, rows that exist; sequences of equal lengths, and as many keys in a paged cache as its tables have room
+    for. Raises EnvError without NumPy."""
     if not any(specs.values()):
         return dict(specs)
     try:
@@ -43,10 +45,14 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) ->
     top = table.shape[0] if table is not None and table.ndim else 8
     rng = np.random.default_rng(seed)
 
-    def make(spec: TensorSpec) -> Any:
+    def make(name: str, spec: TensorSpec) -> Any:
         numel = spec.span_bytes // spec.itemsize
-        if spec.dtype == "bool":
-            values: Any = rng.random(numel) < 0.5
+        places = _places(name, specs) if name in OPS[op].indices else None
+        if places is not None:
+            start, stop = places
+            values: Any = np.linspace(start, stop, numel)
+        elif spec.dtype == "bool":
+            values = rng.random(numel) < 0.5
         elif "int" in spec.dtype:
             values = rng.integers(0, max(min(top, np.iinfo(spec.dtype).max), 1), numel)
         else:
@@ -56,4 +62,17 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) ->
         strides = [step * spec.itemsize for step in spec.strides]
         return np.lib.stride_tricks.as_strided(memory, spec.shape, strides)
 
-    return {name: None if spec is None else make(spec) for name, spec in specs.items()}
+    return {name: None if spec is None else make(name, spec) for name, spec in specs.items()}
+
+
+def _places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int] | None:
+    """The first and the last of the evenly spaced values of an index tensor; None where random ones will do."""
+    tokens, cache, tables = specs.get(f"{name[-1]}"), specs.get("k_cache"), specs.get("block_tables")
+    if name.startswith("cu_seqlens_") and tokens is not None and tokens.ndim:
+        return 0, tokens.shape[0]
+    if cache is None or tables is None or min(cache.ndim, tables.ndim) < 2:
+        return None
+    if name == "block_tables":
+        return 0, max(cache.shape[0] - 1, 0)
+    length = cache.shape[1] * tables.shape[1]
+    return length, length

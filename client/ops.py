@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from numbers import Integral
 from typing import Any
 
-from layerzero.client import api, plans
+from layerzero.client import api, plans, token_plans
 from layerzero.client import tokenizer as texts
 from layerzero.client.call import Request
 from layerzero.client.lent import lend_bytes
@@ -73,6 +73,82 @@ def attention(
     }
     args = (q, k, v, attn_mask)
     return _perform(Request("attention", args, params, plans.plan_attention, out, backend, timeout_s))
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Softmax attention within sequences of unequal lengths that lie one after the other.
+
+    q: (tokens_q, heads, head_dim), k: (tokens_k, kv_heads, head_dim), v: (tokens_k, kv_heads, value_dim); heads is a
+    multiple of kv_heads. cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1), from 0 up to the number of tokens: sequence
+    n has the queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] and sees those keys. scale, is_causal and causal_alignment
+    are those of attention, within a sequence. Queries that see no key give 0.
+    The kernel reads cu_seqlens, not the client: on the CPU bad ones are InvalidArgument, on a GPU whatever it does.
+    Returns: (tokens_q, heads, value_dim). Source: Dao et al. 2022, as flash_attn_varlen_func.
+    """
+    params = {"is_causal": is_causal, "scale": scale, "causal_alignment": causal_alignment}
+    args = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    planner = token_plans.plan_attention_varlen
+    return _perform(Request("attention_varlen", args, params, planner, out, backend, timeout_s))
+
+
+def paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    *,
+    scale: float | None = None,
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Softmax attention of one query for each sequence to the keys that a paged cache holds of it: a decoding step.
+
+    q: (sequences, heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), v_cache: the same with
+    value_dim; heads is a multiple of kv_heads. block_tables: int32 (sequences, max_blocks), seq_lens: int32
+    (sequences): key j below seq_lens[b] is in slot j % block_size of block block_tables[b, j // block_size]. Slots and
+    table entries that no key is in may hold anything. A sequence of length 0 gives 0. scale: default 1/sqrt(head_dim).
+    The kernel reads tables and lengths, not the client: on the CPU bad ones are InvalidArgument, on a GPU whatever it
+    does. Returns: (sequences, heads, value_dim). Source: Kwon et al. 2023, eq. 4.
+    """
+    args = (q, k_cache, v_cache, block_tables, seq_lens)
+    planner = token_plans.plan_paged_attention
+    return _perform(Request("paged_attention", args, {"scale": scale}, planner, out, backend, timeout_s))
+
+
+def rope(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    interleaved: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Rotary position embedding: pairs (a, b) of elements of each head become (a cos - b sin, b cos + a sin).
+
+    x: (batch, sequence, heads, head_dim) or (sequence, heads, head_dim), as a projection gives it. cos, sin: of the
+    angle of each position and pair, (sequence, pairs) or (1 or batch, sequence, pairs). Pair i is of the elements i and
+    i + pairs, or with interleaved=True 2i and 2i + 1. Elements from 2 * pairs on stay as they are.
+    Source: Su et al. 2021, eq. 34 (interleaved); in halves as GPT-NeoX and Llama checkpoints have it.
+    """
+    params = {"interleaved": interleaved}
+    return _perform(Request("rope", (x, cos, sin), params, token_plans.plan_rope, out, backend, timeout_s))
 
 
 def matmul(a: Any, b: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
@@ -162,6 +238,14 @@ def gelu(
 def silu(input: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
     """x / (1 + exp(-x)). Source: Elfwing, Uchibe and Doya 2017."""
     return _perform(Request("silu", (input,), {}, plans.plan_silu, out, backend, timeout_s))
+
+
+def swiglu(gate: Any, up: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
+    """silu(gate) * up; equal shapes. Halves of one (..., 2 * n) tensor, which a fused projection gives, need no copy.
+
+    Source: Shazeer 2020, eq. 5.
+    """
+    return _perform(Request("swiglu", (gate, up), {}, token_plans.plan_swiglu, out, backend, timeout_s))
 
 
 def embedding(

@@ -66,9 +66,36 @@ def _prefill_and_decode() -> tuple[Call, ...]:
     return causal, Call("attention", {"q": one, "k": kv, "v": kv})
 
 
+def _int32(*shape: int) -> TensorSpec:
+    return TensorSpec.contiguous("int32", shape)
+
+
+def _rope(tokens: int) -> Call:
+    return Call("rope", {"x": _f32(tokens, 8, 64), "cos": _f32(tokens, 32), "sin": _f32(tokens, 32)})
+
+
 # What an op is tuned with when nobody says: one token and a few hundred of a small transformer.
 DEFAULTS: dict[str, tuple[Call, ...]] = {
     "attention": _prefill_and_decode(),
+    "attention_varlen": (
+        Call(
+            "attention_varlen",
+            {**{name: _f32(512, 8, 64) for name in "qkv"}, "cu_seqlens_q": _int32(5), "cu_seqlens_k": _int32(5)},
+            {"is_causal": True},
+        ),
+    ),
+    "paged_attention": (
+        Call(
+            "paged_attention",
+            {
+                "q": _f32(8, 8, 64),
+                **{name: _f32(256, 16, 8, 64) for name in ("k_cache", "v_cache")},
+                "block_tables": _int32(8, 32),
+                "seq_lens": _int32(8),
+            },
+        ),
+    ),
+    "rope": (_rope(1), _rope(256)),
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),
     "softmax": (Call("softmax", {"input": _f32(8, 256, 256)}, {"dim": -1}),),
@@ -82,6 +109,7 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "rms_norm": (Call("rms_norm", {"input": _f32(256, 512), "weight": _f32(512)}, {"normalized_shape": 512}),),
     "gelu": (Call("gelu", {"input": _f32(256, 2048)}),),
     "silu": (Call("silu", {"input": _f32(256, 2048)}),),
+    "swiglu": (Call("swiglu", {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),),
     "embedding": (Call("embedding", {"input": TensorSpec.contiguous("int64", (256,)), "weight": _f32(8192, 512)}),),
     "null": (Call("null"),),
 }

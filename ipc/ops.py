@@ -6,12 +6,17 @@ docs/ops.md has the formulas.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from layerzero.ipc.tensors import TensorSpec
 
 
 @dataclass(frozen=True)
 class Op:
-    """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None).
+    """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
+    `indices` hold integers that say where to look, whatever the dtype of the data.
 
     An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
     OutputTooSmall when the buffers are too small.
@@ -21,6 +26,7 @@ class Op:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ("out",)
     optional: frozenset[str] = frozenset()
+    indices: frozenset[str] = frozenset()
     attrs: tuple[str, ...] = ()
     sized_output: bool = False
 
@@ -37,6 +43,26 @@ OPS: dict[str, Op] = {
             optional=frozenset({"attn_mask"}),
             attrs=("is_causal", "scale", "causal_alignment", "layout"),
         ),
+        # Sequences one after the other: q (Tq,Hq,D), k (Tk,Hk,D), v (Tk,Hk,Dv) -> (Tq,Hq,Dv). cu_seqlens_q and
+        # cu_seqlens_k int32 (N+1): sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n+1], and those keys.
+        Op(
+            "attention_varlen",
+            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+            indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
+            attrs=("is_causal", "scale", "causal_alignment"),
+        ),
+        # One query a sequence: q (B,Hq,D), k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv) -> (B,Hq,Dv). Key j of sequence b is
+        # in slot j % P of block block_tables[b, j // P], for j below seq_lens[b]. block_tables int32 (B,M), seq_lens
+        # int32 (B). Slots and table entries that no key is in may hold anything.
+        Op(
+            "paged_attention",
+            ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
+            indices=frozenset({"block_tables", "seq_lens"}),
+            attrs=("scale",),
+        ),
+        # x (B,S,H,D), cos and sin (1|B,S,R/2) -> (B,S,H,D); of each head the first R elements are rotated. Pairs are
+        # elements i and i + R/2, or 2i and 2i + 1 when interleaved.
+        Op("rope", ("x", "cos", "sin"), attrs=("interleaved",)),
         # a (...,M,K), b (...,K,N) -> (...,M,N); at least 2-D each, leading dimensions broadcast.
         Op("matmul", ("a", "b")),
         # x (...,K), weight (N,K), bias (N) -> (...,N)
@@ -49,8 +75,10 @@ OPS: dict[str, Op] = {
         # approximate: "none" (erf) or "tanh"
         Op("gelu", ("x",), attrs=("approximate",)),
         Op("silu", ("x",)),
+        # equal shapes
+        Op("swiglu", ("gate", "up")),
         # ids int32|int64 (...), weight (V,D) -> (...,D); an id outside [0, V) is InvalidArgument
-        Op("embedding", ("ids", "weight")),
+        Op("embedding", ("ids", "weight"), indices=frozenset({"ids"})),
         # tokenizer: a tokenizer.json as bytes; text: UTF-8 of all texts, one after the other; text_splits
         # (n+1) int64 byte offsets. Outputs: ids int32, splits (n+1) int64, offsets (len(ids), 2) int32
         # character positions in each text, or shape (0, 2) unless return_offsets. The kernel returns
@@ -74,3 +102,29 @@ OPS: dict[str, Op] = {
         Op("null", (), ()),
     )
 }
+
+
+class Heads(NamedTuple):
+    """Heads of queries, keys and values, and the extents that limits on head_dim are about, by name."""
+
+    query: int
+    key: int
+    value: int
+    dims: tuple[tuple[str, int], ...]
+
+
+def heads(op: str, given: Mapping[str, TensorSpec]) -> Heads | None:
+    """What the tensors of a call have as heads; None for ops that have none."""
+    if op == "rope":
+        x = given["x"]
+        return Heads(x.shape[2], x.shape[2], x.shape[2], (("x", x.shape[3]), ("rotary", 2 * given["cos"].shape[2])))
+    if op not in _HEADS:
+        return None
+    q, k, v = (given[name] for name in OPS[op].inputs[:3])
+    own, shared = _HEADS[op]
+    dims = (("query and key", q.shape[-1]), ("value", v.shape[-1]))
+    return Heads(q.shape[own], k.shape[shared], v.shape[shared], dims)
+
+
+# The dimension that counts heads, in q and in keys and values.
+_HEADS = {"attention": (1, 1), "attention_varlen": (1, 1), "paged_attention": (1, 2)}

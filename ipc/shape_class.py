@@ -85,6 +85,32 @@ def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return "+".join(parts) or "plain", (queries, keys, q.shape[3], v.shape[3])
 
 
+def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    q, k, v, _, _ = inputs
+    parts = [f"causal_{attrs['causal_alignment']}"] if attrs["is_causal"] else []
+    if q.shape[1] != k.shape[1]:
+        parts.append("gqa")
+    return "+".join(parts) or "plain", (q.shape[0], k.shape[0], q.shape[2], v.shape[2])
+
+
+def _paged_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    q, k_cache, v_cache, block_tables, _ = inputs
+    page = k_cache.shape[1]
+    extents = (page, page * block_tables.shape[1], q.shape[2], v_cache.shape[3])
+    return ("plain" if q.shape[1] == k_cache.shape[2] else "gqa"), extents
+
+
+def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, cos, _ = inputs
+    rotated = 2 * cos.shape[2]
+    parts = ["interleaved" if attrs["interleaved"] else "halves"]
+    if rotated < x.shape[3]:
+        parts.append("partial")
+    if cos.shape[0] > 1:
+        parts.append("batched")
+    return "+".join(parts), (rotated, x.shape[3])
+
+
 def _matmul(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     a, b = inputs
     extents = (*a.shape[-2:], b.shape[-1])
@@ -116,8 +142,7 @@ def _norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
 
 
 def _elementwise(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
-    (x,) = inputs
-    return str(attrs.get("approximate", "plain")), (x.numel,)
+    return str(attrs.get("approximate", "plain")), (inputs[0].numel,)
 
 
 def _embedding(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
@@ -127,6 +152,9 @@ def _embedding(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
 
 _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
+    "attention_varlen": _attention_varlen,
+    "paged_attention": _paged_attention,
+    "rope": _rope,
     "matmul": _matmul,
     "linear": _linear,
     "softmax": _softmax,
@@ -134,6 +162,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "rms_norm": _norm,
     "gelu": _elementwise,
     "silu": _elementwise,
+    "swiglu": _elementwise,
     "embedding": _embedding,
 }
 _TEXT_OPS: dict[str, Callable[[Mapping[str, Any]], str]] = {

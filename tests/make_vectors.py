@@ -2,7 +2,7 @@
 
     python -m tests.make_vectors  (at the top of the repository)
 
-Cases of tensor ops are made where they run: workers/cases.py.
+Cases of tensor ops are made where they run: workers/problems.py.
 """
 
 from __future__ import annotations

@@ -79,6 +79,55 @@ def attention(
     return out
 
 
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    *,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+) -> F64:
+    """`attention` of each sequence."""
+    out = np.zeros((*q.shape[:2], v.shape[2]))
+    for (a, b), (c, d) in zip(itertools.pairwise(cu_seqlens_q), itertools.pairwise(cu_seqlens_k), strict=True):
+        one = (tensor.swapaxes(0, 1)[None] for tensor in (q[a:b], k[c:d], v[c:d]))
+        rule = {"is_causal": is_causal, "scale": scale, "causal_alignment": causal_alignment}
+        out[a:b] = attention(*one, **rule)[0].swapaxes(0, 1)  # type: ignore[arg-type]
+    return out
+
+
+def paged_attention(
+    q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Array, *, scale: float
+) -> F64:
+    """`attention` of each query to its keys, which are gathered first."""
+    out = np.zeros((*q.shape[:2], v_cache.shape[3]))
+    page = k_cache.shape[1]
+    for b, length in enumerate(seq_lens):
+        slots = np.arange(length)
+        k, v = (
+            cache[block_tables[b, slots // page], slots % page].swapaxes(0, 1)[None] for cache in (k_cache, v_cache)
+        )
+        found = attention(q[b][None, :, None], k, v, is_causal=False, scale=scale, causal_alignment="top_left")
+        out[b] = found[0, :, 0]
+    return out
+
+
+def rope(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> F64:
+    """Pairs as complex numbers, times cos + i sin."""
+    out = x.astype(np.float64)
+    pairs = cos.shape[-1]
+    turn = (cos.astype(np.float64) + 1j * sin.astype(np.float64))[:, :, None]
+    one, other = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(pairs), slice(pairs, 2 * pairs))
+    )
+    turned = (out[..., one] + 1j * out[..., other]) * turn
+    out[..., one], out[..., other] = turned.real, turned.imag
+    return out
+
+
 def wide(x: Array) -> Array:
     """Floating-point values as float64; integers stay, and wrap around in their dtype."""
     return x.astype(np.float64) if x.dtype.kind == "f" else x
@@ -129,12 +178,19 @@ def silu(x: Array) -> F64:
         return np.asarray(x / (1 + np.exp(-x)))
 
 
+def swiglu(gate: Array, up: Array) -> F64:
+    return silu(gate) * up.astype(np.float64)
+
+
 def embedding(ids: Array, weight: Array) -> Array:
     return np.asarray(wide(weight)[ids])
 
 
 TENSOR_OPS: dict[str, Callable[..., Array]] = {
     "attention": attention,
+    "attention_varlen": attention_varlen,
+    "paged_attention": paged_attention,
+    "rope": rope,
     "matmul": matmul,
     "linear": linear,
     "softmax": softmax,
@@ -142,6 +198,7 @@ TENSOR_OPS: dict[str, Callable[..., Array]] = {
     "rms_norm": rms_norm,
     "gelu": gelu,
     "silu": silu,
+    "swiglu": swiglu,
     "embedding": embedding,
 }
 

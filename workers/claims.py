@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.ops import OPS
+from layerzero.ipc.ops import OPS, heads
 from layerzero.ipc.tensors import TensorSpec
 
 Claims = Mapping[str, Any]  # one kernel of a descriptor
@@ -36,7 +36,7 @@ def admits(
         return is_readable and (not attrs.get("return_offsets") or claims.get("supports_offsets", False))
     if op == "null":
         return True
-    if not all(_admits_tensor(claims, name, spec) for name, spec in given.items()):
+    if not all(_admits_tensor(op, claims, name, spec) for name, spec in given.items()):
         return False
     needs_dense_out = claims.get("requires_contiguous") and not claims.get("copies_outputs")
     if needs_dense_out and not all(spec.is_contiguous for spec in outputs):
@@ -44,6 +44,13 @@ def admits(
     ndim = next(iter(given.values())).ndim
     if not claims.get("min_ndim", 0) <= ndim <= _limit(claims, "max_ndim"):
         return False
+    if not _admits_heads(op, claims, given):
+        return False
+    if op == "attention_varlen":
+        return not attrs["is_causal"] or attrs["causal_alignment"] in claims.get("causal_alignments", ())
+    if op == "paged_attention":
+        page = given["k_cache"].shape[1]
+        return page % claims.get("page_size_multiple", 1) == 0 and page <= _limit(claims, "max_page_size")
     return op != "attention" or _admits_attention(claims, given, attrs)
 
 
@@ -55,8 +62,8 @@ def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], 
     return all(name not in attrs or attrs[name] in values for name, values in (claims.get("attrs") or {}).items())
 
 
-def _admits_tensor(claims: Claims, name: str, spec: TensorSpec) -> bool:
-    allowed = claims.get("index_dtypes" if name == "ids" else "dtypes") or ()
+def _admits_tensor(op: str, claims: Claims, name: str, spec: TensorSpec) -> bool:
+    allowed = claims.get("index_dtypes" if name in OPS[op].indices else "dtypes") or ()
     if spec.dtype not in allowed and not (name == "attn_mask" and spec.dtype == "bool"):
         return False
     if spec.numel == 0 and not claims.get("supports_empty"):
@@ -67,18 +74,23 @@ def _admits_tensor(claims: Claims, name: str, spec: TensorSpec) -> bool:
     return is_last_dense or not claims.get("requires_last_dim_stride1")
 
 
+def _admits_heads(op: str, claims: Claims, given: Mapping[str, TensorSpec]) -> bool:
+    found = heads(op, given)
+    if found is None:
+        return True
+    low, high, step = claims.get("min_head_dim", 1), _limit(claims, "max_head_dim"), claims.get("head_dim_multiple", 1)
+    if any(not low <= dim <= high or dim % step for _, dim in found.dims):
+        return False
+    if claims.get("equal_head_dims") and len({dim for _, dim in found.dims}) > 1:
+        return False
+    return found.query == found.key or bool(claims.get("supports_gqa"))
+
+
 def _admits_attention(claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:
-    q, k, v, mask = given["q"], given["k"], given["v"], given.get("attn_mask")
+    q, k, mask = given["q"], given["k"], given.get("attn_mask")
     if attrs["layout"] not in claims.get("requires_layouts", ()):
         return False
-    for dim in (q.shape[3], v.shape[3]):
-        if not claims.get("min_head_dim", 1) <= dim <= _limit(claims, "max_head_dim"):
-            return False
-        if dim % claims.get("head_dim_multiple", 1):
-            return False
     if max(q.shape[2], k.shape[2]) > _limit(claims, "max_seq_len"):
-        return False
-    if q.shape[1] != k.shape[1] and not claims.get("supports_gqa"):
         return False
     if mask is not None:
         kind = "bool" if mask.dtype == "bool" else "float"

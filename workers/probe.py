@@ -28,8 +28,9 @@ from typing import Any
 from layerzero.ipc.numerics import difference, gather, scatter, tolerance, unpack
 from layerzero.workers import boot
 from layerzero.workers.bench import FILL, Bench, bench_for
-from layerzero.workers.cases import PROBLEMS, Case, cases
+from layerzero.workers.cases import Case, cases
 from layerzero.workers.claims import dtypes
+from layerzero.workers.problems import PROBLEMS
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
 TIMED_RUNS = 5

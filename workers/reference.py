@@ -60,6 +60,53 @@ def attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return Values((batch, heads, queries, wide), out)
 
 
+def attention_varlen(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """As attention, within each sequence."""
+    q, k, v, ends_q, ends_k = _given(inputs)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    is_bottom_right = attrs["causal_alignment"] == "bottom_right"
+    out: list[float] = []
+    for n in range(len(ends_q.flat) - 1):
+        (first_q, last_q), (first_k, last_k) = ends_q.flat[n : n + 2], ends_k.flat[n : n + 2]
+        queries, keys = last_q - first_q, last_k - first_k
+        shift = keys - queries if is_bottom_right else 0
+        for i, h in itertools.product(range(queries), range(heads)):
+            seen = min(max(i + 1 + shift, 0), keys) if attrs["is_causal"] else keys
+            rows = [(first_k + j) * kv_heads + h // (heads // kv_heads) for j in range(seen)]
+            out += _attended(_row(q, (first_q + i) * heads + h), k, v, rows, attrs["scale"])
+    return Values((*q.shape[:2], v.shape[2]), out)
+
+
+def paged_attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """One query a sequence, to the keys that its block table leads to."""
+    q, k, v, tables, lengths = _given(inputs)
+    batch, heads, _ = q.shape
+    page, kv_heads, wide = k.shape[1], k.shape[2], tables.shape[1]
+    out: list[float] = []
+    for b, h in itertools.product(range(batch), range(heads)):
+        slots = [tables.flat[b * wide + j // page] * page + j % page for j in range(lengths.flat[b])]
+        rows = [slot * kv_heads + h // (heads // kv_heads) for slot in slots]
+        out += _attended(_row(q, b * heads + h), k, v, rows, attrs["scale"])
+    return Values((batch, heads, v.shape[3]), out)
+
+
+def rope(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """Each pair (a, b) of a head's first elements becomes (a cos - b sin, b cos + a sin)."""
+    x, cos, sin = _given(inputs)
+    _, sequence, heads, dim = x.shape
+    pairs, shared = cos.shape[2], cos.shape[0] == 1
+    out: list[float] = []
+    for number, row in enumerate(_rows(x.flat, dim, 0, len(x.flat) // dim if dim else 0)):
+        place = number // heads % sequence if shared else number // heads
+        turned = list(row)
+        for i, (c, s) in enumerate(zip(_row(cos, place), _row(sin, place), strict=True)):
+            one, other = (2 * i, 2 * i + 1) if attrs["interleaved"] else (i, i + pairs)
+            a, b = row[one], row[other]
+            turned[one], turned[other] = a * c - b * s, b * c + a * s
+        out += turned
+    return Values(x.shape, out)
+
+
 def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
     """a @ b with broadcast leading dimensions."""
     a, b = _given(inputs)
@@ -132,6 +179,11 @@ def silu(inputs: Sequence[Values | None], _: Attrs) -> Values:
     return Values(x.shape, [v / (1 + math.exp(-v)) for v in x.flat])
 
 
+def swiglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
+    gate, up = _given(inputs)
+    return Values(gate.shape, [v / (1 + math.exp(-v)) * w for v, w in zip(gate.flat, up.flat, strict=True)])
+
+
 def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
     ids, weight = _given(inputs)
     wide = weight.shape[1]
@@ -141,6 +193,9 @@ def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
 
 OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values]] = {
     "attention": attention,
+    "attention_varlen": attention_varlen,
+    "paged_attention": paged_attention,
+    "rope": rope,
     "matmul": matmul,
     "linear": linear,
     "softmax": softmax,
@@ -148,6 +203,7 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values]] = {
     "rms_norm": rms_norm,
     "gelu": gelu,
     "silu": silu,
+    "swiglu": swiglu,
     "embedding": embedding,
 }
 
@@ -158,6 +214,23 @@ def _given(inputs: Sequence[Values | None]) -> list[Values]:
 
 def _rows(flat: Sequence[Any], width: int, first: int, count: int) -> list[Sequence[Any]]:
     return [flat[(first + i) * width : (first + i + 1) * width] for i in range(count)]
+
+
+def _row(values: Values, number: int) -> Sequence[Any]:
+    """A row of the last dimension."""
+    width = values.shape[-1]
+    return values.flat[number * width : (number + 1) * width]
+
+
+def _attended(query: Sequence[float], k: Values, v: Values, rows: Sequence[int], scale: float) -> list[float]:
+    """The attention of one query to some rows of k and v; 0 where there are none."""
+    if not rows:
+        return [0.0] * v.shape[-1]
+    scores = [sum(map(mul, query, _row(k, row))) * scale for row in rows]
+    top = max(scores)
+    weights = [math.exp(score - top) for score in scores]
+    total = sum(weights)
+    return [sum(map(mul, weights, column)) / total for column in zip(*(_row(v, row) for row in rows), strict=True)]
 
 
 def _normalized(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from layerzero.client.dry_run import PlanReport, dry_run
     from layerzero.client.ops import (
         attention,
+        attention_varlen,
         detokenize,
         embedding,
         gelu,
@@ -40,9 +41,12 @@ if TYPE_CHECKING:
         linear,
         matmul,
         null,
+        paged_attention,
         rms_norm,
+        rope,
         silu,
         softmax,
+        swiglu,
         tokenize,
     )
     from layerzero.client.policy import avoid, configure, lock, policy, prefer, unlock
@@ -81,7 +85,8 @@ _HOME = {
     "layerzero.client.compile": "compile",
     "layerzero.client.dry_run": "PlanReport dry_run",
     "layerzero.client.ops": (
-        "attention detokenize embedding gelu layer_norm linear matmul null rms_norm silu softmax tokenize"
+        "attention attention_varlen detokenize embedding gelu layer_norm linear matmul null paged_attention rms_norm "
+        "rope silu softmax swiglu tokenize"
     ),
     "layerzero.client.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.ready": "ReadinessReport readiness_check",
@@ -128,6 +133,7 @@ __all__ = [
     "WarmupReport",
     "__version__",
     "attention",
+    "attention_varlen",
     "avoid",
     "compile",
     "configure",
@@ -146,10 +152,12 @@ __all__ = [
     "lock",
     "matmul",
     "null",
+    "paged_attention",
     "policy",
     "prefer",
     "readiness_check",
     "rms_norm",
+    "rope",
     "session",
     "share",
     "silu",
@@ -157,6 +165,7 @@ __all__ = [
     "solve",
     "status",
     "submit",
+    "swiglu",
     "synchronize",
     "tokenize",
     "tune",

@@ -85,10 +85,14 @@ def in_dtype(values: reference.Array, dtype: str) -> tuple[str, reference.Array]
     return dtype, np.abs(whole) if dtype.startswith("u") else whole > 0 if dtype == "bool" else whole
 
 
-def refilled(values: reference.Array) -> reference.Array:
-    """Other values of the same kind for the same memory."""
+def refilled(name: str, values: reference.Array) -> reference.Array:
+    """Other values of the same kind for the same memory. Sequences are the same in the opposite order."""
     if values.dtype.kind == "f":
         return np.where(np.isfinite(values), values * -0.5, values)
+    if name.startswith("cu_seqlens"):
+        return np.asarray(values[-1] - np.flip(values))
+    if name == "block_tables":
+        return np.flip(values, axis=0)
     return np.flip(values) if values.dtype.kind == "i" else values
 
 
@@ -159,6 +163,102 @@ def attention_cases(rng: np.random.Generator) -> Iterator[Case]:
     ):
         yield case(f"empty {q} {k} {v}", q, k, v)
         yield case(f"empty causal {q} {k} {v}", q, k, v, causal="bottom_right")
+
+
+def varlen_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(
+        name: str, queries: Any, keys: Any, heads: int = 4, kv_heads: int = 4, causal: str = "", **more: Any
+    ) -> Case:
+        dim, value_dim = more.pop("dims", (16, 16))
+        attrs = {"is_causal": bool(causal), "causal_alignment": causal or "top_left", "scale": more.pop("scale", 0.25)}
+        q = normal(rng, sum(queries), heads, dim)
+        k, v = normal(rng, sum(keys), kv_heads, dim), normal(rng, sum(keys), kv_heads, value_dim)
+        ends = (np.cumsum([0, *lengths]).astype("int32") for lengths in (queries, keys))
+        return Case(name, (q, k, v, *ends), attrs, **more)
+
+    mixed = ([5, 1, 0, 7, 2], [5, 9, 3, 4, 0])
+    for causal in ("", "top_left", "bottom_right"):
+        yield case(f"mixed {causal}", *mixed, causal=causal)
+        yield case(f"mixed, grouped heads {causal}", *mixed, kv_heads=2, causal=causal)
+        yield case(f"one sequence {causal}", [40], [40], causal=causal)
+        yield case(f"long {causal}", [3, 260], [300, 33], causal=causal, dims=(64, 64))
+        for layout in ("transposed", "gaps", "rows"):
+            yield case(f"{layout} inputs {causal}", *mixed, causal=causal, layouts=(layout,) * 3)
+            yield case(f"{layout} output {causal}", *mixed, causal=causal, out_layout=layout)
+    yield case("odd extents", [3, 4], [6, 1], heads=3, kv_heads=3, dims=(13, 7))
+    yield case("logits of 1e2", *mixed, scale=30)
+    yield case("gaps in cu_seqlens", *mixed, layouts=("contiguous",) * 3 + ("gaps", "gaps"))
+    yield case("no sequences", [], [])
+    yield case("no tokens", [0, 0], [0, 0])
+    yield case("no keys", [2, 1], [0, 0])
+
+
+def paged_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, lengths: Any, page: int = 16, heads: int = 4, kv_heads: int = 4, **more: Any) -> Case:
+        dim, value_dim = more.pop("dims", (16, 16))
+        wide = max((-(-length // page) for length in lengths), default=0) + 1
+        blocks = wide * len(lengths) + 2
+        tables = rng.permutation(blocks)[: wide * len(lengths)].reshape(len(lengths), wide).astype("int32")
+        caches = [normal(rng, blocks, page, kv_heads, extent) for extent in (dim, value_dim)]
+        free = np.ones((blocks, page), bool)
+        for row, length in zip(tables, lengths, strict=True):
+            slots = np.arange(length)
+            free[row[slots // page], slots % page] = False
+            row[-(-length // page) :] = -(2**31)  # never followed
+        for cache in caches:
+            cache[free] = np.nan
+        q = normal(rng, len(lengths), heads, dim)
+        tensors = (q, *caches, tables, np.array(lengths, "int32"))
+        return Case(name, tensors, {"scale": more.pop("scale", 0.25)}, **more)
+
+    for lengths in ([1], [16], [17], [5, 33, 0, 16, 100]):
+        yield case(f"{lengths}", lengths)
+        yield case(f"{lengths}, grouped heads", lengths, kv_heads=1)
+    for page in (1, 8, 256):
+        yield case(f"blocks of {page}", [7, 300], page)
+    yield case("odd extents", [9, 4], 4, heads=3, kv_heads=3, dims=(13, 7))
+    yield case("logits of 1e2", [9, 40], scale=30)
+    for layout in ("transposed", "gaps", "rows"):
+        yield case(f"{layout} inputs", [9, 40], layouts=(layout,) * 3)
+        yield case(f"{layout} output", [9, 40], out_layout=layout)
+    yield case("gaps in tables", [9, 40], layouts=("contiguous",) * 3 + ("gaps", "gaps"))
+    yield case("no sequences", [])
+    yield case("no keys", [0, 0])
+
+
+def rope_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, shape: Any, rotated: int, batches: int = 1, interleaved: bool = False, **more: Any) -> Case:
+        angles = normal(rng, batches, shape[1], rotated // 2) * 3
+        x = normal(rng, *shape)
+        return Case(name, (x, np.cos(angles), np.sin(angles)), {"interleaved": interleaved}, **more)
+
+    small = (2, 3, 4, 16)
+    for interleaved in (False, True):
+        for rotated in (16, 8, 2):
+            yield case(f"{rotated} of 16 {interleaved}", small, rotated, interleaved=interleaved)
+            yield case(f"{rotated} of 16, batched {interleaved}", small, rotated, 2, interleaved)
+        yield case(f"odd head_dim {interleaved}", (1, 5, 3, 13), 6, interleaved=interleaved)
+        yield case(f"large {interleaved}", (1, 70, 8, 128), 128, interleaved=interleaved)
+        for layout in ("transposed", "gaps", "rows"):
+            yield case(f"{layout} inputs {interleaved}", small, 8, 2, interleaved, layouts=(layout,) * 3)
+            yield case(f"{layout} output {interleaved}", small, 8, 2, interleaved, out_layout=layout)
+        yield case(
+            f"BHSD memory {interleaved}", small, 16, interleaved=interleaved, layouts=("heads",), out_layout="heads"
+        )
+    for shape in ((0, 3, 4, 8), (2, 0, 4, 8), (2, 3, 0, 8)):
+        yield case(f"empty {shape}", shape, 8)
+
+
+def swiglu_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for shape in ((), (1,), (7,), (3, 5), (2, 3, 33), (100, 130)):
+        yield Case(f"{shape}", (normal(rng, *shape) * 3, normal(rng, *shape)))
+    yield Case("extremes", (np.array([-1e4, -50.0, -8.0, -0.0, 0.0, 1e-4, 8.0, 50.0, 1e2]), np.full(9, 2.0)))
+    for layout in LAYOUTS[1:]:
+        yield Case(f"{layout} gate", (normal(rng, 3, 4, 6), normal(rng, 3, 4, 6)), layouts=(layout,))
+        yield Case(f"{layout} up", (normal(rng, 3, 4, 6), normal(rng, 3, 4, 6)), layouts=("contiguous", layout))
+    for layout in ("transposed", "gaps", "rows", "first last"):
+        yield Case(f"{layout} output", (normal(rng, 3, 4, 6), normal(rng, 3, 4, 6)), out_layout=layout)
+    yield Case("empty", (normal(rng, 0, 4), normal(rng, 0, 4)))
 
 
 def matmul_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -295,6 +395,10 @@ def embedding_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
+    "attention_varlen": varlen_cases,
+    "paged_attention": paged_cases,
+    "rope": rope_cases,
+    "swiglu": swiglu_cases,
     "matmul": matmul_cases,
     "linear": linear_cases,
     "softmax": softmax_cases,

@@ -23,6 +23,7 @@ from layerzero.capabilities.match import match
 from layerzero.envs.build import ensure, resolve
 from layerzero.envs.probe import probe
 from layerzero.ipc.numerics import tolerance
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
 FOLDER = Path(__file__).parents[2] / "capabilities" / "descriptors"
@@ -58,13 +59,13 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     specs: list[TensorSpec | None] = []
     sets: list[list[bytes]] = [[], []]
     arguments: list[list[reference.Array | None]] = [[], []]
-    for values, layout in zip(case.tensors, layouts, strict=True):
+    for argument_name, values, layout in zip(OPS[op].inputs, case.tensors, layouts, strict=True):
         if values is None:
             specs.append(None)
             for argument in arguments:
                 argument.append(None)
             continue
-        for content, argument, blobs in zip((values, refilled(values)), arguments, sets, strict=True):
+        for content, argument, blobs in zip((values, refilled(argument_name, values)), arguments, sets, strict=True):
             name, exact = in_dtype(content, dtype)
             spec, view = lay_out(exact, name, layout)
             argument.append(reference.from_bits(view, name))
@@ -115,6 +116,48 @@ def test_embedding_names_the_id_outside_the_table(harnesses: Harnesses, bad: int
     answer, _ = harnesses["torch"].run("torch.embedding", "embedding", [ids, weight], [out], {}, [data])
     assert answer["error"]["code"] == "INVALID_ARGUMENT"
     assert f"embedding id {bad} is outside [0, 11)" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ([1, 2, 4], "cu_seqlens_q is [1, 2, 4]; allowed: from 0 up to 4"),
+        ([0, 5, 4], "and never down"),
+        ([0, 2, 5], "up to 4, the number of tokens"),
+    ],
+)
+def test_attention_varlen_names_the_ends_that_are_none(harnesses: Harnesses, ends: list[int], says: str) -> None:
+    """Keys of another sequence, or of other memory, would be attended to."""
+    tokens, ends_spec = TensorSpec.contiguous("float32", (4, 1, 2)), TensorSpec.contiguous("int32", (3,))
+    data = [*[bytes(32)] * 3, np.array(ends, np.int32).tobytes(), np.array([0, 2, 4], np.int32).tobytes()]
+    specs: list[TensorSpec | None] = [tokens, tokens, tokens, ends_spec, ends_spec]
+    attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left"}
+    answer, _ = harnesses["torch"].run("torch.attention_varlen", "attention_varlen", specs, [tokens], attrs, [data])
+    assert answer["error"]["code"] == "INVALID_ARGUMENT"
+    assert says in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("table", "length", "says"),
+    [
+        ([3, 0], 1, "block 3 of sequence 0 is outside [0, 3)"),
+        ([0, -1], 5, "block -1 of sequence 0"),
+        ([0, 1], 9, "seq_lens[0] is 9; allowed: 0 to 8"),
+        ([0, 1], -1, "seq_lens[0] is -1"),
+    ],
+)
+def test_paged_attention_names_the_block_or_length_outside_the_cache(
+    harnesses: Harnesses, table: list[int], length: int, says: str
+) -> None:
+    """Another sequence's keys, or other memory, would be read."""
+    q, cache = TensorSpec.contiguous("float32", (1, 1, 2)), TensorSpec.contiguous("float32", (3, 4, 1, 2))
+    where: list[TensorSpec | None] = [TensorSpec.contiguous("int32", (1, 2)), TensorSpec.contiguous("int32", (1,))]
+    data = [bytes(8), bytes(96), bytes(96), np.array(table, np.int32).tobytes(), np.array([length], np.int32).tobytes()]
+    answer, _ = harnesses["torch"].run(
+        "torch.paged_attention", "paged_attention", [q, cache, cache, *where], [q], {"scale": 1.0}, [data]
+    )
+    assert answer["error"]["code"] == "INVALID_ARGUMENT"
+    assert says in answer["error"]["message"]
 
 
 def test_provider_has_the_kernels_of_its_descriptor(harnesses: Harnesses) -> None:

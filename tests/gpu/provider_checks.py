@@ -9,6 +9,7 @@ It imports no library but the backend's and no pydantic, so it runs in any inter
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -21,9 +22,10 @@ from layerzero.ipc.numerics import difference, gather, scatter, tolerance, unpac
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers import boot
 from layerzero.workers.bench import FILL, GpuBench
-from layerzero.workers.cases import PROBLEMS, Case, Problem, cases
+from layerzero.workers.cases import Case, cases
 from layerzero.workers.claims import Claims, dtypes
 from layerzero.workers.probe import probe
+from layerzero.workers.problems import PROBLEMS, Problem
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 from layerzero.workers.reference import Values
 
@@ -143,6 +145,32 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             attrs = {"is_causal": is_causal, "scale": dim**-0.5, "causal_alignment": alignment, "layout": "BHSD"}
             q = numbers(1, group * kv_heads, queries, dim)
             inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None]
+        elif op == "attention_varlen":
+            group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims)
+            counts = [[rng.choice((0, 1, *EXTENTS)) for _ in range(rng.randrange(1, 4))] for _ in "q"]
+            counts.append([rng.choice((0, 1, *EXTENTS)) for _ in counts[0]])
+            is_causal = bool(number % 2)
+            alignment = rng.choice(kernel["causal_alignments"]) if is_causal else "top_left"
+            attrs = {"is_causal": is_causal, "scale": dim**-0.5, "causal_alignment": alignment}
+            q = numbers(sum(counts[0]), group * kv_heads, dim)
+            ends = (Values((len(n) + 1,), list(itertools.accumulate(n, initial=0))) for n in counts)
+            inputs = [q, *(numbers(sum(counts[1]), kv_heads, dim) for _ in "kv"), *ends]
+        elif op == "paged_attention":
+            group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims)
+            page = rng.choice((1, 2)) * kernel.get("page_size_multiple", 8)
+            lengths = [rng.randrange(2 * page + 1) for _ in range(rng.randrange(1, 4))]
+            blocks = list(range(2 * len(lengths)))
+            rng.shuffle(blocks)
+            attrs = {"scale": dim**-0.5}
+            caches = (numbers(len(blocks), page, kv_heads, dim) for _ in "kv")
+            where = (Values((len(lengths), 2), blocks), Values((len(lengths),), lengths))
+            inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where]
+        elif op == "rope":
+            batch, sequence, heads, dim = rng.choice((1, 2)), extent(), rng.choice((1, 3, 8)), rng.choice(dims)
+            pairs = rng.choice([part for part in (dim // 2, dim // 4) if 2 * part % step == 0])
+            attrs = {"interleaved": rng.choice((kernel.get("attrs") or {}).get("interleaved", [False, True]))}
+            cos = numbers(rng.choice((1, batch)), sequence, pairs)
+            inputs = [numbers(batch, sequence, heads, dim), cos, numbers(*cos.shape)]
         elif op == "matmul":
             m, k, n = extent(), extent(), extent()
             inputs = [numbers(2, m, k), numbers(2, k, n)]
@@ -158,7 +186,11 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             if op == "gelu":
                 attrs = {"approximate": ("none", "tanh")[number % 2]}
             inputs = [numbers(*shape), *(numbers(shape[-1]) for _ in range(given))]
-        kinds = ("int64", "") if op == "embedding" else ("", "", "", "")
+            if op == "swiglu":
+                inputs = [*inputs, numbers(*shape)]
+        kinds = (
+            ("int64", "") if op == "embedding" else ("", "", "", "int32", "int32") if len(inputs) == 5 else ("",) * 4
+        )
         shapes = [list(values.shape) for values in inputs if values is not None]
         yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds)
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from layerzero.workers.provider import Bind, Block, Bound, Call, DeviceMemory
-from layerzero.workers.providers._torch_ops import Builder, Run, binder
+from layerzero.workers.providers._torch_ops import Builder, Run, binder, checked_ends
 
 # What attention kernels load at once; they check no addresses, and a misaligned load ends the process' context.
 ALIGNMENT_BYTES = 16
@@ -103,6 +103,68 @@ class TorchCuda:
 
         return build
 
+    def attention_varlen(self, forward: Callable[..., Any]) -> Builder:
+        """A Builder from `forward(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale)`, for libraries that read the
+        ends of sequences on the GPU. They get every tensor with one head_dim."""
+
+        def build(views: Sequence[Any], call: Call) -> Run:
+            q, k, v, *ends = views
+            if len(k) == 0:
+                return lambda out: out.zero_()
+            wide = v.shape[2]
+            inputs = [self.aligned(tensor, max(q.shape[2], wide)) for tensor in (q, k, v)]
+            is_causal, scale = bool(call.attrs["is_causal"]), call.attrs["scale"]
+
+            def run(out: Any) -> None:
+                starts = (tensor.contiguous() for tensor in ends)
+                out.copy_(forward(*(give() for give in inputs), *starts, is_causal, scale)[..., :wide])
+
+            return run
+
+        return build
+
+    def attention_varlen_on_host(self, forward: Callable[..., Any], width: Callable[[int], int]) -> Builder:
+        """A Builder from `forward(q, k, v, ends_q, ends_k, call)`, for libraries that want the ends of sequences as
+        lists: it waits for the GPU. They get every tensor with one head_dim, `width` of the largest, and no query that
+        sees no key."""
+
+        def build(views: Sequence[Any], call: Call) -> Run:
+            q, k, v, *ends = views
+            wide = v.shape[2]
+            dim = width(max(q.shape[2], wide))
+            read_k, read_v = (self.aligned(tensor, dim) for tensor in (k, v))
+
+            def run(out: Any) -> None:
+                given = zip(ends, (q, k), ("cu_seqlens_q", "cu_seqlens_k"), strict=True)
+                ends_q, ends_k = (checked_ends(tensor.tolist(), len(tokens), name) for tensor, tokens, name in given)
+                rows, ends_q = visible_rows(ends_q, ends_k, call)
+                if not rows:
+                    out.zero_()
+                elif len(rows) == len(q):
+                    out.copy_(forward(self.aligned(q, dim)(), read_k(), read_v(), ends_q, ends_k, call)[..., :wide])
+                else:
+                    chosen = self.torch.tensor(rows, device=q.device)
+                    queries = self.aligned(q.index_select(0, chosen), dim)()
+                    result = forward(queries, read_k(), read_v(), ends_q, ends_k, call)[..., :wide]
+                    out.zero_()
+                    out[chosen] = result
+
+            return run
+
+        return build
+
+    def side_by_side(self, one: Any, other: Any) -> Any:
+        """The (..., 2 * n) tensor whose halves these two (..., n) are, without a copy; None if they are not."""
+        *lead, columns = one.shape
+        whole = self.torch.empty((*lead, 2 * columns), device="meta")
+        if one.stride() != other.stride() or one.stride() != whole.stride():
+            return None
+        start, nbytes = one.data_ptr(), whole.numel() * one.element_size()
+        if other.data_ptr() != start + columns * one.element_size():
+            return None
+        flat = self.torch.as_tensor(_Bytes(DeviceMemory(start, nbytes, one.device.index), nbytes), device=one.device)
+        return flat.view(one.dtype).view(whole.shape)
+
     def aligned(self, tensor: Any, width: int = 0) -> Callable[[], Any]:
         """A function that gives the tensor where kernels can load its rows 16 bytes at a time, else a copy of what it
         holds at that time. Rows that are shorter than `width` get zeros at their end."""
@@ -112,6 +174,19 @@ class TorchCuda:
         if is_aligned(tensor):
             return lambda: tensor
         return lambda: tensor.clone(memory_format=self.torch.contiguous_format)
+
+
+def visible_rows(ends_q: Sequence[int], ends_k: Sequence[int], call: Call) -> tuple[list[int], list[int]]:
+    """The queries that see a key, and the ends of sequences among them."""
+    is_bottom_right = call.attrs["is_causal"] and call.attrs["causal_alignment"] == "bottom_right"
+    rows: list[int] = []
+    ends = [0]
+    for n in range(len(ends_q) - 1):
+        queries, keys = ends_q[n + 1] - ends_q[n], ends_k[n + 1] - ends_k[n]
+        hidden = queries if keys == 0 else max(queries - keys, 0) if is_bottom_right else 0
+        rows += range(ends_q[n] + hidden, ends_q[n + 1])
+        ends.append(len(rows))
+    return rows, ends
 
 
 def is_aligned(tensor: Any) -> bool:

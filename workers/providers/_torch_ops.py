@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ Run = Callable[[Any], Any]  # fills the tensor it is given
 Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None where one is left out
 
 # Ops whose kernels write any strides themselves; the others get a contiguous tensor, see binder().
-_WRITES_STRIDED = frozenset({"attention", "softmax"})
+_WRITES_STRIDED = frozenset({"attention", "attention_varlen", "paged_attention", "rope", "softmax"})
 
 
 def binder(torch: Any, view: Callable[[Block], Any], build: Builder) -> Bind:
@@ -42,14 +43,17 @@ def binder(torch: Any, view: Callable[[Block], Any], build: Builder) -> Bind:
 
 
 class TorchOps:
-    """One method per op, each a Builder."""
+    """One method per op, each a Builder. `sdpa` is scaled_dot_product_attention, or one of its implementations."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, sdpa: Callable[..., Any]) -> None:
         self.torch = torch
+        self.sdpa = sdpa
 
     def builders(self) -> Mapping[str, Builder]:
-        """Every op but attention, by name."""
+        """Every op but attention and paged_attention, by name."""
         return {
+            "attention_varlen": self.attention_varlen,
+            "rope": self.rope,
             "matmul": self.matmul,
             "linear": self.linear,
             "softmax": self.softmax,
@@ -57,8 +61,59 @@ class TorchOps:
             "rms_norm": self.rms_norm,
             "gelu": self.gelu,
             "silu": self.silu,
+            "swiglu": self.swiglu,
             "embedding": self.embedding,
         }
+
+    def attention_varlen(self, views: Sequence[Any], call: Call) -> Run:
+        """One sequence after the other. Reads their ends on the host: on a GPU it waits for them."""
+        q, k, v, *ends = views
+        is_causal, scale = call.attrs["is_causal"], call.attrs["scale"]
+        is_bottom_right = call.attrs["causal_alignment"] == "bottom_right"
+
+        def run(out: Any) -> None:
+            (starts_q, starts_k) = (
+                checked_ends(given.tolist(), len(tokens), name)
+                for given, tokens, name in zip(ends, (q, k), ("cu_seqlens_q", "cu_seqlens_k"), strict=True)
+            )
+            for n in range(len(starts_q) - 1):
+                rows, keys = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
+                self.attend(q[rows], k[keys], v[keys], out[rows], is_causal, is_bottom_right, scale)
+
+        return run
+
+    def attend(self, q: Any, k: Any, v: Any, out: Any, is_causal: bool, is_bottom_right: bool, scale: float) -> None:
+        """Attention of one sequence, all tensors (tokens, heads, extent)."""
+        queries, keys = len(q), len(k)
+        if not queries or not keys:
+            out.zero_()
+            return
+        mask = None
+        if is_causal and is_bottom_right and queries != keys:
+            is_causal = False
+            mask = self.torch.ones(queries, keys, dtype=self.torch.bool, device=q.device).tril_(keys - queries)
+        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+        is_grouped = q.shape[1] != k.shape[1]
+        result = self.sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
+        out.copy_(result[0].transpose(0, 1))
+
+    def rope(self, views: Sequence[Any], call: Call) -> Run:
+        x, cos, sin = views
+        rotated = 2 * cos.shape[2]
+        wide = self.torch.float64 if x.dtype == self.torch.float64 else self.torch.float32
+        if call.attrs["interleaved"]:
+            places = slice(0, rotated, 2), slice(1, rotated, 2)
+        else:
+            places = slice(0, rotated // 2), slice(rotated // 2, rotated)
+
+        def run(out: Any) -> None:
+            a, b = (x[..., place].to(wide) for place in places)
+            c, s = (table.to(wide).unsqueeze(2) for table in (cos, sin))
+            out[..., places[0]] = a * c - b * s
+            out[..., places[1]] = b * c + a * s
+            out[..., rotated:] = x[..., rotated:]
+
+        return run
 
     def matmul(self, views: Sequence[Any], call: Call) -> Run:
         a, b = views
@@ -90,6 +145,10 @@ class TorchOps:
         (x,) = views
         return lambda out: self.torch.ops.aten.silu.out(x, out=out)
 
+    def swiglu(self, views: Sequence[Any], call: Call) -> Run:
+        gate, up = views
+        return lambda out: self.torch.mul(self.torch.nn.functional.silu(gate), up, out=out)
+
     def embedding(self, views: Sequence[Any], call: Call) -> Run:
         """Reads the ids' range on the host, because a bad id is the caller's error: on a GPU it waits for them."""
         ids, weight = views
@@ -105,3 +164,13 @@ class TorchOps:
             self.torch.index_select(weight, 0, ids.reshape(-1), out=out.view(-1, columns))
 
         return run
+
+
+def checked_ends(ends: list[int], tokens: int, name: str) -> list[int]:
+    """The ends of sequences. Raises InvalidArgument where they are none."""
+    if ends[0] or ends[-1] != tokens or any(low > high for low, high in itertools.pairwise(ends)):
+        raise InvalidArgument(
+            f"attention_varlen: {name} is {str(ends)[:200]}; allowed: from 0 up to {tokens}, the number of tokens, and "
+            "never down; pass the sums of the sequences' lengths"
+        )
+    return ends

@@ -31,6 +31,11 @@ EACH(silu, x / (1.0f + expf(-x)))
 EACH(gelu_none, 0.5f * x * erfcf(-x * 0.70710678118654752f))
 EACH(gelu_tanh, 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x))))
 
+extern "C" __global__ void swiglu(const T* gate, const T* up, T* out, long long count) {
+    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) { float x = get(gate[i]); out[i] = put(x / (1.0f + expf(-x)) * get(up[i])); }
+}
+
 __device__ float sum_of_block(float value) {
     __shared__ float sums[32];
     for (int lane = 16; lane; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
@@ -95,12 +100,12 @@ def load() -> Loaded:
 
     def elementwise(name: Callable[[Call], str]) -> Bind:
         def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-            (x,), out = inputs, outputs[0]
-            assert x is not None
+            out = outputs[0]
             numel = out.spec.numel
             if numel == 0:
                 return lambda: None
-            run, arguments = kernel(name(call), x.spec.dtype), (pointer(x), pointer(out), numpy.int64(numel))
+            tensors = [pointer(block) for block in (*inputs, out) if block is not None]
+            run, arguments = kernel(name(call), out.spec.dtype), (*tensors, numpy.int64(numel))
             return lambda: run((-(-numel // THREADS),), (THREADS,), arguments)
 
         return bind
@@ -123,6 +128,7 @@ def load() -> Loaded:
         kernels={
             "cupy.silu": elementwise(lambda call: "silu"),
             "cupy.gelu": elementwise(lambda call: f"gelu_{call.attrs['approximate']}"),
+            "cupy.swiglu": elementwise(lambda call: "swiglu"),
             "cupy.rms_norm": norm,
             "cupy.layer_norm": norm,
         },

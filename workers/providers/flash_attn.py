@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from layerzero.workers.provider import Loaded
+from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
+from layerzero.workers.providers._torch_ops import Run
 
 
 def load() -> Loaded:
@@ -17,8 +19,40 @@ def load() -> Loaded:
     def forward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
         return flash_attn.flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal)
 
+    def varlen(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, is_causal: bool, scale: float) -> Any:
+        # No sequence is longer than all together. A longest one of 1 would take a path for one query in each.
+        longest = max(len(q), 2), max(len(k), 2)
+        return flash_attn.flash_attn_varlen_func(
+            q, k, v, starts_q, starts_k, *longest, softmax_scale=scale, causal=is_causal
+        )
+
+    def paged(views: Sequence[Any], call: Call) -> Run:
+        q, k_cache, v_cache, tables, lengths = views
+        if tables.shape[1] == 0:
+            return lambda out: out.zero_()
+        inputs = [gpu.aligned(tensor) for tensor in (q, k_cache, v_cache)]
+
+        def run(out: Any) -> None:
+            query, k, v = (give() for give in inputs)
+            result = flash_attn.flash_attn_with_kvcache(
+                query.unsqueeze(1),
+                k,
+                v,
+                cache_seqlens=lengths.contiguous(),
+                block_table=tables.contiguous(),
+                softmax_scale=call.attrs["scale"],
+            )
+            out.copy_(result.squeeze(1))
+
+        return run
+
+    builders = {
+        "attention": gpu.attention(forward),
+        "attention_varlen": gpu.attention_varlen(varlen),
+        "paged_attention": paged,
+    }
     return Loaded(
         versions={"flash-attn": flash_attn.__version__, "torch": torch.__version__},
-        kernels=gpu.binds({"flash-attn.attention": gpu.attention(forward)}),
+        kernels=gpu.binds({f"flash-attn.{op}": build for op, build in builders.items()}),
         on_stream=gpu.on_stream,
     )

@@ -1,4 +1,5 @@
-"""FlashInfer: prefill attention by its fa2 and fa3 templates, causal as bottom_right, and rms_norm.
+"""FlashInfer: prefill attention by its fa2 and fa3 templates, causal as bottom_right, paged decoding, rms_norm, rope
+and swiglu.
 
 Its kernels are compiled by nvcc at the first call of a dtype and head_dim.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +18,7 @@ from layerzero.workers.providers._torch_ops import Run
 
 HEAD_DIMS = (64, 128, 256)  # that fa3 has templates for; others are padded with zeros, which change nothing
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; it holds partial results of a split sequence
+GROUP_FOR_TENSOR_CORES = 4  # query heads for each key head; fewer leave most of a tile empty
 MAX_PLANS = 16  # each has 8 MiB on the GPU and as much pinned memory
 
 
@@ -26,6 +28,7 @@ def load() -> Loaded:
 
     gpu = TorchCuda(torch)
     prefill = _Prefill(torch, flashinfer, gpu)
+    paged = _Paged(torch, flashinfer, gpu, prefill.workspace)
 
     def rms_norm(views: Sequence[Any], call: Call) -> Run:
         x, weight = views
@@ -42,7 +45,60 @@ def load() -> Loaded:
 
         return run
 
+    def rope(views: Sequence[Any], call: Call) -> Run:
+        x, cos, sin = views
+        batch, sequence, heads, dim = x.shape
+        width = template_width(dim)
+        give = gpu.aligned(x, width)
+        rows = torch.arange(sequence, device=x.device).repeat(batch)
+        if cos.shape[0] > 1:
+            rows = torch.arange(batch * sequence, device=x.device)
+        torch.cuda.current_stream().synchronize()  # `run` is on other streams
+
+        def run(out: Any) -> None:
+            angles = torch.cat((cos, sin), -1).flatten(0, 1).float()
+            angles = torch.nn.functional.pad(angles, (0, 0, 0, 1))  # interleaved, it loads past the last row's end
+            flat = give().reshape(batch * sequence, heads * width)
+            # It turns two tensors; nobody wants the second.
+            turned, _ = flashinfer.rope.apply_rope_with_cos_sin_cache(
+                rows, flat, flat[:, :width], width, angles, is_neox=not call.attrs["interleaved"]
+            )
+            out.copy_(turned.view(batch, sequence, heads, width)[..., :dim])
+
+        return run
+
+    def swiglu(views: Sequence[Any], call: Call) -> Run:
+        gate, up = views
+        columns = gate.shape[-1]
+        width = -(-columns // 8) * 8  # it loads 16 bytes of either half at a time
+        together = gpu.side_by_side(gate, up) if width == columns else None
+        if together is not None and not is_aligned(together):
+            together = None
+
+        def run(out: Any) -> None:
+            packed, dense = together, out
+            if packed is None:
+                packed = torch.zeros((*gate.shape[:-1], 2 * width), dtype=gate.dtype, device=gate.device)
+                packed[..., :columns] = gate
+                packed[..., width : width + columns] = up
+            if width != columns or not is_aligned(out):
+                dense = torch.empty((*gate.shape[:-1], width), dtype=gate.dtype, device=gate.device)
+            flashinfer.activation.silu_and_mul(packed, out=dense)
+            if dense is not out:
+                out.copy_(dense[..., :columns])
+
+        return run
+
     builders = {
+        "flashinfer.attention_varlen.fa2": gpu.attention_varlen_on_host(
+            lambda *given: prefill.ragged("fa2", *given), template_width
+        ),
+        "flashinfer.attention_varlen.fa3": gpu.attention_varlen_on_host(
+            lambda *given: prefill.ragged("fa3", *given), template_width
+        ),
+        "flashinfer.paged_attention": paged.build,
+        "flashinfer.rope": rope,
+        "flashinfer.swiglu": swiglu,
         "flashinfer.attention.fa2": lambda views, call: prefill.build("fa2", views, call),
         "flashinfer.attention.fa3": lambda views, call: prefill.build("fa3", views, call),
         "flashinfer.rms_norm": rms_norm,
@@ -55,6 +111,11 @@ def load() -> Loaded:
     )
 
 
+def template_width(dim: int) -> int:
+    """The head_dim that fa2 and fa3 compute such heads with."""
+    return next(known for known in HEAD_DIMS if known >= dim)
+
+
 class _Prefill:
     """Attention over ragged tensors, here of equal lengths. What is planned depends on extents alone, so calls of one
     signature share a plan."""
@@ -65,6 +126,7 @@ class _Prefill:
         self.gpu = gpu
         self.workspaces: dict[int, Any] = {}  # one for each stream: calls on two may run at the same time
         self.plans: OrderedDict[tuple[object, ...], Any] = OrderedDict()
+        self.ragged_wrappers: dict[tuple[str, int], Any] = {}
 
     def build(self, backend: str, views: Sequence[Any], call: Call) -> Run:
         q, k, v, _ = views
@@ -73,7 +135,7 @@ class _Prefill:
             return lambda out: out.zero_()
         is_causal = bool(call.attrs["is_causal"])
         hidden = max(queries - keys, 0) if is_causal and call.attrs["causal_alignment"] == "bottom_right" else 0
-        width = next(dim for dim in HEAD_DIMS if dim >= max(q.shape[3], wide))
+        width = template_width(max(q.shape[3], wide))
         inputs = [self.gpu.aligned(tensor, width) for tensor in (q[:, :, hidden:], k, v)]
         plan = self.plan(backend, q[:, :, hidden:], k, width, is_causal, call.attrs["scale"])
 
@@ -92,6 +154,27 @@ class _Prefill:
                 out[:, :, :hidden].zero_()
 
         return run
+
+    def ragged(self, backend: str, q: Any, k: Any, v: Any, ends_q: list[int], ends_k: list[int], call: Call) -> Any:
+        """Sequences of unequal lengths. Planned at each call, in memory that is planned anew only when the calls before
+        have been read from it: on one stream, whose calls begin with a wait for the ends."""
+        torch = self.torch
+        key = (backend, torch.cuda.current_stream().cuda_stream)
+        if key not in self.ragged_wrappers:
+            self.ragged_wrappers[key] = self.wrapper(self.workspace(), "NHD", backend=backend)
+        plan = self.ragged_wrappers[key]
+        plan.plan(
+            *(torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k)),
+            q.shape[1],
+            k.shape[1],
+            q.shape[2],
+            head_dim_vo=v.shape[2],
+            causal=bool(call.attrs["is_causal"]),
+            sm_scale=call.attrs["scale"],
+            q_data_type=q.dtype,
+            kv_data_type=q.dtype,
+        )
+        return plan.run(q, k, v)
 
     def workspace(self) -> Any:
         stream = self.torch.cuda.current_stream().cuda_stream
@@ -127,3 +210,60 @@ class _Prefill:
         if len(self.plans) > MAX_PLANS:
             self.plans.popitem(last=False)  # calls that are bound to it keep it
         return wrapper
+
+
+class _Paged:
+    """Decoding with a paged cache. Planned at each call on the lengths, for which it waits."""
+
+    def __init__(self, torch: Any, flashinfer: Any, gpu: TorchCuda, workspace: Callable[[], Any]) -> None:
+        self.torch = torch
+        self.wrapper = flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper
+        self.gpu = gpu
+        self.workspace = workspace
+        self.wrappers: dict[tuple[bool, int], Any] = {}  # by use of tensor cores, and by stream as in _Prefill.ragged
+
+    def build(self, views: Sequence[Any], call: Call) -> Run:
+        q, k_cache, v_cache, tables, lengths = views
+        page, kv_heads, dim = k_cache.shape[1:]
+        is_grouped = q.shape[1] >= GROUP_FOR_TENSOR_CORES * kv_heads
+        inputs = [self.gpu.aligned(tensor) for tensor in (k_cache, v_cache)]
+
+        def run(out: Any) -> None:
+            torch = self.torch
+            counts = torch.tensor(lengths.tolist(), dtype=torch.int32)
+            rows = counts.nonzero().flatten()  # a sequence without keys has no softmax
+            if not len(rows):
+                out.zero_()
+                return
+            is_whole = len(rows) == len(q)
+            blocks = (counts[rows] + page - 1) // page
+            used = (torch.arange(tables.shape[1]) < blocks.unsqueeze(1)).to(q.device)
+            chosen = rows.to(q.device)
+            queries, held = (q, tables) if is_whole else (q.index_select(0, chosen), tables.index_select(0, chosen))
+            plan = self.planner(use_tensor_cores=is_grouped)
+            plan.plan(
+                torch.nn.functional.pad(blocks.cumsum(0), (1, 0)).to(torch.int32),
+                held[used],
+                counts[rows] - (blocks - 1) * page,
+                q.shape[1],
+                kv_heads,
+                dim,
+                page,
+                sm_scale=call.attrs["scale"],
+                q_data_type=q.dtype,
+                kv_data_type=q.dtype,
+            )
+            result = plan.run(self.gpu.aligned(queries)(), tuple(give() for give in inputs))
+            if is_whole:
+                out.copy_(result)
+            else:
+                out.zero_()
+                out[chosen] = result
+
+        return run
+
+    def planner(self, *, use_tensor_cores: bool) -> Any:
+        key = (use_tensor_cores, self.torch.cuda.current_stream().cuda_stream)
+        if key not in self.wrappers:
+            self.wrappers[key] = self.wrapper(self.workspace(), "NHD", use_tensor_cores=use_tensor_cores)
+        return self.wrappers[key]

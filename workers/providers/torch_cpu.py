@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Block, Call, Loaded
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, binder
 
@@ -42,7 +43,38 @@ def load() -> Loaded:
             sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
         )
 
-    builders: dict[str, Builder] = {"attention": attention, **TorchOps(torch).builders()}
+    ops = TorchOps(torch, torch.nn.functional.scaled_dot_product_attention)
+
+    def paged_attention(views: Sequence[Any], call: Call) -> Run:
+        q, k_cache, v_cache, tables, lengths = views
+        blocks, page = k_cache.shape[:2]
+
+        def run(out: Any) -> None:
+            for b, length in enumerate(lengths.tolist()):
+                if not 0 <= length <= page * tables.shape[1]:
+                    raise InvalidArgument(
+                        f"paged_attention: seq_lens[{b}] is {length}; allowed: 0 to {page * tables.shape[1]}, what its "
+                        "row of block_tables has room for; pass longer tables",
+                        seq_len=length,
+                    )
+                used = tables[b, : -(-length // page)]
+                bad = [block for block in used.tolist() if not 0 <= block < blocks]
+                if bad:
+                    raise InvalidArgument(
+                        f"paged_attention: block {bad[0]} of sequence {b} is outside [0, {blocks}), the blocks of "
+                        "k_cache; check block_tables",
+                        block=bad[0],
+                    )
+                k, v = (cache.index_select(0, used).flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+                ops.attend(q[b : b + 1], k, v, out[b : b + 1], False, False, call.attrs["scale"])
+
+        return run
+
+    builders: dict[str, Builder] = {
+        "attention": attention,
+        "paged_attention": paged_attention,
+        **ops.builders(),
+    }
     return Loaded(
         versions={"torch": torch.__version__, "numpy": version("numpy")},
         kernels={f"torch.{op}": binder(torch, view, build) for op, build in builders.items()},

@@ -25,12 +25,15 @@ def load() -> Loaded:
     gpu = TorchCuda(torch)
     attention = _Attention(torch, gpu)
     builders = {
-        **TorchOps(torch).builders(),
+        **TorchOps(torch, attention.unfused).builders(),
+        "attention_varlen.flash": gpu.attention_varlen(attention.flash_varlen),
+        "paged_attention": attention.paged,
         "attention.flash": attention.flash,
         "attention.efficient": attention.efficient,
         "attention.cudnn": attention.cudnn,
         "attention.math": attention.math,
     }
+    builders["attention_varlen.math"] = builders.pop("attention_varlen")
     cudnn = str(torch.backends.cudnn.version())
     return Loaded(
         versions={"torch": torch.__version__, "cuda": str(torch.version.cuda), "cudnn": cudnn},
@@ -126,6 +129,46 @@ class _Attention:
             return self.torch.ones(queries, keys, dtype=self.torch.bool, device=q.device).tril_(keys - queries)
 
         return self._sdpa("MATH", views, call, inputs, visible)
+
+    def unfused(self, *args: Any, **kwargs: Any) -> Any:
+        """scaled_dot_product_attention as it is defined: takes any strides and starts."""
+        attention = self.torch.nn.attention
+        with attention.sdpa_kernel([attention.SDPBackend.MATH]):
+            return self.torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+
+    def flash_varlen(self, q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, is_causal: bool, scale: float) -> Any:
+        """No sequence is longer than all of them together. A longest one of 1 would take another path, for which there
+        must be one query in each."""
+        forward = self.torch.ops.aten._flash_attention_forward
+        longest = max(len(q), 2), max(len(k), 2)
+        return forward(q, k, v, starts_q, starts_k, *longest, 0.0, is_causal, False, scale=scale)[0]
+
+    def paged(self, views: Sequence[Any], call: Call) -> Run:
+        """Gathers as many keys as the tables have room for; does not wait for the lengths."""
+        q, k_cache, v_cache, tables, lengths = views
+        blocks, page = k_cache.shape[:2]
+        room, scale = tables.shape[1] * page, call.attrs["scale"]
+        if blocks == 0 or room == 0:
+            return lambda out: out.zero_()
+        is_grouped = q.shape[1] != k_cache.shape[2]
+
+        def run(out: Any) -> None:
+            torch = self.torch
+            chosen = tables.clamp(0, blocks - 1).flatten()  # entries that are not used may hold anything
+            seen = torch.arange(room, device=q.device) < lengths.unsqueeze(1)
+            k, v = (
+                # 0 in place of what no key is in: infinities there would reach the result
+                cache.index_select(0, chosen)
+                .view(len(q), room, *cache.shape[2:])
+                .masked_fill_(~seen[:, :, None, None], 0)
+                .transpose(1, 2)
+                for cache in (k_cache, v_cache)
+            )
+            mask = seen[:, None, None]
+            result = self.unfused(q.unsqueeze(2), k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+            out.copy_(result.squeeze(2).masked_fill_((lengths == 0)[:, None, None], 0))
+
+        return run
 
     def _masked(self, backend: str, views: Sequence[Any], call: Call, inputs: Sequence[Callable[[], Any]]) -> Run:
         """With the mask, if there is one, as fused kernels load it; rows that it hides are set to 0."""

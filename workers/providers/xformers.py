@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,22 +26,44 @@ def load() -> Loaded:
         "bottom_right": fmha.attn_bias.LowerTriangularFromBottomRightMask(),
     }
 
+    blocks = {
+        "top_left": fmha.attn_bias.BlockDiagonalCausalMask,
+        "bottom_right": fmha.attn_bias.BlockDiagonalCausalFromBottomRightMask,
+    }
+
+    def grouped(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """(batch, tokens, heads, head_dim); grouped heads are a dimension of their own, in which keys do not move."""
+        heads, groups = q.shape[2], k.shape[2]
+        if groups == heads:
+            return q, k, v
+        shared = (t.unsqueeze(3).expand(-1, -1, -1, heads // groups, -1) for t in (k, v))
+        return q.unflatten(2, (groups, heads // groups)), *shared
+
+    def varlen(q: Any, k: Any, v: Any, ends_q: list[int], ends_k: list[int], call: Call) -> Any:
+        rule = blocks[call.attrs["causal_alignment"]] if call.attrs["is_causal"] else fmha.attn_bias.BlockDiagonalMask
+        counts = ([high - low for low, high in itertools.pairwise(ends)] for ends in (ends_q, ends_k))
+        bias, scale = rule.from_seqlens(*counts, device=q.device), call.attrs["scale"]
+        packed = grouped(*(tensor.unsqueeze(0) for tensor in (q, k, v)))
+        return ops.memory_efficient_attention_forward(*packed, attn_bias=bias, scale=scale).reshape(q.shape)
+
     def attention(views: Sequence[Any], call: Call) -> Run:
         bias = biases[call.attrs["causal_alignment"]]
 
         def forward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
-            batch, queries, heads, dim = q.shape
-            groups = k.shape[2]
-            if groups != heads:  # grouped heads are a dimension of their own, in which keys do not move
-                q = q.unflatten(2, (groups, heads // groups))
-                k, v = (t.unsqueeze(3).expand(-1, -1, -1, heads // groups, -1) for t in (k, v))
+            shape = q.shape
+            q, k, v = grouped(q, k, v)
             out = ops.memory_efficient_attention_forward(q, k, v, attn_bias=bias if is_causal else None, scale=scale)
-            return out.reshape(batch, queries, heads, dim)
+            return out.reshape(shape)
 
         return gpu.attention(forward)(views, call)
 
     return Loaded(
         versions={"xformers": xformers.__version__, "torch": torch.__version__},
-        kernels=gpu.binds({"xformers.attention": attention}),
+        kernels=gpu.binds(
+            {
+                "xformers.attention": attention,
+                "xformers.attention_varlen": gpu.attention_varlen_on_host(varlen, lambda dim: dim),
+            }
+        ),
         on_stream=gpu.on_stream,
     )

@@ -15,7 +15,8 @@ from layerzero.capabilities.reasons import Reason
 from layerzero.envs.manifest import discover
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.workers.cases import PROBLEMS, cases
+from layerzero.workers.cases import cases
+from layerzero.workers.problems import PROBLEMS
 
 H200 = DeviceSpec(device_type="cuda", device_name="NVIDIA H200", device_vendor="nvidia", sm_version=90, cores=132)
 T4 = DeviceSpec(device_type="cuda", device_name="Tesla T4", device_vendor="nvidia", sm_version=75, cores=40)
@@ -43,10 +44,18 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
         "softmax": (dense(64, 128),),
         "layer_norm": (dense(64, 128), dense(128), dense(128)),
         "rms_norm": (dense(64, 128), dense(128)),
+        "swiglu": (dense(64, 128), dense(64, 128)),
+        "rope": (dense(1, 64, 16, 128), dense(1, 64, 64), dense(1, 64, 64)),
+        "attention_varlen": (*[dense(256, 16, 64)] * 3, *[TensorSpec.contiguous("int32", (5,))] * 2),
+        "paged_attention": (
+            *(dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
+            *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,))),
+        ),
         "embedding": (TensorSpec.contiguous("int64", (7,)), dense(32, 16)),
     }
     attrs: dict[str, Any] = {
-        "is_causal": True, "scale": 0.125, "causal_alignment": "top_left", "layout": "BHSD",
+        "is_causal": True, "scale": 0.125, "layout": "BHSD", "interleaved": False,
+        "causal_alignment": "bottom_right" if op == "attention_varlen" else "top_left",
         "dim": 1, "ndim": 1, "eps": 1e-6, "approximate": "tanh",
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}

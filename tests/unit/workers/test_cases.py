@@ -21,8 +21,9 @@ from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
 from layerzero.ipc.shape_class import class_dtype, shape_class
 from layerzero.ipc.tensors import FLOAT_DTYPES, TensorSpec
-from layerzero.workers.cases import PROBLEMS, Case, Problem, cases, lay_out
+from layerzero.workers.cases import Case, cases, lay_out
 from layerzero.workers.claims import admits, dtypes
+from layerzero.workers.problems import PROBLEMS, Problem
 
 ROOT = Path(__file__).parents[3]
 DESCRIPTORS = sorted((ROOT / "capabilities" / "descriptors").glob("*.json"))
@@ -102,6 +103,7 @@ def calls(
     tensors = functools.partial(placed, is_dense=is_dense)
     extent = st.sampled_from([1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 64, 128, 129, 256, 257, 272, 301, 512, 1000])
     lead = st.lists(st.integers(1, 3), max_size=2)
+    inputs: list[TensorSpec | None]
     if op == "attention":
         b, hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
         sq, sk, d, dv = (draw(extent) for _ in range(4))
@@ -109,7 +111,7 @@ def calls(
         is_causal = draw(st.booleans())
         place = (lambda t, s: st.just(lay_out(t, s, "bshd"))) if layout == "BSHD" else tensors
         shapes = [(b, hk * group, sq, d), (b, hk, sk, d), (b, hk, sk, dv)]
-        inputs: list[TensorSpec | None] = [draw(place(dtype, shape)) for shape in shapes]
+        inputs = [draw(place(dtype, shape)) for shape in shapes]
         mask = None
         if not is_causal and draw(st.booleans()):
             shape = [draw(st.sampled_from([1, n])) for n in (b, hk * group, sq, sk)]
@@ -117,6 +119,31 @@ def calls(
         alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal and sq != sk else "top_left"
         attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment, "layout": layout}
         return [*inputs, mask], draw(place(dtype, (b, hk * group, sq, dv))), attrs
+    if op == "attention_varlen":
+        hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        tq, tk, d, dv = (draw(extent) for _ in range(4))
+        is_causal = draw(st.booleans())
+        alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal else "top_left"
+        ends = draw(st.integers(1, 5))
+        inputs = [draw(tensors(dtype, shape)) for shape in ((tq, hk * group, d), (tk, hk, d), (tk, hk, dv))]
+        inputs += [draw(tensors("int32", (ends,))) for _ in "qk"]
+        attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment}
+        return inputs, draw(tensors(dtype, (tq, hk * group, dv))), attrs
+    if op == "paged_attention":
+        b, hk, group, blocks, wide = (draw(st.integers(1, 3)) for _ in range(5))
+        page, d, dv = (draw(extent) for _ in range(3))
+        inputs = [
+            draw(tensors(dtype, shape)) for shape in ((b, hk * group, d), (blocks, page, hk, d), (blocks, page, hk, dv))
+        ]
+        inputs += [draw(tensors("int32", shape)) for shape in ((b, wide), (b,))]
+        return inputs, draw(tensors(dtype, (b, hk * group, dv))), {"scale": 1.0}
+    if op == "rope":
+        b, s, h, d = draw(st.integers(1, 3)), draw(extent), draw(st.integers(1, 3)), draw(extent)
+        rotated = 2 * draw(st.sampled_from([n for n in (1, 4, 8, 12, 16, 32, 64, 136) if 2 * n <= max(d, 2)]))
+        table = (draw(st.sampled_from([1, b])), s, rotated // 2)
+        x = draw(tensors(dtype, (b, s, h, max(d, 2))))
+        inputs = [x, *(draw(tensors(dtype, table)) for _ in ("cos", "sin"))]
+        return inputs, draw(tensors(dtype, x.shape)), {"interleaved": draw(st.booleans())}
     if op == "matmul":
         m, k, n = (draw(extent) for _ in range(3))
         left, right = draw(st.sampled_from([((), ()), ((2,), (2,)), ((2, 1), (3,)), ((2,), ()), ((1,), (2,))]))
@@ -146,6 +173,8 @@ def calls(
             for _ in range(2 if op == "layer_norm" else 1)
         ]
         return [x, *rest], out_spec, {"ndim": ndim, "eps": 1e-5}
+    if op == "swiglu":
+        return [x, draw(tensors(dtype, shape))], out_spec, {}
     return [x], out_spec, {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "gelu" else {}
 
 
