@@ -32,6 +32,7 @@ from layerzero.workers.reference import Values
 RANDOM_PROBLEMS = 12  # per kernel; each in every dtype and up to six layouts
 EXTENTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 64, 65, 127, 128, 130)
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
+INDICES = {"attention_varlen": "int32", "paged_attention": "int32"}  # the dtype of the last two inputs
 Verdict = tuple[str, str]  # a case, and what is wrong with it; "" when nothing is
 
 
