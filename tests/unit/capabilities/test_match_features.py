@@ -41,7 +41,54 @@ QUANTIZED = {
     "quantization_requires_scales": True,
     "quantization_scale_granularities": ["per_tensor"],
 }
+PAGED = (spec(2, 4, 16), *[spec(9, 24, 4, 16)] * 2, spec(2, 3, dtype="int32"), spec(2, dtype="int32"))
+PAGES = {"index_dtypes": ["int32"]}
 CASES: dict[str, tuple[list[Rejection], Reason, str]] = {
+    "page of another multiple": (
+        reasons("paged_attention", kernel(**PAGES, page_size_multiple=16), *PAGED, scale=1.0),
+        Reason.PAGE_SIZE_MISMATCH,
+        "blocks of 24 keys; allowed: multiples of 16",
+    ),
+    "large page": (
+        reasons("paged_attention", kernel(**PAGES, max_page_size=16), *PAGED, scale=1.0),
+        Reason.PAGE_SIZE_MISMATCH,
+        "blocks of 24 keys; allowed: at most 16",
+    ),
+    "index dtype of a table": (
+        reasons("paged_attention", kernel(index_dtypes=["int64"]), *PAGED, scale=1.0),
+        Reason.DTYPE_UNSUPPORTED,
+        "block_tables is int32; allowed: int64",
+    ),
+    "heads of two sizes": (
+        reasons(
+            "paged_attention",
+            kernel(**PAGES, equal_head_dims=True),
+            *(*PAGED[:2], spec(9, 24, 4, 8), *PAGED[3:]),
+            scale=1.0,
+        ),
+        Reason.HEAD_DIM_INVALID,
+        "query and key head_dim 16 and value head_dim 8; allowed: equal ones",
+    ),
+    "rotary dimension": (
+        reasons(
+            "rope", kernel(head_dim_multiple=16), spec(1, 3, 4, 32), *[spec(1, 3, 4)] * 2, interleaved=False
+        ),
+        Reason.HEAD_DIM_ALIGNMENT,
+        "rotary head_dim 8; allowed: multiples of 16",
+    ),
+    "causal rule of packed sequences": (
+        reasons(
+            "attention_varlen",
+            kernel(**PAGES, causal_alignments=["bottom_right"]),
+            *[spec(9, 4, 16)] * 3,
+            *[spec(3, dtype="int32")] * 2,
+            is_causal=True,
+            scale=1.0,
+            causal_alignment="top_left",
+        ),
+        Reason.CAUSAL_ALIGNMENT_UNSUPPORTED,
+        "top_left with sequences; allowed: bottom_right",
+    ),
     "platform": (
         reasons("silu", kernel(platform="cuda"), X, device=CPU),
         Reason.PLATFORM_MISMATCH,
