@@ -184,6 +184,7 @@ def _paged_attention(claims: Claims) -> Iterator[Problem]:
         ("small", (5, 0, 8), 4, 8, 8),
         ("aligned", (33, 1, 32), 16, 64, 64),
         ("ragged", (33, 17), 16, 24, 40),
+        ("ragged blocks", (30, 5), 24, 16, 16),
         ("long", (272, 40), 16, 16, 16),
         ("long blocks", (300, 7), 256, 16, 16),
     )

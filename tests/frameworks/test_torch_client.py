@@ -66,8 +66,21 @@ def test_attention_is_torchs(dtype: torch.dtype, options: dict[str, Any], mask: 
         (lz.silu, F.silu, [(3, 4)]),
         (lz.silu, F.silu, [()]),
         (lz.silu, F.silu, [(0, 4)]),
+        (lz.swiglu, lambda gate, up: F.silu(gate) * up, [(3, 4), (3, 4)]),
     ],
-    ids=["matmul", "linear", "softmax", "layer_norm", "rms_norm", "gelu", "gelu-tanh", "silu", "silu-0d", "silu-empty"],
+    ids=[
+        "matmul",
+        "linear",
+        "softmax",
+        "layer_norm",
+        "rms_norm",
+        "gelu",
+        "gelu-tanh",
+        "silu",
+        "silu-0d",
+        "silu-empty",
+        "swiglu",
+    ],
 )
 def test_op_is_torchs(
     dtype: torch.dtype, ours: Callable[..., Any], theirs: Callable[..., Any], shapes: list[tuple[int, ...]]

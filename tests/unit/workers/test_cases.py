@@ -97,10 +97,20 @@ def placed(draw: st.DrawFn, dtype: str, shape: Sequence[int], is_dense: bool) ->
 
 @st.composite
 def calls(
-    draw: st.DrawFn, op: str, dtype: str, is_dense: bool
+    draw: st.DrawFn, op: str, dtype: str, kernel: KernelCapability
 ) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
-    """Any call that the public API can make, by shapes alone; dense tensors only, for kernels that take no other."""
-    tensors = functools.partial(placed, is_dense=is_dense)
+    """Any call that the public API can make, by shapes alone. Where the kernel takes few, most of them are of those:
+    dense tensors only, and of the ops on packed tokens multiples of what heads and blocks must be."""
+    tensors = functools.partial(placed, is_dense=kernel.requires_contiguous)
+
+    def multiple(step: int) -> int:
+        return -(-draw(extent) // step) * step
+
+    def dims() -> tuple[int, int]:
+        top = kernel.max_head_dim or 1000
+        d, dv = (max(min(multiple(kernel.head_dim_multiple), top), kernel.min_head_dim) for _ in "dv")
+        return d, d if kernel.equal_head_dims else dv
+
     extent = st.sampled_from([1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 64, 128, 129, 256, 257, 272, 301, 512, 1000])
     lead = st.lists(st.integers(1, 3), max_size=2)
     inputs: list[TensorSpec | None]
@@ -121,7 +131,7 @@ def calls(
         return [*inputs, mask], draw(place(dtype, (b, hk * group, sq, dv))), attrs
     if op == "attention_varlen":
         hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-        tq, tk, d, dv = (draw(extent) for _ in range(4))
+        (tq, tk), (d, dv) = (draw(extent), draw(extent)), dims()
         is_causal = draw(st.booleans())
         alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal else "top_left"
         ends = draw(st.integers(1, 5))
@@ -131,7 +141,7 @@ def calls(
         return inputs, draw(tensors(dtype, (tq, hk * group, dv))), attrs
     if op == "paged_attention":
         b, hk, group, blocks, wide = (draw(st.integers(1, 3)) for _ in range(5))
-        page, d, dv = (draw(extent) for _ in range(3))
+        page, (d, dv) = multiple(kernel.page_size_multiple), dims()
         inputs = [
             draw(tensors(dtype, shape)) for shape in ((b, hk * group, d), (blocks, page, hk, d), (blocks, page, hk, dv))
         ]
@@ -186,7 +196,7 @@ def test_every_call_that_a_descriptor_permits_has_a_case_of_its_class(
 ) -> None:
     """A class without a case is certified for nobody, and its calls would fail for want of a test."""
     dtype = data.draw(st.sampled_from(kernel.dtypes))
-    inputs, out, attrs = data.draw(calls(op, dtype, kernel.requires_contiguous))
+    inputs, out, attrs = data.draw(calls(op, dtype, kernel))
     assume(refusals(op, inputs, [out], attrs, kernel) == [])
     assert class_dtype(op, inputs) == dtype
     assert shape_class(op, inputs, attrs, [out]) in certifiable(op, claims_of(kernel), dtype)
