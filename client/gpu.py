@@ -160,8 +160,16 @@ class Gpu:
                 self.order.page.fail(turn, LOST)
 
     def close(self) -> None:
-        """Once no call is open, or the broker is gone. The page stays registered: streams may hold its address."""
+        """Once no call is open, or the broker is gone. With a call that is open all the same the page stays: a stream
+        waits for a word of it."""
         os.eventfd_write(self._end, 1)
         self._watcher.join()
         os.close(self._end)
         os.close(self._page)
+        if all(self.order.page.is_done(turn) for turn in self.order.last_turns()):
+            self.order.close()
+        else:
+            _abandoned.append(self.order)
+
+
+_abandoned: list[ClientOrder] = []
