@@ -124,6 +124,12 @@ def _head_dim(claims: Claims, wanted: int) -> int:
     return nearest if high is None else max(low, min(nearest, int(high) // step * step))
 
 
+def _head_dims(claims: Claims, wanted: Sequence[int]) -> list[int]:
+    """Of queries and values."""
+    dims = [_head_dim(claims, dim) for dim in wanted]
+    return [dims[0], dims[0]] if claims.get("equal_head_dims") else dims
+
+
 def _mask(numbers: _Numbers, shape: Shape, kind: str) -> Values:
     """About two thirds visible; where there are several rows, the second sees nothing."""
     flat = [value > -1 for value in numbers(*shape).flat]
@@ -153,7 +159,7 @@ def _attention_varlen(claims: Claims) -> Iterator[Problem]:
                     "causal_alignment": variant if variant == "bottom_right" else "top_left",
                 }
                 title = f"{variant}, {name}{', grouped heads' if group > 1 else ''}"
-                yield _packed(numbers, title, attrs, (queries, keys), 2, group, [_head_dim(claims, d) for d in dims])
+                yield _packed(numbers, title, attrs, (queries, keys), 2, group, _head_dims(claims, dims))
     plain = {"is_causal": False, "scale": 0.25, "causal_alignment": "top_left"}
     dim = _head_dim(claims, 8)
     for counts in ((), ()), ((0, 0), (2, 1)), ((2, 1), (0, 0)):
@@ -191,7 +197,7 @@ def _paged_attention(claims: Claims) -> Iterator[Problem]:
     for name, lengths, page, *dims in sizes:
         for group in (1, 2):
             title = f"{name}{', grouped heads' if group > 1 else ''}"
-            yield _paged(numbers, title, lengths, _page(claims, page), group, [_head_dim(claims, d) for d in dims])
+            yield _paged(numbers, title, lengths, _page(claims, page), group, _head_dims(claims, dims))
     dim = _head_dim(claims, 8)
     for none in (), (0, 0):
         yield _paged(numbers, f"lengths {none}", none, _page(claims, 4), 1, (dim, dim))
