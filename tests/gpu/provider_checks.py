@@ -31,6 +31,7 @@ from layerzero.workers.reference import Values
 
 RANDOM_PROBLEMS = 12  # per kernel; each in every dtype and up to six layouts
 EXTENTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 64, 65, 127, 128, 130)
+FEWER = EXTENTS[:13]  # where there are more dimensions: an arena is not large
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
 INDICES = {"attention_varlen": "int32", "paged_attention": "int32"}  # the dtype of the last two inputs
 Verdict = tuple[str, str]  # a case, and what is wrong with it; "" when nothing is
@@ -147,9 +148,8 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             q = numbers(1, group * kv_heads, queries, dim)
             inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None]
         elif op == "attention_varlen":
-            group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims)
-            counts = [[rng.choice((0, 1, *EXTENTS)) for _ in range(rng.randrange(1, 4))] for _ in "q"]
-            counts.append([rng.choice((0, 1, *EXTENTS)) for _ in counts[0]])
+            group, kv_heads, dim = rng.choice(((1, 2, rng.choice(dims)), (4, 1, dims[0]), (2, 2, dims[0])))
+            counts = [[rng.choice((0, *FEWER)) for _ in range(2)] for _ in "qk"]
             is_causal = bool(number % 2)
             alignment = rng.choice(kernel["causal_alignments"]) if is_causal else "top_left"
             attrs = {"is_causal": is_causal, "scale": dim**-0.5, "causal_alignment": alignment}
@@ -158,8 +158,8 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             inputs = [q, *(numbers(sum(counts[1]), kv_heads, dim) for _ in "kv"), *ends]
         elif op == "paged_attention":
             group, kv_heads, dim = rng.choice((1, 2, 4)), rng.choice((1, 2)), rng.choice(dims)
-            page = rng.choice((1, 2)) * kernel.get("page_size_multiple", 8)
-            lengths = [rng.randrange(2 * page + 1) for _ in range(rng.randrange(1, 4))]
+            page = kernel.get("page_size_multiple", rng.choice((1, 8, 16)))
+            lengths = [rng.randrange(2 * page + 1) for _ in range(rng.randrange(1, 3))]
             blocks = list(range(2 * len(lengths)))
             rng.shuffle(blocks)
             attrs = {"scale": dim**-0.5}
@@ -167,7 +167,7 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             where = (Values((len(lengths), 2), blocks), Values((len(lengths),), lengths))
             inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where]
         elif op == "rope":
-            batch, sequence, heads, dim = rng.choice((1, 2)), extent(), rng.choice((1, 3, 8)), rng.choice(dims)
+            batch, sequence, heads, dim = rng.choice((1, 2)), rng.choice(FEWER), rng.choice((1, 3)), rng.choice(dims)
             pairs = rng.choice([part for part in (dim // 2, dim // 4) if 2 * part % step == 0])
             attrs = {"interleaved": rng.choice((kernel.get("attrs") or {}).get("interleaved", [False, True]))}
             cos = numbers(rng.choice((1, batch)), sequence, pairs)
