@@ -100,7 +100,7 @@ def calls(
     draw: st.DrawFn, op: str, dtype: str, kernel: KernelCapability
 ) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
     """Any call that the public API can make, by shapes alone. Where the kernel takes few, most of them are of those:
-    dense tensors only, and of the ops on packed tokens multiples of what heads and blocks must be."""
+    dense tensors only, heads and blocks of multiples of what they must be."""
     tensors = functools.partial(placed, is_dense=kernel.requires_contiguous)
 
     def multiple(step: int) -> int:
@@ -116,7 +116,7 @@ def calls(
     inputs: list[TensorSpec | None]
     if op == "attention":
         b, hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-        sq, sk, d, dv = (draw(extent) for _ in range(4))
+        (sq, sk), (d, dv) = (draw(extent), draw(extent)), dims()
         layout = draw(st.sampled_from(["BHSD", "BSHD"]))
         is_causal = draw(st.booleans())
         place = (lambda t, s: st.just(lay_out(t, s, "bshd"))) if layout == "BSHD" else tensors
