@@ -158,9 +158,11 @@ def _describe_out(out: Any) -> Array:
     return array
 
 
-def place_key(request: Request, arrays: tuple[Array | None, ...], out: Array | None) -> tuple[Any, ...] | None:
-    """What makes two calls the same, their memory included; None for calls that must be looked at each time. Specs are
-    interned, so that their ids stand for them as long as they are kept."""
+def place_key(
+    request: Request, arrays: tuple[Array | None, ...], out: Array | None, *, with_addresses: bool = True
+) -> tuple[Any, ...] | None:
+    """What makes two calls the same, their memory included unless told otherwise; None for calls that must be looked at
+    each time. Specs are interned, so that their ids stand for them as long as they are kept."""
     if request.is_rigid or request.output_bytes is not None or overlay.baked.get() is not None:
         return None
     policy = overlay.current()
@@ -173,7 +175,7 @@ def place_key(request: Request, arrays: tuple[Array | None, ...], out: Array | N
         elif array.needs_copy or array.requires_grad:
             return None
         else:
-            key += (array.address, id(array.spec))
+            key += (array.address if with_addresses else array.device, id(array.spec))
     return tuple(key)
 
 

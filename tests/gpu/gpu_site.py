@@ -26,7 +26,12 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
             "supports_empty": True,
         }
         attention = {**kernel, "supports_empty": False, "min_ndim": 4, "max_ndim": 4, "requires_layouts": ["BHSD"]}
-        attention |= {"min_head_dim": 8, "head_dim_multiple": 8, "causal_alignments": ["top_left"]}
+        attention |= {
+            "min_head_dim": 8,
+            "head_dim_multiple": 8,
+            "causal_alignments": ["top_left"],
+            "masked_rows": "nan",
+        }
         ops = {op: [{**kernel, "kernel_id": f"{name}.{op}"}] for op in ("silu", "matmul", "gelu", "layer_norm")}
         ops["attention"] = [{**attention, "kernel_id": f"{name}.attention"}]
         descriptor = {
