@@ -317,6 +317,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no NVIDIA GPU")
+    os.environ.setdefault("LAYERZERO_RESTART_BUDGET", "1000")  # `deaths` kills more workers than ever die
     lz.connect()
     rows: list[Row] = []
     for name in args.only:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.process.harness import Site
+from tests.process.harness import ROOT, Site
 
 PROVIDER = Path(__file__).parent / "backends" / "torch_toy.py"
 DTYPES = ["float16", "bfloat16", "float32"]
@@ -43,6 +43,8 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
         }
         (site.manifests / f"{name}.json").write_text(json.dumps(descriptor))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
-        (site.manifests / f"{name}.toml").write_text(f'{manifest}env = {{LZ_TOY_NAME = "{name}"}}\n')
+        (site.manifests / f"{name}.toml").write_text(
+            f'{manifest}env = {{LZ_TOY_NAME = "{name}", LZ_TESTS = "{ROOT}"}}\n'
+        )
     site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)
     return site

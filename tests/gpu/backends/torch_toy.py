@@ -6,9 +6,11 @@ gelu of SLOW elements keeps the GPU busy first. layer_norm with an eps of FAULTS
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from layerzero.ipc import cuda
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
 from layerzero.workers.providers._torch_ops import Run, TorchOps
@@ -22,7 +24,7 @@ def load() -> Loaded:
 
     gpu = TorchCuda(torch)
     name = os.environ["LZ_TOY_NAME"]
-    ops = TorchOps(torch)
+    ops = TorchOps(torch, torch.nn.functional.scaled_dot_product_attention)
 
     def gelu(views: Sequence[Any], call: Call) -> Run:
         run = ops.gelu(views, call)
@@ -39,7 +41,10 @@ def load() -> Loaded:
 
         def strike(out: Any) -> None:
             if eps == ILLEGAL:
-                torch.empty(1, device=x.device).as_strided((1 << 20,), (1 << 20,)).fill_(1)
+                sys.path.insert(0, os.environ["LZ_TESTS"])
+                from tests.gpu.peer import launch
+
+                launch(cuda.load(), "illegal_address", torch.cuda.current_stream().cuda_stream)
             elif eps == ASSERT:
                 x.flatten()[torch.full((1,), 1 << 40, device=x.device)]
             elif eps == RAISE:
