@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from layerzero.ipc.cuda_handles import ArenaHandle, Key
 from layerzero.ipc.cuda_mappings import Mappings
 from layerzero.ipc.cuda_memory import InPlace
 from layerzero.ipc.cuda_order import WorkerOrder
-from layerzero.ipc.errors import LayerZeroError, from_wire
+from layerzero.ipc.errors import LayerZeroError, NoTransport, from_wire
 from layerzero.ipc.order import OrderPage, Turn
 
 ROOT = Path(__file__).parents[2]
@@ -58,8 +59,17 @@ class Peer:
             raise from_wire(answer["error"])
         return answer["value"]
 
-    def exchange(self, offer: cuda_pair.Offer, fd: int | None) -> cuda_pair.Answer:
-        return cuda_pair.Answer.from_wire(self.ask("canary", *(() if fd is None else (fd,)), offer=offer.to_wire()))
+    def tries(self, context: cuda.Context, number: int, rung: str, **changes: Any) -> str:
+        """Offer memory on a rung: why it does not reach this worker and come back, or "". `changes`: of the offer."""
+        trial = cuda_pair.Trial(context, "c1", number, rung)
+        offer = replace(trial.offer, **changes)
+        reason: str = self.ask("sign", *(() if trial.fd is None else (trial.fd,)), offer=offer.to_wire(), slot=number)
+        if not reason:
+            reason = "" if trial.is_signed(number) else "the client saw other bytes than the worker wrote"
+            self.ask("retire", key=offer.handle.key, streams=[])
+            self.reap(offer.handle.key)
+        trial.close()
+        return reason
 
     def open(self, handle: ArenaHandle, fd: int | None) -> Any:
         return self.ask("open", *(() if fd is None else (fd,)), handle=handle.to_wire())
@@ -108,15 +118,19 @@ class Server:
     def gpus(self) -> list[str]:
         return [gpu.uuid for gpu in cuda.load().gpus()]
 
-    def canary(self, fd: int | None = None, *, offer: Any) -> Any:
-        return cuda_pair.answer(self._mappings, cuda_pair.Offer.from_wire(offer), fd).to_wire()
+    def sign(self, fd: int | None = None, *, offer: Any, slot: int) -> str:
+        """Why not, or ""."""
+        try:
+            cuda_pair.sign(self._mappings, cuda_pair.Offer.from_wire(offer), fd, slot)
+        except NoTransport as exc:
+            return str(exc.facts["reason"])
+        return ""
 
-    def choose(self, *, gpu: str, prefix: list[str]) -> list[Any]:
-        """As a client, with a worker of its own: [rung, rejected]."""
+    def tries_of_its_own(self, *, gpu: str, prefix: list[str], rungs: list[str]) -> list[str]:
+        """As a client, with a worker of its own: what came of each rung."""
         worker = Peer(*prefix)
         try:
-            choice = cuda_pair.choose(self._context(gpu), "c1", itertools.count(1), worker.exchange)
-            return [choice.rung, choice.rejected]
+            return [worker.tries(self._context(gpu), number, rung) for number, rung in enumerate(rungs, start=1)]
         finally:
             worker.close()
 

@@ -16,11 +16,10 @@ import pytest
 from tests.gpu.conftest import load, store
 from tests.gpu.peer import Peer
 
-from layerzero.ipc import cuda, cuda_pair
+from layerzero.ipc import cuda
 from layerzero.ipc.cuda_handles import RUNGS, STAGED
 from layerzero.ipc.cuda_memory import Arena, InPlace, Pool
-from layerzero.ipc.cuda_pair import Answer, Offer
-from layerzero.ipc.errors import CudaError, NoTransport, ProtocolError
+from layerzero.ipc.errors import CudaError, ProtocolError
 
 MIB = 1 << 20
 
@@ -82,36 +81,16 @@ def test_strided_array_of_any_type_is_the_same_there(
     let_go(worker, arena, rung)
 
 
-def test_best_way_here_is_the_legacy_handle(context: cuda.Context, worker: Peer, numbers: itertools.count[int]) -> None:
-    """One machine, one PID namespace, no confidential computing: anything less would be copies without a reason."""
-    assert cuda_pair.choose(context, "c1", numbers, worker.exchange) == cuda_pair.Choice("ipc", {})
-
-
 @pytest.mark.parametrize("rung", RUNGS)
-def test_each_way_works_when_those_before_it_do_not(
-    context: cuda.Context, worker: Peer, numbers: itertools.count[int], rung: str
-) -> None:
-    """Users of other platforms live on the lower ones."""
-
-    def exchange(offer: Offer, fd: int | None) -> Answer:
-        better = RUNGS.index(offer.handle.rung) < RUNGS.index(rung)
-        return Answer(offer.handle.arena, error="not here") if better else worker.exchange(offer, fd)
-
-    choice = cuda_pair.choose(context, "c1", numbers, exchange)
-    assert choice == cuda_pair.Choice(rung, dict.fromkeys(RUNGS[: RUNGS.index(rung)], "not here"))
+def test_each_way_works_here(context: cuda.Context, worker: Peer, rung: str) -> None:
+    """The first is taken; users of other platforms live on the lower ones."""
+    assert worker.tries(context, 1, rung) == ""
 
 
-def test_required_way_that_does_not_work_is_an_error(
-    context: cuda.Context, worker: Peer, numbers: itertools.count[int]
-) -> None:
-    """Here because the worker takes the client's pid for its own, as in two containers."""
-
-    def exchange(offer: Offer, fd: int | None) -> Answer:
-        return worker.exchange(replace(offer, pid=worker.pid), fd)
-
-    with pytest.raises(NoTransport, match=r"'ipc' is required: ipc: .* the same pid"):
-        cuda_pair.choose(context, "c1", numbers, exchange, required="ipc")
-    assert cuda_pair.choose(context, "c1", numbers, exchange).rung == "vmm"
+def test_worker_that_takes_the_clients_pid_for_its_own_says_so(context: cuda.Context, worker: Peer) -> None:
+    """As in two containers."""
+    assert "the same pid" in worker.tries(context, 1, "ipc", pid=worker.pid)
+    assert worker.tries(context, 2, "vmm", pid=worker.pid) == ""
 
 
 @pytest.fixture
@@ -134,30 +113,29 @@ def unshare() -> Callable[[str], list[str]]:
 def test_worker_in_a_container_is_reached_by_the_legacy_handle(
     context: cuda.Context,
     start: Callable[..., Peer],
-    numbers: itertools.count[int],
     unshare: Callable[[str], list[str]],
     kinds: str,
 ) -> None:
     """Neither a common PID namespace nor a common /dev/shm, host name or network is needed."""
-    worker = start(*unshare(kinds))
-    assert cuda_pair.choose(context, "c1", numbers, worker.exchange) == cuda_pair.Choice("ipc", {})
+    assert start(*unshare(kinds)).tries(context, 1, "ipc") == ""
 
 
 def test_two_containers_whose_processes_are_both_pid_1_take_the_next_rung(
     context: cuda.Context, start: Callable[..., Peer], unshare: Callable[[str], list[str]]
 ) -> None:
     """The usual case of containers, and the driver's error for it says nothing of pids."""
-    rung, rejected = start(*unshare("p")).ask("choose", gpu=context.gpu, prefix=unshare("p"))
-    assert (rung, rejected) == ("vmm", {"ipc": "client and worker have the same pid, 1, in their namespaces"})
+    client = start(*unshare("p"))
+    told = client.ask("tries_of_its_own", gpu=context.gpu, prefix=unshare("p"), rungs=["ipc", "vmm"])
+    assert told == ["client and worker have the same pid, 1, in their namespaces", ""]
 
 
 def test_gpu_is_the_same_whatever_each_side_calls_it(
-    driver: cuda.Driver, context: cuda.Context, start: Callable[..., Peer], numbers: itertools.count[int]
+    driver: cuda.Driver, context: cuda.Context, start: Callable[..., Peer]
 ) -> None:
     """A worker sees one GPU as its number 0, whichever it is here."""
     worker = start(CUDA_VISIBLE_DEVICES=context.gpu)
     assert worker.ask("gpus") == [context.gpu]
-    assert cuda_pair.choose(context, "c1", numbers, worker.exchange).rung == "ipc"
+    assert worker.tries(context, 2, "ipc") == ""
     arena = arena_for("ipc", context)
     handle, _ = arena.offer("ipc")
     worker.open(handle, None)
@@ -297,7 +275,7 @@ def test_allocator_whose_memory_cannot_be_shared_is_named(
 def test_descriptors_do_not_pile_up(context: cuda.Context, worker: Peer, numbers: itertools.count[int]) -> None:
     """A client makes arenas for months."""
     for rung in RUNGS:  # the driver opens some for itself
-        cuda_pair.choose(context, "c1", numbers, worker.exchange, required=rung)
+        assert worker.tries(context, next(numbers), rung) == ""
 
     def files() -> int:
         pids = (os.getpid(), worker.pid)
@@ -306,5 +284,5 @@ def test_descriptors_do_not_pile_up(context: cuda.Context, worker: Peer, numbers
     before = files()
     for rung in RUNGS:
         for _ in range(3):
-            cuda_pair.choose(context, "c1", numbers, worker.exchange, required=rung)
+            assert worker.tries(context, next(numbers), rung) == ""
     assert files() <= before
