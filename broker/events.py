@@ -171,6 +171,7 @@ class CallRan:
     attempt: int
     kernel_ns: int
     body: bytes
+    is_replayed: bool = False  # from a CUDA graph
 
 
 @dataclass(slots=True)
@@ -473,6 +474,7 @@ class Answer:
     kernel_ns: int
     body: bytes
     attempts: list[dict[str, Any]] = field(default_factory=list)
+    is_replayed: bool = False
 
 
 @dataclass(slots=True)

@@ -444,12 +444,12 @@ class Server:
         if peer is None:
             return
         try:
-            _, kind, _, _, dispatch, attempt, _, kernel_ns = wire.unpack(frame)
+            _, kind, _, _, dispatch, attempt, is_replayed, kernel_ns = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
             if len(body) > MAX_WORD_BYTES:
                 raise ProtocolError(f"{len(body)} bytes in one answer; allowed: {MAX_WORD_BYTES}")
             if kind == _RAN:
-                event: ev.Event = ev.CallRan(identity, dispatch, attempt, kernel_ns, body)
+                event: ev.Event = ev.CallRan(identity, dispatch, attempt, kernel_ns, body, bool(is_replayed))
                 enqueued = len(self.state.workers[peer.backend].enqueued)
                 if enqueued and not enqueued % LOOK_CALLS:
                     self.look_at_turns(peer.backend)
@@ -872,9 +872,9 @@ class Server:
         self._send_client(action.identity, frame)
 
     def _answer(self, action: ev.Answer) -> None:
-        body, flags = action.body, 0
+        body, flags = action.body, wire.REPLAYED if action.is_replayed else 0
         if action.attempts:
-            flags = wire.HAS_OUTCOME
+            flags |= wire.HAS_OUTCOME
             body = messages.encode(messages.Outcome(attempts=action.attempts, result=action.body))
         frame = wire.pack(
             Kind.DONE,

@@ -734,9 +734,9 @@ class BrokerState:
         if not client.has_left:
             decision = self._decision(call, worker)
             self._settle(call, worker)
-            self._do(
-                ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body, call.attempts)
-            )
+            answer = ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
+            answer.attempts, answer.is_replayed = call.attempts, event.is_replayed
+            self._do(answer)
         if turn is None:
             self._close(call)
         else:

@@ -406,6 +406,7 @@ class GpuCalls:
         if header.kind == _FAILED:
             return failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, error_of(body)[1])
         route, gpu = enqueued.route, enqueued.gpu
+        replayed = "; the worker replayed a CUDA graph" if header.flags & wire.REPLAYED else ""
         attempts = messages.decode(body, messages.Outcome).attempts if header.flags & wire.HAS_OUTCOME else ()
         record = (
             route.plan,
@@ -416,7 +417,7 @@ class GpuCalls:
             attempts,
             route.decisions[header.aux],
             (),
-            gpu.transport_note,
+            gpu.transport_note + replayed,
         )
         report = report_of(record)
         assert report is not None

@@ -55,6 +55,7 @@ HAS_DIGEST = 1  # flag of EXECUTE: the body ends with a digest of the inputs
 MAY_RUN_HERE = 4  # flag of EXECUTE: the client can run a kernel itself, if policy wants that (FAILED: RUN_IN_PROCESS)
 AFTER_LANE = 8  # flag of EXECUTE: the call was on the express lane `aux`, which ended before the call did
 HAS_TURN = 16  # flag of EXECUTE and RUN: after its references the body has a TURN; every call on a GPU has one
+REPLAYED = 32  # flag of DONE: the worker launched a CUDA graph that it had captured of this call
 HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, because attempts failed before
 
 

@@ -23,6 +23,7 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
             "priority": 70 - rank,
             "dtypes": DTYPES,
             "deterministic": True,
+            "is_cuda_graph_safe": True,
             "supports_empty": True,
         }
         attention = {**kernel, "supports_empty": False, "min_ndim": 4, "max_ndim": 4, "requires_layouts": ["BHSD"]}

@@ -145,6 +145,35 @@ def test_inputs_may_change_and_go_right_after_the_call(connected: Site) -> None:
         close(result, right)
 
 
+def test_a_call_that_repeats_is_replayed_from_a_graph(new_site: Callable[..., Site]) -> None:
+    """The report says so; other contents and other memory give their own results."""
+    site = new_site("one")
+    site.connect()
+    x, out = randn(512), randn(512)
+    notes = []
+    for step in range(12):
+        x.fill_(step)
+        lz.silu(x, out=out)
+        notes.append(any("replayed a CUDA graph" in note for note in report().notes))
+        close(out, F.silu(x.double()))
+    assert notes[0] is False
+    assert notes[-1] is True
+    close(lz.silu(x[:100]), F.silu(x[:100].double()))
+
+
+def test_jax_arrays_are_taken_and_given_back(connected: Site) -> None:
+    """JAX shows no stream: what it has computed is waited for, and it waits for the result."""
+    jax = pytest.importorskip("jax")
+    jnp = pytest.importorskip("jax.numpy")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU here")
+    for shape in ((64, 33), (7,), ()):
+        x = jax.random.normal(jax.random.key(1), shape, dtype=jnp.float32)
+        result = lz.silu(x)
+        assert isinstance(result, jax.Array)
+        assert jnp.allclose(result + 1, jax.nn.silu(x) + 1, rtol=1e-4, atol=1e-5)
+
+
 def test_chains_hop_between_workers(connected: Site) -> None:
     """Each call needs the one before it, which another process runs; nobody's CPU waits."""
     x = randn(256, 256) / 16

@@ -738,3 +738,13 @@ def test_every_state_can_be_reached_and_left() -> None:
     """Only STOPPED is final."""
     assert {state for state, _ in TRANSITIONS} == set(WorkerState) - {WorkerState.STOPPED}
     assert set(TRANSITIONS.values()) == set(WorkerState)
+
+
+def test_a_replayed_graph_is_told_to_the_client() -> None:
+    """Reports say how a call ran."""
+    driver = Driver()
+    run = driver.serve(7)
+    done = driver(ev.CallRan(run.identity, run.dispatch, run.attempt, 5, b"", is_replayed=True))
+    assert [action.is_replayed for action in done if isinstance(action, ev.Answer)] == [True]
+    run = driver.serve(8)
+    assert [action.is_replayed for action in driver.ran(run) if isinstance(action, ev.Answer)] == [False]
