@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -412,3 +414,47 @@ def test_sessions_come_and_go(connected: Site) -> None:
         close(lz.silu(x), silu(values))
         lz.disconnect()
         connected.connect()
+
+
+def test_random_deaths_cost_no_result(new_site: Callable[..., Site]) -> None:
+    """Chains of calls in several threads and streams while workers are killed: no result is wrong, no stream hangs and
+    no call is lost. LZ_SOAK_S says for how long, LZ_SOAK_SEED how."""
+    seconds, seed = float(os.environ.get("LZ_SOAK_S", "6")), int(os.environ.get("LZ_SOAK_SEED", "0"))
+    names = ("one", "two", "three")
+    site = new_site(*names)
+    site.connect()
+    x, _ = randn(16, 16)
+    for name in names:
+        lz.matmul(lz.silu(x, backend=name), x, backend=name)
+    is_over, ended = threading.Event(), [0]
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng([seed, number])
+        with soft_cupy.stream():
+            while not is_over.is_set():
+                values = rng.standard_normal((16, 16), dtype=np.float32) / 4
+                x = value = soft_cupy.asarray(values)
+                expected = values.astype(np.float64)
+                for is_silu in rng.random(rng.integers(1, 12)) < 0.5:
+                    value = lz.silu(value) if is_silu else lz.matmul(value, x)
+                    expected = silu(expected) if is_silu else expected @ values
+                    ended[0] += 1
+                np.testing.assert_allclose(value.get(), expected, rtol=1e-3, atol=1e-5)
+
+    kills, rng, until_s = 0, np.random.default_rng(seed), time.monotonic() + seconds
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(work, number) for number in range(3)]
+        try:
+            while time.monotonic() < until_s and not any(future.done() for future in futures):
+                is_over.wait(rng.uniform(0.1, 0.8))
+                ready = [b["pid"] for b in lz.status()["backends"] if b["name"] in names and b["state"] == "ready"]
+                if len(ready) > 1:
+                    os.kill(int(rng.choice(ready)), signal.SIGKILL)
+                    kills += 1
+        finally:
+            is_over.set()
+        for future in futures:
+            future.result(PATIENCE_S)
+    lz.synchronize(PATIENCE_S)
+    print(f"{ended[0]} calls, {kills} kills")
+    assert kills > 2
