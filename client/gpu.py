@@ -17,7 +17,7 @@ from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
 from layerzero.ipc.cuda_order import ClientOrder
 from layerzero.ipc.cuda_pair import Trial
-from layerzero.ipc.errors import CudaError, DeadlineExceeded, InvalidArgument, NoTransport, OutOfMemory
+from layerzero.ipc.errors import CudaError, DeadlineExceeded, InvalidArgument, NotConnected, NoTransport, OutOfMemory
 from layerzero.ipc.order import MASK, Turn, create_page
 
 REQUIRED = "LAYERZERO_GPU_TRANSPORT"  # variable: the only rung that may be used
@@ -25,6 +25,7 @@ MAX_AHEAD = 256  # calls of one stream that are not done
 LOOK_S = 0.0001
 WORKERS_END_S = 0.5  # so long after a broker's death none of its workers is left: the kernel kills them with it
 LOST = 1  # error code on the page
+LOST_LOOK_S = 0.02
 STALE_AFTER = 256  # new arenas; then those whose memory is gone are given up
 
 
@@ -35,10 +36,11 @@ class Gpu:
         """Raises NoTransport when this process can offer its memory in no way."""
         self.memory = memory
         self.uuid = memory.uuid
+        self.settling = threading.RLock()  # held by a call that is the first of its route or worker
         self.lock = threading.RLock()  # held from READY to EXECUTE: a lane's calls are sent in their order
         self._link, self._lent = link, lent
         self._numbers: weakref.WeakKeyDictionary[Arena, tuple[str, int]] = weakref.WeakKeyDictionary()
-        self._signed: set[int] = set()
+        self._signed: set[tuple[str, int]] = set()
         self._trials: list[Trial] = []  # workers may have each of them mapped
         self._fresh = 0
         self._page = create_page()
@@ -51,7 +53,12 @@ class Gpu:
                 raise InvalidArgument(f"{REQUIRED} is {required!r}; allowed: {', '.join(RUNGS)}")
             self._rungs = [required]
         self.rung = ""
-        self.step_down("")
+        try:
+            self.step_down("", "")
+        except BaseException:
+            self.order.close()
+            os.close(self._page)
+            raise
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         self._watcher = threading.Thread(target=self._watch, name="lz-gpu", daemon=True)
         self._watcher.start()
@@ -62,9 +69,14 @@ class Gpu:
         told = "".join(f"; {rung}: {why}" for rung, why in self._rejected.items())
         return f"GPU {self.uuid}, memory crosses by {self.rung}{told}"
 
-    def step_down(self, reason: str) -> None:
-        """Offer memory in the next best way, since the present one does not work. Raises NoTransport without a next."""
+    def step_down(self, rung: str, reason: str) -> None:
+        """Offer memory in the next best way, since `rung` does not work; unless another thread has done so already.
+
+        Raises NoTransport without a next.
+        """
         with self.lock:
+            if self.rung != rung:
+                return
             if self.rung:
                 self._rejected[self.rung] = reason
             while self._rungs:
@@ -80,9 +92,12 @@ class Gpu:
                 fds = (self._page,) if trial.fd is None else (self._page, trial.fd)
                 offer = trial.offer.to_wire()
                 has_memops = not self.memory.why_no_memops
-                self._link.add_gpu(messages.AddGpu(gpu=self.uuid, has_memops=has_memops, offer=offer), fds)
+                try:
+                    self._link.add_gpu(messages.AddGpu(gpu=self.uuid, has_memops=has_memops, offer=offer), fds)
+                except BaseException:
+                    trial.close()
+                    raise
                 self._trials.append(trial)
-                self._signed.clear()
                 self.rung = rung
                 return
             told = "; ".join(f"{rung}: {why}" for rung, why in self._rejected.items())
@@ -90,20 +105,21 @@ class Gpu:
 
     def is_signed(self, slot: int) -> bool:
         """Whether bytes cross between this process and the worker of that slot, both ways. Looks once for each."""
-        if slot in self._signed:
+        trial = self._trials[-1]
+        key = (trial.rung, slot)
+        if key in self._signed:
             return True
-        if not slot or not self._trials[-1].is_signed(slot):
+        if not slot or not trial.is_signed(slot):
             return False
-        self._signed.add(slot)
+        self._signed.add(key)
         return True
 
-    def number(self, arena: Arena) -> int:
-        """By which the broker knows an arena; shows it one that is new."""
+    def number(self, arena: Arena, rung: str) -> int:
+        """By which the broker knows an arena on a rung; shows it one that is new."""
         known = self._numbers.get(arena)
-        if known is not None and known[0] == self.rung:
+        if known is not None and known[0] == rung:
             return known[1]
         with self.lock:
-            rung = self.rung
             handle, fd = arena.offer(rung)
 
             def show(number: int) -> None:
@@ -147,15 +163,19 @@ class Gpu:
             time.sleep(LOOK_S)
 
     def _watch(self) -> None:
-        """When the broker is gone nobody ends the open calls, and who waits for a stream would wait for ever."""
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        self._link.watch_hang_up(poll)
-        if any(fd == self._end for fd, _ in poll.poll()):
-            return
-        time.sleep(WORKERS_END_S)
-        with self.lock:
-            self._link.read_nowait()  # no call can be sent from here on
+        """When the broker is gone nobody ends the open calls, and who waits for a stream would wait for ever.
+
+        Takes no lock: a thread that holds one may be waiting for such a stream.
+        """
+        end, both = select.poll(), select.poll()
+        end.register(self._end, select.POLLIN)
+        both.register(self._end, select.POLLIN)
+        self._link.watch_hang_up(both)
+        both.poll()
+        if isinstance(self._link.lost, NotConnected) or end.poll(1000 * WORKERS_END_S):
+            return  # the session is being closed; its calls may still be with their workers
+        while not end.poll(1000 * LOST_LOOK_S):
+            self._link.read_nowait()  # no call can be sent after it, but one may be on its way to that
             for turn in self.order.last_turns():
                 self.order.page.fail(turn, LOST)
 

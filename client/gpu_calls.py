@@ -15,14 +15,15 @@ from layerzero.client.arrays import Array
 from layerzero.client.call import Request, Route, error_of, microseconds, overlap, place_key, refuse_gradients
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import current_stream, give, new_like
-from layerzero.client.gpu_memory import Place, memory_of
+from layerzero.client.gpu_memory import Place, memory_of, uuid_of
 from layerzero.client.link import Link, Pending
 from layerzero.client.overlay import Overlay
 from layerzero.client.record import failure_of, report_of
 from layerzero.client.report import Copy, SelectionReport
-from layerzero.ipc import messages, wire
+from layerzero.ipc import cuda, messages, wire
+from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_handles import STAGED
-from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, LayerZeroError, NoBackend, NoTransport
+from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, InvalidArgument, LayerZeroError, NoBackend, NoTransport
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
@@ -44,16 +45,20 @@ _NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
 class Enqueued(Pending):
     """A call that its caller does not wait for."""
 
-    __slots__ = ("calls", "copies", "end_ns", "gpu", "op", "route", "start_ns")
+    __slots__ = ("calls", "copies", "end_ns", "gpu", "is_awaited", "op", "route", "rung", "start_ns")
 
-    def __init__(self, calls: GpuCalls, gpu: Gpu, op: str, route: Route, copies: Sequence[Copy], start_ns: int) -> None:
+    def __init__(
+        self, calls: GpuCalls, gpu: Gpu, rung: str, op: str, route: Route, copies: Sequence[Copy], start_ns: int
+    ) -> None:
         super().__init__()
+        self.rung = rung
+        self.is_awaited = False  # its caller raises its error
         self.calls, self.gpu, self.op, self.route, self.copies = calls, gpu, op, route, copies
         self.start_ns, self.end_ns = start_ns, 0
 
     def finish(self) -> None:
         super().finish()
-        if self.header is not None and self.header.kind == _FAILED:
+        if self.header is not None and self.header.kind == _FAILED and not self.is_awaited:
             self.calls.note_failure(self)
 
     def answer_again(self, header: Header, body: bytes) -> None:
@@ -70,6 +75,10 @@ class _Memory(NamedTuple):
     places: Sequence[Place | None]  # inputs, then the output
     copies: Sequence[Copy]
     holds: Sequence[Array]  # until the call is enqueued
+
+
+class _OtherRung(Exception):
+    """Memory crosses in another way by now."""
 
 
 class _Known(NamedTuple):
@@ -110,17 +119,19 @@ class GpuCalls:
     def run(self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, start_ns: int) -> Any:
         """The result, valid in the caller's current stream. Raises what the op raises, and the error of an earlier call
         that failed after it had returned."""
-        self._raise_failure()
         like = next(array for array in arrays if array is not None)
-        gpu = self.gpu(like.device)
+        _refuse_mixture(request.op, like, arrays, out)
         refuse_gradients(request.op, arrays)
         stream = current_stream(like)
-        with gpu.memory.context:
-            if gpu.memory.context.driver.is_capturing(stream):
-                raise CudaGraphUnsafe(
-                    f"{request.op}: the stream is being captured into a CUDA graph, and a call through the broker "
-                    "cannot be replayed; call it outside of the capture"
-                )
+        if like.device not in self._gpus:  # making it would break a capture
+            with Context(cuda.load(), uuid_of(like.device)) as context:
+                _refuse_capture(request.op, context, stream)
+        gpu = self.gpu(like.device)
+        if gpu.order.is_quiet(stream) or next(self._count) % READ_EVERY == 0:
+            self._link.read_nowait()  # else it costs more than it is worth: what failed is told a few calls later
+        self._raise_failure()
+        with gpu.memory.context as context:
+            _refuse_capture(request.op, context, stream)
             key = place_key(request, arrays, out, with_addresses=False)
             try:
                 known = self._known.get(key) if key is not None else None
@@ -136,19 +147,17 @@ class GpuCalls:
                 where = (*[array.address for array in arrays if array is not None], address)
                 refs = self._again(gpu, known, where)
                 if refs is not None:
-                    enqueued = Enqueued(self, gpu, request.op, known.route, (), start_ns)
-                    self._enqueue(request, gpu, stream, _Memory(refs, (), (), ()), enqueued)
+                    enqueued = Enqueued(self, gpu, known.rung, request.op, known.route, (), start_ns)
+                    self._enqueue(request, gpu, stream, _Memory(refs, (), (), ()), enqueued, (arrays, result))
                     enqueued.end_ns = time.perf_counter_ns()
                     self._session.note(enqueued)
                     return result if out is not None else give(like, result)
             while True:
                 rung = gpu.rung
                 try:
-                    return self._run(request, arrays, out, start_ns, gpu, stream, like, key)
-                except NoTransport as exc:
-                    if gpu.rung == rung:  # else another thread has just taken the step
-                        gpu.step_down(exc.facts.get("reason") or exc.message)
-                    self._session.routes.clear()
+                    return self._run(request, arrays, out, start_ns, gpu, rung, stream, like, key)
+                except _OtherRung:
+                    continue
 
     def _run(
         self,
@@ -157,6 +166,7 @@ class GpuCalls:
         out: Array | None,
         start_ns: int,
         gpu: Gpu,
+        rung: str,
         stream: int,
         like: Array,
         key: tuple[Any, ...] | None,
@@ -172,27 +182,40 @@ class GpuCalls:
         route = self._session.routes.find(self._link, request, specs, out, policy, device=gpu.uuid)
         result, address = (out.obj, out.address) if out is not None else new_like(like, route.plan.results[0])
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
-        memory = self._place(request, arrays, specs, gpu, stream, address if is_direct else 0, route)
-        enqueued = Enqueued(self, gpu, request.op, route, memory.copies, start_ns)
-        try:
-            self._enqueue(request, gpu, stream, memory, enqueued)
-            self._take_output(gpu, stream, memory, address, route.plan.results[0].span_bytes)
-        finally:  # in the stream's order
-            pool = gpu.memory.pool(gpu.rung)
-            for place in memory.places:
-                if place is not None and place.block is not None:
-                    pool.give(place.block)
-        if not route.is_armed or not gpu.is_signed(route.slot):
+        is_first = not route.is_armed or not gpu.is_signed(route.slot)
+        places: list[Place | None] = []
+        # First calls one by one: a worker that could not use an offer is given up until there is another offer.
+        with gpu.settling if is_first else contextlib.nullcontext():
+            if gpu.rung != rung:
+                raise _OtherRung
             try:
-                self._settle(enqueued)
+                memory = self._place(
+                    request, arrays, specs, gpu, rung, stream, address if is_direct else 0, route, places
+                )
+                enqueued = Enqueued(self, gpu, rung, request.op, route, memory.copies, start_ns)
+                enqueued.is_awaited = is_first
+                self._enqueue(request, gpu, stream, memory, enqueued, (arrays, result))
+                self._take_output(gpu, rung, stream, memory, address, route.plan.results[0].span_bytes)
+            finally:  # in the stream's order
+                pool = gpu.memory.pool(rung)
+                for place in places:
+                    if place is not None and place.block is not None:
+                        pool.give(place.block)
+            try:
+                if is_first:
+                    self._settle(enqueued)
+            except NoTransport as exc:
+                gpu.step_down(rung, exc.facts.get("reason") or exc.message)
+                self._session.routes.clear()
+                raise _OtherRung from exc
             except NoBackend:
                 if is_dense or all(s is None or s.is_contiguous for s in specs):
                     raise
                 self._dense.add(dense_key)
-                return self._run(request, arrays, out, start_ns, gpu, stream, like, key)
-        elif key is not None and gpu.rung == "ipc" and not memory.copies:
+                return self._run(request, arrays, out, start_ns, gpu, rung, stream, like, key)
+        if not is_first and key is not None and rung == "ipc" and not memory.copies:
             where = (*[array.address for array in arrays if array is not None], address)
-            self._remember(key, gpu, route, specs, where, memory)
+            self._remember(key, gpu, route, (*specs, None if out is None else out.spec), where, memory)
         enqueued.end_ns = time.perf_counter_ns()
         self._session.note(enqueued)
         return result if out is not None else give(like, result)
@@ -231,10 +254,10 @@ class GpuCalls:
                     return
                 arenas[place.arena] = place.arena.address
         known = self._known.get(key)
-        if known is None or known.rung != gpu.rung or known.route is not route:
+        if known is None or known.rung != "ipc" or known.route is not route:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            known = self._known[key] = _Known(route, route.plan.results[0], gpu.rung, {}, specs)
+            known = self._known[key] = _Known(route, route.plan.results[0], "ipc", {}, specs)
         if len(known.places) >= MAX_PLACES:
             known.places.clear()
         known.places[where] = (memory.refs, tuple((address, driver.buffer_id(address)) for address in arenas.values()))
@@ -247,14 +270,16 @@ class GpuCalls:
         arrays: tuple[Array | None, ...],
         specs: tuple[TensorSpec | None, ...],
         gpu: Gpu,
+        rung: str,
         stream: int,
         output: int,
         route: Route,
+        places: list[Place | None],
     ) -> _Memory:
-        """`output`: the address of the caller's own memory for the result, 0 when it must not be written directly."""
+        """`output`: the address of the caller's own memory for the result, 0 when it must not be written directly.
+        `places` gets what was found, also when this raises: blocks among it are to be given back."""
         copies: list[Copy] = []
         holds: list[Array] = []
-        places: list[Place | None] = []
         refs: list[bytes] = []
         for name, array, spec in zip(OPS[request.op].inputs, arrays, specs, strict=True):
             if array is None or spec is None:
@@ -267,76 +292,74 @@ class GpuCalls:
                 holds.append(source)  # its allocator would take it for the next copy, before this one is read
             elif array.needs_copy:
                 why = "its strides cannot be described to a worker"
-            place = self._input(gpu, stream, source)
+            place = self._input(gpu, rung, stream, source)
             why = why or place.copied
             if why and array.nbytes:
                 copies.append(Copy(name, array.nbytes, "client", why))
             places.append(place)
-            refs.append(REF.pack(gpu.number(place.arena), 0, place.offset, spec.span_bytes))
+            refs.append(REF.pack(gpu.number(place.arena, rung), 0, place.offset, spec.span_bytes))
         nbytes = route.plan.outputs[0].span_bytes
-        found = gpu.memory.find(output, nbytes, gpu.rung) if output else "it shares memory with an input"
+        found = gpu.memory.find(output, nbytes, rung) if output else "it shares memory with an input"
         if isinstance(found, str):
-            block = gpu.memory.pool(gpu.rung).take(nbytes, stream)
+            block = gpu.memory.pool(rung).take(nbytes, stream)
             place = Place(block.arena, block.offset, block, found)
             if nbytes:
                 copies.append(Copy("out", nbytes, "client", found))
         else:
             place = Place(*found)
         places.append(place)
-        refs.append(REF.pack(gpu.number(place.arena), 0, place.offset, nbytes))
+        refs.append(REF.pack(gpu.number(place.arena, rung), 0, place.offset, nbytes))
         return _Memory(b"".join(refs), places, copies, holds)
 
-    def _input(self, gpu: Gpu, stream: int, array: Array) -> Place:
+    def _input(self, gpu: Gpu, rung: str, stream: int, array: Array) -> Place:
         nbytes = array.spec.span_bytes
-        found = gpu.memory.find(array.address, nbytes, gpu.rung)
+        found = gpu.memory.find(array.address, nbytes, rung)
         if not isinstance(found, str):
             return Place(*found)
-        block = gpu.memory.pool(gpu.rung).take(nbytes, stream)
+        block = gpu.memory.pool(rung).take(nbytes, stream)
         if nbytes:
             gpu.memory.context.driver.copy_on_device(block.address, array.address, nbytes, stream)
         return Place(block.arena, block.offset, block, found)
 
-    def _take_output(self, gpu: Gpu, stream: int, memory: _Memory, address: int, nbytes: int) -> None:
+    def _take_output(self, gpu: Gpu, rung: str, stream: int, memory: _Memory, address: int, nbytes: int) -> None:
         """The result to where the caller wants it, if it is not there."""
         output = memory.places[-1]
         assert output is not None
-        if gpu.rung in STAGED and nbytes:
-            output.arena.collect(gpu.rung, output.offset, nbytes, stream)
+        if rung in STAGED and nbytes:
+            output.arena.collect(rung, output.offset, nbytes, stream)
         if output.block is not None and nbytes:
             gpu.memory.context.driver.copy_on_device(address, output.block.address, nbytes, stream)
 
     # --- a call
 
-    def _enqueue(self, request: Request, gpu: Gpu, stream: int, memory: _Memory, enqueued: Enqueued) -> None:
-        """READY, EXECUTE, and the stream waits for DONE. Whatever happens, the turn has somebody who ends it."""
-        if gpu.rung in STAGED:
+    def _enqueue(
+        self, request: Request, gpu: Gpu, stream: int, memory: _Memory, enqueued: Enqueued, hold: object
+    ) -> None:
+        """READY, EXECUTE, and the stream waits for DONE. Whatever happens, the turn has somebody who ends it. `hold`
+        keeps what a worker may write to although its caller was interrupted."""
+        if enqueued.rung in STAGED:
             for place, spec in zip(memory.places, enqueued.route.plan.inputs, strict=False):
                 if place is not None and spec is not None and spec.span_bytes:
-                    place.arena.publish(gpu.rung, place.offset, spec.span_bytes, stream)
+                    place.arena.publish(enqueued.rung, place.offset, spec.span_bytes, stream)
         time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
         number, flags = enqueued.route.number, HAS_TURN
-        if next(self._count) % READ_EVERY == 0:
-            self._link.read_nowait()
         with gpu.lock:
             turn = gpu.order.begin(stream)
             body = memory.refs + TURN.pack(turn.lane, turn.number)
-            seqs: list[int] = []
 
             def frame(seq: int) -> bytes:
-                seqs.append(seq)
                 self._late[seq] = enqueued
                 return wire.pack(_EXECUTE, flags, number, seq, 0, 0, time_us, body)
 
             try:
                 self._link.submit(enqueued, frame)
-            except LayerZeroError:  # nothing was sent
+                self._await(gpu, stream, turn, enqueued)
+            except BaseException as exc:
                 gpu.order.abandon(stream, turn)
-                self._late.pop(seqs[0] if seqs else 0, None)
+                if not isinstance(exc, LayerZeroError):  # an interrupt: the broker may have the call all the same
+                    _interrupted.append(hold)
                 raise
-            finally:
-                if seqs:  # also after an interrupt: the broker may have the call
-                    self._await(gpu, stream, turn, enqueued)
-            if len(self._late) > MAX_LATE:
+            while len(self._late) > MAX_LATE:
                 self._late.popitem(last=False)
         if not turn.number % LOOK_EVERY:
             gpu.wait_for_room(turn)
@@ -358,7 +381,6 @@ class GpuCalls:
         route, gpu = enqueued.route, enqueued.gpu
         if header.kind == _FAILED:
             error, outcome = error_of(enqueued.body)
-            self._forget_failure(enqueued)
             told = {attempt.get("code"): str(attempt.get("detail")) for attempt in outcome.attempts}
             told = told or {error.code: error.message}
             if list(told) == [NoTransport.code]:
@@ -366,10 +388,12 @@ class GpuCalls:
             error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
             self._session.note(error.report)  # type: ignore[attr-defined]
             raise error
-        if not gpu.is_signed(route.slot):
-            text = f"{gpu.rung}: the client saw other bytes than the worker wrote"
+        decision = route.decisions.get(header.aux)
+        if decision is None or not gpu.is_signed(decision.slot):
+            text = f"{enqueued.rung}: the client saw other bytes than the worker wrote"
             raise NoTransport(f"GPU memory does not reach the worker: {text}", reason=text)
         route.is_armed = True
+        enqueued.is_awaited = False  # its worker may still die with it
 
     # --- failures of calls that have returned
 
@@ -379,15 +403,12 @@ class GpuCalls:
             enqueued.answer_again(header, body)
 
     def note_failure(self, enqueued: Enqueued) -> None:
-        """It is raised by the next call."""
+        """It is raised by the next call, which is waited for if it is on the same route."""
+        enqueued.route.is_armed = False
         self._failed.append(enqueued)
 
-    def _forget_failure(self, enqueued: Enqueued) -> None:
-        if enqueued in self._failed:
-            self._failed.remove(enqueued)
-
     def _raise_failure(self) -> None:
-        if self._failed:
+        with contextlib.suppress(IndexError):  # another thread has raised it
             enqueued = self._failed.popleft()
             error, outcome = error_of(enqueued.body)
             error.message = f"an earlier call on the GPU, {enqueued.op}, failed: {error.message}"
@@ -443,6 +464,23 @@ class GpuCalls:
         self._gpus.clear()
 
 
+def _refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out: Array | None) -> None:
+    """Each library has a stream of its own, and a call has one. Raises InvalidArgument."""
+    for array in (*arrays, out):
+        if array is not None and array.kind != like.kind:
+            one, other = (f"{type(a.obj).__module__.partition('.')[0]} array" for a in (like, array))
+            raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")
+
+
+def _refuse_capture(op: str, context: Context, stream: int) -> None:
+    """Needs the context to be current. Raises CudaGraphUnsafe."""
+    if context.driver.is_capturing(stream):
+        raise CudaGraphUnsafe(
+            f"{op}: the stream is being captured into a CUDA graph, and a call through the broker cannot be replayed; "
+            "call it outside of the capture"
+        )
+
+
 def _dense_copy(array: Array, spec: TensorSpec) -> Array:
     made, address = new_like(array, spec)
     if array.kind == "torch":
@@ -450,3 +488,6 @@ def _dense_copy(array: Array, spec: TensorSpec) -> Array:
     else:
         made[...] = array.owner
     return Array(array.kind, spec, address, made, made, device=array.device)
+
+
+_interrupted: list[object] = []

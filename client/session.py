@@ -110,11 +110,14 @@ class Session:
 
     def close(self) -> None:
         """Hang up. Open calls of other threads end as Cancelled; those that a GPU's streams wait for are waited for."""
-        self.gpus.finish(CLOSE_S)
+        is_own = self._link.forks == arenas.forks
+        if is_own:
+            self.gpus.finish(CLOSE_S)
         self._link.close()
         self._lanes.close()
         self.lent.close()
-        self.gpus.close()
+        if is_own:
+            self.gpus.close()
 
     # --- a call --------------------------------------------------------------------------------------
 
@@ -122,7 +125,7 @@ class Session:
         """Run one op and return its result. Raises what client/ops.py documents."""
         start_ns = time.perf_counter_ns()
         arrays, out = describe_all(request)
-        if device_of(request.op, arrays, out) != CPU:
+        if device_of(request.op, arrays, out) != CPU and self.link:  # of this very process
             return self.gpus.run(request, arrays, out, start_ns)
         key = place_key(request, arrays, out)
         try:

@@ -89,9 +89,13 @@ class ClientOrder(_Words):
             self.page.store_done(turn)
 
     def last_turns(self) -> list[Turn]:
-        """The last one of each lane."""
-        with self._lock:
-            return [Turn(lane, self._next[lane] - 1 & MASK) for lane in self._lanes.values()]
+        """The last one of each lane. Takes no lock: `begin` may wait for a full stream with it."""
+        return [Turn(lane, self._next[lane] - 1 & MASK) for lane in list(self._lanes.values())]
+
+    def is_quiet(self, stream: int) -> bool:
+        """Whether no call of the stream is open."""
+        lane = self._lanes.get(stream)
+        return lane is None or self.page.is_done(Turn(lane, self._next[lane] - 1 & MASK))
 
     def _free_lane(self) -> int:
         taken = set(self._lanes.values())

@@ -458,3 +458,47 @@ def test_random_deaths_cost_no_result(new_site: Callable[..., Site]) -> None:
     lz.synchronize(PATIENCE_S)
     print(f"{ended[0]} calls, {kills} kills")
     assert kills > 2
+
+
+def test_threads_that_find_a_way_broken_take_one_step_together(
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would otherwise give up the next way, which works."""
+    site = new_site("one")
+    site.connect()
+    monkeypatch.setattr(driver, "ipc_export", lambda base: bytes(64))
+
+    def call(number: int) -> None:
+        x, values = randn(50 + number)
+        close(lz.silu(x), silu(values))
+
+    with ThreadPoolExecutor(6) as pool:
+        for future in [pool.submit(call, number) for number in range(6)]:
+            future.result(PATIENCE_S)
+    x, _ = randn(50)
+    lz.silu(x)
+    assert any("memory crosses by vmm" in note for note in report().notes)
+
+
+def test_a_failure_is_told_by_the_very_next_call(new_site: Callable[..., Site]) -> None:
+    """By then its caller may have used the result."""
+    site = new_site(backoff_s=600, backoff_max_s=600)
+    site.connect()
+    x, _ = randn(SLOW)
+    slow(x, backend="one")
+    finish()
+    slow(x, backend="one")
+    os.kill(site.backend("one")["pid"], signal.SIGKILL)
+    finish()
+    lz.status()  # the broker's word on it is on the way by now
+    with pytest.raises(lz.BackendError, match="an earlier call on the GPU, gelu, failed"):
+        lz.silu(x)
+
+
+def test_closing_a_session_takes_no_time(connected: Site) -> None:
+    """Its own hang-up is not the broker's death."""
+    x, values = randn(64)
+    close(lz.silu(x), silu(values))
+    start_s = time.monotonic()
+    lz.disconnect()
+    assert time.monotonic() - start_s < soft_gpu.SLOW_S
