@@ -62,8 +62,9 @@ class CallSpec:
         if message.device and (op.sized_output or not op.inputs):
             raise InvalidArgument(f"{op.name} runs on the CPU; its route names the device {message.device!r:.80}")
         inputs = tuple(None if spec is None else TensorSpec.from_wire(spec) for spec in message.inputs)
-        if op.name == "attention" and any(spec is not None and spec.ndim != 4 for spec in inputs):
-            raise ProtocolError("attention takes tensors of 4 dimensions (BHSD)")
+        for name, spec, ndim in zip(op.inputs, inputs, op.ndims, strict=False):  # rules rely on it
+            if spec is not None and spec.ndim != ndim:
+                raise ProtocolError(f"{op.name} takes {name} with {ndim} dimensions, got {spec.ndim}")
         return cls(
             op.name,
             inputs,

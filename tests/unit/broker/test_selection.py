@@ -15,8 +15,8 @@ from layerzero.capabilities import descriptor
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.messages import Route, encode
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import ITEMSIZE
+from layerzero.ipc.ops import OPS, Op
+from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
 FLOAT = ["float32", [4], [1]]
 QKV = ["float32", [1, 2, 3, 8], [48, 24, 8, 1]]
@@ -63,19 +63,21 @@ def test_broken_route_is_refused(body: bytes, error: type[LayerZeroError], text:
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)
 extents = st.lists(st.integers(0, 2**47), max_size=6)
 specs = st.none() | st.lists(st.sampled_from(sorted(ITEMSIZE)) | extents, min_size=3, max_size=3)
-good_specs = st.integers(0, 5).flatmap(
-    lambda n: st.tuples(
-        st.sampled_from(sorted(ITEMSIZE)),
-        st.lists(st.integers(0, 2**12), min_size=n, max_size=n),
-        st.lists(st.integers(0, 2**12), min_size=n, max_size=n),
-    ).map(list)
-)
+
+
+def specs_of(ndim: int) -> st.SearchStrategy[list[Any]]:
+    steps = st.lists(st.integers(0, 2**12), min_size=ndim, max_size=ndim)
+    return st.tuples(st.sampled_from(sorted(ITEMSIZE)), steps, steps).map(list)
+
+
+good_specs = st.integers(0, 5).flatmap(specs_of)
 
 
 @st.composite
 def routes(draw: st.DrawFn) -> bytes:
     op = OPS[draw(st.sampled_from(sorted(OPS)))]
-    inputs = [draw(good_specs | specs) for _ in op.inputs]
+    is_whole = op.ndims and draw(st.booleans())
+    inputs = [draw(specs_of(n)) for n in op.ndims] if is_whole else [draw(good_specs | specs) for _ in op.inputs]
     outputs = [draw(good_specs) for _ in op.outputs]
     attrs = {name: draw(scalars) for name in op.attrs}
     return encode(Route(op=op.name, inputs=inputs, outputs=outputs, attrs=attrs, backend=draw(st.text(max_size=4))))
@@ -88,6 +90,16 @@ def test_no_route_breaks_the_broker(body: bytes) -> None:
         spec = CallSpec.parse(body)
     except LayerZeroError:
         return
-    engine = Engine(OURS, DeviceSpec())
-    for one in engine.rank(spec, engine.context(spec), {}, 0.0):
-        assert all(reason.detail for reason in one.reasons)
+    for device in (DeviceSpec(), DeviceSpec(device_type="cuda", sm_version=90)):
+        engine = Engine(OURS, device)
+        for one in engine.rank(spec, engine.context(spec), {}, 0.0):
+            assert all(reason.detail for reason in one.reasons)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.ndims], ids=lambda op: op.name)
+def test_tensors_of_other_dimensions_are_refused(op: Op) -> None:
+    """Rules read extents by their place, and a broker must not fall over a client's nonsense."""
+    scalar = TensorSpec.contiguous("float32", ()).to_wire()
+    route = Route(op=op.name, inputs=[scalar] * len(op.inputs), outputs=[scalar], attrs=dict.fromkeys(op.attrs, 1))
+    with pytest.raises(ProtocolError, match=rf"{op.name} takes {op.inputs[0]} with {op.ndims[0]} dimensions, got 0"):
+        CallSpec.parse(encode(route))
