@@ -164,11 +164,12 @@ class MapGpuArena(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AddLane(Message):
-    """client -> broker, with the page, the doorbell and the answer bell. `lane` is of a Lease. Answered by LaneAdded or
-    Refused."""
+    """client -> broker, with the page, the doorbell and the answer bell; on a GPU with a ring and its doorbell. `lane`
+    is of a Lease. Answered by LaneAdded or Refused."""
 
     kind: ClassVar[str] = "add_lane"
     lane: int
+    gpu: str = ""  # UUID of the GPU that the lane's routes are on, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +188,7 @@ class MapLane(Message):
     kind: ClassVar[str] = "map_lane"
     client: int
     lane: int
+    gpu: str = ""  # as in AddLane
 
 
 @dataclass(frozen=True, kw_only=True)

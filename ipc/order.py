@@ -16,10 +16,16 @@ from layerzero.ipc import memory
 from layerzero.ipc.errors import ProtocolError
 
 LANES = 64  # of one page: so many streams of a client can have open calls to one worker
-PAGE_BYTES = LANES * 512
+BELLS = 4096  # of one page: so many calls can be in a client's captured graphs
+_BELLS, _BELLS_DONE = LANES * 512, LANES * 512 + 4 * BELLS  # bytes
+PAGE_BYTES = _BELLS_DONE + 4 * BELLS
 READY, DONE, _ERROR = 0, 128, 256  # bytes within a lane; 128 apart, so that writers share no cache line
 MASK = (1 << 32) - 1
 MAX_ERROR = MASK
+# Values of a bell. A graph of the client clears the bell's DONE, writes RUNG and waits for DONE; the worker's CPU writes
+# TAKEN and enqueues the kernel, and after that its stream writes DONE = 1. So taken and not done means: somebody's.
+SILENT, RUNG, TAKEN = range(3)
+_RUNG = RUNG.to_bytes(4, "little")
 
 
 class Turn(NamedTuple):
@@ -77,10 +83,49 @@ class OrderPage:
     def store_done(self, turn: Turn) -> None:
         self._words[index(turn, DONE)] = turn.number
 
+    # --- bells
+
+    def rung(self, start: int = 0) -> int | None:
+        """The first bell from `start` on that is rung and not taken."""
+        at = _BELLS + 4 * start
+        while (at := self._map.find(_RUNG, at, _BELLS_DONE)) >= 0:
+            if at % 4 == 0:
+                return (at - _BELLS) // 4
+            at += 1
+        return None
+
+    def bell(self, bell: int) -> int:
+        return self._words[_bell_at(bell) // 4]
+
+    def set_bell(self, bell: int, value: int) -> None:
+        self._words[_bell_at(bell) // 4] = value
+
+    def is_bell_done(self, bell: int) -> bool:
+        """Whether the last call of a taken bell is through."""
+        return bool(self._words[_bell_done_at(bell) // 4])
+
+    def store_bell_done(self, bell: int) -> None:
+        self._words[_bell_done_at(bell) // 4] = 1
+
     def close(self) -> None:
         self._words.release()
         self._errors.release()
         self._map.close()
+
+
+def bell_words(bell: int) -> tuple[int, int]:
+    """Byte offsets of a bell and of its DONE in the page."""
+    return _bell_at(bell), _bell_done_at(bell)
+
+
+def _bell_at(bell: int) -> int:
+    if not 0 <= bell < BELLS:
+        raise ProtocolError(f"bell {bell}; allowed: below {BELLS}")
+    return _BELLS + 4 * bell
+
+
+def _bell_done_at(bell: int) -> int:
+    return _bell_at(bell) + 4 * BELLS
 
 
 def index(turn: Turn, word: int) -> int:

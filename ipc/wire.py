@@ -20,6 +20,8 @@ REF = struct.Struct("<IIQQ")
 REF_BYTES = REF.size
 TURN = struct.Struct("<II")  # lane and number in the order page (ipc/order.py)
 TURN_BYTES = TURN.size
+BELL = struct.Struct("<I")  # index of a bell in the order page
+BELL_BYTES = BELL.size
 
 MAX_MESSAGE_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -36,6 +38,7 @@ class Kind(IntEnum):
     FORGET = 5  # client -> broker: a route is no longer used; no answer
     RAN_HERE = 6  # client -> broker: a kernel ran in the client's own process (message RanHere); no answer
     OVERDUE = 7  # client -> broker: a call on an express lane is late, or its end makes no sense; no answer
+    UNBIND = 8  # client -> broker: the bell of the call `seq` is no longer used; no answer
     DECISION = 16  # broker -> client: which kernel serves a route, and why
     DONE = 17  # broker -> client: a call's end
     FAILED = 18  # broker -> client: a call's or request's end in an error
@@ -46,9 +49,11 @@ class Kind(IntEnum):
     STOP = 34  # broker -> worker: finish what was sent, then exit
     DROP = 35  # broker -> worker: a signature is no longer used
     ALLOW = 36  # broker -> worker: a plan may be run on a lane; no answer
+    MUTE = 37  # broker -> worker: a bell is no longer used; no answer
     READY = 48  # worker -> broker: provider loaded
     RAN = 49  # worker -> broker
     RAISED = 50  # worker -> broker: the kernel raised; the worker lives on
+    LEFT = 51  # worker -> broker: a call of a ring was not enqueued, and is the broker's from here on
 
 
 HAS_DIGEST = 1  # flag of EXECUTE: the body ends with a digest of the inputs
@@ -56,6 +61,7 @@ MAY_RUN_HERE = 4  # flag of EXECUTE: the client can run a kernel itself, if poli
 AFTER_LANE = 8  # flag of EXECUTE: the call was on the express lane `aux`, which ended before the call did
 HAS_TURN = 16  # flag of EXECUTE and RUN: after its references the body has a TURN; every call on a GPU has one
 REPLAYED = 32  # flag of DONE: the worker launched a CUDA graph that it had captured of this call
+HAS_BELL = 64  # flag of EXECUTE and RUN: bind the call to a bell in place of running it; the body ends with a BELL
 HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, because attempts failed before
 
 
