@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 import uuid
 from collections.abc import Callable
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
@@ -45,6 +46,13 @@ class Pointer:
     is_pooled: bool  # from cudaMallocAsync
 
 
+class _Batch(threading.local):
+    """A thread's operations on words; the driver writes to them, too."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(abi.THREE_WORD_OPS.size)
+
+
 class Driver:
     """libcuda, initialised. Every method may raise CudaError."""
 
@@ -52,6 +60,8 @@ class Driver:
         """Raises OSError when there is no such library."""
         self._library = ctypes.CDLL(library)
         self._functions: dict[str, Callable[..., int]] = {}
+        self._has_batches = hasattr(self._library, "cuStreamBatchMemOp_v2")  # since CUDA 11.7
+        self._batch = _Batch()
         self._call("cuInit", 0)
 
     def _bind(self, name: str) -> Callable[..., int]:
@@ -339,7 +349,55 @@ class Driver:
         """Hold the stream until (int32)(word - value) >= 0; or, with `equal`, until the word is `value`."""
         self._call("cuStreamWaitValue32_v2", stream, address, value, abi.EQ if equal else abi.GEQ)
 
+    def write_and_wait(self, stream: int, address: int, value: int, waits_at: int, until: int) -> None:
+        """`write_value`, then `wait_value`, in one call where the driver has it."""
+        if not self._has_batches:
+            self.write_value(stream, address, value)
+            self.wait_value(stream, waits_at, until)
+            return
+        ops, buffer = abi.TWO_WORD_OPS, self._batch.buffer
+        ops.pack_into(buffer, 0, abi.WRITE_32, address, value, 0, 0, abi.WAIT_32, waits_at, until, abi.GEQ, 0)
+        self._call("cuStreamBatchMemOp_v2", stream, 2, buffer, 0)
+
+    def ring_and_wait(self, stream: int, bell: int, done: int) -> None:
+        """Store 0 at `done` and 1 at `bell`, then hold the stream until `done` is 1; in one call, as above. Of a stream
+        that is captured: one node."""
+        if not self._has_batches:
+            self.write_value(stream, done, 0)
+            self.write_value(stream, bell, 1)
+            self.wait_value(stream, done, 1, equal=True)
+            return
+        ops, buffer = abi.THREE_WORD_OPS, self._batch.buffer
+        write, wait = abi.WRITE_32, abi.WAIT_32
+        ops.pack_into(buffer, 0, write, done, 0, 0, 0, write, bell, 1, 0, 0, wait, done, 1, abi.EQ, 0)
+        self._call("cuStreamBatchMemOp_v2", stream, 3, buffer, 0)
+
     # Graphs
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Which calls a capture refuses to this thread (cuda_abi.CAPTURE_*). Returns what it was."""
+        value = c_int(mode)
+        self._call("cuThreadExchangeStreamCaptureMode", byref(value))
+        return value.value
+
+    def retain_in_graph(self, stream: int, counter: int) -> None:
+        """Count the u32 at `counter` up when the graph that the stream is captured into is gone, and all that was
+        instantiated from it.
+
+        `counter`: an address of 32 bytes that are zero and stay. What counts is libc's sem_post, so that no Python runs
+        in the driver's threads. Raises CudaError when the stream is not captured.
+        """
+        status, graph = c_int(), c_void_p()
+        self._call("cuStreamGetCaptureInfo_v2", stream, byref(status), None, byref(graph), None, None)
+        if status.value != abi.CAPTURE_ACTIVE:
+            raise self._error("cuStreamGetCaptureInfo_v2", abi.ILLEGAL_STATE)
+        count = ctypes.cast(ctypes.CDLL(None).sem_post, c_void_p)
+        kept = self._handle("cuUserObjectCreate", counter, count, 1, abi.NO_DESTRUCTOR_SYNC)
+        try:
+            self._call("cuGraphRetainUserObject", graph, kept, 1, abi.MOVE)
+        except CudaError:
+            self._call("cuUserObjectRelease", kept, 1)
+            raise
 
     def is_capturing(self, stream: int) -> bool:
         """True also when the capture has become invalid: nothing may be enqueued for execution then either."""

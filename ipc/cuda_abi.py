@@ -6,12 +6,13 @@ Source: cuda.h of CUDA 13.0, functions in the versions of their ABI that CUDA 12
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
 IPC_HANDLE_BYTES = 64
 
 # CUresult
-INVALID_VALUE, NEWER_DRIVER_NEEDED, INVALID_DEVICE, ALREADY_MAPPED, NOT_READY = 1, 36, 101, 208, 600
+INVALID_VALUE, NEWER_DRIVER_NEEDED, INVALID_DEVICE, ALREADY_MAPPED, ILLEGAL_STATE, NOT_READY = 1, 36, 101, 208, 401, 600
 # The process must end, says cuda.h; for 710 the context must; after 214 (uncorrectable ECC) no result can be trusted.
 STICKY = frozenset({214, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
 
@@ -27,7 +28,12 @@ NON_BLOCKING = 1  # CUstream_flags
 DISABLE_TIMING = 2  # CUevent_flags
 GEQ, EQ = 0, 1  # CUstreamWaitValue_flags
 CAPTURE_ACTIVE = 1  # CUstreamCaptureStatus
-CAPTURE_THREAD_LOCAL = 1  # CUstreamCaptureMode
+CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED = 0, 1, 2  # CUstreamCaptureMode
+NO_DESTRUCTOR_SYNC, MOVE = 1, 1  # CUuserObject_flags, CUuserObjectRetain_flags
+WAIT_32, WRITE_32 = 1, 2  # CUstreamBatchMemOpType
+# CUstreamBatchMemOpParams, one that waits for or writes a word: operation, address, value, flags, alias (the driver's).
+_WORD_OP = "i4xQQI4xQ8x"
+TWO_WORD_OPS, THREE_WORD_OPS = struct.Struct("@" + 2 * _WORD_OP), struct.Struct("@" + 3 * _WORD_OP)
 
 
 class IpcHandle(ctypes.Structure):
@@ -115,8 +121,13 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuEventDestroy_v2": (c_void_p,),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
+    "cuStreamBatchMemOp_v2": (c_void_p, c_uint, c_void_p, c_uint),
     "cuStreamIsCapturing": (c_void_p, out_int),
-    "cuStreamGetCaptureInfo_v2": (c_void_p, out_int, out_u64, c_void_p, c_void_p, c_void_p),
+    "cuStreamGetCaptureInfo_v2": (c_void_p, out_int, out_u64, out_handle, c_void_p, c_void_p),
+    "cuThreadExchangeStreamCaptureMode": (out_int,),
+    "cuUserObjectCreate": (out_handle, c_void_p, c_void_p, c_uint, c_uint),
+    "cuUserObjectRelease": (c_void_p, c_uint),
+    "cuGraphRetainUserObject": (c_void_p, c_void_p, c_uint, c_uint),
     "cuStreamBeginCapture_v2": (c_void_p, c_int),
     "cuStreamEndCapture": (c_void_p, out_handle),
     "cuGraphGetNodes": (c_void_p, c_void_p, out_size),

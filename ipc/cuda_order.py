@@ -7,7 +7,7 @@ import threading
 
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, OrderPage, Turn, create_page, index
+from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, OrderPage, Turn, bell_words, create_page, index
 
 
 class _Words:
@@ -59,17 +59,37 @@ class ClientOrder(_Words):
         stream. Raises Busy when too many streams have open calls.
         """
         with self._lock:
-            lane = self._lanes.get(stream)
-            if lane is None:
-                lane = self._lanes[stream] = self._free_lane()
-            turn = Turn(lane, self._next[lane])
+            turn = self._next_turn(stream)
             if self._has_memops:
                 self._driver.write_value(stream, self._at(turn, READY), turn.number)
             else:
                 self._driver.synchronize_stream(stream)
                 self.page.store_ready(turn)
-            self._next[lane] = turn.number + 1 & MASK
+            self._next[turn.lane] = turn.number + 1 & MASK
         return turn
+
+    def reserve(self, stream: int) -> Turn:
+        """The number of the stream's next call; nothing is enqueued. `enter` follows, or `abandon`, in the order of the
+        numbers. Needs memops. Raises Busy as `begin` does."""
+        with self._lock:
+            turn = self._next_turn(stream)
+            self._next[turn.lane] = turn.number + 1 & MASK
+        return turn
+
+    def enter(self, stream: int, turn: Turn) -> None:
+        """What `begin` and `await_done` do for a turn that was reserved, in one call of the driver. Needs memops.
+
+        When it raises, nothing of it is on the stream: `abandon` ends the turn, or the page's `store_ready` and
+        whoever has been told of it.
+        """
+        ready = self._at(turn, READY)
+        self._driver.write_and_wait(stream, ready, turn.number, ready + DONE - READY, turn.number)
+
+    def ring(self, stream: int, bell: int) -> None:
+        """Ring a bell and hold the stream until that call is done: at each replay, when the stream is captured. Needs
+        memops. Raises ProtocolError for a bell that is none."""
+        at, done = bell_words(bell)
+        self._driver.ring_and_wait(stream, self._base + at, self._base + done)
 
     def await_done(self, stream: int, turn: Turn) -> None:
         """Hold the stream until the call is done or has failed; the caller goes on at once.
@@ -96,6 +116,12 @@ class ClientOrder(_Words):
         """Whether no call of the stream is open."""
         lane = self._lanes.get(stream)
         return lane is None or self.page.is_done(Turn(lane, self._next[lane] - 1 & MASK))
+
+    def _next_turn(self, stream: int) -> Turn:
+        lane = self._lanes.get(stream)
+        if lane is None:
+            lane = self._lanes[stream] = self._free_lane()
+        return Turn(lane, self._next[lane])
 
     def _free_lane(self) -> int:
         taken = set(self._lanes.values())
@@ -129,6 +155,10 @@ class WorkerOrder(_Words):
         else:
             self._driver.synchronize_stream(stream)
             self.page.store_done(turn)
+
+    def answer_bell(self, stream: int, bell: int) -> None:
+        """Let the client's graph go on after all that this stream did so far. Needs memops."""
+        self._driver.write_value(stream, self._base + bell_words(bell)[1], 1)
 
 
 def probe(context: Context) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.gpu.conftest import finish, load, store
+from tests.gpu.conftest import finish, load, store, until
 from tests.gpu.peer import Peer
 
 from layerzero.ipc import cuda, cuda_abi
@@ -38,6 +38,13 @@ def test_numbers_and_structures_are_those_of_cuda_bindings(driver: cuda.Driver) 
         "EQ": theirs.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ,
         "CAPTURE_ACTIVE": theirs.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE,
         "CAPTURE_THREAD_LOCAL": theirs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+        "CAPTURE_GLOBAL": theirs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL,
+        "CAPTURE_RELAXED": theirs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED,
+        "NO_DESTRUCTOR_SYNC": theirs.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
+        "MOVE": theirs.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE,
+        "WAIT_32": theirs.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32,
+        "WRITE_32": theirs.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32,
+        "ILLEGAL_STATE": theirs.CUresult.CUDA_ERROR_ILLEGAL_STATE,
         "DEVICE_LOCATION": theirs.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE,
         "PINNED": theirs.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED,
         "READ_WRITE": theirs.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
@@ -211,6 +218,37 @@ def test_broken_capture_is_an_error_and_the_stream_usable(driver: cuda.Driver, c
     assert not caught.value.is_sticky
     finish(driver, stream)
     driver.destroy_stream(stream)
+
+
+def test_capture_mode_of_this_thread_is_exchanged(driver: cuda.Driver, current: cuda.Context) -> None:
+    """In a relaxed thread calls that a capture forbids are let through, and the capture stays whole."""
+    stream = driver.create_stream()
+    driver.begin_capture(stream)
+    before = driver.exchange_capture_mode(cuda_abi.CAPTURE_RELAXED)
+    address = driver.allocate(2 << 20)
+    assert driver.exchange_capture_mode(before) == cuda_abi.CAPTURE_RELAXED
+    assert driver.end_capture(stream) == 0
+    driver.free(address)
+    driver.destroy_stream(stream)
+
+
+def test_graph_that_is_gone_is_counted(driver: cuda.Driver, current: cuda.Context) -> None:
+    """Not when the capture ends, nor while what was instantiated lives."""
+    stream, address = driver.create_stream(), driver.allocate(2 << 20)
+    counter = (ctypes.c_uint32 * 8)()
+    with pytest.raises(CudaError):
+        driver.retain_in_graph(stream, ctypes.addressof(counter))
+    driver.begin_capture(stream)
+    driver.retain_in_graph(stream, ctypes.addressof(counter))
+    driver.copy_on_device(address + 256, address, 4, stream)
+    graph = driver.end_capture(stream)
+    driver.launch_graph(graph, stream)
+    finish(driver, stream)
+    assert counter[0] == 0
+    driver.destroy_graph(graph)
+    until(lambda: counter[0] == 1)
+    driver.destroy_stream(stream)
+    driver.free(address)
 
 
 @pytest.mark.parametrize(("kernel", "numbers"), [("illegal_address", {700}), ("trap", {719, 715})])

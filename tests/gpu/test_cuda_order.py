@@ -15,8 +15,8 @@ from tests.gpu.peer import Peer
 from layerzero.ipc import cuda, cuda_order
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
-from layerzero.ipc.cuda_order import ClientOrder
-from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, OrderPage, Turn, create_page, index
+from layerzero.ipc.cuda_order import ClientOrder, WorkerOrder
+from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, TAKEN, OrderPage, Turn, create_page, index
 
 NBYTES = 64 << 10
 
@@ -300,6 +300,46 @@ def test_captured_words_work_at_each_launch(driver: cuda.Driver, streams: list[i
     driver.destroy_graph(graph)
     driver.host_unregister(page.address)
     page.close()
+
+
+def test_reserved_turns_are_entered_in_one_call_each(connect: Linker, streams: list[int]) -> None:
+    """The client's whole part of a call: the worker may know of it before or after."""
+    link, stream = connect(), streams[0]
+    driver, data = link.driver, os.urandom(NBYTES)
+    store(driver, link.block(0), data, stream)
+    for step in range(20):
+        turn = link.order.reserve(stream)
+        if step % 2:
+            link.copy(turn, step, step + 1)
+        link.order.enter(stream, turn)
+        if not step % 2:
+            assert not driver.is_stream_idle(stream)
+            link.copy(turn, step, step + 1)
+    assert load(driver, link.block(20), NBYTES, stream) == data
+
+
+def test_bell_in_a_graph_rings_at_each_launch(driver: cuda.Driver, current: cuda.Context, streams: list[int]) -> None:
+    """And the graph goes on when the other side has answered that ring, not an earlier one."""
+    fd = create_page()
+    client, worker = ClientOrder(current, fd, has_memops=True), WorkerOrder(current, fd, has_memops=True)
+    os.close(fd)
+    stream, other, page = streams[0], streams[1], client.page
+    driver.begin_capture(stream)
+    client.ring(stream, 4095)
+    client.ring(stream, 7)
+    graph = driver.end_capture(stream)
+    for _ in range(3):
+        driver.launch_graph(graph, stream)
+        for bell in (4095, 7):
+            until(lambda: page.rung() is not None)
+            assert (page.rung(), driver.is_stream_idle(stream)) == (bell, False)
+            page.set_bell(bell, TAKEN)
+            worker.answer_bell(other, bell)
+        finish(driver, stream)
+    driver.destroy_graph(graph)
+    finish(driver, other)
+    client.close()
+    worker.close()
 
 
 def test_unmapping_holds_up_nobody(connect: Linker, streams: list[int]) -> None:

@@ -222,6 +222,15 @@ class FakeDriver:
     def wait_value(self, stream: int, address: int, value: int, *, equal: bool = False) -> None:
         self.waits.append((stream, ctypes.c_uint32.from_address(address).value, value))
 
+    def write_and_wait(self, stream: int, address: int, value: int, waits_at: int, until: int) -> None:
+        self.write_value(stream, address, value)
+        self.wait_value(stream, waits_at, until)
+
+    def ring_and_wait(self, stream: int, bell: int, done: int) -> None:
+        self.write_value(stream, done, 0)
+        self.write_value(stream, bell, 1)
+        self.wait_value(stream, done, 1, equal=True)
+
     def memory_info(self) -> tuple[int, int]:
         return self.free_bytes - self.graph_bytes * len(self.graphs), 1 << 40
 

@@ -1,14 +1,15 @@
-"""Errors of the CUDA driver: which end the process, which only the call. Everything else about it is in tests/gpu."""
+"""What ipc/cuda.py makes of a driver's answers and hands over to it. How a real one behaves is in tests/gpu."""
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from layerzero.ipc import cuda
+from layerzero.ipc import cuda, cuda_abi
 from layerzero.ipc.errors import CudaError, from_wire
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 # Allocating n bytes fails with error n; there are two GPUs.
 DRIVER = r"""
 #include <stddef.h>
+#include <stdio.h>
 #include <string.h>
 int cuInit(unsigned flags) { return 0; }
 int cuGetErrorName(int n, const char **s) { if (n > 999) return 1; *s = "CUDA_ERROR_OF_A_TEST"; return 0; }
@@ -28,16 +30,60 @@ static void *stack[9]; static int depth;
 int cuCtxPushCurrent_v2(void *c) { stack[++depth] = c; return 0; }
 int cuCtxPopCurrent_v2(void **c) { *c = stack[depth--]; return 0; }
 int cuCtxGetCurrent(void **c) { *c = stack[depth]; return 0; }
+char words[4096];  /* what streams are told about words, as text */
+int cuStreamWriteValue32_v2(void *s, unsigned long long a, unsigned v, unsigned f) {
+  sprintf(words + strlen(words), "%zu: %llu = %u; ", (size_t)s, a, v); return 0; }
+int cuStreamWaitValue32_v2(void *s, unsigned long long a, unsigned v, unsigned f) {
+  sprintf(words + strlen(words), "%zu: %llu %s %u; ", (size_t)s, a, f ? "==" : ">=", v); return 0; }
+static int mode;
+int cuThreadExchangeStreamCaptureMode(int *m) { int old = mode; mode = *m; *m = old; return 0; }
+int cuStreamGetCaptureInfo_v2(void *s, int *status, void *id, void **graph, void *d, void *n) {
+  *status = s != 0; *graph = (void *)5; return 0; }
+static void (*destroy)(void *); static void *kept; static int refused;
+int cuUserObjectCreate(void **o, void *p, void (*d)(void *), unsigned count, unsigned flags) {
+  if (count != 1 || flags != 1) return 1;
+  destroy = d; kept = p; *o = (void *)9; return 0; }
+int cuUserObjectRelease(void *o, unsigned count) { destroy(kept); return o == (void *)9 && count == 1 ? 0 : 1; }
+int cuGraphRetainUserObject(void *g, void *o, unsigned count, unsigned flags) {
+  return refused ? 801 : g == (void *)5 && o == (void *)9 && count == 1 && flags == 1 ? 0 : 1; }
+void refuse(int whether) { refused = whether; }
+void drop_graph(void) { destroy(kept); }
+"""
+# As in cuda.h. The driver writes to `alias`.
+BATCHES = r"""
+typedef unsigned long long u64;
+typedef union { int operation; struct { int operation; u64 address; union { unsigned value; u64 value64; };
+  unsigned flags; u64 alias; } word; u64 pad[6]; } Op;
+extern char words[];
+int cuStreamBatchMemOp_v2(void *s, unsigned count, Op *ops, unsigned flags) {
+  if (flags) return 1;
+  strcat(words, "[");
+  for (unsigned i = 0; i < count; i++) {
+    const char *how = ops[i].operation == 2 ? "=" : ops[i].operation != 1 ? "?" : ops[i].word.flags ? "==" : ">=";
+    sprintf(words + strlen(words), "%zu: %llu %s %llu; ", (size_t)s, ops[i].word.address, how, ops[i].word.value64);
+    ops[i].word.alias = 77;
+  }
+  strcat(words, "]");
+  return 0;
+}
 """
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> cuda.Driver:
-    folder: Path = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
+def build(folder: Path, source: str) -> ctypes.CDLL:
+    (folder / "driver.c").write_text(source)
     library = folder / "libdriver.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(folder / "driver.c")], check=True)
-    return cuda.Driver(str(library))
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build(tmp_path_factory.mktemp("driver"), DRIVER)
+
+
+@pytest.fixture(scope="module")
+def driver(library: ctypes.CDLL) -> cuda.Driver:
+    return cuda.Driver(library._name)
 
 
 def failure(driver: cuda.Driver, number: int) -> CudaError:
@@ -116,3 +162,53 @@ def test_context_is_current_within_and_the_former_one_after(driver: cuda.Driver)
             seen.append(driver.current_context())
         seen.append(driver.current_context())
     assert [*seen, driver.current_context()] == [0, 1001, 1000, 0]
+
+
+def test_words_are_written_and_waited_for_in_one_call(tmp_path: Path) -> None:
+    """Each call of the driver costs a client about a microsecond, and a graph should get one node."""
+    library = build(tmp_path, DRIVER + BATCHES)
+    driver = cuda.Driver(library._name)
+    driver.write_and_wait(7, 1 << 40, 0xFFFFFFFF, (1 << 40) + 128, 5)
+    driver.ring_and_wait(8, 4096, 8192)
+    driver.write_and_wait(9, 16, 1, 32, 2)
+    told = ctypes.c_char.in_dll(library, "words")
+    assert ctypes.string_at(ctypes.addressof(told)).decode() == (
+        "[7: 1099511627776 = 4294967295; 7: 1099511627904 >= 5; ]"
+        "[8: 8192 = 0; 8: 4096 = 1; 8: 8192 == 1; ][9: 16 = 1; 9: 32 >= 2; ]"
+    )
+
+
+def test_driver_without_that_call_is_told_one_by_one(library: ctypes.CDLL, driver: cuda.Driver) -> None:
+    """In the same order."""
+    driver.write_and_wait(7, 16, 5, 32, 5)
+    driver.ring_and_wait(8, 4096, 8192)
+    told = ctypes.c_char.in_dll(library, "words")
+    assert ctypes.string_at(ctypes.addressof(told)).decode() == (
+        "7: 16 = 5; 7: 32 >= 5; 8: 8192 = 0; 8: 4096 = 1; 8: 8192 == 1; "
+    )
+
+
+def test_capture_mode_is_exchanged_for_the_former_one(driver: cuda.Driver) -> None:
+    """It belongs to the application's thread and must be as it was."""
+    before = driver.exchange_capture_mode(cuda_abi.CAPTURE_RELAXED)
+    assert driver.exchange_capture_mode(before) == cuda_abi.CAPTURE_RELAXED
+
+
+def test_graph_that_is_gone_is_counted_without_python(library: ctypes.CDLL, driver: cuda.Driver) -> None:
+    """It happens in a thread of the driver, which may hold locks that the interpreter's lock waits for."""
+    counter = (ctypes.c_uint32 * 8)()
+    driver.retain_in_graph(7, ctypes.addressof(counter))
+    assert counter[0] == 0
+    library.drop_graph()
+    assert counter[0] == 1
+
+
+def test_nothing_waits_for_a_graph_that_could_not_keep_it(library: ctypes.CDLL, driver: cuda.Driver) -> None:
+    """The caller learns of it by the error, and has nothing to release."""
+    counter = (ctypes.c_uint32 * 8)()
+    with pytest.raises(CudaError, match="cuStreamGetCaptureInfo_v2 returned 401"):
+        driver.retain_in_graph(0, ctypes.addressof(counter))
+    library.refuse(1)
+    with pytest.raises(CudaError, match="cuGraphRetainUserObject returned 801"):
+        driver.retain_in_graph(7, ctypes.addressof(counter))
+    library.refuse(0)

@@ -12,7 +12,7 @@ from layerzero.ipc import cuda_order
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_order import ClientOrder, WorkerOrder
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.order import LANES, OrderPage, Turn, create_page
+from layerzero.ipc.order import BELLS, LANES, TAKEN, OrderPage, Turn, create_page
 
 
 @pytest.fixture
@@ -119,6 +119,33 @@ def test_without_memops_the_cpus_wait(context: Context, driver: FakeDriver, fd: 
     assert (driver.waits, driver.pinned, driver.calls["write_value"]) == ([], {}, 0)
     client.close()
     worker.close()
+
+
+def test_reserved_turn_is_entered_later_in_one_call(context: Context, driver: FakeDriver, fd: int) -> None:
+    """Its number goes to the worker before the driver is called; what another thread does meanwhile comes after it."""
+    client = ClientOrder(context, fd, has_memops=True)
+    first, second = client.reserve(5), client.begin(6)
+    assert (first, second, client.reserve(5)) == (Turn(0, 1), Turn(1, 1), Turn(0, 2))
+    assert (client.page.is_ready(first), driver.calls["write_and_wait"]) == (False, 0)
+    client.enter(5, first)
+    assert (client.page.is_ready(first), client.page.is_ready(Turn(0, 2))) == (True, False)
+    assert (driver.waits, driver.calls["write_and_wait"]) == ([(5, 0, 1)], 1)
+    with pytest.raises(Busy):
+        [client.reserve(stream) for stream in range(100, 100 + LANES)]
+
+
+def test_bell_is_rung_after_its_done_was_taken_back(context: Context, driver: FakeDriver, fd: int) -> None:
+    """Otherwise the second replay would go on with the first one's result."""
+    client, worker = ClientOrder(context, fd, has_memops=True), WorkerOrder(context, fd, has_memops=True)
+    for _ in range(2):
+        client.ring(5, 9)
+        assert (client.page.rung(), client.page.is_bell_done(9)) == (9, False)
+        client.page.set_bell(9, TAKEN)
+        worker.answer_bell(3, 9)
+        assert (client.page.rung(), client.page.is_bell_done(9)) == (None, True)
+    assert driver.waits == [(5, 0, 1)] * 2
+    with pytest.raises(ProtocolError, match="bell 4096"):
+        client.ring(5, BELLS)
 
 
 def test_probe_is_empty_where_memops_work(context: Context, driver: FakeDriver) -> None:
