@@ -18,7 +18,7 @@ from layerzero.client import ops, overlay, start
 from layerzero.client.arrays import CPU, Array, copy_into, describe, wrap
 from layerzero.client.call import Request, Submitted
 from layerzero.client.gpu_arrays import give, is_on_gpu, new_like
-from layerzero.client.gpu_calls import Enqueued
+from layerzero.client.gpu_outcomes import Enqueued
 from layerzero.client.record import Record
 from layerzero.client.report import SelectionReport
 from layerzero.client.session import Session

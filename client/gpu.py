@@ -7,12 +7,15 @@ import select
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from layerzero.client.bells import Bells, tell_orphans
 from layerzero.client.gpu_memory import GpuMemory
 from layerzero.client.lent import Lent
 from layerzero.client.link import Link
-from layerzero.ipc import messages
+from layerzero.ipc import lane, messages
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
 from layerzero.ipc.cuda_order import ClientOrder
@@ -20,19 +23,24 @@ from layerzero.ipc.cuda_pair import Trial
 from layerzero.ipc.errors import CudaError, DeadlineExceeded, InvalidArgument, NotConnected, NoTransport, OutOfMemory
 from layerzero.ipc.order import MASK, Turn, create_page
 
+if TYPE_CHECKING:
+    from layerzero.client.gpu_capture import Captured
+
 REQUIRED = "LAYERZERO_GPU_TRANSPORT"  # variable: the only rung that may be used
 MAX_AHEAD = 256  # calls of one stream that are not done
 LOOK_S = 0.0001
 WORKERS_END_S = 0.5  # so long after a broker's death none of its workers is left: the kernel kills them with it
 LOST = 1  # error code on the page
 LOST_LOOK_S = 0.02
+NEWS_S = 0.05  # while graphs may be replayed, when nobody of this process may be reading answers
+FAILED_LOOK_S = 0.001  # for bells that nobody answers
 STALE_AFTER = 256  # new arenas; then those whose memory is gone are given up
 
 
 class Gpu:
     """Of one connection. Thread-safe where it does not say otherwise."""
 
-    def __init__(self, link: Link, lent: Lent, memory: GpuMemory) -> None:
+    def __init__(self, link: Link, lent: Lent, memory: GpuMemory, on_failed_replay: Callable[[Captured], None]) -> None:
         """Raises NoTransport when this process can offer its memory in no way."""
         self.memory = memory
         self.uuid = memory.uuid
@@ -45,6 +53,8 @@ class Gpu:
         self._fresh = 0
         self._page = create_page()
         self.order = ClientOrder(memory.context, self._page, has_memops=not memory.why_no_memops)
+        self.bells = Bells(self.order)
+        self._on_failed_replay = on_failed_replay
         self._rejected: dict[str, str] = {}
         self._rungs = list(RUNGS)
         required = os.environ.get(REQUIRED)
@@ -59,7 +69,8 @@ class Gpu:
             self.order.close()
             os.close(self._page)
             raise
-        self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        self._is_ending = self._is_orphaned = False
+        self._wake = lane.create_doorbell()
         self._watcher = threading.Thread(target=self._watch, name="lz-gpu", daemon=True)
         self._watcher.start()
 
@@ -162,31 +173,75 @@ class Gpu:
                 raise DeadlineExceeded(f"call {turn.number} on {self.uuid} is not done yet")
             time.sleep(LOOK_S)
 
-    def _watch(self) -> None:
-        """When the broker is gone nobody ends the open calls, and who waits for a stream would wait for ever.
+    def watch_bells(self) -> None:
+        """Graphs of this process hold bells from now on."""
+        os.eventfd_write(self._wake, 1)
 
-        Takes no lock: a thread that holds one may be waiting for such a stream.
+    def _watch(self) -> None:
+        """When the broker is gone nobody ends the open calls, and who waits for a stream would wait for ever. The same
+        holds for bells that no worker answers any more.
+
+        Takes no lock that is held while a stream is waited for.
         """
-        end, both = select.poll(), select.poll()
-        end.register(self._end, select.POLLIN)
-        both.register(self._end, select.POLLIN)
-        self._link.watch_hang_up(both)
-        both.poll()
-        if isinstance(self._link.lost, NotConnected) or end.poll(1000 * WORKERS_END_S):
-            return  # the session is being closed; its calls may still be with their workers
-        while not end.poll(1000 * LOST_LOOK_S):
+        poll, link, bells = select.poll(), self._link, self.bells
+        poll.register(self._wake, select.POLLIN)
+        link.watch_hang_up(poll)
+        while not self._is_ending:
+            look_s = FAILED_LOOK_S if bells.has_failed else NEWS_S if bells else None
+            is_lost = any(fd != self._wake for fd, _ in poll.poll(None if look_s is None else 1000 * look_s))
+            lane.take(self._wake)
+            if is_lost:
+                self._watch_lost()
+                break
+            if bells:
+                link.read_nowait()  # the thread that replays may be waiting for its stream
+                for captured in bells.end_failed():
+                    self._on_failed_replay(captured)
+        while not self._is_ending:  # the session is being closed
+            poll.poll()
+        if self._is_orphaned:
+            self._attend_orphans()
+
+    def _watch_lost(self) -> None:
+        """Until the session is closed. Its own hang-up is no loss: its calls may still be with their workers."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if isinstance(self._link.lost, NotConnected) or (poll.poll(1000 * WORKERS_END_S) and self._is_ending):
+            return
+        self.bells.fail_all()
+        while not self._is_ending:
             self._link.read_nowait()  # no call can be sent after it, but one may be on its way to that
             for turn in self.order.last_turns():
                 self.order.page.fail(turn, LOST)
+            self.bells.end_failed()
+            poll.poll(1000 * LOST_LOOK_S)
+
+    def _attend_orphans(self) -> None:
+        """Graphs that outlive the session and are replayed all the same must not hang."""
+        self.bells.fail_all()
+        is_told = False
+        while True:
+            for _ in self.bells.gone():
+                pass
+            if not self.bells:
+                os.close(self._wake)
+                return
+            if self.bells.end_failed() and not is_told:
+                tell_orphans()
+                is_told = True
+            time.sleep(LOST_LOOK_S)
 
     def close(self) -> None:
-        """Once no call is open, or the broker is gone. With a call that is open all the same the page stays: a stream
-        waits for a word of it."""
-        os.eventfd_write(self._end, 1)
-        self._watcher.join()
-        os.close(self._end)
+        """Once no call is open, or the broker is gone. With a call that is open all the same, or in a graph of the
+        application, the page stays: a stream waits for a word of it, or will."""
+        self._is_orphaned = bool(self.bells)
+        self._is_ending = True
+        os.eventfd_write(self._wake, 1)
+        if not self._is_orphaned:
+            self._watcher.join()
+            os.close(self._wake)
         os.close(self._page)
-        if all(self.order.page.is_done(turn) for turn in self.order.last_turns()):
+        if not self._is_orphaned and all(self.order.page.is_done(turn) for turn in self.order.last_turns()):
             self.order.close()
         else:
             _abandoned.append(self.order)

@@ -6,90 +6,48 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from layerzero.client import overlay
 from layerzero.client.arrays import Array
-from layerzero.client.call import Request, Route, error_of, microseconds, overlap, place_key, refuse_gradients
+from layerzero.client.call import Request, Route, error_of, microseconds, overlap, refuse_gradients
+from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import current_stream, give, new_like
-from layerzero.client.gpu_memory import Place, memory_of, uuid_of
-from layerzero.client.link import Link, Pending
+from layerzero.client.gpu_capture import Captures, unsettled
+from layerzero.client.gpu_known import MAX_KNOWN, MISS, Known, key_of, maker, streamer
+from layerzero.client.gpu_lane import GpuLane
+from layerzero.client.gpu_memory import memory_of, uuid_of
+from layerzero.client.gpu_outcomes import Enqueued, Outcomes
+from layerzero.client.gpu_places import Memory, Placing
+from layerzero.client.link import Link
 from layerzero.client.overlay import Overlay
-from layerzero.client.record import failure_of, report_of
-from layerzero.client.report import Copy, SelectionReport
-from layerzero.ipc import cuda, messages, wire
+from layerzero.client.record import failure_of
+from layerzero.ipc import cuda, wire
 from layerzero.ipc.cuda import Context
-from layerzero.ipc.cuda_handles import STAGED
-from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, InvalidArgument, LayerZeroError, NoBackend, NoTransport
-from layerzero.ipc.ops import OPS
+from layerzero.ipc.errors import (
+    InvalidArgument,
+    LayerZeroError,
+    NoBackend,
+    NoTransport,
+    OutOfMemory,
+)
 from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import HAS_TURN, NO_ARENA, REF, TURN, Header, Kind
+from layerzero.ipc.wire import AFTER_LANE, HAS_TURN, TURN, Kind
 
 if TYPE_CHECKING:
     from layerzero.client.session import Session
 
 AS_IT_LIES = Overlay.of({"origin": "a call on a GPU is not sent back", "values": {"allow_adaptation": False}})
-DENSE = "no kernel takes it with these strides"
-MAX_LATE = 4096  # calls that may still get a second answer
-MAX_KNOWN, MAX_PLACES = 1024, 256
 LOOK_EVERY = 16  # calls of a lane; then it is seen whether too many are open
-READ_EVERY = 8  # calls; then the answers that are here are taken
+READ_EVERY = 64  # calls; then the answers that are here are taken, also when nothing has failed
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
-_NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
-
-
-class Enqueued(Pending):
-    """A call that its caller does not wait for."""
-
-    __slots__ = ("calls", "copies", "end_ns", "gpu", "is_awaited", "op", "route", "rung", "start_ns")
-
-    def __init__(
-        self, calls: GpuCalls, gpu: Gpu, rung: str, op: str, route: Route, copies: Sequence[Copy], start_ns: int
-    ) -> None:
-        super().__init__()
-        self.rung = rung
-        self.is_awaited = False  # its caller raises its error
-        self.calls, self.gpu, self.op, self.route, self.copies = calls, gpu, op, route, copies
-        self.start_ns, self.end_ns = start_ns, 0
-
-    def finish(self) -> None:
-        super().finish()
-        if self.header is not None and self.header.kind == _FAILED and not self.is_awaited:
-            self.calls.note_failure(self)
-
-    def answer_again(self, header: Header, body: bytes) -> None:
-        """The worker died after its answer: what counts is how the call ended elsewhere."""
-        self.header, self.body = header, body
-        if header.kind == _FAILED:
-            self.calls.note_failure(self)
-
-
-class _Memory(NamedTuple):
-    """Where a call's tensors lie for a worker."""
-
-    refs: bytes
-    places: Sequence[Place | None]  # inputs, then the output
-    copies: Sequence[Copy]
-    holds: Sequence[Array]  # until the call is enqueued
 
 
 class _OtherRung(Exception):
     """Memory crosses in another way by now."""
-
-
-class _Known(NamedTuple):
-    """Calls that need no planning when they are made again: where their tensors have been so far, by their addresses,
-    and whose memory that was. `specs` are those whose ids are in the key: they must not be another's."""
-
-    route: Route
-    result: TensorSpec
-    rung: str
-    places: dict[tuple[int, ...], tuple[bytes, tuple[tuple[int, int], ...]]]  # references; addresses and buffer ids
-    specs: tuple[TensorSpec | None, ...]
 
 
 class GpuCalls:
@@ -99,12 +57,12 @@ class GpuCalls:
         self._session, self._link = session, link
         self._gpus: dict[int, Gpu] = {}
         self._lock = threading.Lock()
-        self._failed: deque[Enqueued] = deque()
-        self._late: OrderedDict[int, Enqueued] = OrderedDict()
         self._count = itertools.count(1)
         self._dense: set[tuple[Any, ...]] = set()  # signatures that no kernel takes as they lie
-        self._known: dict[tuple[Any, ...], _Known] = {}
-        link.on_late = self._answer_late
+        self._known: dict[tuple[Any, ...], Known] = {}
+        self._lanes: dict[int, GpuLane] = {}
+        self.outcomes = Outcomes(link)
+        self._captures = Captures(session, link, self.outcomes)
 
     def gpu(self, ordinal: int) -> Gpu:
         """Raises CudaError, NoTransport."""
@@ -113,8 +71,43 @@ class GpuCalls:
             with self._lock:
                 gpu = self._gpus.get(ordinal)
                 if gpu is None:
-                    gpu = self._gpus[ordinal] = Gpu(self._link, self._session.lent, memory_of(ordinal))
+                    gpu = Gpu(self._link, self._session.lent, memory_of(ordinal), self.outcomes.note_failure)
+                    self._gpus[ordinal] = gpu
         return gpu
+
+    def run_known(self, request: Request, start_ns: int) -> Any:
+        """As `run`, for a call that was made before on the same memory; MISS for others. Touches nothing then."""
+        if not self._known:
+            return MISS
+        key = key_of(request)
+        try:
+            known = self._known.get(key) if key is not None else None
+        except TypeError:  # an argument that cannot be hashed: what checks it names it
+            return MISS
+        if known is None:
+            return MISS
+        if not known.is_current():
+            self._known.pop(key, None)  # type: ignore[arg-type]
+            return MISS
+        gpu, stream = known.gpu, known.stream()
+        self._look(gpu, stream)
+        with gpu.memory.context as context:
+            driver = context.driver
+            if driver.is_capturing(stream):
+                return MISS
+            out = request.out
+            if out is None:
+                result, address = known.make(next(arg for arg in request.args if arg is not None))
+            else:
+                result, address = out, next(iter(known.places))  # its address is in the key
+            refs = known.refs(address, driver)
+            if refs is None:
+                return MISS
+            enqueued = Enqueued(self.outcomes, gpu, known.rung, request.op, known.route, (), start_ns)
+            with gpu.lock:
+                turn = self._put(gpu, stream, known.lane, known.lease, enqueued, refs, (request.args, result))
+            self._end(gpu, turn, enqueued)
+        return result
 
     def run(self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, start_ns: int) -> Any:
         """The result, valid in the caller's current stream. Raises what the op raises, and the error of an earlier call
@@ -125,39 +118,32 @@ class GpuCalls:
         stream = current_stream(like)
         if like.device not in self._gpus:  # making it would break a capture
             with Context(cuda.load(), uuid_of(like.device)) as context:
-                _refuse_capture(request.op, context, stream)
+                if context.driver.is_capturing(stream):
+                    raise unsettled(request.op)
         gpu = self.gpu(like.device)
-        if gpu.order.is_quiet(stream) or next(self._count) % READ_EVERY == 0:
-            self._link.read_nowait()  # else it costs more than it is worth: what failed is told a few calls later
-        self._raise_failure()
+        self._look(gpu, stream)
         with gpu.memory.context as context:
-            _refuse_capture(request.op, context, stream)
-            key = place_key(request, arrays, out, with_addresses=False)
-            try:
-                known = self._known.get(key) if key is not None else None
-            except TypeError:  # an argument that cannot be hashed: what checks it names it
-                key = known = None
-            if (
-                known is not None
-                and known.rung == gpu.rung
-                and known.route.is_armed
-                and gpu.is_signed(known.route.slot)
-            ):
-                result, address = (out.obj, out.address) if out is not None else new_like(like, known.result)
-                where = (*[array.address for array in arrays if array is not None], address)
-                refs = self._again(gpu, known, where)
-                if refs is not None:
-                    enqueued = Enqueued(self, gpu, known.rung, request.op, known.route, (), start_ns)
-                    self._enqueue(request, gpu, stream, _Memory(refs, (), (), ()), enqueued, (arrays, result))
-                    enqueued.end_ns = time.perf_counter_ns()
-                    self._session.note(enqueued)
-                    return result if out is not None else give(like, result)
+            if context.driver.is_capturing(stream):
+                route, specs = self._route(request, arrays, out, gpu)
+                return self._captures.add(request, route, specs, arrays, out, gpu, stream, start_ns)
             while True:
                 rung = gpu.rung
                 try:
-                    return self._run(request, arrays, out, start_ns, gpu, rung, stream, like, key)
+                    return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)
                 except _OtherRung:
                     continue
+
+    def _route(
+        self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, gpu: Gpu
+    ) -> tuple[Route, tuple[TensorSpec | None, ...]]:
+        """The call's route, and the specs of its inputs as a worker gets them."""
+        specs = tuple([None if array is None else array.spec for array in arrays])
+        if self._dense and _dense_key(request, specs) in self._dense:
+            specs = tuple([None if s is None else TensorSpec.contiguous(s.dtype, s.shape) for s in specs])
+        bake = overlay.baked.get()
+        policy = overlay.current() if bake is None else bake(request, specs)
+        policy = overlay.on_top(policy, AS_IT_LIES)
+        return self._session.routes.find(self._link, request, specs, out, policy, device=gpu.uuid), specs
 
     def _run(
         self,
@@ -169,38 +155,25 @@ class GpuCalls:
         rung: str,
         stream: int,
         like: Array,
-        key: tuple[Any, ...] | None,
     ) -> Any:
-        specs = tuple([None if array is None else array.spec for array in arrays])
-        dense_key = (request.op, specs, tuple(request.params.items()))
-        is_dense = bool(self._dense) and dense_key in self._dense
-        if is_dense:
-            specs = tuple([None if s is None else TensorSpec.contiguous(s.dtype, s.shape) for s in specs])
-        bake = overlay.baked.get()
-        policy = overlay.current() if bake is None else bake(request, specs)
-        policy = overlay.on_top(policy, AS_IT_LIES)
-        route = self._session.routes.find(self._link, request, specs, out, policy, device=gpu.uuid)
+        route, specs = self._route(request, arrays, out, gpu)
         result, address = (out.obj, out.address) if out is not None else new_like(like, route.plan.results[0])
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
         is_first = not route.is_armed or not gpu.is_signed(route.slot)
-        places: list[Place | None] = []
+        placing = Placing(gpu, rung, stream)
         # First calls one by one: a worker that could not use an offer is given up until there is another offer.
         with gpu.settling if is_first else contextlib.nullcontext():
             if gpu.rung != rung:
                 raise _OtherRung
             try:
-                memory = self._place(
-                    request, arrays, specs, gpu, rung, stream, address if is_direct else 0, route, places
-                )
-                enqueued = Enqueued(self, gpu, rung, request.op, route, memory.copies, start_ns)
+                memory = placing.place(route, arrays, specs, address if is_direct else 0)
+                placing.publish(route.plan.inputs)
+                enqueued = Enqueued(self.outcomes, gpu, rung, request.op, route, memory.copies, start_ns)
                 enqueued.is_awaited = is_first
-                self._enqueue(request, gpu, stream, memory, enqueued, (arrays, result))
-                self._take_output(gpu, rung, stream, memory, address, route.plan.results[0].span_bytes)
+                turn = self._enqueue(request, gpu, stream, memory, enqueued, (arrays, result))
+                placing.take_output(address, route.plan.results[0].span_bytes)
             finally:  # in the stream's order
-                pool = gpu.memory.pool(rung)
-                for place in places:
-                    if place is not None and place.block is not None:
-                        pool.give(place.block)
+                placing.end()
             try:
                 if is_first:
                     self._settle(enqueued)
@@ -209,166 +182,111 @@ class GpuCalls:
                 self._session.routes.clear()
                 raise _OtherRung from exc
             except NoBackend:
-                if is_dense or all(s is None or s.is_contiguous for s in specs):
+                if all(spec is None or spec.is_contiguous for spec in specs):
                     raise
-                self._dense.add(dense_key)
-                return self._run(request, arrays, out, start_ns, gpu, rung, stream, like, key)
-        if not is_first and key is not None and rung == "ipc" and not memory.copies:
-            where = (*[array.address for array in arrays if array is not None], address)
-            self._remember(key, gpu, route, (*specs, None if out is None else out.spec), where, memory)
-        enqueued.end_ns = time.perf_counter_ns()
-        self._session.note(enqueued)
+                self._dense.add(_dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
+                return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)
+        if enqueued.lane is not None and rung == "ipc":
+            self._remember(request, gpu, enqueued.lane, route, like, address, memory)
+        self._end(gpu, turn, enqueued)
         return result if out is not None else give(like, result)
 
-    # --- calls that are made again
-
-    def _again(self, gpu: Gpu, known: _Known, where: tuple[int, ...]) -> bytes | None:
-        """The references of a call whose tensors lie where they lay once; None when that may be other memory by now."""
-        found = known.places.get(where)
-        if found is None:
-            return None
-        refs, owners = found
-        driver = gpu.memory.context.driver
-        try:
-            if all(driver.buffer_id(address) == buffer_id for address, buffer_id in owners):
-                return refs
-        except CudaError as exc:
-            if exc.is_sticky:
-                raise
-        known.places.pop(where, None)
-        return None
+    def _end(self, gpu: Gpu, turn: Turn, enqueued: Enqueued) -> None:
+        if not turn.number % LOOK_EVERY:
+            gpu.wait_for_room(turn)
+        enqueued.end_ns = time.perf_counter_ns()
+        self._session.note(enqueued)
 
     def _remember(
         self,
-        key: tuple[Any, ...],
+        request: Request,
         gpu: Gpu,
+        lane: GpuLane,
         route: Route,
-        specs: tuple[TensorSpec | None, ...],
-        where: tuple[int, ...],
-        memory: _Memory,
+        like: Array,
+        address: int,
+        memory: Memory,
     ) -> None:
-        driver, arenas = gpu.memory.context.driver, {}
-        for place in memory.places:
-            if place is not None:
-                if place.block is not None:  # of no bytes
-                    return
-                arenas[place.arena] = place.arena.address
+        key, lease = key_of(request), route.lease
+        if key is None or lease is None or like.kind == "dlpack":
+            return
         known = self._known.get(key)
-        if known is None or known.rung != "ipc" or known.route is not route:
+        if known is None or not known.is_current():
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            known = self._known[key] = _Known(route, route.plan.results[0], "ipc", {}, specs)
-        if len(known.places) >= MAX_PLACES:
-            known.places.clear()
-        known.places[where] = (memory.refs, tuple((address, driver.buffer_id(address)) for address in arenas.values()))
+            make = maker(like, route.plan.results[0])
+            known = self._known[key] = Known(gpu, lane, lease, route, gpu.rung, streamer(like), make)
+        known.remember(address, memory, gpu.memory.context.driver)
 
-    # --- memory
-
-    def _place(
-        self,
-        request: Request,
-        arrays: tuple[Array | None, ...],
-        specs: tuple[TensorSpec | None, ...],
-        gpu: Gpu,
-        rung: str,
-        stream: int,
-        output: int,
-        route: Route,
-        places: list[Place | None],
-    ) -> _Memory:
-        """`output`: the address of the caller's own memory for the result, 0 when it must not be written directly.
-        `places` gets what was found, also when this raises: blocks among it are to be given back."""
-        copies: list[Copy] = []
-        holds: list[Array] = []
-        refs: list[bytes] = []
-        for name, array, spec in zip(OPS[request.op].inputs, arrays, specs, strict=True):
-            if array is None or spec is None:
-                places.append(None)
-                refs.append(_NO_REF)
-                continue
-            source, why = array, ""
-            if array.spec != spec:
-                source, why = _dense_copy(array, spec), DENSE
-                holds.append(source)  # its allocator would take it for the next copy, before this one is read
-            elif array.needs_copy:
-                why = "its strides cannot be described to a worker"
-            place = self._input(gpu, rung, stream, source)
-            why = why or place.copied
-            if why and array.nbytes:
-                copies.append(Copy(name, array.nbytes, "client", why))
-            places.append(place)
-            refs.append(REF.pack(gpu.number(place.arena, rung), 0, place.offset, spec.span_bytes))
-        nbytes = route.plan.outputs[0].span_bytes
-        found = gpu.memory.find(output, nbytes, rung) if output else "it shares memory with an input"
-        if isinstance(found, str):
-            block = gpu.memory.pool(rung).take(nbytes, stream)
-            place = Place(block.arena, block.offset, block, found)
-            if nbytes:
-                copies.append(Copy("out", nbytes, "client", found))
-        else:
-            place = Place(*found)
-        places.append(place)
-        refs.append(REF.pack(gpu.number(place.arena, rung), 0, place.offset, nbytes))
-        return _Memory(b"".join(refs), places, copies, holds)
-
-    def _input(self, gpu: Gpu, rung: str, stream: int, array: Array) -> Place:
-        nbytes = array.spec.span_bytes
-        found = gpu.memory.find(array.address, nbytes, rung)
-        if not isinstance(found, str):
-            return Place(*found)
-        block = gpu.memory.pool(rung).take(nbytes, stream)
-        if nbytes:
-            gpu.memory.context.driver.copy_on_device(block.address, array.address, nbytes, stream)
-        return Place(block.arena, block.offset, block, found)
-
-    def _take_output(self, gpu: Gpu, rung: str, stream: int, memory: _Memory, address: int, nbytes: int) -> None:
-        """The result to where the caller wants it, if it is not there."""
-        output = memory.places[-1]
-        assert output is not None
-        if rung in STAGED and nbytes:
-            output.arena.collect(rung, output.offset, nbytes, stream)
-        if output.block is not None and nbytes:
-            gpu.memory.context.driver.copy_on_device(address, output.block.address, nbytes, stream)
-
-    # --- a call
+    # --- enqueueing
 
     def _enqueue(
-        self, request: Request, gpu: Gpu, stream: int, memory: _Memory, enqueued: Enqueued, hold: object
-    ) -> None:
-        """READY, EXECUTE, and the stream waits for DONE. Whatever happens, the turn has somebody who ends it. `hold`
-        keeps what a worker may write to although its caller was interrupted."""
-        if enqueued.rung in STAGED:
-            for place, spec in zip(memory.places, enqueued.route.plan.inputs, strict=False):
-                if place is not None and spec is not None and spec.span_bytes:
-                    place.arena.publish(enqueued.rung, place.offset, spec.span_bytes, stream)
+        self, request: Request, gpu: Gpu, stream: int, memory: Memory, enqueued: Enqueued, hold: object
+    ) -> Turn:
+        """The call to a worker, by its ring or by the broker; READY; and the stream waits for DONE. Whatever happens,
+        somebody ends the turn. `hold` keeps what a worker may write to although its caller was interrupted."""
         time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
-        number, flags = enqueued.route.number, HAS_TURN
         with gpu.lock:
+            place = None if time_us or gpu.memory.why_no_memops else self._lane_of(gpu, enqueued.route)
+            if place is not None:
+                return self._put(gpu, stream, *place, enqueued, memory.refs, hold)
             turn = gpu.order.begin(stream)
-            body = memory.refs + TURN.pack(turn.lane, turn.number)
+            body, number = memory.refs + TURN.pack(*turn), enqueued.route.number
 
             def frame(seq: int) -> bytes:
-                self._late[seq] = enqueued
-                return wire.pack(_EXECUTE, flags, number, seq, 0, 0, time_us, body)
+                self.outcomes.expect(seq, enqueued)
+                return wire.pack(_EXECUTE, HAS_TURN, number, seq, 0, 0, time_us, body)
 
-            try:
+            with _ends_turn(gpu, stream, turn, hold):
                 self._link.submit(enqueued, frame)
-                self._await(gpu, stream, turn, enqueued)
-            except BaseException as exc:
-                gpu.order.abandon(stream, turn)
-                if not isinstance(exc, LayerZeroError):  # an interrupt: the broker may have the call all the same
-                    _interrupted.append(hold)
-                raise
-            while len(self._late) > MAX_LATE:
-                self._late.popitem(last=False)
-        if not turn.number % LOOK_EVERY:
-            gpu.wait_for_room(turn)
+                if gpu.memory.why_no_memops:
+                    self._link.wait(enqueued)  # the CPUs wait in place of the streams
+                    gpu.wait_for(turn)
+                gpu.order.await_done(stream, turn)
+        return turn
 
-    def _await(self, gpu: Gpu, stream: int, turn: Turn, enqueued: Enqueued) -> None:
-        if gpu.memory.why_no_memops:
-            self._link.wait(enqueued)  # the CPUs wait in place of the streams
-            gpu.wait_for(turn)
-        gpu.order.await_done(stream, turn)
+    def _put(
+        self,
+        gpu: Gpu,
+        stream: int,
+        lane: GpuLane,
+        lease: Lease,
+        enqueued: Enqueued,
+        refs: bytes,
+        hold: object,
+    ) -> Turn:
+        """The call onto a worker's ring. The GPU's lock is held."""
+        turn = gpu.order.reserve(stream)
+        with _ends_turn(gpu, stream, turn, hold):
+            seq, route = self._link.reserve(), enqueued.route.number
+            enqueued.lane, enqueued.turn, enqueued.decision = lane, turn, lease.decision
+            self.outcomes.expect(seq, enqueued)
+            is_seen = lane.put(route, lease.plan, seq, turn, refs)
+            enqueued.call = call = lane.calls
+            if not is_seen:
+                flags, body = HAS_TURN | AFTER_LANE, refs + TURN.pack(*turn)
+                self._link.send(wire.pack(_EXECUTE, flags, route, seq, call & 0xFFFF_FFFF, lane.number, 0, body))
+            gpu.order.enter(stream, turn)
+        return turn
+
+    def _lane_of(self, gpu: Gpu, route: Route) -> tuple[GpuLane, Lease] | None:
+        """The ring that a route's calls may be put on, if any."""
+        lease = route.lease
+        if lease is None or not route.is_armed or not gpu.is_signed(lease.decision.slot):
+            return None
+        lane = self._lanes.get(lease.lane)
+        if lane is None:
+            try:
+                lane = self._lanes[lease.lane] = GpuLane(self._link, lease.lane, gpu)
+            except (OSError, OutOfMemory):  # no memory or descriptors: the broker takes the calls
+                lane = None
+        if lane is not None and lane.holds(lease):
+            return lane, lease
+        route.lease = None
+        if lane is not None and lane.is_ended:
+            del self._lanes[lease.lane]
+            lane.close()
+        return None
 
     def _settle(self, enqueued: Enqueued) -> None:
         """Wait for the first call of a route: what is wrong is raised by the call itself. Its worker's sign is looked
@@ -395,54 +313,15 @@ class GpuCalls:
         route.is_armed = True
         enqueued.is_awaited = False  # its worker may still die with it
 
-    # --- failures of calls that have returned
+    def _look(self, gpu: Gpu, stream: int) -> None:
+        """Raises the error of a call that failed after it had returned."""
+        if next(self._count) % READ_EVERY == 0 or gpu.order.has_news(stream):
+            self._link.read_nowait()  # else it costs more than it is worth
+        if self.outcomes.has_failure:
+            gpu.order.take_news()
+            self.outcomes.raise_failure()
 
-    def _answer_late(self, header: Header, body: bytes) -> None:
-        enqueued = self._late.get(header.seq)
-        if enqueued is not None:
-            enqueued.answer_again(header, body)
-
-    def note_failure(self, enqueued: Enqueued) -> None:
-        """It is raised by the next call, which is waited for if it is on the same route."""
-        enqueued.route.is_armed = False
-        self._failed.append(enqueued)
-
-    def _raise_failure(self) -> None:
-        with contextlib.suppress(IndexError):  # another thread has raised it
-            enqueued = self._failed.popleft()
-            error, outcome = error_of(enqueued.body)
-            error.message = f"an earlier call on the GPU, {enqueued.op}, failed: {error.message}"
-            error.args = (error.message,)
-            error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
-            raise error
-
-    def report_of(self, enqueued: Enqueued) -> SelectionReport:
-        """As far as it is known: waits for the worker's answer, not for the GPU. Raises the link's error."""
-        self._link.wait(enqueued)
-        self._link.read_nowait()
-        if enqueued.error is not None:
-            raise enqueued.error
-        header, body = enqueued.header, enqueued.body
-        assert header is not None
-        if header.kind == _FAILED:
-            return failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, error_of(body)[1])
-        route, gpu = enqueued.route, enqueued.gpu
-        replayed = "; the worker replayed a CUDA graph" if header.flags & wire.REPLAYED else ""
-        attempts = messages.decode(body, messages.Outcome).attempts if header.flags & wire.HAS_OUTCOME else ()
-        record = (
-            route.plan,
-            enqueued.copies,
-            enqueued.start_ns,
-            enqueued.end_ns,
-            header.time,
-            attempts,
-            route.decisions[header.aux],
-            (),
-            gpu.transport_note + replayed,
-        )
-        report = report_of(record)
-        assert report is not None
-        return report
+    # --- the end
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Until all calls so far are done. Raises the error of one that failed, DeadlineExceeded."""
@@ -450,7 +329,7 @@ class GpuCalls:
             gpu.wait_all(timeout_s)
         if self._gpus:
             self._session.ask("ping")  # what the broker has said of them is here when the answer is
-        self._raise_failure()
+        self.outcomes.raise_failure()
 
     def finish(self, timeout_s: float) -> None:
         """Before the link is closed: what is enqueued needs the broker and its workers."""
@@ -462,6 +341,27 @@ class GpuCalls:
         for gpu in self._gpus.values():
             gpu.close()
         self._gpus.clear()
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        self._known.clear()
+
+
+@contextlib.contextmanager
+def _ends_turn(gpu: Gpu, stream: int, turn: Turn, hold: object) -> Iterator[None]:
+    """When this is left by an exception, the turn is ended in the stream. After an interrupt a worker may have the call
+    all the same, and write to its memory."""
+    try:
+        yield
+    except BaseException as exc:
+        gpu.order.abandon(stream, turn)
+        if not isinstance(exc, LayerZeroError):
+            _interrupted.append(hold)
+        raise
+
+
+def _dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
+    return (request.op, specs, tuple(request.params.items()))
 
 
 def _refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out: Array | None) -> None:
@@ -470,24 +370,6 @@ def _refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out:
         if array is not None and array.kind != like.kind:
             one, other = (f"{type(a.obj).__module__.partition('.')[0]} array" for a in (like, array))
             raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")
-
-
-def _refuse_capture(op: str, context: Context, stream: int) -> None:
-    """Needs the context to be current. Raises CudaGraphUnsafe."""
-    if context.driver.is_capturing(stream):
-        raise CudaGraphUnsafe(
-            f"{op}: the stream is being captured into a CUDA graph, and a call through the broker cannot be replayed; "
-            "call it outside of the capture"
-        )
-
-
-def _dense_copy(array: Array, spec: TensorSpec) -> Array:
-    made, address = new_like(array, spec)
-    if array.kind == "torch":
-        made.copy_(array.owner.detach() if array.requires_grad else array.owner)
-    else:
-        made[...] = array.owner
-    return Array(array.kind, spec, address, made, made, device=array.device)
 
 
 _interrupted: list[object] = []

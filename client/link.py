@@ -127,6 +127,10 @@ class Link:
         with self._lock:
             self._send(frame)
 
+    def reserve(self) -> int:
+        """A sequence number for a call that the broker may answer although it was not sent to it."""
+        return next(self._numbers)
+
     def submit(self, pending: Pending, make_frame: Callable[[int], bytes]) -> int:
         """Send a frame whose answer finishes `pending`; `make_frame` gets the sequence number.
 
@@ -338,9 +342,10 @@ class Link:
         """As `add_arena`, of memory on a GPU."""
         self._show(message, fds)
 
-    def add_lane(self, number: int, fds: tuple[int, int, int]) -> bool:
-        """Show the broker the page and the bells of an express lane. Whether its worker is there."""
-        answer = self._show(messages.AddLane(lane=number), fds)
+    def add_lane(self, number: int, fds: tuple[int, ...], gpu: str = "") -> bool:
+        """Show the broker the page and the bells of an express lane; on a GPU its ring and doorbell. Whether its worker
+        is there."""
+        answer = self._show(messages.AddLane(lane=number, gpu=gpu), fds)
         return isinstance(answer, messages.LaneAdded) and answer.is_open
 
     def _show(self, shown: _Shown, fds: tuple[int, ...]) -> messages.Message:

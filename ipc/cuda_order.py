@@ -48,6 +48,7 @@ class ClientOrder(_Words):
         self._lock = threading.Lock()
         self._lanes: dict[int, int] = {}  # stream -> lane
         self._next = [first] * LANES
+        self._errors = [0] * LANES  # as last taken
         for lane in range(LANES):  # cyclically, zero is ahead of half of all numbers
             self.page.store_ready(Turn(lane, first - 1 & MASK))
             self.page.store_done(Turn(lane, first - 1 & MASK))
@@ -102,11 +103,22 @@ class ClientOrder(_Words):
             raise ProtocolError(f"the worker replied, but has not finished call {turn.number} of lane {turn.lane}")
 
     def abandon(self, stream: int, turn: Turn) -> None:
-        """End a turn that nobody was told of. The lane's later ones are not held up by it."""
+        """End a turn whose caller goes without. The lane's later ones are not held up by it, and nor is a worker that
+        was told of it."""
         if self._has_memops:
+            self._driver.write_value(stream, self._at(turn, READY), turn.number)
             self._driver.write_value(stream, self._at(turn, DONE), turn.number)
         else:
             self.page.store_done(turn)
+
+    def has_news(self, stream: int) -> bool:
+        """Whether a call of the stream has failed since `take_news`."""
+        lane = self._lanes.get(stream)
+        return lane is not None and self.page.last_error(lane) != self._errors[lane]
+
+    def take_news(self) -> None:
+        """What has failed so far is known."""
+        self._errors = [self.page.last_error(lane) for lane in range(LANES)]
 
     def last_turns(self) -> list[Turn]:
         """The last one of each lane. Takes no lock: `begin` may wait for a full stream with it."""

@@ -22,8 +22,8 @@ PAGE_BYTES = _BELLS_DONE + 4 * BELLS
 READY, DONE, _ERROR = 0, 128, 256  # bytes within a lane; 128 apart, so that writers share no cache line
 MASK = (1 << 32) - 1
 MAX_ERROR = MASK
-# Values of a bell. A graph of the client clears the bell's DONE, writes RUNG and waits for DONE; the worker's CPU writes
-# TAKEN and enqueues the kernel, and after that its stream writes DONE = 1. So taken and not done means: somebody's.
+# Values of a bell. A graph of the client clears the bell's DONE, writes RUNG and waits for DONE; the worker's CPU
+# writes TAKEN and enqueues the kernel, and behind that its stream writes DONE = 1. Taken and not done: somebody's.
 SILENT, RUNG, TAKEN = range(3)
 _RUNG = RUNG.to_bytes(4, "little")
 
@@ -63,6 +63,10 @@ class OrderPage:
         """The code with which this call failed; 0 when it did not, or when a later one of its lane failed."""
         value = self._errors[index(turn, _ERROR) // 2]
         return value >> 32 if value & MASK == turn.number else 0
+
+    def last_error(self, lane: int) -> int:
+        """Changes when a call of the lane fails."""
+        return self._errors[lane * 64 + _ERROR // 8]
 
     def fail(self, turn: Turn, code: int) -> None:
         """Let the client's stream go on without a result. Only once no worker will finish this call: the word is its.

@@ -1,0 +1,125 @@
+"""Calls in CUDA graphs of the application: each is bound to a bell, which a worker answers at every replay.
+
+Nobody tells this process when a graph is replayed, or that it is gone: the driver counts a semaphore up for that. When
+no worker is left for a bell, or the broker is gone, a thread of ours ends what its graph waits for, with an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from layerzero.ipc.cuda_order import ClientOrder
+from layerzero.ipc.errors import Busy
+from layerzero.ipc.order import BELLS, RUNG, SILENT, TAKEN
+
+if TYPE_CHECKING:
+    from layerzero.client.gpu_capture import Captured
+
+_COUNTER_BYTES = 32  # a sem_t
+
+
+class Bells:
+    """Of one order page. Threads may share it."""
+
+    def __init__(self, order: ClientOrder) -> None:
+        self._page = order.page
+        self._lock = threading.Lock()
+        self._bound: dict[int, Captured] = {}
+        self._failed: dict[int, Captured] = {}
+        self._free = list(range(BELLS - 1, -1, -1))
+        self._counters: ctypes.Array[ctypes.c_char] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether graphs of this process may wait for a bell."""
+        return bool(self._bound)
+
+    def take(self) -> int:
+        """A bell that nobody uses. Raises Busy."""
+        with self._lock:
+            if self._counters is None:
+                self._counters = ctypes.create_string_buffer(_COUNTER_BYTES * BELLS)
+                _kept.append(self._counters)  # the driver counts when the process ends, too
+            if not self._free:
+                raise Busy(f"{BELLS} calls are in CUDA graphs of this process on one GPU; no more can", limit=BELLS)
+            bell = self._free.pop()
+            self._page.set_bell(bell, SILENT)
+        ctypes.memset(self.counter(bell), 0, _COUNTER_BYTES)
+        return bell
+
+    def counter(self, bell: int) -> int:
+        """The address of the semaphore that says when the bell's graph is gone."""
+        assert self._counters is not None
+        return ctypes.addressof(self._counters) + _COUNTER_BYTES * bell
+
+    def give_back(self, bell: int) -> None:
+        """It was not bound after all."""
+        with self._lock:
+            self._free.append(bell)
+
+    def bind(self, bell: int, enqueued: Captured) -> None:
+        """A worker answers it, or did a moment ago."""
+        with self._lock:
+            self._bound[bell] = enqueued
+            if enqueued.has_failed:
+                self._failed[bell] = enqueued
+
+    def gone(self) -> Iterator[Captured]:
+        """Calls whose graphs are gone since the last look: their bells are free again."""
+        if not self._bound:
+            return
+        with self._lock:
+            for bell, enqueued in list(self._bound.items()):
+                if self._count(bell):
+                    del self._bound[bell]
+                    self._failed.pop(bell, None)
+                    self._free.append(bell)
+                    yield enqueued
+
+    def fail(self, bell: int) -> None:
+        """No worker answers this one any more."""
+        with self._lock:
+            if bell in self._bound:
+                self._failed[bell] = self._bound[bell]
+
+    def answered(self, bell: int) -> None:
+        """A worker answers it again."""
+        with self._lock:
+            self._failed.pop(bell, None)
+
+    def fail_all(self) -> None:
+        with self._lock:
+            self._failed.update(self._bound)
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failed)
+
+    def end_failed(self) -> list[Captured]:
+        """Let the graphs go on that wait for bells which nobody answers. Returns what has failed by that."""
+        ended = []
+        for bell, enqueued in list(self._failed.items()):
+            value = self._page.bell(bell)
+            if value == RUNG or (value == TAKEN and not self._page.is_bell_done(bell)):
+                self._page.set_bell(bell, TAKEN)
+                self._page.store_bell_done(bell)
+                ended.append(enqueued)
+        return ended
+
+    def _count(self, bell: int) -> int:
+        return ctypes.c_uint32.from_address(self.counter(bell)).value
+
+
+def tell_orphans() -> None:
+    """Into stderr: there is nobody left to raise it."""
+    print(
+        "layerzero: a CUDA graph was replayed with calls of a session that was closed; their results are undefined",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+_kept: list[object] = []

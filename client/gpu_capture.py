@@ -1,0 +1,158 @@
+"""Calls that are made while the application captures a CUDA graph: a replay runs the remote kernels, with no message.
+
+The route must be settled: the call was made before, outside of the capture, and its worker is known to be reached.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from layerzero.client.arrays import Array
+from layerzero.client.call import Request, Route, error_of, overlap
+from layerzero.client.gpu import Gpu
+from layerzero.client.gpu_arrays import new_like
+from layerzero.client.gpu_outcomes import Enqueued, Outcomes
+from layerzero.client.gpu_places import Placing
+from layerzero.client.link import Link
+from layerzero.ipc import wire
+from layerzero.ipc.cuda_abi import CAPTURE_RELAXED
+from layerzero.ipc.errors import CudaGraphUnsafe
+from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.wire import BELL, HAS_BELL, Kind
+
+if TYPE_CHECKING:
+    from layerzero.client.session import Session
+
+_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
+
+
+def unsettled(op: str) -> CudaGraphUnsafe:
+    return CudaGraphUnsafe(
+        f"{op}: the stream is being captured into a CUDA graph, and no kernel is known yet that serves this call; "
+        "make it once outside of the capture, as a warm-up"
+    )
+
+
+class Captured(Enqueued):
+    """A call in a graph of the application. It is answered once by who binds it, and again by each who takes over."""
+
+    __slots__ = ("bell", "seq")
+
+    def __init__(self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, start_ns: int, bell: int) -> None:
+        super().__init__(outcomes, gpu, gpu.rung, op, route, (), start_ns)
+        self.bell, self.seq = bell, 0
+        self.is_awaited = True
+
+    @property
+    def has_failed(self) -> bool:
+        return self.header is not None and self.header.kind == _FAILED
+
+    def answer_again(self, header: wire.Header, body: bytes) -> None:
+        """A worker has died, and another has taken the call over, or none can."""
+        self.header, self.body = header, body
+        if header.kind == _FAILED:
+            self.gpu.bells.fail(self.bell)
+        else:
+            self.gpu.bells.answered(self.bell)
+
+
+class Captures:
+    """Of one connection. Threads may share it."""
+
+    def __init__(self, session: Session, link: Link, outcomes: Outcomes) -> None:
+        self._session, self._link, self._outcomes = session, link, outcomes
+
+    def add(
+        self,
+        request: Request,
+        route: Route,
+        specs: tuple[TensorSpec | None, ...],
+        arrays: tuple[Array | None, ...],
+        out: Array | None,
+        gpu: Gpu,
+        stream: int,
+        start_ns: int,
+    ) -> Any:
+        """Add a call to the graph. Returns its result, which each replay fills.
+
+        Raises CudaGraphUnsafe, and leaves the capture whole, for a call that is not settled, that would need a copy, or
+        that no kernel serves from a graph. Needs the GPU's context to be current.
+        """
+        op, driver = request.op, gpu.memory.context.driver
+        like = next(array for array in arrays if array is not None)
+        if gpu.memory.why_no_memops:
+            raise CudaGraphUnsafe(f"{op}: streams cannot wait for words here: {gpu.memory.why_no_memops}")
+        if like.kind == "dlpack":
+            raise CudaGraphUnsafe(f"{op}: graphs of arrays that are not torch's or CuPy's are not known")
+        if not route.is_armed or not gpu.is_signed(route.slot):
+            raise unsettled(op)
+        before = driver.exchange_capture_mode(CAPTURE_RELAXED)  # showing memory to others is no work
+        try:
+            result, address = (out.obj, out.address) if out is not None else new_like(like, route.plan.results[0])
+            refs = self._refs(request, route, specs, arrays, out, gpu, stream, address)
+            captured = self._bind(op, route, gpu, refs, start_ns)
+        finally:
+            driver.exchange_capture_mode(before)
+        self._session.note(captured)
+        driver.retain_in_graph(stream, gpu.bells.counter(captured.bell))
+        gpu.order.ring(stream, captured.bell)
+        captured.end_ns = captured.start_ns
+        return result
+
+    def _refs(
+        self,
+        request: Request,
+        route: Route,
+        specs: tuple[TensorSpec | None, ...],
+        arrays: tuple[Array | None, ...],
+        out: Array | None,
+        gpu: Gpu,
+        stream: int,
+        address: int,
+    ) -> bytes:
+        """Raises CudaGraphUnsafe for memory that a worker does not reach as it lies."""
+        op = request.op
+        if out is not None and any(overlap(out, array) for array in arrays if array is not None):
+            raise CudaGraphUnsafe(f"{op}: out= shares memory with an input, and a copy cannot be part of a graph here")
+        for array, spec in zip(arrays, specs, strict=True):
+            if array is not None and array.spec != spec:
+                raise CudaGraphUnsafe(f"{op}: no kernel takes an input with these strides; make it contiguous before")
+        ends = [(array.address, array.spec.span_bytes) for array in arrays if array is not None]
+        for at, nbytes in (*ends, (address, route.plan.outputs[0].span_bytes)):
+            found = gpu.memory.find(at, nbytes, gpu.rung) if nbytes else ""
+            if isinstance(found, str):
+                raise CudaGraphUnsafe(f"{op}: a tensor must be copied, which a graph cannot: {found or 'it is empty'}")
+        placing = Placing(gpu, gpu.rung, stream)
+        try:
+            return placing.place(route, arrays, specs, address).refs
+        finally:
+            placing.end()
+
+    def _bind(self, op: str, route: Route, gpu: Gpu, refs: bytes, start_ns: int) -> Captured:
+        """Have a worker answer a bell of the call. Raises what that ends in."""
+        for gone in gpu.bells.gone():
+            self._outcomes.forget(gone.seq)
+            self._link.send(wire.pack(Kind.UNBIND, seq=gone.seq))
+        bell = gpu.bells.take()
+        captured = Captured(self._outcomes, gpu, op, route, start_ns, bell)
+        try:
+            captured.seq = self._link.submit(
+                captured, lambda seq: self._frame(captured, seq, refs + BELL.pack(bell), route.number)
+            )
+            self._link.wait(captured)
+            if captured.error is not None:
+                raise captured.error
+            assert captured.header is not None
+            if captured.header.kind == _FAILED:
+                raise error_of(captured.body)[0]
+        except BaseException:
+            if captured.is_done:
+                gpu.bells.give_back(bell)  # else somebody may bind it yet
+            raise
+        gpu.bells.bind(bell, captured)
+        gpu.watch_bells()
+        return captured
+
+    def _frame(self, captured: Captured, seq: int, body: bytes, route: int) -> bytes:
+        self._outcomes.keep(seq, captured)
+        return wire.pack(_EXECUTE, HAS_BELL, route, seq, body=body)

@@ -1,0 +1,73 @@
+"""The express lane for calls on a GPU: calls of a settled route go into a ring that their worker reads, and nobody
+answers. What does not go well there, the broker brings to an end."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from layerzero.client.express import Lease
+from layerzero.client.gpu import Gpu
+from layerzero.client.link import Link
+from layerzero.ipc import lane, ring
+from layerzero.ipc.order import Turn
+from layerzero.ipc.ring import SLOTS, Ring
+
+
+class GpuLane:
+    """This process's end of a ring to one start of a worker. The GPU's lock is held by who uses it."""
+
+    def __init__(self, link: Link, number: int, gpu: Gpu) -> None:
+        """Raises OutOfMemory, and OSError when the process has no file descriptors left."""
+        self.number = number
+        self.calls = 0
+        self.gpu = gpu
+        self._turns: list[Turn | None] = [None] * SLOTS
+        self._barrier = threading.Lock()
+        self._is_closed = False
+        self._doorbell = -1
+        fd = ring.create_page()
+        try:
+            self._ring = Ring(fd)
+            self._doorbell = lane.create_doorbell()
+            self.is_open = link.add_lane(number, (fd, self._doorbell), gpu.uuid)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(fd)
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether calls may be put under this lease now."""
+        return self._ring.epoch == lease.epoch and not self.is_ended
+
+    @property
+    def is_ended(self) -> bool:
+        return self._is_closed or not self.is_open or self._ring.is_ended
+
+    def put(self, route: int, plan: int, seq: int, turn: Turn, refs: bytes) -> bool:
+        """Put the next call, number `calls` from now on. False: the worker is gone, and the broker may not have seen
+        the call. Waits while the ring is full."""
+        call = self.calls + 1
+        slot = call % SLOTS
+        before = self._turns[slot]
+        if before is not None and not self.gpu.order.page.is_done(before):
+            self.gpu.wait_for(before)
+        self._turns[slot], self.calls = turn, call
+        self._ring.put(call, route, plan, seq, turn, refs)
+        with self._barrier:  # a locked instruction: what was put is seen before what follows is read
+            pass
+        if self._ring.is_asleep:
+            lane.ring(self._doorbell)
+        return not self._ring.is_ended
+
+    def status(self, call: int) -> int:
+        """As Ring.status."""
+        return 0 if self._is_closed else self._ring.status(call)
+
+    def close(self) -> None:
+        """The page stays mapped while something refers to this."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._doorbell >= 0:
+                os.close(self._doorbell)

@@ -1,0 +1,158 @@
+"""What becomes of calls on a GPU after they have returned: answers that come later, errors, reports."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any
+
+from layerzero.client.call import Route, error_of
+from layerzero.client.gpu import Gpu
+from layerzero.client.gpu_lane import GpuLane
+from layerzero.client.link import Link, Pending
+from layerzero.client.record import failure_of, report_of
+from layerzero.client.report import Copy, SelectionReport
+from layerzero.ipc import messages, ring, wire
+from layerzero.ipc.order import Turn
+from layerzero.ipc.wire import Header, Kind
+
+MAX_LATE = 4096  # calls that may still get an answer after they have returned
+LOOK_S = 0.0002
+_FAILED = int(Kind.FAILED)
+_REPLAYED = "; the worker replayed a CUDA graph"
+
+
+class Enqueued(Pending):
+    """A call that its caller does not wait for. Either the broker answers it, or it was put on a ring: then only if
+    something went wrong there."""
+
+    __slots__ = (
+        "call", "copies", "decision", "end_ns", "gpu", "is_awaited", "lane", "op", "outcomes", "route", "rung",
+        "start_ns", "turn",
+    )  # fmt: skip
+
+    def __init__(
+        self, outcomes: Outcomes, gpu: Gpu, rung: str, op: str, route: Route, copies: Sequence[Copy], start_ns: int
+    ) -> None:
+        super().__init__()
+        self.rung = rung
+        self.is_awaited = False  # its caller raises its error
+        self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
+        self.start_ns, self.end_ns = start_ns, 0
+        self.lane: GpuLane | None = None  # whose ring it was put on, as which call, with which turn
+        self.call, self.turn = 0, Turn(0, 0)
+        self.decision: messages.Decision | None = None  # of the lease
+
+    def finish(self) -> None:
+        super().finish()
+        if self.header is not None and self.header.kind == _FAILED and not self.is_awaited:
+            self.outcomes.note_failure(self)
+
+    def answer_again(self, header: Header, body: bytes) -> None:
+        """The worker died, or left the call to the broker: what counts is how the call ended elsewhere."""
+        self.header, self.body = header, body
+        if header.kind == _FAILED:
+            self.outcomes.note_failure(self)
+
+
+class Outcomes:
+    """Of one connection. Threads may share it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._failed: deque[Enqueued] = deque()
+        self._late: OrderedDict[int, Enqueued] = OrderedDict()
+        self._kept: dict[int, Enqueued] = {}
+        link.on_late = self._answer_late
+
+    @property
+    def has_failure(self) -> bool:
+        return bool(self._failed)
+
+    def expect(self, seq: int, enqueued: Enqueued) -> None:
+        """There may be an answer, or another one, after the call has returned."""
+        self._late[seq] = enqueued
+        while len(self._late) > MAX_LATE:
+            self._late.popitem(last=False)
+
+    def keep(self, seq: int, enqueued: Enqueued) -> None:
+        """As `expect`, until `forget`."""
+        self._kept[seq] = enqueued
+
+    def forget(self, seq: int) -> None:
+        self._kept.pop(seq, None)
+
+    def _answer_late(self, header: Header, body: bytes) -> None:
+        enqueued = self._late.get(header.seq) or self._kept.get(header.seq)
+        if enqueued is not None:
+            enqueued.answer_again(header, body)
+
+    def note_failure(self, enqueued: Enqueued) -> None:
+        """It is raised by the next call, which is waited for if it is on the same route."""
+        enqueued.route.is_armed = False
+        if enqueued not in self._failed:  # a graph that is replayed fails each time
+            self._failed.append(enqueued)
+
+    def raise_failure(self) -> None:
+        """That of the oldest call that failed after it had returned, if there is one; once."""
+        with contextlib.suppress(IndexError):  # another thread has raised it
+            enqueued = self._failed.popleft()
+            error, outcome = error_of(enqueued.body)
+            error.message = f"an earlier call on the GPU, {enqueued.op}, failed: {error.message}"
+            error.args = (error.message,)
+            error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
+            raise error
+
+    def report_of(self, enqueued: Enqueued) -> SelectionReport:
+        """As far as it is known: waits until a worker has taken it, not for the GPU. Raises the link's error."""
+        if enqueued.lane is None:
+            self._link.wait(enqueued)
+            self._link.read_nowait()
+        else:
+            self._wait_taken(enqueued, enqueued.lane)
+        if enqueued.error is not None:
+            raise enqueued.error
+        header, body, note = enqueued.header, enqueued.body, enqueued.gpu.transport_note
+        attempts: Sequence[Any] = ()
+        decision, kernel_ns, is_replayed = enqueued.decision, 0, False
+        if header is not None:
+            if header.kind == _FAILED:
+                return failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, error_of(body)[1])
+            if header.flags & wire.HAS_OUTCOME:
+                attempts = messages.decode(body, messages.Outcome).attempts
+            decision, kernel_ns = enqueued.route.decisions[header.aux], header.time
+            is_replayed = bool(header.flags & wire.REPLAYED)
+        elif enqueued.lane is not None:
+            is_replayed = enqueued.lane.status(enqueued.call) == ring.REPLAYED
+        assert decision is not None
+        if is_replayed:
+            note += _REPLAYED
+        record = (
+            enqueued.route.plan,
+            enqueued.copies,
+            enqueued.start_ns,
+            enqueued.end_ns,
+            kernel_ns,
+            attempts,
+            decision,
+            (),
+            note,
+        )
+        report = report_of(record)
+        assert report is not None
+        return report
+
+    def _wait_taken(self, enqueued: Enqueued, lane: GpuLane) -> None:
+        while True:
+            self._link.read_nowait()
+            status = lane.status(enqueued.call)
+            if enqueued.header is not None or status in (ring.ENQUEUED, ring.REPLAYED):
+                return
+            if enqueued.gpu.order.page.is_done(enqueued.turn) and status != ring.LEFT:
+                return  # its slot has a later call by now
+            if self._link.lost is not None:
+                enqueued.error = self._link.gone(None)
+                return
+            time.sleep(LOOK_S)
