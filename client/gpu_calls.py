@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client import overlay
@@ -16,10 +15,10 @@ from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import current_stream, give, new_like
 from layerzero.client.gpu_capture import Captures, unsettled
-from layerzero.client.gpu_known import MAX_KNOWN, MISS, Known, key_of, maker, streamer
+from layerzero.client.gpu_known import MAX_KNOWN, MISS, Known, key_of
 from layerzero.client.gpu_lane import GpuLane
 from layerzero.client.gpu_memory import memory_of, uuid_of
-from layerzero.client.gpu_outcomes import Enqueued, Outcomes
+from layerzero.client.gpu_outcomes import OnRing, Outcomes, Sent
 from layerzero.client.gpu_places import Memory, Placing
 from layerzero.client.link import Link
 from layerzero.client.overlay import Overlay
@@ -91,22 +90,30 @@ class GpuCalls:
             return MISS
         gpu, stream = known.gpu, known.stream()
         self._look(gpu, stream)
-        with gpu.memory.context as context:
-            driver = context.driver
-            if driver.is_capturing(stream):
+        out, context = request.out, gpu.memory.context
+        is_pushed = not context.is_current()
+        if is_pushed:
+            context.__enter__()
+        try:
+            if known.is_capturing(stream):
                 return MISS
-            out = request.out
             if out is None:
                 result, address = known.make(next(arg for arg in request.args if arg is not None))
             else:
                 result, address = out, next(iter(known.places))  # its address is in the key
-            refs = known.refs(address, driver)
+            refs = known.refs(address, context.driver)
             if refs is None:
                 return MISS
-            enqueued = Enqueued(self.outcomes, gpu, known.rung, request.op, known.route, (), start_ns)
+            enqueued = OnRing(self.outcomes, gpu, known.lane, known.lease, request.op, known.route, (), start_ns)
             with gpu.lock:
-                turn = self._put(gpu, stream, known.lane, known.lease, enqueued, refs, (request.args, result))
-            self._end(gpu, turn, enqueued)
+                turn = self._put(enqueued, stream, refs, (request.args, result))
+        finally:
+            if is_pushed:
+                context.__exit__()
+        if not turn.number % LOOK_EVERY:
+            gpu.wait_for_room(turn)
+        enqueued.end_ns = time.perf_counter_ns()
+        self._session.note(enqueued)
         return result
 
     def run(self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, start_ns: int) -> Any:
@@ -168,14 +175,23 @@ class GpuCalls:
             try:
                 memory = placing.place(route, arrays, specs, address if is_direct else 0)
                 placing.publish(route.plan.inputs)
-                enqueued = Enqueued(self.outcomes, gpu, rung, request.op, route, memory.copies, start_ns)
-                enqueued.is_awaited = is_first
-                turn = self._enqueue(request, gpu, stream, memory, enqueued, (arrays, result))
+                hold = (arrays, result)
+                with gpu.lock:
+                    place = self._lane_of(gpu, route) if request.timeout_s is None and not is_first else None
+                    if place is not None:
+                        lane, lease = place
+                        put = OnRing(self.outcomes, gpu, lane, lease, request.op, route, memory.copies, start_ns)
+                        enqueued: OnRing | Sent = put
+                        turn = self._put(put, stream, memory.refs, hold)
+                    else:
+                        enqueued = sent = Sent(self.outcomes, gpu, rung, request.op, route, memory.copies, start_ns)
+                        sent.is_awaited = is_first
+                        turn = self._send(request, sent, stream, memory.refs, hold)
                 placing.take_output(address, route.plan.results[0].span_bytes)
             finally:  # in the stream's order
                 placing.end()
             try:
-                if is_first:
+                if is_first and isinstance(enqueued, Sent):
                     self._settle(enqueued)
             except NoTransport as exc:
                 gpu.step_down(rung, exc.facts.get("reason") or exc.message)
@@ -186,93 +202,72 @@ class GpuCalls:
                     raise
                 self._dense.add(_dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
                 return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)
-        if enqueued.lane is not None and rung == "ipc":
-            self._remember(request, gpu, enqueued.lane, route, like, address, memory)
-        self._end(gpu, turn, enqueued)
-        return result if out is not None else give(like, result)
-
-    def _end(self, gpu: Gpu, turn: Turn, enqueued: Enqueued) -> None:
+        if isinstance(enqueued, OnRing) and rung == "ipc":
+            self._remember(request, enqueued, like, address, memory)
         if not turn.number % LOOK_EVERY:
             gpu.wait_for_room(turn)
         enqueued.end_ns = time.perf_counter_ns()
         self._session.note(enqueued)
+        return result if out is not None else give(like, result)
 
-    def _remember(
-        self,
-        request: Request,
-        gpu: Gpu,
-        lane: GpuLane,
-        route: Route,
-        like: Array,
-        address: int,
-        memory: Memory,
-    ) -> None:
-        key, lease = key_of(request), route.lease
-        if key is None or lease is None or like.kind == "dlpack":
+    def _remember(self, request: Request, enqueued: OnRing, like: Array, address: int, memory: Memory) -> None:
+        key = key_of(request)
+        if key is None or like.kind == "dlpack":
             return
         known = self._known.get(key)
-        if known is None or not known.is_current():
+        if known is None or known.lease is not enqueued.lease:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            make = maker(like, route.plan.results[0])
-            known = self._known[key] = Known(gpu, lane, lease, route, gpu.rung, streamer(like), make)
-        known.remember(address, memory, gpu.memory.context.driver)
+            known = self._known[key] = Known.of(enqueued, like)
+        known.remember(address, memory, enqueued.gpu.memory.context.driver)
 
-    # --- enqueueing
+    # --- enqueueing. The GPU's lock is held: a lane's calls are told of in their order. Whatever happens, somebody ends
+    # the turn. `hold` keeps what a worker may write to although its caller was interrupted.
 
-    def _enqueue(
-        self, request: Request, gpu: Gpu, stream: int, memory: Memory, enqueued: Enqueued, hold: object
-    ) -> Turn:
-        """The call to a worker, by its ring or by the broker; READY; and the stream waits for DONE. Whatever happens,
-        somebody ends the turn. `hold` keeps what a worker may write to although its caller was interrupted."""
+    def _send(self, request: Request, enqueued: Sent, stream: int, refs: bytes, hold: object) -> Turn:
+        """READY, the call to the broker, and the stream waits for DONE."""
+        gpu, number = enqueued.gpu, enqueued.route.number
         time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
-        with gpu.lock:
-            place = None if time_us or gpu.memory.why_no_memops else self._lane_of(gpu, enqueued.route)
-            if place is not None:
-                return self._put(gpu, stream, *place, enqueued, memory.refs, hold)
-            turn = gpu.order.begin(stream)
-            body, number = memory.refs + TURN.pack(*turn), enqueued.route.number
+        turn = gpu.order.begin(stream)
+        body = refs + TURN.pack(*turn)
 
-            def frame(seq: int) -> bytes:
-                self.outcomes.expect(seq, enqueued)
-                return wire.pack(_EXECUTE, HAS_TURN, number, seq, 0, 0, time_us, body)
+        def frame(seq: int) -> bytes:
+            self.outcomes.expect(seq, enqueued)
+            return wire.pack(_EXECUTE, HAS_TURN, number, seq, 0, 0, time_us, body)
 
-            with _ends_turn(gpu, stream, turn, hold):
-                self._link.submit(enqueued, frame)
-                if gpu.memory.why_no_memops:
-                    self._link.wait(enqueued)  # the CPUs wait in place of the streams
-                    gpu.wait_for(turn)
-                gpu.order.await_done(stream, turn)
+        try:
+            self._link.submit(enqueued, frame)
+            if gpu.memory.why_no_memops:
+                self._link.wait(enqueued)  # the CPUs wait in place of the streams
+                gpu.wait_for(turn)
+            gpu.order.await_done(stream, turn)
+        except BaseException as exc:
+            _give_up(gpu, stream, turn, hold, exc)
+            raise
         return turn
 
-    def _put(
-        self,
-        gpu: Gpu,
-        stream: int,
-        lane: GpuLane,
-        lease: Lease,
-        enqueued: Enqueued,
-        refs: bytes,
-        hold: object,
-    ) -> Turn:
-        """The call onto a worker's ring. The GPU's lock is held."""
-        turn = gpu.order.reserve(stream)
-        with _ends_turn(gpu, stream, turn, hold):
-            seq, route = self._link.reserve(), enqueued.route.number
-            enqueued.lane, enqueued.turn, enqueued.decision = lane, turn, lease.decision
+    def _put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> Turn:
+        """The call onto its ring, READY, and the stream waits for DONE."""
+        lane, order, route = enqueued.lane, enqueued.gpu.order, enqueued.route.number
+        turn = order.reserve(stream)
+        try:
+            enqueued.turn, seq = turn, self._link.reserve()
             self.outcomes.expect(seq, enqueued)
-            is_seen = lane.put(route, lease.plan, seq, turn, refs)
+            is_seen = lane.put(route, enqueued.lease.plan, seq, turn, refs)
             enqueued.call = call = lane.calls
             if not is_seen:
                 flags, body = HAS_TURN | AFTER_LANE, refs + TURN.pack(*turn)
                 self._link.send(wire.pack(_EXECUTE, flags, route, seq, call & 0xFFFF_FFFF, lane.number, 0, body))
-            gpu.order.enter(stream, turn)
+            order.enter(stream, turn)
+        except BaseException as exc:
+            _give_up(enqueued.gpu, stream, turn, hold, exc)
+            raise
         return turn
 
     def _lane_of(self, gpu: Gpu, route: Route) -> tuple[GpuLane, Lease] | None:
         """The ring that a route's calls may be put on, if any."""
         lease = route.lease
-        if lease is None or not route.is_armed or not gpu.is_signed(lease.decision.slot):
+        if lease is None or gpu.memory.why_no_memops or not route.is_armed or not gpu.is_signed(lease.decision.slot):
             return None
         lane = self._lanes.get(lease.lane)
         if lane is None:
@@ -288,7 +283,7 @@ class GpuCalls:
             lane.close()
         return None
 
-    def _settle(self, enqueued: Enqueued) -> None:
+    def _settle(self, enqueued: Sent) -> None:
         """Wait for the first call of a route: what is wrong is raised by the call itself. Its worker's sign is looked
         for."""
         self._link.wait(enqueued)
@@ -347,17 +342,11 @@ class GpuCalls:
         self._known.clear()
 
 
-@contextlib.contextmanager
-def _ends_turn(gpu: Gpu, stream: int, turn: Turn, hold: object) -> Iterator[None]:
-    """When this is left by an exception, the turn is ended in the stream. After an interrupt a worker may have the call
-    all the same, and write to its memory."""
-    try:
-        yield
-    except BaseException as exc:
-        gpu.order.abandon(stream, turn)
-        if not isinstance(exc, LayerZeroError):
-            _interrupted.append(hold)
-        raise
+def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object, exc: BaseException) -> None:
+    """End a turn in its stream. After an interrupt a worker may have the call all the same, and write to its memory."""
+    gpu.order.abandon(stream, turn)
+    if not isinstance(exc, LayerZeroError):
+        _interrupted.append(hold)
 
 
 def _dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:

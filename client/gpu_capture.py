@@ -11,7 +11,7 @@ from layerzero.client.arrays import Array
 from layerzero.client.call import Request, Route, error_of, overlap
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import new_like
-from layerzero.client.gpu_outcomes import Enqueued, Outcomes
+from layerzero.client.gpu_outcomes import Outcomes, Sent
 from layerzero.client.gpu_places import Placing
 from layerzero.client.link import Link
 from layerzero.ipc import wire
@@ -33,10 +33,8 @@ def unsettled(op: str) -> CudaGraphUnsafe:
     )
 
 
-class Captured(Enqueued):
+class Captured(Sent):
     """A call in a graph of the application. It is answered once by who binds it, and again by each who takes over."""
-
-    __slots__ = ("bell", "seq")
 
     def __init__(self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, start_ns: int, bell: int) -> None:
         super().__init__(outcomes, gpu, gpu.rung, op, route, (), start_ns)

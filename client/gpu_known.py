@@ -19,6 +19,7 @@ from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import current_stream, new_like
 from layerzero.client.gpu_lane import GpuLane
+from layerzero.client.gpu_outcomes import OnRing
 from layerzero.client.gpu_places import Memory
 from layerzero.ipc.cuda import Driver
 from layerzero.ipc.errors import CudaError
@@ -41,12 +42,21 @@ class Known:
     route: Route
     rung: str
     stream: Callable[[], int]
+    is_capturing: Callable[[int], bool]
     make: Callable[[Any], tuple[Any, int]]  # a new array for the result, like an input
     places: dict[int, tuple[bytes, Owners]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, enqueued: OnRing, like: Array) -> Known:
+        gpu, route = enqueued.gpu, enqueued.route
+        make = _maker(like, route.plan.results[0])
+        return cls(
+            gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), _capture_watcher(like, gpu), make
+        )
+
     def is_current(self) -> bool:
-        route, gpu = self.route, self.gpu
-        return route.lease is self.lease and route.is_armed and gpu.rung == self.rung and self.lane.holds(self.lease)
+        route, lease = self.route, self.lease
+        return route.lease is lease and route.is_armed and self.gpu.rung == self.rung and self.lane.holds(lease)
 
     def refs(self, address: int, driver: Driver) -> bytes | None:
         """The references, with the result at this address; None when something of it may be other memory by now."""
@@ -87,20 +97,19 @@ def key_of(request: Request) -> tuple[Any, ...] | None:
         return None
     policy = overlay.current()
     values = request.params.values()
-    key: list[Any] = [request.op, request.backend, None if policy is None else policy.text, *values, *map(type, values)]
+    key = [request.op, request.backend, None if policy is None else policy.text, *values, *map(type, values)]
     for arg in (*request.args, request.out):
         if arg is None:
             key.append(None)
             continue
-        read = _READERS.get(type(arg)) or _find_reader(type(arg))
-        part = read(arg)
+        part = (_READERS.get(type(arg)) or _find_reader(type(arg)))(arg)
         if part is None:
             return None
-        key += part
+        key.append(part)
     return tuple(key)
 
 
-def maker(like: Array, spec: TensorSpec) -> Callable[[Any], tuple[Any, int]]:
+def _maker(like: Array, spec: TensorSpec) -> Callable[[Any], tuple[Any, int]]:
     """Makes new arrays for results as `new_like` does, given an array that is like `like`."""
     if like.kind == "torch" and spec.is_contiguous and spec.dtype == like.spec.dtype:
         shape = spec.shape
@@ -113,7 +122,7 @@ def maker(like: Array, spec: TensorSpec) -> Callable[[Any], tuple[Any, int]]:
     return lambda obj: new_like(describe(obj), spec)
 
 
-def streamer(like: Array) -> Callable[[], int]:
+def _streamer(like: Array) -> Callable[[], int]:
     """As `current_stream`, for later calls with arrays like this one."""
     if like.kind == "torch":
         raw, device = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None), like.device
@@ -121,6 +130,15 @@ def streamer(like: Array) -> Callable[[], int]:
             return lambda: raw(device)
     like = Array(like.kind, like.spec, like.address, None, None, device=like.device)  # keeps nobody's memory
     return lambda: current_stream(like)
+
+
+def _capture_watcher(like: Array, gpu: Gpu) -> Callable[[int], bool]:
+    """Whether a stream is being captured."""
+    if like.kind == "torch":
+        ask = getattr(sys.modules["torch"]._C, "_cuda_isCurrentStreamCapturing", None)
+        if ask is not None:  # a tenth of the time
+            return lambda _: bool(ask())
+    return gpu.memory.context.driver.is_capturing
 
 
 def _torch_part(tensor: Any) -> tuple[Any, ...] | None:

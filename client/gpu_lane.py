@@ -39,7 +39,7 @@ class GpuLane:
 
     def holds(self, lease: Lease) -> bool:
         """Whether calls may be put under this lease now."""
-        return self._ring.epoch == lease.epoch and not self.is_ended
+        return self._ring.holds(lease.epoch) and self.is_open and not self._is_closed
 
     @property
     def is_ended(self) -> bool:

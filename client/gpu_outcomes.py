@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from layerzero.client.call import Route, error_of
+from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_lane import GpuLane
 from layerzero.client.link import Link, Pending
 from layerzero.client.record import failure_of, report_of
 from layerzero.client.report import Copy, SelectionReport
 from layerzero.ipc import messages, ring, wire
+from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.order import Turn
 from layerzero.ipc.wire import Header, Kind
 
@@ -24,36 +26,62 @@ _FAILED = int(Kind.FAILED)
 _REPLAYED = "; the worker replayed a CUDA graph"
 
 
-class Enqueued(Pending):
-    """A call that its caller does not wait for. Either the broker answers it, or it was put on a ring: then only if
-    something went wrong there."""
+class Enqueued:
+    """A call that its caller does not wait for."""
 
-    __slots__ = (
-        "call", "copies", "decision", "end_ns", "gpu", "is_awaited", "lane", "op", "outcomes", "route", "rung",
-        "start_ns", "turn",
-    )  # fmt: skip
+    # What is not known of most, so that making one costs little.
+    header: Header | None = None
+    body = b""
+    error: LayerZeroError | None = None
+    end_ns = 0
+    turn = Turn(0, 0)
+    call = 0  # on a ring
 
     def __init__(
-        self, outcomes: Outcomes, gpu: Gpu, rung: str, op: str, route: Route, copies: Sequence[Copy], start_ns: int
+        self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, copies: Sequence[Copy], start_ns: int
     ) -> None:
-        super().__init__()
-        self.rung = rung
-        self.is_awaited = False  # its caller raises its error
         self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
-        self.start_ns, self.end_ns = start_ns, 0
-        self.lane: GpuLane | None = None  # whose ring it was put on, as which call, with which turn
-        self.call, self.turn = 0, Turn(0, 0)
-        self.decision: messages.Decision | None = None  # of the lease
-
-    def finish(self) -> None:
-        super().finish()
-        if self.header is not None and self.header.kind == _FAILED and not self.is_awaited:
-            self.outcomes.note_failure(self)
+        self.start_ns = start_ns
 
     def answer_again(self, header: Header, body: bytes) -> None:
         """The worker died, or left the call to the broker: what counts is how the call ended elsewhere."""
         self.header, self.body = header, body
         if header.kind == _FAILED:
+            self.outcomes.note_failure(self)
+
+
+class OnRing(Enqueued):
+    """One that was put on a ring: the broker answers only if something went wrong there."""
+
+    def __init__(
+        self,
+        outcomes: Outcomes,
+        gpu: Gpu,
+        lane: GpuLane,
+        lease: Lease,
+        op: str,
+        route: Route,
+        copies: Sequence[Copy],
+        start_ns: int,
+    ) -> None:
+        self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
+        self.lane, self.lease, self.start_ns = lane, lease, start_ns
+
+
+class Sent(Enqueued, Pending):
+    """One that the broker answers once a worker has enqueued it."""
+
+    def __init__(
+        self, outcomes: Outcomes, gpu: Gpu, rung: str, op: str, route: Route, copies: Sequence[Copy], start_ns: int
+    ) -> None:
+        Pending.__init__(self)
+        Enqueued.__init__(self, outcomes, gpu, op, route, copies, start_ns)
+        self.rung = rung
+        self.is_awaited = False  # its caller raises its error
+
+    def finish(self) -> None:
+        super().finish()
+        if self.header is not None and self.header.kind == _FAILED and not self.is_awaited:
             self.outcomes.note_failure(self)
 
 
@@ -63,7 +91,7 @@ class Outcomes:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._failed: deque[Enqueued] = deque()
-        self._late: OrderedDict[int, Enqueued] = OrderedDict()
+        self._late: dict[int, Enqueued] = {}
         self._kept: dict[int, Enqueued] = {}
         link.on_late = self._answer_late
 
@@ -74,8 +102,9 @@ class Outcomes:
     def expect(self, seq: int, enqueued: Enqueued) -> None:
         """There may be an answer, or another one, after the call has returned."""
         self._late[seq] = enqueued
-        while len(self._late) > MAX_LATE:
-            self._late.popitem(last=False)
+        if not seq % MAX_LATE:
+            for late in [late for late in list(self._late) if late <= seq - MAX_LATE]:
+                self._late.pop(late, None)
 
     def keep(self, seq: int, enqueued: Enqueued) -> None:
         """As `expect`, until `forget`."""
@@ -107,16 +136,18 @@ class Outcomes:
 
     def report_of(self, enqueued: Enqueued) -> SelectionReport:
         """As far as it is known: waits until a worker has taken it, not for the GPU. Raises the link's error."""
-        if enqueued.lane is None:
+        decision = None
+        if isinstance(enqueued, OnRing):
+            self._wait_taken(enqueued, enqueued.lane)
+            decision = enqueued.lease.decision
+        elif isinstance(enqueued, Sent):
             self._link.wait(enqueued)
             self._link.read_nowait()
-        else:
-            self._wait_taken(enqueued, enqueued.lane)
         if enqueued.error is not None:
             raise enqueued.error
         header, body, note = enqueued.header, enqueued.body, enqueued.gpu.transport_note
         attempts: Sequence[Any] = ()
-        decision, kernel_ns, is_replayed = enqueued.decision, 0, False
+        kernel_ns, is_replayed = 0, False
         if header is not None:
             if header.kind == _FAILED:
                 return failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, error_of(body)[1])
@@ -124,7 +155,7 @@ class Outcomes:
                 attempts = messages.decode(body, messages.Outcome).attempts
             decision, kernel_ns = enqueued.route.decisions[header.aux], header.time
             is_replayed = bool(header.flags & wire.REPLAYED)
-        elif enqueued.lane is not None:
+        elif isinstance(enqueued, OnRing):
             is_replayed = enqueued.lane.status(enqueued.call) == ring.REPLAYED
         assert decision is not None
         if is_replayed:

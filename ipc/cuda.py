@@ -457,6 +457,10 @@ class Context:
         self.ordinal = visible[gpu]
         self.handle = driver.retain_context(self.ordinal)
 
+    def is_current(self) -> bool:
+        """In this thread."""
+        return self.driver.current_context() == self.handle
+
     def __enter__(self) -> Context:
         self.driver.push_context(self.handle)
         return self

@@ -7,7 +7,19 @@ import threading
 
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, OrderPage, Turn, bell_words, create_page, index
+from layerzero.ipc.order import (
+    DONE,
+    LANE_BYTES,
+    LANES,
+    MASK,
+    PAGE_BYTES,
+    READY,
+    OrderPage,
+    Turn,
+    bell_words,
+    create_page,
+    index,
+)
 
 
 class _Words:
@@ -83,8 +95,8 @@ class ClientOrder(_Words):
         When it raises, nothing of it is on the stream: `abandon` ends the turn, or the page's `store_ready` and
         whoever has been told of it.
         """
-        ready = self._at(turn, READY)
-        self._driver.write_and_wait(stream, ready, turn.number, ready + DONE - READY, turn.number)
+        ready, number = self._base + turn[0] * LANE_BYTES, turn[1]
+        self._driver.write_and_wait(stream, ready, number, ready + DONE, number)
 
     def ring(self, stream: int, bell: int) -> None:
         """Ring a bell and hold the stream until that call is done: at each replay, when the stream is captured. Needs

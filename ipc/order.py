@@ -16,8 +16,9 @@ from layerzero.ipc import memory
 from layerzero.ipc.errors import ProtocolError
 
 LANES = 64  # of one page: so many streams of a client can have open calls to one worker
+LANE_BYTES = 512
 BELLS = 4096  # of one page: so many calls can be in a client's captured graphs
-_BELLS, _BELLS_DONE = LANES * 512, LANES * 512 + 4 * BELLS  # bytes
+_BELLS, _BELLS_DONE = LANES * LANE_BYTES, LANES * LANE_BYTES + 4 * BELLS  # bytes
 PAGE_BYTES = _BELLS_DONE + 4 * BELLS
 READY, DONE, _ERROR = 0, 128, 256  # bytes within a lane; 128 apart, so that writers share no cache line
 MASK = (1 << 32) - 1
@@ -66,7 +67,7 @@ class OrderPage:
 
     def last_error(self, lane: int) -> int:
         """Changes when a call of the lane fails."""
-        return self._errors[lane * 64 + _ERROR // 8]
+        return self._errors[(lane * LANE_BYTES + _ERROR) // 8]
 
     def fail(self, turn: Turn, code: int) -> None:
         """Let the client's stream go on without a result. Only once no worker will finish this call: the word is its.
@@ -136,7 +137,7 @@ def index(turn: Turn, word: int) -> int:
     """Of a 32-bit word in the page. Raises ProtocolError for a turn that another process made up."""
     if not (0 <= turn.lane < LANES and 0 <= turn.number <= MASK):
         raise ProtocolError(f"turn {turn.number} of lane {turn.lane}; allowed: lanes below {LANES}, 32-bit numbers")
-    return (turn.lane * 512 + word) // 4
+    return (turn.lane * LANE_BYTES + word) // 4
 
 
 def _reached(word: int, number: int) -> bool:

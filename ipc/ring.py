@@ -21,7 +21,8 @@ SLOT_BYTES = 512
 _STATUS, _SLOTS = 4096, 8192  # bytes
 PAGE_BYTES = _SLOTS + SLOTS * SLOT_BYTES
 _SLOT = struct.Struct("<QIIQIIQ")  # call, route, plan, seq, lane, number, bytes of the references
-MAX_CALL_BYTES = SLOT_BYTES - _SLOT.size  # references of a call
+_SLOT_HEAD, _pack_slot = _SLOT.size, _SLOT.pack_into
+MAX_CALL_BYTES = SLOT_BYTES - _SLOT_HEAD  # references of a call
 
 ENQUEUED, REPLAYED, LEFT = 1, 2, 3  # what became of a call: replayed is enqueued, too
 
@@ -88,9 +89,10 @@ class Ring:
 
     # --- client
 
-    @property
-    def epoch(self) -> int:
-        return self._words[_EPOCH]
+    def holds(self, epoch: int) -> bool:
+        """Whether a lease of this epoch does."""
+        words = self._words
+        return words[_EPOCH] == epoch and not words[_IS_ENDED]
 
     @property
     def is_ended(self) -> bool:
@@ -104,7 +106,10 @@ class Ring:
     def put(self, call: int, route: int, plan: int, seq: int, turn: Turn, refs: bytes) -> None:
         """`call` is the number after the last one; what was in its slot must be done."""
         at = _SLOTS + call % SLOTS * SLOT_BYTES
-        self._bytes[at : at + _SLOT.size + len(refs)] = _SLOT.pack(call, route, plan, seq, *turn, len(refs)) + refs
+        nbytes = len(refs)
+        _pack_slot(self._map, at, call, route, plan, seq, turn[0], turn[1], nbytes)
+        at += _SLOT_HEAD
+        self._map[at : at + nbytes] = refs
         self._words[_HEAD] = call
 
     def status(self, call: int) -> int:
@@ -152,8 +157,8 @@ class Ring:
         at = _SLOTS + call % SLOTS * SLOT_BYTES
         slot = bytes(self._bytes[at : at + SLOT_BYTES])  # once: its writer may be at it
         number, route, plan, seq, lane, turn, nbytes = _SLOT.unpack_from(slot)
-        start = _SLOT.size
-        return RingCall(number, route, plan, seq, Turn(lane, turn), slot[start : start + min(nbytes, MAX_CALL_BYTES)])
+        refs = slot[_SLOT_HEAD : _SLOT_HEAD + min(nbytes, MAX_CALL_BYTES)]
+        return RingCall(number, route, plan, seq, Turn(lane, turn), refs)
 
     def close(self) -> None:
         self._words.release()

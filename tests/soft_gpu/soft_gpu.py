@@ -103,6 +103,9 @@ class SoftDriver:
     def pop_context(self) -> int:
         return 1
 
+    def current_context(self) -> int:
+        return 1
+
     # Memory
 
     def _map(self, fd: int, nbytes: int) -> int:
