@@ -80,28 +80,28 @@ def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT
     argv.append(str(os.getpid()))  # it ends with us, however we end
     stage(env.store)  # an env that was only planned may be older than today's code
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="lz-probe-") as scratch:  # where a crash may drop its core
-        # Files and no pipes: a process that the library starts keeps those open after the probe has ended.
-        with open(f"{scratch}/out", "w+b") as out_file, open(f"{scratch}/err", "w+b") as err_file:
-            process = subprocess.Popen(
-                argv,
-                cwd=scratch,
-                env=worker_environ(env.environ, os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=out_file,
-                stderr=err_file,
-                start_new_session=True,
-            )
-            try:
-                failure = _crash(process.wait(timeout_s))
-            except subprocess.TimeoutExpired:
-                failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s"}
-            finally:
-                _kill_group(process.pid)  # whatever the library started
-                process.wait()
-            out_file.seek(0)
-            err_file.seek(0)
-            out, err = out_file.read(), err_file.read()
+    # Files and no pipes: a process that the library starts keeps those open after the probe has ended. Files without a
+    # name, in no folder of their own: whoever kills us leaves nothing behind.
+    with tempfile.TemporaryFile() as out_file, tempfile.TemporaryFile() as err_file:
+        process = subprocess.Popen(
+            argv,
+            cwd="/",
+            env=worker_environ(env.environ, os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=out_file,
+            stderr=err_file,
+            start_new_session=True,
+        )
+        try:
+            failure = _crash(process.wait(timeout_s))
+        except subprocess.TimeoutExpired:
+            failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s"}
+        finally:
+            _kill_group(process.pid)  # whatever the library started
+            process.wait()
+        out_file.seek(0)
+        err_file.seek(0)
+        out, err = out_file.read(), err_file.read()
     verdict = failure or _parse(out) or _no_answer(process.returncode, err)
     ok = not verdict.get("kind")
     return ProbeRecord(
