@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from layerzero.ipc import cuda, cuda_order, cuda_pair
@@ -19,46 +19,21 @@ from layerzero.ipc.cuda_mappings import Mapping, Mappings
 from layerzero.ipc.cuda_order import WorkerOrder
 from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
 from layerzero.ipc.messages import MapGpu, MapGpuArena
-from layerzero.ipc.order import MASK, READY, Turn, index
+from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF, REF_BYTES, Ref, unpack_refs
 from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu_errors import is_out_of_memory
+from layerzero.workers.gpu_link import Link
 from layerzero.workers.gpu_plan import MAX_TASKS, Enqueued, Plan, Span, Task
 from layerzero.workers.provider import Block, DeviceMemory
-from layerzero.workers.steady import BUDGET_BYTES, Graphs, OnStream, tell
+from layerzero.workers.steady import BUDGET_BYTES, Graphs, OnStream, State, tell
 
 EXIT_CODE = 70  # of a worker whose GPU context is lost
 WATCH_S = 0.02  # how late a lost context may be noticed
 _PAUSE_S = 0.001  # how often to look for what is expected soon
 SETTLE_S = 1.0  # for what a failed kernel left on its stream
 MAX_GONE = 256  # clients that are remembered after they were unmapped
-
-
-@dataclass(eq=False)
-class Queue:
-    """A stream of ours, and the last call of a lane that was enqueued in it."""
-
-    stream: int
-    last: int
-
-
-@dataclass(eq=False)
-class Link:
-    """What a client has on a GPU: its order page, and streams of ours for each lane of it.
-
-    Calls that another worker could not finish come out of order: behind a later call of its lane, which the client's
-    stream lets begin only after it, such a call would wait for ever. In each stream the numbers of a lane grow.
-    """
-
-    context: Context
-    order: WorkerOrder
-    offer: Key
-    lanes: dict[int, list[Queue]] = field(default_factory=dict)
-
-    @property
-    def streams(self) -> list[int]:
-        return [queue.stream for queues in self.lanes.values() for queue in queues]
 
 
 def end(reason: str) -> NoReturn:
@@ -96,6 +71,7 @@ class Gpus:
         self._free: dict[str, list[int]] = {}  # GPU -> streams without a lane
         self._busy: dict[int, Context] = {}  # streams that may have work, and theirs
         self._retired: list[Link] = []
+        self._abandoned: list[Link] = []  # by their clients
         self._dropped: list[tuple[Context, list[int], Task]] = []  # kept until these events
         self._watched_s = 0.0
         self._is_untidy = False  # something is retired
@@ -122,6 +98,14 @@ class Gpus:
             self._mappings.retire(link.offer, link.streams)
             self._retired.append(link)
             self._is_untidy = True
+        self.watch()
+
+    def release(self, client: int, gpu: str) -> None:
+        """The client is gone: none of our streams may wait for its own."""
+        links = [link for link in self._retired if (link.client, link.context.gpu) == (client, gpu)]
+        if (link := self.link((client, gpu))) is not None:
+            links.append(link)
+        self._abandoned.extend(links)
         self.watch()
 
     def map_arena(self, message: MapGpuArena, fds: list[int]) -> None:
@@ -187,30 +171,48 @@ class Gpus:
         not come, or the GPU is lost, the process ends.
         """
         link = self._link(client, plan.gpu)
-        index(turn, READY)  # raises ProtocolError for a turn that is none
-        driver = link.context.driver
         with link.context:
-            stream = self._stream(link, turn)
-            elapsed_ns = plan.clock.read_ns(driver)
-            if plan.is_graph_safe and (reason := self._graphs.advance(task.steady, task.bound, link.context, stream)):
+            return self.enqueue(plan, task, link, turn, failpoints)
+
+    def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints) -> Enqueued:
+        """`run`, for a client whose context is current."""
+        driver = link.context.driver
+        stream = link.stream(turn, self._new_stream)
+        elapsed_ns = plan.clock.read_ns(driver) if plan.clock.is_open else 0
+        if plan.is_graph_safe and task.steady.state is State.WARMUP:
+            reason = self._graphs.advance(task.steady, task.bound, link.context, stream)
+            if reason:
                 plan.is_graph_safe = False
                 tell(plan.call.kernel_id, reason)
-            link.order.await_ready(stream, turn)
-            self._busy[stream] = link.context
+        link.order.await_ready(stream, turn)
+        self._busy[stream] = link.context
+        try:
+            done = self._enqueue(plan, task, link, turn, stream, failpoints)
+        except Exception as exc:
+            self._settle(link, turn, stream, exc)
+            if not is_out_of_memory(exc):
+                raise
+            self._graphs.clear()
+            self.watch()
             try:
                 done = self._enqueue(plan, task, link, turn, stream, failpoints)
-            except Exception as exc:
-                self._settle(link, turn, stream, exc)
-                if not is_out_of_memory(exc):
-                    raise
-                self._graphs.clear()
-                self.watch()
-                try:
-                    done = self._enqueue(plan, task, link, turn, stream, failpoints)
-                except Exception as again:
-                    self._settle(link, turn, stream, again)
-                    raise
+            except Exception as again:
+                self._settle(link, turn, stream, again)
+                raise
         return Enqueued(elapsed_ns, *done)
+
+    def link(self, key: tuple[int, str]) -> Link | None:
+        """Of a client, by its number, on a GPU; None for one that cannot be served."""
+        link = self._links.get(key)
+        return link if isinstance(link, Link) else None
+
+    def has_arenas(self, plan: Plan, client: int, refs: bytes) -> bool:
+        """Whether `task` would have to wait for none of them. False for references that are not the plan's."""
+        call = plan.call
+        count = len(call.inputs) + len(call.outputs)
+        return len(refs) == count * REF_BYTES and all(
+            ref.arena == NO_ARENA or (client, ref.arena) in self._arenas for ref in unpack_refs(refs, count)
+        )
 
     def check(self, error: BaseException) -> None:
         """End the process when this error says that its GPU is lost."""
@@ -246,12 +248,18 @@ class Gpus:
                 with context:
                     if context.driver.is_stream_idle(stream):
                         del self._busy[stream]
+            self._release()
             self._dropped = [dropped for dropped in self._dropped if not _is_over(*dropped)]
             if not self._busy:  # the driver blocks who unmaps while a stream waits
                 self._tidy()
         except CudaError as exc:
             self.check(exc)
             raise
+
+    def _release(self) -> None:
+        self._abandoned = [link for link in self._abandoned if not self._busy.keys().isdisjoint(link.streams)]
+        for link in self._abandoned:
+            link.release()
 
     def _tidy(self) -> None:
         self._graphs.reap()
@@ -290,7 +298,7 @@ class Gpus:
             memory = fds.pop() if handle.has_fd else None
             cuda_pair.sign(self._mappings, replace(offer, handle=handle), memory, message.slot)
             order = WorkerOrder(context, fds[0], has_memops=message.has_memops)
-            return Link(context, order, key)
+            return Link(message.client, context, order, key)
         except (LayerZeroError, OSError) as exc:
             self.check(exc)
             with contextlib.suppress(ProtocolError):
@@ -313,16 +321,9 @@ class Gpus:
             link = self._links.get(key)
         return link
 
-    def _stream(self, link: Link, turn: Turn) -> int:
-        queues = link.lanes.setdefault(turn.lane, [])
-        for queue in queues:
-            if 0 < turn.number - queue.last & MASK < 1 << 31:
-                queue.last = turn.number
-                return queue.stream
-        free = self._free.get(link.context.gpu)
-        stream = free.pop() if free else link.context.driver.create_stream()
-        queues.append(Queue(stream, turn.number))
-        return stream
+    def _new_stream(self, context: Context) -> int:
+        free = self._free.get(context.gpu)
+        return free.pop() if free else context.driver.create_stream()
 
     # Tasks
 

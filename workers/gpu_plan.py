@@ -23,12 +23,12 @@ class Clock:
     def __init__(self) -> None:
         self._runs = self._measured = 0
         self._events: tuple[int, int] | None = None
-        self._is_open = False  # a run was measured that has not been read
+        self.is_open = False  # a run was measured that has not been read
 
     def start(self, driver: Driver, stream: int) -> bool:
         """Before a run. Returns whether it is measured; `stop` follows then, unless the run fails."""
         self._runs += 1
-        if self._is_open or (self._measured >= _FIRST_RUNS and self._runs % _EACH):
+        if self.is_open or (self._measured >= _FIRST_RUNS and self._runs % _EACH):
             return False
         if self._events is None:
             self._events = (driver.create_event(is_timed=True), driver.create_event(is_timed=True))
@@ -38,20 +38,20 @@ class Clock:
     def stop(self, driver: Driver, stream: int) -> None:
         if self._events is not None:
             driver.record_event(self._events[1], stream)
-            self._is_open = True
+            self.is_open = True
 
     def read_ns(self, driver: Driver) -> int:
         """Of the measured run, once it is over; 0 when there is nothing new."""
-        if not self._is_open or self._events is None or not driver.is_event_done(self._events[1]):
+        if not self.is_open or self._events is None or not driver.is_event_done(self._events[1]):
             return 0
-        self._is_open = False
+        self.is_open = False
         self._measured += 1
         return max(1, driver.elapsed_ns(*self._events))
 
     def close(self, driver: Driver) -> None:
         for event in self._events or ():
             driver.destroy_event(event)
-        self._events, self._is_open = None, False
+        self._events, self.is_open = None, False
 
 
 class Enqueued(NamedTuple):

@@ -1,5 +1,5 @@
 """The worker's life after boot: hello, load, then RUN -> kernel -> RAN or RAISED, one at a time and in order. Calls on
-express lanes take turns with those of the broker."""
+express lanes and rings take turns with those of the broker."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from layerzero.workers.gpu import Gpus
 from layerzero.workers.gpu_plan import Enqueued, Plan
 from layerzero.workers.lanes import Lane, Lanes
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
+from layerzero.workers.rings import Rings
+from layerzero.workers.spin import Spin
 
 IDLE, MAPPED, EXECUTING, WRITTEN = range(4)
 MAX_BOUND = 64  # sets of blocks kept bound per signature
@@ -113,6 +115,9 @@ class _Loop:
         self._poll = select.poll()
         self._lanes = Lanes(self._poll)
         self._gpus = Gpus(loaded.on_stream, self._hear, graph_bytes=graph_bytes)
+        self._gpu_plans: dict[int, Plan] = {}
+        self._rings = Rings(self._poll, self._gpus, self._gpu_plans, page, failpoints, self._leave)
+        self._spin = Spin(self._poll, self._rings)
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""
@@ -130,8 +135,9 @@ class _Loop:
                     self._prepare(header.route, frame[HEADER_BYTES:])
                 elif header.kind == Kind.DROP:
                     self._drop(header.route)
-                elif header.kind == Kind.ALLOW:
+                elif header.kind == Kind.ALLOW:  # which kind of lane it is may not be known yet
                     self._lanes.allow(header.aux, header.route)
+                    self._rings.allow(header.aux, header.route)
                 elif header.kind == Kind.STOP:
                     self._finish()
                     return
@@ -139,8 +145,9 @@ class _Loop:
                     raise ProtocolError(f"a worker does not take kind {header.kind}")
                 if self._lanes:  # they take turns with the broker's calls
                     self._serve_lanes(poll.poll(0))
+                self._rings.serve()
                 self._gpus.watch_if_due()
-            events = poll.poll(self._gpus.timeout_ms)
+            events = self._spin.wait(self._gpus.timeout_ms)
             self._gpus.watch_if_due()
             self._serve_lanes(events)
             if any(fd == control_fd for fd, _ in events):
@@ -167,10 +174,13 @@ class _Loop:
         bind = self._kernels[message.kernel_id]
         plan = Plan(call, bind, message.device, message.is_graph_safe) if message.device else None
         self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, plan)
+        if plan is not None:
+            self._gpu_plans[route] = plan
 
     def _drop(self, route: int) -> None:
         prepared = self._prepared.pop(route, None)
         if prepared is not None and prepared.gpu is not None:
+            del self._gpu_plans[route]
             self._gpus.drop(prepared.gpu)
         self._lanes.forget_ready()
 
@@ -238,6 +248,10 @@ class _Loop:
         enqueued = self._gpus.run(plan, task, header.aux, turn, failpoints)
         page.write(header.seq, WRITTEN)
         return enqueued
+
+    def _leave(self, number: int, call: int, error: Exception | None) -> None:
+        body = b"" if error is None else _error_body(error)
+        self._dealer.send(wire.pack(Kind.LEFT, seq=call, aux=number, body=body))
 
     def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
         """One call of each lane that has one."""
@@ -335,8 +349,12 @@ class _Loop:
         """Take one message from the control socket; waits for it."""
         message, fds = control.receive(self._control, *_CONTROL)
         if isinstance(message, messages.MapLane):
-            self._lanes.open(message.lane, message.client, fds)
+            if message.gpu:
+                self._rings.open(message.lane, message.client, message.gpu, fds)
+            else:
+                self._lanes.open(message.lane, message.client, fds)
         elif isinstance(message, messages.UnmapLane):
+            self._rings.close(message.lane)
             self._lanes.close(message.lane)
         elif isinstance(message, messages.MapArena):
             self._arenas[message.client, message.arena] = _map_arena(fds[0], message.nbytes)
@@ -351,8 +369,7 @@ class _Loop:
 
     def _unmap_arena(self, client: int, arena: int) -> None:
         if self._arenas.pop((client, arena), None) is None:
-            plans = [prepared.gpu for prepared in self._prepared.values() if prepared.gpu is not None]
-            self._gpus.unmap_arena(client, arena, plans)
+            self._gpus.unmap_arena(client, arena, self._gpu_plans.values())
             return
         for prepared in self._prepared.values():  # views keep the maps alive
             prepared.bound.clear()

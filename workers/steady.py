@@ -49,7 +49,6 @@ TRANSITIONS: dict[tuple[State, Signal], State] = {
     (State.CAPTURED, Signal.LAUNCHED): State.REPLAYING,
     (State.CAPTURED, Signal.REFUSED): State.EAGER,
     (State.CAPTURED, Signal.EVICTED): State.WARMUP,
-    (State.REPLAYING, Signal.LAUNCHED): State.REPLAYING,
     (State.REPLAYING, Signal.REFUSED): State.EAGER,
     (State.REPLAYING, Signal.EVICTED): State.WARMUP,
 }
@@ -105,7 +104,8 @@ class Graphs:
         except CudaError as exc:
             self._release(steady, Signal.EVICTED if exc.is_out_of_memory else Signal.REFUSED)
             raise
-        steady.step(Signal.LAUNCHED)
+        if steady.state is State.CAPTURED:
+            steady.step(Signal.LAUNCHED)
         return True
 
     def drop(self, steady: Steady) -> None:

@@ -268,12 +268,13 @@ def test_arrays_on_two_devices_are_refused(connected: Site) -> None:
 def test_a_capture_is_refused(connected: Site) -> None:
     """A replay would find nobody at the other end."""
     x, _ = randn(16)
-    driver.capturing.add(soft_cupy.current().ptr)
+    stream = soft_cupy.current().ptr
+    driver.begin_capture(stream)
     try:
         with pytest.raises(lz.CudaGraphUnsafe, match="silu: the stream is being captured"):
             lz.silu(x)
     finally:
-        driver.capturing.clear()
+        driver.end_capture(stream)
 
 
 # --- what breaks

@@ -26,8 +26,28 @@ class _Device(NamedTuple):
     id: int
 
 
+class Graph:
+    """What a stream was told while it was captured."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        weakref.finalize(self, driver.destroy_graph, handle).atexit = False
+
+    def launch(self, stream: _Stream | None = None) -> None:
+        driver.launch_graph(self._handle, (stream or current()).ptr)
+
+
 class _Stream(NamedTuple):
     ptr: int
+
+    def begin_capture(self) -> None:
+        driver.begin_capture(self.ptr)
+
+    def end_capture(self) -> Graph:
+        return Graph(driver.end_capture(self.ptr))
+
+    def synchronize(self) -> None:
+        driver.synchronize_stream(self.ptr)
 
 
 class _Streams(threading.local):

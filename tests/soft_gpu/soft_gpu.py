@@ -31,7 +31,8 @@ UUID = "GPU-50f70000-0000-0000-0000-000000000000"
 SLOW, SLOW_S = 4099, 0.2
 ILLEGAL, RAISE = FAULTS = (0.4375, 0.109375)
 _HANDLE = struct.Struct("<IIQ")  # pid, descriptor, bytes
-_ILLEGAL_ADDRESS, _OUT_OF_MEMORY, _INVALID_CONTEXT = 700, 2, 201
+_ILLEGAL_ADDRESS, _INVALID_CONTEXT, _ILLEGAL_STATE = 700, 201, 401
+_CAPTURE_UNSUPPORTED, _CAPTURE_INVALIDATED = 900, 901
 
 
 def error(call: str, number: int, *, sticky: bool = False) -> CudaError:
@@ -70,6 +71,20 @@ class Stream:
             self.done += 1
 
 
+class _Capture:
+    """What a stream was told while it was captured; then a graph."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.work: list[Callable[[], None]] = []
+        self.counters: list[int] = []
+        self.is_broken = False
+
+    def end(self) -> None:
+        for counter in self.counters:
+            ctypes.c_uint32.from_address(counter).value += 1
+
+
 class SoftDriver:
     """What layerzero.ipc.cuda.Driver has, as far as calls use it."""
 
@@ -79,10 +94,12 @@ class SoftDriver:
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {0: Stream(self)}
         self._handles = itertools.count(1000)
+        self._captures: dict[int, _Capture] = {}  # by stream
+        self._graphs: dict[int, _Capture] = {}
+        self._thread = threading.local()
         self._events: dict[int, tuple[Stream, int]] = {}
         self._pinned: dict[int, int] = {}
         self._physical: dict[int, tuple[int, int]] = {}
-        self.capturing: set[int] = set()
         self._lock = threading.Lock()
 
     def check(self) -> None:
@@ -206,10 +223,18 @@ class SoftDriver:
         del self._streams[stream]
 
     def put(self, stream: int, work: Callable[[], None]) -> None:
-        self._streams[stream].put(work)
+        """Run it later, or at each launch of the graph that the stream is captured into."""
+        capture = self._captures.get(stream)
+        if capture is None:
+            self._streams[stream].put(work)
+        else:
+            capture.work.append(work)
 
     def is_stream_idle(self, stream: int) -> bool:
         self.check()
+        if stream in self._captures:
+            self._captures[stream].is_broken = True
+            raise error("cuStreamQuery", _CAPTURE_UNSUPPORTED)
         found = self._streams[stream]
         return found.done >= found.last
 
@@ -231,6 +256,15 @@ class SoftDriver:
         found.put(lambda: None)
         self._events[event] = (found, found.last)
 
+    def wait_event(self, stream: int, event: int) -> None:
+        found, number = self._events[event]
+
+        def wait() -> None:
+            while found.done < number and not self.is_lost:
+                time.sleep(0.0001)
+
+        self.put(stream, wait)
+
     def is_event_done(self, event: int) -> bool:
         self.check()
         stream, number = self._events[event]
@@ -242,8 +276,47 @@ class SoftDriver:
     def destroy_event(self, event: int) -> None:
         del self._events[event]
 
+    # Graphs
+
     def is_capturing(self, stream: int) -> bool:
-        return stream in self.capturing
+        return stream in self._captures
+
+    def capture_id(self, stream: int) -> int | None:
+        capture = self._captures.get(stream)
+        return None if capture is None else capture.number
+
+    def begin_capture(self, stream: int) -> None:
+        self._captures[stream] = _Capture(next(self._handles))
+
+    def end_capture(self, stream: int) -> int:
+        capture = self._captures.pop(stream)
+        if capture.is_broken:
+            raise error("cuStreamEndCapture", _CAPTURE_INVALIDATED)
+        if not capture.work:
+            capture.end()
+            return 0
+        self._graphs[capture.number] = capture
+        return capture.number
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        for work in self._graphs[graph].work:
+            self.put(stream, work)
+
+    def destroy_graph(self, graph: int) -> None:
+        self._graphs.pop(graph).end()
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        before: int = getattr(self._thread, "mode", 0)
+        self._thread.mode = mode
+        return before
+
+    def retain_in_graph(self, stream: int, counter: int) -> None:
+        if stream not in self._captures:
+            raise error("cuStreamGetCaptureInfo_v2", _ILLEGAL_STATE)
+        self._captures[stream].counters.append(counter)
+
+    def memory_info(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
 
     # Copies and words
 
@@ -278,8 +351,14 @@ class SoftDriver:
 
         self.put(stream, wait)
 
-    def begin_capture(self, stream: int) -> None:
-        raise error("cuStreamBeginCapture_v2", 801)
+    def write_and_wait(self, stream: int, address: int, value: int, waits_at: int, until: int) -> None:
+        self.write_value(stream, address, value)
+        self.wait_value(stream, waits_at, until)
+
+    def ring_and_wait(self, stream: int, bell: int, done: int) -> None:
+        self.write_value(stream, done, 0)
+        self.write_value(stream, bell, 1)
+        self.wait_value(stream, done, 1, equal=True)
 
 
 driver = SoftDriver()

@@ -1,0 +1,29 @@
+"""Calls by ring to a worker process on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.gpu.bare_worker import Connect, Spawn, clients
+from tests.gpu.ring_checks import RingChecks
+
+from layerzero.ipc import cuda
+
+
+@pytest.fixture
+def spawn(context: cuda.Context, tmp_path: Path) -> Iterator[Spawn]:
+    spawn = Spawn(tmp_path, context.gpu)
+    yield spawn
+    spawn.close()
+
+
+@pytest.fixture
+def connect(current: cuda.Context, spawn: Spawn) -> Iterator[Connect]:
+    with clients(current, spawn) as make:
+        yield make
+
+
+class TestRings(RingChecks):
+    pass

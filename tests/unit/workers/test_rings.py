@@ -1,0 +1,133 @@
+"""Which ring's calls a worker takes next, and what it does when a client is gone, above a driver that is a fake."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+
+import pytest
+from tests.unit.ipc.fake_cuda import UUID
+from tests.unit.workers.test_gpu import NBYTES, NONE, Rig
+
+from layerzero.ipc import lane
+from layerzero.ipc.memory import PAGE_BYTES, ControlPage, create_memfd
+from layerzero.ipc.order import Turn
+from layerzero.ipc.ring import LEFT, REPLAYED, Ring, create_page
+from layerzero.ipc.wire import Ref, pack_refs
+from layerzero.workers.rings import BURST, Rings
+
+REFS = pack_refs([Ref(1, 0, 0, NBYTES), Ref(1, 0, 4096, NBYTES)])
+
+
+class Table:
+    """A worker's rings, and the ends of them that are the clients'."""
+
+    def __init__(self) -> None:
+        self.rig = Rig()
+        self.rig.map_gpu()
+        self.rig.map_arena()
+        self.left: list[tuple[int, int, Exception | None]] = []
+        page = create_memfd("page", PAGE_BYTES)
+        self.control = ControlPage(page, writable=True)
+        self.ends: dict[int, Ring] = {}
+        os.close(page)
+        plans = {1: self.rig.plan}
+        self.rings = Rings(
+            select.poll(), self.rig.gpus, plans, self.control, NONE, lambda *what: self.left.append(what)
+        )
+
+    def lend(self, number: int, *, is_allowed: bool = True) -> Ring:
+        page = create_page()
+        ring = self.ends[number] = Ring(page)
+        self.rings.open(number, 1, UUID, [page, lane.create_doorbell()])
+        if is_allowed:
+            self.rings.allow(number, 1)
+        return ring
+
+    def close(self) -> None:
+        for number, ring in self.ends.items():
+            self.rings.close(number)
+            ring.close()
+        self.rig.close()
+        self.control.close()
+
+    def put(self, ring: Ring, turns: range, lane: int = 0) -> None:
+        for number in turns:
+            self.rig.page.store_ready(Turn(lane, number))
+            ring.put(ring.taken + number - turns.start + 1, 1, 1, number, Turn(lane, number), REFS)
+
+
+@pytest.fixture
+def table() -> Iterator[Table]:
+    table = Table()
+    yield table
+    table.close()
+
+
+def test_ring_that_is_full_lets_the_others_have_their_turn(table: Table) -> None:
+    """One client's burst is not another's latency."""
+    first, second = table.lend(1), table.lend(2)
+    table.put(first, range(1, 101))
+    table.put(second, range(1, 4), lane=1)
+    assert table.rings.serve()
+    assert (first.taken, second.taken) == (BURST, 3)
+    while table.rings.serve():
+        pass
+    assert (first.taken, table.left) == (100, [])
+    assert table.rig.page.is_done(Turn(0, 100))
+
+
+def test_context_is_current_once_for_a_burst(table: Table) -> None:
+    """To make it so costs two calls of the driver."""
+    ring, rig = table.lend(1), table.rig
+    rig.plan.is_graph_safe = True
+    table.put(ring, range(1, 11))
+    table.rings.serve()
+    before = rig.driver.calls["push_context"]
+    table.put(ring, range(11, 21))
+    table.rings.serve()
+    assert rig.driver.calls["push_context"] == before + 1
+    assert ring.status(20) == REPLAYED
+
+
+def test_client_that_is_not_mapped_has_its_calls_left(table: Table) -> None:
+    """It may be on its way to another rung."""
+    ring = table.lend(1)
+    table.rig.gpus.unmap_gpu(1, UUID)
+    table.put(ring, range(1, 3))
+    table.rings.serve()
+    assert table.left == [(1, 1, None), (1, 2, None)]
+    assert [ring.status(call) for call in (1, 2)] == [LEFT, LEFT]
+
+
+def test_closed_ring_makes_ready_what_was_enqueued(table: Table) -> None:
+    """Until those streams are through: the client's GPU may store an older number once more. What is ready stays so."""
+    ring, page, driver = table.lend(1), table.rig.page, table.rig.driver
+    table.put(ring, range(1, 6))
+    table.rings.serve()
+    driver.held.update(table.rig.streams())
+    page.store_ready(Turn(0, 2))
+    table.rings.close(1)
+    assert page.is_ready(Turn(0, 5))
+    table.rig.gpus.unmap_gpu(1, UUID)
+    page.store_ready(Turn(0, 3))
+    table.rig.gpus.watch()
+    assert page.is_ready(Turn(0, 5))
+    page.store_ready(Turn(0, 6))
+    table.rig.gpus.watch()
+    assert page.is_ready(Turn(0, 6))
+    driver.held.clear()
+    table.rig.gpus.watch()
+    page.store_ready(Turn(0, 1))
+    table.rig.gpus.watch()
+    assert not page.is_ready(Turn(0, 5))
+
+
+def test_lease_may_come_before_its_ring(table: Table) -> None:
+    """They come in two ways."""
+    table.rings.allow(1, 1)
+    ring = table.lend(1, is_allowed=False)
+    table.put(ring, range(1, 2))
+    table.rings.serve()
+    assert (table.left, table.rig.page.is_done(Turn(0, 1))) == ([], True)
