@@ -15,6 +15,7 @@ from layerzero.broker.shadow import Comparison
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.order import Turn
+from layerzero.ipc.ring import RingCall
 
 # --- events ----------------------------------------------------------------------------------------------
 
@@ -84,10 +85,11 @@ class CallArrived:
 
 @dataclass(slots=True)
 class LaneOpened:
-    """The client made the page of a lane that a lease named."""
+    """The client made the page of a lane that a lease named, on a GPU its ring."""
 
     identity: bytes
     lane: int
+    gpu: str = ""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,42 @@ class LaneSeen:
     calls: int
     plan: int
     kernel_ns: int
+
+
+@dataclass(slots=True)
+class CallLeft:
+    """A worker does not enqueue a call of a ring: it is the broker's from here on. `error`: the kernel raised it."""
+
+    identity: bytes  # of the worker
+    lane: int
+    call: RingCall
+    error: LayerZeroError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RingLook:
+    """What is on a ring: calls whose turns are not done, oldest first, and which of them have their inputs. Some may
+    have been left to the broker. `head`: the last call that was put; `taken`: that the worker has taken."""
+
+    head: int
+    taken: int
+    calls: Sequence[RingCall]
+    ready: Collection[int] = ()  # numbers of calls
+
+
+@dataclass(slots=True)
+class RingsSeen:
+    """All rings at one time, by lanes. Comes once a second while there are any, and more often while the broker ends
+    those of a client that has left."""
+
+    looks: Mapping[int, RingLook]
+
+
+@dataclass(slots=True)
+class TurnsReached:
+    """Streams of clients have come to these turns, which were refused: client's number, GPU, place."""
+
+    keys: Sequence[tuple[int, str, Turn]]
 
 
 @dataclass(slots=True)
@@ -194,7 +232,8 @@ class WorkerMisbehaved:
 @dataclass(slots=True)
 class WorkerExited:
     """Its exit is confirmed: no write of this process can come any more. `executing` is what its control page
-    said at the end, 0 when idle. Calls that it had enqueued are not done, or TurnsSeen has just said so."""
+    said at the end, 0 when idle. Calls that it had enqueued are not done, or TurnsSeen has just said so. `rings`: what
+    was on its rings after their clients were told of the end, by lanes."""
 
     backend: str
     generation: int
@@ -202,6 +241,7 @@ class WorkerExited:
     executing: int
     phase: str
     stderr_tail: str
+    rings: Mapping[int, RingLook] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -267,6 +307,9 @@ Event = (
     | LaneOpened
     | LaneOverdue
     | LaneSeen
+    | CallLeft
+    | RingsSeen
+    | TurnsReached
     | TurnsSeen
     | CallPoisoned
     | ProbeEnded
@@ -379,8 +422,8 @@ class CloseGpu:
 
 @dataclass(slots=True)
 class FailTurn:
-    """No worker will finish this call: its client's stream may go on. Comes before the Refuse, and when all earlier
-    turns of the lane have ended."""
+    """No worker will finish this call: its client's stream may go on. Comes before the Refuse, and when the stream has
+    come to it."""
 
     client: int
     gpu: str
@@ -419,6 +462,7 @@ class LendLane:
     generation: int
     client: int
     lane: int
+    gpu: str = ""
 
 
 @dataclass(slots=True)

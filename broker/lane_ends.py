@@ -1,4 +1,4 @@
-"""The broker's hold on express lanes: it can take their leases back, end them and see how many calls they carried."""
+"""The broker's hold on express lanes and rings: it can take their leases back, end them and see what they carried."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from layerzero.broker import events as ev
 from layerzero.ipc import lane, memory
 from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.order import OrderPage
+from layerzero.ipc.ring import Ring, RingCall
 
 MAX_CALLS = 1 << 32  # that a worker may claim to have run between two looks
 
@@ -19,10 +21,43 @@ class _End:
     fds: tuple[int, int, int]  # page, doorbell, answer bell
     seen: int = 0
 
+    def tell_end(self) -> None:
+        self.page.end()
+        lane.ring(self.fds[2])
+
+    def last_time(self) -> tuple[int, int, int]:
+        return self.page.last_time()
+
+
+@dataclass
+class _RingEnd:
+    page: Ring
+    fds: tuple[int, int]  # page, doorbell
+    seen: int = 0
+    timed: int = 0
+    first: int = 1  # no call before it is open
+
+    def tell_end(self) -> None:
+        self.page.end()
+        lane.ring(self.fds[1])  # a system call orders the store before what is read from now on
+
+    def last_time(self) -> tuple[int, int, int]:
+        timed, plan, kernel_ns = self.page.times
+        is_new, self.timed = timed != self.timed, timed
+        return self.page.taken, plan if is_new else 0, kernel_ns
+
+    def look(self, order: OrderPage) -> ev.RingLook:
+        """`order`: the client's page for the ring's GPU."""
+        put = self.page.left(self.first)
+        calls = [call for call in put if _is_open(order, call)]
+        self.first = calls[0].call if calls else put[-1].call + 1 if put else self.first
+        ready = {call.call for call in calls if order.is_ready(call.turn)}
+        return ev.RingLook(put[-1].call if put else self.first - 1, self.page.taken, calls, ready)
+
 
 class LaneEnds:
     def __init__(self) -> None:
-        self._ends: dict[int, _End] = {}
+        self._ends: dict[int, _End | _RingEnd] = {}
 
     def __bool__(self) -> bool:
         return bool(self._ends)
@@ -30,19 +65,21 @@ class LaneEnds:
     def __contains__(self, number: int) -> bool:
         return number in self._ends
 
-    def add(self, number: int, fds: list[int]) -> None:
+    def add(self, number: int, fds: list[int], *, is_ring: bool = False) -> None:
         """Take a lane's descriptors over. Raises ProtocolError; then they are still the caller's."""
-        if len(fds) != 3:
-            raise ProtocolError(f"add_lane carries three descriptors, got {len(fds)}")
+        if len(fds) != (2 if is_ring else 3):
+            raise ProtocolError(f"add_lane carries three descriptors, two for a GPU; got {len(fds)}")
         if number in self._ends:
             raise ProtocolError(f"lane {number} is open already")
-        page, doorbell, answer = fds
-        memory.check_memfd(page, memory.PAGE_BYTES)
-        lane.check_doorbell(doorbell)
-        lane.check_doorbell(answer)
-        self._ends[number] = _End(lane.Page(page), (page, doorbell, answer))
+        for doorbell in fds[1:]:
+            lane.check_doorbell(doorbell)
+        if is_ring:
+            self._ends[number] = _RingEnd(Ring(fds[0]), (fds[0], fds[1]))
+        else:
+            memory.check_memfd(fds[0], memory.PAGE_BYTES)
+            self._ends[number] = _End(lane.Page(fds[0]), (fds[0], fds[1], fds[2]))
 
-    def fds(self, number: int) -> tuple[int, int, int]:
+    def fds(self, number: int) -> tuple[int, ...]:
         return self._ends[number].fds
 
     def revoke(self, number: int, epoch: int) -> None:
@@ -52,17 +89,40 @@ class LaneEnds:
             end.page.revoke(epoch)
 
     def has_ended(self, number: int, call: int) -> bool:
-        """Whether a call of a lane is over. Raises ProtocolError when the worker gave it an end that makes no sense."""
+        """Whether a call of a lane is over; the broker itself looks after those of rings. Raises ProtocolError when the
+        worker gave it an end that makes no sense."""
         end = self._ends.get(number)
-        return end is None or end.page.get_end(call) is not None
+        return not isinstance(end, _End) or end.page.get_end(call) is not None
+
+    def call(self, number: int, call: int) -> RingCall:
+        """What the client put into a ring. Raises ProtocolError when there is no such ring, or no such call in it."""
+        end = self._ends.get(number)
+        found = end.page.call(call) if isinstance(end, _RingEnd) else None
+        if found is None:
+            raise ProtocolError(f"there is no call {call} on lane {number}")
+        return found
+
+    def look(self, number: int, order: OrderPage) -> ev.RingLook | None:
+        """What is on a ring; None for a lane that is no ring or is not open. `order`: the client's page for its GPU."""
+        end = self._ends.get(number)
+        return end.look(order) if isinstance(end, _RingEnd) else None
+
+    def wake(self, number: int) -> None:
+        """Ring for a client that may have left before it did."""
+        end = self._ends.get(number)
+        if isinstance(end, _RingEnd):
+            lane.ring(end.fds[1])
+
+    def tell_end(self, number: int) -> None:
+        """Tell the client that the worker is gone."""
+        end = self._ends.get(number)
+        if end is not None:
+            end.tell_end()
 
     def end(self, number: int) -> None:
         """Tell the client that the worker is gone, and let go."""
-        end = self._ends.get(number)
-        if end is not None:
-            end.page.end()
-            lane.ring(end.fds[2])
-            self.drop(number)
+        self.tell_end(number)
+        self.drop(number)
 
     def drop(self, number: int) -> None:
         end = self._ends.pop(number, None)
@@ -74,7 +134,7 @@ class LaneEnds:
     def seen(self) -> Iterator[ev.LaneSeen]:
         """What lanes carried since the last look."""
         for number, end in self._ends.items():
-            call, plan, kernel_ns = end.page.last_time()
+            call, plan, kernel_ns = end.last_time()
             calls = call - end.seen
             if 0 < calls < MAX_CALLS:
                 end.seen = call
@@ -83,3 +143,11 @@ class LaneEnds:
     def close(self) -> None:
         for number in list(self._ends):
             self.drop(number)
+
+
+def _is_open(order: OrderPage, call: RingCall) -> bool:
+    """One whose turn makes no sense is nobody's: its client breaks the protocol, which is noticed when it is left."""
+    try:
+        return not order.is_done(call.turn)
+    except ProtocolError:
+        return False

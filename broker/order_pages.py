@@ -87,6 +87,10 @@ class OrderPages:
                 ready.append(call.dispatch)
         return done, ready
 
+    def reached(self, keys: Iterable[tuple[int, str, Turn]]) -> list[tuple[int, str, Turn]]:
+        """Those of these turns (client's number, GPU, place) whose inputs are there."""
+        return [key for key in keys if (held := self._gpus.get(key[:2])) is not None and held.page.is_ready(key[2])]
+
     def fail(self, client: int, gpu: str, turn: Turn, code: str) -> None:
         self._gpus[client, gpu].page.fail(turn, error_number(code))
 

@@ -11,7 +11,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -25,6 +25,7 @@ from layerzero.broker import events as ev
 from layerzero.broker.host import free_memory_bytes
 from layerzero.broker.lane_ends import LaneEnds
 from layerzero.broker.launcher import Launcher
+from layerzero.broker.leases import Lane
 from layerzero.broker.order_pages import Gpu, OrderPages, check_handle_fds
 from layerzero.broker.peers import HELLO_TIMEOUT_S, LentArena, Peer, check_hello, new_identity, refuse
 from layerzero.broker.perf import PerfRow
@@ -223,6 +224,7 @@ class Server:
             return
         self._look_at_s = now_s + LOOK_S
         self.look_at_lanes()
+        self.look_at_rings()
         before = self.policy.problem
         policy = self.policy.refresh(now_s)
         if policy is not None:
@@ -240,6 +242,22 @@ class Server:
         for seen in list(self._lanes.seen()):
             self.handle(seen)
 
+    def look_at_rings(self) -> None:
+        looks = self._looks(self.state.leases.rings())
+        if looks:
+            self.handle(ev.RingsSeen(looks))
+
+    def _looks(self, rings: Iterable[Lane]) -> dict[int, ev.RingLook]:
+        looks = {}
+        for ring in rings:
+            gpu = self._pages.get(ring.client.number, ring.gpu)
+            look = self._lanes.look(ring.number, gpu.page) if gpu is not None else None
+            if look is not None:
+                looks[ring.number] = look
+            if ring.client.has_left:
+                self._lanes.wake(ring.number)
+        return looks
+
     def look_at_turns(self, *backends: str, has_ended: bool = False) -> None:
         """See which calls GPUs are done with, of these workers or of all; of one that has ended also what it has not
         answered."""
@@ -251,15 +269,23 @@ class Server:
                 self.handle(ev.TurnsSeen(name, worker.generation, done, set(ready)))
                 if self.state.stopping:
                     self._stop_when_idle(name, worker.identity)
-        if not backends:
-            self._looked_s = time.monotonic()
+        if backends:
+            return
+        self._looked_s = time.monotonic()
+        reached = self._pages.reached(self.state.turns.held)
+        if reached:
+            self.handle(ev.TurnsReached(reached))
+        if self.state.is_awaited:
+            self.look_at_rings()
 
     def _turns_due_s(self) -> float:
         """When to look at order pages next."""
-        if not self._pages or not any(worker.enqueued for worker in self.state.workers.values()):
+        if not self._pages:
             return math.inf
-        is_awaited = self.state.turns.is_awaited or self.state.stopping
-        return self._looked_s + (AWAITED_LOOK_S if is_awaited else LOOK_S)
+        is_awaited = self.state.is_awaited
+        if not is_awaited and not any(worker.enqueued for worker in self.state.workers.values()):
+            return math.inf
+        return self._looked_s + (AWAITED_LOOK_S if is_awaited or self.state.stopping else LOOK_S)
 
     def load_table(self) -> None:
         """Take the dispatch table that policy names, or none. One that cannot be used is a problem, and is not used."""
@@ -444,15 +470,18 @@ class Server:
         if peer is None:
             return
         try:
-            _, kind, _, _, dispatch, attempt, is_replayed, kernel_ns = wire.unpack(frame)
+            _, kind, _, _, dispatch, attempt, aux, kernel_ns = wire.unpack(frame)
             body = frame[HEADER_BYTES:]
             if len(body) > MAX_WORD_BYTES:
                 raise ProtocolError(f"{len(body)} bytes in one answer; allowed: {MAX_WORD_BYTES}")
             if kind == _RAN:
-                event: ev.Event = ev.CallRan(identity, dispatch, attempt, kernel_ns, body, bool(is_replayed))
+                event: ev.Event = ev.CallRan(identity, dispatch, attempt, kernel_ns, body, bool(aux))
                 enqueued = len(self.state.workers[peer.backend].enqueued)
                 if enqueued and not enqueued % LOOK_CALLS:
                     self.look_at_turns(peer.backend)
+            elif kind == Kind.LEFT:
+                call = self._lanes.call(aux, dispatch)
+                event = ev.CallLeft(identity, aux, call, _kernel_error(body) if body else None)
             elif kind == Kind.RAISED:
                 event = ev.CallRaised(identity, dispatch, attempt, _kernel_error(body))
             elif kind == Kind.READY:
@@ -540,7 +569,7 @@ class Server:
                 elif isinstance(message, messages.AddGpuArena):
                     self._add_gpu_arena(peer, message, fds)
                 elif isinstance(message, messages.AddLane):
-                    self._add_lane(peer, message.lane, fds)
+                    self._add_lane(peer, message.lane, message.gpu, fds)
                 elif isinstance(message, messages.RetireArena):
                     _close_all(fds)
                     self.look_at_turns()  # what has just ended uses it no more
@@ -652,13 +681,13 @@ class Server:
         self._pages.put(peer.number, gpu)
         control.send(peer.sock, messages.GpuAdded(gpu=message.gpu))
 
-    def _add_lane(self, peer: Peer, number: int, fds: list[int]) -> None:
+    def _add_lane(self, peer: Peer, number: int, gpu: str, fds: list[int]) -> None:
         try:
-            self._lanes.add(number, fds)
+            self._lanes.add(number, fds, is_ring=bool(gpu))
         except ProtocolError:
             _close_all(fds)
             raise
-        self.handle(ev.LaneOpened(peer.identity, number))
+        self.handle(ev.LaneOpened(peer.identity, number, gpu))
         if peer.sock.fileno() >= 0:
             control.send(peer.sock, messages.LaneAdded(lane=number, is_open=number in self._lanes))
 
@@ -698,9 +727,13 @@ class Server:
         if peer is not None:
             self._close_peer(peer)
         self.look_at_lanes()
+        rings = self.state.leases.rings(self.state.workers[process.backend])
+        for ring in rings:  # first: what a client puts after it has seen this, it brings here itself
+            self._lanes.tell_end(ring.number)
         self.look_at_turns(process.backend, has_ended=True)
+        looks = self._looks(rings)
         ended = supervisor.reap(process)
-        self.handle(ev.WorkerExited(*key, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail))
+        self.handle(ev.WorkerExited(*key, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, looks))
 
     # --- actions -------------------------------------------------------------------------------------
 
@@ -831,7 +864,7 @@ class Server:
         self._send_client(action.identity, frame)
 
     def _lend_lane(self, action: ev.LendLane) -> None:
-        message = messages.MapLane(client=action.client, lane=action.lane)
+        message = messages.MapLane(client=action.client, lane=action.lane, gpu=action.gpu)
         self._tell_worker(action.backend, action.generation, message, self._lanes.fds(action.lane))
 
     def _revoke_lane(self, action: ev.RevokeLane) -> None:

@@ -21,6 +21,7 @@ from layerzero.broker.explain import explain
 from layerzero.broker.leases import SETTLED_CALLS, Leases, Lost
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
 from layerzero.broker.records import Arena, Call, Client, Route, Worker
+from layerzero.broker.rings import Rings
 from layerzero.broker.selection import CallSpec, Signature, Verdict, no_backend
 from layerzero.broker.shadow import ShadowLedger
 from layerzero.broker.turns import STICKY_EXIT, OpenTurn, Turns
@@ -94,8 +95,9 @@ class BrokerState:
         self._quarantine = Quarantine(limits.poison_quarantine_s)
         self._by_identity: dict[bytes, Worker] = {}
         self._shadow = ShadowLedger()
-        self._leases = Leases()
+        self.leases = Leases()
         self.turns = Turns()
+        self._rings = Rings(self)
         self._slots = itertools.count(1)  # of starts of GPU workers
         self._leased_epoch = 0  # of the engine: what it decided then
         self._watch_at_s = math.inf
@@ -103,7 +105,7 @@ class BrokerState:
         self._dispatch = itertools.count(1)
         self._plan_numbers = itertools.count(1)
         self._actions: list[ev.Action] = []
-        self._now_s = 0.0
+        self.now_s = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.ClientJoined: self._client_joined,
             ev.ClientLeft: self._client_left,
@@ -117,6 +119,9 @@ class BrokerState:
             ev.LaneOpened: self._lane_opened,
             ev.LaneOverdue: self._lane_overdue,
             ev.LaneSeen: self._lane_seen,
+            ev.CallLeft: self._rings.take,
+            ev.RingsSeen: self._rings.see,
+            ev.TurnsReached: self._turns_reached,
             ev.TurnsSeen: self._turns_seen,
             ev.ProbeEnded: self._probe_ended,
             ev.WorkerSpawned: self._worker_spawned,
@@ -137,7 +142,7 @@ class BrokerState:
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
         """Take one event; returns what must be done, in order."""
-        self._now_s = now_s
+        self.now_s = now_s
         self._actions = []
         self._handlers[type(event)](event)
         if self.engine.epoch != self._leased_epoch:
@@ -154,20 +159,30 @@ class BrokerState:
         if client is None:
             return
         client.has_left = True
-        self._actions += self._leases.end_client(client)
+        self._actions += self.leases.end_client(client)
+        self._tell(self.turns.drop_held(client))  # nobody waits for what failed
         for worker in self.workers.values():
             gone = [call for call in worker.waiting if call.client is client]
             for call in gone:
                 worker.waiting.remove(call)
                 self._close(call)
         self._release_turns(client)
-        for route in list(client.routes.values()):
-            self._drop_route(client, route)
-        self._release_if_done(client)
+        self.finish_leaving(client)
+
+    def finish_leaving(self, client: Client) -> None:
+        """What is on its rings needs the plans of its routes."""
+        if client.has_left and not self._has_rings(client):
+            for route in list(client.routes.values()):
+                self._drop_route(client, route)
+            self._release_if_done(client)
+
+    def _has_rings(self, client: Client) -> bool:
+        """Whether something may be on rings of a client that has left."""
+        return bool(self.leases.of(client))
 
     def _release_if_done(self, client: Client) -> None:
         """A client's memory is given back when it has left and no worker may write into it any more."""
-        if client.has_left and client.open_calls == client.enqueued == 0:
+        if client.has_left and client.open_calls == client.enqueued == 0 and not self._has_rings(client):
             for arena in list(client.arenas):
                 self._release_arena(client, arena)
             for gpu in list(client.gpus):
@@ -204,8 +219,8 @@ class BrokerState:
         for worker in self.workers.values():
             if key in worker.arenas:
                 worker.arenas.discard(key)
-                self._do(ev.TakeBackArena(worker.backend, worker.generation, *key))
-        self._do(ev.CloseArena(*key))
+                self.do(ev.TakeBackArena(worker.backend, worker.generation, *key))
+        self.do(ev.CloseArena(*key))
 
     def _gpu_offered(self, event: ev.GpuOffered) -> None:
         """For the first time, or on another rung: then workers let go of what they had, and may reach the new one."""
@@ -216,6 +231,7 @@ class BrokerState:
                 return
             self.turns.forget(client, event.gpu)
         client.gpus.add(event.gpu)
+        self._actions += self.leases.revoke([lane for lane in self.leases.of(client) if lane.gpu == event.gpu])
         self._take_back_gpu(client, event.gpu)
 
     def _take_back_gpu(self, client: Client, gpu: str) -> None:
@@ -224,17 +240,17 @@ class BrokerState:
             worker.deaf.pop(key, None)
             if key in worker.gpus:
                 worker.gpus.discard(key)
-                self._do(ev.TakeBackGpu(worker.backend, worker.generation, *key))
+                self.do(ev.TakeBackGpu(worker.backend, worker.generation, *key))
 
     def _release_gpu(self, client: Client, gpu: str) -> None:
         client.gpus.discard(gpu)
         self.turns.forget(client, gpu)
         self._take_back_gpu(client, gpu)
-        self._do(ev.CloseGpu(client.number, gpu))
+        self.do(ev.CloseGpu(client.number, gpu))
 
     def _drop_client(self, client: Client, detail: str) -> None:
-        self._do(ev.DropClient(client.identity, detail))
-        self._do(ev.Note("client.dropped", {"client": client.number, "detail": detail}))
+        self.do(ev.DropClient(client.identity, detail))
+        self.do(ev.Note("client.dropped", {"client": client.number, "detail": detail}))
         self._client_left(ev.ClientLeft(client.identity))
 
     # --- routes --------------------------------------------------------------------------------------
@@ -272,7 +288,7 @@ class BrokerState:
 
     def _drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
-        self._leases.drop_route(client, route)
+        self.leases.drop_route(client, route)
         self._release_signature(route.signature)
 
     def _release_signature(self, signature: Signature) -> None:
@@ -286,7 +302,7 @@ class BrokerState:
             worker = self.workers.get(backend)
             if plan is not None and worker is not None and plan in worker.plans:
                 worker.plans.discard(plan)
-                self._do(ev.SendDrop(worker.identity, plan))
+                self.do(ev.SendDrop(worker.identity, plan))
 
     def _sign(self, body: bytes, spec: CallSpec) -> Signature:
         context = self.engine.context(spec)
@@ -303,7 +319,7 @@ class BrokerState:
         if signature.seen != (engine.epoch, cell.generation):
             if signature.seen[0] != engine.epoch:  # the policy may be another
                 signature.context = engine.context(signature.spec)
-            signature.ranked = engine.rank(signature.spec, signature.context, self.unavailable, self._now_s)
+            signature.ranked = engine.rank(signature.spec, signature.context, self.unavailable, self.now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
             signature.seen = (engine.epoch, cell.generation)
         return signature.order
@@ -312,73 +328,89 @@ class BrokerState:
 
     def _call_arrived(self, event: ev.CallArrived) -> None:
         client = self.clients[event.identity]
+        lost = client.lost.get(event.after_lane)
+        if lost is not None and lost.has_taken(event.after_call):
+            return
+        call = self.admit(event)
+        if call is None:
+            return
+        if lost is None:
+            self.place(call)
+        elif lost.is_ring:  # it was put when nobody would take it any more
+            self.resume(call, lost, is_blamed=False)
+        else:
+            del client.lost[event.after_lane]
+            self.resume(call, lost, is_blamed=lost.blames(event.after_lane, event.after_call))
+
+    def admit(self, event: ev.CallArrived, *, is_bounded: bool = True) -> Call | None:
+        """A call comes to the broker. None when it has ended in an error, or its client is dropped for it."""
+        client = self.clients[event.identity]
         route = client.routes.get(event.route)
         if route is None:
             missing = client.refused_routes.get(event.route)
             if missing is not None:
-                self._do(ev.Refuse(client.identity, event.seq, missing))
+                self.do(ev.Refuse(client.identity, event.seq, missing))
             else:
                 self._drop_client(client, f"call on unknown route {event.route}")
-            return
+            return None
         try:
             turn = self._begin_turn(client, route, event)
             if self.stopping:
                 self._refuse_arrival(client, event.seq, turn, BrokerLost("the broker is shutting down"))
-                return
-            if client.open_calls >= self.limits.max_in_flight:
+                return None
+            if is_bounded and client.open_calls >= self.limits.max_in_flight:
                 error = Busy(
                     f"{client.open_calls} calls are open; allowed: {self.limits.max_in_flight}", limit=client.open_calls
                 )
                 self._refuse_arrival(client, event.seq, turn, error)
-                return
+                return None
             arenas = route.checked.get(event.body)
             if arenas is None:
                 arenas = route.check(event.body, client.arenas)
         except ProtocolError as exc:
             self._drop_client(client, str(exc))
-            return
-        refusal = self._quarantine.refusal(route.signature.key, event.digest, self._now_s)
+            return None
+        refusal = self._quarantine.refusal(route.signature.key, event.digest, self.now_s)
         if refusal is not None:
             self._refuse_arrival(client, event.seq, turn, refusal)
-            return
+            return None
         client.open_calls += 1
         route.signature.users += 1
         timeout_s = event.timeout_s or self.limits.timeout_s
         call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
         if turn is not None:
             self._take_turn(call, turn)
-        lost = client.lost.pop(event.after_lane, None)
-        if lost is None or route.number not in lost.kernels:
-            self._place(call)
-        else:
-            self._resume(call, lost, is_blamed=lost.blames(event.after_lane, event.after_call))
+        return call
 
     def _refuse_arrival(self, client: Client, seq: int, turn: OpenTurn | None, error: LayerZeroError) -> None:
         """It never becomes a call."""
         refusal = ev.Refuse(client.identity, seq, error)
         if turn is None:
-            self._do(refusal)
+            self.do(refusal)
         else:
-            self._tell(self.turns.fail(turn, refusal))
+            self.turns.fail(turn, refusal)
 
-    def _resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
+    def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
         worker = self.workers[lost.backend]
+        if call.route.number not in lost.kernels:
+            self.place(call)
+            return
         call.kernel_id = lost.kernels[call.route.number]
         call.attempt = 1
         if is_blamed:
             call.deaths += lost.is_crash
             error, code = lost.error, lost.exit_code
-            self._attempt_failed(call, worker, error, exit_code=code, phase=lost.phase, pid=lost.worker_pid)
+            self.attempt_failed(call, worker, error, exit_code=code, phase=lost.phase, pid=lost.worker_pid)
         elif worker.state in (S.BACKOFF, S.DISABLED):
             self._requeue(call, worker, lost.exit_code, lost.worker_pid)
         else:  # the worker is back already
-            self._place(call)
+            self.place(call)
 
     def _call_poisoned(self, event: ev.CallPoisoned) -> None:
         route = self.clients[event.identity].routes.get(event.route)
         if route is not None:
-            self._quarantine.add(route.signature.key, event.digest, self._now_s)
+            self._quarantine.add(route.signature.key, event.digest, self.now_s)
             self._revoke_leases()  # calls of this signature must show what they bring
 
     # --- turns on a GPU --------------------------------------------------------------------------------
@@ -406,24 +438,32 @@ class BrokerState:
                     call.last_error = error
 
     def _tell(self, failed: list[OpenTurn]) -> None:
-        """These turns have ended in errors, and all before them have ended: their clients may know."""
+        """These turns have ended in errors, and their streams have come to them: their clients may know."""
         for turn in failed:
             refusal = turn.refusal
             assert refusal is not None
             if not turn.client.has_left:
-                self._do(ev.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
-                self._do(refusal)
+                self.do(ev.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
+                self.do(refusal)
             if turn.call is not None:
                 self._close(turn.call)
 
+    def _turns_reached(self, event: ev.TurnsReached) -> None:
+        self._tell(self.turns.reach(event.keys))
+
     def _release_turns(self, client: Client) -> None:
-        """A client has left: nobody waits for what failed, and nobody but the broker says that inputs are ready."""
-        self._tell(self.turns.drop_held(client))
-        for turn in list(
-            self.turns.first()
-        ):  # one after the other: in a lane DONE of one says that all before are done
+        """A client has left: nobody but the broker says that inputs are ready. One after the other: in a lane DONE of
+        one says that all before are done."""
+        if self._has_rings(client):
+            return  # those come between; _rings sees them all
+        for turn in list(self.turns.first()):
             if turn.client is client and turn.call is not None:
-                self._do(ev.ReleaseTurn(client.number, turn.gpu, turn.turn))
+                self.do(ev.ReleaseTurn(client.number, turn.gpu, turn.turn))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the broker to look at order pages and rings."""
+        return self.turns.is_awaited or self._rings.is_awaited
 
     def _turns_seen(self, event: ev.TurnsSeen) -> None:
         worker = self._current(event.backend, event.generation)
@@ -433,16 +473,17 @@ class BrokerState:
             call = worker.enqueued.pop(dispatch, None) or self._take_unanswered(worker, dispatch)
             self._note_success(worker, call)
             self._close(call)
+        for dispatch in event.ready:
+            begun = worker.enqueued.get(dispatch)
+            if begun is not None and begun.turn is not None and not begun.turn.has_begun:
+                begun.turn.began_s = self.now_s
+                self.wakeup_s = min(self.wakeup_s, begun.turn.due_s)
         for turn in list(self.turns.first()):
-            waiter, client = turn.call, turn.client
-            if turn.worker is not worker or waiter is None:
-                continue
-            if waiter.dispatch not in event.ready:
-                if client.has_left:  # it is this one's turn; or a stream of the client's has overwritten the word
-                    self._do(ev.ReleaseTurn(client.number, turn.gpu, turn.turn))
-            elif turn.began_s == math.inf:
-                turn.began_s = self._now_s
-                self.wakeup_s = min(self.wakeup_s, turn.due_s)
+            client = turn.client
+            is_ready = turn.call is None or turn.call.dispatch in event.ready
+            if turn.worker is worker and client.has_left and not is_ready and not self._has_rings(client):
+                # It is this one's turn; or a stream of the client's has overwritten the word.
+                self.do(ev.ReleaseTurn(client.number, turn.gpu, turn.turn))
 
     def _take_unanswered(self, worker: Worker, dispatch: int) -> Call:
         """The worker has ended before it could answer, and the GPU was done: the client's stream has gone on."""
@@ -453,7 +494,7 @@ class BrokerState:
         client = call.client
         if not client.has_left:
             decision = self._decision(call, worker)
-            self._do(ev.Answer(client.identity, call.seq, decision, call.attempt, 0, b"", call.attempts))
+            self.do(ev.Answer(client.identity, call.seq, decision, call.attempt, 0, b"", call.attempts))
         return call
 
     def _enqueue(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
@@ -477,15 +518,17 @@ class BrokerState:
         return calls
 
     def _end_late_turns(self) -> None:
-        for turn in list(self.turns.first()):
-            worker, call = turn.worker, turn.call
-            if worker is None or call is None or worker.fault is not None:
-                continue
-            if self._now_s >= turn.due_s:
-                worker.late = call
-                self._fault(worker, _too_long(call.kernel_id, worker, call.timeout_s))
-            else:
-                self.wakeup_s = min(self.wakeup_s, turn.due_s)
+        for worker in self.workers.values():
+            for call in worker.enqueued.values():
+                if worker.fault is not None:
+                    break
+                if call.turn is None or not call.turn.has_begun:
+                    continue
+                if self.now_s >= call.turn.due_s:
+                    worker.late = call
+                    self.fault(worker, self.too_long(call.kernel_id, worker, call.timeout_s))
+                else:
+                    self.wakeup_s = min(self.wakeup_s, call.turn.due_s)
 
     # --- express lanes ---------------------------------------------------------------------------------
 
@@ -493,7 +536,7 @@ class BrokerState:
         """Lend a lane to a route that one worker serves well, and would serve again."""
         route, signature = call.route, call.route.signature
         is_known = call.client.routes.get(route.number) is route  # it may have been forgotten meanwhile
-        if route.is_leased or not is_known or not self.limits.express or signature.spec.device:
+        if route.is_leased or not is_known or not self.limits.express:
             return
         server = (call.kernel_id, worker.generation)
         if route.settled_on != server:
@@ -504,7 +547,7 @@ class BrokerState:
                 self._revoke_leases()
             if self._is_settled(signature, call.kernel_id):
                 plan = self._plans[signature.key, call.kernel_id]
-                self._actions += self._leases.grant(call.client, route, worker, plan, call.kernel_id)
+                self._actions += self.leases.grant(call.client, route, worker, plan, call.kernel_id)
 
     def _is_settled(self, signature: Signature, kernel_id: str) -> bool:
         """The next call of this signature would go to the same kernel, without a look at it."""
@@ -520,45 +563,45 @@ class BrokerState:
 
     def _revoke_leases(self) -> None:
         self._leased_epoch = self.engine.epoch
-        self._actions += self._leases.revoke()
+        self._actions += self.leases.revoke()
 
     def _watch_leases(self) -> None:
         """Those whose calls would be decided in another way by now, for the times of others, end."""
         stale = [
             lane
-            for lane in self._leases.lanes.values()
+            for lane in self.leases.lanes.values()
             if any(not self._is_settled(r.signature, lane.kernels[r.number]) for r in lane.routes.values())
         ]
-        self._actions += self._leases.revoke(stale)
+        self._actions += self.leases.revoke(stale)
         self._watch_at_s = math.inf
 
     def _note_time(self, kernel_id: str, cell: Cell, kernel_ns: int, *, is_clean: bool) -> None:
-        self.engine.note_time(kernel_id, cell, kernel_ns, self._now_s, is_clean=is_clean)
-        if self._leases and self._watch_at_s == math.inf:  # an idle broker has nothing to watch
-            self._watch_at_s = self._now_s + WATCH_S
+        self.engine.note_time(kernel_id, cell, kernel_ns, self.now_s, is_clean=is_clean)
+        if self.leases and self._watch_at_s == math.inf:  # an idle broker has nothing to watch
+            self._watch_at_s = self.now_s + WATCH_S
             self.wakeup_s = min(self.wakeup_s, self._watch_at_s)
 
     def _lane_opened(self, event: ev.LaneOpened) -> None:
         client = self.clients[event.identity]
         try:
-            self._actions += self._leases.open(client, event.lane)
+            self._actions += self.leases.open(client, event.lane, event.gpu)
         except ProtocolError as exc:
-            self._do(ev.EndLane(event.lane))  # what came with the message is not the lane's page
+            self.do(ev.EndLane(event.lane))  # what came with the message is not the lane's page
             self._drop_client(client, str(exc))
 
     def _lane_overdue(self, event: ev.LaneOverdue) -> None:
-        lane = self._leases.lanes.get(event.lane)
+        lane = self.leases.lanes.get(event.lane)
         if lane is not None and lane.client.identity == event.identity:
             name = lane.kernels.get(event.route, f"a call of {lane.worker.backend}")
-            error = _too_long(name, lane.worker, event.timeout_s)
-            self._fault(
+            error = self.too_long(name, lane.worker, event.timeout_s)
+            self.fault(
                 lane.worker,
                 ProtocolError(event.nonsense) if event.nonsense else error,
                 mark(lane.number, event.call),
             )
 
     def _lane_seen(self, event: ev.LaneSeen) -> None:
-        lane = self._leases.lanes.get(event.lane)
+        lane = self.leases.lanes.get(event.lane)
         if lane is None:
             return
         lane.worker.answered += event.calls
@@ -567,7 +610,7 @@ class BrokerState:
             kernel_id, cell = lane.kernels[route.number], route.signature.cell
             self._note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
 
-    def _place(self, call: Call) -> None:
+    def place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
         order = self.order(call.route.signature)
         if call.attempts:  # a fallback is in a hurry: those that are warm first
@@ -604,7 +647,7 @@ class BrokerState:
             if verdict.transforms or not verdict.is_on_trial:  # a call that is sent back for copies tries nothing
                 return verdict
             spec = call.route.signature.spec
-            if self.engine.reserve_trial(verdict.backend, spec.op, self._now_s, spec.device):
+            if self.engine.reserve_trial(verdict.backend, spec.op, self.now_s, spec.device):
                 return verdict
             last = last or verdict
         return last
@@ -647,12 +690,12 @@ class BrokerState:
     def _is_back_in_time(self, backend: str, call: Call) -> bool:
         """Its back-off, if it is in one, ends within the call's timeout; loading has a timeout of its own."""
         worker = self.workers[backend]
-        return worker.state is not S.BACKOFF or worker.retry_at_s <= self._now_s + call.timeout_s
+        return worker.state is not S.BACKOFF or worker.retry_at_s <= self.now_s + call.timeout_s
 
     def _need(self, worker: Worker) -> None:
         if worker.state is S.ABSENT:
             self._signal(worker, Signal.NEEDED)
-            self._do(ev.Probe(worker.backend))
+            self.do(ev.Probe(worker.backend))
 
     def _send(self, worker: Worker, call: Call) -> None:
         signature = call.route.signature
@@ -664,27 +707,27 @@ class BrokerState:
             worker.plans.add(plan)
             is_graph_safe = self.engine.kernel(call.kernel_id).is_cuda_graph_safe
             body = signature.spec.prepare(call.kernel_id, is_graph_safe=is_graph_safe)
-            self._do(ev.SendPrepare(worker.identity, plan, body))
+            self.do(ev.SendPrepare(worker.identity, plan, body))
         number = call.client.number
         gpu = signature.spec.device
         if gpu and (number, gpu) not in worker.gpus:
             worker.gpus.add((number, gpu))
-            self._do(ev.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
+            self.do(ev.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
         for arena in call.arenas:
             key = (number, arena)
             if key not in worker.arenas:
                 worker.arenas.add(key)
-                self._do(ev.LendArena(worker.backend, worker.generation, number, arena))
+                self.do(ev.LendArena(worker.backend, worker.generation, number, arena))
         call.attempt += 1
         call.dispatch = next(self._dispatch)
         worker.running.append(call)
         if len(worker.running) == 1:
             self._start_clock(worker)
         turn = call.turn.turn if call.turn is not None else None
-        self._do(ev.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn))
+        self.do(ev.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn))
 
     def _start_clock(self, worker: Worker) -> None:
-        worker.head_since_s = self._now_s
+        worker.head_since_s = self.now_s
         self.wakeup_s = min(self.wakeup_s, worker.head_deadline_s)
 
     def _take_head(self, worker: Worker) -> Call:
@@ -704,18 +747,23 @@ class BrokerState:
             call.client.open_calls -= 1
         self._release_signature(call.route.signature)
         if call.turn is not None:
-            self._tell(self.turns.end(call.turn))
+            self.turns.end(call.turn)
         self._release_if_done(call.client)
+
+    def answering(self, identity: bytes) -> Worker | None:
+        """The worker that a message is from, unless it has ended or is being killed."""
+        worker = self._by_identity.get(identity)
+        return None if worker is None or worker.fault is not None else worker
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
         """The worker whose oldest running call this answers. Late answers of a killed one are counted, not used."""
-        worker = self._by_identity.get(identity)
-        if worker is None or worker.fault is not None:
+        worker = self.answering(identity)
+        if worker is None:
             self.stale += 1
             return None
         head = worker.running[0] if worker.running else None
         if head is None or head.dispatch != dispatch or head.attempt != attempt:
-            self._fault(worker, ProtocolError(f"answered dispatch {dispatch}.{attempt}, which is not the one it runs"))
+            self.fault(worker, ProtocolError(f"answered dispatch {dispatch}.{attempt}, which is not the one it runs"))
             return None
         return worker
 
@@ -736,7 +784,7 @@ class BrokerState:
             self._settle(call, worker)
             answer = ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
             answer.attempts, answer.is_replayed = call.attempts, event.is_replayed
-            self._do(answer)
+            self.do(answer)
         if turn is None:
             self._close(call)
         else:
@@ -744,7 +792,7 @@ class BrokerState:
 
     def _note_success(self, worker: Worker, call: Call) -> None:
         spec = call.route.signature.spec
-        self.engine.note_success(worker.backend, spec.op, self._now_s, spec.device)
+        self.engine.note_success(worker.backend, spec.op, self.now_s, spec.device)
 
     def _decision(self, call: Call, worker: Worker) -> int:
         """Number of the decision that this answer follows; sent to the client when it is a new one."""
@@ -768,7 +816,7 @@ class BrokerState:
                     slot=worker.slot if signature.spec.device else 0,
                 )
             )
-            self._do(ev.SendDecision(call.client.identity, route.number, route.decision, body))
+            self.do(ev.SendDecision(call.client.identity, route.number, route.decision, body))
         return route.decision
 
     def _call_raised(self, event: ev.CallRaised) -> None:
@@ -776,9 +824,9 @@ class BrokerState:
         if worker is None:
             return
         call = self._take_head(worker)
-        self._attempt_failed(call, worker, event.error)
+        self.attempt_failed(call, worker, event.error)
 
-    def _attempt_failed(
+    def attempt_failed(
         self,
         call: Call,
         worker: Worker,
@@ -812,7 +860,7 @@ class BrokerState:
         if spec.device and error.code == NoTransport.code:  # its kernels are well
             worker.deaf[call.client.number, spec.device] = error
         elif phase != "queued" and error.code != DeadlineExceeded.code:  # a short timeout_s is the caller's doing
-            self.engine.note_failure(worker.backend, spec.op, error, self._now_s, spec.device)
+            self.engine.note_failure(worker.backend, spec.op, error, self.now_s, spec.device)
             self._wake_for_health()
         call.last_error = error
         call.tried.add(worker.backend)
@@ -823,10 +871,10 @@ class BrokerState:
         elif self.stopping:
             self._end_for_shutdown(call)
         else:
-            self._place(call)
+            self.place(call)
 
     def _wake_for_health(self) -> None:
-        self._health_at_s = self.engine.health.next_change_s(self._now_s)
+        self._health_at_s = self.engine.health.next_change_s(self.now_s)
         self.wakeup_s = min(self.wakeup_s, self._health_at_s)
 
     def _end_unserved(self, call: Call) -> None:
@@ -848,18 +896,18 @@ class BrokerState:
 
     def _refuse(self, call: Call, error: LayerZeroError) -> None:
         facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
-        self._do(ev.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
+        self.do(ev.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
         self._end_in_error(call, error)
 
     def _end_in_error(self, call: Call, error: LayerZeroError) -> None:
-        """One on a GPU ends when all before it in its lane have."""
+        """One on a GPU ends when its client's stream has come to it."""
         candidates = [v.to_wire() for v in call.route.signature.ranked]
         refusal = ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
         if call.turn is None:
-            self._do(refusal)
+            self.do(refusal)
             self._close(call)
         else:
-            self._tell(self.turns.fail(call.turn, refusal))
+            self.turns.fail(call.turn, refusal)
 
     # --- workers -------------------------------------------------------------------------------------
 
@@ -892,7 +940,7 @@ class BrokerState:
         evidence = self._shadow.note(event.comparison)
         if evidence is not None:
             self.engine.set_certification(self.engine.certification.with_quarantine(subject, evidence))
-            self._do(ev.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
+            self.do(ev.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
 
     def _times_loaded(self, event: ev.TimesLoaded) -> None:
         self.engine.load_times(event.rows)
@@ -905,11 +953,11 @@ class BrokerState:
             if any(verdict.kernel_id == call.kernel_id for verdict in self.order(call.route.signature)):
                 worker.waiting.append(call)
             else:
-                self._place(call)
+                self.place(call)
 
     def _spawn(self, worker: Worker) -> None:
         worker.generation += 1
-        worker.started_s = self._now_s
+        worker.started_s = self.now_s
         worker.was_ready = False
         worker.fault = worker.late = None
         worker.pid = 0
@@ -920,8 +968,8 @@ class BrokerState:
                 text = f"this broker has started {SLOTS} workers for GPUs; offers of memory have no room for more signs"
                 self._disable(worker, BackendError(text, repair="lz down"), Reason.BACKEND_DISABLED)
                 return
-        self.wakeup_s = min(self.wakeup_s, self._now_s + self.limits.start_timeout_s)
-        self._do(ev.Spawn(worker.backend, worker.generation))
+        self.wakeup_s = min(self.wakeup_s, self.now_s + self.limits.start_timeout_s)
+        self.do(ev.Spawn(worker.backend, worker.generation))
 
     def _worker_spawned(self, event: ev.WorkerSpawned) -> None:
         worker = self._current(event.backend, event.generation)
@@ -950,10 +998,10 @@ class BrokerState:
         worker.was_ready = worker.has_served = True
         self._by_identity[event.identity] = worker
         self._set_unavailable(worker.backend, None)
-        self._do(
+        self.do(
             ev.Note(
                 "worker.ready",
-                {"backend": worker.backend, "pid": worker.pid, "start_s": round(self._now_s - worker.started_s, 3)},
+                {"backend": worker.backend, "pid": worker.pid, "start_s": round(self.now_s - worker.started_s, 3)},
             )
         )
         while worker.waiting and len(worker.running) < self.limits.depth:
@@ -962,9 +1010,9 @@ class BrokerState:
     def _worker_misbehaved(self, event: ev.WorkerMisbehaved) -> None:
         worker = self._current(event.backend, event.generation)
         if worker is not None:
-            self._fault(worker, ProtocolError(event.detail))
+            self.fault(worker, ProtocolError(event.detail))
 
-    def _fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
         """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before. `call`: as
         Worker.fault_call."""
         if worker.state in (S.STARTING, S.READY, S.STOPPING) and worker.fault is None:
@@ -973,7 +1021,7 @@ class BrokerState:
             self._set_unavailable(
                 worker.backend, Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}")
             )
-            self._do(ev.Kill(worker.backend, worker.generation))
+            self.do(ev.Kill(worker.backend, worker.generation))
 
     def _worker_exited(self, event: ev.WorkerExited) -> None:
         worker = self._current(event.backend, event.generation)
@@ -1004,28 +1052,36 @@ class BrokerState:
             "cause": "it was told to stop" if was_stopping and event.exit_code == 0 else error.message,
             "phase": event.phase,
         }
-        self._do(ev.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
-        self._actions += self._leases.end_worker(
+        self.do(ev.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
+        lanes, stranded = self.leases.lanes_to(worker), self._rings.stranded(worker, event)
+        self._actions += self.leases.end_worker(
             worker,
             error,
             event,
             event.executing if worker.fault is None else worker.fault_call,
             is_crash=worker.fault is None,
         )
-        in_gpu = self._in_gpu(worker, event)
+        on_ring = self._rings.named(worker, stranded, event)
+        in_gpu = self._in_gpu(worker, event) if on_ring is None else None
+        if on_ring is None and in_gpu is None and worker.fault is None and not _died_in_running(worker, event):
+            on_ring = next((one for one in stranded if one.is_ready), None)
         enqueued, running, waiting = self._take_enqueued(worker), list(worker.running), list(worker.waiting)
         worker.running.clear()
         worker.waiting.clear()
         if was_stopping:
             for call in (*enqueued, *running, *waiting):
                 self._end_for_shutdown(call)
+        else:
+            self._plan_restart(worker, error, event.stderr_tail)
+            self._move_enqueued(worker, enqueued, in_gpu, error, event)
+            if in_gpu is not None or on_ring is not None:  # nobody else is to blame
+                event = replace(event, executing=0)
+            self._move_calls(worker, running, waiting, error, event)
+        self._rings.come_back(stranded, on_ring)
+        for lane in lanes:
+            self.finish_leaving(lane.client)
+        if was_stopping:
             self._stop_if_idle()
-            return
-        self._plan_restart(worker, error, event.stderr_tail)
-        self._move_enqueued(worker, enqueued, in_gpu, error, event)
-        if in_gpu is not None:  # nobody else is to blame
-            event = replace(event, executing=0)
-        self._move_calls(worker, running, waiting, error, event)
 
     def _move_calls(
         self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
@@ -1037,7 +1093,7 @@ class BrokerState:
             is_blamed = is_first if worker.fault is not None else call.dispatch == event.executing
             if is_blamed:
                 call.deaths += worker.fault is None
-                self._attempt_failed(call, worker, error, exit_code=event.exit_code, phase=event.phase)
+                self.attempt_failed(call, worker, error, exit_code=event.exit_code, phase=event.phase)
             else:
                 self._requeue(call, worker, event.exit_code, worker.pid)
         for call in waiting:
@@ -1048,10 +1104,10 @@ class BrokerState:
         CPU died in another one. Which of several lanes it was in nobody can tell; then it is the oldest."""
         if worker.fault is not None:
             return worker.late
-        if event.exit_code != STICKY_EXIT and any(call.dispatch == event.executing for call in worker.running):
+        if _died_in_running(worker, event):
             return None
-        firsts = (c for c in worker.enqueued.values() if c.turn is not None and self.turns.is_first(c.turn))
-        return next(firsts, None)
+        begun = (c for c in worker.enqueued.values() if c.turn is not None and c.turn.has_begun)
+        return next(begun, None)
 
     def _move_enqueued(
         self, worker: Worker, calls: list[Call], blamed: Call | None, error: LayerZeroError, event: ev.WorkerExited
@@ -1059,7 +1115,7 @@ class BrokerState:
         for call in calls:
             if call is blamed:
                 call.deaths += worker.fault is None
-                self._attempt_failed(call, worker, error, exit_code=event.exit_code, phase="executing")
+                self.attempt_failed(call, worker, error, exit_code=event.exit_code, phase="executing")
             else:
                 self._requeue(call, worker, event.exit_code, worker.pid)
 
@@ -1073,15 +1129,15 @@ class BrokerState:
             lost = _disabled(worker)
         else:
             lost = BackendError(f"the {worker.backend} worker died while the call was queued", backend=worker.backend)
-        self._attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)
+        self.attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)
 
     def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
         limits = self.limits
         worker.cause = error
         is_crash = worker.fault is None or worker.fault.code != DeadlineExceeded.code
         if is_crash:
-            worker.deaths_s.append(self._now_s)
-        while worker.deaths_s and worker.deaths_s[0] < self._now_s - limits.restart_window_s:
+            worker.deaths_s.append(self.now_s)
+        while worker.deaths_s and worker.deaths_s[0] < self.now_s - limits.restart_window_s:
             worker.deaths_s.popleft()
         if not worker.has_served:
             self._signal(worker, Signal.GIVEN_UP)
@@ -1100,7 +1156,7 @@ class BrokerState:
         else:
             exponent = max(len(worker.deaths_s) - 1, 0)
             delay_s = min(limits.backoff_s * 2**exponent, limits.backoff_max_s) * self._rng.uniform(0.75, 1.25)
-            worker.retry_at_s = self._now_s + delay_s
+            worker.retry_at_s = self.now_s + delay_s
             worker.restarts += 1
             self.wakeup_s = min(self.wakeup_s, worker.retry_at_s)
             detail = f"{error.message}; restarts in {delay_s:.1f} s"
@@ -1110,11 +1166,11 @@ class BrokerState:
         worker.cause = cause
         repair = _repair(worker.backend, cause)
         self._set_unavailable(worker.backend, Rejection(reason, f"{cause.message}; repair: {repair}"))
-        self._do(ev.Note("backend.disabled", {"backend": worker.backend, "cause": cause.message, "repair": repair}))
+        self.do(ev.Note("backend.disabled", {"backend": worker.backend, "cause": cause.message, "repair": repair}))
         waiting = list(worker.waiting)
         worker.waiting.clear()
         for call in waiting:
-            self._attempt_failed(call, worker, _disabled(worker))
+            self.attempt_failed(call, worker, _disabled(worker))
 
     def _backend_reset(self, event: ev.BackendReset) -> None:
         worker = self.workers.get(event.backend)
@@ -1134,7 +1190,7 @@ class BrokerState:
     def _policy_changed(self, event: ev.PolicyChanged) -> None:
         """Calls that are placed stay where they are; those that come next are ranked anew."""
         self.engine.set_policy(event.policy)
-        self._do(ev.Note("policy.changed", {"hash": event.policy.hash}))
+        self.do(ev.Note("policy.changed", {"hash": event.policy.hash}))
 
     def _ran_in_client(self, event: ev.RanInClient) -> None:
         """A kernel ran in the client's own process, or failed there."""
@@ -1150,7 +1206,7 @@ class BrokerState:
             return
         if event.error is not None:
             facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
-            self._do(ev.Note("client.kernel_failed", {**facts, "client": client.number}))
+            self.do(ev.Note("client.kernel_failed", {**facts, "client": client.number}))
             return  # its libraries are the client's own; other clients and the workers are not concerned
         self._note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)
 
@@ -1161,7 +1217,7 @@ class BrokerState:
     # --- time and the end ------------------------------------------------------------------------------
 
     def _tick(self, event: ev.Tick) -> None:
-        now_s, limits = self._now_s, self.limits
+        now_s, limits = self.now_s, self.limits
         if now_s >= self._health_at_s:
             self.engine.epoch += 1
             self._health_at_s = self.engine.health.next_change_s(now_s)
@@ -1179,7 +1235,7 @@ class BrokerState:
                 due_s = worker.started_s + limits.start_timeout_s
                 if now_s >= due_s:
                     text = f"the provider did not load within {limits.start_timeout_s:g} s"
-                    self._fault(worker, EnvError(text, env=worker.backend, repair=f"lz env probe {worker.backend}"))
+                    self.fault(worker, EnvError(text, env=worker.backend, repair=f"lz env probe {worker.backend}"))
                 else:
                     self.wakeup_s = min(self.wakeup_s, due_s)
             elif worker.state is S.BACKOFF:
@@ -1194,14 +1250,14 @@ class BrokerState:
         client watches its deadline, unless it has left."""
         head = worker.running[0]
         if not executing & EXECUTING:
-            self._fault(worker, _too_long(head.kernel_id, worker, head.timeout_s))
+            self.fault(worker, self.too_long(head.kernel_id, worker, head.timeout_s))
         elif worker.lane_call != executing:
-            worker.lane_call, worker.lane_call_since_s = executing, self._now_s
-            worker.head_since_s = self._now_s
-        elif self._now_s < worker.lane_call_since_s + self.limits.timeout_s:
-            worker.head_since_s = self._now_s
+            worker.lane_call, worker.lane_call_since_s = executing, self.now_s
+            worker.head_since_s = self.now_s
+        elif self.now_s < worker.lane_call_since_s + self.limits.timeout_s:
+            worker.head_since_s = self.now_s
         else:
-            self._fault(worker, _too_long("a call on an express lane", worker, self.limits.timeout_s), executing)
+            self.fault(worker, self.too_long("a call on an express lane", worker, self.limits.timeout_s), executing)
 
     def _shutdown_asked(self, _: ev.ShutdownAsked) -> None:
         if self.stopping:
@@ -1216,7 +1272,7 @@ class BrokerState:
             if worker.state is not S.STOPPED:
                 self._signal(worker, Signal.STOP)
             if worker.state is S.STOPPING:
-                self._do(ev.StopWorker(worker.backend, worker.generation, worker.identity))
+                self.do(ev.StopWorker(worker.backend, worker.generation, worker.identity))
         self._stop_if_idle()
 
     def _end_for_shutdown(self, call: Call) -> None:
@@ -1227,17 +1283,24 @@ class BrokerState:
 
     def _stop_if_idle(self) -> None:
         if self.stopping and all(w.state is S.STOPPED for w in self.workers.values()):
-            self._do(ev.Exit())
+            self._tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
+            self.do(ev.Exit())
 
-    def _do(self, action: ev.Action) -> None:
-        self._actions.append(action)
+    def do(self, *actions: ev.Action) -> None:
+        self._actions += actions
+
+    @staticmethod
+    def too_long(what: str, worker: Worker, timeout_s: float) -> DeadlineExceeded:
+        text = (
+            f"{what} ran longer than {timeout_s:g} s, and its worker was killed; pass a larger timeout_s if it needs "
+            "longer"
+        )
+        return DeadlineExceeded(text, timeout_s=timeout_s, backend=worker.backend)
 
 
-def _too_long(what: str, worker: Worker, timeout_s: float) -> DeadlineExceeded:
-    text = (
-        f"{what} ran longer than {timeout_s:g} s, and its worker was killed; pass a larger timeout_s if it needs longer"
-    )
-    return DeadlineExceeded(text, timeout_s=timeout_s, backend=worker.backend)
+def _died_in_running(worker: Worker, event: ev.WorkerExited) -> bool:
+    """Its CPU was in a call that it had not answered, and its GPU was well."""
+    return event.exit_code != STICKY_EXIT and any(call.dispatch == event.executing for call in worker.running)
 
 
 def _repair(backend: str, cause: LayerZeroError) -> str:

@@ -67,10 +67,11 @@ class Ring:
         self._words[_IS_ENDED] = 1
 
     def left(self, first: int = 1) -> list[RingCall]:
-        """Calls from number `first` on that may be open, oldest first, as far as the ring still has them."""
+        """Calls from number `first` on that may be open, oldest first, as far as the ring still has them. At most
+        SLOTS - 1 may be: the client may be writing the next one over the oldest slot."""
         head = self._words[_HEAD]
         found = []
-        for call in range(max(first, head - SLOTS + 1), head + 1):
+        for call in range(max(first, head - SLOTS + 2), head + 1):
             one = self._read(call)
             if one.call == call:
                 found.append(one)

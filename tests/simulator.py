@@ -17,6 +17,9 @@ who writes which memory until when, and raises Violation, with the seed, where t
 - a lease is granted for what the core would choose again, and ends with the epoch in which it was; a call of an express
   lane ends once for its client, comes to the broker only when its worker is done with it, and brings its death along; a
   call behind it is neither killed for its time nor blamed for it;
+- a call on a ring is enqueued by one worker, or comes to the broker once: when that worker leaves it, or is dead; one
+  of those that come back from a dead worker is blamed at most, and the right one; a ring is taken back when nothing is
+  on it;
 - turns of a lane end once and in their order, those of a client that is there all do, and none fails that a worker may
   still finish; what is done never runs again; a call on a GPU that must run again gets another answer, no other does.
 """
@@ -62,6 +65,7 @@ from layerzero.ipc.errors import (
 from layerzero.ipc.lane import EXECUTING, mark
 from layerzero.ipc.messages import Decision, Lease, Route, decode, encode
 from layerzero.ipc.order import Turn
+from layerzero.ipc.ring import RingCall
 from layerzero.ipc.tensors import TensorSpec
 
 LATE_S = 0.2  # a tick may be that late
@@ -180,6 +184,8 @@ class Call:
     has_ended: bool = False  # for its client
     after: tuple[int, int] = (0, 0)  # the express lane that ended with it, and its number there
     turn: Turn | None = None
+    on_ring: Dispatch | None = None  # what it is there
+    is_innocent_of: int = 0  # pid of the worker whose ring it came back from
     has_word: bool = False  # its client was told of it
     has_passed: bool = False  # its client's stream has gone on
     is_done: bool = False  # the GPU wrote its result
@@ -202,6 +208,7 @@ class Dispatch:
     is_over: bool = False  # the broker, or the client of a lane, has its answer, or its worker is known to be dead
     result: bytes | None = None  # what the kernel returned, once it ran to its end
     gpu_fate: str = ""
+    taken_s: float = 0.0  # off a ring
     has_begun: bool = False  # on the GPU
     answered_s: float = 0.0  # as the broker knows
 
@@ -240,6 +247,9 @@ class Lane:
     done: int = 0
     status: str = ""
     seen: int = 0
+    ring: dict[int, Dispatch] = field(default_factory=dict)  # on a GPU, by number
+    slots: dict[int, RingCall] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)  # that the broker has heard of
     blamed: int = 0  # the mark of the call that the worker died in or was killed for
 
 
@@ -289,6 +299,19 @@ LANE_FATES = {
     "ran",
     "withdrawn",
 }
+# What becomes of calls on rings.
+RING_FATES = {
+    "again",
+    "after_end",
+    "blamed",
+    "called",
+    "late",
+    "left",
+    "raised",
+    "ran",
+    "stranded",
+    "survived_client",
+}
 # What a GPU makes of a call, and what else becomes of turns.
 GPU_FATES = ("gpu_runs", "gpu_is_slow", "gpu_hangs", "gpu_dies")
 TURN_FATES = {"turn_failed", "turn_held", "turn_released", "turn_rerun", "turn_late", "deaf", "offered_again"}
@@ -332,6 +355,12 @@ class Process:
         self._loses_output = False
         self._frames, self._control = Channel(world), Channel(world)
 
+    @property
+    def held(self) -> list[Dispatch]:
+        """What it may be in."""
+        is_on_ring = self._current is not None and self._current.lane is not None and self.world.device
+        return [*self.sent, *self.gpu, *([self._current] if self._current and is_on_ring else [])]
+
     def send(self, kind: str, value: Any = None) -> None:
         """From the broker, by ZeroMQ."""
         self._frames.send(self._arrived, kind, value)
@@ -374,9 +403,13 @@ class Process:
     def pump(self) -> None:
         """Take what is there, in the order of each channel; a rung doorbell may come before or after a frame."""
         while self.is_alive and self._current is None:
-            rung = [lane for lane in self.lanes.values() if lane.is_rung]
+            rung = [lane for lane in self.lanes.values() if lane.is_rung or lane.done < len(lane.ring)]
             if rung and (not self._inbox or self.world.rng.random() < 0.5):
-                self._claim(self.world.rng.choice(rung))
+                lane = self.world.rng.choice(rung)
+                if self.world.device:
+                    self._take(lane)
+                else:
+                    self._claim(lane)
                 continue
             if not self._inbox:
                 return
@@ -406,6 +439,29 @@ class Process:
             self._begin(dispatch)
         else:
             self.world.lane_done(lane, "declined")
+
+    def _take(self, lane: Lane) -> None:
+        """The next call of a ring."""
+        lane.done += 1
+        dispatch, world = lane.ring[lane.done], self.world
+        dispatch.taken_s = world.now_s
+        call = dispatch.call
+        world.require(not call.is_done and not call.has_failed, "a call of a ring was ended before its worker took it")
+        world.require(call.on_ring is dispatch and not call.dispatches, "a call of a ring is elsewhere, too")
+        is_allowed = (lane.number, dispatch.plan) in self._allowed and dispatch.plan in self._plans
+        is_heard = call.client.number in self.gpus and call.client.number not in self.deaf
+        if is_allowed and is_heard and dispatch.arenas <= self._arenas:
+            self._begin(dispatch)
+        else:
+            world.coverage.fates["ring_left"] += 1
+            self._leave_to_broker(dispatch, None)
+
+    def _leave_to_broker(self, dispatch: Dispatch, error: LayerZeroError | None) -> None:
+        lane = dispatch.lane
+        assert lane is not None
+        dispatch.is_over = True
+        number = dispatch.number & 0xFFFF_FFFF
+        self._say(ev.CallLeft(self.identity, lane.number, lane.slots[number], error))
 
     def _begin(self, dispatch: Dispatch) -> None:
         world = self.world
@@ -452,6 +508,18 @@ class Process:
         elif fate == "hangs_up":
             world.kill(self)  # the broker kills one that closes its control socket, and does not tell its core
             return
+        elif dispatch.lane is not None and world.device:
+            errors: dict[str, LayerZeroError] = {
+                "raises": BackendError("kernel raised"),
+                "refuses": InvalidArgument("bad id"),
+                "too_small": OutputTooSmall("small", needed=[9]),
+            }
+            if fate in errors:
+                world.coverage.fates["ring_raised"] += 1
+                self._leave_to_broker(dispatch, errors[fate])
+            elif fate in ("sends_garbage", "lies_dispatch", "lies_attempt"):
+                self._say(ev.WorkerMisbehaved(self.backend, self.generation, "garbage"))
+            self._leave(fate)
         elif dispatch.lane is not None:
             status = LANE_ENDS.get(fate, "ran")
             if status:
@@ -595,7 +663,9 @@ class Client:
             self._retire()
         elif what < 0.18:
             route = rng.choice(list(self.routes))
-            if not any(lane.dispatch is not None and lane.dispatch.call.route == route for lane in self.lanes()):
+            on_rings = [call for stream in self.streams for call in stream.calls.values() if call.on_ring is not None]
+            on_lanes = [lane.dispatch.call for lane in self.lanes() if lane.dispatch is not None]
+            if not any(call.route == route for call in (*on_rings, *on_lanes)):
                 del self.routes[route]
                 self.leases.pop(route, None)
                 self.frames.send(self.world.from_client, self, ev.RouteForgotten(self.identity, route))
@@ -659,9 +729,22 @@ class Client:
                 self.offered_lanes.add(lane.number)
                 self.control.send(world.lane_offered, self, lane)
             return False
+        if lane.is_ended and lane.is_usable and world.device and world.rng.random() < 0.3:
+            self._put(call, lane, lease)  # it does not see the word before that
+            call.after = (lane.number, lane.calls)
+            world.coverage.fates["ring_after_end"] += 1
+            self.send(call, 0.0)
+            return True
         if lane.is_ended or lane.is_broken or (lane.is_usable and lane.epoch != lease.epoch):
             del self.leases[call.route]
             return False
+        if world.device:
+            if lane.is_usable:
+                world.coverage.fates["ring_called"] += 1
+                self._put(call, lane, lease)
+                call.on_ring = lane.ring[lane.calls]
+                world.push(world.now_s, lane.process.pump)
+            return lane.is_usable
         if not lane.is_usable or lane.dispatch is not None:
             return False
         world.coverage.fates["lane_called"] += 1
@@ -672,6 +755,26 @@ class Client:
         world.push(world.now_s, lane.process.pump)
         world.push(world.now_s + call.timeout_s, self._due_on_lane, lane, lane.calls)
         return True
+
+    def _put(self, call: Call, lane: Lane, lease: Lease) -> None:
+        call.timeout_s = self.world.limits.timeout_s
+        self._take_turn(call)
+        assert call.turn is not None
+        arenas = frozenset((self.number, ref.arena) for ref in wire.unpack_refs(call.body, 2))
+        lane.calls += 1
+        lane.slots[lane.calls] = RingCall(lane.calls, call.route, lease.plan, call.seq, call.turn, call.body)
+        if not lane.is_ended:
+            lane.ring[lane.calls] = Dispatch(mark(lane.number, lane.calls), 1, call, lease.plan, arenas, lane)
+
+    def ring_ended(self, lane: Lane) -> None:
+        """It cannot know which calls the broker has read off the ring."""
+        if self.has_hung_up:
+            return
+        for number, dispatch in lane.ring.items():
+            call = dispatch.call
+            if not call.has_passed and self.world.rng.random() < 0.5:
+                self.world.coverage.fates["ring_again"] += 1
+                self.frames.send(self.world.from_client, self, self._event(call, 0.0, (lane.number, number)))
 
     def leased(self, route: int, lease: Lease) -> None:
         if route in self.routes:
@@ -721,19 +824,29 @@ class Client:
         self.submit(dispatch.call, dispatch.call.timeout_s)
 
     def submit(self, call: Call, timeout_s: float) -> None:
+        call.digest = bytes([call.number]) * wire.DIGEST_BYTES if call.route in self.needs_digest else b""
+        self._take_turn(call)
+        self.send(call, timeout_s)
+
+    def send(self, call: Call, timeout_s: float) -> None:
+        self.frames.send(self.world.from_client, self, self._event(call, timeout_s, call.after), call)
+
+    def _take_turn(self, call: Call) -> None:
         self.seq += 1
         call.seq = self.seq
-        call.digest = bytes([call.number]) * wire.DIGEST_BYTES if call.route in self.needs_digest else b""
-        event = ev.CallArrived(self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
-        event.after_lane, event.after_call = call.after
         if self.world.device:
             lane = self.world.rng.randrange(STREAMS)
             stream = self.streams[lane]
             stream.issued += 1
-            event.turn = call.turn = Turn(lane, stream.issued)
+            call.turn = Turn(lane, stream.issued)
             stream.calls[stream.issued] = call
             self.world.push(self.world.now_s + self.world.delay_s(), self.advance, stream)
-        self.frames.send(self.world.from_client, self, event, call)
+
+    def _event(self, call: Call, timeout_s: float, after: tuple[int, int]) -> ev.CallArrived:
+        event = ev.CallArrived(self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
+        event.after_lane, event.after_call = after
+        event.turn = call.turn
+        return event
 
     def advance(self, stream: Stream) -> None:
         """The stream goes on: past calls that are done, and to the next one."""
@@ -750,6 +863,8 @@ class Client:
             call.has_passed = True
             is_there = call.has_failed or self.world.contents.get(call.place) is call
             self.world.require(is_there, "the memory of a call that is done holds another one's result")
+            if call.on_ring is not None and not call.has_failed:
+                self._ran_on_ring(call)
             self._end(call)
         self.world.pump_gpus()
 
@@ -767,6 +882,8 @@ class Client:
         identity, world = self.identity, self.world
         route = next(iter(self.routes))
         turn = Turn(0, self.streams[0].issued + world.rng.choice((0, 1))) if world.device else None
+        if world.device:  # some offences look like calls that wait for their stream
+            world.push(world.now_s + 2.0, self.hang_up)
         match world.rng.randrange(7):
             case 0:
                 self.frames.send(world.from_client, self, ev.CallArrived(identity, 999, 0, 0.0, b""))
@@ -797,6 +914,13 @@ class Client:
         self._end(call)
         if is_first:
             self._go_on(call)
+
+    def _ran_on_ring(self, call: Call) -> None:
+        """Nobody tells its client."""
+        is_first, call.has_word = not call.has_word, True
+        self.world.coverage.fates["ring_ran"] += is_first
+        if is_first:
+            self.world.push(self.world.now_s, self._go_on, call)
 
     def _end(self, call: Call) -> None:
         """On a GPU its client must have been told of it, and its stream must have gone on."""
@@ -862,10 +986,14 @@ class World:
         if self.is_quiet:  # little happens but on lanes
             self.weights = {name: [1, *[0] * (len(FATES) - 1)] for name in PRIORITY}
             self.persistence, self.eagerness = 0.97, 1.0
-        # A third of all worlds is on a GPU, where there are no express lanes; the others are what they were without.
+        # A third of all worlds is on a GPU, where lanes are rings; the others are what they were without.
         own = random.Random(seed + 2)
         self.device = GPU if own.random() < 0.4 and not self.is_quiet else ""
         self.gpu_weights = [own.choice((20, 100)), *own.choices((0, 0, 1, 3), k=len(GPU_FATES) - 1)]
+        if self.device and self.limits.express and own.random() < 0.6:  # much is on rings
+            for weights in self.weights.values():
+                weights[0] = 500
+            self.persistence, self.eagerness = 0.97, own.choice((1.0, 1.0, 0.3))
         self._p_deaf = own.choice((0.0, 0.0, 0.2))
         self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
         self._p_probe_fails, self._p_spawn_fails = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.1))
@@ -988,12 +1116,7 @@ class World:
         self._event = event
         self._handle(event)
         self._check()
-        if any(process.enqueued for process in self.processes.values()):
-            is_awaited = self.state.turns.is_awaited or self._is_stopping
-            at_s = self.now_s + (AWAITED_LOOK_S if is_awaited else LOOK_S)
-            if at_s < self._look_at_s:
-                self._look_at_s = at_s
-                self.push(at_s, self._look, at_s)
+        self._plan_look()
         if self.state.wakeup_s < self._tick_at_s:
             self._tick_at_s = self.state.wakeup_s
             late_s = self.rng.uniform(0.0, LATE_S) if self.rng.random() < 0.2 else 0.0
@@ -1023,10 +1146,42 @@ class World:
                 self.require(lane.client in (None, client), "a lane has two clients")
                 lane.client = client
 
+    def _plan_look(self) -> None:
+        is_awaited = self.state.is_awaited
+        rings = {lane.number: lane for lane in self.lanes.values() if lane.is_open and lane.ring}
+        has_calls = any(self._on_ring(lane) for lane in rings.values())
+        if is_awaited or has_calls or any(process.enqueued for process in self.processes.values()):
+            at_s = self.now_s + (AWAITED_LOOK_S if is_awaited or self._is_stopping else LOOK_S)
+            if at_s < self._look_at_s:
+                self._look_at_s = at_s
+                self.push(at_s, self._look, at_s)
+
     def _look(self, at_s: float) -> None:
         if at_s == self._look_at_s:
             self._look_at_s = math.inf
             self.look_at_turns()
+            self.look_at_rings()
+            self._plan_look()
+
+    def _on_ring(self, lane: Lane) -> list[int]:
+        """Calls on it whose turns are not done."""
+        return [n for n, one in lane.slots.items() if (t := one.turn) and self._stream_of(lane, t).done < t.number]
+
+    @staticmethod
+    def _stream_of(lane: Lane, turn: Turn) -> Stream:
+        assert lane.client is not None
+        return lane.client.streams[turn.lane]
+
+    def _look_on(self, lane: Lane) -> ev.RingLook:
+        calls = [lane.slots[number] for number in self._on_ring(lane)]
+        ready = {one.call for one in calls if self._stream_of(lane, one.turn).ready >= one.turn.number}
+        return ev.RingLook(lane.calls, lane.done, calls, ready)
+
+    def look_at_rings(self) -> None:
+        if self.device:
+            rings = [lane for lane in self.lanes.values() if lane.is_open]
+            if rings:
+                self._deliver(ev.RingsSeen({lane.number: self._look_on(lane) for lane in rings}))
 
     def look_at_turns(self, only: Process | None = None) -> None:
         """What order pages say."""
@@ -1053,6 +1208,11 @@ class World:
                 self._deliver(seen)
             elif self.device:
                 self._handle(seen)  # what is said of a worker that has ended is complete with its exit
+        clients = {client.number: client for client in self.clients.values()}
+        streams = {key: clients[key[0]].streams[key[2].lane] for key in self.state.turns.held if only is None}
+        reached = [key for key, stream in streams.items() if stream.ready >= key[2].number]
+        if reached:
+            self._deliver(ev.TurnsReached(reached))
 
     def stream(self, call: Call) -> Stream:
         assert call.turn is not None
@@ -1101,14 +1261,8 @@ class World:
         if client.has_left:
             return
         if call is not None:
-            client.open[call.seq] = call
+            self._note_arrival(client, call)
             call.is_crowded = self.state.clients[client.identity].open_calls >= self.limits.max_in_flight
-            if call.turn is not None:
-                client.pending[call.turn] = call
-                key = (client.number, GPU)
-                call.deaf = {b for b in call.signature.backends if key in self.state.workers[b].deaf}
-            until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
-            call.is_quarantined = until_s > self.now_s
             if call.after[0]:
                 self._count_lost(call, self.lanes[call.after[0]])
         elif isinstance(event, ev.CallPoisoned):
@@ -1117,6 +1271,16 @@ class World:
                 key = (route.signature.key, event.digest)
                 self._quarantine[key] = self.now_s + self.limits.poison_quarantine_s
         self._deliver(event)
+
+    def _note_arrival(self, client: Client, call: Call) -> None:
+        """The broker has it now."""
+        client.open[call.seq] = call
+        if call.turn is not None:
+            client.pending[call.turn] = call
+            key = (client.number, GPU)
+            call.deaf = {b for b in call.signature.backends if key in self.state.workers[b].deaf}
+        until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
+        call.is_quarantined = until_s > self.now_s
 
     def _count_lost(self, call: Call, lane: Lane) -> None:
         """It comes from a lane that ended: one attempt more, and perhaps a death."""
@@ -1137,7 +1301,7 @@ class World:
         if lane.client is client:
             lane.is_open = True
             self.coverage.fates["lane_opened_late"] += lane.core_epoch > 0
-        self._deliver(ev.LaneOpened(client.identity, lane.number))
+        self._deliver(ev.LaneOpened(client.identity, lane.number, self.device))
         if lane.is_open and not lane.is_taken_back:
             self.require(lane.epoch == lane.core_epoch, "a lane opens with leases that were taken back")
         client.inbound.send(client.lane_added, lane)
@@ -1163,6 +1327,7 @@ class World:
         if lane.is_open and calls:
             lane.seen = lane.done
             plan = lane.dispatch.plan if lane.dispatch is not None and lane.status == "ran" else 0
+            plan = lane.ring[lane.done].plan if lane.ring else plan
             self._deliver(ev.LaneSeen(lane.number, calls, plan, self.rng.randrange(1000, 10**6)))
 
     def learn(self) -> None:
@@ -1221,6 +1386,16 @@ class World:
                     head.is_over = True
                 if isinstance(event, ev.CallRaised):
                     head.call.failed_on.add(process.backend)
+        elif isinstance(event, ev.CallLeft):
+            lane = self.lanes[event.lane]
+            call = lane.ring[event.call.call].call
+            if is_heard and lane.number in self.state.leases.lanes:
+                lane.left.add(event.call.call)
+                if not call.client.has_left:
+                    self._note_arrival(call.client, call)
+                    if event.error is not None and not self._is_stopping and not call.is_quarantined:
+                        call.dispatches.append(lane.ring[event.call.call])
+                        call.failed_on.add(process.backend)
         elif isinstance(event, ev.WorkerReady) and is_heard and not self._is_stopping:
             process.was_ready = True
             self._has_served.add(process.backend)
@@ -1240,7 +1415,23 @@ class World:
         if heads != list(process.sent)[:1] and process.late is None and not process.killed_for:
             process.late = heads[0]  # it is done after all, and nobody else is to blame
         process.is_confirmed_dead = True
-        is_sticky = self._lose_enqueued(process, exit_code, page[0])
+        looks = {lane.number: self._look_on(lane) for lane in lanes if lane.is_open and self.device}
+        stranded = [
+            (one, n in looks[lane.number].ready)
+            for lane in lanes
+            if lane.number in looks
+            for n, one in lane.ring.items()
+            if n not in lane.left and one.call.turn in {c.turn for c in looks[lane.number].calls}
+        ]
+        stranded = [(one, is_ready) for one, is_ready in stranded if not one.call.client.has_left]
+        wanted = process.killed_for if process.kill_reason else page[0] if exit_code != STICKY_EXIT else 0
+        guilty = next((one for one, _ in stranded if one.number == wanted), None)
+        is_sticky = self._lose_enqueued(process, exit_code, page[0] if guilty is None else -1)
+        in_running = exit_code != STICKY_EXIT and any(d.number == page[0] for d in process.sent)
+        if guilty is None and not is_sticky and not process.kill_reason and not in_running:
+            guilty = next((one for one, is_ready in stranded if is_ready), None)
+        is_sticky |= guilty is not None
+        self._strand(process, [one for one, _ in stranded], guilty)
         for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
             is_first = position == 0 and not process.killed_for and process.late is None
@@ -1258,21 +1449,38 @@ class World:
         elif len(recent) > self.limits.restart_budget:
             self._is_broken[backend] = "budget"
         self._restart_from_s[backend] = self.now_s + 0.75 * self.limits.backoff_s
-        self._deliver(ev.WorkerExited(backend, process.generation, exit_code, *page, "Traceback\nlast words"))
+        self._deliver(ev.WorkerExited(backend, process.generation, exit_code, *page, "Traceback\nlast words", looks))
+
+    def _strand(self, process: Process, stranded: list[Dispatch], guilty: Dispatch | None) -> None:
+        """What was on its rings comes to the broker."""
+        for one in stranded:
+            call = one.call
+            self.coverage.fates["ring_stranded"] += 1
+            one.is_over = True
+            self._note_arrival(call.client, call)
+            if call.is_quarantined or self._is_stopping:
+                continue
+            call.dispatches.append(one)
+            if one is guilty:
+                self.coverage.fates["ring_blamed"] += 1
+                call.failed_on.add(process.backend)
+                call.deaths += not process.kill_reason
+                if process.kill_reason:
+                    call.faults.add(process.kill_reason)
+            else:
+                call.is_innocent_of = process.pid
 
     def _lose_enqueued(self, process: Process, exit_code: int, executing: int) -> bool:
         """What its GPU was not done with runs again. Whether its end is to blame on one of them."""
-        is_open = not process.kill_reason
+        is_open = not process.kill_reason and executing >= 0
         if is_open and exit_code != STICKY_EXIT and any(d.number == executing for d in process.sent):
             is_open = False
         has_blamed = False
         for dispatch in process.enqueued.values():
             call = dispatch.call
             dispatch.is_over = True
-            is_first = call.turn is not None and self.stream(call).done + 1 == call.turn.number
-            if call.client.has_left:  # what no worker had is not there any more
-                turn = self.state.workers[process.backend].enqueued[dispatch.number].turn
-                is_first = turn is not None and self.state.turns.is_first(turn)
+            stream = self.stream(call)
+            is_first = call.turn is not None and stream.done < call.turn.number <= stream.ready
             is_blamed = dispatch is process.late or (is_open and not has_blamed and is_first)
             if is_blamed:
                 has_blamed = True
@@ -1346,14 +1554,28 @@ class World:
     def _kill(self, action: ev.Kill) -> None:
         process = self.processes[action.backend, action.generation]
         event = self._event
-        is_overdue = isinstance(event, ev.LaneOverdue)
+        is_overdue = isinstance(event, ev.LaneOverdue | ev.RingsSeen)
         is_deadline = is_overdue or (type(event) is ev.Tick and process.was_ready)
         self.require(not process.kill_reason, "a worker is killed twice")
         process.kill_reason = "deadline" if is_deadline else "fault"
         process.killed_during = self._events
         if isinstance(event, ev.LaneOverdue):
             process.killed_for = mark(event.lane, event.call)
-        elif is_deadline and process.page[0] & EXECUTING:
+        elif isinstance(event, ev.RingsSeen):
+            process.killed_for = self.state.workers[action.backend].fault_call
+            self.coverage.fates["ring_late"] += 1
+            (late_one,) = (
+                one
+                for lane in self.lanes.values()
+                for number, one in lane.ring.items()
+                if one.number == process.killed_for and number not in lane.left
+            )
+            turn, stream = late_one.call.turn, self.stream(late_one.call)
+            assert turn is not None
+            is_in_gpu = stream.done + 1 == turn.number <= stream.ready or late_one.call.client.has_left
+            is_long = self.now_s - stream.since_s >= self.limits.timeout_s - 1e-9
+            self.require(is_in_gpu and is_long, "a worker is killed for a call of a ring that is not late")
+        elif is_deadline and process.page[0] & EXECUTING and self.state.workers[action.backend].late is None:
             process.killed_for = process.page[0]
             is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
             self.require(is_long, "a worker is killed for a head that waits for a call of a lane")
@@ -1406,7 +1628,7 @@ class World:
     def _take_back(self, action: ev.TakeBackArena) -> None:
         process, arena = self.processes[action.backend, action.generation], (action.client, action.arena)
         self.require(not process.is_confirmed_dead, "an arena is taken back from a dead worker")
-        used = any(arena in d.arenas for d in (*process.sent, *process.gpu))
+        used = any(arena in d.arenas for d in process.held)
         self.require(not used, "an arena is taken back while a call uses it")
         process.lent.discard(arena)
         process.tell("unmap", arena)
@@ -1432,7 +1654,7 @@ class World:
 
     def _close_gpu(self, action: ev.CloseGpu) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
-        held = [d for p in self.processes.values() for d in (*p.sent, *p.gpu) if d.call.client is client]
+        held = [d for p in self.processes.values() for d in p.held if d.call.client is client]
         self.require(client.has_left and not held, "an order page is closed that a worker needs")
         client.has_gpu = False
 
@@ -1447,11 +1669,13 @@ class World:
             return  # its offence was not even looked at
         self.require(call is not None, "a turn fails that was not taken")
         assert call is not None
-        self.require(action.turn.number == stream.done + 1, "a turn fails before earlier ones of its lane have ended")
+        is_last = isinstance(self._event, ev.WorkerExited | ev.SpawnFailed | ev.ShutdownAsked) and self._is_stopping
+        is_next = action.turn.number == stream.done + 1 <= stream.ready
+        self.require(is_next or is_last, "a turn fails before its client's stream has come to it")
         self.require(not call.is_done, "a turn fails that is done")
         self.require(all(d.is_over for d in call.dispatches), "a turn fails that a worker may finish")
         self.coverage.fates["turn_failed"] += 1
-        self.coverage.fates["turn_held"] += type(self._event) is ev.TurnsSeen
+        self.coverage.fates["turn_held"] += type(self._event) is ev.TurnsReached
         call.has_failed = True
         stream.done, stream.since_s = action.turn.number, self.now_s
         self.push(self.now_s + self.delay_s(), client.advance, stream)
@@ -1461,6 +1685,17 @@ class World:
         self.require(client.has_left, "inputs count as ready although their client is there")
         self.coverage.fates["turn_released"] += 1
         stream = client.streams[action.turn.lane]
+        held = [d.call.turn for p in self.processes.values() if p.is_alive for d in p.held if d.call.client is client]
+        held += [
+            one.call.turn
+            for lane in self.lanes.values()
+            if lane.client is client and lane.process.is_alive
+            for number, one in lane.ring.items()
+            if number > lane.done and not lane.is_taken_back
+        ]
+        open_turns = [turn.number for turn in held if turn is not None and turn.lane == action.turn.lane]
+        is_first = not any(stream.done < number < action.turn.number for number in open_turns)
+        self.require(is_first, "inputs count as ready before what comes before is done")
         if stream.ready < action.turn.number:
             stream.ready, stream.since_s = action.turn.number, self.now_s
         self.pump_gpus()
@@ -1514,6 +1749,9 @@ class World:
         self.require(lane.process is process and not process.is_confirmed_dead, "a dead worker is told of a lane")
         assert lane.client is not None
         self.require(lane.client.has_left, "a lane is taken back from a client that is there")
+        if lane.ring:
+            self.coverage.fates["ring_survived_client"] += 1
+            self.require(lane.left >= set(self._on_ring(lane)), "a ring is taken back with calls on it")
         lane.is_taken_back, lane.is_open = True, False
         process.tell("unmap_lane", lane)
 
@@ -1526,12 +1764,15 @@ class World:
         self.require(lane.process.is_confirmed_dead, "a lane ends while its worker may run")
         self.coverage.fates["lane_ended_unopened"] += not lane.is_open
         lane.is_ended, lane.is_open = True, False
-        self.push(self.now_s + self.delay_s(), client.lane_woken, lane, lane.calls)
+        if self.device:
+            self.push(self.now_s + self.delay_s(), client.ring_ended, lane)
+        else:
+            self.push(self.now_s + self.delay_s(), client.lane_woken, lane, lane.calls)
 
     def _close_arena(self, action: ev.CloseArena) -> None:
         arena = (action.client, action.arena)
         self.require(arena in self._arenas, "an arena is closed twice")
-        used = any(arena in d.arenas for p in self.processes.values() for d in (*p.sent, *p.gpu))
+        used = any(arena in d.arenas for p in self.processes.values() for d in p.held)
         self.require(not used, "an arena is closed while a worker may write into it")
         self._arenas.discard(arena)
 
@@ -1657,6 +1898,9 @@ class World:
 
     def _check_blame(self, call: Call, attempts: list[dict[str, Any]]) -> None:
         """A call that its lane's worker was not killed for, and did not die in, only lost its place."""
+        if call.is_innocent_of and attempts:
+            is_it = attempts[0]["worker_pid"] == call.is_innocent_of
+            self.require(not is_it or attempts[0]["phase"] in ("queued", ""), "a call of a ring is blamed for another")
         if call.after[0] and attempts:
             lane = self.lanes[call.after[0]]
             is_innocent = lane.blamed != mark(*call.after) and attempts[0]["worker_pid"] == lane.process.pid
@@ -1710,6 +1954,8 @@ class World:
                 self._check_deadline(process)
             if process.enqueued and not process.kill_reason and not process.is_confirmed_dead:
                 self._check_gpu_deadlines(process)
+        if self.device:
+            self._check_rings()
         for name, worker in state.workers.items():
             reason = state.unavailable.get(name)
             due_s = math.inf
@@ -1760,16 +2006,31 @@ class World:
                 since_s = max(stream.since_s, dispatch.answered_s)
                 self.require(self.now_s - since_s <= limit_s + 1e-9, "a call outlives its deadline on the GPU")
 
+    def _check_rings(self) -> None:
+        for lane in self.lanes.values():
+            if not lane.is_open or lane.process.kill_reason or lane.process.is_confirmed_dead:
+                continue
+            for number in set(self._on_ring(lane)) - lane.left:
+                dispatch = lane.ring[number]
+                stream, turn = self.stream(dispatch.call), dispatch.call.turn
+                if turn is not None and number <= lane.done and stream.done + 1 == turn.number <= stream.ready:
+                    since_s = max(stream.since_s, dispatch.taken_s)
+                    is_in_time = self.now_s - since_s <= self.limits.timeout_s + 2 * LOOK_S + LATE_S + 1e-9
+                    self.require(is_in_time or dispatch.is_over, "a call of a ring outlives its deadline")
+
     def _check_lanes(self) -> None:
         state, now_s = self.state, self.now_s
         for client in state.clients.values():
             self.require(len(client.lost) <= MAX_LOST, "ended lanes are remembered without end")
         in_force = {number for number, lane in self.lanes.items() if not lane.is_ended and not lane.is_taken_back}
-        self.require(set(state._leases.lanes) == in_force, "the core and the server disagree on the lanes there are")
+        self.require(set(state.leases.lanes) == in_force, "the core and the server disagree on the lanes there are")
         for number in in_force:
             lane = self.lanes[number]
             self.require(not lane.process.is_confirmed_dead, "the lane of a dead worker goes on")
             assert lane.client is not None
+            if lane.client.has_left:
+                self.require(bool(self.device), "the lane of a client that has left goes on")
+                continue
             routes = state.clients[lane.client.identity].routes
             for route, (epoch, core_epoch, kernel_id) in lane.granted.items():
                 if route not in routes or epoch != lane.core_epoch:
@@ -1793,7 +2054,7 @@ class World:
             "plans in workers": [w.plans for w in state.workers.values() if w.plans],
             "arenas in workers": [w.arenas for w in state.workers.values() if w.arenas],
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
-            "lanes": state._leases.lanes,
+            "lanes": state.leases.lanes,
             "turns": state.turns._lanes,
             "calls on GPUs": [w.backend for w in state.workers.values() if w.enqueued or w.gpus or w.deaf],
             "pages": [c.number for c in self.clients.values() if c.has_gpu and self.device],

@@ -60,6 +60,7 @@ PURE = (
     "broker/policy_rules.py",
     "broker/policy_values.py",
     "broker/records.py",
+    "broker/rings.py",
     "broker/selection.py",
     "broker/shadow.py",
     "broker/state.py",

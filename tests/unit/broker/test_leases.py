@@ -45,7 +45,7 @@ def settled(*backends: str, is_open: bool = True, **limits: object) -> Driver:
     """A driver whose route 1 has a lease of lane 1 to the first backend."""
     driver = Driver(*(backends or ("alpha", "beta", "gamma")), express=True, **limits)
     served(driver, SETTLED_CALLS)
-    assert len(driver.state._leases.lanes) == 1
+    assert len(driver.state.leases.lanes) == 1
     if is_open:
         driver(ev.LaneOpened(CLIENT, 1))
     return driver
@@ -110,7 +110,7 @@ def test_route_forgotten_under_its_last_call_gets_no_lease() -> None:
     run = driver.serve(7)
     driver(ev.RouteForgotten(CLIENT, 1))
     assert names(driver.ran(run)) == ["Answer", "SendDrop"]
-    assert not driver.state._leases
+    assert not driver.state.leases
 
 
 @pytest.mark.parametrize("policy", [Policy(tune_budget=1), Policy(shadow_rate=0.5)])
@@ -226,7 +226,7 @@ def test_lane_ends_with_its_client() -> None:
     """The worker must let go of the page."""
     driver = settled()
     assert driver(ev.ClientLeft(CLIENT))[0] == ev.TakeBackLane("alpha", 1, 1)
-    assert not driver.state._leases
+    assert not driver.state.leases
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -236,7 +236,7 @@ def test_lanes_end_with_their_worker(is_open: bool) -> None:
     driver.join(OTHER, 2)
     served(driver, SETTLED_CALLS, identity=OTHER)
     assert of(driver.dies("alpha"), ev.EndLane) == [ev.EndLane(1), ev.EndLane(2)]
-    assert not driver.state._leases
+    assert not driver.state.leases
 
 
 def test_new_start_of_a_worker_gets_a_new_lane() -> None:
@@ -452,7 +452,7 @@ def test_retired_arena_leaves_the_lease() -> None:
     """The worker declines calls whose memory it does not have, and the broker lends it again."""
     driver = settled()
     assert names(driver(ev.ArenaGivenUp(CLIENT, 1))) == ["TakeBackArena", "CloseArena"]
-    assert driver.state._leases
+    assert driver.state.leases
 
 
 def test_plan_of_a_forgotten_route_goes_with_its_lease() -> None:
