@@ -298,6 +298,10 @@ class Driver:
     def copy_on_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
 
+    def clear(self, address: int, nbytes: int, stream: int) -> None:
+        """Zero bytes."""
+        self._call("cuMemsetD8Async", address, 0, nbytes, stream)
+
     # Streams and events. Stream 0 is the current context's legacy default stream.
 
     def create_stream(self) -> int:

@@ -108,6 +108,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuStreamCreate": (out_handle, c_uint),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamQuery": (c_void_p,),

@@ -40,6 +40,10 @@ class _Words:
                 self.page.close()
                 raise
 
+    @property
+    def has_memops(self) -> bool:
+        return self._has_memops
+
     def _at(self, turn: Turn, word: int) -> int:
         return self._base + index(turn, word) * 4
 

@@ -14,19 +14,19 @@ from typing import Any, NoReturn
 
 from layerzero.ipc import cuda, cuda_order, cuda_pair
 from layerzero.ipc.cuda import Context
-from layerzero.ipc.cuda_handles import STAGED, ArenaHandle, Key
+from layerzero.ipc.cuda_handles import ArenaHandle, Key
 from layerzero.ipc.cuda_mappings import Mapping, Mappings
 from layerzero.ipc.cuda_order import WorkerOrder
 from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
 from layerzero.ipc.messages import MapGpu, MapGpuArena
-from layerzero.ipc.order import Turn
-from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import NO_ARENA, REF, REF_BYTES, Ref, unpack_refs
+from layerzero.ipc.order import Turn, bell_words
+from layerzero.ipc.wire import NO_ARENA, REF, REF_BYTES, unpack_refs
+from layerzero.workers.bells import Bell, Bells, refusal
 from layerzero.workers.failpoint import Failpoints
+from layerzero.workers.gpu_bind import Binder
 from layerzero.workers.gpu_errors import is_out_of_memory
 from layerzero.workers.gpu_link import Link
-from layerzero.workers.gpu_plan import MAX_TASKS, Enqueued, Plan, Span, Task
-from layerzero.workers.provider import Block, DeviceMemory
+from layerzero.workers.gpu_plan import MAX_TASKS, Enqueued, Plan, Task
 from layerzero.workers.steady import BUDGET_BYTES, Graphs, OnStream, State, tell
 
 EXIT_CODE = 70  # of a worker whose GPU context is lost
@@ -62,17 +62,18 @@ class Gpus:
         self._load = load
         self._end = end
         self._contexts: dict[str, Context] = {}
-        self._setup: dict[str, int] = {}  # GPU -> stream on which kernels are bound
         self._mappings = Mappings(self._context)
         self._graphs = Graphs(on_stream, graph_bytes)
         self._links: dict[tuple[int, str], Link | NoTransport] = {}
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_GONE)
         self._arenas: dict[tuple[int, int], Mapping | LayerZeroError] = {}
+        self._binder = Binder(on_stream, self._context, self._arenas, hear)
         self._free: dict[str, list[int]] = {}  # GPU -> streams without a lane
         self._busy: dict[int, Context] = {}  # streams that may have work, and theirs
         self._retired: list[Link] = []
         self._abandoned: list[Link] = []  # by their clients
         self._dropped: list[tuple[Context, list[int], Task]] = []  # kept until these events
+        self.bells = Bells(self._graphs, self._busy, end)
         self._watched_s = 0.0
         self._is_untidy = False  # something is retired
         self._excuses: dict[str, str] = {}  # GPU -> why streams cannot wait for words there, or ""
@@ -95,6 +96,7 @@ class Gpus:
             return
         self._gone.append((client, gpu))
         if isinstance(link, Link):
+            self._drop_bells(lambda its, bell, one: its is link)
             self._mappings.retire(link.offer, link.streams)
             self._retired.append(link)
             self._is_untidy = True
@@ -133,6 +135,7 @@ class Gpus:
         for plan in plans:
             for key in [key for key in plan.tasks if key[0] == client and _names(key[1], arena)]:
                 self._drop(plan.gpu, plan.tasks.pop(key))
+        self._drop_bells(lambda link, bell, one: link.client == client and _names(one.refs, arena))
         if isinstance(mapping, Mapping):
             self._mappings.retire(mapping.handle.key, self._busy_on(mapping.context))
             self._is_untidy = True
@@ -158,7 +161,7 @@ class Gpus:
         key = (client, refs)
         task = plan.tasks.get(key)
         if task is None:
-            task = self._bind(plan, client, refs)
+            task = self._binder.task(plan, client, refs)
             if len(plan.tasks) >= MAX_TASKS:
                 self._drop(plan.gpu, plan.tasks.pop(next(iter(plan.tasks))))
             plan.tasks[key] = task
@@ -182,7 +185,7 @@ class Gpus:
         if plan.is_graph_safe and task.steady.state is State.WARMUP:
             reason = self._graphs.advance(task.steady, task.bound, link.context, stream)
             if reason:
-                plan.is_graph_safe = False
+                plan.is_graph_safe, plan.why_eager = False, reason
                 tell(plan.call.kernel_id, reason)
         link.order.await_ready(stream, turn)
         self._busy[stream] = link.context
@@ -200,6 +203,41 @@ class Gpus:
                 self._settle(link, turn, stream, again)
                 raise
         return Enqueued(elapsed_ns, *done)
+
+    def bind_bell(self, plan: Plan, number: int, client: int, refs: bytes, bell: int) -> None:
+        """Make the plan's kernel on these references what the client's bell launches. It is not run.
+
+        Raises CudaGraphUnsafe for a kernel that cannot be captured, and what `task` does.
+        """
+        link = self._link(client, plan.gpu)
+        bell_words(bell)  # raises ProtocolError for a bell that is none
+        if not plan.is_graph_safe:
+            raise refusal(plan, plan.why_eager or "its descriptor does not say that it may be captured")
+        if not link.order.has_memops:
+            raise refusal(plan, "streams cannot wait for words of memory here")
+        if not plan.has_run:
+            self._rehearse(plan)
+        # Of its own: it runs in another stream than calls on the same memory.
+        task = self._binder.task(plan, client, refs)
+        if task.inputs or task.outputs:
+            raise refusal(plan, "the client's memory reaches this worker by copies only")
+        with link.context:
+            link.bell_stream = link.bell_stream or self._new_stream(link.context)
+            self.bells.bind(link, bell, number, plan, task, refs)
+
+    def _rehearse(self, plan: Plan) -> None:
+        self._is_untidy = True
+        try:
+            self._binder.rehearse(plan)
+        except Exception as exc:  # whatever a library raises
+            self.check(exc)
+            raise refusal(plan, f"its first run failed: {type(exc).__name__}: {exc}"[:500]) from exc
+        plan.has_run = True
+
+    def mute(self, client: int, bell: int, number: int) -> None:
+        """The bell is no longer used for this plan."""
+        self._drop_bells(lambda link, its, one: (link.client, its, one.plan) == (client, bell, number))
+        self.watch()
 
     def link(self, key: tuple[int, str]) -> Link | None:
         """Of a client, by its number, on a GPU; None for one that cannot be served."""
@@ -270,6 +308,7 @@ class Gpus:
             link.order.close()
             self._free.setdefault(link.context.gpu, []).extend(link.streams)
         self._retired.clear()
+        self._binder.reap()
         self._is_untidy = False
 
     # Clients
@@ -325,44 +364,6 @@ class Gpus:
         free = self._free.get(context.gpu)
         return free.pop() if free else context.driver.create_stream()
 
-    # Tasks
-
-    def _bind(self, plan: Plan, client: int, refs: bytes) -> Task:
-        call = plan.call
-        found = unpack_refs(refs, len(call.inputs) + len(call.outputs))
-        placed = [self._place(plan.gpu, client, spec, ref) for spec, ref in zip(call.inputs, found, strict=False)]
-        written = [
-            self._place(plan.gpu, client, spec, ref)
-            for spec, ref in zip(call.outputs, found[len(call.inputs) :], strict=True)
-        ]
-        outputs = [block for block, _ in written if block is not None]
-        assert self._on_stream is not None
-        with self._context(plan.gpu) as context:
-            setup = self._setup.get(plan.gpu) or self._setup.setdefault(plan.gpu, context.driver.create_stream())
-            with self._on_stream(setup):
-                bound = plan.bind(call, [block for block, _ in placed], outputs)
-            # What it made for itself is used on other streams.
-            context.driver.synchronize_stream(setup)
-        return Task(bound, _staged(span for _, span in placed), _staged(span for _, span in written))
-
-    def _place(self, gpu: str, client: int, spec: TensorSpec | None, ref: Ref) -> tuple[Block | None, Span | None]:
-        if spec is None:
-            return None, None
-        if ref.arena == NO_ARENA:
-            raise ProtocolError("a required tensor has no arena")
-        key = (client, ref.arena)
-        while key not in self._arenas:  # its descriptor was sent before this RUN
-            self._hear(waits=True)
-        mapping = self._arenas[key]
-        if not isinstance(mapping, Mapping):
-            raise mapping
-        if mapping.handle.gpu != gpu:
-            raise ProtocolError(f"arena {ref.arena} lies on {mapping.handle.gpu}; the call is on {gpu}")
-        if spec.span_bytes > ref.nbytes:
-            raise ProtocolError(f"{spec} spans {spec.span_bytes} bytes, the reference has {ref.nbytes}")
-        memory = DeviceMemory(mapping.at(ref.offset, ref.nbytes), ref.nbytes, mapping.context.ordinal)
-        return Block(memory, spec), (mapping, ref.offset, spec.span_bytes)
-
     def _enqueue(
         self, plan: Plan, task: Task, link: Link, turn: Turn, stream: int, failpoints: Failpoints
     ) -> tuple[Any, str, bool]:
@@ -383,6 +384,7 @@ class Gpus:
         for mapping, offset, nbytes in task.outputs:
             mapping.publish(offset, nbytes, stream)
         fault = failpoints.hit("written") if failpoints else ""
+        plan.has_run = True
         link.order.done(stream, turn)  # last: with it, no other worker may run the call
         return result, fault, is_replayed
 
@@ -403,6 +405,10 @@ class Gpus:
             driver.destroy_event(event)
         except CudaError as exc:
             self._end(f"{exc.message}, after its kernel raised {error!r:.500}")
+
+    def _drop_bells(self, is_gone: Callable[[Link, int, Bell], bool]) -> None:
+        for gpu, task in self.bells.drop(is_gone):
+            self._drop(gpu, task)
 
     def _drop(self, gpu: str, task: Task) -> None:
         """Its workspace may be in use until what is enqueued now is over."""
@@ -435,10 +441,6 @@ def _refusal(error: Exception, handle: object) -> NoTransport:
 
 def _names(refs: bytes, arena: int) -> bool:
     return any(REF.unpack_from(refs, at)[0] == arena for at in range(0, len(refs), REF_BYTES))
-
-
-def _staged(spans: Iterable[Span | None]) -> tuple[Span, ...]:
-    return tuple(span for span in spans if span is not None and span[0].handle.rung in STAGED)
 
 
 def _is_over(context: Context, events: Sequence[int], _: Task) -> bool:

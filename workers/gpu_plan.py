@@ -81,5 +81,7 @@ class Plan:
     bind: Bind
     gpu: str
     is_graph_safe: bool  # as the descriptor says, until a capture shows otherwise
+    why_eager: str = ""  # what the capture showed
+    has_run: bool = False
     tasks: dict[tuple[int, bytes], Task] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)

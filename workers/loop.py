@@ -22,7 +22,19 @@ from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, fr
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import HAS_TURN, HEADER_BYTES, NO_ARENA, REF_BYTES, TURN, TURN_BYTES, Header, Kind
+from layerzero.ipc.wire import (
+    BELL,
+    BELL_BYTES,
+    HAS_BELL,
+    HAS_TURN,
+    HEADER_BYTES,
+    NO_ARENA,
+    REF_BYTES,
+    TURN,
+    TURN_BYTES,
+    Header,
+    Kind,
+)
 from layerzero.workers import boot
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.failpoint import Failpoints
@@ -117,7 +129,7 @@ class _Loop:
         self._gpus = Gpus(loaded.on_stream, self._hear, graph_bytes=graph_bytes)
         self._gpu_plans: dict[int, Plan] = {}
         self._rings = Rings(self._poll, self._gpus, self._gpu_plans, page, failpoints, self._leave)
-        self._spin = Spin(self._poll, self._rings)
+        self._spin = Spin(self._poll, self._rings, self._gpus.bells, failpoints)
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""
@@ -138,6 +150,8 @@ class _Loop:
                 elif header.kind == Kind.ALLOW:  # which kind of lane it is may not be known yet
                     self._lanes.allow(header.aux, header.route)
                     self._rings.allow(header.aux, header.route)
+                elif header.kind == Kind.MUTE:
+                    self._gpus.mute(header.aux, header.seq, header.route)
                 elif header.kind == Kind.STOP:
                     self._finish()
                     return
@@ -145,7 +159,7 @@ class _Loop:
                     raise ProtocolError(f"a worker does not take kind {header.kind}")
                 if self._lanes:  # they take turns with the broker's calls
                     self._serve_lanes(poll.poll(0))
-                self._rings.serve()
+                self._spin.serve()
                 self._gpus.watch_if_due()
             events = self._spin.wait(self._gpus.timeout_ms)
             self._gpus.watch_if_due()
@@ -192,6 +206,9 @@ class _Loop:
                 self._failpoints.hit("received")
             if header.flags & HAS_TURN:
                 elapsed_ns, result, fault, how = self._call_on_gpu(header, body)
+            elif header.flags & HAS_BELL:
+                self._bind_bell(header, body)
+                elapsed_ns, result = 0, None
             else:
                 bound = self._bound(header.route, header.aux, body)
                 elapsed_ns, result, fault = self._call(dispatch, bound)
@@ -235,11 +252,8 @@ class _Loop:
         return elapsed_ns, result, failpoints.hit("written") if failpoints else ""
 
     def _call_on_gpu(self, header: Header, body: bytes) -> Enqueued:
-        page, failpoints, plan = self._page, self._failpoints, self._prepared[header.route].gpu
-        if plan is None or len(body) < TURN_BYTES:
-            raise ProtocolError(
-                f"a call with a turn on plan {header.route}, which is not on a GPU, or without its bytes"
-            )
+        page, failpoints = self._page, self._failpoints
+        plan = self._gpu_plan(header, body, TURN_BYTES)
         task = self._gpus.task(plan, header.aux, body[:-TURN_BYTES])
         turn = Turn._make(TURN.unpack_from(body, len(body) - TURN_BYTES))
         if failpoints:
@@ -248,6 +262,19 @@ class _Loop:
         enqueued = self._gpus.run(plan, task, header.aux, turn, failpoints)
         page.write(header.seq, WRITTEN)
         return enqueued
+
+    def _bind_bell(self, header: Header, body: bytes) -> None:
+        plan = self._gpu_plan(header, body, BELL_BYTES)
+        (bell,) = BELL.unpack_from(body, len(body) - BELL_BYTES)
+        self._gpus.bind_bell(plan, header.route, header.aux, body[:-BELL_BYTES], bell)
+
+    def _gpu_plan(self, header: Header, body: bytes, tail_bytes: int) -> Plan:
+        plan = self._prepared[header.route].gpu
+        if plan is None or len(body) < tail_bytes:
+            raise ProtocolError(
+                f"a call with a turn or a bell on plan {header.route}, which is not on a GPU, or without its bytes"
+            )
+        return plan
 
     def _leave(self, number: int, call: int, error: Exception | None) -> None:
         body = b"" if error is None else _error_body(error)

@@ -1,5 +1,6 @@
 """How a worker waits for what comes through shared memory: it looks all the time while something came a moment ago, and
-sleeps until a doorbell rings otherwise. A doorbell costs a client and the worker some microseconds each."""
+sleeps otherwise: until a doorbell rings, which costs a client and the worker some microseconds, or, because what a GPU
+writes wakes nobody, for naps as long as bells are bound."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import select
 import threading
 import time
 
+from layerzero.workers.bells import DOZE_MS, NAP_S, Bells
+from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.rings import Rings
 
 SPIN_S = 0.001  # from the last call on
@@ -19,15 +22,15 @@ Events = list[tuple[int, int]]
 class Spin:
     """For the loop's thread."""
 
-    def __init__(self, poll: select.poll, rings: Rings) -> None:
-        self._poll, self._rings = poll, rings
+    def __init__(self, poll: select.poll, rings: Rings, bells: Bells, failpoints: Failpoints) -> None:
+        self._poll, self._rings, self._bells, self._failpoints = poll, rings, bells, failpoints
         self._until_s = 0.0
         self._fence = threading.Lock()
 
     def wait(self, timeout_ms: int | None) -> Events:
-        """What `poll` says, after this time at the latest. Serves rings meanwhile, and returns early when it did."""
+        """What `poll` says, after this time at the latest, or early. Serves rings and bells meanwhile."""
         rings = self._rings
-        if not rings:
+        if not rings and not self._bells:
             return self._poll.poll(timeout_ms)
         now_s = time.monotonic()
         if now_s < self._until_s:
@@ -38,8 +41,13 @@ class Spin:
         rings.silence(events)
         return events
 
+    def serve(self) -> bool:
+        """Some of the calls that there are. Whether there were any."""
+        came = self._rings.serve()
+        return (bool(self._bells) and self._bells.serve(self._failpoints)) or came
+
     def _look(self, stop_s: float) -> None:
-        serve = self._rings.serve
+        serve = self.serve if self._bells else self._rings.serve
         while True:
             came = False
             for _ in range(_LOOKS):
@@ -59,10 +67,18 @@ class Spin:
             # between the two on either side one of us sees the other: taking a lock is one.
             with self._fence:
                 pass
-            came = rings.serve()
-            events = self._poll.poll(0 if came else timeout_ms)
+            came = self.serve()
+            events = self._poll.poll(0) if came else self._rest(timeout_ms)
         finally:
             rings.sleep(False)
-        if rings.serve() or came:
+        if self.serve() or came:
             self._until_s = time.monotonic() + SPIN_S
         return events
+
+    def _rest(self, timeout_ms: int | None) -> Events:
+        if not self._bells:
+            return self._poll.poll(timeout_ms)
+        if self._bells.is_awake:
+            time.sleep(NAP_S)  # poll counts in milliseconds
+            return self._poll.poll(0)
+        return self._poll.poll(DOZE_MS if timeout_ms is None else min(timeout_ms, DOZE_MS))

@@ -19,6 +19,7 @@ from layerzero.workers.provider import Bound
 
 FROZEN_AFTER = 4  # runs without a graph; a library may compile, load and tune in the first ones
 MAX_GRAPHS = 64
+MAX_PINNED = 4096  # besides
 BUDGET_BYTES = 256 << 20
 _PATIENCE = 8  # a graph that had to go comes back after so many times as many runs
 
@@ -70,6 +71,15 @@ class Steady:
         self.state = TRANSITIONS[self.state, signal]
 
 
+@dataclass(eq=False)
+class Pinned:
+    """A graph that stays until it is let go of."""
+
+    context: Context
+    graph: int
+    nbytes: int
+
+
 class Graphs:
     """The graphs of a worker, bounded by count and memory. For one thread; needs the context to be current."""
 
@@ -78,6 +88,7 @@ class Graphs:
         self._on_stream = on_stream
         self._budget_bytes = budget_bytes
         self._live: dict[Steady, Context] = {}  # least recently launched first
+        self._pinned: dict[Pinned, None] = {}
         self._doomed: list[tuple[Context, int]] = []
 
     def advance(self, steady: Steady, bound: Bound, context: Context, stream: int) -> str:
@@ -129,14 +140,42 @@ class Graphs:
                 context.driver.destroy_graph(graph)
         self._doomed.clear()
 
+    def pin(self, bound: Bound, context: Context, stream: int) -> Pinned:
+        """Capture a kernel into a graph that stays until `unpin`; enqueues nothing.
+
+        Raises ValueError with the reason where that cannot be, CudaError when it is sticky.
+        """
+        used = sum(one.nbytes for one in self._pinned)
+        if len(self._pinned) >= MAX_PINNED or used >= self._budget_bytes:
+            raise ValueError(
+                f"{len(self._pinned)} calls in graphs take {used} bytes of this worker's memory already; allowed: "
+                f"{MAX_PINNED} and {self._budget_bytes} (LAYERZERO_WORKER_GRAPH_MIB)"
+            )
+        try:
+            graph, nbytes = self._record(bound, context, stream)
+        except Exception as exc:  # whatever a library raises
+            if isinstance(exc, CudaError) and exc.is_sticky:
+                raise
+            raise ValueError(f"{type(exc).__name__}: {exc}"[:500]) from exc
+        pinned = Pinned(context, graph, nbytes)
+        self._pinned[pinned] = None
+        self._make_room()
+        if used + nbytes > self._budget_bytes:
+            self.unpin(pinned)
+            raise ValueError(
+                f"it takes {nbytes} bytes, {used} of {self._budget_bytes} bytes for graphs of this worker are in use"
+            )
+        return pinned
+
+    def unpin(self, pinned: Pinned) -> None:
+        del self._pinned[pinned]
+        self._doomed.append((pinned.context, pinned.graph))
+
     def _capture(self, steady: Steady, bound: Bound, context: Context, stream: int) -> str:
-        assert self._on_stream is not None
-        driver = context.driver
-        free, _ = driver.memory_info()
         try:
             # On the lane's own stream: what a library keeps for each stream, such as the workspace of cuBLAS, is then
             # used by calls in a row only, as without a graph.
-            graph = _record(bound, driver, self._on_stream, stream)
+            graph, nbytes = self._record(bound, context, stream)
         except Exception as exc:  # whatever a library raises
             if isinstance(exc, CudaError) and exc.is_sticky:
                 raise
@@ -145,14 +184,24 @@ class Graphs:
                 return ""
             steady.step(Signal.REFUSED)
             return f"{type(exc).__name__}: {exc}"[:500]
-        # Other processes' memory counts here, too. The worst that comes of it is a graph less.
-        nbytes = max(0, free - driver.memory_info()[0])
         steady.graph, steady.stream, steady.nbytes = graph, stream, nbytes
         steady.step(Signal.CAPTURED)
         self._live[steady] = context
-        while len(self._live) > MAX_GRAPHS or sum(one.nbytes for one in self._live) > self._budget_bytes:
-            self._release(next(iter(self._live)), Signal.EVICTED)
+        self._make_room()
         return ""
+
+    def _record(self, bound: Bound, context: Context, stream: int) -> tuple[int, int]:
+        """A graph and its bytes of GPU memory."""
+        assert self._on_stream is not None
+        free, _ = context.driver.memory_info()
+        graph = _record(bound, context.driver, self._on_stream, stream)
+        # Other processes' memory counts here, too. The worst that comes of it is a graph less.
+        return graph, max(0, free - context.driver.memory_info()[0])
+
+    def _make_room(self) -> None:
+        live, pinned = self._live, sum(one.nbytes for one in self._pinned)
+        while live and (len(live) > MAX_GRAPHS or pinned + sum(one.nbytes for one in live) > self._budget_bytes):
+            self._release(next(iter(live)), Signal.EVICTED)
 
     def _release(self, steady: Steady, signal: Signal) -> None:
         self._doomed.append((self._live.pop(steady), steady.graph))

@@ -24,7 +24,7 @@ from layerzero.ipc.cuda_memory import Arena
 from layerzero.ipc.cuda_order import ClientOrder
 from layerzero.ipc.cuda_pair import Offer, Trial
 from layerzero.ipc.errors import LayerZeroError, from_wire
-from layerzero.ipc.order import LANES, MASK, Turn, create_page
+from layerzero.ipc.order import BELLS, LANES, MASK, Turn, create_page
 from layerzero.ipc.ring import Ring
 from layerzero.ipc.ring import create_page as create_ring
 from layerzero.ipc.tensors import TensorSpec
@@ -100,6 +100,18 @@ class Worker:
         )  # fmt: skip
         self.send(frame)
 
+    def bind(self, client: Client, bell: int, refs: bytes, kernel: str = "copy") -> tuple[Header, bytes]:
+        """Bind a call to a bell; its answer."""
+        frame = wire.pack(
+            Kind.RUN, flags=wire.HAS_BELL, route=PLANS[kernel], seq=bell + 1, attempt=1, aux=client.number,
+            body=refs + wire.BELL.pack(bell),
+        )  # fmt: skip
+        self.send(frame)
+        return self.answer()
+
+    def mute(self, client: Client, bell: int, kernel: str = "copy") -> None:
+        self.send(wire.pack(Kind.MUTE, route=PLANS[kernel], seq=bell, aux=client.number))
+
     def allow(self, lane: int, kernel: str = "copy") -> None:
         self.send(wire.pack(Kind.ALLOW, route=PLANS[kernel], aux=lane))
 
@@ -117,8 +129,8 @@ class Worker:
         assert header.kind == Kind.RAISED
         return from_wire(msgpack.unpackb(body))
 
-    def is_silent(self) -> bool:
-        return self._router.poll(50) == 0
+    def is_silent(self, patience_ms: int = 50) -> bool:
+        return self._router.poll(patience_ms) == 0
 
     def stop(self, patience_s: float = PATIENCE_S) -> int:
         self.send(wire.pack(Kind.STOP))
@@ -198,6 +210,8 @@ class Client:
         return lambda: self.order.page.store_done(gate)
 
     def close(self) -> None:
+        for bell in range(BELLS):
+            self.order.page.store_bell_done(bell)
         for number in range(LANES):  # whatever a failed test left waiting would make the driver wait, too
             self.order.page.store_done(Turn(number, 1000 & MASK))
         for stream in self.streams:

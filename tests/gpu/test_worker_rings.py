@@ -1,4 +1,4 @@
-"""Calls by ring to a worker process on a GPU."""
+"""Calls by ring and by bell to a worker process on a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.gpu.bare_worker import Connect, Spawn, clients
+from tests.gpu.bell_checks import BellChecks
 from tests.gpu.ring_checks import RingChecks
 
 from layerzero.ipc import cuda
@@ -26,4 +27,8 @@ def connect(current: cuda.Context, spawn: Spawn) -> Iterator[Connect]:
 
 
 class TestRings(RingChecks):
+    pass
+
+
+class TestBells(BellChecks):
     pass

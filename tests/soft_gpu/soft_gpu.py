@@ -332,6 +332,9 @@ class SoftDriver:
 
     copy_on_device = copy_to_host
 
+    def clear(self, address: int, nbytes: int, stream: int) -> None:
+        self.put(stream, lambda: ctypes.memset(address, 0, nbytes))
+
     def write_value(self, stream: int, address: int, value: int) -> None:
         word = ctypes.c_uint32.from_address(address)
 

@@ -170,6 +170,10 @@ class FakeDriver:
         memory, offset = self._bytes(source, nbytes)
         ctypes.memmove(target, bytes(memory[offset : offset + nbytes]), nbytes)
 
+    def clear(self, address: int, nbytes: int, stream: int) -> None:
+        memory, offset = self._bytes(address, nbytes)
+        memory[offset : offset + nbytes] = bytes(nbytes)
+
     def create_stream(self) -> int:
         return next(_ids)
 

@@ -12,7 +12,7 @@ import pytest
 
 from layerzero.ipc import memory
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.order import LANES, PAGE_BYTES, OrderPage, Turn, create_page
+from layerzero.ipc.order import BELLS, LANES, PAGE_BYTES, RUNG, TAKEN, OrderPage, Turn, create_page
 
 
 @pytest.fixture
@@ -108,3 +108,16 @@ def test_broker_needs_no_cuda() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
     assert done.stdout == "[]\n"
+
+
+def test_rung_bell_is_found_among_others(fd: int, page: OrderPage) -> None:
+    """From any bell on, up to any other; words that no client should write are none."""
+    for bell in (0, 5, 4095):
+        page.set_bell(bell, RUNG)
+    page.set_bell(2, TAKEN)
+    for bell, value in ((3, 0x0101), (4, 0x01000000), (6, 0x00010001)):
+        page.set_bell(bell, value)
+    assert [page.rung(start) for start in (0, 1, 5, 6, 4095)] == [0, 5, 5, 4095, 4095]
+    assert [page.rung(1, stop) for stop in (5, 6, 4096)] == [None, 5, 5]
+    page.set_bell(4095, TAKEN)
+    assert (page.rung(6), page.rung(BELLS)) == (None, None)

@@ -1,0 +1,225 @@
+"""Which calls get a bell, what a bell costs, and what happens when it rings, above a driver that is a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.unit.ipc.fake_cuda import UUID, error
+from tests.unit.workers.test_gpu import NBYTES, NONE, Ended, Rig
+
+from layerzero.ipc.errors import CudaGraphUnsafe, ProtocolError
+from layerzero.ipc.order import BELLS, RUNG, TAKEN, Turn
+from layerzero.ipc.wire import Ref, pack_refs
+from layerzero.workers import steady
+
+PLAN = 1
+
+
+def refs(target: int = 4096) -> bytes:
+    return pack_refs([Ref(1, 0, 0, NBYTES), Ref(1, 0, target, NBYTES)])
+
+
+class Bench:
+    """A client that is mapped, with a kernel that may be captured."""
+
+    def __init__(self) -> None:
+        self.rig = Rig()
+        self.rig.plan.is_graph_safe = True
+        self.rig.map_gpu()
+        self.rig.map_arena()
+        self.rig.put(0, b"x" * NBYTES)
+        self.page, self.driver, self.gpus = self.rig.page, self.rig.driver, self.rig.gpus
+
+    def bind(self, bell: int = 0, target: int = 4096) -> None:
+        self.gpus.bind_bell(self.rig.plan, PLAN, 1, refs(target), bell)
+
+    def serve(self) -> bool:
+        return self.gpus.bells.serve(NONE)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.rig.close()
+
+
+def test_bell_runs_its_kernel_when_it_rings_and_not_before(bench: Bench) -> None:
+    """And says so by two words, one on either side of the launch."""
+    bench.bind(3)
+    assert not bench.serve()
+    bench.page.set_bell(3, RUNG)
+    assert bench.serve()
+    assert bench.rig.take(4096) == b"x" * NBYTES
+    assert (bench.page.bell(3), bench.page.is_bell_done(3)) == (TAKEN, True)
+    assert not bench.serve()
+
+
+def test_kernel_that_has_not_run_here_runs_once_on_zeros(bench: Bench) -> None:
+    """What libraries do in a first run breaks a capture; the client's memory stays as it is."""
+    runs: list[int] = []
+    bench.rig.kernel = lambda: runs.append(bench.rig.stream)
+    bench.rig.put(4096, b"y" * NBYTES)
+    bench.bind(0)
+    assert len(runs) == 2  # and once captured
+    assert bench.rig.take(4096) == b"y" * NBYTES
+    assert len(bench.driver.mapped) > 2
+    bench.gpus.watch()
+    mapped = len(bench.driver.mapped)
+    bench.bind(1, 8192)
+    bench.gpus.watch()
+    assert (len(runs), len(bench.driver.mapped)) == (3, mapped)
+
+
+def test_kernel_that_has_run_here_is_captured_at_once(bench: Bench) -> None:
+    """It costs no memory then."""
+    bench.rig.run(1)
+    before = bench.driver.calls["allocate"]
+    bench.bind()
+    assert bench.driver.calls["allocate"] == before
+
+
+def test_bell_that_another_worker_took_is_served_when_it_is_bound(bench: Bench) -> None:
+    """That worker is gone; the client's graph waits for DONE."""
+    bench.page.set_bell(3, TAKEN)
+    bench.bind(3)
+    assert bench.page.is_bell_done(3)
+    assert bench.rig.take(4096) == b"x" * NBYTES
+    bench.rig.put(0, b"z" * NBYTES)
+    bench.page.set_bell(4, TAKEN)
+    bench.page.store_bell_done(4)
+    bench.bind(4, 8192)  # that one had been done
+    assert bench.rig.take(8192) != b"z" * NBYTES
+
+
+def test_bells_of_others_are_passed_over(bench: Bench) -> None:
+    """The page is all workers'; a look must end."""
+    bench.bind(2)
+    bench.bind(9)
+    for bell in (1, 2, 3, 9, 10):
+        bench.page.set_bell(bell, RUNG)
+    assert bench.serve()
+    assert [bench.page.bell(bell) for bell in (1, 2, 3, 9, 10)] == [RUNG, TAKEN, RUNG, TAKEN, RUNG]
+    assert not bench.serve()
+
+
+def break_descriptor(bench: Bench) -> None:
+    bench.rig.plan.is_graph_safe = False
+
+
+def break_kernel(bench: Bench) -> None:
+    bench.rig.run(1)
+    bench.rig.kernel = lambda: bench.driver.synchronize_stream(bench.rig.stream)
+
+
+def break_first_run(bench: Bench) -> None:
+    bench.driver.fails["allocate"], bench.driver.times["allocate"] = error("cuMemAlloc_v2", 2), 1
+
+
+def break_budget(bench: Bench) -> None:
+    bench.gpus._graphs._budget_bytes = bench.driver.graph_bytes - 1
+
+
+def turn_off(bench: Bench) -> None:
+    bench.gpus._graphs._budget_bytes = 0
+
+
+@pytest.mark.parametrize(
+    ("break_it", "why"),
+    [
+        (break_descriptor, "its descriptor does not say that it may be captured"),
+        (break_kernel, "CudaError: cuStreamSynchronize returned 900"),
+        (break_first_run, "its first run failed: CudaError: cuMemAlloc_v2 returned 2"),
+        (break_budget, "it takes 1048576 bytes, 0 of 1048575 bytes"),
+        (turn_off, "0 calls in graphs take 0 bytes .* allowed: 4096 and 0"),
+    ],
+)
+def test_call_that_cannot_have_a_bell_is_refused_with_the_reason(
+    bench: Bench, break_it: Callable[[Bench], None], why: str
+) -> None:
+    """The caller's capture fails with it; another backend is tried before."""
+    break_it(bench)
+    with pytest.raises(CudaGraphUnsafe, match=f"kernel test.silu cannot run within a CUDA graph of the caller: {why}"):
+        bench.bind()
+    bench.rig.kernel = lambda: None
+    bench.gpus.watch()
+    assert not bench.gpus.bells
+    assert bench.driver.graphs == {}
+
+
+def test_graphs_of_bells_stay_and_those_of_repeated_calls_go(bench: Bench) -> None:
+    """One budget for both: a client's graph may replay at any time, a repeated call runs without one."""
+    rig = bench.rig
+    for number in range(1, 6):
+        rig.run(number)
+    assert rig.replayed[-1]
+    bench.gpus._graphs._budget_bytes = 2 * bench.driver.graph_bytes
+    bench.bind(0)
+    bench.bind(1)
+    rig.run(6)
+    assert not rig.replayed[-1]
+    with pytest.raises(CudaGraphUnsafe, match="2 calls in graphs take 2097152 bytes"):
+        bench.bind(2)
+    bench.gpus.mute(1, 0, PLAN)
+    bench.bind(2)
+    assert rig.page.is_done(Turn(0, 6))
+
+
+def test_bells_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds memory of the driver's."""
+    monkeypatch.setattr(steady, "MAX_PINNED", 2)
+    bench.bind(0)
+    bench.bind(1)
+    with pytest.raises(CudaGraphUnsafe, match="2 calls in graphs"):
+        bench.bind(2)
+
+
+@pytest.mark.parametrize(("bell", "why"), [(BELLS, "bell 4096; allowed"), (0, "bell 0 of client 1 is bound already")])
+def test_bell_that_is_none_or_taken_is_refused(bench: Bench, bell: int, why: str) -> None:
+    """The broker and the client count them."""
+    bench.bind(0)
+    with pytest.raises(ProtocolError, match=why):
+        bench.bind(bell)
+
+
+def test_muted_bell_is_silent_and_its_graph_gone_when_nothing_works(bench: Bench) -> None:
+    """The driver would wait for the streams, and the kernel may be running."""
+    bench.bind(3)
+    bench.bind(4, 8192)
+    bench.gpus.mute(1, 3, PLAN + 1)  # not of that plan
+    bench.gpus.mute(2, 3, PLAN)  # not of that client
+    bench.page.set_bell(3, RUNG)
+    assert bench.serve()
+    bench.driver.held.update(bench.rig.streams())
+    bench.gpus.mute(1, 3, PLAN)
+    assert (len(bench.driver.graphs), bench.gpus.timeout_ms) == (2, 1)
+    bench.driver.held.clear()
+    bench.gpus.watch()
+    assert len(bench.driver.graphs) == 1
+    bench.page.set_bell(3, RUNG)
+    assert not bench.serve()
+
+
+@pytest.mark.parametrize("what", ["arena", "gpu"])
+def test_bells_go_with_what_they_need(bench: Bench, what: str) -> None:
+    """Their addresses mean something else by and by."""
+    bench.bind(3)
+    if what == "arena":
+        bench.gpus.unmap_arena(1, 1, [bench.rig.plan])
+    else:
+        bench.gpus.unmap_gpu(1, UUID)
+    bench.page.set_bell(3, RUNG)
+    assert (bench.serve(), bench.driver.graphs, bool(bench.gpus.bells)) == (False, {}, False)
+
+
+@pytest.mark.parametrize("number", [2, 700])
+def test_launch_that_fails_ends_the_process(bench: Bench, number: int) -> None:
+    """The client's graph waits, and only another worker can go on with it."""
+    bench.bind(3)
+    bench.driver.fails["launch_graph"] = error("cuGraphLaunch", number, sticky=number == 700)
+    bench.driver.times["launch_graph"] = 1
+    bench.page.set_bell(3, RUNG)
+    with pytest.raises(Ended, match=f"bell 3 of client 1 was taken and cannot be served: cuGraphLaunch .* {number}"):
+        bench.serve()
+    assert (bench.page.bell(3), bench.page.is_bell_done(3)) == (TAKEN, False)

@@ -1,0 +1,132 @@
+"""Calls in the clients' CUDA graphs, on a worker's side (docs/protocol.md, section 15): each has a bell in its client's
+order page, and its kernel is a graph here, which is launched when the bell rings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from layerzero.ipc.cuda import Context
+from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, ProtocolError
+from layerzero.ipc.order import TAKEN
+from layerzero.workers.failpoint import Failpoints
+from layerzero.workers.gpu_link import Link
+from layerzero.workers.gpu_plan import Plan, Task
+from layerzero.workers.steady import Graphs, Pinned
+
+AWAKE_S = 1.0  # after the last ring
+NAP_S, DOZE_MS = 50e-6, 1  # between two looks until then, and later
+
+
+@dataclass(eq=False)
+class Bell:
+    plan: int
+    task: Task  # what the graph uses
+    refs: bytes
+    graph: Pinned
+
+
+@dataclass(eq=False)
+class _Board:
+    """A client's bells on a GPU. One stream launches them all: what a library keeps for each stream is then used by one
+    kernel at a time."""
+
+    link: Link
+    bells: dict[int, Bell] = field(default_factory=dict)
+    first: int = 0  # bells lie from this one
+    stop: int = 0  # to before this one
+
+    def bound(self) -> None:
+        self.first, self.stop = (min(self.bells), max(self.bells) + 1) if self.bells else (0, 0)
+
+
+class Bells:
+    """For the loop's thread."""
+
+    def __init__(self, graphs: Graphs, busy: dict[int, Context], end: Callable[[str], NoReturn]) -> None:
+        """`busy`: where streams are put that get work. `end` ends the process."""
+        self._graphs, self._busy, self._end = graphs, busy, end
+        self._boards: list[_Board] = []
+        self._served_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._boards)
+
+    def bind(self, link: Link, bell: int, number: int, plan: Plan, task: Task, refs: bytes) -> None:
+        """Capture the kernel, and launch it when a worker that is gone had taken the bell. Needs the link's context.
+
+        `number`: of the plan. Raises CudaGraphUnsafe, and ProtocolError for a bell that is bound already.
+        """
+        board = next((board for board in self._boards if board.link is link), None)
+        if board is None:
+            board = _Board(link)
+        if bell in board.bells:
+            raise ProtocolError(f"bell {bell} of client {link.client} is bound already")
+        try:
+            graph = self._graphs.pin(task.bound, link.context, link.bell_stream)
+        except ValueError as exc:
+            raise refusal(plan, str(exc)) from exc
+        board.bells[bell] = Bell(number, task, refs, graph)
+        board.bound()
+        if board not in self._boards:
+            self._boards.append(board)
+        self._served_s = time.monotonic()  # it may ring soon
+        page = link.order.page
+        if page.bell(bell) == TAKEN and not page.is_bell_done(bell):
+            self._launch(board, bell)
+
+    def serve(self, failpoints: Failpoints) -> bool:
+        """Launch what was rung. Whether anything was. Bells that other workers serve are passed over."""
+        came = False
+        for board in self._boards:
+            page, bell = board.link.order.page, board.first
+            while (found := page.rung(bell, board.stop)) is not None:
+                if found in board.bells:
+                    page.set_bell(found, TAKEN)  # first: who takes it over must see that it is not done
+                    if failpoints:
+                        failpoints.hit("executing")
+                    self._launch(board, found)
+                    if failpoints:
+                        failpoints.hit("sent")
+                    came = True
+                bell = found + 1
+        if came:
+            self._served_s = time.monotonic()
+        return came
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether one was rung not long ago."""
+        return time.monotonic() - self._served_s < AWAKE_S
+
+    def drop(self, is_gone: Callable[[Link, int, Bell], bool]) -> list[tuple[str, Task]]:
+        """Let go of bells. Returns what their graphs may use yet, by GPU."""
+        dropped = []
+        for board in self._boards:
+            for bell, one in list(board.bells.items()):
+                if is_gone(board.link, bell, one):
+                    del board.bells[bell]
+                    self._graphs.unpin(one.graph)
+                    dropped.append((board.link.context.gpu, one.task))
+            board.bound()
+        self._boards = [board for board in self._boards if board.bells]
+        return dropped
+
+    def _launch(self, board: _Board, bell: int) -> None:
+        link = board.link
+        self._busy[link.bell_stream] = link.context
+        try:
+            with link.context:
+                link.context.driver.launch_graph(board.bells[bell].graph.graph, link.bell_stream)
+                link.order.answer_bell(link.bell_stream, bell)
+        except CudaError as exc:  # the client's graph waits: the next worker serves it when this one is gone
+            self._end(f"bell {bell} of client {link.client} was taken and cannot be served: {exc.message}")
+
+
+def refusal(plan: Plan, reason: str) -> CudaGraphUnsafe:
+    kernel_id = plan.call.kernel_id
+    return CudaGraphUnsafe(
+        f"kernel {kernel_id} cannot run within a CUDA graph of the caller: {reason}", kernel=kernel_id, reason=reason
+    )
