@@ -3,20 +3,18 @@ becomes of calls when a process dies. tests/gpu/test_calls.py does the same on a
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.harness import PATIENCE_S, ROOT, Site, wait_ended, wait_until
+from tests.process.gpu_site import close, finish, gelu, gpu_site, randn, report, silu, slow, soft
+from tests.process.harness import PATIENCE_S, Site, wait_ended, wait_until
 from tests.soft_gpu import soft_cupy, soft_gpu
 from tests.soft_gpu.soft_gpu import ILLEGAL, RAISE, SLOW, driver
 
@@ -24,42 +22,7 @@ import layerzero as lz
 from layerzero.client import gpu
 from layerzero.client.gpu import REQUIRED
 
-SOFT = ROOT / "tests" / "soft_gpu"
-
-
-def gpu_site(store: Path, *names: str, **settings: object) -> Site:
-    """A site, not yet started, whose backends are `names`, first choice first, on the GPU of threads."""
-    site = Site(store, **{"restart_budget": 1000, "backoff_s": 0.01, "backoff_max_s": 0.01, **settings})
-    site.manifests.mkdir()
-    for rank, name in enumerate(names):
-        (site.manifests / f"{name}.py").write_text((SOFT / "soft_gpu.py").read_text())
-        kernel = {
-            "source": "test",
-            "priority": 70 - rank,
-            "dtypes": ["float32"],
-            "deterministic": True,
-            "supports_empty": True,
-        }
-        ops = {op: [{**kernel, "kernel_id": f"{name}.{op}"}] for op in ("silu", "matmul", "gelu", "layer_norm")}
-        head = {"schema_version": "1.0", "backend": name, "backend_version": "1", "platform": "cuda"}
-        (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
-        manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
-        (site.manifests / f"{name}.toml").write_text(f'{manifest}env = {{LZ_TOY_NAME = "{name}"}}\n')
-    site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)
-    site.environ["PYTHONPATH"] = str(SOFT / "broker")
-    return site
-
-
-@pytest.fixture(autouse=True, scope="module")
-def soft() -> Iterator[None]:
-    """This process has the GPU, and CuPy for it."""
-    before = sys.modules.get("cupy")
-    soft_cupy.install()
-    yield
-    if before is None:
-        del sys.modules["cupy"]
-    else:
-        sys.modules["cupy"] = before
+__all__ = ["soft"]
 
 
 @pytest.fixture(scope="module")
@@ -93,40 +56,6 @@ def new_site(store: Path) -> Iterator[Callable[..., Site]]:
     lz.disconnect()
     for site in made:
         site.stop()
-
-
-def randn(*shape: int) -> tuple[Any, np.ndarray]:
-    values = np.random.default_rng(sum(shape)).standard_normal(shape, dtype=np.float32)
-    return soft_cupy.asarray(values), values
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    wide = np.asarray(x, np.float64)
-    return wide / (1 + np.exp(-wide))
-
-
-def gelu(x: np.ndarray) -> np.ndarray:
-    wide = np.asarray(x, np.float64)
-    return 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
-
-
-def close(result: Any, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(result.get(), expected, rtol=1e-4, atol=1e-5)
-
-
-def slow(x: Any, **options: Any) -> Any:
-    return lz.gelu(x, approximate="tanh", **options)
-
-
-def report() -> lz.SelectionReport:
-    found = lz.last_report()
-    assert found is not None
-    return found
-
-
-def finish() -> None:
-    """Wait for the current stream, but not for ever."""
-    wait_until(lambda: driver.is_stream_idle(soft_cupy.current().ptr))
 
 
 # --- the normal case

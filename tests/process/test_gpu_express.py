@@ -1,0 +1,220 @@
+"""Calls on a GPU that go past the broker, from end to end over the GPU of threads: onto the ring of a worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.gpu_site import close, finish, gelu, gpu_site, randn, report, silu, slow, soft
+from tests.process.harness import PATIENCE_S, Site, wait_until
+from tests.soft_gpu import soft_cupy
+from tests.soft_gpu.soft_gpu import SLOW
+
+import layerzero as lz
+
+__all__ = ["soft"]
+MANY = 8  # calls after which a route is settled, and its lease has been read
+
+
+@pytest.fixture(scope="module")
+def broker(soft: None, store: Path) -> Iterator[Site]:
+    site = gpu_site(store, "one", "two")
+    try:
+        yield site.start()
+    finally:
+        site.stop()
+
+
+@pytest.fixture
+def connected(broker: Site) -> Iterator[Site]:
+    session = broker.connect()
+    for name in ("one", "two"):
+        session.ask("reset", backend=name)
+    wait_until(lambda: all(broker.backend(name)["state"] in ("absent", "ready") for name in ("one", "two")))
+    yield broker
+    lz.disconnect()
+
+
+@pytest.fixture
+def new_site(store: Path, soft: None) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*names: str, **settings: object) -> Site:
+        made.append(gpu_site(store, *(names or ("one", "two")), **settings))
+        return made[-1]
+
+    yield make
+    lz.disconnect()
+    for site in made:
+        site.stop()
+
+
+def settle(call: Callable[[], Any], lane: str = "express") -> None:
+    """Make a call until its route has a lease."""
+
+    def is_settled() -> bool:
+        call()
+        lz.status()  # what the broker has sent is here when this returns
+        return report().lane == lane
+
+    wait_until(is_settled)
+
+
+def kill(site: Site, name: str) -> None:
+    os.kill(site.backend(name)["pid"], signal.SIGKILL)
+
+
+def test_settled_calls_go_past_the_broker(connected: Site) -> None:
+    """Right results, the same kernel, and the broker hears nothing but how long it took."""
+    x, values = randn(32, 48)
+    settle(lambda: lz.silu(x))
+    before = lz.silu(x)
+    first = report()
+    assert (first.lane, first.backend, first.copies) == ("express", "one", ())
+    for _ in range(300):
+        before = lz.silu(x)
+    close(before, silu(values))
+
+
+def test_memory_that_comes_and_goes_is_never_taken_for_other_memory(connected: Site) -> None:
+    """The same addresses hold other values, other shapes, other allocations."""
+    rng = np.random.default_rng(5)
+    for _ in range(60):
+        shape = (int(rng.integers(1, 40)), 16)
+        x, values = randn(*shape)
+        for _ in range(6):
+            result = lz.silu(x)
+        close(result, silu(values))
+        out = soft_cupy.asarray(np.zeros(shape, np.float32))
+        assert lz.silu(x, out=out) is out
+        close(out, silu(values))
+
+
+def test_chains_hop_between_rings_in_their_order(connected: Site) -> None:
+    """Each call of a lane waits for the one before, whichever worker has it, and several lanes run side by side."""
+
+    def chain(number: int) -> None:
+        rng = np.random.default_rng(number)
+        values = rng.standard_normal((16, 16), dtype=np.float32) / 4
+        with soft_cupy.stream():
+            for _ in range(25):
+                x = value = soft_cupy.asarray(values)
+                expected = values.astype(np.float64)
+                for name in rng.choice(["one", "two", ""], 8):
+                    value = lz.silu(value, backend=name or None) if name else lz.matmul(value, x)
+                    expected = silu(expected) if name else expected @ values
+                np.testing.assert_allclose(value.get(), expected, rtol=1e-3, atol=1e-5)
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(chain, number) for number in range(3)]:
+            future.result(PATIENCE_S)
+    x, _ = randn(16, 16)
+    for name in ("one", "two"):
+        settle(lambda: lz.silu(x, backend=name))  # noqa: B023
+
+
+def test_what_is_on_a_ring_survives_its_worker(new_site: Callable[..., Site]) -> None:
+    """With hundreds of calls under way: those that the GPU was not through with run elsewhere, in their order."""
+    site = new_site()
+    site.connect()
+    x, values = randn(SLOW)
+    settle(lambda: slow(x))
+    y, others = randn(24)
+    settle(lambda: lz.silu(y))
+    first = slow(x)
+    results = [lz.silu(y) for _ in range(200)]
+    kill(site, "one")
+    close(first, gelu(values))
+    for result in results:
+        close(result, silu(others))
+    lz.synchronize(PATIENCE_S)
+    close(lz.silu(y), silu(others))
+
+
+def test_the_report_tells_where_a_call_of_a_ring_ran_in_the_end(new_site: Callable[..., Site]) -> None:
+    """With the attempt that its first worker did not live to finish."""
+    site = new_site(backoff_s=600, backoff_max_s=600)
+    site.connect()
+    x, values = randn(SLOW)
+    settle(lambda: slow(x))
+    result = slow(x)
+    assert report().lane == "express"
+    kill(site, "one")
+    close(result, gelu(values))
+    lz.synchronize(PATIENCE_S)
+    told = report()
+    assert (told.backend, [attempt.outcome for attempt in told.attempts]) == ("two", ["BACKEND_ERROR", None])
+
+
+def test_a_call_of_a_ring_that_nobody_can_finish_is_raised_later(new_site: Callable[..., Site]) -> None:
+    """Its stream goes on meanwhile."""
+    site = new_site("one", backoff_s=600, backoff_max_s=600)
+    site.connect()
+    x, _ = randn(SLOW)
+    settle(lambda: slow(x, backend="one"))
+    slow(x, backend="one")
+    kill(site, "one")
+    finish()
+    with pytest.raises(lz.BackendError, match="an earlier call on the GPU, gelu, failed"):
+        lz.synchronize(PATIENCE_S)
+
+
+def test_a_full_ring_makes_its_caller_wait(connected: Site) -> None:
+    """More calls than a ring has room for, behind one that takes its time."""
+    x, _ = randn(SLOW)
+    settle(lambda: slow(x))
+    y, others = randn(8)
+    settle(lambda: lz.silu(y))
+    finish()
+    outs = [soft_cupy.empty(8) for _ in range(4)]  # mapped by the worker before the test: calls stay on the ring
+    for out in outs:
+        lz.silu(y, out=out)
+    finish()
+    for out in outs:
+        with soft_cupy.stream():
+            slow(x)
+            for _ in range(230):
+                lz.silu(y, out=out)
+            assert report().lane == "express"
+    lz.synchronize(PATIENCE_S)
+    for result in outs:
+        close(result, silu(others))
+
+
+def test_a_sleeping_worker_wakes_for_each_call(connected: Site) -> None:
+    """Calls far apart find it asleep; none is lost."""
+    x, values = randn(12)
+    settle(lambda: lz.silu(x))
+    for _ in range(40):
+        close(lz.silu(x), silu(values))
+        lz.status()  # takes longer than a worker looks
+    assert report().lane == "express"
+
+
+def test_policy_takes_a_ring_back(connected: Site) -> None:
+    """The next call is decided anew."""
+    x, values = randn(20)
+    settle(lambda: lz.silu(x))
+    with lz.avoid("one"):
+        close(lz.silu(x), silu(values))
+        assert report().backend == "two"
+    lz.silu(x)
+    assert report().backend == "one"
+
+
+def test_express_lanes_can_be_turned_off(new_site: Callable[..., Site]) -> None:
+    """All calls go through the broker then."""
+    site = new_site(express=False)
+    site.connect()
+    x, values = randn(20)
+    for _ in range(2 * MANY):
+        result = lz.silu(x)
+        lz.status()
+    close(result, silu(values))
+    assert report().lane == "broker"
