@@ -65,10 +65,14 @@ class CallSpec:
         for name, spec, ndim in zip(op.inputs, inputs, op.ndims, strict=False):  # rules rely on it
             if spec is not None and spec.ndim != ndim:
                 raise ProtocolError(f"{op.name} takes {name} with {ndim} dimensions, got {spec.ndim}")
+        outputs = tuple(TensorSpec.from_wire(spec) for spec in message.outputs)
+        for name, spec in zip(op.outputs, outputs, strict=True):
+            if name in op.in_place and spec != inputs[op.inputs.index(name)]:
+                raise ProtocolError(f"{op.name} writes {name} in place, and its input and output differ")
         return cls(
             op.name,
             inputs,
-            tuple(TensorSpec.from_wire(spec) for spec in message.outputs),
+            outputs,
             message.attrs,
             message.backend,
             message.policy,

@@ -34,9 +34,11 @@ def _with(
     outputs: Mapping[int, TensorSpec] | None = None,
     attrs: Mapping[str, Any] | None = None,
 ) -> SelectionContext:
-    names = OPS[context.op].inputs
-    inputs = tuple(tensors.get(name, spec) for name, spec in zip(names, context.inputs, strict=True))
-    outs = tuple((outputs or {}).get(i, spec) for i, spec in enumerate(context.outputs))
+    op = OPS[context.op]
+    inputs = tuple(tensors.get(name, spec) for name, spec in zip(op.inputs, context.inputs, strict=True))
+    changed = {i: spec for i, name in enumerate(op.outputs) if (spec := tensors.get(name)) is not None}
+    changed.update(outputs or {})
+    outs = tuple(changed.get(i, spec) for i, spec in enumerate(context.outputs))
     return replace(context, inputs=inputs, outputs=outs, attrs={**context.attrs, **(attrs or {})})
 
 

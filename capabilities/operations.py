@@ -91,6 +91,16 @@ OPERATIONS: dict[str, OperationSpec] = {
             "torch.paged_attention",
             supports_gqa=True,
         ),
+        OperationSpec(
+            "append_kv",
+            "tensor",
+            ("tensor",),
+            "tensor",
+            "token t of key and value is copied to slot slots[t] % P of block slots[t] // P of k_cache and v_cache; "
+            "the rest of these stays",
+            "torch.append_kv",
+            precision_tolerances={},  # a copy is exact
+        ),
         _tensor("rope", "pairs (a, b) of the first elements of each head become (a cos - b sin, b cos + a sin)"),
         _tensor("matmul", "out[..., m, n] = sum_k a[..., m, k] b[..., k, n]"),
         _tensor("linear", "out[..., n] = sum_k x[..., k] weight[n, k] + bias[n]"),

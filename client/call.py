@@ -23,6 +23,7 @@ from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
 MAX_TIMEOUT_S = 86_400
+BACK = "it is written in place, and was copied to where a worker reaches it"
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class Submitted:
     start_ns: int
     refs: bytes
     adapted: frozenset[str]
+    written: Sequence[tuple[str, Array, memoryview, TensorSpec]] = ()  # copies of what the op writes in place
     sample: Sample | None = None
     prior: tuple[Attempt, ...] = ()  # attempts that failed in this process or on an express lane
     decision: messages.Decision | None = None  # of a call that ran in this process
@@ -92,10 +94,12 @@ class Submitted:
     after_call: int = 0
 
     def digest(self) -> bytes:
-        """Of the inputs' contents: tells a poisonous call from a harmless one of the same signature."""
+        """Of the inputs' contents: tells a poisonous call from a harmless one of the same signature. What the call
+        writes in place is left out: it is another one at each call."""
         digest = hashlib.blake2b(digest_size=wire.DIGEST_BYTES)
-        for array in self.arrays:
-            if array is not None:
+        op = OPS[self.request.op]
+        for name, array in zip(op.inputs, self.arrays, strict=True):
+            if array is not None and name not in op.in_place:
                 scratch = bytearray(array.nbytes)
                 copy_into(array, memoryview(scratch))
                 digest.update(scratch)
@@ -112,6 +116,9 @@ class Submitted:
             return self.out.obj
         if self.request.finish is not None:
             return self.request.finish(self.outputs, body)
+        for name, array, memory, spec in self.written:
+            assign(array, memory, spec)
+            self.copies.append(Copy(name, array.nbytes, "client", BACK))
         if self.result_spec is None:
             return None
         like = next(a for a in self.arrays if a is not None)
@@ -139,23 +146,46 @@ def assign(target: Array, memory: memoryview, result: TensorSpec) -> None:
 def describe_all(request: Request) -> tuple[tuple[Array | None, ...], Array | None]:
     """The arrays of `args` and of `out`."""
     arrays = tuple([None if arg is None else describe(arg) for arg in request.args])
-    return arrays, None if request.out is None else _describe_out(request.out)
+    op = OPS[request.op]
+    for name in op.in_place:
+        target = arrays[op.inputs.index(name)]
+        if target is None:
+            raise InvalidArgument(f"{request.op}: {name} is None; pass the array that it writes to")
+        _check_writable(f"{request.op}: {name}", target)
+    if request.out is None:
+        return arrays, None
+    out = describe(request.out)
+    _check_writable("out=", out)
+    return arrays, out
 
 
-def _describe_out(out: Any) -> Array:
-    array = describe(out)
+def _check_writable(what: str, array: Array) -> None:
+    kind = type(array.obj).__name__
     is_torch_view = array.kind == "torch" and array.owner is not array.obj and array.obj.is_neg()
-    if is_torch_view or not (hasattr(out, "__setitem__") or array.kind == "buffer"):
-        raise InvalidArgument(f"out= is a {type(out).__name__} that cannot be written to; pass an array of its own")
+    if is_torch_view or not (hasattr(array.obj, "__setitem__") or array.kind == "buffer"):
+        raise InvalidArgument(f"{what} is a {kind} that cannot be written to; pass an array of its own")
     if not array.writable:
-        raise InvalidArgument(f"out= is read-only ({array.spec}); pass a writable array")
+        raise InvalidArgument(f"{what} is read-only ({array.spec}); pass a writable array")
     if array.kind == "dlpack":
-        raise InvalidArgument(f"out= is a {type(out).__name__}, whose memory its library owns; leave it out")
+        raise InvalidArgument(f"{what} is a {kind}, whose memory its library owns; pass an array that can be written")
     if array.kind == "buffer" and not array.owner.c_contiguous:
-        raise InvalidArgument("out= is a strided buffer; pass a contiguous one")
+        raise InvalidArgument(f"{what} is a strided buffer; pass a contiguous one")
     if array.requires_grad:
-        raise InvalidArgument("out= requires gradients; pass a tensor without, or use torch.no_grad()")
-    return array
+        raise InvalidArgument(f"{what} requires gradients; pass a tensor without, or use torch.no_grad()")
+
+
+def refuse_sharing(op: str, arrays: Sequence[Array | None]) -> None:
+    """Raises InvalidArgument where a tensor that the op writes in place is in another one's memory: the call may be run
+    again on what a dead worker has left. Of two that are written only their strides can tell, which interleave in
+    caches of keys and values; the same one twice is refused."""
+    given = {name: array for name, array in zip(OPS[op].inputs, arrays, strict=True) if array is not None}
+    for name in OPS[op].in_place:
+        target = given[name]
+        for other, array in given.items():
+            is_written = other in OPS[op].in_place
+            is_same = array.address == target.address if is_written else overlap(array, target)
+            if other != name and is_same and array.nbytes and target.nbytes:
+                raise InvalidArgument(f"{op}: {other} shares memory with {name}, which is written; pass a copy")
 
 
 def place_key(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.client import overlay
 from layerzero.client.arrays import Array
-from layerzero.client.call import Request, Route, error_of, microseconds, overlap, refuse_gradients
+from layerzero.client.call import Request, Route, error_of, microseconds, overlap, refuse_gradients, refuse_sharing
 from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
-from layerzero.client.gpu_arrays import current_stream, give, new_like
+from layerzero.client.gpu_arrays import current_stream, give, result_like
 from layerzero.client.gpu_capture import Captures, unsettled
 from layerzero.client.gpu_known import MAX_KNOWN, MISS, Known, key_of
 from layerzero.client.gpu_lane import GpuLane
@@ -32,6 +32,7 @@ from layerzero.ipc.errors import (
     NoTransport,
     OutOfMemory,
 )
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import AFTER_LANE, HAS_TURN, TURN, Kind
@@ -122,6 +123,7 @@ class GpuCalls:
         like = next(array for array in arrays if array is not None)
         _refuse_mixture(request.op, like, arrays, out)
         refuse_gradients(request.op, arrays)
+        refuse_sharing(request.op, arrays)
         stream = current_stream(like)
         if like.device not in self._gpus:  # making it would break a capture
             with Context(cuda.load(), uuid_of(like.device)) as context:
@@ -164,7 +166,7 @@ class GpuCalls:
         like: Array,
     ) -> Any:
         route, specs = self._route(request, arrays, out, gpu)
-        result, address = (out.obj, out.address) if out is not None else new_like(like, route.plan.results[0])
+        result, address = result_like(like, out, route.plan.results)
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
         is_first = not route.is_armed or not gpu.is_signed(route.slot)
         placing = Placing(gpu, rung, stream)
@@ -187,7 +189,7 @@ class GpuCalls:
                         enqueued = sent = Sent(self.outcomes, gpu, rung, request.op, route, memory.copies, start_ns)
                         sent.is_awaited = is_first
                         turn = self._send(request, sent, stream, memory.refs, hold)
-                placing.take_output(address, route.plan.results[0].span_bytes)
+                placing.take_outputs(route.plan, arrays, address)
             finally:  # in the stream's order
                 placing.end()
             try:
@@ -198,7 +200,7 @@ class GpuCalls:
                 self._session.routes.clear()
                 raise _OtherRung from exc
             except NoBackend:
-                if all(spec is None or spec.is_contiguous for spec in specs):
+                if OPS[request.op].in_place or all(spec is None or spec.is_contiguous for spec in specs):
                     raise
                 self._dense.add(_dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
                 return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from layerzero.client.arrays import Array
 from layerzero.client.call import Request, Route, error_of, overlap
 from layerzero.client.gpu import Gpu
-from layerzero.client.gpu_arrays import new_like
+from layerzero.client.gpu_arrays import result_like
 from layerzero.client.gpu_outcomes import Outcomes, Sent
 from layerzero.client.gpu_places import Placing
 from layerzero.client.link import Link
@@ -86,7 +86,7 @@ class Captures:
             raise unsettled(op)
         before = driver.exchange_capture_mode(CAPTURE_RELAXED)  # showing memory to others is no work
         try:
-            result, address = (out.obj, out.address) if out is not None else new_like(like, route.plan.results[0])
+            result, address = result_like(like, out, route.plan.results)
             refs = self._refs(request, route, specs, arrays, out, gpu, stream, address)
             captured = self._bind(op, route, gpu, refs, start_ns)
         finally:
@@ -116,7 +116,7 @@ class Captures:
             if array is not None and array.spec != spec:
                 raise CudaGraphUnsafe(f"{op}: no kernel takes an input with these strides; make it contiguous before")
         ends = [(array.address, array.spec.span_bytes) for array in arrays if array is not None]
-        for at, nbytes in (*ends, (address, route.plan.outputs[0].span_bytes)):
+        for at, nbytes in (*ends, *((address, spec.span_bytes) for spec in route.plan.results)):
             found = gpu.memory.find(at, nbytes, gpu.rung) if nbytes else ""
             if isinstance(found, str):
                 raise CudaGraphUnsafe(f"{op}: a tensor must be copied, which a graph cannot: {found or 'it is empty'}")

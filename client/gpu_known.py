@@ -8,7 +8,7 @@ each time; those are never used twice.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class Known:
     @classmethod
     def of(cls, enqueued: OnRing, like: Array) -> Known:
         gpu, route = enqueued.gpu, enqueued.route
-        make = _maker(like, route.plan.results[0])
+        make = _maker(like, route.plan.results)
         return cls(
             gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), _capture_watcher(like, gpu), make
         )
@@ -109,8 +109,11 @@ def key_of(request: Request) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def _maker(like: Array, spec: TensorSpec) -> Callable[[Any], tuple[Any, int]]:
-    """Makes new arrays for results as `new_like` does, given an array that is like `like`."""
+def _maker(like: Array, specs: Sequence[TensorSpec]) -> Callable[[Any], tuple[Any, int]]:
+    """Makes new arrays for results as `result_like` does, given an array that is like `like`."""
+    if not specs:
+        return lambda _: (None, 0)
+    spec = specs[0]
     if like.kind == "torch" and spec.is_contiguous and spec.dtype == like.spec.dtype:
         shape = spec.shape
 

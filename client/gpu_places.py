@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from layerzero.client.arrays import Array
-from layerzero.client.call import Route
+from layerzero.client.call import BACK, Route
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import new_like
 from layerzero.client.gpu_memory import Place
+from layerzero.client.plans import Plan
 from layerzero.client.report import Copy
 from layerzero.ipc.cuda_handles import STAGED
+from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, REF
@@ -24,7 +26,7 @@ class Memory(NamedTuple):
     """Where a call's tensors lie for a worker."""
 
     refs: bytes
-    places: Sequence[Place | None]  # inputs, then the output
+    places: Sequence[Place | None]  # inputs, then the output unless it is one of them
     copies: Sequence[Copy]
     holds: Sequence[Array]  # until the call is enqueued
 
@@ -43,12 +45,16 @@ class Placing:
         specs: tuple[TensorSpec | None, ...],
         output: int,
     ) -> Memory:
-        """`output`: the address of the caller's own memory for the result, 0 when it must not be written directly."""
+        """`output`: the address of the caller's own memory for the result, 0 when it must not be written directly.
+
+        Raises InvalidArgument for what is written in place where no worker reaches it, with gaps between its elements.
+        """
+        op = OPS[route.plan.op]
         gpu, rung, places = self._gpu, self._rung, self._places
         copies: list[Copy] = []
         holds: list[Array] = []
         refs: list[bytes] = []
-        for name, array, spec in zip(OPS[route.plan.op].inputs, arrays, specs, strict=True):
+        for name, array, spec in zip(op.inputs, arrays, specs, strict=True):
             if array is None or spec is None:
                 places.append(None)
                 refs.append(_NO_REF)
@@ -64,7 +70,17 @@ class Placing:
             if why and array.nbytes:
                 copies.append(Copy(name, array.nbytes, "client", why))
             places.append(place)
+            if why and array.nbytes and name in op.in_place:
+                if not array.spec.is_contiguous:  # a copy back would undo what others write between its elements
+                    raise InvalidArgument(
+                        f"{op.name}: {name} is written in place, and no worker reaches its memory: {why}; "
+                        f"with strides {list(array.spec.strides)} it is not copied there and back; make it dense"
+                    )
+                copies.append(Copy(name, array.nbytes, "client", BACK))
             refs.append(REF.pack(gpu.number(place.arena, rung), 0, place.offset, spec.span_bytes))
+        if op.in_place:
+            refs += [refs[op.inputs.index(name)] for name in op.in_place]
+            return Memory(b"".join(refs), places, copies, holds)
         nbytes = route.plan.outputs[0].span_bytes
         found = gpu.memory.find(output, nbytes, rung) if output else "it shares memory with an input"
         if isinstance(found, str):
@@ -95,14 +111,18 @@ class Placing:
                 if place is not None and spec is not None and spec.span_bytes:
                     place.arena.publish(self._rung, place.offset, spec.span_bytes, self._stream)
 
-    def take_output(self, address: int, nbytes: int) -> None:
-        """The result to where the caller wants it, if it is not there; after the call was enqueued."""
-        output = self._places[-1]
-        assert output is not None
-        if self._rung in STAGED and nbytes:
-            output.arena.collect(self._rung, output.offset, nbytes, self._stream)
-        if output.block is not None and nbytes:
-            self._gpu.memory.context.driver.copy_on_device(address, output.block.address, nbytes, self._stream)
+    def take_outputs(self, plan: Plan, arrays: Sequence[Array | None], address: int) -> None:
+        """What was written to where the caller wants it, if it is not there; after the call was enqueued. `address`: of
+        the result, for ops that have one."""
+        at = [OPS[plan.op].inputs.index(name) for name in OPS[plan.op].in_place]
+        targets = [(self._places[i], array.address) for i in at if (array := arrays[i]) is not None]
+        for (output, target), spec in zip(targets or [(self._places[-1], address)], plan.outputs, strict=True):
+            nbytes = spec.span_bytes
+            assert output is not None
+            if self._rung in STAGED and nbytes:
+                output.arena.collect(self._rung, output.offset, nbytes, self._stream)
+            if output.block is not None and nbytes:
+                self._gpu.memory.context.driver.copy_on_device(target, output.block.address, nbytes, self._stream)
 
     def end(self) -> None:
         pool = self._gpu.memory.pool(self._rung)

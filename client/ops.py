@@ -130,6 +130,32 @@ def paged_attention(
     return _perform(Request("paged_attention", args, {"scale": scale}, planner, out, backend, timeout_s))
 
 
+def append_kv(
+    key: Any,
+    value: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slots: Any,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """Write keys and values of new tokens into a paged cache, which is changed in place.
+
+    key: (tokens, kv_heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), value and v_cache: the same
+    with value_dim; one dtype for all. slots: int32 or int64 (tokens): token t goes to slot slots[t] % block_size of
+    block slots[t] // block_size. Key j of sequence b as paged_attention finds it has the slot
+    block_tables[b, j // block_size] * block_size + j % block_size. A negative slot stores nothing, as padding needs it;
+    of tokens with equal slots any may stay. One from blocks * block_size on is InvalidArgument on the CPU, before
+    anything is written; on a GPU, where nobody waits for slots, it stores nothing.
+    Caches that workers do not reach as they lie are copied there and back, which the report says: use lz.empty or
+    lz.share. A call that fails may have written some of its slots, and no other.
+    Raises InvalidArgument for caches that cannot be written, such as JAX arrays. Returns None.
+    """
+    args = (key, value, k_cache, v_cache, slots)
+    return _perform(Request("append_kv", args, {}, token_plans.plan_append_kv, None, backend, timeout_s))
+
+
 def rope(
     x: Any,
     cos: Any,

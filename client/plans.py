@@ -49,7 +49,8 @@ class Plan:
     while it is remembered.
 
     `inputs` are views of the arguments' memory: the first element is where the caller's is. A result lies
-    row-major in fresh memory: `results` is the caller's view of it, `outputs` the worker's.
+    row-major in fresh memory: `results` is the caller's view of it, `outputs` the worker's. Outputs that are inputs as
+    well (ipc/ops.py) have the inputs' specs, and no result.
     """
 
     op: str
@@ -338,13 +339,7 @@ def plan_out(plan: Plan, out: TensorSpec) -> Plan:
     wanted = plan.results[0]
     if (out.dtype, out.shape) != (wanted.dtype, wanted.shape):
         refuse(plan.op, f"out is {out}", str(wanted), "pass an out of this dtype and shape; it is never resized")
-    if _may_overlap(out):
-        refuse(
-            plan.op,
-            f"out has shape {list(out.shape)} and strides {list(out.strides)}, so elements share memory",
-            "one place per element",
-            "pass a tensor that was not expanded",
-        )
+    refuse_overlapping(plan.op, "out", out)
     output = plan.outputs[0]
     view = out.permute(*_BSHD_AXES) if plan.attrs.get("layout") == "BSHD" else _padded(out, output.shape)
     return replace(plan, outputs=(view,), results=(out,))
@@ -355,6 +350,17 @@ def _padded(spec: TensorSpec, shape: Shape) -> TensorSpec:
     kept = iter([s for n, s in zip(spec.shape, spec.strides, strict=True) if n != 1])
     plain = contiguous_strides(shape)  # of an extent of 1: any stride will do
     return TensorSpec(spec.dtype, shape, tuple(next(kept) if n != 1 else s for n, s in zip(shape, plain, strict=True)))
+
+
+def refuse_overlapping(op: str, name: str, spec: TensorSpec) -> None:
+    """For what is written: an element must not share memory with another."""
+    if _may_overlap(spec):
+        refuse(
+            op,
+            f"{name} has shape {list(spec.shape)} and strides {list(spec.strides)}, so elements share memory",
+            "one place per element",
+            "pass a tensor that was not expanded",
+        )
 
 
 def _may_overlap(spec: TensorSpec) -> bool:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from layerzero.client import arena as arenas
 from layerzero.client import overlay
 from layerzero.client.arrays import Array, copy_into
-from layerzero.client.call import Request, Submitted, overlap, refuse_gradients, why_copied
+from layerzero.client.call import Request, Submitted, overlap, refuse_gradients, refuse_sharing, why_copied
 from layerzero.client.in_process import Place
 from layerzero.client.link import Pending
 from layerzero.client.overlay import Overlay
+from layerzero.client.plans import refuse_overlapping
 from layerzero.client.report import Attempt, Copy
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
@@ -37,19 +38,24 @@ def prepare(
     link = session.link
     found = [None if a is None or a.needs_copy else arenas.pool.find(a.address, a.spec.span_bytes) for a in arrays]
     specs: list[TensorSpec | None] = []
-    for array, place in zip(arrays, found, strict=True):
+    op = OPS[request.op]
+    names = op.inputs
+    if op.in_place:
+        refuse_sharing(request.op, arrays)
+    for name, array, place in zip(names, arrays, found, strict=True):
         if array is None:
             specs.append(None)
         elif place is not None or array.spec.is_contiguous:
             specs.append(array.spec)
         else:
+            if name in op.in_place:
+                refuse_overlapping(request.op, name, array.spec)
             specs.append(TensorSpec.contiguous(array.spec.dtype, array.spec.shape))
     bake = overlay.baked.get()
     policy = overlay.current() if bake is None else bake(request, tuple(specs))
     if request.is_rigid:
         policy = overlay.on_top(policy, NO_MORE_COPIES)
     route = session.routes.find(link, request, tuple(specs), out, policy)
-    names = OPS[request.op].inputs
     adapted: frozenset[str] = frozenset()
     if route.dense and time.monotonic() < route.dense_until_s:
         adapted = route.dense
@@ -66,6 +72,7 @@ def prepare(
     blocks: list[memoryview] = []
     refs: list[bytes] = []  # for a worker
     places: list[Place | None] = []  # for a kernel in this process, which reaches memory outside arenas too
+    written: list[tuple[str, Array, memoryview, TensorSpec]] = []
     for name, array, place, spec in zip(names, arrays, found, specs, strict=True):
         if array is None or spec is None:
             refs.append(_NO_REF)
@@ -81,6 +88,8 @@ def prepare(
             blocks.append(block)
             if array.nbytes:
                 copies.append(Copy(name, array.nbytes, "client", why_copied(array, name in adapted)))
+                if name in op.in_place:
+                    written.append((name, array, block, spec))
             if here is None:
                 refs.append(REF.pack(lent[arena], 0, offset, array.nbytes))
             else:
@@ -96,7 +105,12 @@ def prepare(
             arena, offset = place
             refs.append(REF.pack(lent[arena], 0, offset, out.spec.span_bytes))
             out_is_direct = True
-    if not out_is_direct:
+    for name in op.in_place:
+        if here is None:
+            refs.append(refs[names.index(name)])
+        elif (target := places[names.index(name)]) is not None:
+            targets.append(target)
+    if not out_is_direct and not op.in_place:
         for nbytes in request.output_bytes or [spec.span_bytes for spec in plan.outputs]:
             block, arena, offset = arenas.pool.allocate(nbytes)
             outputs.append(block)
@@ -119,6 +133,7 @@ def prepare(
         start_ns,
         b"".join(refs),
         adapted,
+        written,
         prior=prior,
     )
     if here is not None:

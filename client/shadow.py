@@ -128,7 +128,7 @@ class Shadow:
 
     def _copy(self, submitted: Submitted, *, is_checked: bool) -> Sample | None:
         plan = submitted.route.plan
-        if OPS[plan.op].sized_output or len(plan.outputs) != 1 or not plan.outputs[0].numel:
+        if OPS[plan.op].sized_output or OPS[plan.op].in_place or len(plan.outputs) != 1 or not plan.outputs[0].numel:
             return None
         refs = [REF.unpack_from(submitted.refs, i * REF.size) for i in range(len(plan.inputs) + 1)]
         if sum(nbytes for number, _, _, nbytes in refs if number != NO_ARENA) > MAX_SAMPLE_BYTES:

@@ -3,8 +3,16 @@ client/plans.py, whose rules hold here too."""
 
 from __future__ import annotations
 
-from layerzero.client.checks import attention_scale, choice, flag, fresh, listed, refuse, same_float_dtype
-from layerzero.client.plans import CAUSAL_ALIGNMENTS, Plan, Scalar, remember, same_shape
+from layerzero.client.checks import attention_scale, choice, flag, fresh, listed, refuse, same_dtype, same_float_dtype
+from layerzero.client.plans import (
+    CAUSAL_ALIGNMENTS,
+    INDEX_DTYPES,
+    Plan,
+    Scalar,
+    refuse_overlapping,
+    remember,
+    same_shape,
+)
 from layerzero.ipc.tensors import TensorSpec
 
 
@@ -68,16 +76,7 @@ def plan_paged_attention(
     same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
     if q.ndim != 3:
         refuse(op, f"q has shape {list(q.shape)}", "(sequences, heads, head_dim)", "pass one query for each sequence")
-    for name, spec in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if spec.ndim != 4:
-            refuse(op, f"{name} has shape {list(spec.shape)}", "(blocks, block_size, heads, head_dim)", "reshape it")
-    if k_cache.shape[:2] != v_cache.shape[:2]:
-        refuse(
-            op,
-            f"k_cache has shape {list(k_cache.shape)} and v_cache {list(v_cache.shape)}",
-            "as many blocks of the same size",
-            "check the layout",
-        )
+    _caches(op, k_cache, v_cache)
     _indices(op, "block_tables", block_tables, 2)
     _indices(op, "seq_lens", seq_lens, 1)
     counts = (q.shape[0], block_tables.shape[0], seq_lens.shape[0])
@@ -88,6 +87,41 @@ def plan_paged_attention(
     result = fresh(op, q.dtype, (*q.shape[:2], v_cache.shape[3]))
     attrs: dict[str, Scalar] = {"scale": attention_scale(op, scale, q.shape[2])}
     return Plan(op, (q, k_cache, v_cache, block_tables, seq_lens), attrs, (result,), (result,))
+
+
+@remember
+def plan_append_kv(
+    key: TensorSpec, value: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, slots: TensorSpec
+) -> Plan:
+    """Keys and values into a paged cache."""
+    op = "append_kv"
+    same_dtype(op, key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+    for name, spec in (("key", key), ("value", value)):
+        if spec.ndim != 3:
+            refuse(
+                op, f"{name} has shape {list(spec.shape)}", "(tokens, heads, head_dim)", "flatten batch and sequence"
+            )
+    _caches(op, k_cache, v_cache)
+    for name, rows, cache in (("key", key, k_cache), ("value", value, v_cache)):
+        if rows.shape[1:] != cache.shape[2:]:
+            refuse(
+                op,
+                f"{name} has (heads, head_dim) {list(rows.shape[1:])} and {name[0]}_cache {list(cache.shape[2:])}",
+                "equal ones",
+                "check the layout",
+            )
+    if k_cache.shape[2] != v_cache.shape[2]:
+        refuse(
+            op, f"k_cache has {k_cache.shape[2]} heads and v_cache {v_cache.shape[2]}", "equal numbers", "check both"
+        )
+    if slots.dtype not in INDEX_DTYPES or slots.ndim != 1:
+        refuse(op, f"slots is {slots}", f"(tokens,) of {' or '.join(INDEX_DTYPES)}", "convert or flatten it")
+    counts = (key.shape[0], value.shape[0], slots.shape[0])
+    if len(set(counts)) > 1:
+        refuse(op, listed(("key's first extent", "value's", "slots'"), counts), "one row of each a token", "check them")
+    for name, spec in (("k_cache", k_cache), ("v_cache", v_cache)):
+        refuse_overlapping(op, name, spec)
+    return Plan(op, (key, value, k_cache, v_cache, slots), {}, (k_cache, v_cache), ())
 
 
 @remember
@@ -131,6 +165,19 @@ def plan_swiglu(gate: TensorSpec, up: TensorSpec) -> Plan:
     if gate.shape != up.shape:
         refuse(op, f"gate has shape {list(gate.shape)} and up {list(up.shape)}", "equal shapes", "expand the smaller")
     return same_shape(op, (gate, up), {})
+
+
+def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec) -> None:
+    for name, spec in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if spec.ndim != 4:
+            refuse(op, f"{name} has shape {list(spec.shape)}", "(blocks, block_size, heads, head_dim)", "reshape it")
+    if k_cache.shape[:2] != v_cache.shape[:2]:
+        refuse(
+            op,
+            f"k_cache has shape {list(k_cache.shape)} and v_cache {list(v_cache.shape)}",
+            "as many blocks of the same size",
+            "check the layout",
+        )
 
 
 def _heads(op: str, *tensors: tuple[str, tuple[int, ...]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from layerzero.ipc.tensors import TensorSpec
@@ -20,6 +21,11 @@ class Op:
 
     An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
     OutputTooSmall when the buffers are too small.
+
+    An output that has the name of an input is that tensor of the caller's, with the same spec in the same memory. A
+    kernel writes parts of it and leaves the rest as it was; it reads and writes it through the output's block, which
+    alone is writable. Such an op must be idempotent: when a worker dies, another runs the call on what the first has
+    left there.
     """
 
     name: str
@@ -30,6 +36,11 @@ class Op:
     attrs: tuple[str, ...] = ()
     sized_output: bool = False
     ndims: tuple[int, ...] = ()  # dimensions of each input, of ops that take no others
+
+    @cached_property
+    def in_place(self) -> tuple[str, ...]:
+        """The outputs that are inputs as well."""
+        return tuple(name for name in self.outputs if name in self.inputs)
 
 
 OPS: dict[str, Op] = {
@@ -63,6 +74,17 @@ OPS: dict[str, Op] = {
             indices=frozenset({"block_tables", "seq_lens"}),
             attrs=("scale",),
             ndims=(3, 4, 4, 2, 1),
+        ),
+        # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
+        # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
+        # InvalidArgument on the CPU and stores nothing on a GPU. Equal ones: one of their tokens. Idempotent: the same
+        # values go to the same slots.
+        Op(
+            "append_kv",
+            ("key", "value", "k_cache", "v_cache", "slots"),
+            ("k_cache", "v_cache"),
+            indices=frozenset({"slots"}),
+            ndims=(3, 3, 4, 4, 1),
         ),
         # x (B,S,H,D), cos and sin (1|B,S,R/2) -> (B,S,H,D); of each head the first R elements are rotated. Pairs are
         # elements i and i + R/2, or 2i and 2i + 1 when interleaved.

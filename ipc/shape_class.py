@@ -100,6 +100,11 @@ def _paged_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     return ("plain" if q.shape[1] == k_cache.shape[2] else "gqa"), extents
 
 
+def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    key, value, k_cache, _, slots = inputs
+    return slots.dtype, (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
+
+
 def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     x, cos, _ = inputs
     rotated = 2 * cos.shape[2]
@@ -154,6 +159,7 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
+    "append_kv": _append_kv,
     "rope": _rope,
     "matmul": _matmul,
     "linear": _linear,

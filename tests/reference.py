@@ -186,10 +186,22 @@ def embedding(ids: Array, weight: Array) -> Array:
     return np.asarray(wide(weight)[ids])
 
 
-TENSOR_OPS: dict[str, Callable[..., Array]] = {
+def append_kv(key: Array, value: Array, k_cache: Array, v_cache: Array, slots: Array) -> tuple[Array, Array]:
+    caches = []
+    for rows, cache in ((key, k_cache), (value, v_cache)):
+        changed = wide(cache).copy()
+        for row, slot in zip(wide(rows), slots.tolist(), strict=True):
+            if slot >= 0:
+                changed[slot // cache.shape[1]][slot % cache.shape[1]] = row
+        caches.append(changed)
+    return caches[0], caches[1]
+
+
+TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "attention": attention,
     "attention_varlen": attention_varlen,
     "paged_attention": paged_attention,
+    "append_kv": append_kv,
     "rope": rope,
     "matmul": matmul,
     "linear": linear,

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from layerzero.ipc import cuda, memory
 from layerzero.ipc.numerics import scatter
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
+from layerzero.workers.cases import Case
 from layerzero.workers.provider import Block, Bound, DeviceMemory, Loaded
 
 ARENA_BYTES = 4 << 20  # more than any case takes
@@ -27,6 +29,9 @@ class Bench(Protocol):
 
     def output(self, spec: TensorSpec) -> Block:
         """A block full of FILL."""
+
+    def in_place(self, spec: TensorSpec, data: bytes) -> tuple[Block, Block]:
+        """A place that holds these elements, and FILL between them: as an input and as an output."""
 
     def content(self, block: Block) -> memoryview:
         """The bytes that a block spans, as they are now."""
@@ -80,6 +85,12 @@ class HostBench(_Placed):
         self._write[place] = bytes([FILL]) * spec.span_bytes
         return Block(self._write[place], spec)
 
+    def in_place(self, spec: TensorSpec, data: bytes) -> tuple[Block, Block]:
+        place = self.place(spec)
+        self._write[place] = bytes([FILL]) * spec.span_bytes
+        scatter(data, spec, self._write[place])
+        return Block(self._read[place], spec), Block(self._write[place], spec)
+
     def content(self, block: Block) -> memoryview:
         return block.host
 
@@ -115,6 +126,12 @@ class GpuBench(_Placed):
     def output(self, spec: TensorSpec) -> Block:
         return self._block(spec, bytearray([FILL]) * spec.span_bytes)
 
+    def in_place(self, spec: TensorSpec, data: bytes) -> tuple[Block, Block]:
+        content = bytearray([FILL]) * spec.span_bytes
+        scatter(data, spec, memoryview(content))
+        block = self._block(spec, content)
+        return block, block
+
     def content(self, block: Block) -> memoryview:
         copy = bytearray(block.spec.span_bytes)
         if copy:
@@ -138,6 +155,23 @@ class GpuBench(_Placed):
             self.driver.copy_to_device(start, _address(content), len(content), self.stream)
             self.driver.synchronize_stream(self.stream)
         return Block(DeviceMemory(start, spec.span_bytes, self._ordinal), spec)
+
+
+def placed(bench: Bench, op: str, case: Case) -> tuple[list[Block | None], list[Block]]:
+    """Blocks for the inputs of a case and for its outputs."""
+    bench.clear()
+    inputs: list[Block | None] = []
+    written: list[Block] = []
+    for name, spec, data in zip(OPS[op].inputs, case.inputs, case.data, strict=True):
+        if spec is None:
+            inputs.append(None)
+        elif name in OPS[op].in_place:
+            block, target = bench.in_place(spec, data)
+            inputs.append(block)
+            written.append(target)
+        else:
+            inputs.append(bench.input(spec, data))
+    return inputs, written or [bench.output(spec) for spec in case.outputs]
 
 
 def _address(content: bytearray) -> int:

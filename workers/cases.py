@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.ipc.numerics import pack
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.shape_class import shape_class
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers import claims as claimed
@@ -52,20 +53,20 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
         seen: set[Any] = set()
         data: tuple[bytes, ...] = ()
         for layouts in (*LAYOUTS, BSHD) if op == "attention" else LAYOUTS:
-            specs, out, attrs = _placed(problem, dtype, *layouts)
-            key = (*specs, out, attrs.get("layout"))
-            if key in seen or not claimed.admits(op, claims, specs, [out], attrs):
+            specs, outs, attrs = _placed(problem, dtype, *layouts)
+            key = (*specs, *outs, attrs.get("layout"))
+            if key in seen or not claimed.admits(op, claims, specs, outs, attrs):
                 continue
             seen.add(key)
             data = data or _packed(problem, dtype)  # the same in every layout
             yield Case(
                 problem.name if layouts == LAYOUTS[0] else f"{problem.name}, {layouts[0]} to {layouts[1]}",
-                shape_class(op, specs, attrs, [out]),
+                shape_class(op, specs, attrs, outs),
                 attrs,
                 specs,
                 data,
-                (out,),
-                (_wrapped(problem.solution(family(dtype)).flat, dtype),),
+                outs,
+                tuple(_wrapped(values.flat, dtype) for values in problem.solutions(family(dtype))),
             )
 
 
@@ -95,14 +96,17 @@ def lay_out(dtype: str, shape: Shape, layout: str) -> TensorSpec:
 
 def _placed(
     problem: Problem, dtype: str, layout: str, out_layout: str
-) -> tuple[tuple[TensorSpec | None, ...], TensorSpec, dict[str, Any]]:
+) -> tuple[tuple[TensorSpec | None, ...], tuple[TensorSpec, ...], dict[str, Any]]:
     is_bshd = layout == "bshd"
     specs = tuple(
         None if values is None else lay_out(kind or dtype, values.shape, "dense" if is_bshd and i == 3 else layout)
         for i, (values, kind) in enumerate(zip(problem.inputs, problem.kinds, strict=False))
     )
     attrs = {**problem.attrs, "layout": "BSHD"} if is_bshd else problem.attrs
-    return specs, lay_out(dtype, problem.solution(family(dtype)).shape, out_layout), attrs
+    in_place = [specs[OPS[problem.op].inputs.index(name)] for name in OPS[problem.op].in_place]
+    fresh = () if in_place else problem.solutions(family(dtype))
+    outs = tuple(spec for spec in in_place if spec) or tuple(lay_out(dtype, one.shape, out_layout) for one in fresh)
+    return specs, outs, attrs
 
 
 def _wrapped(values: Sequence[Any], dtype: str) -> Sequence[Any]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from layerzero.ipc.numerics import difference, gather, scatter, tolerance, unpack
 from layerzero.workers import boot
-from layerzero.workers.bench import FILL, Bench, bench_for
+from layerzero.workers.bench import FILL, Bench, bench_for, placed
 from layerzero.workers.cases import Case, cases
 from layerzero.workers.claims import dtypes
 from layerzero.workers.problems import PROBLEMS
@@ -195,11 +195,7 @@ def _check(bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any]) -> 
 
 
 def _bind(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> tuple[Bound, list[Block]]:
-    bench.clear()
-    inputs = [
-        None if spec is None else bench.input(spec, data) for spec, data in zip(case.inputs, case.data, strict=True)
-    ]
-    outputs = [bench.output(spec) for spec in case.outputs]
+    inputs, outputs = placed(bench, op, case)
     return bind(Call(op, kernel_id, case.inputs, case.outputs, case.attrs), inputs, outputs), outputs
 
 

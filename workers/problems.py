@@ -28,7 +28,7 @@ class Problem:
     attrs: dict[str, Any]
     inputs: tuple[Values | None, ...]
     kinds: tuple[str, ...] = ("", "", "", "")
-    _solved: dict[str, Values] = field(default_factory=dict)
+    _solved: dict[str, tuple[Values, ...]] = field(default_factory=dict)
 
     def numbers(self, kind: str) -> list[Values | None]:
         """The inputs as numbers of a family of dtypes."""
@@ -39,10 +39,11 @@ class Problem:
             for values, own in zip(self.inputs, self.kinds, strict=False)
         ]
 
-    def solution(self, kind: str) -> Values:
-        """What comes out for these numbers. Computed once."""
+    def solutions(self, kind: str) -> tuple[Values, ...]:
+        """What comes out for these numbers, for each output. Computed once."""
         if kind not in self._solved:
-            self._solved[kind] = reference.OPS[self.op](self.numbers(kind), self.attrs)
+            found = reference.OPS[self.op](self.numbers(kind), self.attrs)
+            self._solved[kind] = found if isinstance(found, tuple) else (found,)
         return self._solved[kind]
 
 
@@ -231,6 +232,33 @@ def _paged(numbers: _Numbers, name: str, lengths: Sequence[int], page: int, grou
     return Problem("paged_attention", name, {"scale": 0.25}, (q, *caches, *where), ("", "", "", "int32", "int32"))
 
 
+def _append_kv(_: Claims) -> Iterator[Problem]:
+    numbers = _Numbers(15)
+    # slots, blocks, size of a block, extent of keys, of values
+    sizes = (
+        ("small", (3, -1, 9, 0), 3, 4, 8, 8),
+        ("aligned", tuple(range(40, 8, -2)), 3, 16, 64, 64),
+        ("ragged", (*range(17, 29), -5, 3, 2, 47, 11), 3, 17, 24, 40),
+        ("long", (299, 2, 511, -1), 2, 256, 272, 16),
+        ("padding only", (-1, -1, -2), 2, 4, 8, 8),
+    )
+    for dtype in ("int32", "int64"):
+        for name, slots, blocks, page, *dims in sizes:
+            yield _appended(numbers, f"{name}, {dtype}", slots, (blocks, page), dims, dtype)
+        yield _appended(numbers, f"no token, {dtype}", (), (2, 4), (8, 8), dtype)
+        yield _appended(numbers, f"no block, {dtype}", (-1,), (0, 4), (8, 8), dtype)
+
+
+def _appended(
+    numbers: _Numbers, name: str, slots: Sequence[int], blocks: Shape, dims: Sequence[int], dtype: str
+) -> Problem:
+    heads = 2
+    rows = [numbers(len(slots), heads, dim) for dim in dims]
+    caches = [numbers(*blocks, heads, dim) for dim in dims]
+    where = Values((len(slots),), list(slots))
+    return Problem("append_kv", name, {}, (*rows, *caches, where), ("", "", "", "", dtype))
+
+
 def _rope(claims: Claims) -> Iterator[Problem]:
     numbers = _Numbers(14)
     # extent of a head, and how much of it is rotated
@@ -351,6 +379,7 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "attention": _attention,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
+    "append_kv": _append_kv,
     "rope": _rope,
     "matmul": _matmul,
     "linear": _linear,

@@ -62,7 +62,8 @@ class Block:
 
 
 Bound = Callable[[], Any]
-"""Runs the kernel once: reads the bound inputs as they are now, writes every bound output in full.
+"""Runs the kernel once: reads the bound inputs as they are now, writes every bound output in full, or of one that is an
+input as well (ipc/ops.py) the parts that the op says; the input's block is the same memory then, not to be written.
 Returns None, or a msgpack-able value for ops with a data-dependent result."""
 
 Bind = Callable[[Call, Sequence["Block | None"], Sequence[Block]], Bound]

@@ -90,6 +90,19 @@ def paged_attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     return Values((batch, heads, v.shape[3]), out)
 
 
+def append_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
+    """The caches with the rows of key and value in their slots."""
+    key, value, k_cache, v_cache, slots = _given(inputs)
+    made = []
+    for rows, cache in ((key, k_cache), (value, v_cache)):
+        flat, wide = list(cache.flat), math.prod(rows.shape[1:])
+        for token, slot in enumerate(slots.flat):
+            if slot >= 0:
+                flat[slot * wide : (slot + 1) * wide] = rows.flat[token * wide : (token + 1) * wide]
+        made.append(Values(cache.shape, flat))
+    return made[0], made[1]
+
+
 def rope(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """Each pair (a, b) of a head's first elements becomes (a cos - b sin, b cos + a sin)."""
     x, cos, sin = _given(inputs)
@@ -191,10 +204,11 @@ def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
     return Values((*ids.shape, wide), out)
 
 
-OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values]] = {
+OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values, ...]]] = {
     "attention": attention,
     "attention_varlen": attention_varlen,
     "paged_attention": paged_attention,
+    "append_kv": append_kv,
     "rope": rope,
     "matmul": matmul,
     "linear": linear,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from layerzero.client.compile import compile
     from layerzero.client.dry_run import PlanReport, dry_run
     from layerzero.client.ops import (
+        append_kv,
         attention,
         attention_varlen,
         detokenize,
@@ -85,8 +86,8 @@ _HOME = {
     "layerzero.client.compile": "compile",
     "layerzero.client.dry_run": "PlanReport dry_run",
     "layerzero.client.ops": (
-        "attention attention_varlen detokenize embedding gelu layer_norm linear matmul null paged_attention rms_norm "
-        "rope silu softmax swiglu tokenize"
+        "append_kv attention attention_varlen detokenize embedding gelu layer_norm linear matmul null paged_attention "
+        "rms_norm rope silu softmax swiglu tokenize"
     ),
     "layerzero.client.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.ready": "ReadinessReport readiness_check",
@@ -132,6 +133,7 @@ __all__ = [
     "VersionMismatch",
     "WarmupReport",
     "__version__",
+    "append_kv",
     "attention",
     "attention_varlen",
     "avoid",

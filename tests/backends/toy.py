@@ -1,4 +1,5 @@
-"""Backends for tests: silu and matmul in NumPy, and a real fault when the first element of a silu input asks for one.
+"""Backends for tests: silu, matmul and append_kv in NumPy, and a real fault when the first element of silu's input or
+of append_kv's key asks for one.
 
 A worker serves the backend that LZ_TOY_NAME names, or alpha, beta and gamma. `fault(KILL)` strikes in every backend,
 `fault(KILL, "alpha")` in that one alone.
@@ -7,6 +8,7 @@ A worker serves the backend that LZ_TOY_NAME names, or alpha, beta and gamma. `f
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import threading
@@ -34,7 +36,7 @@ def load() -> Loaded:
     import numpy
 
     named = os.environ.get("LZ_TOY_NAME")
-    ops: dict[str, Bind] = {"silu": _silu, "matmul": _matmul, "null": _null}
+    ops: dict[str, Bind] = {"silu": _silu, "matmul": _matmul, "append_kv": _append_kv, "null": _null}
     kernels = {f"{name}.{op}": ops[op] for name in ([named] if named else ("alpha", "beta", "gamma")) for op in ops}
     return Loaded({"numpy": numpy.__version__}, kernels)
 
@@ -97,6 +99,30 @@ def _matmul(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]
     assert b is not None
     read_a, read_b, write = _reader(a), _reader(b), _writer(outputs[0])
     return lambda: write(read_a() @ read_b())
+
+
+def _append_kv(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+    """The first element of key may ask for a fault, as that of a silu input; then the first token is stored before."""
+    import numpy as np
+
+    key, value, _, _, where = inputs
+    assert key is not None
+    assert value is not None
+    assert where is not None
+    rows, caches, slots = (_array(key), _array(value)), [_array(block) for block in outputs], _array(where)
+    scope = _SCOPE.get(call.kernel_id.partition(".")[0], 0.0)
+
+    def run() -> None:
+        if slots.size and int(slots.max()) >= math.prod(caches[0].shape[:2]):
+            raise InvalidArgument(f"slot {slots.max()} is outside the cache")
+        first = float(rows[0].flat[0]) if rows[0].size else 0.0
+        for token in np.flatnonzero(slots >= 0):
+            for cache, row in zip(caches, rows, strict=True):
+                cache[divmod(int(slots[token]), cache.shape[1])] = row[token]
+            if 6660 <= first < 6680 and first % 1 in (0.0, scope):
+                _strike(int(first), key, outputs[0])
+
+    return run
 
 
 def _null(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:

@@ -226,6 +226,29 @@ def paged_cases(rng: np.random.Generator) -> Iterator[Case]:
     yield case("no keys", [0, 0])
 
 
+def append_cases(rng: np.random.Generator) -> Iterator[Case]:
+    def case(name: str, slots: Any, blocks: int = 3, page: int = 16, heads: int = 2, **more: Any) -> Case:
+        dims = more.pop("dims", (16, 16))
+        rows = [normal(rng, len(slots), heads, dim) for dim in dims]
+        caches = [normal(rng, blocks, page, heads, dim) for dim in dims]
+        caches[0][:1, 0] = np.inf  # what stays is any bits
+        return Case(name, (*rows, *caches, np.array(slots, more.pop("dtype", "int64"))), **more)
+
+    for dtype in ("int32", "int64"):
+        yield case(f"decode {dtype}", [40, 3, 16], dtype=dtype)
+        yield case(f"prefill {dtype}", [*range(17, 48), *range(3, 9)], dtype=dtype)
+        yield case(f"padding {dtype}", [-1, 5, -1, -(2**31), 6, -1], dtype=dtype)
+    yield case("padding only", [-1, -1])
+    yield case("odd extents", [8, 0, 2], 3, 3, 3, dims=(13, 7))
+    for layout in ("transposed", "gaps", "rows", "heads"):
+        yield case(f"{layout} rows", [40, 3], layouts=(layout,) * 2)
+        yield case(f"{layout} caches", [40, 3], layouts=("contiguous",) * 2 + (layout,) * 2)
+    yield case("gaps in slots", [40, 3, -1], layouts=("contiguous",) * 4 + ("gaps",))
+    yield case("no tokens", [])
+    yield case("no blocks", [-1], 0)
+    yield case("no heads", [1, 2], heads=0)
+
+
 def rope_cases(rng: np.random.Generator) -> Iterator[Case]:
     def case(name: str, shape: Any, rotated: int, batches: int = 1, interleaved: bool = False, **more: Any) -> Case:
         angles = normal(rng, batches, shape[1], rotated // 2) * 3
@@ -397,6 +420,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
     "attention_varlen": varlen_cases,
     "paged_attention": paged_cases,
+    "append_kv": append_cases,
     "rope": rope_cases,
     "swiglu": swiglu_cases,
     "matmul": matmul_cases,

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from layerzero.ipc import memory
 from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers.boot import import_provider
 from layerzero.workers.provider import Block, Call, Loaded
@@ -52,7 +53,9 @@ def serve(
         return slice(start, end)
 
     places_in = [None if spec is None else place(spec.span_bytes) for spec in inputs]
-    places_out = [place(spec.span_bytes) for spec in outputs]
+    op = OPS[request["op"]]
+    shared = {i: places_in[op.inputs.index(name)] for i, name in enumerate(op.outputs) if name in op.in_place}
+    places_out = [shared.get(i) or place(spec.span_bytes) for i, spec in enumerate(outputs)]
     assert end <= ARENA_BYTES, end
     blocks_in = [
         None if spec is None or at is None else Block(read[at], spec)
@@ -71,8 +74,9 @@ def serve(
             for at, content in zip(places_in, contents, strict=True):
                 if at is not None and content is not None:
                     write[at] = content
-            for at in places_out:
-                write[at] = bytes([request["fill"]]) * (at.stop - at.start)
+            for i, at in enumerate(places_out):
+                if i not in shared:
+                    write[at] = bytes([request["fill"]]) * (at.stop - at.start)
             results.append(bound())
             written += [write[at] for at in places_out]
         reply(replies, {"results": results}, written)

@@ -71,21 +71,26 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
             argument.append(reference.from_bits(view, name))
             blobs.append(memory_of(spec, view))
         specs.append(spec)
-    expected = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
-    out, _ = lay_out(expected[0], dtype, case.out_layout)
-    if match(SelectionContext.of(op, specs, [out], case.attrs, DeviceSpec()), kernel):
+    results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
+    expected = [result if isinstance(result, tuple) else (result,) for result in results]
+    places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
+    outs = [spec for i in places if (spec := specs[i])] or [lay_out(expected[0][0], dtype, case.out_layout)[0]]
+    if match(SelectionContext.of(op, specs, outs, case.attrs, DeviceSpec()), kernel):
         raise Refused
-    answer, written = harness.run(kernel.kernel_id, op, specs, [out], case.attrs, sets)
+    answer, written = harness.run(kernel.kernel_id, op, specs, outs, case.attrs, sets)
     if "error" in answer:
         return f"{answer['error']['code']}: {answer['error']['message']:.300}"
-    for attempt, data, want in zip(("first run", "run on refilled memory"), written, expected, strict=True):
-        wrong = reference.error(reference.from_bits(strided(data, out), dtype), want)
-        if not wrong <= (allowed := tolerance(dtype)):
-            return f"{attempt}: error {wrong:.3g}, allowed {allowed:g}"
-        owned = np.zeros(len(data), bool)
-        strided_bytes(owned, out)[...] = True
-        if not (np.frombuffer(data, np.uint8)[~owned] == FILL).all():
-            return f"{attempt}: wrote between the elements of the output"
+    for attempt, wants, blobs in zip(("first run", "run on refilled memory"), expected, sets, strict=True):
+        before = [blobs[i] for i in places] or [bytes([FILL]) * out.span_bytes for out in outs]
+        for out, want, old in zip(outs, wants, before, strict=True):
+            data = written.pop(0)
+            wrong = reference.error(reference.from_bits(strided(data, out), dtype), want)
+            if not wrong <= (allowed := tolerance(dtype)):
+                return f"{attempt}: error {wrong:.3g}, allowed {allowed:g}"
+            owned = np.zeros(len(data), bool)
+            strided_bytes(owned, out)[...] = True
+            if not np.array_equal(*(np.frombuffer(memory, np.uint8)[~owned] for memory in (data, old))):
+                return f"{attempt}: wrote between the elements of the output"
     return None
 
 
@@ -158,6 +163,16 @@ def test_paged_attention_names_the_block_or_length_outside_the_cache(
     )
     assert answer["error"]["code"] == "INVALID_ARGUMENT"
     assert says in answer["error"]["message"]
+
+
+def test_append_kv_names_the_slot_outside_the_cache_and_writes_nothing(harnesses: Harnesses) -> None:
+    """It would land in other memory; half of an append would leave keys that no table leads to."""
+    rows, cache = TensorSpec.contiguous("float32", (2, 1, 2)), TensorSpec.contiguous("float32", (3, 4, 1, 2))
+    data = [b"\1" * 16, b"\1" * 16, bytes(96), bytes(96), np.array([3, 12], np.int64).tobytes()]
+    specs: list[TensorSpec | None] = [rows, rows, cache, cache, TensorSpec.contiguous("int64", (2,))]
+    answer, _ = harnesses["torch"].run("torch.append_kv", "append_kv", specs, [cache, cache], {}, [data])
+    assert answer["error"]["code"] == "INVALID_ARGUMENT"
+    assert "slot 12 is outside [0, 12), the 3 blocks of 4" in answer["error"]["message"]
 
 
 def test_provider_has_the_kernels_of_its_descriptor(harnesses: Harnesses) -> None:

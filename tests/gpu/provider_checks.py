@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.ipc.numerics import difference, gather, scatter, tolerance, unpack
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers import boot
-from layerzero.workers.bench import FILL, GpuBench
+from layerzero.workers.bench import FILL, GpuBench, placed
 from layerzero.workers.cases import Case, cases
 from layerzero.workers.claims import Claims, dtypes
 from layerzero.workers.probe import probe
@@ -33,7 +34,12 @@ RANDOM_PROBLEMS = 12  # per kernel; each in every dtype and up to six layouts
 EXTENTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 64, 65, 127, 128, 130)
 FEWER = EXTENTS[:13]  # where there are more dimensions: an arena is not large
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
-INDICES = {"attention_varlen": "int32", "paged_attention": "int32"}  # the dtype of the last two inputs
+INDICES = {  # the dtypes of tensors that say where to look
+    "embedding": {"ids": "int64"},
+    "attention_varlen": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32"},
+    "paged_attention": {"block_tables": "int32", "seq_lens": "int32"},
+    "append_kv": {"slots": "int64"},
+}
 Verdict = tuple[str, str]  # a case, and what is wrong with it; "" when nothing is
 
 
@@ -98,7 +104,7 @@ def on_replay(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
             with loaded.on_stream(bench.stream):
                 bound()
             graph = bench.driver.end_capture(bench.stream)
-            outputs = place(bench, other)[1]  # the same specs, so the same places
+            outputs = placed(bench, op, other)[1]  # the same specs, so the same places
             bench.driver.launch_graph(graph, bench.stream)
             bench.driver.synchronize_stream(bench.stream)
             yield case.name, judged(bench, outputs, other)
@@ -166,6 +172,13 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             caches = (numbers(len(blocks), page, kv_heads, dim) for _ in "kv")
             where = (Values((len(lengths), 2), blocks), Values((len(lengths),), lengths))
             inputs = [numbers(len(lengths), group * kv_heads, dim), *caches, *where]
+        elif op == "append_kv":
+            heads, dim, page, blocks, tokens = (rng.choice(FEWER) for _ in range(5))
+            slots = rng.sample(range(-3, blocks * page), min(tokens, blocks * page))
+            rows = (numbers(len(slots), heads, width) for width in (dim, extent()))
+            key, value = rows
+            caches = (numbers(blocks, page, heads, tensor.shape[2]) for tensor in (key, value))
+            inputs = [key, value, *caches, Values((len(slots),), slots)]
         elif op == "rope":
             batch, sequence, heads, dim = rng.choice((1, 2)), rng.choice(FEWER), rng.choice((1, 3)), rng.choice(dims)
             pairs = rng.choice([part for part in (dim // 2, dim // 4) if 2 * part % step == 0])
@@ -189,23 +202,14 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             inputs = [numbers(*shape), *(numbers(shape[-1]) for _ in range(given))]
             if op == "swiglu":
                 inputs = [*inputs, numbers(*shape)]
-        kinds = (
-            ("int64", "") if op == "embedding" else ("", "", "", "int32", "int32") if len(inputs) == 5 else ("",) * 4
-        )
+        indices = INDICES.get(op, {})
+        kinds = tuple(indices.get(name, "") for name in OPS[op].inputs)
         shapes = [list(values.shape) for values in inputs if values is not None]
         yield Problem(op, f"random {number}: {shapes} {attrs}", attrs, tuple(inputs), kinds)
 
 
-def place(bench: GpuBench, case: Case) -> tuple[list[Block | None], list[Block]]:
-    bench.clear()
-    inputs = [
-        None if spec is None else bench.input(spec, data) for spec, data in zip(case.inputs, case.data, strict=True)
-    ]
-    return inputs, [bench.output(spec) for spec in case.outputs]
-
-
 def bind(bench: GpuBench, loaded: Loaded, op: str, kernel: Claims, case: Case) -> tuple[Bound, list[Block]]:
-    inputs, outputs = place(bench, case)
+    inputs, outputs = placed(bench, op, case)
     kernel_id = kernel["kernel_id"]
     call = Call(op, kernel_id, case.inputs, case.outputs, case.attrs)
     return loaded.kernels[kernel_id](call, inputs, outputs), outputs

@@ -19,6 +19,7 @@ from layerzero.client import gpu_memory
 from layerzero.ipc import cuda
 
 SOFT = ROOT / "tests" / "soft_gpu"
+OPS = ("silu", "matmul", "gelu", "layer_norm", "append_kv")
 
 
 def gpu_site(store: Path, *names: str, **settings: object) -> Site:
@@ -31,10 +32,11 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
             "source": "test",
             "priority": 70 - rank,
             "dtypes": ["float32"],
+            "index_dtypes": ["int64"],
             "deterministic": True,
             "supports_empty": True,
         }
-        ops = {op: [{**kernel, "kernel_id": f"{name}.{op}"}] for op in ("silu", "matmul", "gelu", "layer_norm")}
+        ops = {op: [{**kernel, "kernel_id": f"{name}.{op}"}] for op in OPS}
         head = {"schema_version": "1.0", "backend": name, "backend_version": "1", "platform": "cuda"}
         (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'

@@ -169,6 +169,62 @@ def test_the_next_way_is_taken_where_one_fails(new_site: Callable[..., Site], mo
     assert "ipc: " in note
 
 
+def append_in_turns(rounds: int = 8) -> tuple[Any, Any]:
+    """Keys into two caches, each call at once after the last; the caches, and what must be in them."""
+    rng = np.random.default_rng(rounds)
+    held = [rng.standard_normal((3, 4, 2, dim), dtype=np.float32) for dim in (8, 6)]
+    caches = [soft_cupy.asarray(cache) for cache in held]
+    for step in range(rounds):
+        slots = np.array([step, -1, 11 - step // 2, 12])
+        rows = [rng.standard_normal((4, 2, dim), dtype=np.float32) for dim in (8, 6)]
+        lz.append_kv(*(soft_cupy.asarray(row) for row in rows), *caches, soft_cupy.asarray(slots))
+        for cache, row in zip(held, rows, strict=True):
+            cache[divmod(slots[0], 4)] = row[0]
+            cache[divmod(slots[2], 4)] = row[2]
+    return caches, held
+
+
+def equal(caches: Any, held: Any) -> None:
+    for cache, want in zip(caches, held, strict=True):
+        np.testing.assert_array_equal(cache.get(), want)
+
+
+def test_caches_are_written_as_they_lie(connected: Site) -> None:
+    """They are most of a GPU's memory: nothing of them may be copied, and what is not stored must stay."""
+    equal(*append_in_turns())
+    assert report().copies == ()
+    assert report().kernel_id == "one.append_kv"
+
+
+@pytest.mark.parametrize("rung", ["vmm", "staged", "copied"])
+def test_caches_that_no_worker_reaches_are_copied_there_and_back(
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, rung: str
+) -> None:
+    """The report counts both ways; a cache with gaps is refused, because the copy back would undo what is in them."""
+    site = new_site("one")
+    monkeypatch.setenv(REQUIRED, rung)
+    site.connect()
+    caches, held = append_in_turns()
+    equal(caches, held)
+    sizes = [(name, cache.nbytes) for name, cache in zip(("k_cache", "v_cache"), held, strict=True)]
+    assert sorted(c for c in ((copy.arg, copy.nbytes) for copy in report().copies) if "cache" in c[0]) == sorted(
+        sizes * 2
+    )
+    rows, slots = soft_cupy.asarray(held[0][0, :1]), soft_cupy.asarray(np.zeros(1, np.int64))
+    both = soft_cupy.asarray(np.stack([held[0], held[0]], 1))
+    with pytest.raises(lz.InvalidArgument, match="k_cache is written in place, and no worker reaches its memory"):
+        lz.append_kv(rows, soft_cupy.asarray(held[0][1, :1]), both[:, 0], both[:, 1], slots)
+
+
+def test_caches_that_interleave_are_written_each_in_its_own_elements(connected: Site) -> None:
+    """Keys and values of a block side by side."""
+    (both, values), (rows, row_values) = randn(3, 2, 4, 2, 8), randn(2, 2, 8)
+    lz.append_kv(rows, rows[::-1], both[:, 0], both[:, 1], soft_cupy.asarray(np.array([9, 2])))
+    for slot, row in ((9, 0), (2, 1)):
+        values[slot // 4, 0, slot % 4], values[slot // 4, 1, slot % 4] = row_values[row], row_values[1 - row]
+    np.testing.assert_array_equal(both.get(), values)
+
+
 def test_calls_on_the_cpu_go_on_as_before(connected: Site) -> None:
     """GPU kernels do not take them, and say why."""
     with pytest.raises(lz.NoBackend, match="PLATFORM_MISMATCH: the device is cpu; the kernel needs cuda"):

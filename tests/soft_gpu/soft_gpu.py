@@ -25,6 +25,7 @@ from typing import Any
 from layerzero.ipc import cuda
 from layerzero.ipc.cuda import Gpu, Pointer
 from layerzero.ipc.errors import CudaError
+from layerzero.ipc.ops import OPS
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 UUID = "GPU-50f70000-0000-0000-0000-000000000000"
@@ -382,7 +383,7 @@ def load() -> Loaded:
 
     install()
     name = os.environ["LZ_TOY_NAME"]
-    kernels = {"silu": _silu, "matmul": _matmul, "gelu": _gelu, "layer_norm": _layer_norm}
+    kernels = {"silu": _silu, "matmul": _matmul, "gelu": _gelu, "layer_norm": _layer_norm, "append_kv": _append_kv}
     streams = _Current()
     return Loaded(
         versions={"numpy": numpy.__version__},
@@ -409,7 +410,8 @@ class _Current:
     def bind(self, name: str, kernel: Kernel) -> Callable[..., Bound]:
         def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
             arrays = [None if block is None else array_at(block.device.pointer, block.spec) for block in inputs]
-            out = array_at(outputs[0].device.pointer, outputs[0].spec)
+            outs = [array_at(block.device.pointer, block.spec) for block in outputs]
+            out = outs if OPS[call.op].in_place else outs[0]
 
             def bound() -> None:
                 driver.put(self._stream, kernel(name, call, arrays, out))
@@ -483,5 +485,16 @@ def _layer_norm(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Calla
         mean = wide.mean(axes, keepdims=True)
         result = (wide - mean) / np.sqrt(((wide - mean) ** 2).mean(axes, keepdims=True) + eps)
         out[...] = result * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+    return run
+
+
+def _append_kv(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[], None]:
+    def run() -> None:
+        key, value, _, _, slots = inputs
+        for rows, cache in zip((key, value), out, strict=True):
+            for row, slot in zip(rows, slots.tolist(), strict=True):
+                if 0 <= slot < cache.shape[0] * cache.shape[1]:
+                    cache[slot // cache.shape[1], slot % cache.shape[1]] = row
 
     return run

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.ops import OPS
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
-Run = Callable[[Any], Any]  # fills the tensor it is given
+Run = Callable[[Any], Any]  # fills the tensor it is given; of ops that write in place, parts of each of a list
 Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None where one is left out
 
 # Ops whose kernels write any strides themselves; the others get a contiguous tensor, see binder().
@@ -21,6 +22,10 @@ def binder(torch: Any, view: Callable[[Block], Any], build: Builder) -> Bind:
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         views = [None if block is None else view(block) for block in inputs]
+        if OPS[call.op].in_place:
+            targets = [view(block) for block in outputs]
+            write = build(views, call)
+            return lambda: write(targets)
         out = view(outputs[0])
         if out.numel() == 0:
             return lambda: None
@@ -50,7 +55,7 @@ class TorchOps:
         self.sdpa = sdpa
 
     def builders(self) -> Mapping[str, Builder]:
-        """Every op but attention and paged_attention, by name."""
+        """Every op but attention, paged_attention and append_kv, by name."""
         return {
             "attention_varlen": self.attention_varlen,
             "rope": self.rope,

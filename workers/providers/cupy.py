@@ -1,4 +1,5 @@
-"""CuPy: elementwise and norm kernels written here in CUDA C++, compiled by NVRTC, on dense tensors of any alignment."""
+"""CuPy: elementwise and norm kernels written here in CUDA C++, compiled by NVRTC, on dense tensors of any alignment,
+and append_kv on any strides."""
 
 from __future__ import annotations
 
@@ -73,6 +74,25 @@ extern "C" __global__ void norm_row(
 }
 """
 
+# T is an element's bits, S a slot's type. Steps are in elements.
+_APPEND = r"""
+extern "C" __global__ void append_rows(
+    const T* rows, T* cache, const S* slots, long long room, long long page, long long heads, long long dim,
+    long long row_step, long long head_step, long long dim_step, long long block_step, long long place_step,
+    long long cache_head_step, long long cache_dim_step, long long slot_step
+) {
+    long long slot = slots[blockIdx.x * slot_step];
+    if (slot < 0 || slot >= room) return;
+    rows += blockIdx.x * row_step;
+    cache += slot / page * block_step + slot % page * place_step;
+    for (long long i = threadIdx.x; i < heads * dim; i += blockDim.x) {
+        long long h = i / dim, d = i % dim;
+        cache[h * cache_head_step + d * cache_dim_step] = rows[h * head_step + d * dim_step];
+    }
+}
+"""
+_BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+
 
 def load() -> Loaded:
     import cupy
@@ -123,6 +143,34 @@ def load() -> Loaded:
         run, arguments = kernel("norm_row", spec.dtype), (pointer(x), *parameters, pointer(outputs[0]), *scalars)
         return lambda: run((spec.numel // columns,), (THREADS,), arguments)
 
+    @cache
+    def append_rows(itemsize: int, slot: str) -> Any:
+        types = f"typedef {_BITS[itemsize]} T; typedef {'int' if slot == 'int32' else 'long long'} S;"
+        found = cupy.RawModule(code=types + _APPEND)
+        found.compile()
+        return found.get_function("append_rows")
+
+    def append_kv(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        *rows, _, _, slots = inputs
+        assert slots is not None
+        calls = []
+        for source, target in zip(rows, outputs, strict=True):
+            assert source is not None
+            (tokens, heads, dim), (blocks, page, *_) = source.spec.shape, target.spec.shape
+            if not source.spec.numel or not target.spec.numel:
+                continue
+            extents = (blocks * page, page, heads, dim)
+            numbers = (*extents, *source.spec.strides, *target.spec.strides, *slots.spec.strides)
+            run = append_rows(source.spec.itemsize, slots.spec.dtype)
+            arguments = (pointer(source), pointer(target), pointer(slots), *map(numpy.int64, numbers))
+            calls.append((run, (tokens,), (THREADS,), arguments))
+
+        def bound() -> None:
+            for run, *given in calls:
+                run(*given)
+
+        return bound
+
     return Loaded(
         versions={"cupy": cupy.__version__, "numpy": numpy.__version__},
         kernels={
@@ -131,6 +179,7 @@ def load() -> Loaded:
             "cupy.swiglu": elementwise(lambda call: "swiglu"),
             "cupy.rms_norm": norm,
             "cupy.layer_norm": norm,
+            "cupy.append_kv": append_kv,
         },
         on_stream=cupy.cuda.ExternalStream,
     )

@@ -70,9 +70,32 @@ def load() -> Loaded:
 
         return run
 
+    def append_kv(views: Sequence[Any], call: Call) -> Run:
+        key, value, k_cache, _, slots = views
+        blocks, page = k_cache.shape[:2]
+        if not slots.numel():
+            return lambda caches: None
+
+        def run(caches: Any) -> None:
+            low, high = (int(bound) for bound in torch.aminmax(slots))
+            if high >= blocks * page:
+                raise InvalidArgument(
+                    f"append_kv: slot {high} is outside [0, {blocks * page}), the {blocks} blocks of {page} of the "
+                    "caches; check slots",
+                    slot=high,
+                )
+            kept = slice(None) if low >= 0 else slots >= 0
+            places = slots[kept].long()
+            where = places // max(page, 1), places % max(page, 1)
+            for cache, rows in zip(caches, (key, value), strict=True):
+                cache[where] = rows[kept]
+
+        return run
+
     builders: dict[str, Builder] = {
         "attention": attention,
         "paged_attention": paged_attention,
+        "append_kv": append_kv,
         **ops.builders(),
     }
     return Loaded(

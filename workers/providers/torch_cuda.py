@@ -28,6 +28,7 @@ def load() -> Loaded:
         **TorchOps(torch, attention.unfused).builders(),
         "attention_varlen.flash": gpu.attention_varlen(attention.flash_varlen),
         "paged_attention": attention.paged,
+        "append_kv": lambda views, call: append_kv(torch, views),
         "attention.flash": attention.flash,
         "attention.efficient": attention.efficient,
         "attention.cudnn": attention.cudnn,
@@ -40,6 +41,30 @@ def load() -> Loaded:
         kernels=gpu.binds({f"torch-cuda.{name}": build for name, build in builders.items()}),
         on_stream=gpu.on_stream,
     )
+
+
+def append_kv(torch: Any, views: Sequence[Any]) -> Run:
+    """Does not wait for the slots, so it cannot drop tokens that are not to be stored: they become copies of one that
+    is, or, where none is, of what a slot holds."""
+    key, value, k_cache, _, slots = views
+    blocks, page = k_cache.shape[:2]
+    room = blocks * page
+    if not slots.numel() or not room:
+        return lambda caches: None
+
+    def run(caches: Any) -> None:
+        wanted = slots.long()
+        is_kept = (wanted >= 0) & (wanted < room)
+        first = is_kept.to(torch.uint8).argmax().view(1)
+        places = torch.where(is_kept, wanted, wanted.index_select(0, first)).clamp(0, room - 1)
+        where = torch.div(places, page, rounding_mode="floor"), places % page
+        is_any, is_kept = is_kept.any(), is_kept.view(-1, 1, 1)
+        for cache, rows in zip(caches, (key, value), strict=True):
+            held = cache[where[0][:1], where[1][:1]]
+            spare = torch.where(is_any, rows.index_select(0, first), held)
+            cache[where] = torch.where(is_kept, rows, spare)
+
+    return run
 
 
 class _Attention:

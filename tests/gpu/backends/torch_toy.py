@@ -14,6 +14,7 @@ from layerzero.ipc import cuda
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
 from layerzero.workers.providers._torch_ops import Run, TorchOps
+from layerzero.workers.providers.torch_cuda import append_kv
 
 ILLEGAL, ASSERT, RAISE, MEMORY = FAULTS = (0.4375, 0.21875, 0.109375, 0.0546875)  # values of eps
 SLOW, SLOW_CYCLES = 4099, 300_000_000  # elements; 0.15 to 0.2 s
@@ -61,7 +62,10 @@ def load() -> Loaded:
         scale = call.attrs["scale"]
         return lambda out: out.copy_(sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale))
 
-    builders = {"silu": ops.silu, "matmul": ops.matmul, "gelu": gelu, "layer_norm": layer_norm, "attention": attention}
+    builders = {
+        **{"silu": ops.silu, "matmul": ops.matmul, "gelu": gelu, "layer_norm": layer_norm, "attention": attention},
+        "append_kv": lambda views, call: append_kv(torch, views),
+    }
     return Loaded(
         versions={"torch": torch.__version__},
         kernels=gpu.binds({f"{name}.{op}": build for op, build in builders.items()}),

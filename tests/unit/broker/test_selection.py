@@ -100,6 +100,18 @@ def test_no_route_breaks_the_broker(body: bytes) -> None:
 def test_tensors_of_other_dimensions_are_refused(op: Op) -> None:
     """Rules read extents by their place, and a broker must not fall over a client's nonsense."""
     scalar = TensorSpec.contiguous("float32", ()).to_wire()
-    route = Route(op=op.name, inputs=[scalar] * len(op.inputs), outputs=[scalar], attrs=dict.fromkeys(op.attrs, 1))
+    inputs, outputs = [scalar] * len(op.inputs), [scalar] * len(op.outputs)
+    route = Route(op=op.name, inputs=inputs, outputs=outputs, attrs=dict.fromkeys(op.attrs, 1))
     with pytest.raises(ProtocolError, match=rf"{op.name} takes {op.inputs[0]} with {op.ndims[0]} dimensions, got 0"):
+        CallSpec.parse(encode(route))
+
+
+def test_what_is_written_in_place_has_one_spec() -> None:
+    """A worker gets the tensor twice, to read and to write: two shapes of it would be two tensors."""
+    rows, cache, other = (
+        TensorSpec.contiguous("float32", shape).to_wire() for shape in ((1, 1, 2), (3, 4, 1, 2), (3,))
+    )
+    slots = TensorSpec.contiguous("int64", (1,)).to_wire()
+    route = Route(op="append_kv", inputs=[rows, rows, cache, cache, slots], outputs=[cache, other], attrs={})
+    with pytest.raises(ProtocolError, match="append_kv writes v_cache in place, and its input and output differ"):
         CallSpec.parse(encode(route))

@@ -51,6 +51,10 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             *(TensorSpec.contiguous("int32", shape) for shape in ((4, 8), (4,))),
         ),
+        "append_kv": (
+            *(dense(4, 16, 64), dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
+            TensorSpec.contiguous("int64", (4,)),
+        ),
         "embedding": (TensorSpec.contiguous("int64", (7,)), dense(32, 16)),
     }
     attrs: dict[str, Any] = {

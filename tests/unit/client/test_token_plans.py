@@ -30,11 +30,13 @@ def planned(op: str, *args: Any, **kwargs: Any) -> Plan:
 VARLEN = (t(9, 4, 8), t(7, 2, 8), t(7, 2, 6), i32(3), i32(3))
 PAGED = (t(3, 4, 8), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(3, 2), i32(3))
 ROPE = (t(2, 5, 4, 8), t(5, 4), t(5, 4))
-CALLS = {"attention_varlen": VARLEN, "paged_attention": PAGED, "rope": ROPE, "swiglu": (t(2, 3), t(2, 3))}
+APPEND = (t(9, 2, 8), t(9, 2, 6), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(9))
+SWIGLU = (t(2, 3), t(2, 3))
+CALLS = {"attention_varlen": VARLEN, "paged_attention": PAGED, "append_kv": APPEND, "rope": ROPE, "swiglu": SWIGLU}
 RESULTS = {"attention_varlen": (9, 4, 6), "paged_attention": (3, 4, 6), "rope": (2, 5, 4, 8), "swiglu": (2, 3)}
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", RESULTS)
 def test_a_plan_has_the_op_s_arguments_and_its_result(op: str) -> None:
     """Workers read arguments by position and attributes by name."""
     plan = planned(op, *CALLS[op])
@@ -43,6 +45,14 @@ def test_a_plan_has_the_op_s_arguments_and_its_result(op: str) -> None:
     assert plan.results == (t(*RESULTS[op]),)
     assert planned(op, *CALLS[op]) is plan
     assert plan_out(plan, t(*RESULTS[op])).results == plan.results
+
+
+def test_what_is_written_in_place_is_an_output_and_no_result() -> None:
+    """A worker gets the very memory of the caches; there is nothing to allocate and nothing to return."""
+    plan = planned("append_kv", *APPEND)
+    assert (plan.inputs, plan.outputs, plan.results) == (APPEND, APPEND[2:4], ())
+    with pytest.raises(InvalidArgument, match="append_kv has 0 results; out= is for ops with one"):
+        plan_out(plan, t(5, 16, 2, 8))
 
 
 def test_rope_without_a_batch_gets_one() -> None:
@@ -106,6 +116,19 @@ def test_scale_defaults_to_the_root_of_head_dim_and_alignment_is_canonical() -> 
         ("rope", {1: t(4), 2: t(4)}, {}, r"cos has shape \[4\]"),
         ("rope", {1: t(5, 4, dtype="float64"), 2: t(5, 4, dtype="float64")}, {}, "cos is float64"),
         ("rope", {}, {"interleaved": None}, "interleaved is None"),
+        ("append_kv", {0: t(9, 2)}, {}, r"key has shape \[9, 2\]; allowed: \(tokens, heads, head_dim\)"),
+        ("append_kv", {1: t(9, 2, 8)}, {}, r"value has \(heads, head_dim\) \[2, 8\] and v_cache \[2, 6\]"),
+        ("append_kv", {0: t(8, 2, 8)}, {}, "key's first extent is 8, value's is 9, slots' is 9"),
+        ("append_kv", {2: t(5, 16, 2, 8, dtype="float16")}, {}, "k_cache is float16"),
+        ("append_kv", {3: t(5, 8, 2, 6)}, {}, "as many blocks of the same size"),
+        ("append_kv", {4: t(9)}, {}, r"slots is float32\[9\]; allowed: \(tokens,\) of int32 or int64"),
+        ("append_kv", {4: i32(9, 1)}, {}, r"slots is int32\[9, 1\]"),
+        (
+            "append_kv",
+            {2: TensorSpec("float32", (5, 16, 2, 8), (0, 16, 8, 1))},
+            {},
+            r"k_cache has shape .* so elements share memory; allowed: one place per element",
+        ),
         ("swiglu", {1: t(3)}, {}, r"gate has shape \[2, 3\] and up \[3\]"),
         ("swiglu", {1: t(2, 3, dtype="float16")}, {}, "up is float16"),
     ],

@@ -19,6 +19,7 @@ from layerzero.capabilities.descriptor import KernelCapability, load
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.shape_class import class_dtype, shape_class
 from layerzero.ipc.tensors import FLOAT_DTYPES, TensorSpec
 from layerzero.workers.cases import Case, cases, lay_out
@@ -147,6 +148,13 @@ def calls(
         ]
         inputs += [draw(tensors("int32", shape)) for shape in ((b, wide), (b,))]
         return inputs, draw(tensors(dtype, (b, hk * group, dv))), {"scale": 1.0}
+    if op == "append_kv":
+        tokens, page, d, dv = (draw(extent) for _ in range(4))
+        blocks, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        shapes = [(tokens, heads, d), (tokens, heads, dv), (blocks, page, heads, d), (blocks, page, heads, dv)]
+        inputs = [draw(tensors(dtype, shape)) for shape in shapes]
+        assert inputs[2] is not None
+        return [*inputs, draw(tensors(draw(st.sampled_from(["int32", "int64"])), (tokens,)))], inputs[2], {}
     if op == "rope":
         b, s, h, d = draw(st.integers(1, 3)), draw(extent), draw(st.integers(1, 3)), draw(extent)
         rotated = 2 * draw(st.sampled_from([n for n in (1, 4, 8, 12, 16, 32, 64, 136) if 2 * n <= max(d, 2)]))
@@ -197,9 +205,10 @@ def test_every_call_that_a_descriptor_permits_has_a_case_of_its_class(
     """A class without a case is certified for nobody, and its calls would fail for want of a test."""
     dtype = data.draw(st.sampled_from(kernel.dtypes))
     inputs, out, attrs = data.draw(calls(op, dtype, kernel))
-    assume(refusals(op, inputs, [out], attrs, kernel) == [])
+    outs = [spec for name in OPS[op].in_place if (spec := inputs[OPS[op].inputs.index(name)])] or [out]
+    assume(refusals(op, inputs, outs, attrs, kernel) == [])
     assert class_dtype(op, inputs) == dtype
-    assert shape_class(op, inputs, attrs, [out]) in certifiable(op, claims_of(kernel), dtype)
+    assert shape_class(op, inputs, attrs, outs) in certifiable(op, claims_of(kernel), dtype)
 
 
 def as_numpy(case: Case) -> list[Any]:
@@ -219,11 +228,13 @@ def test_two_references_agree(op: str) -> None:
     """One is plain Python, one NumPy: a slip in either would certify wrong kernels or refuse right ones."""
     for dtype in DTYPES.get(op, WIDEST["dtypes"][:1]):
         for case in cases(op, {**WIDEST, "requires_contiguous": True}, problems(op), dtype):
-            expected = numpy_reference.TENSOR_OPS[op](*as_numpy(case), **case.attrs)
-            got = np.array(case.expected[0]).reshape(case.outputs[0].shape)
-            assert expected.shape == got.shape, case.name
-            error = numpy_reference.error(got, expected)
-            assert error <= (1e-13 if dtype in FLOAT_DTYPES else 0), (case.name, dtype)
+            result = numpy_reference.TENSOR_OPS[op](*as_numpy(case), **case.attrs)
+            every = result if isinstance(result, tuple) else (result,)
+            for expected, values, spec in zip(every, case.expected, case.outputs, strict=True):
+                got = np.array(values).reshape(spec.shape)
+                assert expected.shape == got.shape, case.name
+                error = numpy_reference.error(got, expected)
+                assert error <= (1e-13 if dtype in FLOAT_DTYPES else 0), (case.name, dtype)
 
 
 @pytest.mark.parametrize("op", sorted(PROBLEMS))
