@@ -232,6 +232,8 @@ class Gpus:
         except Exception as exc:  # whatever a library raises
             self.check(exc)
             raise refusal(plan, f"its first run failed: {type(exc).__name__}: {exc}"[:500]) from exc
+        finally:
+            self.watch()
         plan.has_run = True
 
     def mute(self, client: int, bell: int, number: int) -> None:
