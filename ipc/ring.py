@@ -156,7 +156,7 @@ class Ring:
 
     def _read(self, call: int) -> RingCall:
         at = _SLOTS + call % SLOTS * SLOT_BYTES
-        slot = bytes(self._bytes[at : at + SLOT_BYTES])  # once: its writer may be at it
+        slot = self._map[at : at + SLOT_BYTES]  # once: its writer may be at it
         number, route, plan, seq, lane, turn, nbytes = _SLOT.unpack_from(slot)
         refs = slot[_SLOT_HEAD : _SLOT_HEAD + min(nbytes, MAX_CALL_BYTES)]
         return RingCall(number, route, plan, seq, Turn(lane, turn), refs)

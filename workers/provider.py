@@ -77,8 +77,8 @@ class Loaded:
 
     `on_stream` is given where the kernels are CUDA's, whose blocks have DeviceMemory: `with on_stream(handle): bound()`
     enqueues the kernel's work on that stream, in order, and does not wait for it. A kernel whose descriptor says
-    is_cuda_graph_safe may be called so while the stream is captured, after it has run once uncaptured; the graph is
-    then good for as long as its Bound is kept.
+    is_cuda_graph_safe may be called so while the stream is captured, after a Bound of that signature has run once
+    uncaptured, this one or one on other blocks; the graph is then good for as long as its Bound is kept.
     """
 
     versions: Mapping[str, str]
