@@ -77,7 +77,7 @@ class Bells:
         if page.bell(bell) == TAKEN and not page.is_bell_done(bell):
             self._launch(board, bell)
 
-    def serve(self, failpoints: Failpoints) -> bool:
+    def serve(self, failpoints: Failpoints | None) -> bool:
         """Launch what was rung. Whether anything was. Bells that other workers serve are passed over."""
         came = False
         for board in self._boards:

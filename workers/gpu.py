@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from layerzero.ipc import cuda, cuda_order, cuda_pair
 from layerzero.ipc.cuda import Context
@@ -167,7 +167,7 @@ class Gpus:
             plan.tasks[key] = task
         return task
 
-    def run(self, plan: Plan, task: Task, client: int, turn: Turn, failpoints: Failpoints) -> Enqueued:
+    def run(self, plan: Plan, task: Task, client: int, turn: Turn, failpoints: Failpoints | None) -> Enqueued:
         """Enqueue a call; returns before the GPU comes to it.
 
         When the kernel raises, this raises the same once the stream is through with what it left there. When that does
@@ -177,11 +177,9 @@ class Gpus:
         with link.context:
             return self.enqueue(plan, task, link, turn, failpoints)
 
-    def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints) -> Enqueued:
+    def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints | None) -> Enqueued:
         """`run`, for a client whose context is current."""
-        driver = link.context.driver
         stream = link.stream(turn, self._new_stream)
-        elapsed_ns = plan.clock.read_ns(driver) if plan.clock.is_open else 0
         if plan.is_graph_safe and task.steady.state is State.WARMUP:
             reason = self._graphs.advance(task.steady, task.bound, link.context, stream)
             if reason:
@@ -190,7 +188,7 @@ class Gpus:
         link.order.await_ready(stream, turn)
         self._busy[stream] = link.context
         try:
-            done = self._enqueue(plan, task, link, turn, stream, failpoints)
+            return self._enqueue(plan, task, link, turn, stream, failpoints)
         except Exception as exc:
             self._settle(link, turn, stream, exc)
             if not is_out_of_memory(exc):
@@ -198,11 +196,10 @@ class Gpus:
             self._graphs.clear()
             self.watch()
             try:
-                done = self._enqueue(plan, task, link, turn, stream, failpoints)
+                return self._enqueue(plan, task, link, turn, stream, failpoints)
             except Exception as again:
                 self._settle(link, turn, stream, again)
                 raise
-        return Enqueued(elapsed_ns, *done)
 
     def bind_bell(self, plan: Plan, number: int, client: int, refs: bytes, bell: int) -> None:
         """Make the plan's kernel on these references what the client's bell launches. It is not run.
@@ -367,28 +364,29 @@ class Gpus:
         return free.pop() if free else context.driver.create_stream()
 
     def _enqueue(
-        self, plan: Plan, task: Task, link: Link, turn: Turn, stream: int, failpoints: Failpoints
-    ) -> tuple[Any, str, bool]:
-        """What the kernel returned, the fault for the answer, whether it was replayed."""
+        self, plan: Plan, task: Task, link: Link, turn: Turn, stream: int, failpoints: Failpoints | None
+    ) -> Enqueued:
         assert self._on_stream is not None
         driver = link.context.driver
         if failpoints:
             failpoints.hit("executing")
         for mapping, offset, nbytes in task.inputs:
             mapping.collect(offset, nbytes, stream)
-        is_measured = plan.clock.start(driver, stream)
+        clock = plan.clock
+        elapsed_ns = clock.read_ns(driver) if clock.is_open else 0
+        is_measured = clock.start(driver, stream)
         result, is_replayed = None, self._graphs.launch(task.steady, stream)
         if not is_replayed:
             with self._on_stream(stream):
                 result = task.bound()
         if is_measured:
-            plan.clock.stop(driver, stream)
+            clock.stop(driver, stream)
         for mapping, offset, nbytes in task.outputs:
             mapping.publish(offset, nbytes, stream)
         fault = failpoints.hit("written") if failpoints else ""
         plan.has_run = True
         link.order.done(stream, turn)  # last: with it, no other worker may run the call
-        return result, fault, is_replayed
+        return Enqueued(elapsed_ns, result, fault, is_replayed)
 
     def _settle(self, link: Link, turn: Turn, stream: int, error: Exception) -> None:
         """Wait until what a failed kernel left on a stream is over: another worker will write to the same outputs."""

@@ -100,7 +100,7 @@ def serve(config: BootConfig) -> int:
     ready = messages.Ready(versions=dict(loaded.versions), kernels=sorted(loaded.kernels))
     dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
     try:
-        _Loop(dealer, sock, page, loaded, Failpoints(config.failpoints), graph_bytes).run()
+        _Loop(dealer, sock, page, loaded, Failpoints(config.failpoints) or None, graph_bytes).run()
     finally:
         dealer.close()
         context.term()
@@ -114,7 +114,7 @@ class _Loop:
         sock: socket.socket,
         page: memory.ControlPage,
         loaded: Loaded,
-        failpoints: Failpoints,
+        failpoints: Failpoints | None,
         graph_bytes: int,
     ) -> None:
         self._dealer = dealer

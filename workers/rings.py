@@ -41,7 +41,7 @@ class Rings:
         gpus: Gpus,
         plans: Mapping[int, Plan],
         page: ControlPage,
-        failpoints: Failpoints,
+        failpoints: Failpoints | None,
         leave: Callable[[int, int, Exception | None], None],
     ) -> None:
         """`plans`: those on GPUs that were prepared. `leave(lane, call, error)` tells the broker that a call is its."""

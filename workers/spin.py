@@ -22,7 +22,7 @@ Events = list[tuple[int, int]]
 class Spin:
     """For the loop's thread."""
 
-    def __init__(self, poll: select.poll, rings: Rings, bells: Bells, failpoints: Failpoints) -> None:
+    def __init__(self, poll: select.poll, rings: Rings, bells: Bells, failpoints: Failpoints | None) -> None:
         self._poll, self._rings, self._bells, self._failpoints = poll, rings, bells, failpoints
         self._until_s = 0.0
         self._fence = threading.Lock()
