@@ -1,17 +1,17 @@
 """What calls on a GPU cost through the broker, beside the same kernels in this process. Writes results/gpu_dispatch.md.
 
-    python bench/gpu_dispatch.py [--quick] [--only ROW ...] [--out FILE]
+    python bench/gpu_dispatch.py [--quick] [--only ROW ...] [--without NAME ...] [--out FILE]
 
 Needs an NVIDIA GPU, torch, and built environments for torch-cuda and, for the layer, triton and cupy or liger
-(`LAYERZERO_VARIANT=cu13 lz env build ...`). Rounds alternate between ours and the floor; a figure is the median of the
-rounds, a ratio the median of their ratios.
+(`LAYERZERO_VARIANT=cu13 lz env build ...`), for `deaths` another one with attention, for `faults` the repository on
+PYTHONPATH. Rounds alternate between ours and the floor; a figure is the median of the rounds, a ratio the median of
+their ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import sys
 import time
@@ -20,39 +20,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import backend_versions, save
+from gpu_common import F, Row, attention, kernel, pipelined, qkv, torch
+from gpu_deaths import RESTARTS, deaths, faults
+from gpu_sweep import sweep
 
 import layerzero as lz
 
-try:
-    import torch
-except ImportError:
-    sys.exit("this bench needs torch")
-F = torch.nn.functional
 COUNT, ROUNDS = 200, 9
 BACKEND = "torch-cuda"
 LAYER_BACKENDS = ("triton", "liger", "cupy", "flashinfer")
 
 
-class Row(NamedTuple):
-    figure: str
-    ours: str
-    floor: str
-    ratio: str
-
-
 def verdict(ratio: float, limit: float) -> str:
     return f"{ratio:.2f} (at most {limit}: {'met' if ratio <= limit else 'MISSED'})"
-
-
-def pipelined(call: Callable[[], Any], count: int) -> tuple[float, float]:
-    """us a call: the host's, until the last one has returned; and the wall's, until the GPU is through."""
-    torch.cuda.synchronize()
-    start_ns = time.perf_counter_ns()
-    for _ in range(count):
-        call()
-    host_ns = time.perf_counter_ns() - start_ns
-    torch.cuda.synchronize()
-    return host_ns / count / 1e3, (time.perf_counter_ns() - start_ns) / count / 1e3
 
 
 def synchronous(call: Callable[[], Any], count: int) -> tuple[float, float]:
@@ -87,22 +67,6 @@ def compare(ours: Callable[[], Any], floor: Callable[[], Any], measure: Measure,
     host = statistics.median(ours_host / floor_host for ours_host, _, floor_host, _ in samples)
     wall = statistics.median(ours_wall / floor_wall for _, ours_wall, _, floor_wall in samples)
     return Figures(*columns, host, wall)
-
-
-def qkv(batch: int, heads: int, length: int, width: int, keys: int | None = None, kv_heads: int | None = None) -> Any:
-    shape = (batch, kv_heads or heads, keys or length, width)
-    made = [torch.randn(batch, heads, length, width), torch.randn(shape), torch.randn(shape)]
-    return [tensor.to("cuda", torch.bfloat16) for tensor in made]
-
-
-def attention(*tensors: Any, is_causal: bool = True) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The call through the broker, and torch's own in this process."""
-    q, k, v = tensors
-    options = {"is_causal": is_causal, "enable_gqa": q.shape[1] != k.shape[1]}
-    return (
-        lambda: lz.attention(q, k, v, **options),
-        lambda: F.scaled_dot_product_attention(q, k, v, **options),
-    )
 
 
 # --- rows
@@ -191,137 +155,26 @@ def layer(quick: bool) -> Iterator[Row]:
     )
 
 
-def sweep(quick: bool) -> Iterator[Row]:
-    """The kernel that measured best here against torch's own choice."""
-    ratios: dict[str, float] = {}
-    chosen: dict[str, int] = {}
-    for name, shape in list(sweep_shapes())[:: 8 if quick else 1]:
-        q, k, v = qkv(*shape)
-        ours, floor = attention(q, k, v, is_causal=q.shape[2] > 1)
-        for backend in candidates(ours):
-            with lz.prefer(backend):
-                for _ in range(12):
-                    ours()
-        torch.cuda.synchronize()
-        found = compare(ours, floor, pipelined, 20, 3)
-        ratios[name] = found.wall_ratio
-        chosen[kernel()] = chosen.get(kernel(), 0) + 1
-    worst = max(ratios, key=lambda name: ratios[name])
-    mean = statistics.geometric_mean(1 / ratio for ratio in ratios.values())
-    served = ", ".join(f"{name} {count}" for name, count in sorted(chosen.items()))
-    is_met = ratios[worst] <= 1.05 and mean > 1.0
-    yield Row(
-        f"attention over {len(ratios)} shapes, wall, best kernel by measurement ({served})",
-        f"geometric mean of the speed-ups {mean:.2f}",
-        "torch's default in process",
-        f"worst {ratios[worst]:.2f} at {worst} (never above 1.05, mean above 1.0: {'met' if is_met else 'MISSED'})",
-    )
-
-
-def sweep_shapes() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for width in (64, 128, 256):
-        for batch, heads, length in (
-            (1, 16, 256),
-            (1, 32, 1024),
-            (4, 16, 1024),
-            (1, 32, 4096),
-            (2, 16, 4096),
-            (1, 8, 8192),
-        ):
-            yield f"prefill ({batch},{heads},{length},{width})", (batch, heads, length, width)
-            grouped = (batch, heads, length, width, length, heads // 4)
-            yield f"prefill, 4 heads a group ({batch},{heads},{length},{width})", grouped
-        for batch, keys in ((1, 1024), (8, 4096), (32, 2048), (1, 32768)):
-            yield f"decode ({batch},32,1 of {keys},{width})", (batch, 32, 1, width, keys, 32)
-            yield f"decode, 8 heads a group ({batch},32,1 of {keys},{width})", (batch, 32, 1, width, keys, 4)
-
-
-def candidates(ours: Callable[[], Any]) -> list[str]:
-    """The kernels that may serve a call."""
-    ours()
-    report = lz.last_report()
-    assert report is not None
-    return [candidate.kernel_id for candidate in report.candidates if candidate.accepted]
-
-
-def deaths(quick: bool) -> Iterator[Row]:
-    """SIGKILL of the busy worker, again and again."""
-    q, k, v = qkv(2, 16, 2048, 128)
-    right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
-    count = 5 if quick else 100
-    wrong = hung = 0
-    free_before = None
-    recovery_ms: list[float] = []
-    for step in range(count):
-        lz.attention(q, k, v, is_causal=True)
-        wait_ready()
-        lz.attention(q, k, v, is_causal=True)
-        if step == 0:
-            torch.cuda.synchronize()
-            free_before = torch.cuda.mem_get_info()[0]
-        report = lz.last_report()
-        assert report is not None
-        assert report.worker_pid is not None
-        results = [lz.attention(q, k, v, is_causal=True) for _ in range(10)]
-        os.kill(report.worker_pid, signal.SIGKILL)
-        start_ns = time.perf_counter_ns()
-        stream = torch.cuda.current_stream()
-        while not stream.query() and time.perf_counter_ns() - start_ns < 20e9:
-            time.sleep(0.001)
-        if not stream.query():
-            hung += 1
-            break
-        recovery_ms.append((time.perf_counter_ns() - start_ns) / 1e6)
-        try:
-            lz.synchronize(20)
-        except lz.LayerZeroError:
-            pass  # a typed error is an allowed end; a wrong result is not, and these are not looked at then
-        else:
-            wrong += sum((result.double() - right).abs().max().item() > 2e-2 for result in results)
-    wait_ready()
-    time.sleep(2)
-    leaked_mib = max((free_before or 0) - torch.cuda.mem_get_info()[0], 0) / 2**20
-    yield Row(
-        f"SIGKILL of the busy worker, {len(recovery_ms)} times: wrong results, hung streams, GPU memory leaked",
-        f"{wrong}, {hung}, {leaked_mib:.0f} MiB",
-        f"p50 {statistics.median(recovery_ms):,.0f} ms until the stream goes on",
-        "met" if not wrong and not hung and leaked_mib < 64 else "MISSED (0, 0, 0)",
-    )
-
-
-def wait_ready() -> None:
-    """Until the workers that have started, fallbacks among them, are all ready again."""
-    until_s = time.monotonic() + 30
-    while time.monotonic() < until_s:
-        states = [b["state"] for b in lz.status()["backends"] if b["pid"]]
-        if len(states) > 1 and set(states) == {"ready"}:
-            return
-        time.sleep(0.01)
-    sys.exit(f"the workers are not ready: {lz.status()['backends']}")
-
-
-ROWS = {row.__name__: row for row in (small, large, waited, layer, sweep, deaths)}
-
-
-def kernel() -> str:
-    report = lz.last_report()
-    assert report is not None
-    return str(report.kernel_id)
+ROWS = {row.__name__: row for row in (small, large, waited, layer, sweep, deaths, faults)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and shapes, nothing saved")
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="NAME", help="backends or kernels that sweep leaves out"
+    )
     parser.add_argument("--out", type=Path, help="write the table here, too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no NVIDIA GPU")
-    os.environ.setdefault("LAYERZERO_RESTART_BUDGET", "1000")  # `deaths` kills more workers than ever die
+    for name, value in RESTARTS.items():
+        os.environ.setdefault(name, value)  # `deaths` kills more workers than ever die
     lz.connect()
     rows: list[Row] = []
     for name in args.only:
-        for row in ROWS[name](args.quick):
+        for row in sweep(args.quick, args.without) if name == "sweep" else ROWS[name](args.quick):
             rows.append(row)
             print(" | ".join(row), flush=True)
     gpu = torch.cuda.get_device_properties(0)

@@ -1,0 +1,66 @@
+"""What the benches of calls on a GPU share: rows of the table, inputs, and how long calls take."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import layerzero as lz
+
+try:
+    import torch
+except ImportError:
+    sys.exit("this bench needs torch")
+F = torch.nn.functional
+
+
+class Row(NamedTuple):
+    figure: str
+    ours: str
+    floor: str
+    ratio: str
+
+
+def qkv(batch: int, heads: int, length: int, width: int, keys: int | None = None, kv_heads: int | None = None) -> Any:
+    shape = (batch, kv_heads or heads, keys or length, width)
+    made = [torch.randn(batch, heads, length, width), torch.randn(shape), torch.randn(shape)]
+    return [tensor.to("cuda", torch.bfloat16) for tensor in made]
+
+
+def attention(*tensors: Any, is_causal: bool = True) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The call through the broker, and torch's own in this process."""
+    q, k, v = tensors
+    options = {"is_causal": is_causal, "enable_gqa": q.shape[1] != k.shape[1]}
+    return (
+        lambda: lz.attention(q, k, v, **options),
+        lambda: F.scaled_dot_product_attention(q, k, v, **options),
+    )
+
+
+def pipelined(call: Callable[[], Any], count: int) -> tuple[float, float]:
+    """us a call: the host's, until the last one has returned; and the wall's, until the GPU is through."""
+    torch.cuda.synchronize()
+    start_ns = time.perf_counter_ns()
+    for _ in range(count):
+        call()
+    host_ns = time.perf_counter_ns() - start_ns
+    torch.cuda.synchronize()
+    return host_ns / count / 1e3, (time.perf_counter_ns() - start_ns) / count / 1e3
+
+
+def kernel() -> str:
+    """Which one served the last call."""
+    report = lz.last_report()
+    assert report is not None
+    return str(report.kernel_id)
+
+
+def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Ends the bench when it does not become so."""
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > end_s:
+            sys.exit(f"waited {timeout_s:g} s in vain until {what}: {lz.status()['backends']}")
+        time.sleep(0.005)

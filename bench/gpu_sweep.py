@@ -1,0 +1,183 @@
+"""Attention over many shapes: the kernel that measured best here against torch's default in this process."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from common import backend_versions, save
+from gpu_common import Row, attention, kernel, pipelined, qkv, torch
+
+import layerzero as lz
+
+RUNS = 12  # of a kernel; its worker times the first eight on the GPU, where not more
+FIRST_RUNS = 4  # after which one that is out of the question is left
+HOPELESS = 3.0  # times the best one's time
+AHEAD_CYCLES = 1_000_000  # about half a millisecond: the GPU is busy with it until the call is enqueued
+FLOOR_RUNS = 25
+PLAIN, MAX_SCORES = "torch-cuda.attention.math", 1 << 31  # which keeps all scores at once: not for more than these
+WALL_FROM_US = 200.0  # calls this long are timed as a pipeline, too: there the way through the broker is hidden
+
+
+@dataclass(frozen=True)
+class Found:
+    shape: str
+    served: str
+    ours_us: float
+    floor: str
+    floor_us: float
+    walls: tuple[float, float] | None  # ours and the floor's
+
+    @property
+    def ratio(self) -> float:
+        return self.ours_us / self.floor_us
+
+    def row(self) -> list[str]:
+        wall = f"{self.walls[0] / self.walls[1]:.2f}" if self.walls else ""
+        times = [f"{us:,.1f} us" for us in (self.ours_us, self.floor_us)]
+        return [self.shape, times[0], times[1], self.floor, f"{self.ratio:.2f}", wall, self.served]
+
+
+def sweep(quick: bool, without: Sequence[str] = ()) -> Iterator[Row]:
+    """Times are the GPU's, between two events around a call that was enqueued while the GPU was busy: in the worker for
+    ours, in this process for torch's."""
+    found = [one_shape(name, shape, without) for name, shape in list(sweep_shapes())[:: 8 if quick else 1]]
+    if not quick:
+        save_shapes(found, without)
+    worst = max(found, key=lambda one: one.ratio)
+    mean = statistics.geometric_mean(1 / one.ratio for one in found)
+    walls = [one.walls[0] / one.walls[1] for one in found if one.walls]
+    wall = f"; pipelined wall of the {len(walls)} long ones, median {statistics.median(walls):.2f}" if walls else ""
+    slower = sum(one.ratio > 1.05 for one in found)
+    served = ", ".join(f"{name} {count}" for name, count in Counter(one.served for one in found).most_common())
+    is_met = not slower and mean > 1.0
+    yield Row(
+        f"attention over {len(found)} shapes, time on the GPU, best kernel by measurement ({served})",
+        f"geometric mean of the speed-ups {mean:.2f}",
+        "torch's default in process",
+        f"worst {worst.ratio:.2f} at {worst.shape}, {slower} above 1.05 (never above, mean above 1.0: "
+        f"{'met' if is_met else 'MISSED'}){wall}",
+    )
+
+
+def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Found:
+    q, k, v = qkv(*shape)
+    is_causal = q.shape[2] > 1
+    ours, floor = attention(q, k, v, is_causal=is_causal)
+
+    def times() -> dict[str, float]:
+        """Of the kernels that may serve it, 0 for one that is not measured."""
+        said = lz.explain(lz.attention, q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+        return {c.kernel_id: c.measured_us or 0.0 for c in said.candidates if c.accepted}
+
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    left_out = [*without, *([PLAIN] if scores > MAX_SCORES else [])]
+    with lz.avoid(*left_out) if left_out else nullcontext():
+        candidates = list(times())
+    best = inf
+    for candidate in candidates:
+        try:
+            with lz.prefer(candidate, only=True):
+                behind_work(ours, FIRST_RUNS)
+            if times()[candidate] <= HOPELESS * best:
+                with lz.prefer(candidate, only=True):
+                    behind_work(ours, RUNS - FIRST_RUNS)
+        except lz.LayerZeroError as exc:
+            print(f"{name}: {candidate}: {exc.message}", flush=True)
+        best = min(best, times()[candidate] or inf)
+    with lz.avoid(*left_out) if left_out else nullcontext():
+        torch.testing.assert_close(behind_work(ours, 1), floor(), rtol=2e-2, atol=2e-2)
+        served = kernel()
+        floor_us = floor_time(floor)
+        walls = None
+        if floor_us >= WALL_FROM_US:
+            count = max(3, min(20, int(40_000 / floor_us)))
+            pairs = [(pipelined(ours, count)[1], pipelined(floor, count)[1]) for _ in range(3)]
+            walls = (statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs))
+    ours_us = times()[served]
+    found = Found(name, served, ours_us, default_kernel(q, k, v, is_causal), floor_us, walls)
+    print(" | ".join(found.row()), flush=True)
+    return found
+
+
+def behind_work(call: Callable[[], Any], count: int) -> Any:
+    """The call, again and again, each enqueued while the GPU is busy, so that its time is the kernel's and not that of
+    the processes that launch it. Waits for each: a worker tells a time with its next answer."""
+    result = None
+    for _ in range(count):
+        torch.cuda._sleep(AHEAD_CYCLES)
+        result = call()
+        torch.cuda.synchronize()
+    return result
+
+
+def floor_time(call: Callable[[], Any]) -> float:
+    """us on the GPU, measured like the worker's."""
+    samples = []
+    for _ in range(FLOOR_RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD_CYCLES)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(samples[FLOOR_RUNS // 5 :])
+
+
+def default_kernel(q: Any, k: Any, v: Any, is_causal: bool) -> str:
+    """What torch chooses by itself."""
+    number = torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal, enable_gqa=q.shape[1] != k.shape[1])
+    return str(torch.nn.attention.SDPBackend(number).name).removesuffix("_ATTENTION").lower()
+
+
+def save_shapes(found: Sequence[Found], without: Sequence[str]) -> None:
+    gpu = torch.cuda.get_device_properties(0)
+    versions = {**backend_versions(), "client": {"GPU": gpu.name, "torch here": torch.__version__}}
+    path = save(
+        "gpu_sweep",
+        "Attention on a GPU: the kernel that measured best",
+        versions,
+        "python bench/gpu_dispatch.py --only sweep" + "".join(f" --without {name}" for name in without),
+        (
+            "bf16, causal where there are several queries",
+            "ours",
+            "torch's default",
+            "it is",
+            "ratio",
+            "wall",
+            "served by",
+        ),
+        [one.row() for one in found],
+        (
+            "Times on the GPU, by events around calls that were enqueued while it was busy: ours in the worker, its",
+            "copy into the caller's output included, torch's in the client's process. Wall: the ratio for a pipeline",
+            f"of such calls, through the broker against in process, where torch takes {WALL_FROM_US:.0f} us or more.",
+        ),
+    )
+    print("written:", path)
+
+
+def sweep_shapes() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for width in (64, 128, 256):
+        for batch, heads, length in (
+            (1, 16, 256),
+            (1, 32, 1024),
+            (4, 16, 1024),
+            (1, 32, 4096),
+            (2, 16, 4096),
+            (1, 8, 8192),
+        ):
+            yield f"prefill ({batch},{heads},{length},{width})", (batch, heads, length, width)
+            grouped = (batch, heads, length, width, length, heads // 4)
+            yield f"prefill, 4 heads a group ({batch},{heads},{length},{width})", grouped
+        for batch, keys in ((1, 1024), (8, 4096), (32, 2048), (1, 32768)):
+            yield f"decode ({batch},32,1 of {keys},{width})", (batch, 32, 1, width, keys, 32)
+            yield f"decode, 8 heads a group ({batch},32,1 of {keys},{width})", (batch, 32, 1, width, keys, 4)
+    yield "prefill (1,8,32768,128)", (1, 8, 32768, 128)
+    yield "prefill, 8 heads a group (1,32,16384,128)", (1, 32, 16384, 128, 16384, 4)
