@@ -24,9 +24,9 @@ class Row(NamedTuple):
 
 
 def qkv(batch: int, heads: int, length: int, width: int, keys: int | None = None, kv_heads: int | None = None) -> Any:
-    shape = (batch, kv_heads or heads, keys or length, width)
-    made = [torch.randn(batch, heads, length, width), torch.randn(shape), torch.randn(shape)]
-    return [tensor.to("cuda", torch.bfloat16) for tensor in made]
+    held = (batch, kv_heads or heads, keys or length, width)
+    shapes = ((batch, heads, length, width), held, held)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
 def attention(*tensors: Any, is_causal: bool = True) -> tuple[Callable[[], Any], Callable[[], Any]]:

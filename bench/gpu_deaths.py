@@ -29,7 +29,7 @@ def deaths(quick: bool) -> Iterator[Row]:
     """SIGKILL of the worker that serves, at a random moment of its work, while another one stands by."""
     q, k, v = qkv(2, 16, 4096, 128)
     ours, _ = attention(q, k, v)
-    right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).bfloat16()
+    right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).to(q.dtype)
     rng = random.Random(7)
     wrong = hung = idle = 0
     ends: dict[str, int] = {}
@@ -79,7 +79,8 @@ def deaths(quick: bool) -> Iterator[Row]:
 
 
 def serving(call: Any, *tensors: Any) -> list[str]:
-    """The backends that take the call, each after a call, so that their workers run."""
+    """The backends that take the call, each after a call, so that their workers run. JAX's compiles it anew after each
+    start and would only be waited for."""
     said = lz.explain(lz.attention, *tensors, is_causal=True)
     found: list[str] = []
     for backend in dict.fromkeys(c.backend for c in said.candidates if c.accepted and c.backend != "jax-cuda"):
