@@ -35,7 +35,8 @@ MAX_VALIDITY = 4096
 MAX_CELLS = 4096
 MAX_POLICIES = 256  # overlays of clients that were merged with the broker's policy
 MIB = 1 << 20
-TIE_SHARE, TIE_US = 0.02, 3.0  # times that differ by less are equal: the rest is noise, and priority decides
+# Times that differ by less are equal: the rest is noise, and priority decides. A GPU's are told by its own clock.
+TIE_SHARE, TIE_US, GPU_TIE_US = 0.02, 3.0, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +274,10 @@ class Engine:
             verdicts.append(verdict)
         fastest_us = min((v.measured_us for v in verdicts if v.is_accepted and v.measured_us), default=None)
         if fastest_us is not None:
+            tie_us = max(TIE_SHARE * fastest_us, GPU_TIE_US if spec.device else TIE_US)
             for verdict in filter(lambda v: v.is_accepted, verdicts):
-                verdict.terms["perfdb"] = policy.weights.perfdb * _share(verdict.measured_us or fastest_us, fastest_us)
+                share = _share(verdict.measured_us or fastest_us, fastest_us, tie_us)
+                verdict.terms["perfdb"] = policy.weights.perfdb * share
         if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
             detail = f"{spec.pinned} serves {', '.join(sorted(self.capabilities[spec.pinned].ops))}"
             unserved = Rejection(Reason.OP_UNSUPPORTED, detail)
@@ -396,10 +399,9 @@ def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
     return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))
 
 
-def _share(time_us: float, fastest_us: float) -> float:
+def _share(time_us: float, fastest_us: float, tie_us: float) -> float:
     """1 for the fastest, half of it for one that takes twice as long.
 
     One that was never measured counts as fast as the fastest: else the first kernel that ever ran would win for ever.
     """
-    is_tie = time_us - fastest_us <= max(TIE_SHARE * fastest_us, TIE_US)
-    return 1.0 if is_tie else fastest_us / time_us
+    return 1.0 if time_us - fastest_us <= tie_us else fastest_us / time_us

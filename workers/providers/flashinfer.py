@@ -19,6 +19,7 @@ from layerzero.workers.providers._torch_ops import Run
 HEAD_DIMS = (64, 128, 256)  # that fa3 has templates for; others are padded with zeros, which change nothing
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; it holds partial results of a split sequence
 GROUP_FOR_TENSOR_CORES = 4  # query heads for each key head; fewer leave most of a tile empty
+MAX_FOLDED = 1 << 31  # elements: fa2 counts them in 32 bits
 MAX_PLANS = 16  # each has 8 MiB on the GPU and as much pinned memory
 
 
@@ -116,6 +117,18 @@ def template_width(dim: int) -> int:
     return next(known for known in HEAD_DIMS if known >= dim)
 
 
+def tokens(tensor: Any, *, is_folded: bool) -> Any:
+    """(batch, heads, tokens, head_dim) as (tokens, heads, head_dim) without a copy, None if it does not lie so: the
+    batch's tokens in a row, or, folded, its heads."""
+    batch, heads, count, dim = tensor.shape
+    outer, *inner = tensor.stride()
+    extent, stride = (heads, inner[0]) if is_folded else (count, inner[1])
+    if batch > 1 and (outer != extent * stride or (is_folded and tensor.numel() > MAX_FOLDED)):
+        return None
+    shape = (count, batch * heads, dim) if is_folded else (batch * count, heads, dim)
+    return tensor.as_strided(shape, (inner[1], inner[0], inner[2]))
+
+
 class _Prefill:
     """Attention over ragged tensors, here of equal lengths. What is planned depends on extents alone, so calls of one
     signature share a plan."""
@@ -137,19 +150,33 @@ class _Prefill:
         hidden = max(queries - keys, 0) if is_causal and call.attrs["causal_alignment"] == "bottom_right" else 0
         width = template_width(max(q.shape[3], wide))
         inputs = [self.gpu.aligned(tensor, width) for tensor in (q[:, :, hidden:], k, v)]
-        plan = self.plan(backend, q[:, :, hidden:], k, width, is_causal, call.attrs["scale"])
+        # A batch whose heads lie one after the other is one of more heads: its tokens are in no order of their own.
+        is_folded = len(q) > 1 and all(tokens(give(), is_folded=True) is not None for give in inputs)
+        batch, fold = (1, len(q)) if is_folded else (len(q), 1)
+        heads, kv_heads = fold * q.shape[1], fold * k.shape[1]
+        plan = self.plan(
+            backend, q.dtype, (batch, heads, kv_heads, queries - hidden, keys), width, is_causal, call.attrs["scale"]
+        )
 
         def run(out: Any) -> None:
             plan._float_workspace_buffer = self.workspace()  # plans hold offsets into it, no address
-            rows = [give().transpose(1, 2).flatten(0, 1) for give in inputs]
-            target = out[:, :, hidden:].transpose(1, 2)
-            is_direct = target.is_contiguous() and is_aligned(target) and wide == width
-            dense = (
-                target if is_direct else self.torch.empty((*target.shape[:3], width), dtype=q.dtype, device=q.device)
-            )
-            plan.run(*rows, out=dense.view(-1, *dense.shape[2:]))
+            given = [give() for give in inputs]
+            rows = [tokens(t, is_folded=is_folded) for t in given]
+            rows = [t.transpose(1, 2).flatten(0, 1) if r is None else r for r, t in zip(rows, given, strict=True)]
+            target = out[:, :, hidden:]
+            dense = tokens(target, is_folded=is_folded)
+            # fa3 writes to any rows, fa2 to dense ones.
+            is_direct = dense is not None and wide == width and is_aligned(dense)
+            is_direct = is_direct and (backend == "fa3" or dense.is_contiguous())
             if not is_direct:
-                target.copy_(dense[..., :wide])
+                dense = self.torch.empty((*rows[0].shape[:2], width), dtype=q.dtype, device=q.device)
+            plan.run(*rows, out=dense)
+            if not is_direct:
+                result = dense[..., :wide]
+                if is_folded:
+                    target.copy_(result.transpose(0, 1).unflatten(0, target.shape[:2]))
+                else:
+                    target.copy_(result.unflatten(0, (len(q), target.shape[2])).transpose(1, 2))
             if hidden:
                 out[:, :, :hidden].zero_()
 
@@ -182,11 +209,19 @@ class _Prefill:
             self.workspaces[stream] = self.torch.zeros(WORKSPACE_BYTES, dtype=self.torch.uint8, device="cuda")
         return self.workspaces[stream]
 
-    def plan(self, backend: str, q: Any, k: Any, width: int, is_causal: bool, scale: float) -> Any:
-        """A planned wrapper for such tensors. Compiles its kernels if need be."""
-        batch, heads, queries, _ = q.shape
-        kv_heads, keys = k.shape[1:3]
-        key = (backend, q.dtype, batch, heads, kv_heads, queries, keys, width, is_causal, scale)
+    def plan(
+        self,
+        backend: str,
+        dtype: Any,
+        extents: tuple[int, int, int, int, int],
+        width: int,
+        is_causal: bool,
+        scale: float,
+    ) -> Any:
+        """A planned wrapper for such tensors. Compiles its kernels if need be. `extents`: batch, heads of queries and
+        of keys, queries, keys."""
+        batch, heads, kv_heads, queries, keys = extents
+        key = (backend, dtype, extents, width, is_causal, scale)
         if key in self.plans:
             self.plans.move_to_end(key)
             return self.plans[key]
@@ -202,8 +237,8 @@ class _Prefill:
             head_dim_vo=width,
             causal=is_causal,
             sm_scale=scale,
-            q_data_type=q.dtype,
-            kv_data_type=q.dtype,
+            q_data_type=dtype,
+            kv_data_type=dtype,
         )
         torch.cuda.current_stream().synchronize()  # the plan is used on other streams than it was copied on
         self.plans[key] = wrapper

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.simulator import CAPABILITIES, route_body
+from tests.simulator import CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route_body
 
-from layerzero.broker.engine import TIE_US, Engine
+from layerzero.broker.engine import GPU_TIE_US, TIE_US, Engine
 from layerzero.broker.explain import explain
 from layerzero.broker.policy import Layer, Policy
 from layerzero.broker.selection import CallSpec, Verdict
@@ -74,6 +74,16 @@ def test_times_that_differ_by_noise_are_a_tie() -> None:
     one = engine()
     measured(one, alpha=20.0 + TIE_US, beta=20.0)
     assert order(one)[0] == "alpha"
+
+
+def test_noise_is_less_on_a_gpu() -> None:
+    """Its kernels take some us, and its clock tells them apart."""
+    body = route_body(device=GPU)
+    one = engine(GPU_CAPABILITIES, gpus=[DEVICES[GPU]])
+    measured(one, body, alpha=6.0 + GPU_TIE_US, beta=6.0)
+    assert order(one, body)[0] == "alpha"
+    measured(one, body, alpha=8.5, beta=6.0)
+    assert order(one, body)[0] == "beta"
 
 
 def test_a_kernel_that_was_never_measured_gets_its_chance() -> None:
