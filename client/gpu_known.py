@@ -8,6 +8,7 @@ each time; those are never used twice.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,15 +45,15 @@ class Known:
     stream: Callable[[], int]
     is_capturing: Callable[[int], bool]
     make: Callable[[Any], tuple[Any, int]]  # a new array for the result, like an input
+    is_here: Callable[[], bool]  # the GPU's context is current in this thread
     places: dict[int, tuple[bytes, Owners]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, enqueued: OnRing, like: Array) -> Known:
         gpu, route = enqueued.gpu, enqueued.route
         make = _maker(like, route.plan.results)
-        return cls(
-            gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), _capture_watcher(like, gpu), make
-        )
+        watch, is_here = _capture_watcher(like, gpu), _context_watcher(like, gpu)
+        return cls(gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), watch, make, is_here)
 
     def is_current(self) -> bool:
         route, lease = self.route, self.lease
@@ -99,13 +100,18 @@ def key_of(request: Request) -> tuple[Any, ...] | None:
     values = request.params.values()
     key = [request.op, request.backend, None if policy is None else policy.text, *values, *map(type, values)]
     for arg in (*request.args, request.out):
+        kind = type(arg)
         if arg is None:
             key.append(None)
-            continue
-        part = (_READERS.get(type(arg)) or _find_reader(type(arg)))(arg)
-        if part is None:
-            return None
-        key.append(part)
+        elif kind is _torch.tensor:  # most are: this is each call's path
+            if arg.requires_grad and _torch.is_grad_enabled():
+                return None  # what checks it refuses it
+            key.append((arg.data_ptr(), arg.shape, arg.stride(), arg.dtype, arg.is_neg()))
+        else:
+            part = _part(arg, kind)
+            if part is None:
+                return None
+            key.append(part)
     return tuple(key)
 
 
@@ -144,27 +150,43 @@ def _capture_watcher(like: Array, gpu: Gpu) -> Callable[[int], bool]:
     return gpu.memory.context.driver.is_capturing
 
 
-def _torch_part(tensor: Any) -> tuple[Any, ...] | None:
-    if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
-        return None  # what checks it refuses it
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
+def _context_watcher(like: Array, gpu: Gpu) -> Callable[[], bool]:
+    """Whether the GPU's context is current in the calling thread."""
+    context = gpu.memory.context
+    device_of = getattr(sys.modules["torch"]._C, "_cuda_getDevice", None) if like.kind == "torch" else None
+    if device_of is None:
+        return context.is_current
+    device, seen = like.device, threading.local()
+
+    def is_here() -> bool:
+        if device_of() == device and hasattr(seen, "is_here"):  # torch has made it current, and it stays
+            return True
+        if context.is_current():
+            seen.is_here = True
+            return True
+        return False
+
+    return is_here
 
 
-def _cupy_part(array: Any) -> tuple[Any, ...]:
-    return array.data.ptr, array.shape, array.strides, array.dtype
+class _Torch:
+    """What of torch each call needs, once it is imported."""
+
+    tensor: type = type(None)
+    is_grad_enabled: Callable[[], bool]
 
 
-def _no_part(_: Any) -> None:
-    return None
+_torch = _Torch()
 
 
-_READERS: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {}
-
-
-def _find_reader(kind: type) -> Callable[[Any], tuple[Any, ...] | None]:
+def _part(arg: Any, kind: type) -> tuple[Any, ...] | None:
+    """Of a key, for an argument that is not a plain tensor of torch, or the first one."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if cupy is not None and kind is getattr(cupy, "ndarray", None):
+        return arg.data.ptr, arg.shape, arg.strides, arg.dtype
     if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
-        _READERS[kind] = _torch_part
-    elif cupy is not None and kind is getattr(cupy, "ndarray", None):
-        _READERS[kind] = _cupy_part
-    return _READERS.get(kind, _no_part)
+        _torch.tensor, _torch.is_grad_enabled = torch.Tensor, torch.is_grad_enabled
+        if arg.requires_grad and torch.is_grad_enabled():
+            return None
+        return arg.data_ptr(), arg.shape, arg.stride(), arg.dtype, arg.is_neg()
+    return None

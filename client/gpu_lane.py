@@ -21,7 +21,7 @@ class GpuLane:
         """Raises OutOfMemory, and OSError when the process has no file descriptors left."""
         self.number = number
         self.calls = 0
-        self.gpu = gpu
+        self.gpu, self._page = gpu, gpu.order.page
         self._turns: list[Turn | None] = [None] * SLOTS
         self._barrier = threading.Lock()
         self._is_closed = False
@@ -51,15 +51,16 @@ class GpuLane:
         call = self.calls + 1
         slot = call % SLOTS
         before = self._turns[slot]
-        if before is not None and not self.gpu.order.page.is_done(before):
+        if before is not None and not self._page.is_done(before):
             self.gpu.wait_for(before)
         self._turns[slot], self.calls = turn, call
-        self._ring.put(call, route, plan, seq, turn, refs)
+        ring = self._ring
+        ring.put(call, route, plan, seq, turn, refs)
         with self._barrier:  # a locked instruction: what was put is seen before what follows is read
             pass
-        if self._ring.is_asleep:
+        if ring.is_asleep:
             lane.ring(self._doorbell)
-        return not self._ring.is_ended
+        return not ring.is_ended
 
     def status(self, call: int) -> int:
         """As Ring.status."""

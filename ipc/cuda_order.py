@@ -21,6 +21,8 @@ from layerzero.ipc.order import (
     index,
 )
 
+_turn = Turn._make
+
 
 class _Words:
     """A page that is registered with a GPU. Methods that take a stream need its context to be current."""
@@ -87,11 +89,13 @@ class ClientOrder(_Words):
 
     def reserve(self, stream: int) -> Turn:
         """The number of the stream's next call; nothing is enqueued. `enter` follows, or `abandon`, in the order of the
-        numbers. Needs memops. Raises Busy as `begin` does."""
-        with self._lock:
-            turn = self._next_turn(stream)
-            self._next[turn.lane] = turn.number + 1 & MASK
-        return turn
+        numbers, and one thread at a time. Needs memops. Raises Busy as `begin` does."""
+        lane = self._lanes.get(stream)
+        if lane is None:
+            lane = self._lanes[stream] = self._free_lane()
+        number = self._next[lane]
+        self._next[lane] = number + 1 & MASK
+        return _turn((lane, number))
 
     def enter(self, stream: int, turn: Turn) -> None:
         """What `begin` and `await_done` do for a turn that was reserved, in one call of the driver. Needs memops.
