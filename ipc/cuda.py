@@ -345,33 +345,13 @@ class Driver:
 
     # Words in memory that order streams ("memops"). `address`: device memory, or the device's address of pinned memory.
 
-    # Every call needs some of these: they go past `_call`, whose lookup takes as long as they do.
-
-    @functools.cached_property
-    def _write_32(self) -> Callable[..., int]:
-        return self._bind("cuStreamWriteValue32_v2")
-
-    @functools.cached_property
-    def _wait_32(self) -> Callable[..., int]:
-        return self._bind("cuStreamWaitValue32_v2")
-
-    @functools.cached_property
-    def _batch_ops(self) -> Callable[..., int]:
-        return self._bind("cuStreamBatchMemOp_v2")
-
-    @functools.cached_property
-    def _launch(self) -> Callable[..., int]:
-        return self._bind("cuGraphLaunch")
-
     def write_value(self, stream: int, address: int, value: int) -> None:
         """Store a 32-bit word after all earlier work of the stream, which whoever sees the word sees, too."""
-        if number := self._write_32(stream, address, value, 0):
-            raise self._error("cuStreamWriteValue32_v2", number)
+        self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
 
     def wait_value(self, stream: int, address: int, value: int, *, equal: bool = False) -> None:
         """Hold the stream until (int32)(word - value) >= 0; or, with `equal`, until the word is `value`."""
-        if number := self._wait_32(stream, address, value, abi.EQ if equal else abi.GEQ):
-            raise self._error("cuStreamWaitValue32_v2", number)
+        self._call("cuStreamWaitValue32_v2", stream, address, value, abi.EQ if equal else abi.GEQ)
 
     def write_and_wait(self, stream: int, address: int, value: int, waits_at: int, until: int) -> None:
         """`write_value`, then `wait_value`, in one call where the driver has it."""
@@ -381,8 +361,7 @@ class Driver:
             return
         ops, buffer = abi.TWO_WORD_OPS, self._batch.buffer
         ops.pack_into(buffer, 0, abi.WRITE_32, address, value, 0, 0, abi.WAIT_32, waits_at, until, abi.GEQ, 0)
-        if number := self._batch_ops(stream, 2, buffer, 0):
-            raise self._error("cuStreamBatchMemOp_v2", number)
+        self._call("cuStreamBatchMemOp_v2", stream, 2, buffer, 0)
 
     def ring_and_wait(self, stream: int, bell: int, done: int) -> None:
         """Store 0 at `done` and 1 at `bell`, then hold the stream until `done` is 1; in one call, as above. Of a stream
@@ -395,8 +374,7 @@ class Driver:
         ops, buffer = abi.THREE_WORD_OPS, self._batch.buffer
         write, wait = abi.WRITE_32, abi.WAIT_32
         ops.pack_into(buffer, 0, write, done, 0, 0, 0, write, bell, 1, 0, 0, wait, done, 1, abi.EQ, 0)
-        if number := self._batch_ops(stream, 3, buffer, 0):
-            raise self._error("cuStreamBatchMemOp_v2", number)
+        self._call("cuStreamBatchMemOp_v2", stream, 3, buffer, 0)
 
     # Graphs
 
@@ -457,8 +435,7 @@ class Driver:
             self._call("cuGraphDestroy", graph)
 
     def launch_graph(self, graph: int, stream: int) -> None:
-        if number := self._launch(graph, stream):
-            raise self._error("cuGraphLaunch", number)
+        self._call("cuGraphLaunch", graph, stream)
 
     def destroy_graph(self, graph: int) -> None:
         self._call("cuGraphExecDestroy", graph)

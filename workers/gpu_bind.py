@@ -66,12 +66,13 @@ class Binder:
         assert self._on_stream is not None
         with self._context_of(plan.gpu) as context:
             stream = self._stream(context)
-            with self._on_stream(stream):
-                bound = plan.bind(plan.call, inputs, outputs)
-                if runs:
-                    bound()
-            # What it made for itself is used on other streams.
-            context.driver.synchronize_stream(stream)
+            try:
+                with self._on_stream(stream):
+                    bound = plan.bind(plan.call, inputs, outputs)
+                    if runs:
+                        bound()
+            finally:  # what it made for itself is used on other streams, and what it did uses memory that may go
+                context.driver.synchronize_stream(stream)
         return bound
 
     def _stream(self, context: Context) -> int:

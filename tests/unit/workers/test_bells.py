@@ -78,6 +78,20 @@ def test_kernel_that_has_run_here_is_captured_at_once(bench: Bench) -> None:
     assert bench.driver.calls["allocate"] == before
 
 
+def test_first_run_that_fails_is_over_before_its_memory_is_freed(bench: Bench) -> None:
+    """A kernel that raises may have enqueued half of its work."""
+    mapped, seen = len(bench.driver.mapped), []
+
+    def refuse() -> None:
+        seen.append(bench.driver.calls["synchronize_stream"])
+        raise ValueError("odd shape")
+
+    bench.rig.kernel = refuse
+    with pytest.raises(CudaGraphUnsafe, match="its first run failed: ValueError: odd shape"):
+        bench.bind()
+    assert (bench.driver.calls["synchronize_stream"], len(bench.driver.mapped)) == (seen[0] + 1, mapped)
+
+
 def test_memory_of_a_first_run_is_not_freed_while_a_stream_waits(bench: Bench) -> None:
     """The driver would wait for it, and this thread serves everybody."""
     mapped = len(bench.driver.mapped)
