@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 AS_IT_LIES = Overlay.of({"origin": "a call on a GPU is not sent back", "values": {"allow_adaptation": False}})
 LOOK_EVERY = 16  # calls of a lane; then it is seen whether too many are open
-READ_EVERY = 64  # calls; then the answers that are here are taken, also when nothing has failed
+READ_EVERY, READ_OFTEN = 64, 8  # calls on rings, and by the broker; then the answers that are here are taken
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
 
 
@@ -90,7 +90,7 @@ class GpuCalls:
             self._known.pop(key, None)  # type: ignore[arg-type]
             return MISS
         gpu, stream = known.gpu, known.stream()
-        self._look(gpu, stream)
+        self._look(gpu, stream, READ_EVERY)
         out, context = request.out, gpu.memory.context
         is_pushed = not known.is_here()
         if is_pushed:
@@ -130,7 +130,7 @@ class GpuCalls:
                 if context.driver.is_capturing(stream):
                     raise unsettled(request.op)
         gpu = self.gpu(like.device)
-        self._look(gpu, stream)
+        self._look(gpu, stream, READ_OFTEN)
         with gpu.memory.context as context:
             if context.driver.is_capturing(stream):
                 route, specs = self._route(request, arrays, out, gpu)
@@ -310,9 +310,9 @@ class GpuCalls:
         route.is_armed = True
         enqueued.is_awaited = False  # its worker may still die with it
 
-    def _look(self, gpu: Gpu, stream: int) -> None:
+    def _look(self, gpu: Gpu, stream: int, every: int) -> None:
         """Raises the error of a call that failed after it had returned."""
-        if next(self._count) % READ_EVERY == 0 or gpu.order.has_news(stream):
+        if next(self._count) % every == 0 or gpu.order.has_news(stream):
             self._link.read_nowait()  # else it costs more than it is worth
         if self.outcomes.has_failure:
             gpu.order.take_news()
