@@ -293,17 +293,123 @@ def test_arrays_on_two_devices_are_refused(connected: Site) -> None:
         lz.matmul(randn(4, 4), torch.zeros(4, 4))
 
 
-def test_a_capture_is_refused_and_not_broken(connected: Site) -> None:
-    """What was captured before goes on."""
-    x = randn(128)
-    lz.silu(x)
+# --- the application's own graphs
+
+
+def captured(work: Callable[[], Any]) -> tuple[Any, Any]:
+    """A graph, and what the work in it returned: tensors that each replay fills."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        result = work()
+    return graph, result
+
+
+def test_replays_of_the_callers_graph_run_the_remote_kernels(connected: Site) -> None:
+    """Between its own kernels, in order, on whatever the inputs hold by then."""
+    x, weight = randn(64, 64), randn(64, 64) / 8
+
+    def work() -> Any:
+        value = x * 2
+        for _ in range(4):
+            value = lz.matmul(lz.silu(value), weight) + x
+        return value
+
+    def expected() -> Any:
+        value = x.double() * 2
+        for _ in range(4):
+            value = F.silu(value) @ weight.double() + x
+        return value
+
+    work()
+    graph, result = captured(work)
+    for _ in range(10):
+        x.normal_()
+        graph.replay()
+        torch.testing.assert_close(result.double(), expected(), rtol=1e-3, atol=1e-3)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        graph.replay()
+        eager = lz.silu(result)
+    torch.cuda.synchronize()
+    close(eager, F.silu(result.double()))
+
+
+def test_a_call_that_was_never_made_is_refused_and_the_capture_stays_whole(connected: Site) -> None:
+    """No kernel is known to serve it; what else was captured goes on."""
+    x = randn(129)
+
+    def work() -> Any:
         doubled = x * 2
-        with pytest.raises(lz.CudaGraphUnsafe, match="silu: the stream is being captured"):
+        with pytest.raises(lz.CudaGraphUnsafe, match=r"silu: the stream is being captured.*make it once outside"):
             lz.silu(x)
+        return doubled
+
+    graph, doubled = captured(work)
     graph.replay()
     torch.testing.assert_close(doubled, x * 2)
+
+
+def test_a_replay_survives_its_worker(new_site: Callable[..., Site]) -> None:
+    """Killed in the middle of it: another kernel takes the bells over, those that were rung included."""
+    site = new_site()
+    site.connect()
+    x = randn(SLOW)
+
+    def work() -> Any:
+        value = x
+        for _ in range(3):
+            value = lz.gelu(value, approximate="tanh")
+        return value
+
+    work()
+    graph, result = captured(work)
+    graph.replay()
+    finish()
+    for victim in ("one", "two"):
+        pid = site.backend(victim)["pid"]
+        x.normal_()
+        graph.replay()
+        os.kill(pid, signal.SIGKILL)
+        finish()
+        value = x.double()
+        for _ in range(3):
+            value = F.gelu(value, approximate="tanh")
+        close(result, value)
+    lz.synchronize(PATIENCE_S)
+
+
+def test_bells_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
+    """The driver says when a graph is gone, without a Python function in its threads."""
+    x = randn(77)
+    lz.silu(x)
+    used = set()
+    for _ in range(12):
+        graph, _ = captured(lambda: lz.silu(x))
+        graph.replay()
+        record = lz.session().last_record
+        used.add(record.bell)  # type: ignore[union-attr]
+        finish()
+        graph.reset()
+        del graph, record
+        gc.collect()
+    assert len(used) < 6
+
+
+def test_the_brokers_death_hangs_no_replay(new_site: Callable[..., Site]) -> None:
+    """Its workers die with it."""
+    site = new_site("one")
+    session = site.connect()
+    x = randn(50)
+    lz.silu(x)
+    graph, _ = captured(lambda: lz.silu(x))
+    graph.replay()
+    finish()
+    os.kill(session.broker_pid, signal.SIGKILL)
+    graph.replay()
+    graph.replay()
+    finish()
+    with pytest.raises(lz.BrokerLost):
+        lz.silu(x)
 
 
 # --- what breaks
@@ -332,8 +438,10 @@ def test_a_call_that_nobody_can_finish_is_an_error_and_no_stream_hangs(new_site:
     x = randn(SLOW)
     lz.gelu(x, approximate="tanh", backend="one")
     finish()
+    pid = site.backend("one")["pid"]
+    busy()  # what is enqueued behind it cannot be done before the worker is dead
     lz.gelu(x, approximate="tanh", backend="one")
-    os.kill(site.backend("one")["pid"], signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(lz.BackendError, match="an earlier call on the GPU, gelu, failed: the one worker died"):
         lz.synchronize(PATIENCE_S)
     finish()
