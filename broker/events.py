@@ -80,7 +80,24 @@ class CallArrived:
     may_run_here: bool = False
     after_lane: int = 0  # the express lane that ended with this call on it
     after_call: int = 0  # the low half of that call's number on the lane
-    turn: Turn | None = None  # its place in a lane of the order page; a call on a GPU has one
+    turn: Turn | None = None  # its place in a lane of the order page; a call on a GPU has one, or
+    bell: int | None = None  # of the order page: it is in a CUDA graph of the client
+
+
+@dataclass(slots=True)
+class CallUnbound:
+    """The graph that a bound call is in is gone, or its client does not want it in any more."""
+
+    identity: bytes
+    seq: int
+
+
+@dataclass(slots=True)
+class BellsSeen:
+    """Bells of bound calls that are rung, or taken and not done, by dispatches: the words. Comes once a second while
+    there are bound calls, and just before WorkerExited."""
+
+    busy: Mapping[int, int]
 
 
 @dataclass(slots=True)
@@ -304,6 +321,8 @@ Event = (
     | RouteDefined
     | RouteForgotten
     | CallArrived
+    | CallUnbound
+    | BellsSeen
     | LaneOpened
     | LaneOverdue
     | LaneSeen
@@ -496,6 +515,17 @@ class Run:
     client: int
     body: bytes
     turn: Turn | None = None
+    bell: int | None = None
+
+
+@dataclass(slots=True)
+class SendMute:
+    """A bell is no longer served."""
+
+    identity: bytes
+    plan: int
+    client: int
+    bell: int
 
 
 @dataclass(slots=True)
@@ -575,6 +605,7 @@ Action = (
     | TakeBackLane
     | EndLane
     | Run
+    | SendMute
     | SendDecision
     | Answer
     | Refuse

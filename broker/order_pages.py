@@ -14,7 +14,7 @@ from layerzero.ipc.cuda_handles import STAGED, ArenaHandle
 from layerzero.ipc.cuda_pair import Offer
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.messages import AddGpu, MapGpu
-from layerzero.ipc.order import OrderPage, Turn
+from layerzero.ipc.order import RUNG, SILENT, OrderPage, Turn
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Gpu:
             raise ProtocolError("add_gpu carries an order page")
         check_handle_fds(offer.handle, fds[1:])
         return cls(message, OrderPage(fds[0]), tuple(fds))
+
+    @property
+    def rung(self) -> str:
+        return Offer.from_wire(self.message.offer).handle.rung
 
     def has_page_of(self, other: Gpu) -> bool:
         """Whether both mean the same memory, by whatever descriptors."""
@@ -86,6 +90,18 @@ class OrderPages:
             elif held.page.is_ready(call.turn.turn):
                 ready.append(call.dispatch)
         return done, ready
+
+    def busy_bells(self, calls: Iterable[Call]) -> dict[int, int]:
+        """Of these bound calls, by dispatches: the words of those that are rung, or taken and not done."""
+        busy = {}
+        for call in calls:
+            held = self._gpus.get((call.client.number, call.gpu))
+            if held is None or call.bell is None:
+                continue
+            word = held.page.bell(call.bell)
+            if word == RUNG or (word != SILENT and not held.page.is_bell_done(call.bell)):
+                busy[call.dispatch] = word
+        return busy
 
     def reached(self, keys: Iterable[tuple[int, str, Turn]]) -> list[tuple[int, str, Turn]]:
         """Those of these turns (client's number, GPU, place) whose inputs are there."""

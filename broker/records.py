@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Client:
     identity: bytes
     number: int
     arenas: dict[int, Arena] = field(default_factory=dict)
+    retiring: set[int] = field(default_factory=set)  # arenas that go with the calls that they are for
     gpus: set[str] = field(default_factory=set)  # UUIDs of those that it has offered
     routes: dict[int, Route] = field(default_factory=dict)
     refused_routes: dict[int, LayerZeroError] = field(default_factory=dict)  # on GPUs that are not here
@@ -82,12 +84,15 @@ class Client:
     has_left: bool = False
     next_decision: int = 1
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
+    bells: set[tuple[str, int]] = field(default_factory=set)  # of order pages, by GPU, that calls have
+    bound: dict[int, Call] = field(default_factory=dict)  # those calls, by seq
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call from arrival to its single answer, on a GPU to its end there. It is in exactly one worker's `running`,
-    `waiting` or `enqueued`, or refused and held back behind an earlier turn of its lane."""
+    """One call from arrival to its single answer, on a GPU to its end there, in a client's CUDA graph until that is
+    gone. It is in exactly one worker's `running`, `waiting`, `enqueued` or `bells`, or refused and held back until its
+    client's stream has come to it."""
 
     client: Client
     route: Route
@@ -104,14 +109,28 @@ class Call:
     last_error: LayerZeroError | None = None
     may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
     turn: OpenTurn | None = None  # of a call on a GPU
+    bell: int | None = None  # of a call in a client's CUDA graph
+    bell_word: int = 0  # as it was seen
+    busy_since_s: float = math.inf  # when it was first seen so, with something to do
+    is_unbound: bool = False  # its client wants it no more
     is_enqueued: bool = False  # a worker has answered it, and the GPU is not done with it
     was_answered: bool = False  # its client has gone on
+
+    @property
+    def gpu(self) -> str:
+        return self.route.signature.spec.device
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Nobody waits for its answer."""
+        return self.is_unbound or self.client.has_left
 
 
 @dataclass(eq=False)
 class Worker:
     """The one worker of a backend. `running` was sent to it, oldest first; `waiting` was not. `enqueued`: what it has
-    answered and the GPU is not known to be done with, by dispatch, oldest first."""
+    answered and the GPU is not known to be done with, by dispatch, oldest first; `bells`: likewise what it has bound.
+    """
 
     backend: str
     state: WorkerState = WorkerState.ABSENT
@@ -122,6 +141,7 @@ class Worker:
     running: deque[Call] = field(default_factory=deque)
     waiting: deque[Call] = field(default_factory=deque)
     enqueued: dict[int, Call] = field(default_factory=dict)
+    bells: dict[int, Call] = field(default_factory=dict)
     head_since_s: float = 0.0  # when the oldest running call became the oldest
     lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
     lane_call_since_s: float = 0.0

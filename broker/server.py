@@ -44,6 +44,7 @@ from layerzero.ipc.errors import (
     BackendError,
     BrokerLost,
     ConfigError,
+    CudaGraphUnsafe,
     EnvError,
     InvalidArgument,
     LayerZeroError,
@@ -74,7 +75,9 @@ SAVE_S = 1.0  # measured times are handed to the database so long after the firs
 _NOBLOCK, _SNDMORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
 _EXECUTE, _RAN = int(Kind.EXECUTE), int(Kind.RAN)
 # What a worker may say of a call; anything else it says counts as a failed kernel.
-WORKER_CODES = frozenset({InvalidArgument.code, OutputTooSmall.code, BackendError.code, NoTransport.code})
+WORKER_CODES = frozenset(
+    {InvalidArgument.code, OutputTooSmall.code, BackendError.code, NoTransport.code, CudaGraphUnsafe.code}
+)
 
 
 class Server:
@@ -225,6 +228,7 @@ class Server:
         self._look_at_s = now_s + LOOK_S
         self.look_at_lanes()
         self.look_at_rings()
+        self.look_at_bells()
         before = self.policy.problem
         policy = self.policy.refresh(now_s)
         if policy is not None:
@@ -246,6 +250,11 @@ class Server:
         looks = self._looks(self.state.leases.rings())
         if looks:
             self.handle(ev.RingsSeen(looks))
+
+    def look_at_bells(self) -> None:
+        calls = [call for worker in self.state.workers.values() for call in worker.bells.values()]
+        if calls:
+            self.handle(ev.BellsSeen(self._pages.busy_bells(calls)))
 
     def _looks(self, rings: Iterable[Lane]) -> dict[int, ev.RingLook]:
         looks = {}
@@ -345,7 +354,8 @@ class Server:
     def _timeout_s(self, now_s: float) -> float:
         if self._ended:
             return 0.0
-        look_at_s = self._look_at_s if self._lanes else math.inf  # their calls do not wake us
+        has_silent = self._lanes or any(worker.bells for worker in self.state.workers.values())
+        look_at_s = self._look_at_s if has_silent else math.inf  # their calls do not wake us
         due_s = min(self.state.wakeup_s, self._check_s, self._save_at_s, look_at_s, self._turns_due_s())
         return max(due_s - now_s, 0.0)
 
@@ -416,7 +426,12 @@ class Server:
                 digest = b""
                 if flags & wire.HAS_DIGEST:
                     body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
-                turn = None
+                turn = bell = None
+                if flags & wire.HAS_BELL:
+                    if len(body) < wire.BELL_BYTES:
+                        raise ProtocolError(f"a body of {len(body)} bytes is too short for a bell")
+                    (bell,) = wire.BELL.unpack(body[-wire.BELL_BYTES :])
+                    body = body[: -wire.BELL_BYTES]
                 if flags & wire.HAS_TURN:
                     if len(body) < wire.TURN_BYTES:
                         raise ProtocolError(f"a body of {len(body)} bytes is too short for a turn")
@@ -425,12 +440,14 @@ class Server:
                 may_run_here, after_lane = bool(flags & wire.MAY_RUN_HERE), aux if flags & wire.AFTER_LANE else 0
                 timeout_s = time_us / 1e6
                 event: ev.Event = ev.CallArrived(
-                    identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt, turn
+                    identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt, turn, bell
                 )
             elif kind == Kind.ROUTE:
                 event = ev.RouteDefined(identity, route, body)
             elif kind == Kind.FORGET:
                 event = ev.RouteForgotten(identity, route)
+            elif kind == Kind.UNBIND:
+                event = ev.CallUnbound(identity, seq)
             elif kind == Kind.POISONED and len(body) == wire.DIGEST_BYTES:
                 event = ev.CallPoisoned(identity, route, body)
             elif kind == Kind.OVERDUE:
@@ -667,10 +684,13 @@ class Server:
         except ProtocolError:
             _close_all(fds)
             raise
-        missing = self.state.engine.missing(message.gpu)
-        if missing is not None:  # nothing is wrong with the client: it goes on without this GPU
+        refusal: LayerZeroError | None = self.state.engine.missing(message.gpu)
+        if refusal is None and self.state.bells.holds(peer.identity, message.gpu):
+            text = "calls in captured graphs hold the GPU's memory as it is offered; drop those graphs first"
+            refusal = NoTransport(text, rung=gpu.rung, reason=text)
+        if refusal is not None:  # nothing is wrong with the client: it goes on without this
             gpu.close()
-            control.send(peer.sock, messages.Refused(error=missing.to_wire()))
+            control.send(peer.sock, messages.Refused(error=refusal.to_wire()))
             return
         before = self._pages.get(peer.number, message.gpu)
         self.look_at_turns()
@@ -732,6 +752,7 @@ class Server:
             self._lanes.tell_end(ring.number)
         self.look_at_turns(process.backend, has_ended=True)
         looks = self._looks(rings)
+        self.look_at_bells()
         ended = supervisor.reap(process)
         self.handle(ev.WorkerExited(*key, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, looks))
 
@@ -887,6 +908,8 @@ class Server:
         body, flags = action.body, 0
         if action.turn is not None:
             body, flags = body + wire.TURN.pack(*action.turn), wire.HAS_TURN
+        if action.bell is not None:
+            body, flags = body + wire.BELL.pack(action.bell), flags | wire.HAS_BELL
         self._send_worker(
             action.identity,
             wire.pack(
@@ -899,6 +922,10 @@ class Server:
                 body=body,
             ),
         )
+
+    def _send_mute(self, action: ev.SendMute) -> None:
+        frame = wire.pack(Kind.MUTE, route=action.plan, aux=action.client, seq=action.bell)
+        self._send_worker(action.identity, frame)
 
     def _send_decision(self, action: ev.SendDecision) -> None:
         frame = wire.pack(Kind.DECISION, route=action.route, aux=action.decision, body=action.body)
@@ -943,6 +970,7 @@ class Server:
 
     _perform: dict[type, Callable[[Server, Any], None]] = {
         ev.Run: _run,
+        ev.SendMute: _send_mute,
         ev.Answer: _answer,
         ev.Refuse: _refuse,
         ev.SendDecision: _send_decision,

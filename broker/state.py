@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layerzero.broker import events as ev
+from layerzero.broker.bells import Bells
 from layerzero.broker.engine import Cell, Engine
 from layerzero.broker.explain import explain
 from layerzero.broker.leases import SETTLED_CALLS, Leases, Lost
@@ -36,6 +37,7 @@ from layerzero.ipc.errors import (
     BackendError,
     BrokerLost,
     Busy,
+    CudaGraphUnsafe,
     DeadlineExceeded,
     EnvError,
     LayerZeroError,
@@ -97,7 +99,7 @@ class BrokerState:
         self._shadow = ShadowLedger()
         self.leases = Leases()
         self.turns = Turns()
-        self._rings = Rings(self)
+        self._rings, self.bells = Rings(self), Bells(self)
         self._slots = itertools.count(1)  # of starts of GPU workers
         self._leased_epoch = 0  # of the engine: what it decided then
         self._watch_at_s = math.inf
@@ -119,6 +121,8 @@ class BrokerState:
             ev.LaneOpened: self._lane_opened,
             ev.LaneOverdue: self._lane_overdue,
             ev.LaneSeen: self._lane_seen,
+            ev.CallUnbound: self.bells.unbind,
+            ev.BellsSeen: self.bells.see,
             ev.CallLeft: self._rings.take,
             ev.RingsSeen: self._rings.see,
             ev.TurnsReached: self._turns_reached,
@@ -165,7 +169,8 @@ class BrokerState:
             gone = [call for call in worker.waiting if call.client is client]
             for call in gone:
                 worker.waiting.remove(call)
-                self._close(call)
+                self.close(call)
+        self.bells.end_client(client)
         self._release_turns(client)
         self.finish_leaving(client)
 
@@ -205,15 +210,27 @@ class BrokerState:
         client = self.clients.get(event.identity)
         if client is None or event.arena not in client.arenas:
             return
-        calls = (call for w in self.workers.values() for call in (*w.running, *w.waiting, *w.enqueued.values()))
-        if any(call.client is client and event.arena in call.arenas for call in calls):
+        users = self._users(client, event.arena)
+        if any(not call.is_unbound for call in users):
             self._drop_client(client, f"arena {event.arena} was retired with open calls that use it")
+        elif users:
+            client.retiring.add(event.arena)
         else:
             self._release_arena(client, event.arena)
+
+    def _users(self, client: Client, arena: int) -> list[Call]:
+        """Open calls that refer to it."""
+        return [
+            call
+            for w in self.workers.values()
+            for call in (*w.running, *w.waiting, *w.enqueued.values(), *w.bells.values())
+            if call.client is client and arena in call.arenas
+        ]
 
     def _release_arena(self, client: Client, arena: int) -> None:
         key = (client.number, arena)
         del client.arenas[arena]
+        client.retiring.discard(arena)
         for route in client.routes.values():
             route.checked.clear()
         for worker in self.workers.values():
@@ -379,7 +396,11 @@ class BrokerState:
         timeout_s = event.timeout_s or self.limits.timeout_s
         call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
         if turn is not None:
-            self._take_turn(call, turn)
+            call.turn, turn.call = turn, call
+        if event.bell is not None:
+            self.bells.begin(call, event.bell)
+        if call.gpu:
+            self._pass_by_the_deaf(call)
         return call
 
     def _refuse_arrival(self, client: Client, seq: int, turn: OpenTurn | None, error: LayerZeroError) -> None:
@@ -416,23 +437,28 @@ class BrokerState:
     # --- turns on a GPU --------------------------------------------------------------------------------
 
     def _begin_turn(self, client: Client, route: Route, event: ev.CallArrived) -> OpenTurn | None:
-        """Raises ProtocolError for a call without the turn that its device asks for, or with a senseless one."""
+        """None for a call on the CPU, or with a bell. Raises ProtocolError for a call without the turn or bell that its
+        device asks for, or with a senseless one."""
         gpu = route.signature.spec.device
-        if (event.turn is None) != (not gpu):
-            raise ProtocolError(f"a call on {gpu or 'the CPU'} comes {'with' if event.turn else 'without'} a turn")
-        if event.turn is None:
+        places = (event.turn is not None) + (event.bell is not None)
+        if places != bool(gpu):
+            raise ProtocolError(f"a call on {gpu or 'the CPU'} comes with {places} turns and bells")
+        if not gpu:
             return None
         if gpu not in client.gpus:
             raise ProtocolError(f"a call on {gpu}, which the client has not added")
+        if event.turn is None:
+            assert event.bell is not None
+            self.bells.check(client, gpu, event.bell)
+            return None
         return self.turns.begin(client, gpu, event.turn)
 
-    def _take_turn(self, call: Call, turn: OpenTurn) -> None:
+    def _pass_by_the_deaf(self, call: Call) -> None:
         """The call goes past workers that its client's memory is known not to reach, and is not run by the client."""
-        call.turn, turn.call = turn, call
         call.may_run_here = False
         if any(worker.deaf for worker in self.workers.values()):
             for verdict in self.order(call.route.signature):
-                error = self.workers[verdict.backend].deaf.get((call.client.number, turn.gpu))
+                error = self.workers[verdict.backend].deaf.get((call.client.number, call.gpu))
                 if error is not None:
                     call.tried.add(verdict.backend)
                     call.last_error = error
@@ -446,7 +472,7 @@ class BrokerState:
                 self.do(ev.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
                 self.do(refusal)
             if turn.call is not None:
-                self._close(turn.call)
+                self.close(turn.call)
 
     def _turns_reached(self, event: ev.TurnsReached) -> None:
         self._tell(self.turns.reach(event.keys))
@@ -472,7 +498,7 @@ class BrokerState:
         for dispatch in event.done:
             call = worker.enqueued.pop(dispatch, None) or self._take_unanswered(worker, dispatch)
             self._note_success(worker, call)
-            self._close(call)
+            self.close(call)
         for dispatch in event.ready:
             begun = worker.enqueued.get(dispatch)
             if begun is not None and begun.turn is not None and not begun.turn.has_begun:
@@ -515,7 +541,7 @@ class BrokerState:
             call.client.open_calls += 1
             call.client.enqueued -= 1
             call.is_enqueued = False
-        return calls
+        return calls + self.bells.take_all(worker)
 
     def _end_late_turns(self) -> None:
         for worker in self.workers.values():
@@ -724,7 +750,11 @@ class BrokerState:
         if len(worker.running) == 1:
             self._start_clock(worker)
         turn = call.turn.turn if call.turn is not None else None
-        self.do(ev.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn))
+        self.do(ev.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn, call.bell))
+
+    def plan_of(self, call: Call) -> int:
+        """Of a call that a worker has."""
+        return self._plans[call.route.signature.key, call.kernel_id]
 
     def _start_clock(self, worker: Worker) -> None:
         worker.head_since_s = self.now_s
@@ -739,7 +769,7 @@ class BrokerState:
             self._start_clock(worker)
         return call
 
-    def _close(self, call: Call) -> None:
+    def close(self, call: Call) -> None:
         """The call is over for the broker: its client has its answer or has left, and no worker has it."""
         if call.is_enqueued:
             call.client.enqueued -= 1
@@ -748,6 +778,10 @@ class BrokerState:
         self._release_signature(call.route.signature)
         if call.turn is not None:
             self.turns.end(call.turn)
+        self.bells.end(call)
+        for arena in call.client.retiring.intersection(call.arenas):
+            if not self._users(call.client, arena):
+                self._release_arena(call.client, arena)
         self._release_if_done(call.client)
 
     def answering(self, identity: bytes) -> Worker | None:
@@ -774,21 +808,26 @@ class BrokerState:
         call = self._take_head(worker)
         worker.answered += 1
         signature, turn = call.route.signature, call.turn
-        if event.kernel_ns or turn is None:  # of a GPU, 0 is no new sample
+        if event.kernel_ns or not call.gpu:  # of a GPU, 0 is no new sample
             self._note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
         if turn is None:
             self._note_success(worker, call)
         client = call.client
-        if not client.has_left:
+        if not call.is_unwanted:
             decision = self._decision(call, worker)
-            self._settle(call, worker)
+            if call.bell is None:
+                self._settle(call, worker)
             answer = ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
             answer.attempts, answer.is_replayed = call.attempts, event.is_replayed
             self.do(answer)
-        if turn is None:
-            self._close(call)
-        else:
+        if turn is not None:
             self._enqueue(call, worker, turn)
+        elif call.bell is not None and not call.is_unbound:
+            self.bells.bind(call, worker)
+            if client.has_left:
+                self.bells.end_client(client)
+        else:
+            self.close(call)
 
     def _note_success(self, worker: Worker, call: Call) -> None:
         spec = call.route.signature.spec
@@ -823,8 +862,10 @@ class BrokerState:
         worker = self._answers_head(event.identity, event.dispatch, event.attempt)
         if worker is None:
             return
-        call = self._take_head(worker)
-        self.attempt_failed(call, worker, event.error)
+        call, error = self._take_head(worker), event.error
+        if error.code == CudaGraphUnsafe.code and call.bell is None:  # nobody asked
+            error = BackendError(f"{error.code}: {error.message}")
+        self.attempt_failed(call, worker, error)
 
     def attempt_failed(
         self,
@@ -837,10 +878,11 @@ class BrokerState:
         pid: int | None = None,
     ) -> None:
         """An attempt is over for good (the worker has answered, or is dead): try the next kernel, or end the call."""
-        if call.client.has_left:
-            self._close(call)
+        if call.is_unwanted:
+            self.close(call)
             return
-        if error.retry in (NEVER, SAME) and exit_code is None:
+        cannot_bind = error.code == CudaGraphUnsafe.code  # by this kernel; it is well, and another may
+        if error.retry in (NEVER, SAME) and exit_code is None and not cannot_bind:
             self._refuse(call, error)
             return
         call.attempts.append(
@@ -859,7 +901,9 @@ class BrokerState:
         spec = call.route.signature.spec
         if spec.device and error.code == NoTransport.code:  # its kernels are well
             worker.deaf[call.client.number, spec.device] = error
-        elif phase != "queued" and error.code != DeadlineExceeded.code:  # a short timeout_s is the caller's doing
+        elif (
+            phase != "queued" and not cannot_bind and error.code != DeadlineExceeded.code
+        ):  # a short timeout_s is the caller's doing
             self.engine.note_failure(worker.backend, spec.op, error, self.now_s, spec.device)
             self._wake_for_health()
         call.last_error = error
@@ -885,6 +929,8 @@ class BrokerState:
             cls: type[LayerZeroError] = BackendError
             if NoTransport.code in codes:  # its client can offer its memory in another way
                 cls = NoTransport
+            elif CudaGraphUnsafe.code in codes:
+                cls = CudaGraphUnsafe
             elif call.last_error.code == DeadlineExceeded.code:
                 cls = DeadlineExceeded
             what = f"no kernel is left; tried {tried}" if tried else "no kernel is within reach"
@@ -905,7 +951,7 @@ class BrokerState:
         refusal = ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
         if call.turn is None:
             self.do(refusal)
-            self._close(call)
+            self.close(call)
         else:
             self.turns.fail(call.turn, refusal)
 
@@ -1065,6 +1111,7 @@ class BrokerState:
         in_gpu = self._in_gpu(worker, event) if on_ring is None else None
         if on_ring is None and in_gpu is None and worker.fault is None and not _died_in_running(worker, event):
             on_ring = next((one for one in stranded if one.is_ready), None)
+            in_gpu = self.bells.in_gpu(worker) if on_ring is None else None
         enqueued, running, waiting = self._take_enqueued(worker), list(worker.running), list(worker.waiting)
         worker.running.clear()
         worker.waiting.clear()
@@ -1121,7 +1168,7 @@ class BrokerState:
 
     def _requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
-        may_wait = worker.state is S.BACKOFF and not call.client.has_left
+        may_wait = worker.state is S.BACKOFF and not call.is_unwanted
         if may_wait and self._is_back_in_time(worker.backend, call) and not self._has_other(call):
             worker.waiting.append(call)
             return
@@ -1276,8 +1323,8 @@ class BrokerState:
         self._stop_if_idle()
 
     def _end_for_shutdown(self, call: Call) -> None:
-        if call.client.has_left:
-            self._close(call)
+        if call.is_unwanted:
+            self.close(call)
         else:
             self._refuse(call, BrokerLost("the broker was shut down before the call ended"))
 

@@ -50,7 +50,7 @@ class GpuLane:
         the call. Waits while the ring is full."""
         call = self.calls + 1
         slot = call % SLOTS
-        before = self._turns[slot]
+        before = self._turns[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
         if before is not None and not self._page.is_done(before):
             self.gpu.wait_for(before)
         self._turns[slot], self.calls = turn, call

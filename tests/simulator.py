@@ -55,6 +55,7 @@ from layerzero.capabilities.reasons import Reason
 from layerzero.ipc import wire
 from layerzero.ipc.errors import (
     BackendError,
+    CudaGraphUnsafe,
     EnvError,
     InvalidArgument,
     LayerZeroError,
@@ -64,7 +65,7 @@ from layerzero.ipc.errors import (
 )
 from layerzero.ipc.lane import EXECUTING, mark
 from layerzero.ipc.messages import Decision, Lease, Route, decode, encode
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order import RUNG, SILENT, TAKEN, Turn
 from layerzero.ipc.ring import RingCall
 from layerzero.ipc.tensors import TensorSpec
 
@@ -185,6 +186,8 @@ class Call:
     after: tuple[int, int] = (0, 0)  # the express lane that ended with it, and its number there
     turn: Turn | None = None
     on_ring: Dispatch | None = None  # what it is there
+    bell: int | None = None
+    is_unbound: bool = False
     is_innocent_of: int = 0  # pid of the worker whose ring it came back from
     has_word: bool = False  # its client was told of it
     has_passed: bool = False  # its client's stream has gone on
@@ -223,6 +226,19 @@ class Stream:
     passed: int = 0  # what the stream has waited for
     since_s: float = 0.0  # when `ready` or `done` changed
     calls: dict[int, Call] = field(default_factory=dict)
+
+
+@dataclass
+class Bell:
+    """Of a client's order page, and the replay that the client waits for."""
+
+    word: int = SILENT
+    is_done: bool = True
+    since_s: float = 0.0  # when one of them changed
+
+    @property
+    def is_busy(self) -> bool:
+        return self.word == RUNG or (self.word == TAKEN and not self.is_done)
 
 
 @dataclass(eq=False)
@@ -312,6 +328,8 @@ RING_FATES = {
     "stranded",
     "survived_client",
 }
+# What becomes of calls in graphs.
+BELL_FATES = {"bound", "bound_again", "failed", "late", "muted", "replayed", "taken_over", "unbound", "unsafe"}
 # What a GPU makes of a call, and what else becomes of turns.
 GPU_FATES = ("gpu_runs", "gpu_is_slow", "gpu_hangs", "gpu_dies")
 TURN_FATES = {"turn_failed", "turn_held", "turn_released", "turn_rerun", "turn_late", "deaf", "offered_again"}
@@ -338,6 +356,9 @@ class Process:
         self.deaf: set[int] = set()  # clients whose memory does not reach it
         self.gpu: list[Dispatch] = []  # enqueued and not done
         self.enqueued: dict[int, Dispatch] = {}  # what the broker believes of that
+        self.bells: dict[tuple[int, int], Dispatch] = {}  # by client's number
+        self.replaying: dict[tuple[int, int], Dispatch] = {}
+        self.bound: dict[int, Dispatch] = {}  # what the broker believes
         self.late: Dispatch | None = None  # that it is killed for
         self.prepared: set[int] = set()
         self.sent: deque[Dispatch] = deque()
@@ -424,6 +445,8 @@ class Process:
                 self._plans.discard(value)
             elif kind == "allow":
                 self._allowed.add(value)
+            elif kind == "mute":
+                self.bells.pop(value, None)
             elif self.gpu:
                 return  # it finishes what it has before it stops
             else:
@@ -467,8 +490,9 @@ class Process:
         world = self.world
         call = dispatch.call
         world.require(dispatch.plan in self._plans, "a worker got a Run without its plan")
-        world.require(call.place not in world.writers, "two live workers write the same memory")
-        world.writers[call.place] = self
+        if call.bell is None:
+            world.require(call.place not in world.writers, "two live workers write the same memory")
+            world.writers[call.place] = self
         self._current = dispatch
         weights = world.weights[self.backend] if dispatch.lane is None else world.lane_weights
         fate = "runs" if world.is_calm else world.rng.choices(FATES, weights)[0]
@@ -497,7 +521,9 @@ class Process:
         if fate in WRITES:
             self.page = (number, "written")
             dispatch.result = b"%d" % number
-            if world.device:
+            if dispatch.call.bell is not None:
+                self._bind(dispatch)
+            elif world.device:
                 self._enqueue(dispatch)
             else:
                 world.contents[dispatch.call.place] = dispatch.call
@@ -531,7 +557,11 @@ class Process:
             ran = ev.CallRan(self.identity, number, attempt, kernel_ns, dispatch.result or b"")
             match fate:
                 case "raises":
-                    self._say(ev.CallRaised(self.identity, number, attempt, BackendError("kernel raised")))
+                    error: LayerZeroError = BackendError("kernel raised")
+                    if dispatch.call.bell is not None and rng.random() < 0.7:
+                        error = CudaGraphUnsafe("it cannot be captured")
+                        world.coverage.fates["bell_unsafe"] += 1
+                    self._say(ev.CallRaised(self.identity, number, attempt, error))
                 case "refuses":
                     self._say(ev.CallRaised(self.identity, number, attempt, InvalidArgument("bad id")))
                 case "too_small":
@@ -560,6 +590,52 @@ class Process:
             self._free()
             self.page = (0, "idle")
             self.pump()
+
+    def _bind(self, dispatch: Dispatch) -> None:
+        call = dispatch.call
+        assert call.bell is not None
+        key = (call.client.number, call.bell)
+        self.bells[key] = dispatch
+        bell = call.client.bells[call.bell]
+        if bell.word == TAKEN and not bell.is_done:
+            self.world.coverage.fates["bell_taken_over"] += 1
+            self._replay(key)
+        else:
+            self.serve(key)
+
+    def serve(self, key: tuple[int, int]) -> None:
+        dispatch = self.bells.get(key)
+        if self.is_alive and dispatch is not None:
+            bell = dispatch.call.client.bells[key[1]]
+            if bell.word == RUNG:
+                bell.word, bell.since_s = TAKEN, self.world.now_s
+                self._replay(key)
+
+    def _replay(self, key: tuple[int, int]) -> None:
+        world, dispatch = self.world, self.bells[key]
+        if not dispatch.arenas <= self._arenas:
+            world.require(dispatch.call.client.has_left, "a bound call has lost its memory")
+            return
+        world.require(dispatch.call.place not in world.writers, "two live workers write the same memory")
+        world.writers[dispatch.call.place] = self
+        self.replaying[key] = dispatch
+        fate = "gpu_runs" if world.is_calm else world.rng.choices(GPU_FATES, world.gpu_weights)[0]
+        slow_s = world.limits.timeout_s * world.rng.uniform(0.8, 1.2) if fate == "gpu_is_slow" else 0.0
+        if fate != "gpu_hangs":
+            world.push(world.now_s + world.rng.expovariate(world.pace) + slow_s, self._replayed, key, dispatch, fate)
+
+    def _replayed(self, key: tuple[int, int], dispatch: Dispatch, fate: str) -> None:
+        if not self.is_alive:
+            return
+        if fate == "gpu_dies":
+            self.die(STICKY_EXIT)
+            return
+        del self.replaying[key]
+        del self.world.writers[dispatch.call.place]
+        call, bell = dispatch.call, dispatch.call.client.bells[key[1]]
+        self.world.contents[call.place] = call
+        bell.is_done, bell.since_s = True, self.world.now_s
+        self.world.coverage.fates["bell_replayed"] += 1
 
     def _enqueue(self, dispatch: Dispatch) -> None:
         world = self.world
@@ -595,7 +671,7 @@ class Process:
 
     def _free(self) -> None:
         if self._current is not None:
-            if self._current not in self.gpu:
+            if self._current not in self.gpu and self._current.call.bell is None:
                 del self.world.writers[self._current.call.place]
             if self._current.lane is not None:
                 self.lane_end_s = self.world.now_s
@@ -605,9 +681,10 @@ class Process:
         if not self.is_alive:
             return
         self._free()
-        for dispatch in self.gpu:
+        for dispatch in (*self.gpu, *self.replaying.values()):
             del self.world.writers[dispatch.call.place]
         self.gpu.clear()
+        self.replaying.clear()
         self.is_alive = False
         world = self.world
         self._loses_output = world.rng.random() < 0.3
@@ -644,6 +721,8 @@ class Client:
     has_gpu: bool = False
     streams: list[Stream] = field(default_factory=lambda: [Stream() for _ in range(STREAMS)])
     pending: dict[Turn, Call] = field(default_factory=dict)  # on a GPU: the broker has them
+    bells: list[Bell] = field(default_factory=lambda: [Bell() for _ in range(3)])
+    bound: dict[int, Call] = field(default_factory=dict)  # by bell, as the client knows
 
     def act(self) -> None:
         """Do one thing that a client may do, or rarely one that it may not."""
@@ -654,6 +733,9 @@ class Client:
             self.control.send(self.world.gpu_offered, self, not self.has_gpu)
             self.has_gpu = True
         what = rng.random()
+        if self.world.device and self.routes and self.free and rng.random() < self.world.graphs:
+            self._bind_one()
+            return
         if not self.routes or what < 0.08:
             self._define()
         elif not self.free or what < 0.12:
@@ -692,6 +774,60 @@ class Client:
         number, self.next_route = self.next_route, self.next_route + 1
         self.routes[number] = signature
         self.frames.send(self.world.from_client, self, ev.RouteDefined(self.identity, number, signature.body))
+
+    def _bind_one(self) -> None:
+        """Capture a call in a graph that is replayed and then dropped."""
+        rng, world = self.world.rng, self.world
+        free = [number for number in range(len(self.bells)) if number not in self.bound]
+        if not free:
+            return
+        route = rng.choice(list(self.routes))
+        arena, index = self.free.pop(rng.randrange(len(self.free)))
+        place = index * 2 * SLOT
+        body = wire.pack_refs([wire.Ref(arena, 0, place, SLOT), wire.Ref(arena, 0, place + SLOT, SLOT)])
+        call = Call(self, route, self.routes[route], (arena, index), body, 0, world.limits.timeout_s)
+        self.seq += 1
+        call.seq, call.bell = self.seq, rng.choice(free)
+        call.digest = bytes([call.number]) * wire.DIGEST_BYTES if route in self.needs_digest else b""
+        self.bells[call.bell] = Bell()
+        self.bound[call.bell] = call
+        event = ev.CallArrived(self.identity, route, call.seq, 0.0, body, call.digest, bell=call.bell)
+        self.frames.send(world.from_client, self, event, call)
+        for _ in range(rng.randrange(6)):
+            world.push(world.now_s + rng.uniform(0.0, 4.0), self._replay, call)
+        if rng.random() < 0.8:
+            world.push(world.now_s + rng.uniform(0.0, 6.0), self._unbind, call)
+
+    def _is_bound(self, call: Call) -> bool:
+        return call.bell is not None and self.bound.get(call.bell) is call and not self.has_hung_up
+
+    def _replay(self, call: Call) -> None:
+        if self._is_bound(call) and call.has_word and call.bell is not None and not self.bells[call.bell].is_busy:
+            bell = self.bells[call.bell]
+            bell.word, bell.is_done, bell.since_s = RUNG, False, self.world.now_s
+            for process in self.world.processes.values():
+                key = (self.number, call.bell)
+                self.world.push(self.world.now_s + self.world.delay_s(), process.serve, key)
+
+    def _unbind(self, call: Call) -> None:
+        if not self._is_bound(call) or call.bell is None:
+            return
+        if self.bells[call.bell].is_busy:
+            self.world.push(self.world.now_s + 0.5, self._unbind, call)
+            return
+        self.world.coverage.fates["bell_unbound"] += 1
+        del self.bound[call.bell]
+        call.is_unbound = True
+        self.free.append(call.slot)
+        self.frames.send(self.world.from_client, self, ev.CallUnbound(self.identity, call.seq))
+
+    def _bell_failed(self, call: Call) -> None:
+        """It ends the waits of its graph itself."""
+        if self._is_bound(call) and call.bell is not None:
+            self.world.coverage.fates["bell_failed"] += 1
+            del self.bound[call.bell]
+            self.bells[call.bell] = Bell()
+            self.free.append(call.slot)
 
     def lanes(self) -> list[Lane]:
         return [lane for lane in self.world.lanes.values() if lane.client is self]
@@ -911,6 +1047,9 @@ class Client:
                 self.world.contents.get(call.place) is call, "the memory of an answered call holds another one's result"
             )
         is_first, call.has_word = not call.has_word, True
+        if call.bell is not None:
+            self.world.coverage.fates["bell_bound" if is_first else "bell_bound_again"] += 1
+            return
         self._end(call)
         if is_first:
             self._go_on(call)
@@ -932,6 +1071,9 @@ class Client:
 
     def refused(self, call: Call, error: LayerZeroError) -> None:
         has_gone_on, call.has_word = call.has_word, True
+        if call.bell is not None:
+            self._bell_failed(call)
+            return
         match error.code:
             case "DIGEST_REQUIRED" if not call.digest and not self.has_hung_up and call.route in self.routes:
                 self.world.require(not has_gone_on, "a call must show a digest after it was answered")
@@ -994,6 +1136,7 @@ class World:
             for weights in self.weights.values():
                 weights[0] = 500
             self.persistence, self.eagerness = 0.97, own.choice((1.0, 1.0, 0.3))
+        self.graphs = own.choice((0.0, 0.3, 0.6)) if self.device else 0.0
         self._p_deaf = own.choice((0.0, 0.0, 0.2))
         self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
         self._p_probe_fails, self._p_spawn_fails = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.1))
@@ -1086,6 +1229,8 @@ class World:
             on_lanes = [] if client.has_hung_up else [lane.number for lane in client.lanes() if lane.dispatch]
             self.require(not on_lanes, f"the calls on lanes {on_lanes} of client {client.number} are lost")
             if not client.has_hung_up:
+                silent = [n for n, call in client.bound.items() if call.has_word and client.bells[n].is_busy]
+                self.require(not silent, f"replays of client {client.number} hang at bells {silent}")
                 stuck = [(s.issued, s.ready, s.done, s.passed) for s in client.streams if s.passed != s.issued]
                 self.require(not stuck, f"streams of client {client.number} hang: {stuck}")
                 self.require(not client.pending, f"turns {list(client.pending)} are never told of")
@@ -1150,6 +1295,7 @@ class World:
         is_awaited = self.state.is_awaited
         rings = {lane.number: lane for lane in self.lanes.values() if lane.is_open and lane.ring}
         has_calls = any(self._on_ring(lane) for lane in rings.values())
+        has_calls |= any(self._busy_bells(process) for process in self.processes.values())
         if is_awaited or has_calls or any(process.enqueued for process in self.processes.values()):
             at_s = self.now_s + (AWAITED_LOOK_S if is_awaited or self._is_stopping else LOOK_S)
             if at_s < self._look_at_s:
@@ -1161,7 +1307,16 @@ class World:
             self._look_at_s = math.inf
             self.look_at_turns()
             self.look_at_rings()
+            bound = {n: one for process in self.processes.values() for n, one in process.bound.items()}
+            if bound:
+                busy = [self._busy_bells(process) for process in self.processes.values()]
+                self._deliver(ev.BellsSeen({n: word for words in busy for n, word in words.items()}))
             self._plan_look()
+
+    @staticmethod
+    def _busy_bells(process: Process) -> dict[int, int]:
+        bells = {n: d.call.client.bells[d.call.bell or 0] for n, d in process.bound.items()}
+        return {number: bell.word for number, bell in bells.items() if bell.is_busy}
 
     def _on_ring(self, lane: Lane) -> list[int]:
         """Calls on it whose turns are not done."""
@@ -1187,7 +1342,7 @@ class World:
         """What order pages say."""
         for process in [p for p in self.processes.values() if (p.enqueued or p is only) and only in (None, p)]:
             done, ready = [], set()
-            unanswered = {d.number: d for d in process.sent if process is only and self.device}
+            unanswered = {d.number: d for d in process.sent if process is only and d.call.turn is not None}
             for number, dispatch in {**process.enqueued, **unanswered}.items():
                 call, stream = dispatch.call, self.stream(dispatch.call)
                 assert call.turn is not None
@@ -1234,7 +1389,7 @@ class World:
         self.push(self.now_s + self.delay_s(), call.client.advance, stream)
 
     def gpu_offered(self, client: Client, has_new_page: bool) -> None:
-        if not client.has_left:
+        if not client.has_left and not self.state.bells.holds(client.identity, GPU):  # the server refuses it
             self.coverage.fates["offered_again"] += not has_new_page
             self.look_at_turns()
             self._deliver(ev.GpuOffered(client.identity, GPU, has_new_page))
@@ -1265,6 +1420,8 @@ class World:
             call.is_crowded = self.state.clients[client.identity].open_calls >= self.limits.max_in_flight
             if call.after[0]:
                 self._count_lost(call, self.lanes[call.after[0]])
+        elif isinstance(event, ev.CallUnbound):
+            client.open.pop(event.seq, None)
         elif isinstance(event, ev.CallPoisoned):
             route = self.state.clients[client.identity].routes.get(event.route)
             if route is not None:
@@ -1277,6 +1434,7 @@ class World:
         client.open[call.seq] = call
         if call.turn is not None:
             client.pending[call.turn] = call
+        if self.device:
             key = (client.number, GPU)
             call.deaf = {b for b in call.signature.backends if key in self.state.workers[b].deaf}
         until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
@@ -1379,7 +1537,12 @@ class World:
             if is_heard and head is not None and (head.number, head.attempt) == (event.dispatch, event.attempt):
                 process.sent.popleft()
                 process.head_since_s = self.now_s
-                if self.device and isinstance(event, ev.CallRan):
+                if head.call.bell is not None and isinstance(event, ev.CallRan):
+                    if head.call.seq in head.call.client.open or head.call.client.has_left:
+                        process.bound[head.number] = head
+                    else:  # its client wants it no more
+                        head.is_over = True
+                elif self.device and isinstance(event, ev.CallRan):
                     process.enqueued[head.number] = head
                     head.answered_s = self.now_s
                 else:
@@ -1430,7 +1593,11 @@ class World:
         in_running = exit_code != STICKY_EXIT and any(d.number == page[0] for d in process.sent)
         if guilty is None and not is_sticky and not process.kill_reason and not in_running:
             guilty = next((one for one, is_ready in stranded if is_ready), None)
-        is_sticky |= guilty is not None
+        if self.device:
+            every = {n: w for p in self.processes.values() for n, w in self._busy_bells(p).items()}
+            self._handle(ev.BellsSeen(every))
+        may_be_bell = not is_sticky and guilty is None and not process.kill_reason and not in_running
+        is_sticky |= self._lose_bound(process, may_be_bell) or guilty is not None
         self._strand(process, [one for one, _ in stranded], guilty)
         for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
@@ -1450,6 +1617,21 @@ class World:
             self._is_broken[backend] = "budget"
         self._restart_from_s[backend] = self.now_s + 0.75 * self.limits.backoff_s
         self._deliver(ev.WorkerExited(backend, process.generation, exit_code, *page, "Traceback\nlast words", looks))
+
+    def _lose_bound(self, process: Process, is_open: bool) -> bool:
+        """What it had bound is bound elsewhere, or ends. Whether one is to blame for its end."""
+        busy = self._busy_bells(process)
+        guilty = next((n for n in process.bound if n in busy), None) if is_open else None
+        for number, dispatch in process.bound.items():
+            call = dispatch.call
+            dispatch.is_over = True
+            if dispatch is process.late or number == guilty:
+                call.failed_on.add(process.backend)
+                call.deaths += not process.kill_reason
+            if not call.client.has_left:
+                call.client.open[call.seq] = call
+        process.bound.clear()
+        return guilty is not None
 
     def _strand(self, process: Process, stranded: list[Dispatch], guilty: Dispatch | None) -> None:
         """What was on its rings comes to the broker."""
@@ -1554,7 +1736,7 @@ class World:
     def _kill(self, action: ev.Kill) -> None:
         process = self.processes[action.backend, action.generation]
         event = self._event
-        is_overdue = isinstance(event, ev.LaneOverdue | ev.RingsSeen)
+        is_overdue = isinstance(event, ev.LaneOverdue | ev.RingsSeen | ev.BellsSeen)
         is_deadline = is_overdue or (type(event) is ev.Tick and process.was_ready)
         self.require(not process.kill_reason, "a worker is killed twice")
         process.kill_reason = "deadline" if is_deadline else "fault"
@@ -1580,6 +1762,15 @@ class World:
             is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
             self.require(is_long, "a worker is killed for a head that waits for a call of a lane")
         elif (late := self.state.workers[action.backend].late) is not None:
+            if late.bell is not None:
+                self.coverage.fates["bell_late"] += 1
+                process.late = process.bound[late.dispatch]
+                process.late.call.faults.add("deadline")
+                bell = process.late.call.client.bells[late.bell]
+                is_long = bell.is_busy and self.now_s - bell.since_s >= self.limits.timeout_s - 1e-9
+                self.require(is_long, "a worker is killed for a bell that is not late")
+                self.kill(process)
+                return
             self.coverage.fates["turn_late"] += 1
             process.late = process.enqueued[late.dispatch]
             process.late.call.faults.add("deadline")
@@ -1779,7 +1970,8 @@ class World:
     def _run(self, action: ev.Run) -> None:
         process = self._worker(action.identity, "Run")
         client = next(c for c in self.clients.values() if c.number == action.client)
-        call = next((c for c in client.open.values() if c.body == action.body and c.turn == action.turn), None)
+        places = (action.body, action.turn, action.bell)
+        call = next((c for c in client.open.values() if (c.body, c.turn, c.bell) == places), None)
         if call is None:
             self.require(client.left_during == self._events, "Run of a call that is not open")
             return  # its client was dropped while this very list of actions was performed
@@ -1805,6 +1997,17 @@ class World:
             self._handle(ev.WorkerMisbehaved(process.backend, process.generation, "it does not read its queue"))
         else:
             process.send("run", dispatch)
+
+    def _mute(self, action: ev.SendMute) -> None:
+        process = self._worker(action.identity, "Mute")
+        self.coverage.fates["bell_muted"] += 1
+        both = (*process.sent, *process.bound.values())
+        muted = [d for d in both if d.call.bell == action.bell and d.call.client.number == action.client]
+        self.require(bool(muted) and muted[-1].plan == action.plan, "a bell is muted that is not bound")
+        for dispatch in muted:
+            dispatch.is_over = True
+            process.bound.pop(dispatch.number, None)
+        process.send("mute", (action.client, action.bell))
 
     def _to_client(self, identity: bytes) -> Client | None:
         """The client, unless it was dropped while this very list of actions was performed."""
@@ -1881,6 +2084,10 @@ class World:
                 is_true = self._is_stopping
             case "NO_BACKEND":
                 is_true = not action.attempts and not left and not any(c["accepted"] for c in action.candidates)
+            case "CUDA_GRAPH_UNSAFE":
+                codes = {attempt["code"] for attempt in action.attempts}
+                is_true = call.bell is not None and (not left or bool(call.signature.pinned))
+                is_true &= "CUDA_GRAPH_UNSAFE" in codes
             case "BACKEND_ERROR" | "DEADLINE":
                 is_true = bool(action.attempts) and (not left or bool(call.signature.pinned))
                 is_true &= error.code != "DEADLINE" or "deadline" in call.faults
@@ -1943,11 +2150,14 @@ class World:
             self.require((known is None) == client.has_left, "the core and the server disagree on who is there")
             if known is not None:
                 busy = sum(turn.call is None for turn in state.turns.of(known))  # refused as they came, and held back
-                is_right = known.open_calls + busy == len(client.open)
+                sent = [d.call for p in self.processes.values() for d in p.sent if d.call.client is client]
+                unwanted = sum(call.bell is not None and call.seq not in client.open for call in sent)
+                is_right = known.open_calls + busy == len(client.open) + unwanted
                 self.require(
                     is_right or client.has_offended, f"open_calls is {known.open_calls}: {sorted(client.open)}"
                 )
                 held = sum(d.call.client is client for p in self.processes.values() for d in p.enqueued.values())
+                held += sum(d.call.client is client for p in self.processes.values() for d in p.bound.values())
                 self.require(known.enqueued == held, f"enqueued is {known.enqueued}, not {held}")
         for process in self.processes.values():
             if process.sent and not process.kill_reason and not process.is_confirmed_dead:
@@ -2056,7 +2266,7 @@ class World:
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
             "lanes": state.leases.lanes,
             "turns": state.turns._lanes,
-            "calls on GPUs": [w.backend for w in state.workers.values() if w.enqueued or w.gpus or w.deaf],
+            "calls on GPUs": [w.backend for w in state.workers.values() if w.enqueued or w.bells or w.gpus or w.deaf],
             "pages": [c.number for c in self.clients.values() if c.has_gpu and self.device],
             "lanes in workers": [p.backend for p in self.processes.values() if p.is_alive and p.lanes],
         }
@@ -2085,6 +2295,7 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     ev.TakeBackLane: World._take_back_lane,
     ev.EndLane: World._end_lane,
     ev.Run: World._run,
+    ev.SendMute: World._mute,
     ev.SendDecision: World._decide,
     ev.Answer: World._answer,
     ev.Refuse: World._refuse,

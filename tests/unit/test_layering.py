@@ -45,6 +45,7 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
 }
 # The core decides and does nothing else: no clock, no files, no sockets.
 PURE = (
+    "broker/bells.py",
     "broker/blocks.py",
     "broker/certification.py",
     "broker/dispatch_table.py",

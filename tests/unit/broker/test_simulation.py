@@ -36,6 +36,7 @@ CODES = {
     "BAD_MESSAGE",
     "BROKER_LOST",
     "BUSY",
+    "CUDA_GRAPH_UNSAFE",
     "DEADLINE",
     "DIGEST_REQUIRED",
     "INVALID_ARGUMENT",
@@ -93,7 +94,7 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
     assert set(coverage.actions) == {cls.__name__ for cls in ev.Action.__args__}
     seen = {fate for fate, count in coverage.fates.items() if count}
     lanes = {f"lane_{fate}" for fate in simulator.LANE_FATES}
-    lanes |= {f"ring_{fate}" for fate in simulator.RING_FATES}
+    lanes |= {f"ring_{fate}" for fate in simulator.RING_FATES} | {f"bell_{fate}" for fate in simulator.BELL_FATES}
     assert seen == {*simulator.FATES, *lanes, *simulator.GPU_FATES, *simulator.TURN_FATES, "late_answer"}
 
 
@@ -293,9 +294,9 @@ class SkipsDecisions(BrokerState):
 class KeepsSignatures(BrokerState):
     """Loses count of who uses a signature."""
 
-    def _close(self, call: Call) -> None:
+    def close(self, call: Call) -> None:
         call.route.signature.users += 1
-        super()._close(call)
+        super().close(call)
 
 
 class OverfillsWorkers(BrokerState):
@@ -424,7 +425,7 @@ class ForgetsAnsweredCalls(BrokerState):
 
     def _take_enqueued(self, worker: Worker) -> list[Call]:
         for call in super()._take_enqueued(worker):
-            self._close(call)
+            self.close(call)
         return []
 
 

@@ -1,0 +1,116 @@
+"""Calls in clients' CUDA graphs (docs/protocol.md, section 15) as the core sees them: which are bound to bells at which
+worker, and which take too long there."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from layerzero.broker import events as ev
+from layerzero.broker.records import Call, Client, Worker
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.order import BELLS
+
+if TYPE_CHECKING:
+    from layerzero.broker.state import BrokerState
+
+
+class Bells:
+    """Part of the core: `core` places the calls, and takes what must be done. A bound call counts as enqueued."""
+
+    def __init__(self, core: BrokerState) -> None:
+        self._core = core
+
+    def holds(self, identity: bytes, gpu: str) -> bool:
+        """Whether a client has bells on a GPU: then its memory must stay as workers reach it."""
+        return any(its == gpu for its, _ in self._core.clients[identity].bells)
+
+    @staticmethod
+    def check(client: Client, gpu: str, bell: int) -> None:
+        """Raises ProtocolError for a bell that is not there or is taken."""
+        if not 0 <= bell < BELLS:
+            raise ProtocolError(f"bell {bell}; allowed: below {BELLS}")
+        if (gpu, bell) in client.bells:
+            raise ProtocolError(f"bell {bell} is bound already")
+
+    @staticmethod
+    def begin(call: Call, bell: int) -> None:
+        call.bell = bell
+        call.client.bells.add((call.gpu, bell))
+        call.client.bound[call.seq] = call
+
+    @staticmethod
+    def end(call: Call) -> None:
+        """The bell may be bound anew. More than once does no harm."""
+        if call.bell is not None and call.client.bound.get(call.seq) is call:
+            del call.client.bound[call.seq]
+            call.client.bells.discard((call.gpu, call.bell))
+
+    @staticmethod
+    def bind(call: Call, worker: Worker) -> None:
+        """The worker has answered: it serves the bell from here on."""
+        worker.bells[call.dispatch] = call
+        call.busy_since_s = math.inf
+        call.client.open_calls -= 1
+        call.client.enqueued += 1
+        call.is_enqueued = call.was_answered = True
+
+    def unbind(self, event: ev.CallUnbound) -> None:
+        call = self._core.clients[event.identity].bound.get(event.seq)
+        if call is None:
+            return  # it has just ended in an error
+        self.end(call)
+        call.is_unbound = True
+        for worker in self._core.workers.values():
+            if call in worker.waiting:
+                worker.waiting.remove(call)
+                self._core.close(call)
+            elif call in worker.running:  # at once: the bell's next call may go to this worker
+                self._mute(worker, call)
+            elif worker.bells.get(call.dispatch) is call:
+                self._release(worker, call)
+
+    def end_client(self, client: Client) -> None:
+        for worker in self._core.workers.values():
+            for call in [call for call in worker.bells.values() if call.client is client]:
+                self._release(worker, call)
+
+    @staticmethod
+    def take_all(worker: Worker) -> list[Call]:
+        """The worker is dead: these are to be bound elsewhere."""
+        calls = list(worker.bells.values())
+        worker.bells.clear()
+        for call in calls:
+            call.client.open_calls += 1
+            call.client.enqueued -= 1
+            call.is_enqueued = False
+        return calls
+
+    def see(self, event: ev.BellsSeen) -> None:
+        """A bell whose word stays as it is has had no other replay meanwhile."""
+        core = self._core
+        for worker in core.workers.values():
+            for call in worker.bells.values():
+                word = event.busy.get(call.dispatch)
+                if word is None:
+                    call.busy_since_s = math.inf
+                elif call.busy_since_s == math.inf or word != call.bell_word:
+                    call.busy_since_s, call.bell_word = core.now_s, word
+                elif core.now_s - call.busy_since_s >= core.limits.timeout_s and worker.fault is None:
+                    worker.late = call
+                    core.fault(worker, core.too_long(call.kernel_id, worker, core.limits.timeout_s))
+
+    @staticmethod
+    def in_gpu(worker: Worker) -> Call | None:
+        """One that the GPU may have been in."""
+        return next((call for call in worker.bells.values() if call.busy_since_s < math.inf), None)
+
+    def _release(self, worker: Worker, call: Call) -> None:
+        del worker.bells[call.dispatch]
+        self._mute(worker, call)
+        self._core.close(call)
+
+    def _mute(self, worker: Worker, call: Call) -> None:
+        if worker.identity and call.bell is not None:
+            plan = self._core.plan_of(call)
+            self._core.do(ev.SendMute(worker.identity, plan, call.client.number, call.bell))
