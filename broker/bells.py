@@ -20,6 +20,7 @@ class Bells:
 
     def __init__(self, core: BrokerState) -> None:
         self._core = core
+        self.is_awaited = False  # somebody waits for the broker to look at bells closely
 
     def holds(self, identity: bytes, gpu: str) -> bool:
         """Whether a client has bells on a GPU: then its memory must stay as workers reach it."""
@@ -50,7 +51,7 @@ class Bells:
     def bind(call: Call, worker: Worker) -> None:
         """The worker has answered: it serves the bell from here on."""
         worker.bells[call.dispatch] = call
-        call.busy_since_s = math.inf
+        call.busy_since_s = call.watched_since_s = math.inf
         call.client.open_calls -= 1
         call.client.enqueued += 1
         call.is_enqueued = call.was_answered = True
@@ -87,18 +88,22 @@ class Bells:
         return calls
 
     def see(self, event: ev.BellsSeen) -> None:
-        """A bell whose word stays as it is has had no other replay meanwhile."""
-        core = self._core
+        """A bell that is seen busy twice may be in another replay by then: one that has been busy for half the time is
+        watched closely for the other half."""
+        core, timeout_s = self._core, self._core.limits.timeout_s
+        self.is_awaited = False
         for worker in core.workers.values():
             for call in worker.bells.values():
                 word = event.busy.get(call.dispatch)
-                if word is None:
-                    call.busy_since_s = math.inf
-                elif call.busy_since_s == math.inf or word != call.bell_word:
-                    call.busy_since_s, call.bell_word = core.now_s, word
-                elif core.now_s - call.busy_since_s >= core.limits.timeout_s and worker.fault is None:
-                    worker.late = call
-                    core.fault(worker, core.too_long(call.kernel_id, worker, core.limits.timeout_s))
+                if word is None or word != call.bell_word or call.busy_since_s == math.inf:
+                    call.busy_since_s = core.now_s if word is not None else math.inf
+                    call.bell_word, call.watched_since_s = word or 0, math.inf
+                elif core.now_s - call.busy_since_s >= timeout_s / 2:
+                    call.watched_since_s = min(call.watched_since_s, core.now_s)
+                    self.is_awaited = True
+                    if core.now_s - call.watched_since_s >= timeout_s / 2 and worker.fault is None:
+                        worker.late = call
+                        core.fault(worker, core.too_long(call.kernel_id, worker, timeout_s))
 
     @staticmethod
     def in_gpu(worker: Worker) -> Call | None:

@@ -112,6 +112,7 @@ class Call:
     bell: int | None = None  # of a call in a client's CUDA graph
     bell_word: int = 0  # as it was seen
     busy_since_s: float = math.inf  # when it was first seen so, with something to do
+    watched_since_s: float = math.inf  # when it was looked at closely for that
     is_unbound: bool = False  # its client wants it no more
     is_enqueued: bool = False  # a worker has answered it, and the GPU is not done with it
     was_answered: bool = False  # its client has gone on

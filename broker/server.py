@@ -253,7 +253,7 @@ class Server:
 
     def look_at_bells(self) -> None:
         calls = [call for worker in self.state.workers.values() for call in worker.bells.values()]
-        if calls:
+        if calls or self.state.bells.is_awaited:
             self.handle(ev.BellsSeen(self._pages.busy_bells(calls)))
 
     def _looks(self, rings: Iterable[Lane]) -> dict[int, ev.RingLook]:
@@ -286,6 +286,7 @@ class Server:
             self.handle(ev.TurnsReached(reached))
         if self.state.is_awaited:
             self.look_at_rings()
+            self.look_at_bells()
 
     def _turns_due_s(self) -> float:
         """When to look at order pages next."""

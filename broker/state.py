@@ -489,7 +489,7 @@ class BrokerState:
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for the broker to look at order pages and rings."""
-        return self.turns.is_awaited or self._rings.is_awaited
+        return self.turns.is_awaited or self._rings.is_awaited or self.bells.is_awaited
 
     def _turns_seen(self, event: ev.TurnsSeen) -> None:
         worker = self._current(event.backend, event.generation)

@@ -880,6 +880,8 @@ class Client:
                 self._put(call, lane, lease)
                 call.on_ring = lane.ring[lane.calls]
                 world.push(world.now_s, lane.process.pump)
+                if world.rng.random() < 0.04:
+                    self.hang_up()
             return lane.is_usable
         if not lane.is_usable or lane.dispatch is not None:
             return False
@@ -1308,7 +1310,7 @@ class World:
             self.look_at_turns()
             self.look_at_rings()
             bound = {n: one for process in self.processes.values() for n, one in process.bound.items()}
-            if bound:
+            if bound or self.state.bells.is_awaited:
                 busy = [self._busy_bells(process) for process in self.processes.values()]
                 self._deliver(ev.BellsSeen({n: word for words in busy for n, word in words.items()}))
             self._plan_look()
@@ -1767,7 +1769,7 @@ class World:
                 process.late = process.bound[late.dispatch]
                 process.late.call.faults.add("deadline")
                 bell = process.late.call.client.bells[late.bell]
-                is_long = bell.is_busy and self.now_s - bell.since_s >= self.limits.timeout_s - 1e-9
+                is_long = bell.is_busy and self.now_s - bell.since_s >= self.limits.timeout_s / 2 - 1e-9
                 self.require(is_long, "a worker is killed for a bell that is not late")
                 self.kill(process)
                 return
