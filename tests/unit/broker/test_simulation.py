@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -475,6 +476,55 @@ class KeepsGpusOfTheDead(BrokerState):
         gpus = set(worker.gpus)
         super()._worker_exited(event)
         worker.gpus = gpus
+
+
+class TakesLeftCallsTwice(BrokerState):
+    """Reads what a worker left off its ring again when it dies."""
+
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
+        for lane in self.leases.rings(self.workers[event.backend]):
+            lane.left.clear()
+        super()._worker_exited(event)
+
+
+class LeavesCallsOnRings(BrokerState):
+    """Does not look what was on the rings of a dead worker."""
+
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
+        event.rings = {number: replace(look, calls=[]) for number, look in event.rings.items()}
+        super()._worker_exited(event)
+
+
+class GivesMemoryOfRingsBack(BrokerState):
+    """Thinks that nothing is on the rings of a client that has left."""
+
+    def _has_rings(self, client: Client) -> bool:
+        return False
+
+
+class WaitsForRingsForEver(BrokerState):
+    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+        if not (call and error.code == "DEADLINE" and self.leases.rings(worker)):
+            super().fault(worker, error, call)
+
+
+class LosesBoundCalls(BrokerState):
+    """Forgets what a dead worker had bound."""
+
+    def _take_enqueued(self, worker: Worker) -> list[Call]:
+        calls = super()._take_enqueued(worker)
+        for call in [call for call in calls if call.bell is not None]:
+            self.close(call)
+        return [call for call in calls if call.bell is None]
+
+
+class BindsBeforeExit(BrokerState):
+    """Binds a call elsewhere while the worker that serves its bell may live."""
+
+    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+        super().fault(worker, error, call)
+        for one in self.bells.take_all(worker):
+            self.place(one)
 
 
 def planted(cls: type[BrokerState] = BrokerState) -> Iterator[type[BrokerState]]:
