@@ -103,7 +103,7 @@ class Bells:
         ended = []
         for bell, enqueued in list(self._failed.items()):
             value = self._page.bell(bell)
-            if value == RUNG or (value == TAKEN and not self._page.is_bell_done(bell)):
+            if value == RUNG or (value >= TAKEN and not self._page.is_bell_done(bell)):
                 self._page.set_bell(bell, TAKEN)
                 self._page.store_bell_done(bell)
                 ended.append(enqueued)

@@ -105,8 +105,9 @@ class Gpu:
                 has_memops = not self.memory.why_no_memops
                 try:
                     self._link.add_gpu(messages.AddGpu(gpu=self.uuid, has_memops=has_memops, offer=offer), fds)
-                except BaseException:
+                except BaseException:  # such as a refusal while graphs hold bells
                     trial.close()
+                    self._rungs.insert(0, rung)
                     raise
                 self._trials.append(trial)
                 self.rung = rung

@@ -250,7 +250,7 @@ class GpuCalls:
 
     def _put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> Turn:
         """The call onto its ring, READY, and the stream waits for DONE."""
-        lane, order, route = enqueued.lane, enqueued.gpu.order, enqueued.route.number
+        lane, order, route = enqueued.lane, enqueued.gpu.order, enqueued.route
         turn = order.reserve(stream)
         try:
             enqueued.turn, seq = turn, self._link.reserve()
@@ -259,7 +259,8 @@ class GpuCalls:
             enqueued.call = call = lane.calls
             if not is_seen:
                 flags, body = HAS_TURN | AFTER_LANE, refs + TURN.pack(*turn)
-                self._link.send(wire.pack(_EXECUTE, flags, route, seq, call & 0xFFFF_FFFF, lane.number, 0, body))
+                call &= 0xFFFF_FFFF
+                self._link.send(wire.pack(_EXECUTE, flags, route.number, seq, call, lane.number, 0, body))
             order.enter(stream, turn)
         except BaseException as exc:
             _give_up(enqueued.gpu, stream, turn, hold, exc)

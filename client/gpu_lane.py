@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 
+from layerzero.client.call import Route
 from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
 from layerzero.client.link import Link
@@ -23,6 +24,7 @@ class GpuLane:
         self.calls = 0
         self.gpu, self._page = gpu, gpu.order.page
         self._turns: list[Turn | None] = [None] * SLOTS
+        self._routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
         self._barrier = threading.Lock()
         self._is_closed = False
         self._doorbell = -1
@@ -45,7 +47,7 @@ class GpuLane:
     def is_ended(self) -> bool:
         return self._is_closed or not self.is_open or self._ring.is_ended
 
-    def put(self, route: int, plan: int, seq: int, turn: Turn, refs: bytes) -> bool:
+    def put(self, route: Route, plan: int, seq: int, turn: Turn, refs: bytes) -> bool:
         """Put the next call, number `calls` from now on. False: the worker is gone, and the broker may not have seen
         the call. Waits while the ring is full."""
         call = self.calls + 1
@@ -53,9 +55,9 @@ class GpuLane:
         before = self._turns[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
         if before is not None and not self._page.is_done(before):
             self.gpu.wait_for(before)
-        self._turns[slot], self.calls = turn, call
+        self._turns[slot], self._routes[slot], self.calls = turn, route, call
         ring = self._ring
-        ring.put(call, route, plan, seq, turn, refs)
+        ring.put(call, route.number, plan, seq, turn, refs)
         with self._barrier:  # a locked instruction: what was put is seen before what follows is read
             pass
         if ring.is_asleep:

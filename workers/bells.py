@@ -17,6 +17,7 @@ from layerzero.workers.gpu_plan import Plan, Task
 from layerzero.workers.steady import Graphs, Pinned
 
 AWAKE_S = 1.0  # after the last ring
+MAX_TAKINGS = 1 << 31
 NAP_S, DOZE_MS = 50e-6, 1  # between two looks until then, and later
 
 
@@ -26,6 +27,7 @@ class Bell:
     task: Task  # what the graph uses
     refs: bytes
     graph: Pinned
+    takings: int = 0  # whoever watches sees from the bell's word that it is not the same one all the time
 
 
 @dataclass(eq=False)
@@ -74,7 +76,7 @@ class Bells:
             self._boards.append(board)
         self._served_s = time.monotonic()  # it may ring soon
         page = link.order.page
-        if page.bell(bell) == TAKEN and not page.is_bell_done(bell):
+        if page.bell(bell) >= TAKEN and not page.is_bell_done(bell):
             self._launch(board, bell)
 
     def serve(self, failpoints: Failpoints | None) -> bool:
@@ -83,8 +85,11 @@ class Bells:
         for board in self._boards:
             page, bell = board.link.order.page, board.first
             while (found := page.rung(bell, board.stop)) is not None:
-                if found in board.bells:
-                    page.set_bell(found, TAKEN)  # first: who takes it over must see that it is not done
+                one = board.bells.get(found)
+                if one is not None:
+                    # First: who takes it over must see that it is not done.
+                    page.set_bell(found, TAKEN + one.takings % MAX_TAKINGS)
+                    one.takings += 1
                     if failpoints:
                         failpoints.hit("executing")
                     self._launch(board, found)

@@ -32,13 +32,13 @@ KERNELS = [
 
 def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionContext:
     """What a Llama-shaped layer asks for, in the dtype that the kernel names first."""
-    dtype = kernel.dtypes[0]
+    dtype, head_dim = kernel.dtypes[0], max(64, kernel.min_head_dim or 0)
 
     def dense(*shape: int) -> TensorSpec:
         return TensorSpec.contiguous(dtype, shape)
 
     inputs: dict[str, tuple[TensorSpec | None, ...]] = {
-        "attention": (*[dense(2, 16, 256, 64)] * 3, None),
+        "attention": (*[dense(2, 16, 256, head_dim)] * 3, None),
         "matmul": (dense(64, 128), dense(128, 64)),
         "linear": (dense(64, 128), dense(256, 128), None),
         "softmax": (dense(64, 128),),
