@@ -123,7 +123,9 @@ class SelectionContext:
     @cached_property
     def dtype(self) -> str | None:
         """Of the data: of the first floating-point input, else of the first input."""
-        data = next((spec for spec in self.given.values() if spec.dtype in FLOAT_DTYPES), self.first)
+        scales = OPS[self.op].scales
+        numbers = (s for name, s in self.given.items() if name not in scales and s.dtype in FLOAT_DTYPES)
+        data = next(numbers, self.first)
         return None if data is None else data.dtype
 
     # --- shapes

@@ -127,6 +127,8 @@ def _conditions(context: SelectionContext, kernel: KernelCapability) -> Found:
 def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
     for name, spec in context.given.items():
         allowed = kernel.index_dtypes if name in OPS[context.op].indices else kernel.dtypes
+        if name in OPS[context.op].scales:
+            allowed = ("float32",)
         is_bool_mask = name == "attn_mask" and spec.dtype == "bool"  # attn_mask_types covers it
         if spec.dtype not in allowed and not is_bool_mask:
             yield Reason.DTYPE_UNSUPPORTED, f"{name} is {spec.dtype}; allowed: {', '.join(allowed) or 'none'}"
@@ -138,7 +140,8 @@ def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
             yield Reason.STRIDE_LAST_DIM, f"{name} has stride {spec.strides[-1]} in its last dimension; needed: 1"
         if kernel.requires_aligned:
             yield from _alignment(context, name, spec)
-    floats = {spec.dtype for spec in context.given.values() if spec.dtype in FLOAT_DTYPES}
+    scales = OPS[context.op].scales
+    floats = {spec.dtype for name, spec in context.given.items() if name not in scales and spec.dtype in FLOAT_DTYPES}
     if len(floats) > 1:
         yield Reason.DTYPE_MIXED, f"inputs are {' and '.join(sorted(floats))}; they must agree"
     if context.outputs and kernel.requires_contiguous and not kernel.copies_outputs:

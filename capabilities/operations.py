@@ -116,6 +116,16 @@ OPERATIONS: dict[str, OperationSpec] = {
         _tensor("silu", "out = x / (1 + exp(-x))"),
         _tensor("swiglu", "out = gate / (1 + exp(-gate)) * up"),
         OperationSpec(
+            "quantize",
+            "tensor",
+            ("tensor",),
+            "tensor",
+            "out = x / scale in float32, rounded to nearest, ties to even, and cut to the finite range of dtype",
+            "torch.quantize",
+            precision_tolerances={},  # there is one right rounding
+        ),
+        _tensor("dequantize", "out = x * scale"),
+        OperationSpec(
             "embedding",
             "prepost",
             ("tokens", "tensor"),

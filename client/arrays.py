@@ -273,7 +273,7 @@ def _describe_numpy_like(obj: Any) -> Array:
 
 def _numpy_name(dtype: Any) -> str:
     name: str = dtype.name
-    if name not in ITEMSIZE or dtype.kind not in "biufV" or (dtype.kind == "V" and name != "bfloat16"):
+    if name not in ITEMSIZE or dtype.kind not in "biufV" or (dtype.kind == "V" and name not in _ML_DTYPES):
         raise InvalidArgument(
             f"NumPy array has dtype {dtype}; allowed: {', '.join(ITEMSIZE)}; convert it with .astype()"
         )
@@ -361,10 +361,14 @@ _MEMMOVE_MAX = 1 << 19  # bytes; above, torch copies with several threads and is
 
 
 def _copy_torch(array: Array, dst: memoryview) -> None:
-    torch = sys.modules["torch"]
     tensor, spec = array.owner, array.spec
-    flat = torch.frombuffer(dst, dtype=tensor.dtype, count=spec.numel)
+    flat = _torch_flat(dst, tensor.dtype, array.nbytes)
     flat.view(spec.shape).copy_(tensor.detach() if array.requires_grad else tensor)
+
+
+def _torch_flat(memory: memoryview, dtype: Any, nbytes: int) -> Any:
+    torch = sys.modules["torch"]
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).view(dtype)
 
 
 def _copy_numpy(source: Any, dst: memoryview) -> None:
@@ -416,23 +420,26 @@ class _Lent:
         }
 
 
+_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # NumPy has them of ml_dtypes
 _TYPESTRS = {
     name: ("<" if sys.byteorder == "little" else ">")
-    + (name[0].replace("b", "u") if name != "bool" else "b")
+    + ("u" if name in _ML_DTYPES or name == "float4_e2m1fn_x2" else name[0])
     + str(size)
     for name, size in ITEMSIZE.items()
-}  # bfloat16 travels as unsigned integers
+}  # what NumPy does not have travels as unsigned integers
 
 
 def _numpy_view(memory: memoryview, spec: TensorSpec) -> Any:
     numpy = sys.modules.get("numpy") or _import_numpy("this result")
     view = numpy.asarray(_Lent(memory, spec)) if spec.numel else numpy.empty(spec.shape, _TYPESTRS[spec.dtype])
-    if spec.dtype != "bfloat16":
+    if spec.dtype == "float4_e2m1fn_x2":
+        raise InvalidArgument("NumPy has no packed float4; pass a torch tensor")
+    if spec.dtype not in _ML_DTYPES:
         return view
     ml_dtypes = sys.modules.get("ml_dtypes")
     if ml_dtypes is None:
-        raise InvalidArgument("NumPy has no bfloat16 of its own; import ml_dtypes, or pass a torch tensor")
-    return view.view(ml_dtypes.bfloat16)
+        raise InvalidArgument(f"NumPy has no {spec.dtype} of its own; import ml_dtypes, or pass a torch tensor")
+    return view.view(getattr(ml_dtypes, spec.dtype))
 
 
 def _wrap_torch(memory: memoryview, spec: TensorSpec) -> Any:
@@ -440,7 +447,7 @@ def _wrap_torch(memory: memoryview, spec: TensorSpec) -> Any:
     dtype = getattr(torch, spec.dtype)
     if not spec.numel:  # torch.frombuffer refuses empty memory; there is nothing to keep alive
         return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(memory, dtype=dtype, count=spec.span_bytes // ITEMSIZE[spec.dtype])
+    flat = _torch_flat(memory, dtype, spec.span_bytes)
     return flat.view(spec.shape) if spec.is_contiguous else flat.as_strided(spec.shape, spec.strides)
 
 

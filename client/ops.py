@@ -274,6 +274,42 @@ def swiglu(gate: Any, up: Any, *, out: Any = None, backend: str | None = None, t
     return _perform(Request("swiglu", (gate, up), {}, token_plans.plan_swiglu, out, backend, timeout_s))
 
 
+def quantize(
+    x: Any,
+    scale: Any,
+    *,
+    dtype: str = "float8_e4m3fn",
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """x / scale as 8-bit numbers: rounded to nearest, ties to even, and cut to the dtype's finite range.
+
+    x: (..., n), float32, bfloat16 or float16; the division is one of float32. scale: float32, one number, or (..., 1)
+    with one of each row, or (..., groups) with one of each n / groups elements. dtype: "float8_e4m3fn", "float8_e5m2"
+    or "int8". NaN stays NaN, and is 0 in int8. Returns an array of x's shape; NumPy needs ml_dtypes for those of 8-bit
+    floats. Source: OCP 8-bit floating point specification 1.0, 5.2 (saturating).
+    """
+    return _perform(Request("quantize", (x, scale), {"dtype": dtype}, plans.plan_quantize, out, backend, timeout_s))
+
+
+def dequantize(
+    x: Any,
+    scale: Any,
+    *,
+    dtype: str = "float32",
+    out: Any = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:
+    """x * scale, in float32, rounded to `dtype`: "float32", "bfloat16" or "float16".
+
+    x: (..., n) of float8_e4m3fn, float8_e5m2 or int8, or (..., n / 2) of float4_e2m1fn_x2, which has two numbers in a
+    byte, the first in its low bits. scale: as for quantize, for the n numbers of a row. Returns (..., n).
+    """
+    return _perform(Request("dequantize", (x, scale), {"dtype": dtype}, plans.plan_dequantize, out, backend, timeout_s))
+
+
 def embedding(
     input: Any, weight: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None
 ) -> Any:

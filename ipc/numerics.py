@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import struct
 from collections.abc import Sequence
@@ -15,7 +16,37 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6
 CODES = {
     "bool": "?", "uint8": "B", "int8": "b", "uint16": "H", "int16": "h", "uint32": "I", "int32": "i", "uint64": "Q",
     "int64": "q", "float16": "e", "float32": "f", "float64": "d", "bfloat16": "H",
+    "float8_e4m3fn": "B", "float8_e5m2": "B", "float4_e2m1fn_x2": "B",
 }  # fmt: skip
+
+
+def _magnitudes(exponent_bits: int, fraction_bits: int) -> tuple[float, ...]:
+    """The finite numbers from 0 on of a format whose bias is that of IEEE 754, and all of whose codes are such."""
+    bias, steps = (1 << (exponent_bits - 1)) - 1, 1 << fraction_bits
+    return tuple(
+        math.ldexp(code % steps + (steps if code >= steps else 0), max(code // steps, 1) - bias - fraction_bits)
+        for code in range(steps << exponent_bits)
+    )
+
+
+# By code, without the sign bit. Source: OCP 8-bit floating point specification 1.0; OCP microscaling formats 1.0 (fp4).
+MAGNITUDES = {
+    "float8_e4m3fn": _magnitudes(4, 3)[:-1],  # the last code is NaN
+    "float8_e5m2": _magnitudes(5, 2)[:-4],  # infinity and three NaN
+    "float4_e2m1fn_x2": _magnitudes(2, 1),
+}
+_CODE_OF = {dtype: {value: code for code, value in enumerate(values)} for dtype, values in MAGNITUDES.items()}
+
+
+def nearest(value: float, dtype: str) -> float:
+    """The finite number of an 8-bit format that is nearest to a finite one; of two, that with the even code."""
+    known = MAGNITUDES[dtype]
+    size = min(abs(value), known[-1])
+    code = bisect.bisect_left(known, size)
+    if known[code] != size:
+        below, above = size - known[code - 1], known[code] - size
+        code -= below < above or (below == above and code % 2)
+    return math.copysign(known[code], value)
 
 
 def tolerance(dtype: str) -> float:
@@ -24,7 +55,11 @@ def tolerance(dtype: str) -> float:
 
 
 def pack(values: Sequence[float], dtype: str) -> bytes:
-    """Numbers as bytes in native order. bfloat16 is cut off, so its values must be exact in it."""
+    """Numbers as bytes in native order. bfloat16 is cut off, so its values must be exact in it; so must those of 8-bit
+    floats. Packed fp4 has its bytes for numbers."""
+    if dtype in ("float8_e4m3fn", "float8_e5m2"):
+        codes = _CODE_OF[dtype]
+        return bytes([codes[abs(value)] | (0x80 if math.copysign(1, value) < 0 else 0) for value in values])
     if dtype == "bfloat16":
         return b"".join([struct.pack("<f", value)[2:] for value in values])
     return struct.pack(f"<{len(values)}{CODES[dtype]}", *values)
@@ -34,6 +69,9 @@ def unpack(data: bytes | memoryview, dtype: str) -> list[float]:
     """The numbers in contiguous memory."""
     count = len(data) // struct.calcsize(CODES[dtype])
     values = struct.unpack(f"<{count}{CODES[dtype]}", data)
+    if dtype in ("float8_e4m3fn", "float8_e5m2"):
+        known = [*MAGNITUDES[dtype], *([math.inf] if dtype == "float8_e5m2" else []), *[math.nan] * 3]
+        return [math.copysign(known[code & 0x7F], 1 - (code >> 6 & 2)) for code in values]
     if dtype == "bfloat16":
         wide = struct.pack(f"<{count}I", *[bits << 16 for bits in values])
         return list(struct.unpack(f"<{count}f", wide))

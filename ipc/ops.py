@@ -33,6 +33,7 @@ class Op:
     outputs: tuple[str, ...] = ("out",)
     optional: frozenset[str] = frozenset()
     indices: frozenset[str] = frozenset()
+    scales: frozenset[str] = frozenset()  # float32, whatever the dtype of the data
     attrs: tuple[str, ...] = ()
     sized_output: bool = False
     ndims: tuple[int, ...] = ()  # dimensions of each input, of ops that take no others
@@ -103,6 +104,13 @@ OPS: dict[str, Op] = {
         Op("silu", ("x",)),
         # equal shapes
         Op("swiglu", ("gate", "up")),
+        # x (...,K), scale float32 of as many dimensions: extents of 1 or x's, the last G a divisor of K -> x's shape in
+        # the dtype of the attribute: x / scale in float32, rounded to nearest, ties to even, and cut to the dtype's
+        # finite range; NaN stays, in int8 it is 0. Element k of a row is of scale k // (K / G).
+        Op("quantize", ("x", "scale"), scales=frozenset({"scale"}), attrs=("dtype",)),
+        # x (...,K) of 8-bit numbers or (...,K/2) of packed fp4, scale as above -> (...,K): x * scale in float32,
+        # rounded to the dtype of the attribute.
+        Op("dequantize", ("x", "scale"), scales=frozenset({"scale"}), attrs=("dtype",)),
         # ids int32|int64 (...), weight (V,D) -> (...,D); an id outside [0, V) is InvalidArgument
         Op("embedding", ("ids", "weight"), indices=frozenset({"ids"})),
         # tokenizer: a tokenizer.json as bytes; text: UTF-8 of all texts, one after the other; text_splits

@@ -150,6 +150,12 @@ def _elementwise(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return str(attrs.get("approximate", "plain")), (inputs[0].numel,)
 
 
+def _quantization(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, scale = inputs
+    parts = [attrs["dtype"], "groups" if scale.shape[-1] > 1 else "rows" if scale.numel > 1 else "one"]
+    return "+".join(parts), (x.shape[-1],)
+
+
 def _embedding(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
     ids, weight = inputs
     return ids.dtype, (ids.numel, weight.shape[1])
@@ -169,6 +175,8 @@ _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "gelu": _elementwise,
     "silu": _elementwise,
     "swiglu": _elementwise,
+    "quantize": _quantization,
+    "dequantize": _quantization,
     "embedding": _embedding,
 }
 _TEXT_OPS: dict[str, Callable[[Mapping[str, Any]], str]] = {

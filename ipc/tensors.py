@@ -22,8 +22,12 @@ ITEMSIZE: dict[str, int] = {
     "bfloat16": 2,
     "float32": 4,
     "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float4_e2m1fn_x2": 1,  # two numbers, the first in the low bits; shapes count pairs
 }
-FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})  # that kernels compute in
+NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2")  # that numbers are stored in
 
 MAX_NDIM = 16
 MAX_NBYTES = 1 << 46  # 64 TiB; far above any machine, far below a 64-bit overflow

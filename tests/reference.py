@@ -23,6 +23,36 @@ F64 = NDArray[np.float64]
 SIGNIFICAND = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
 
+EIGHT_BIT = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}  # bits of exponent and fraction
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def numbers_of(dtype: str) -> F64:
+    """What the 256 codes of an 8-bit format say."""
+    exponents, fractions = EIGHT_BIT[dtype]
+    codes = np.arange(128)
+    exponent, fraction = codes >> fractions, (codes & (1 << fractions) - 1) / (1 << fractions)
+    bias = (1 << exponents - 1) - 1
+    values = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+    if dtype == "float8_e5m2":
+        values[124:] = np.inf, np.nan, np.nan, np.nan
+    values[127] = np.nan
+    return np.concatenate((values, -values))
+
+
+def _to_8_bits(values: F64, dtype: str) -> Array:
+    """The codes of the nearest finite numbers, ties to even codes, and of NaN."""
+    known = numbers_of(dtype)[:128]
+    known = known[np.isfinite(known)]
+    size = np.minimum(np.abs(np.nan_to_num(values, nan=0.0, posinf=1e9, neginf=-1e9)), known[-1])
+    above = np.searchsorted(known, size)
+    below = np.maximum(above - 1, 0)
+    down, up = size - known[below], known[above] - size
+    codes = np.where((down < up) | ((down == up) & (above % 2 == 1)), below, above)
+    codes = np.where(known[above] == size, above, codes) + 128 * np.signbit(values)
+    return np.where(np.isnan(values), 127, codes).astype(np.uint8)
+
+
 def round_to(values: Array, dtype: str) -> F64:
     """Values rounded to `dtype` (ties to even), as float64."""
     values = np.asarray(values, np.float64)
@@ -31,6 +61,10 @@ def round_to(values: Array, dtype: str) -> F64:
 
 def to_bits(values: Array, dtype: str) -> Array:
     """Values as an array with the memory layout of `dtype`; bfloat16 as its bits in uint16."""
+    if dtype == "float4_e2m1fn_x2":
+        return np.asarray(values, np.uint8)
+    if dtype in EIGHT_BIT:
+        return _to_8_bits(np.asarray(values, np.float64), dtype)
     if dtype != "bfloat16":
         return np.asarray(values).astype(dtype)
     bits = np.asarray(values, np.float32).view(np.uint32)
@@ -40,6 +74,8 @@ def to_bits(values: Array, dtype: str) -> Array:
 
 def from_bits(bits: Array, dtype: str) -> Array:
     """The values in an array that `to_bits` made."""
+    if dtype in EIGHT_BIT:
+        return numbers_of(dtype)[bits]
     if dtype != "bfloat16":
         return bits
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -197,6 +233,26 @@ def append_kv(key: Array, value: Array, k_cache: Array, v_cache: Array, slots: A
     return caches[0], caches[1]
 
 
+def quantize(x: Array, scale: Array, *, dtype: str) -> Array:
+    parts = wide(x).astype(np.float32) / _of_each(scale, x.shape)
+    if dtype == "int8":
+        return np.clip(np.nan_to_num(np.round(parts), nan=0.0), -128, 127).astype(np.int8)
+    return from_bits(to_bits(parts, dtype), dtype)
+
+
+def dequantize(x: Array, scale: Array, *, dtype: str) -> Array:
+    """x as numbers; packed fp4 as its bytes."""
+    if x.dtype == np.uint8:
+        x = FP4[np.stack((x & 15, x >> 4), -1)].reshape(*x.shape[:-1], -1)
+    return np.asarray(x.astype(np.float64) * _of_each(scale, x.shape))
+
+
+def _of_each(scale: Array, shape: tuple[int, ...]) -> Array:
+    """The scale of each element."""
+    each = np.repeat(scale.astype(np.float32), shape[-1] // scale.shape[-1], axis=-1)
+    return np.broadcast_to(each, shape)
+
+
 TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "attention": attention,
     "attention_varlen": attention_varlen,
@@ -211,6 +267,8 @@ TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,
+    "quantize": quantize,
+    "dequantize": dequantize,
     "embedding": embedding,
 }
 
@@ -225,7 +283,7 @@ def error(result: Array, expected: Array) -> float:
     if not np.array_equal(np.isfinite(result), np.isfinite(expected)):
         return math.inf
     finite = np.isfinite(expected)
-    if not np.array_equal(result[~finite], expected[~finite]):
+    if not np.array_equal(result[~finite], expected[~finite], equal_nan=True):
         return math.inf
     scale = max(1.0, float(np.abs(expected[finite]).max(initial=0.0)))
     return float(np.abs(result[finite].astype(np.float64) - expected[finite]).max(initial=0.0)) / scale

@@ -66,7 +66,10 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
                 specs,
                 data,
                 outs,
-                tuple(_wrapped(values.flat, dtype) for values in problem.solutions(family(dtype))),
+                tuple(
+                    _wrapped(values.flat, spec.dtype)
+                    for values, spec in zip(problem.solutions(family(dtype)), outs, strict=True)
+                ),
             )
 
 
@@ -105,14 +108,15 @@ def _placed(
     attrs = {**problem.attrs, "layout": "BSHD"} if is_bshd else problem.attrs
     in_place = [specs[OPS[problem.op].inputs.index(name)] for name in OPS[problem.op].in_place]
     fresh = () if in_place else problem.solutions(family(dtype))
-    outs = tuple(spec for spec in in_place if spec) or tuple(lay_out(dtype, one.shape, out_layout) for one in fresh)
+    made = problem.attrs.get("dtype", dtype)
+    outs = tuple(spec for spec in in_place if spec) or tuple(lay_out(made, one.shape, out_layout) for one in fresh)
     return specs, outs, attrs
 
 
 def _wrapped(values: Sequence[Any], dtype: str) -> Sequence[Any]:
     """Integers wrap around in their dtype."""
     kind = family(dtype)
-    if kind in ("float", "bool"):
+    if kind not in ("int", "uint"):
         return values
     bits = 8 * TensorSpec.contiguous(dtype, ()).itemsize
     low = 0 if kind == "uint" else 1 << (bits - 1)

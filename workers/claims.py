@@ -64,6 +64,8 @@ def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], 
 
 def _admits_tensor(op: str, claims: Claims, name: str, spec: TensorSpec) -> bool:
     allowed = claims.get("index_dtypes" if name in OPS[op].indices else "dtypes") or ()
+    if name in OPS[op].scales:
+        allowed = ("float32",)
     if spec.dtype not in allowed and not (name == "attn_mask" and spec.dtype == "bool"):
         return False
     if spec.numel == 0 and not claims.get("supports_empty"):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerzero.ipc.tensors import FLOAT_DTYPES
+from layerzero.ipc.numerics import nearest
+from layerzero.ipc.tensors import FLOAT_DTYPES, NARROW_DTYPES
 from layerzero.workers import reference
 from layerzero.workers.claims import Claims
 from layerzero.workers.reference import Shape, Values
@@ -42,18 +43,25 @@ class Problem:
     def solutions(self, kind: str) -> tuple[Values, ...]:
         """What comes out for these numbers, for each output. Computed once."""
         if kind not in self._solved:
-            found = reference.OPS[self.op](self.numbers(kind), self.attrs)
+            found = reference.OPS[self.op](self.numbers(kind), {**self.attrs, "kind": kind})
             self._solved[kind] = found if isinstance(found, tuple) else (found,)
         return self._solved[kind]
 
 
 def family(dtype: str) -> str:
+    """Dtypes that have the same numbers."""
+    if dtype in NARROW_DTYPES:
+        return dtype
     return "float" if dtype in FLOAT_DTYPES else "bool" if dtype == "bool" else "uint" if dtype[0] == "u" else "int"
 
 
 def _number(value: float, kind: str) -> float:
     if kind == "float":
         return value
+    if kind in ("float8_e4m3fn", "float8_e5m2"):
+        return nearest(value, kind)
+    if kind == "float4_e2m1fn_x2":  # two in a byte
+        return round(value * 16) * 37 % 256
     whole = round(value * 16)
     return whole > 0 if kind == "bool" else abs(whole) if kind == "uint" else whole
 
@@ -366,6 +374,21 @@ def _elementwise(op: str, attrs: Sequence[dict[str, Any]], tensors: int = 1) -> 
     return problems
 
 
+def _quantization(op: str, dtypes: Sequence[str]) -> Callable[[Claims], Iterator[Problem]]:
+    def problems(_: Claims) -> Iterator[Problem]:
+        numbers = _Numbers(16)
+        shapes: list[Shape] = [(3, 8), (2, 3, 32), (2, 40), (2, 272), (4,), (0, 4)]
+        for dtype in dtypes:
+            for shape in shapes:
+                for extents in ((*shape[:-1], 1), (1,) * len(shape), (*shape[:-1], 4)):
+                    steps = [2.0 ** (i % 12 - 9) for i in range(math.prod(extents))]
+                    scale = Values(extents, steps)
+                    title = f"{list(shape)} by {list(extents)} to {dtype}"
+                    yield Problem(op, title, {"dtype": dtype}, (numbers(*shape), scale), ("", "float32"))
+
+    return problems
+
+
 def _embedding(_: Claims) -> Iterator[Problem]:
     numbers = _Numbers(11)
     shapes: list[tuple[Shape, int]] = [((2, 3), 4), ((), 7), ((16,), 32), ((17,), 33), ((2, 3), 301), ((300,), 4)]
@@ -389,5 +412,7 @@ PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
     "gelu": _elementwise("gelu", [{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": _elementwise("silu", [{}]),
     "swiglu": _elementwise("swiglu", [{}], tensors=2),
+    "quantize": _quantization("quantize", ("float8_e4m3fn", "float8_e5m2", "int8")),
+    "dequantize": _quantization("dequantize", ("float32", "bfloat16", "float16")),
     "embedding": _embedding,
 }

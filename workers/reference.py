@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
+from layerzero.ipc.numerics import MAGNITUDES, nearest
+
 Shape = tuple[int, ...]
 
 
@@ -197,6 +199,34 @@ def swiglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
     return Values(gate.shape, [v / (1 + math.exp(-v)) * w for v, w in zip(gate.flat, up.flat, strict=True)])
 
 
+def quantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    x, scale = _given(inputs)
+    parts = [value / step for value, step in zip(x.flat, _steps(x.shape, scale), strict=True)]
+    if attrs["dtype"] == "int8":
+        return Values(x.shape, [max(min(round(value), 127), -128) for value in parts])
+    return Values(x.shape, [nearest(value, attrs["dtype"]) for value in parts])
+
+
+def dequantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """`kind`: of the numbers; packed ones come as their bytes."""
+    x, scale = _given(inputs)
+    if attrs["kind"] == "float4_e2m1fn_x2":
+        known = MAGNITUDES["float4_e2m1fn_x2"]
+        codes = [code for byte in x.flat for code in (byte % 16, byte // 16)]
+        x = Values((*x.shape[:-1], 2 * x.shape[-1]), [-known[c - 8] if c > 7 else known[c] for c in codes])
+    return Values(x.shape, [value * step for value, step in zip(x.flat, _steps(x.shape, scale), strict=True)])
+
+
+def _steps(shape: Shape, scale: Values) -> list[float]:
+    """The scale of each element."""
+    each = shape[-1] // scale.shape[-1]
+    return [
+        _broadcast(scale, (*lead, column // each))
+        for lead in itertools.product(*map(range, shape[:-1]))
+        for column in range(shape[-1])
+    ]
+
+
 def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
     ids, weight = _given(inputs)
     wide = weight.shape[1]
@@ -218,6 +248,8 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "gelu": gelu,
     "silu": silu,
     "swiglu": swiglu,
+    "quantize": quantize,
+    "dequantize": dequantize,
     "embedding": embedding,
 }
 

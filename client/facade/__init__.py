@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         append_kv,
         attention,
         attention_varlen,
+        dequantize,
         detokenize,
         embedding,
         gelu,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         matmul,
         null,
         paged_attention,
+        quantize,
         rms_norm,
         rope,
         silu,
@@ -86,8 +88,8 @@ _HOME = {
     "layerzero.client.compile": "compile",
     "layerzero.client.dry_run": "PlanReport dry_run",
     "layerzero.client.ops": (
-        "append_kv attention attention_varlen detokenize embedding gelu layer_norm linear matmul null paged_attention "
-        "rms_norm rope silu softmax swiglu tokenize"
+        "append_kv attention attention_varlen dequantize detokenize embedding gelu layer_norm linear matmul null "
+        "paged_attention quantize rms_norm rope silu softmax swiglu tokenize"
     ),
     "layerzero.client.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.ready": "ReadinessReport readiness_check",
@@ -140,6 +142,7 @@ __all__ = [
     "compile",
     "configure",
     "connect",
+    "dequantize",
     "detokenize",
     "disconnect",
     "dry_run",
@@ -157,6 +160,7 @@ __all__ = [
     "paged_attention",
     "policy",
     "prefer",
+    "quantize",
     "readiness_check",
     "rms_norm",
     "rope",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tests import reference
 
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.tensors import NARROW_DTYPES, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def memory_of(spec: TensorSpec, view: reference.Array) -> bytes:
 
 
 def strided(data: bytes, spec: TensorSpec) -> reference.Array:
-    storage = "uint16" if spec.dtype == "bfloat16" else spec.dtype
+    storage = {"bfloat16": "uint16"}.get(spec.dtype, "uint8" if spec.dtype in NARROW_DTYPES else spec.dtype)
     if spec.numel == 0:
         return np.zeros(spec.shape, storage)
     strides = [stride * spec.itemsize for stride in spec.strides]
@@ -82,6 +82,8 @@ def in_dtype(values: reference.Array, dtype: str) -> tuple[str, reference.Array]
     if dtype in reference.TOLERANCE:
         return dtype, values
     whole = np.round(values * 16)
+    if dtype == "float4_e2m1fn_x2":  # its bytes
+        return dtype, (np.abs(whole) * 37 % 256).astype(np.uint8)
     return dtype, np.abs(whole) if dtype.startswith("u") else whole > 0 if dtype == "bool" else whole
 
 
@@ -231,7 +233,6 @@ def append_cases(rng: np.random.Generator) -> Iterator[Case]:
         dims = more.pop("dims", (16, 16))
         rows = [normal(rng, len(slots), heads, dim) for dim in dims]
         caches = [normal(rng, blocks, page, heads, dim) for dim in dims]
-        caches[0][:1, 0] = np.inf  # what stays is any bits
         return Case(name, (*rows, *caches, np.array(slots, more.pop("dtype", "int64"))), **more)
 
     for dtype in ("int32", "int64"):
@@ -416,6 +417,28 @@ def embedding_cases(rng: np.random.Generator) -> Iterator[Case]:
         yield Case(f"{dtype} empty", (ids[:0], normal(rng, 11, 7)))
 
 
+def quantize_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for made in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        for scale in ((1, 1), (5, 1), (5, 4)):
+            steps = np.exp(normal(rng, *scale)).astype(np.float32)
+            yield Case(f"{scale} to {made}", (normal(rng, 5, 24) * 200, steps), {"dtype": made})
+        edges = np.array([[0.0, -0.0, 6e4, -6e4, np.inf, -np.inf, np.nan, 2.5, 3.5, -2.5, 17, 19, 2.0**-20, 448, 464]])
+        yield Case(f"edges to {made}", (edges, np.ones((1, 1), np.float32)), {"dtype": made})
+        for layout in ("transposed", "gaps", "rows"):
+            given = (normal(rng, 3, 4, 8) * 9, np.ones((3, 4, 2), np.float32))
+            yield Case(f"{layout} to {made}", given, {"dtype": made}, (layout, layout), layout)
+
+
+def dequantize_cases(rng: np.random.Generator) -> Iterator[Case]:
+    for made in ("float32", "bfloat16", "float16"):
+        for scale in ((1, 1), (5, 1), (5, 4)):
+            steps = np.exp(normal(rng, *scale)).astype(np.float32)
+            yield Case(f"{scale} to {made}", (normal(rng, 5, 24) * 3, steps), {"dtype": made})
+        for layout in ("transposed", "gaps", "rows"):
+            given = (normal(rng, 3, 4, 8) * 3, np.ones((3, 4, 2), np.float32))
+            yield Case(f"{layout} to {made}", given, {"dtype": made}, (layout, layout), layout)
+
+
 CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
     "attention_varlen": varlen_cases,
@@ -430,5 +453,7 @@ CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "rms_norm": functools.partial(norm_cases, tensors=2),
     "gelu": functools.partial(activation_cases, attrs=[{"approximate": "none"}, {"approximate": "tanh"}]),
     "silu": functools.partial(activation_cases, attrs=[{}]),
+    "quantize": quantize_cases,
+    "dequantize": dequantize_cases,
     "embedding": embedding_cases,
 }

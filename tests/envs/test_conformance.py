@@ -66,7 +66,7 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
                 argument.append(None)
             continue
         for content, argument, blobs in zip((values, refilled(argument_name, values)), arguments, sets, strict=True):
-            name, exact = in_dtype(content, dtype)
+            name, exact = in_dtype(content, "float32" if argument_name in OPS[op].scales else dtype)
             spec, view = lay_out(exact, name, layout)
             argument.append(reference.from_bits(view, name))
             blobs.append(memory_of(spec, view))
@@ -74,7 +74,9 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
     expected = [result if isinstance(result, tuple) else (result,) for result in results]
     places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
-    outs = [spec for i in places if (spec := specs[i])] or [lay_out(expected[0][0], dtype, case.out_layout)[0]]
+    outs = [spec for i in places if (spec := specs[i])] or [
+        lay_out(expected[0][0], case.attrs.get("dtype", dtype), case.out_layout)[0]
+    ]
     if match(SelectionContext.of(op, specs, outs, case.attrs, DeviceSpec()), kernel):
         raise Refused
     answer, written = harness.run(kernel.kernel_id, op, specs, outs, case.attrs, sets)
@@ -84,8 +86,8 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
         before = [blobs[i] for i in places] or [bytes([FILL]) * out.span_bytes for out in outs]
         for out, want, old in zip(outs, wants, before, strict=True):
             data = written.pop(0)
-            wrong = reference.error(reference.from_bits(strided(data, out), dtype), want)
-            if not wrong <= (allowed := tolerance(dtype)):
+            wrong = reference.error(reference.from_bits(strided(data, out), out.dtype), want)
+            if not wrong <= (allowed := tolerance(out.dtype)):
                 return f"{attempt}: error {wrong:.3g}, allowed {allowed:g}"
             owned = np.zeros(len(data), bool)
             strided_bytes(owned, out)[...] = True

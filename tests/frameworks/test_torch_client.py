@@ -90,6 +90,49 @@ def test_op_is_torchs(
     check(ours(*tensors), theirs(*tensors))
 
 
+NARROW = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", [*NARROW, torch.int8], ids=str)
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_quantized_tensors_cross_and_come_back(dtype: torch.dtype, is_shared: bool) -> None:
+    """As torch's own conversion; strided, shared or not, with a scale of each row."""
+    x, scale = random(6, 16)[::2] * 9, random(3, 1, seed=1).abs() + 0.5
+    x = lz.share(x) if is_shared else x
+    name = str(dtype).removeprefix("torch.")
+    result = lz.quantize(x, scale, dtype=name)
+    expected = (x / scale).round().to(dtype) if dtype == torch.int8 else (x / scale).to(dtype)
+    assert (result.dtype, result.shape) == (dtype, x.shape)
+    assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
+    back = lz.dequantize(result.t().contiguous().t(), scale, dtype="bfloat16")
+    assert torch.equal(back, (expected.float() * scale).bfloat16())
+
+
+def test_packed_fp4_is_read_pair_by_pair() -> None:
+    """All 256 bytes, in the order of the OCP's table: the first number is in the low bits."""
+    x = torch.arange(256, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(4, 64)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((values, -values))
+    codes = torch.arange(256)
+    expected = torch.stack((values[codes & 15], values[codes >> 4]), -1).view(4, 128)
+    scale = random(4, 8, seed=3).abs() + 0.1
+    assert torch.equal(lz.dequantize(x, scale), expected * scale.repeat_interleave(16, -1))
+    assert torch.equal(lz.dequantize(lz.share(x), 2 * torch.ones(())), 2 * expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+def test_caches_of_torch_are_written(dtype: torch.dtype) -> None:
+    """Of 8-bit floats, too, as engines keep them; shared ones as they lie."""
+    rows, slots = random(3, 2, 8).to(dtype), torch.tensor([5, -1, 2])
+    for cache in (torch.zeros(2, 4, 2, 8, dtype=dtype), lz.share(torch.zeros(2, 4, 2, 8, dtype=dtype))):
+        other = cache.clone()
+        lz.append_kv(rows, rows, cache, other, slots)
+        expected = torch.zeros(8, 2, 8)
+        expected[5], expected[2] = rows[0].float(), rows[2].float()
+        for written in (cache, other):
+            assert torch.equal(written.float().view(8, 2, 8), expected)
+
+
 def test_embedding_is_torchs() -> None:
     """Index dtypes are their own; the result follows the weight."""
     ids, weight = torch.tensor([[0, 3], [2, 2]]), random(4, 6)

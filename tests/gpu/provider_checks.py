@@ -34,11 +34,13 @@ RANDOM_PROBLEMS = 12  # per kernel; each in every dtype and up to six layouts
 EXTENTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 64, 65, 127, 128, 130)
 FEWER = EXTENTS[:13]  # where there are more dimensions: an arena is not large
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
-INDICES = {  # the dtypes of tensors that say where to look
+INDICES = {  # the dtypes of tensors that have their own
     "embedding": {"ids": "int64"},
     "attention_varlen": {"cu_seqlens_q": "int32", "cu_seqlens_k": "int32"},
     "paged_attention": {"block_tables": "int32", "seq_lens": "int32"},
     "append_kv": {"slots": "int64"},
+    "quantize": {"scale": "float32"},
+    "dequantize": {"scale": "float32"},
 }
 Verdict = tuple[str, str]  # a case, and what is wrong with it; "" when nothing is
 
@@ -186,6 +188,12 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
             attrs = {"interleaved": rng.choice((kernel.get("attrs") or {}).get("interleaved", [False, True]))}
             cos = numbers(rng.choice((1, batch)), sequence, pairs)
             inputs = [numbers(batch, sequence, heads, dim), cos, numbers(*cos.shape)]
+        elif op in ("quantize", "dequantize"):
+            rows, groups, each = rng.choice(FEWER), rng.choice((1, 4)), rng.choice(FEWER[1:])
+            made = kernel["attrs"]["dtype"]
+            attrs = {"dtype": made[number % len(made)]}
+            steps = [2.0 ** rng.randrange(-9, 3) for _ in range(rows * groups)]
+            inputs = [numbers(rows, groups * each * 2), Values((rows, groups), steps)]
         elif op == "matmul":
             m, k, n = extent(), extent(), extent()
             inputs = [numbers(2, m, k), numbers(2, k, n)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Block, Call, Loaded
-from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, binder
+from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder
 
 
 def load() -> Loaded:
@@ -25,7 +25,7 @@ def load() -> Loaded:
             return torch.empty(spec.shape, dtype=dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-            flat = torch.frombuffer(block.host, dtype=dtype, count=spec.span_bytes // spec.itemsize)
+            flat = torch.frombuffer(block.host, dtype=torch.uint8, count=spec.span_bytes).view(dtype)
         return flat.as_strided(spec.shape, spec.strides)
 
     def attention(views: Sequence[Any], call: Call) -> Run:
@@ -88,7 +88,7 @@ def load() -> Loaded:
             places = slots[kept].long()
             where = places // max(page, 1), places % max(page, 1)
             for cache, rows in zip(caches, (key, value), strict=True):
-                cache[where] = rows[kept]
+                as_bits(torch, cache)[where] = as_bits(torch, rows)[kept]
 
         return run
 

@@ -13,7 +13,7 @@ from typing import Any
 from layerzero.ipc.errors import BackendError
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
-from layerzero.workers.providers._torch_ops import Run, TorchOps
+from layerzero.workers.providers._torch_ops import Run, TorchOps, as_bits
 
 CAUSAL_BOTTOM_RIGHT = 2  # custom_mask_type of aten::_efficient_attention_forward
 
@@ -59,7 +59,8 @@ def append_kv(torch: Any, views: Sequence[Any]) -> Run:
         places = torch.where(is_kept, wanted, wanted.index_select(0, first)).clamp(0, room - 1)
         where = torch.div(places, page, rounding_mode="floor"), places % page
         is_any, is_kept = is_kept.any(), is_kept.view(-1, 1, 1)
-        for cache, rows in zip(caches, (key, value), strict=True):
+        for target, source in zip(caches, (key, value), strict=True):
+            cache, rows = as_bits(torch, target), as_bits(torch, source)
             held = cache[where[0][:1], where[1][:1]]
             spare = torch.where(is_any, rows.index_select(0, first), held)
             cache[where] = torch.where(is_kept, rows, spare)

@@ -55,12 +55,15 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
             *(dense(4, 16, 64), dense(4, 16, 64), dense(32, 256, 16, 64), dense(32, 256, 16, 64)),
             TensorSpec.contiguous("int64", (4,)),
         ),
+        "quantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
+        "dequantize": (dense(64, 128), TensorSpec.contiguous("float32", (64, 1))),
         "embedding": (TensorSpec.contiguous("int64", (7,)), dense(32, 16)),
     }
     attrs: dict[str, Any] = {
         "is_causal": True, "scale": 0.125, "layout": "BHSD", "interleaved": False,
         "causal_alignment": "bottom_right" if op == "attention_varlen" else "top_left",
         "dim": 1, "ndim": 1, "eps": 1e-6, "approximate": "tanh",
+        "dtype": "int8" if op == "quantize" else "float16",
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}
     specs = inputs.get(op, (dense(64, 128),))

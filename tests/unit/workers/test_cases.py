@@ -55,7 +55,9 @@ WIDEST: dict[str, Any] = {
     "attn_mask_types": ["bool", "float"],
     "causal_alignments": ["top_left", "bottom_right"],
 }
-DTYPES = {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
+NARROW = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
+DTYPES = {"quantize": ["float32"], "dequantize": [*NARROW, "int8"], "append_kv": ["float64", *NARROW[:2], "int8"]}
+DTYPES |= {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
 
 
 @functools.cache
@@ -194,6 +196,12 @@ def calls(
         return [x, *rest], out_spec, {"ndim": ndim, "eps": 1e-5}
     if op == "swiglu":
         return [x, draw(tensors(dtype, shape))], out_spec, {}
+    if op in ("quantize", "dequantize"):
+        pairs = 2 if dtype == "float4_e2m1fn_x2" else 1
+        groups = draw(st.sampled_from([n for n in (1, 2, 4) if shape[-1] * pairs % n == 0]))
+        scale = draw(tensors("float32", (*(draw(st.sampled_from([1, n])) for n in shape[:-1]), groups)))
+        made = draw(st.sampled_from(kernel.attrs["dtype"]))
+        return [x, scale], draw(tensors(str(made), (*shape[:-1], shape[-1] * pairs))), {"dtype": made}
     return [x], out_spec, {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "gelu" else {}
 
 
@@ -219,7 +227,7 @@ def as_numpy(case: Case) -> list[Any]:
         if spec is None:
             found.append(None)
             continue
-        dtype = "uint16" if spec.dtype == "bfloat16" else spec.dtype
+        dtype = "uint16" if spec.dtype == "bfloat16" else "uint8" if spec.dtype in NARROW else spec.dtype
         found.append(numpy_reference.from_bits(np.frombuffer(data, dtype).reshape(spec.shape), spec.dtype))
     return found
 
