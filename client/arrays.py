@@ -481,7 +481,7 @@ def _wrap_dlpack(memory: memoryview, spec: TensorSpec, like: Any) -> Any:
         return _mlx_array(memory, spec)
     view = _numpy_view(memory, spec)
     namespace = array_namespace(like)
-    if spec.dtype == "bfloat16":  # NumPy does not export it
+    if spec.dtype in _ML_DTYPES:  # NumPy does not export them
         return namespace.asarray(view)
     return namespace.from_dlpack(view)
 

@@ -21,12 +21,15 @@ _ON_CPU = -1  # as DLPackView.device
 _DEVICES = {_CPU: "cpu", 2: "cuda", _CUDA_HOST: "cuda pinned host", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm",
             11: "rocm pinned host", 13: "cuda managed", 14: "oneapi"}  # fmt: skip
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
+_FLOAT8_E4M3FN, _FLOAT8_E5M2 = 10, 12
 _DTYPES = {
     (_BOOL, 8): "bool",
     **{(_INT, bits): f"int{bits}" for bits in (8, 16, 32, 64)},
     **{(_UINT, bits): f"uint{bits}" for bits in (8, 16, 32, 64)},
     **{(_FLOAT, bits): f"float{bits}" for bits in (16, 32, 64)},
     (_BFLOAT, 16): "bfloat16",
+    (_FLOAT8_E4M3FN, 8): "float8_e4m3fn",
+    (_FLOAT8_E5M2, 8): "float8_e5m2",
 }
 
 

@@ -12,7 +12,7 @@ from layerzero.client.gpu_memory import GpuMemory, memory_of
 from layerzero.ipc.cuda_memory import Block
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.tensors import NARROW_DTYPES, TensorSpec
 
 
 def device_of(op: str, arrays: Sequence[Array | None], out: Array | None) -> int:
@@ -75,6 +75,8 @@ def new_like(array: Array, spec: TensorSpec) -> tuple[Any, int]:
         made = torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device)
         return made, made.data_ptr()
     cupy = sys.modules["cupy"]
+    if spec.dtype in NARROW_DTYPES:
+        raise InvalidArgument(f"CuPy has no {spec.dtype} for the result; pass torch tensors")
     dtype = array.owner.dtype if spec.dtype == array.spec.dtype else cupy.dtype(spec.dtype)
     with cupy.cuda.Device(array.device):
         flat = cupy.empty(max(spec.span_bytes // spec.itemsize, 1), dtype)

@@ -9,7 +9,7 @@ from typing import Any
 from layerzero.client import api
 from layerzero.ipc.errors import EnvError
 from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.tensors import NARROW_DTYPES, TensorSpec
 
 
 def tensor_names(function: Callable[..., Any]) -> list[str]:
@@ -32,12 +32,12 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) ->
             cause=str(exc),
             repair="pip install 'layerzero-broker[demo]'",
         ) from exc
-    if any(spec is not None and spec.dtype == "bfloat16" for spec in specs.values()):
+    if any(spec is not None and spec.dtype in ("bfloat16", *NARROW_DTYPES) for spec in specs.values()):
         try:
             import ml_dtypes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # teaches NumPy the name
         except ImportError as exc:
             raise EnvError(
-                "NumPy has no bfloat16 of its own, and ml_dtypes is not installed here",
+                "NumPy has neither bfloat16 nor 8-bit floats of its own, and ml_dtypes is not installed here",
                 cause=str(exc),
                 repair="pip install ml_dtypes, or use float16 or float32",
             ) from exc
@@ -68,6 +68,8 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) ->
 def _places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int] | None:
     """The first and the last of the evenly spaced values of an index tensor; None where random ones will do."""
     tokens, cache, tables = specs.get(f"{name[-1]}"), specs.get("k_cache"), specs.get("block_tables")
+    if name == "slots" and cache is not None and cache.ndim > 1:
+        return 0, max(cache.shape[0] * cache.shape[1] - 1, 0)
     if name.startswith("cu_seqlens_") and tokens is not None and tokens.ndim:
         return 0, tokens.shape[0]
     if cache is None or tables is None or min(cache.ndim, tables.ndim) < 2:
