@@ -13,7 +13,7 @@ from layerzero.capabilities.context import ALIGNMENT_BYTES, SelectionContext, ha
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.match import workspace_bytes
 from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import FLOAT_DTYPES, ITEMSIZE, TensorSpec
+from layerzero.ipc.tensors import FLOAT_DTYPES, ITEMSIZE, NARROW_DTYPES, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ def _nearest(dtype: str | None, allowed: tuple[str, ...]) -> str | None:
     """Of the same kind: the same, else the narrowest that is wider, else the widest."""
     if dtype is None or dtype in allowed:
         return dtype
-    same_kind = [a for a in allowed if (a in FLOAT_DTYPES) == (dtype in FLOAT_DTYPES) and a != "bool"]
+    floats = {*FLOAT_DTYPES, *NARROW_DTYPES}
+    same_kind = [a for a in allowed if (a in floats) == (dtype in floats) and a != "bool"]
     wider = [a for a in same_kind if ITEMSIZE[a] > ITEMSIZE[dtype]]
     return min(wider, key=ITEMSIZE.__getitem__) if wider else max(same_kind, key=ITEMSIZE.__getitem__, default=None)
 

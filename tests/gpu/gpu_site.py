@@ -34,7 +34,8 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
             "masked_rows": "nan",
         }
         ops = {op: [{**kernel, "kernel_id": f"{name}.{op}"}] for op in ("silu", "matmul", "gelu", "layer_norm")}
-        ops["append_kv"] = [{**kernel, "kernel_id": f"{name}.append_kv", "index_dtypes": ["int32", "int64"]}]
+        append = {"dtypes": [*DTYPES, "float8_e4m3fn"], "index_dtypes": ["int32", "int64"]}
+        ops["append_kv"] = [{**kernel, **append, "kernel_id": f"{name}.append_kv"}]
         ops["attention"] = [{**attention, "kernel_id": f"{name}.attention"}]
         descriptor = {
             "schema_version": "1.0",
