@@ -63,6 +63,8 @@ class Bells:
             return  # it has just ended in an error
         self.end(call)
         call.is_unbound = True
+        if self._core.compiling.drop(call):
+            self._core.close(call)
         for worker in self._core.workers.values():
             if call in worker.waiting:
                 worker.waiting.remove(call)

@@ -63,6 +63,10 @@ class Certification:
         """What shadow checks have taken back, with the evidence."""
         return self._quarantined
 
+    def is_known(self, kernel_id: str) -> bool:
+        """A probe has seen this kernel."""
+        return kernel_id in self._certified
+
     def with_record(self, record: ProbeRecord) -> Certification:
         """After a probe: it replaces what was known of that backend."""
         return Certification({**self._records, record.env: record}, self._quarantined)

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from layerzero.broker.certification import Certification, Subject
+from layerzero.broker.compilation import Compilation
 from layerzero.broker.health import Health, failure_signature
 from layerzero.broker.perf import PerfRow, PerfTable
 from layerzero.broker.policy import Policy, Ruling
 from layerzero.broker.selection import CallSpec, Verdict
+from layerzero.capabilities.compile_unit import Unit, unit_of
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, KernelCapability
 from layerzero.capabilities.device import DeviceSpec
@@ -88,6 +90,7 @@ class Engine:
         self.perf = perf or PerfTable()
         self.health = health or Health()
         self.certification = Certification({})
+        self.compilation = Compilation()
         self.table: Table | None = None
         self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
         self.epoch = 0
@@ -118,6 +121,10 @@ class Engine:
 
     def set_certification(self, certification: Certification) -> None:
         self.certification = certification
+        self.epoch += 1
+
+    def set_compilation(self, compilation: Compilation) -> None:
+        self.compilation = compilation
         self.epoch += 1
 
     def note_versions(self, backend: str, versions: Mapping[str, str]) -> None:
@@ -157,6 +164,11 @@ class Engine:
             "policy": self.policy.hash,
             "times": len(self.perf),
             "verdicts": {"entries": len(self._valid), "hits": self.hits, "misses": self.misses},
+            "compiled": {
+                "units": self.compilation.count(),
+                "running": [unit._asdict() for unit in self.compilation.running()],
+                "failed": [{**unit._asdict(), "why": why} for unit, why in self.compilation.failures.items()],
+            },
             "quarantined": {str(subject): why for subject, why in self.certification.quarantined.items()},
             "failing": [
                 {"backend": backend, "op": op, "kinds": self.health.signatures(backend, op, device)}
@@ -185,6 +197,7 @@ class Engine:
     def forgive(self, backend: str) -> None:
         """Someone repaired it."""
         self.health.reset(backend)
+        self.compilation.forgive(self.capabilities[backend].kernel_ids)
         self.set_certification(self.certification.without_quarantine(self.capabilities[backend].kernel_ids))
 
     # --- a decision --------------------------------------------------------------------------------------
@@ -267,15 +280,15 @@ class Engine:
         verdicts: list[Verdict] = []
         for static in statics:
             verdict = self._judge(spec, context, policy, ruling, static, unavailable, now_s, subject)
-            if miss is not None and verdict.is_accepted:
-                verdict = replace(verdict, others=(miss,))
+            if miss is not None and (verdict.is_accepted or verdict.uncompiled is not None):
+                verdict = replace(verdict, others=(*verdict.others, miss), uncompiled=None)
             elif verdict.kernel_id == chosen:
                 verdict.terms["table"] = policy.weights.table
             verdicts.append(verdict)
         fastest_us = min((v.measured_us for v in verdicts if v.is_accepted and v.measured_us), default=None)
         if fastest_us is not None:
             tie_us = max(TIE_SHARE * fastest_us, GPU_TIE_US if spec.device else TIE_US)
-            for verdict in filter(lambda v: v.is_accepted, verdicts):
+            for verdict in filter(lambda v: v.is_accepted or v.uncompiled is not None, verdicts):
                 share = _share(verdict.measured_us or fastest_us, fastest_us, tie_us)
                 verdict.terms["perfdb"] = policy.weights.perfdb * share
         if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
@@ -344,7 +357,15 @@ class Engine:
             reasons.append(memory)
         if backend in unavailable:
             reasons.append(unavailable[backend])
-        if reasons or refused_in is not None:
+        unit = None
+        if kernel.needs_jit and not transforms and refused_in is None:
+            unit = unit_of(kernel.kernel_id, kernel.compiled_for, context, context.device.sm_version)
+        compiled = self._compiled(unit)
+        if compiled is not None:
+            reasons.append(compiled)
+        passing = {reason.code for reason in reasons} - {Reason.BACKEND_RESTARTING}
+        uncompiled = unit if passing == {Reason.NOT_COMPILED} else None
+        if refused_in is not None or (reasons and uncompiled is None):
             return Verdict(kernel.kernel_id, backend, tuple(reasons), refused_in, kernel, transforms=transforms)
         health = self.health.view(backend, context.op, context.device.device_uuid, now_s)
         notes = said.why
@@ -358,7 +379,7 @@ class Engine:
         terms = {"priority": weights.priority * kernel.priority}
         if said.bonus:
             terms["policy"] = weights.policy * said.bonus
-        if stat is None and kernel.needs_jit:
+        if stat is None and kernel.needs_jit and not self.certification.is_known(kernel.kernel_id):
             terms["jit"] = -weights.jit
         if health.penalty:
             terms["reliability"] = -weights.reliability * health.penalty
@@ -372,7 +393,7 @@ class Engine:
         return Verdict(
             kernel.kernel_id,
             backend,
-            (),
+            tuple(reasons),
             None,
             kernel,
             terms,
@@ -383,7 +404,15 @@ class Engine:
             is_on_trial=health.may_probe,
             is_last_resort=health.is_open and not health.may_probe,
             may_run_here=policy.isolation(backend) in ("in_process", "auto"),
+            uncompiled=uncompiled,
         )
+
+    def _compiled(self, unit: Unit | None) -> Rejection | None:
+        """Why a kernel that compiles may not serve calls of this unit now. One that no probe has seen is not refused:
+        before that it is not known to be right, and need not be compiled."""
+        if unit is None or not self.certification.is_known(unit.kernel_id):
+            return None
+        return self.compilation.rejection(unit)
 
     def _hash_world(self) -> str:
         """Everything besides the call that a cached verdict depends on."""

@@ -11,7 +11,9 @@ from typing import Any
 
 from layerzero.broker.perf import PerfRow
 from layerzero.broker.policy import Policy
+from layerzero.broker.selection import CallSpec
 from layerzero.broker.shadow import Comparison
+from layerzero.capabilities.compile_unit import Unit
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.order import Turn
@@ -198,6 +200,24 @@ class ProbeEnded:
 
 
 @dataclass(slots=True)
+class CompileAsked:
+    """Somebody wants kernels compiled before calls of this signature come."""
+
+    spec: CallSpec
+    backends: Collection[str]
+
+
+@dataclass(slots=True)
+class CompileEnded:
+    """`failure` is empty when the kernel is compiled for these calls now; else the compiler's last lines."""
+
+    backend: str
+    unit: Unit
+    failure: str
+    seconds: float
+
+
+@dataclass(slots=True)
 class WorkerSpawned:
     backend: str
     generation: int
@@ -332,6 +352,8 @@ Event = (
     | TurnsSeen
     | CallPoisoned
     | ProbeEnded
+    | CompileAsked
+    | CompileEnded
     | WorkerSpawned
     | SpawnFailed
     | WorkerReady
@@ -354,6 +376,16 @@ Event = (
 @dataclass(slots=True)
 class Probe:
     backend: str
+
+
+@dataclass(slots=True)
+class Compile:
+    """Run a kernel once in a process of its environment, so that its caches have what the worker will need. `body`:
+    the encoded Prepare message."""
+
+    backend: str
+    unit: Unit
+    body: bytes
 
 
 @dataclass(slots=True)
@@ -585,6 +617,7 @@ class Exit:
 
 Action = (
     Probe
+    | Compile
     | Spawn
     | Kill
     | StopWorker

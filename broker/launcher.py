@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
+from layerzero.broker import events as ev
 from layerzero.broker.settings import Settings
 from layerzero.broker.supervisor import Launch
 from layerzero.capabilities import descriptor
+from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.descriptor import Capability, DescriptorError
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs import build, probe, stage
+from layerzero.envs import build, caches, compilation, probe, stage
 from layerzero.envs.base import inspect
 from layerzero.envs.environ import worker_environ
 from layerzero.envs.manifest import EnvManifest, discover
@@ -22,7 +25,7 @@ from layerzero.ipc.errors import ConfigError, EnvError, LayerZeroError
 class Launcher:
     """Reads all manifests and descriptors once; a broken one disables its own backend and is a problem.
 
-    `probe` may be called from other threads; the rest only from the broker's own.
+    `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -111,6 +114,27 @@ class Launcher:
         record = probe.probe_cached(env, self.manifests[backend], timeout_s=self._settings.start_timeout_s)
         return record
 
+    def compiled(self) -> dict[str, list[Unit]]:
+        """What kernels are compiled for in the environments as they are, by backend."""
+        found = {}
+        for backend, manifest in self.manifests.items():
+            with suppress(EnvError, ConfigError):
+                env = self._plan(backend)
+                found[backend] = [Unit(*unit) for unit in compilation.compiled(env, manifest)] if env.is_built else []
+        return found
+
+    def compile(self, action: ev.Compile, on_start: Callable[[int], None]) -> str:
+        """Compile a kernel in a process of its environment, whose pid `on_start` gets. Returns why it failed, or "".
+        Raises LayerZeroError."""
+        env = self._plan(action.backend)
+        if not env.is_built:
+            return f"its environment is not built; run: {build.command('build', env)}"
+        timeout_s = self._settings.compile_timeout_s
+        manifest = self.manifests[action.backend]
+        return compilation.compile_kernel(
+            env, manifest, action.unit, action.body, timeout_s=timeout_s, on_start=on_start
+        )
+
     @staticmethod
     def failure(record: ProbeRecord) -> EnvError | None:
         """The error of a backend whose probe failed, with cause and repair; None when it passed."""
@@ -132,6 +156,7 @@ class Launcher:
         if backend in self._held:
             self._held.pop(backend).close()
         self._held[backend] = build.hold(env)
+        caches.make_folder(env)
         manifest = self.manifests[backend]
         return Launch(env.python, worker_environ(env.environ, os.environ), manifest.provider_target)
 

@@ -127,6 +127,16 @@ def _memory(server: Server) -> Check:
     return Check("memory", free > headroom, text, "" if free > headroom else "free memory, or a lower headroom")
 
 
+def _compiled(server: Server) -> Check:
+    """No kernel has failed to compile; those that are compiled now say so."""
+    name, compilation = "compiled kernels", server.state.engine.compilation
+    if compilation.failures:
+        lines = [f"{unit.kernel_id} for {unit.calls}: {why}" for unit, why in compilation.failures.items()]
+        return Check(name, False, _lines(lines), "mend what the compiler names, then lz restart BACKEND")
+    going = [f"{unit.kernel_id} is being compiled for {unit.calls}" for unit in compilation.running()]
+    return Check(name, True, _lines([f"{compilation.count()} are kept, for one kind of calls each", *going]))
+
+
 def _graphs(server: Server) -> Check:
     """Where the policy is strict about graphs: this device captures some, and kernels are declared safe in them."""
     if not server.policy.policy.graph_strict_mode:
@@ -155,4 +165,12 @@ def _lines(texts: Iterable[str]) -> str:
     return "\n".join(texts)
 
 
-QUESTIONS: tuple[Callable[[Server], Check], ...] = (_descriptors, _policy, _table, _times, _memory, _graphs)
+QUESTIONS: tuple[Callable[[Server], Check], ...] = (
+    _descriptors,
+    _policy,
+    _table,
+    _times,
+    _compiled,
+    _memory,
+    _graphs,
+)

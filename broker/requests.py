@@ -121,6 +121,20 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"candidates": candidates}
 
 
+def compile_ahead(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Have all kernels of `backends` compiled that would serve a call signature (an encoded Route message) then.
+
+    `pending`: those that are not compiled yet; ask again until there are none.
+    """
+    body, backends = params.get("route"), params.get("backends")
+    if not isinstance(body, bytes) or not isinstance(backends, list):
+        raise InvalidArgument("compile needs `route`, an encoded route message, and `backends`, a list of names")
+    spec = CallSpec.parse(body)
+    server.handle(ev.CompileAsked(spec, backends))
+    left = server.state.compiling.missing(spec, time.monotonic())
+    return {"pending": [verdict.kernel_id for verdict in left if verdict.backend in backends]}
+
+
 def plan(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Kernels for calls that feed each other, chosen together, and what they cost when each is chosen by itself.
 
@@ -310,6 +324,7 @@ def sample(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
 
 METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "status": status,
+    "compile": compile_ahead,
     "explain": explain,
     "load_table": load_table,
     "policy": policy,

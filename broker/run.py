@@ -13,6 +13,7 @@ import msgpack
 import layerzero
 from layerzero.broker import settings as knobs
 from layerzero.broker.certification import Certification
+from layerzero.broker.compilation import Compilation
 from layerzero.broker.cuda_driver import detect_gpus
 from layerzero.broker.engine import Engine
 from layerzero.broker.host import detect_cpu
@@ -64,6 +65,7 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
         envs=launcher.env_ids(),
     )
     engine.set_certification(Certification(launcher.records()))
+    engine.set_compilation(Compilation(launcher.compiled()))
     state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random())
     server = Server(settings, endpoints, state, launcher, policy, stays=stays)
     for problem in launcher.problems:

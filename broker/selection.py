@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, KernelCapability
 from layerzero.capabilities.match import Rejection, match
@@ -102,7 +103,8 @@ class CallSpec:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One candidate: accepted with a score, or rejected with every reason.
+    """One candidate: accepted with a score, or rejected with every reason. One that only has to be compiled has the
+    score that it would have.
 
     `terms` are the parts of the score by name; `transforms` what the client must do to its inputs first; `notes` what
     policy had to say.
@@ -121,6 +123,7 @@ class Verdict:
     is_on_trial: bool = False  # its breaker is half open: one call may try it
     is_last_resort: bool = False  # its breaker is open: for calls that nobody else can take
     may_run_here: bool = False  # policy wants it in the caller's own process
+    uncompiled: Unit | None = None  # it would be accepted were it compiled for this
 
     @property
     def is_accepted(self) -> bool:
@@ -143,7 +146,7 @@ class Verdict:
             "backend": self.backend,
             "accepted": self.is_accepted,
             "reasons": [{"code": r.code.value, "detail": r.detail} for r in self.reasons],
-            "score": round(self.score, 3) if self.is_accepted else None,
+            "score": round(self.score, 3) if self.is_accepted or self.uncompiled is not None else None,
             "terms": {name: round(value, 3) for name, value in self.terms.items()},
             "measured_us": self.measured_us,
             "transforms": list(self.transforms),
@@ -163,6 +166,7 @@ class Signature:
     kernels: tuple[tuple[str, str], ...]  # (kernel id, backend) of every candidate, for what is kept per kernel
     ranked: tuple[Verdict, ...] = ()
     order: tuple[Verdict, ...] = ()  # the accepted part of `ranked`
+    to_compile: tuple[Verdict, ...] = ()  # those of `ranked` that would serve it were they compiled, or probed
     seen: tuple[int, int] = (-1, -1)  # epochs of core and cell when `ranked` was computed
     users: int = 0  # routes and open calls
 

@@ -22,6 +22,7 @@ import zmq
 import layerzero
 from layerzero.broker import dispatch_table, requests, supervisor
 from layerzero.broker import events as ev
+from layerzero.broker.compile_jobs import CompileJobs
 from layerzero.broker.host import free_memory_bytes
 from layerzero.broker.lane_ends import LaneEnds
 from layerzero.broker.launcher import Launcher
@@ -118,6 +119,7 @@ class Server:
         self._looked_s = 0.0  # at all order pages
         self._from_threads: deque[ev.Event] = deque()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probe")
+        self._compilers = CompileJobs(launcher, self.post)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.perfdb = PerfDB(settings.perf_db or settings.store / "perf.db", self._note_times)
         self.tuning = Spending(time.monotonic())
@@ -751,6 +753,7 @@ class Server:
         rings = self.state.leases.rings(self.state.workers[process.backend])
         for ring in rings:  # first: what a client puts after it has seen this, it brings here itself
             self._lanes.tell_end(ring.number)
+        self.look_at_turns()  # in which of its calls the GPU was depends on those before them, whoever had these
         self.look_at_turns(process.backend, has_ended=True)
         looks = self._looks(rings)
         self.look_at_bells()
@@ -775,6 +778,9 @@ class Server:
             self.post(ev.ProbeEnded(action.backend, error, record))
 
         self._threads.submit(work)
+
+    def _compile(self, action: ev.Compile) -> None:
+        self._compilers.start(action)
 
     def _spawn(self, action: ev.Spawn) -> None:
         backend, generation = action.backend, action.generation
@@ -992,6 +998,7 @@ class Server:
         ev.TakeBackLane: _take_back_lane,
         ev.EndLane: _end_lane,
         ev.Probe: _probe,
+        ev.Compile: _compile,
         ev.Spawn: _spawn,
         ev.Kill: _kill,
         ev.StopWorker: _stop_worker,
@@ -1022,6 +1029,7 @@ class Server:
         ):
             path.unlink(missing_ok=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
         self._epoll.close()
         os.close(self._wake)
         os.close(self._spare_fd)

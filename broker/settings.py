@@ -55,6 +55,7 @@ class Settings(BaseSettings):
     )
     timeout_s: Seconds = Field(60.0, description="how long one attempt of a call may run, when the call does not say")
     start_timeout_s: Seconds = Field(120.0, description="how long a provider may take to load")
+    compile_timeout_s: Seconds = Field(600.0, description="how long a kernel may compile for one kind of calls")
     linger_s: Annotated[float, Field(ge=0)] = Field(1.0, description="life of an idle broker after its last client")
     max_in_flight: Annotated[int, Field(ge=1)] = Field(1024, description="open calls per client; more are BUSY")
     depth: Annotated[int, Field(ge=1, le=256)] = Field(16, description="calls sent ahead to one worker")

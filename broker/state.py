@@ -17,6 +17,7 @@ from typing import Any
 
 from layerzero.broker import events as ev
 from layerzero.broker.bells import Bells
+from layerzero.broker.compiling import Compiling, to_compile
 from layerzero.broker.engine import Cell, Engine
 from layerzero.broker.explain import explain
 from layerzero.broker.leases import SETTLED_CALLS, Leases, Lost
@@ -100,6 +101,7 @@ class BrokerState:
         self.leases = Leases()
         self.turns = Turns()
         self._rings, self.bells = Rings(self), Bells(self)
+        self.compiling = Compiling(self)
         self._slots = itertools.count(1)  # of starts of GPU workers
         self._leased_epoch = 0  # of the engine: what it decided then
         self._watch_at_s = math.inf
@@ -128,6 +130,8 @@ class BrokerState:
             ev.TurnsReached: self._turns_reached,
             ev.TurnsSeen: self._turns_seen,
             ev.ProbeEnded: self._probe_ended,
+            ev.CompileAsked: self.compiling.start_asked,
+            ev.CompileEnded: self.compiling.end,
             ev.WorkerSpawned: self._worker_spawned,
             ev.SpawnFailed: self._spawn_failed,
             ev.WorkerReady: self._worker_ready,
@@ -170,6 +174,8 @@ class BrokerState:
             for call in gone:
                 worker.waiting.remove(call)
                 self.close(call)
+        for call in self.compiling.take(client):
+            self.close(call)
         self.bells.end_client(client)
         self._release_turns(client)
         self.finish_leaving(client)
@@ -220,12 +226,10 @@ class BrokerState:
 
     def _users(self, client: Client, arena: int) -> list[Call]:
         """Open calls that refer to it."""
-        return [
-            call
-            for w in self.workers.values()
-            for call in (*w.running, *w.waiting, *w.enqueued.values(), *w.bells.values())
-            if call.client is client and arena in call.arenas
-        ]
+        calls = self.compiling.calls()
+        for w in self.workers.values():
+            calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.bells.values()]
+        return [call for call in calls if call.client is client and arena in call.arenas]
 
     def _release_arena(self, client: Client, arena: int) -> None:
         key = (client.number, arena)
@@ -338,6 +342,7 @@ class BrokerState:
                 signature.context = engine.context(signature.spec)
             signature.ranked = engine.rank(signature.spec, signature.context, self.unavailable, self.now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
+            signature.to_compile = to_compile(signature.ranked)
             signature.seen = (engine.epoch, cell.generation)
         return signature.order
 
@@ -639,6 +644,8 @@ class BrokerState:
     def place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
         order = self.order(call.route.signature)
+        if call.route.signature.to_compile:
+            self.compiling.start(call.route.signature.spec, call.route.signature.to_compile)
         if call.attempts:  # a fallback is in a hurry: those that are warm first
             order = tuple(sorted(order, key=lambda v: self.workers[v.backend].state is not S.READY))
         verdict = self._pick(call, order)
@@ -651,15 +658,16 @@ class BrokerState:
                 self._send(worker, call)
             else:
                 worker.waiting.append(call)
-                self._need(worker)
+                self.need(worker)
             if call.attempt <= 1 and not call.route.signature.spec.pinned:
                 after = order.index(verdict) + 1
                 for spare in order[after : after + self.limits.standby]:
-                    self._need(self.workers[spare.backend])
+                    self.need(self.workers[spare.backend])
             return
         awaited = self._awaited(call)
         if awaited is None:
-            self._end_unserved(call)
+            if not self.compiling.hold(call):
+                self._end_unserved(call)
         elif not self._sends_back(awaited, call):
             call.kernel_id = awaited.kernel_id
             self.workers[awaited.backend].waiting.append(call)
@@ -710,6 +718,10 @@ class BrokerState:
                 return verdict
         return None
 
+    def can_place(self, call: Call) -> bool:
+        """Somebody serves it, now or after a restart."""
+        return self._has_other(call) or self._awaited(call) is not None
+
     def _has_other(self, call: Call) -> bool:
         return any(verdict.backend not in call.tried for verdict in self.order(call.route.signature))
 
@@ -718,7 +730,7 @@ class BrokerState:
         worker = self.workers[backend]
         return worker.state is not S.BACKOFF or worker.retry_at_s <= self.now_s + call.timeout_s
 
-    def _need(self, worker: Worker) -> None:
+    def need(self, worker: Worker) -> None:
         if worker.state is S.ABSENT:
             self._signal(worker, Signal.NEEDED)
             self.do(ev.Probe(worker.backend))
@@ -883,7 +895,7 @@ class BrokerState:
             return
         cannot_bind = error.code == CudaGraphUnsafe.code  # by this kernel; it is well, and another may
         if error.retry in (NEVER, SAME) and exit_code is None and not cannot_bind:
-            self._refuse(call, error)
+            self.refuse(call, error)
             return
         call.attempts.append(
             {
@@ -909,9 +921,9 @@ class BrokerState:
         call.last_error = error
         call.tried.add(worker.backend)
         if call.deaths >= MAX_DEATHS_PER_CALL:
-            self._refuse(call, self._quarantine.verdict(call.deaths))
+            self.refuse(call, self._quarantine.verdict(call.deaths))
         elif spec.pinned:
-            self._refuse(call, error)
+            self.refuse(call, error)
         elif self.stopping:
             self._end_for_shutdown(call)
         else:
@@ -938,9 +950,9 @@ class BrokerState:
             error.facts = dict(call.last_error.facts)
         else:
             error = no_backend(spec, call.route.signature.ranked, self.capabilities)
-        self._refuse(call, error)
+        self.refuse(call, error)
 
-    def _refuse(self, call: Call, error: LayerZeroError) -> None:
+    def refuse(self, call: Call, error: LayerZeroError) -> None:
         facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
         self.do(ev.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
         self._end_in_error(call, error)
@@ -1232,7 +1244,7 @@ class BrokerState:
             missing = Rejection(Reason.NOT_INSTALLED, event.missing) if event.missing else None
             self._set_unavailable(worker.backend, missing)
             if worker.waiting:
-                self._need(worker)
+                self.need(worker)
 
     def _policy_changed(self, event: ev.PolicyChanged) -> None:
         """Calls that are placed stay where they are; those that come next are ranked anew."""
@@ -1272,6 +1284,7 @@ class BrokerState:
             self._watch_leases()
         self.wakeup_s = min(self._health_at_s, self._watch_at_s)
         self._end_late_turns()
+        self.compiling.end_overdue()
         for worker in self.workers.values():
             if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
                 if now_s >= worker.head_deadline_s:
@@ -1311,6 +1324,8 @@ class BrokerState:
             return
         self.stopping = True
         self._revoke_leases()
+        for call in self.compiling.take():
+            self._end_for_shutdown(call)
         for worker in self.workers.values():
             waiting = list(worker.waiting)
             worker.waiting.clear()
@@ -1326,7 +1341,7 @@ class BrokerState:
         if call.is_unwanted:
             self.close(call)
         else:
-            self._refuse(call, BrokerLost("the broker was shut down before the call ended"))
+            self.refuse(call, BrokerLost("the broker was shut down before the call ended"))
 
     def _stop_if_idle(self) -> None:
         if self.stopping and all(w.state is S.STOPPED for w in self.workers.values()):

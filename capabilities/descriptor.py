@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from layerzero.capabilities.compile_unit import Facet
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.ops import OPS
@@ -124,7 +125,8 @@ class KernelCapability(BaseModel):
     copies_outputs: bool = False  # results are copied into the caller's memory
 
     # cost
-    needs_jit: bool = False  # the first call of a shape compiles
+    needs_jit: bool = False  # it is compiled before it can run
+    compiled_for: tuple[Facet, ...] | None = None  # in what calls agree that one compilation serves; None: in all
     init_cost_ms: Annotated[float, Field(ge=0)] | None = None  # of the first call in a process
     transform_cost_hint: Annotated[int, Field(ge=0)] = 0  # in points of the score
     fuses_ops: tuple[str, ...] = ()  # adjacent ops that it does in the same pass
@@ -149,6 +151,8 @@ class KernelCapability(BaseModel):
                 raise ValueError(f"{high} {most} is below {low} {least}")
         if self.deterministic and self.rng == "global":
             raise ValueError('deterministic is true and rng is "global": one of the two is wrong')
+        if self.compiled_for is not None and not self.needs_jit:
+            raise ValueError("compiled_for is given and needs_jit is false: leave one out")
         if self.quantization_requires_scales and not self.quantization_scale_granularities:
             raise ValueError("quantization_requires_scales needs quantization_scale_granularities")
         return self

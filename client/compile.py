@@ -13,6 +13,7 @@ from typing import Any
 from layerzero.client import api, overlay
 from layerzero.client.arrays import describe
 from layerzero.client.call import Request
+from layerzero.client.compiling import compile_ahead, in_line
 from layerzero.client.dry_run import PlanReport, plan_calls
 from layerzero.client.overlay import Overlay
 from layerzero.client.session import Session
@@ -121,12 +122,17 @@ class Compiled:
             self._note(run)
 
     def bake(self, *args: Any, **kwargs: Any) -> PlanReport:
-        """Make the plan for such arguments now, with a dry run (see lz.dry_run), so that the first call has it.
+        """Make the plan for such arguments now, with a dry run (see lz.dry_run), so that the first call has it. Kernels
+        that would serve its calls once they are compiled are compiled first.
 
         Raises what lz.dry_run raises, and InvalidArgument when a call has no kernel.
         """
         session = api.session()
-        baked = _bake(session, imagine(session, self._function, args, kwargs))
+        calls = imagine(session, self._function, args, kwargs)
+        for body, op in {call.body: call.op for call in calls}.items():
+            first = in_line(session.explain_route(op, body))[:1]
+            compile_ahead(session, body, [candidate.backend for candidate in first])
+        baked = _bake(session, calls)
         if baked.report.plan is None or baked.report.problem:
             raise InvalidArgument(f"nothing to bake: {baked.report.problem}")
         self._keep(arguments_key((args, kwargs)), baked)

@@ -43,7 +43,8 @@ class ReasonDetail:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel that was looked at: accepted with a score (higher is better), or rejected with every reason.
+    """A kernel that was looked at: accepted with a score (higher is better), or rejected with every reason. One that
+    only has to be compiled is rejected, and has the score that it will have.
 
     `terms`: the parts of the score by name; their sum is the score. `transforms`: copies of inputs that it needs.
     `notes`: what policy and health had to say. `fix`: the smallest change of the call that would make a rejected kernel

@@ -6,12 +6,13 @@ import difflib
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.client import api, ops
 from layerzero.client.arrays import describe
+from layerzero.client.compiling import compile_ahead, in_line
 from layerzero.client.inputs import random_inputs, tensor_names
 from layerzero.client.report import Candidate, SelectionReport
 from layerzero.client.tune_report import Times, TunedCall, TunedKernel, TuneReport
@@ -52,6 +53,11 @@ class Call:
     def explain(self) -> SelectionReport:
         """As lz.explain."""
         return api.explain(self.function, **self.arrays, **self.params)
+
+    def compile(self, backends: Iterable[str]) -> None:
+        """Wait until their kernels are compiled for it, or could not be."""
+        body = api.signature(self.function, **self.arrays, **self.params)
+        compile_ahead(api.session(), body, list(backends))
 
     @property
     def label(self) -> str:
@@ -238,7 +244,9 @@ class _Trial:
     def run(self) -> None:
         """Raises BrokerLost, NotConnected, EnvError, InvalidArgument; what a backend raises is its result."""
         self._before = self._call.explain()
-        for candidate in self._before.candidates:
+        self._tell("compiling", 0)
+        self._call.compile({candidate.backend for candidate in in_line(self._before)})
+        for candidate in self._call.explain().candidates:
             if candidate.accepted and any(r.backend == candidate.backend for r in self._runners):
                 self._not_pinned.append(candidate)  # a call is pinned to a backend, which takes its best kernel
             elif candidate.accepted:

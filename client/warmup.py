@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerzero.client import api
+from layerzero.client.compiling import in_line
 from layerzero.client.inputs import random_inputs
 from layerzero.client.report import time_text
 from layerzero.client.tune import Call, calls_of
@@ -62,7 +63,7 @@ def warmup(
     **kwargs: Any,
 ) -> WarmupReport:
     """Run calls twice on the backend that would serve them and on the one that would take over; on all that accept
-    them with `every`.
+    them with `every`. Kernels that compile are compiled for the call first.
 
     Arguments as of lz.tune: lz.warmup("matmul", a, b), lz.warmup(["matmul", "silu"]), or calls made by lz.Call.of.
     The broker keeps the times. A backend that fails is a line of the report.
@@ -77,9 +78,10 @@ def warmup(
 
 def _warm(call: Call, *, every: bool) -> list[Warmed]:
     chosen: dict[str, str] = {}  # a call is pinned to a backend, which takes its best kernel
-    for candidate in call.explain().candidates:
-        if candidate.accepted and (every or len(chosen) < LIKELY):
+    for candidate in in_line(call.explain()):
+        if every or len(chosen) < LIKELY:
             chosen.setdefault(candidate.backend, candidate.kernel_id)
+    call.compile(chosen)
     if not chosen:
         return [Warmed(call.label, "", "", error="no kernel accepts it; lz explain says why")]
     arguments = {**random_inputs(call.op, call.arrays, seed=0), **call.params}

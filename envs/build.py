@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import shlex
@@ -63,6 +64,11 @@ class Env:
         return self.store / "envs" / f"{self.name}-{self.id}"
 
     @property
+    def cache(self) -> Path:
+        """Where its compilers keep what they make. Named by what is installed: another environment compiles anew."""
+        return cache_folder(self.store, self.name, self.id)
+
+    @property
     def is_built(self) -> bool:
         # Not the record alone: bin/python dangles when the interpreter below the venv was removed.
         return self.on_host or ((self.prefix / RECORD).is_file() and self.python.exists())
@@ -73,6 +79,11 @@ class Env:
             return {}
         found: dict[str, Any] = json.loads((self.prefix / RECORD).read_text(encoding="utf-8"))
         return found
+
+
+def cache_folder(store: Path, name: str, env_id: str) -> Path:
+    """The folder of an environment's compiler caches."""
+    return store / "caches" / f"{name}-{env_id}"
 
 
 def resolve(name: str, folders: Sequence[Path] = ()) -> EnvManifest:
@@ -145,7 +156,10 @@ def _plan_overlay(manifest: EnvManifest, variant: VariantName, root: Path, base:
 def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, python: Python, lock_hash: str) -> Env:
     prefix = root / "envs" / f"{manifest.name}-{env_id}" if lock_hash else python.path.parent.parent
     site = str(overlay.site_packages(prefix, python.minor))
-    environ = {name: text.replace("{store}", str(root)).replace("{site}", site) for name, text in manifest.env.items()}
+    places = {"{store}": str(root), "{site}": site, "{cache}": str(cache_folder(root, manifest.name, env_id))}
+    environ = dict(manifest.env)
+    for name, place in itertools.product(environ, places):
+        environ[name] = environ[name].replace(place, places[place])
     return Env(
         name=manifest.name,
         variant=variant,

@@ -1,4 +1,4 @@
-"""Remove environments and staged code that no manifest asks for any more and nobody uses."""
+"""Remove environments, their caches and staged code that no manifest asks for any more and nobody uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Collected:
 
 
 def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
-    """Remove what is neither current nor in use: environments, staged code, what killed builders left, verdicts."""
+    """Remove what is neither current nor in use: environments, their compilers' caches, staged code, what killed
+    builders left, verdicts."""
     root = root.absolute()
     found, problems = discover(folders)
     current: set[str] = set()
@@ -45,7 +46,7 @@ def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
     removed: list[Removed] = []
     in_use: list[Path] = []
     for path, target in _candidates(root):
-        if path == target and (path.name in current or path.name.rpartition("-")[0] in undecided):
+        if path.name in current or path.name.rpartition("-")[0] in undecided:
             continue
         try:
             with store.locked_now(target):
@@ -80,6 +81,8 @@ def _current(manifest: EnvManifest, root: Path) -> Iterator[str]:
 
 def _candidates(root: Path) -> Iterator[tuple[Path, Path]]:
     """(folder, the target whose lock guards it)"""
+    for path in sorted((root / "caches").glob("[!.]*")):
+        yield path, root / "envs" / path.name
     for kind in ("envs", "stage"):
         folder = root / kind
         yield from store.leftovers(folder)

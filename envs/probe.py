@@ -6,13 +6,9 @@ A crash, a hang or a missing symbol ends the probe's process and is a verdict li
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.envs.build import Env, command
-from layerzero.envs.environ import worker_environ
+from layerzero.envs.child import run
 from layerzero.envs.manifest import EnvManifest
-from layerzero.envs.stage import stage
 
 DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes most of a minute on a slow one
 _STDERR_TAIL = 4000
@@ -76,40 +71,22 @@ def probe_key(env: Env, manifest: EnvManifest) -> str:
 
 def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ProbeRecord:
     """Run the probe now. Blocks up to `timeout_s`; the process and its group are gone when this returns."""
-    argv = [str(env.python), "-m", "layerzero.workers.probe", manifest.provider_target, str(manifest.descriptor_path)]
-    argv.append(str(os.getpid()))  # it ends with us, however we end
-    stage(env.store)  # an env that was only planned may be older than today's code
     start = time.monotonic()
-    # Files and no pipes: a process that the library starts keeps those open after the probe has ended. Files without a
-    # name, in no folder of their own: whoever kills us leaves nothing behind.
-    with tempfile.TemporaryFile() as out_file, tempfile.TemporaryFile() as err_file:
-        process = subprocess.Popen(
-            argv,
-            cwd="/",
-            env=worker_environ(env.environ, os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=out_file,
-            stderr=err_file,
-            start_new_session=True,
-        )
-        try:
-            failure = _crash(process.wait(timeout_s))
-        except subprocess.TimeoutExpired:
-            failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s"}
-        finally:
-            _kill_group(process.pid)  # whatever the library started
-            process.wait()
-        out_file.seek(0)
-        err_file.seek(0)
-        out, err = out_file.read(), err_file.read()
-    verdict = failure or _parse(out) or _no_answer(process.returncode, err)
+    targets = (manifest.provider_target, str(manifest.descriptor_path))
+    ended = run(env, "layerzero.workers.probe", *targets, timeout_s=timeout_s)
+    failure: dict[str, Any] = {}
+    if ended.code is None:
+        failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s"}
+    elif ended.death:
+        failure = {"kind": "crash", "message": f"the probe's process died of {ended.death}"}
+    verdict = failure or _parse(ended.out) or _no_answer(ended.code, ended.err)
     ok = not verdict.get("kind")
     return ProbeRecord(
         env=env.name,
         key=probe_key(env, manifest),
         ok=ok,
         seconds=round(time.monotonic() - start, 3),
-        stderr_tail="" if ok else err.decode(errors="replace")[-_STDERR_TAIL:],
+        stderr_tail="" if ok else ended.err.decode(errors="replace")[-_STDERR_TAIL:],
         repair="" if ok else _repair(env, verdict["kind"]),
         **verdict,
     )
@@ -155,13 +132,6 @@ def _repair(env: Env, kind: str) -> str:
     return command("build", env, "--force")
 
 
-def _crash(code: int) -> dict[str, Any]:
-    if code >= 0:
-        return {}
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return {"kind": "crash", "message": f"the probe's process died of {name}"}
-
-
 def _parse(out: bytes) -> dict[str, Any]:
     """The last line of stdout is workers/probe.py's JSON object. Empty when it is anything else."""
     try:
@@ -204,11 +174,6 @@ def _is_certificate(certified: Any, failures: Any) -> bool:
     )
 
 
-def _no_answer(code: int, err: bytes) -> dict[str, Any]:
+def _no_answer(code: int | None, err: bytes) -> dict[str, Any]:
     last = err.decode(errors="replace").strip().rpartition("\n")[2]
     return {"kind": "protocol", "message": f"the probe ended with exit code {code} and no verdict: {last:.200}"}
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)

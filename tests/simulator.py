@@ -20,6 +20,8 @@ who writes which memory until when, and raises Violation, with the seed, where t
 - a call on a ring is enqueued by one worker, or comes to the broker once: when that worker leaves it, or is dead; one
   of those that come back from a dead worker is blamed at most, and the right one; a ring is taken back when nothing is
   on it;
+- kernels that compile run no call that they are not compiled for, backends compile one thing at a time and none twice;
+  a call waits for a compilation only when nobody else is left, and for no longer than its timeout;
 - turns of a lane end once and in their order, those of a client that is there all do, and none fails that a worker may
   still finish; what is done never runs again; a call on a GPU that must run again gets another answer, no other does.
 """
@@ -49,9 +51,11 @@ from layerzero.broker.state import WATCH_S, BrokerState, Limits
 from layerzero.broker.turns import STICKY_EXIT
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
+from layerzero.capabilities.compile_unit import Unit, unit_of
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
+from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc import wire
 from layerzero.ipc.errors import (
     BackendError,
@@ -83,9 +87,11 @@ STREAMS = 3  # of a client on a GPU
 
 PRIORITY = {"alpha": 60, "beta": 50, "gamma": 40, "delta": 30}
 SERVES = {"silu": PRIORITY.keys(), "gelu": ("alpha", "beta")}
+COMPILES = frozenset({"alpha", "gamma"})  # in some worlds
 
 
-def _capability(backend: str, priority: int, platform: str = "cpu") -> descriptor.Capability:
+def _capability(backend: str, priority: int, platform: str = "cpu", *, compiles: bool = False) -> descriptor.Capability:
+    jit = {"needs_jit": True, "compiled_for": ["dtypes"]} if compiles and backend in COMPILES else {}
     ops: dict[str, tuple[dict[str, Any], ...]] = {
         op: (
             {
@@ -94,6 +100,7 @@ def _capability(backend: str, priority: int, platform: str = "cpu") -> descripto
                 "source": "simulator",
                 "dtypes": ["float32", "float64"],
                 "deterministic": True,
+                **jit,
             },
         )
         for op, backends in SERVES.items()
@@ -108,6 +115,16 @@ CAPABILITIES = {backend: _capability(backend, priority) for backend, priority in
 
 
 GPU_CAPABILITIES = {backend: _capability(backend, priority, "cuda") for backend, priority in PRIORITY.items()}
+
+
+def _record(backend: str) -> ProbeRecord:
+    """Of a probe that found everything right."""
+    kernels = CAPABILITIES[backend].kernel_ids
+    classes = {f"{variant}/small/dense": 0.0 for variant in ("plain", "none")}
+    certified = {kernel_id: dict.fromkeys(("float32", "float64"), classes) for kernel_id in kernels}
+    return ProbeRecord(backend, "key", ok=True, seconds=0.1, kernels=dict.fromkeys(kernels), certified=certified)
+
+
 DEVICES = {"": DeviceSpec(), GPU: DeviceSpec("cuda", "a GPU", device_uuid=GPU, supports_fp16=True)}
 
 
@@ -193,6 +210,7 @@ class Call:
     has_passed: bool = False  # its client's stream has gone on
     is_done: bool = False  # the GPU wrote its result
     has_failed: bool = False  # its turn was ended by the broker
+    since_s: float = 0.0  # when it came
     dispatches: list[Dispatch] = field(default_factory=list)
 
     @property
@@ -333,6 +351,7 @@ BELL_FATES = {"bound", "bound_again", "failed", "late", "muted", "replayed", "ta
 # What a GPU makes of a call, and what else becomes of turns.
 GPU_FATES = ("gpu_runs", "gpu_is_slow", "gpu_hangs", "gpu_dies")
 TURN_FATES = {"turn_failed", "turn_held", "turn_released", "turn_rerun", "turn_late", "deaf", "offered_again"}
+COMPILE_FATES = {"compiled", "compile_failed", "compile_awaited"}
 LANE_ENDS = {"sends_garbage": "broken", "lies_dispatch": "broken", "lies_attempt": ""}  # the last one never says
 LANE_ENDS |= dict.fromkeys(("raises", "refuses", "too_small"), "raised")
 WRITES = {"runs", "dies_written", "dies_sent", "is_slow", "lies_dispatch", "lies_attempt", "answers_twice"}
@@ -1140,6 +1159,8 @@ class World:
             self.persistence, self.eagerness = 0.97, own.choice((1.0, 1.0, 0.3))
         self.graphs = own.choice((0.0, 0.3, 0.6)) if self.device else 0.0
         self._p_deaf = own.choice((0.0, 0.0, 0.2))
+        self.compiles = own.random() < 0.3
+        self._p_compile_fails, self._compile_s = own.choice((0.0, 0.3)), own.choice((0.1, 1.0, 6.0))
         self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
         self._p_probe_fails, self._p_spawn_fails = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.1))
         self._p_full = rng.choice((0.0, 0.0, 0.005))  # a peer's queue is full
@@ -1159,6 +1180,8 @@ class World:
         self._crashes: dict[str, list[float]] = {name: [] for name in PRIORITY}
         self._restart_from_s: dict[str, float] = {}
         self._quarantine: dict[tuple[bytes, bytes], float] = {}
+        self._compiling: dict[str, Unit] = {}  # by backend
+        self._compiled: dict[Unit, bool] = {}  # whether it went well
         self._is_stopping = False
         self._exits = 0
         self._pids = 0
@@ -1186,9 +1209,13 @@ class World:
                 coverage.transitions[worker.state, signal] += 1
                 super()._signal(worker, signal)
 
+        known = GPU_CAPABILITIES if self.device else CAPABILITIES
+        if self.compiles:
+            platform = "cuda" if self.device else "cpu"
+            known = {name: _capability(name, priority, platform, compiles=True) for name, priority in PRIORITY.items()}
         unusable = {"delta": Rejection(Reason.NOT_INSTALLED, "its environment is not built")}
         self.state: BrokerState = Observed(
-            Engine(GPU_CAPABILITIES if self.device else CAPABILITIES, DEVICES[""], gpus=[DEVICES[GPU]]),
+            Engine(known, DEVICES[""], gpus=[DEVICES[GPU]]),
             unusable,
             self.limits,
             random.Random(seed + 1),
@@ -1419,6 +1446,7 @@ class World:
             return
         if call is not None:
             self._note_arrival(client, call)
+            call.since_s = self.now_s
             call.is_crowded = self.state.clients[client.identity].open_calls >= self.limits.max_in_flight
             if call.after[0]:
                 self._count_lost(call, self.lanes[call.after[0]])
@@ -1496,6 +1524,9 @@ class World:
         if what < 0.4:
             weights = Weights(perfdb=self.rng.choice((0.0, 1000.0, 1000.0)))
             self._deliver(ev.PolicyChanged(Policy(weights=weights)))
+        elif what < 0.5 and self.compiles:
+            spec = CallSpec.parse(route_body(device=self.device))
+            self._deliver(ev.CompileAsked(spec, list(PRIORITY)))
         elif what < 0.7:  # only what serves nobody is taken out, so that the model of who serves whom holds
             kernel_id, error = self.rng.choice((("alpha.silu", 0.0), ("nobody.silu", 1.0)))
             subject = Subject(kernel_id, "float32", "plain/small/dense")
@@ -1569,6 +1600,7 @@ class World:
     def exited(self, process: Process, exit_code: int, page: tuple[int, str]) -> None:
         """Its exit is confirmed, some time after it died."""
         backend = process.backend
+        self.look_at_turns()
         lanes = [lane for lane in self.lanes.values() if lane.process is process]
         for lane in lanes:
             self._look_at(lane)
@@ -1685,6 +1717,8 @@ class World:
             self._is_broken.pop(backend, None)
             self._restart_from_s.pop(backend, None)
             self._crashes[backend].clear()
+        for unit in [u for u, is_good in self._compiled.items() if not is_good and u.kernel_id.startswith(backend)]:
+            del self._compiled[unit]  # and may be tried again
         self._deliver(ev.BackendReset(backend, missing))
 
     def _kill_one(self) -> None:
@@ -1714,7 +1748,31 @@ class World:
         if fails:
             self._is_broken[backend] = "probe"
         self._restart_from_s.pop(backend, None)
-        self._deliver(ev.ProbeEnded(backend, EnvError("no module named lib", env=backend) if fails else None))
+        error = EnvError("no module named lib", env=backend) if fails else None
+        self._deliver(ev.ProbeEnded(backend, error, None if fails or not self.compiles else _record(backend)))
+
+    def _compile(self, action: ev.Compile) -> None:
+        backend, unit = action.backend, action.unit
+        self.require(backend not in self._compiling, "a backend compiles two things at a time")
+        self.require(not self._compiled.get(unit), "something is compiled twice")
+        self.require(backend in COMPILES and self.compiles, "something is compiled that need not be")
+        self.require(not self._is_stopping, "something is compiled during the shutdown")
+        self._compiling[backend] = unit
+        fails = not self.is_calm and self.rng.random() < self._p_compile_fails
+        self.push(self.now_s + self.rng.uniform(0.0, self._compile_s), self._compile_ended, backend, unit, fails)
+
+    def _compile_ended(self, backend: str, unit: Unit, fails: bool) -> None:
+        del self._compiling[backend]
+        self._compiled[unit] = not fails
+        self.coverage.fates["compile_failed" if fails else "compiled"] += 1
+        self._deliver(ev.CompileEnded(backend, unit, "nvcc: error" if fails else "", 1.0))
+
+    def _is_compiled(self, backend: str, call: Call) -> bool | None:
+        """False when that has failed, None when it is not over."""
+        if not self.compiles or backend not in COMPILES:
+            return True
+        spec = CallSpec.parse(call.signature.body)
+        return self._compiled.get(unit_of(f"{backend}.{spec.op}", ["dtypes"], spec))
 
     def _spawn(self, action: ev.Spawn) -> None:
         backend, generation = action.backend, action.generation
@@ -1987,6 +2045,7 @@ class World:
         self.require(all(d.is_over for d in call.dispatches), "a call is dispatched again before its worker is done")
         self.require(call.deaths < MAX_DEATHS_PER_CALL, f"a call that killed {call.deaths} workers gets another")
         self.require(process.backend not in call.failed_on, "a call is run again where it failed")
+        self.require(self._is_compiled(process.backend, call) is True, "a kernel compiles within a call")
         self.require(not call.is_quarantined, "a quarantined call is run")
         self.require(action.attempt == len(call.dispatches) + 1, "attempts are not counted")
         self.require(len(process.sent) < self.limits.depth, "more is sent ahead than allowed")
@@ -2085,7 +2144,12 @@ class World:
             case "BROKER_LOST":
                 is_true = self._is_stopping
             case "NO_BACKEND":
-                is_true = not action.attempts and not left and not any(c["accepted"] for c in action.candidates)
+                waited = all(attempt["code"] == "NOT_COMPILED" for attempt in action.attempts)
+                is_true = waited and not left and not any(c["accepted"] for c in action.candidates)
+            case "DEADLINE" if "kernel_id" in error.facts:
+                self.coverage.fates["compile_awaited"] += 1
+                is_long = self.now_s - call.since_s >= call.timeout_s - 1e-9
+                is_true = is_long and not any(self._is_compiled(b, call) for b in left)
             case "CUDA_GRAPH_UNSAFE":
                 codes = {attempt["code"] for attempt in action.attempts}
                 is_true = call.bell is not None and (not left or bool(call.signature.pinned))
@@ -2120,6 +2184,8 @@ class World:
         """It is available, or restarts within the call's timeout."""
         reason, worker = self.state.unavailable.get(backend), self.state.workers[backend]
         is_soon = worker.state is not WorkerState.BACKOFF or worker.retry_at_s <= self.now_s + call.timeout_s
+        if self._is_compiled(backend, call) is False:
+            return False
         return reason is None or (reason.code is Reason.BACKEND_RESTARTING and is_soon)
 
     def _note_reasons(self, candidates: list[dict[str, Any]]) -> None:
@@ -2161,6 +2227,11 @@ class World:
                 held = sum(d.call.client is client for p in self.processes.values() for d in p.enqueued.values())
                 held += sum(d.call.client is client for p in self.processes.values() for d in p.bound.values())
                 self.require(known.enqueued == held, f"enqueued is {known.enqueued}, not {held}")
+        for held in state.compiling.held:
+            self.require(state.wakeup_s <= held.due_s, f"a call waits for {held.unit} for ever")
+            self.require(
+                held.unit in self._compiling.values() or held.unit not in self._compiled, "it waits for nothing"
+            )
         for process in self.processes.values():
             if process.sent and not process.kill_reason and not process.is_confirmed_dead:
                 self._check_deadline(process)
@@ -2265,6 +2336,7 @@ class World:
             "plans": state._plans,
             "plans in workers": [w.plans for w in state.workers.values() if w.plans],
             "arenas in workers": [w.arenas for w in state.workers.values() if w.arenas],
+            "calls that wait for compilers": state.compiling.held,
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
             "lanes": state.leases.lanes,
             "turns": state.turns._lanes,
@@ -2277,6 +2349,7 @@ class World:
 
 PERFORM: dict[type, Callable[[World, Any], None]] = {
     ev.Probe: World._probe,
+    ev.Compile: World._compile,
     ev.Spawn: World._spawn,
     ev.Kill: World._kill,
     ev.StopWorker: World._stop,

@@ -1,9 +1,10 @@
-"""Memory for the probe's cases: as in a worker, host memory or a GPU's, whichever the kernels compute in."""
+"""Memory to try kernels in, outside a worker: host memory or a GPU's, whichever they compute in."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from layerzero.ipc import cuda, memory
@@ -13,7 +14,7 @@ from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers.cases import Case
 from layerzero.workers.provider import Block, Bound, DeviceMemory, Loaded
 
-ARENA_BYTES = 4 << 20  # more than any case takes
+ARENA_BYTES = 4 << 20  # more than any case of the probe takes
 FILL = 0xA5  # outputs hold this before a run, so that what a kernel leaves out does not look right
 _GPU_ALIGNMENT = 256  # bytes; what cuMemAlloc gives
 
@@ -26,6 +27,9 @@ class Bench(Protocol):
 
     def input(self, spec: TensorSpec, data: bytes) -> Block:
         """A block that holds these elements (row-major), and zeros between them."""
+
+    def filled(self, spec: TensorSpec) -> Block:
+        """A block for an input whose numbers do not matter, full of FILL: finite, in every dtype of floats."""
 
     def output(self, spec: TensorSpec) -> Block:
         """A block full of FILL."""
@@ -40,16 +44,23 @@ class Bench(Protocol):
         """Run a kernel to its end. Raises ValueError when it wrote to an input."""
 
 
-def bench_for(loaded: Loaded) -> Bench:
-    """Raises OSError or CudaError where the kernels want a GPU and there is none."""
-    return HostBench() if loaded.on_stream is None else GpuBench(loaded)
+def bench_for(loaded: Loaded, nbytes: int = ARENA_BYTES, gpu: str = "") -> Bench:
+    """With room for `nbytes`; on the GPU with this UUID, or the first. Raises OSError or CudaError where the kernels
+    want a GPU and there is none, or not that one."""
+    return HostBench(nbytes) if loaded.on_stream is None else GpuBench(loaded, nbytes, gpu)
+
+
+def room_for(specs: Iterable[TensorSpec | None]) -> int:
+    """Bytes that blocks for all of these take."""
+    return sum(spec.span_bytes + _GPU_ALIGNMENT for spec in specs if spec is not None)
 
 
 class _Placed:
     """Where the next block goes in an arena."""
 
-    def __init__(self, alignment: int) -> None:
+    def __init__(self, alignment: int, nbytes: int) -> None:
         self._alignment = alignment
+        self._nbytes = nbytes
         self._end = 0
 
     def clear(self) -> None:
@@ -58,8 +69,8 @@ class _Placed:
     def place(self, spec: TensorSpec) -> slice:
         start = -(-self._end // self._alignment) * self._alignment
         self._end = start + spec.span_bytes
-        if self._end > ARENA_BYTES:
-            raise ValueError(f"a case needs more than {ARENA_BYTES} bytes")
+        if self._end > self._nbytes:
+            raise ValueError(f"the blocks need more than {self._nbytes} bytes")
         return slice(start, self._end)
 
 
@@ -67,17 +78,23 @@ class HostBench(_Placed):
     """One memfd, seen through a read-only map by inputs, so that a kernel which writes to them dies, and through a
     writable one by outputs."""
 
-    def __init__(self) -> None:
-        super().__init__(memory.ALIGNMENT)
-        fd = memory.create_memfd("lz-probe", ARENA_BYTES)
-        self._read = memoryview(memory.map_fd(fd, ARENA_BYTES, writable=False))
-        self._write = memoryview(memory.map_fd(fd, ARENA_BYTES, writable=True))
+    def __init__(self, nbytes: int) -> None:
+        nbytes = max(nbytes, memory.PAGE_BYTES)  # nothing cannot be mapped
+        super().__init__(memory.ALIGNMENT, nbytes)
+        fd = memory.create_memfd("lz-bench", nbytes)
+        self._read = memoryview(memory.map_fd(fd, nbytes, writable=False))
+        self._write = memoryview(memory.map_fd(fd, nbytes, writable=True))
         os.close(fd)
 
     def input(self, spec: TensorSpec, data: bytes) -> Block:
         place = self.place(spec)
         self._write[place] = bytes(spec.span_bytes)
         scatter(data, spec, self._write[place])
+        return Block(self._read[place], spec)
+
+    def filled(self, spec: TensorSpec) -> Block:
+        place = self.place(spec)
+        self._write[place] = bytes([FILL]) * spec.span_bytes
         return Block(self._read[place], spec)
 
     def output(self, spec: TensorSpec) -> Block:
@@ -101,15 +118,15 @@ class HostBench(_Placed):
 class GpuBench(_Placed):
     """One allocation on the first GPU, used through a stream that does not wait for the default one."""
 
-    def __init__(self, loaded: Loaded, ordinal: int = 0) -> None:
-        super().__init__(_GPU_ALIGNMENT)
+    def __init__(self, loaded: Loaded, nbytes: int = ARENA_BYTES, gpu: str = "") -> None:
+        super().__init__(_GPU_ALIGNMENT, nbytes)
         assert loaded.on_stream is not None
         self._on_stream = loaded.on_stream
-        self._ordinal = ordinal
         self.driver = cuda.load()
-        self.driver.push_context(self.driver.retain_context(ordinal))  # for good: the probe's process ends soon
+        self._ordinal = ordinal = _ordinal(self.driver, gpu)
+        self.driver.push_context(self.driver.retain_context(ordinal))  # for good: this process ends soon
         self.stream = self.driver.create_stream()
-        self._arena = self.driver.allocate(ARENA_BYTES)
+        self._arena = self.driver.allocate(max(nbytes, 1))
         self._inputs: list[tuple[Block, bytes]] = []
 
     def clear(self) -> None:
@@ -123,8 +140,11 @@ class GpuBench(_Placed):
         self._inputs.append((block, bytes(content)))
         return block
 
-    def output(self, spec: TensorSpec) -> Block:
+    def filled(self, spec: TensorSpec) -> Block:
         return self._block(spec, bytearray([FILL]) * spec.span_bytes)
+
+    def output(self, spec: TensorSpec) -> Block:
+        return self.filled(spec)
 
     def in_place(self, spec: TensorSpec, data: bytes) -> tuple[Block, Block]:
         content = bytearray([FILL]) * spec.span_bytes
@@ -172,6 +192,15 @@ def placed(bench: Bench, op: str, case: Case) -> tuple[list[Block | None], list[
         else:
             inputs.append(bench.input(spec, data))
     return inputs, written or [bench.output(spec) for spec in case.outputs]
+
+
+def _ordinal(driver: cuda.Driver, gpu: str) -> int:
+    if not gpu:
+        return 0
+    found = [one.ordinal for one in driver.gpus() if one.uuid == gpu]
+    if not found:
+        raise OSError(f"this process sees no GPU {gpu}")
+    return found[0]
 
 
 def _address(content: bytearray) -> int:

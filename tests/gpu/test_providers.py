@@ -40,7 +40,7 @@ def checked(backend: str) -> dict[str, Any]:
     manifest = tomllib.loads((ROOT / "envs" / "manifests" / f"{backend}.toml").read_text(encoding="utf-8"))
     site, caches = sysconfig.get_path("purelib"), str(ROOT / ".gpu-caches")
     variables = {
-        name: value.replace("{store}", caches).replace("{site}", site)
+        name: value.replace("{cache}", f"{caches}/{backend}").replace("{site}", site)
         for name, value in manifest.get("env", {}).items()
     }
     ran = subprocess.run(

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -190,10 +190,18 @@ class Site:
     # --- faults
 
     def add_backend(
-        self, name: str, *, priority: int = 70, ndim: int | None = None, provider: str = "", **claims: object
+        self,
+        name: str,
+        *,
+        priority: int = 70,
+        ndim: int | None = None,
+        provider: str = "",
+        env: Mapping[str, str] | None = None,
+        **claims: object,
     ) -> None:
         """Before the start: one more toy backend. `ndim`: it takes arrays of so many dimensions only. `provider`:
-        Python source instead of the toy's. `claims`: more fields of its silu kernel."""
+        Python source instead of the toy's. `env`: more variables of its worker. `claims`: more fields of its silu
+        kernel."""
         self.manifests.mkdir(exist_ok=True)
         (self.manifests / f"{name}.py").write_text(provider or (BACKENDS / "toy.py").read_text())
         kernel: dict[str, Any] = {"source": "test", "priority": priority, "deterministic": True}
@@ -209,7 +217,8 @@ class Site:
         }
         (self.manifests / f"{name}.json").write_text(json.dumps(descriptor))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
-        (self.manifests / f"{name}.toml").write_text(f'{manifest}env = {{LZ_TOY_NAME = "{name}"}}\n')
+        variables = "".join(f'{key} = "{value}"\n' for key, value in {"LZ_TOY_NAME": name, **(env or {})}.items())
+        (self.manifests / f"{name}.toml").write_text(f"{manifest}[env]\n{variables}")
         self.environ["LAYERZERO_MANIFEST_DIRS"] = f"{BACKENDS}:{self.manifests}"
 
     def stop(self) -> None:

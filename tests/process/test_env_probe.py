@@ -22,7 +22,6 @@ def test_a_probe_that_is_told_to_end_leaves_neither_folder_nor_process(
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
     probe = subprocess.Popen([*command, "--store", str(site.folder / "store")], env=environ)
     wait_until(lambda: any("layerzero.workers.probe" in command for command in processes(site.folder).values()))
-    assert len(list(tmp_path.glob("lz-probe-*"))) == 1
     probe.terminate()
     assert probe.wait(timeout=20) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []

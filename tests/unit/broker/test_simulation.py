@@ -51,7 +51,9 @@ REASONS = {
     Reason.BACKEND_DISABLED,
     Reason.BACKEND_IMPORT_FAILED,
     Reason.BACKEND_RESTARTING,
+    Reason.COMPILE_FAILED,
     Reason.DTYPE_UNSUPPORTED,
+    Reason.NOT_COMPILED,
     Reason.NOT_INSTALLED,
     Reason.NOT_PINNED,
     Reason.OP_UNSUPPORTED,
@@ -96,7 +98,8 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
     seen = {fate for fate, count in coverage.fates.items() if count}
     lanes = {f"lane_{fate}" for fate in simulator.LANE_FATES}
     lanes |= {f"ring_{fate}" for fate in simulator.RING_FATES} | {f"bell_{fate}" for fate in simulator.BELL_FATES}
-    assert seen == {*simulator.FATES, *lanes, *simulator.GPU_FATES, *simulator.TURN_FATES, "late_answer"}
+    others = {*simulator.GPU_FATES, *simulator.TURN_FATES, *simulator.COMPILE_FATES, "late_answer"}
+    assert seen == {*simulator.FATES, *lanes, *others}
 
 
 # --- planted bugs ----------------------------------------------------------------------------------------

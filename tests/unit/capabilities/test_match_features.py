@@ -330,6 +330,8 @@ ELSEWHERE = {  # codes about state; the broker and its parts raise them
     Reason.CAPABILITIES_INVALID,
     Reason.CAPABILITIES_SCHEMA_MISMATCH,
     Reason.NOT_CERTIFIED,
+    Reason.NOT_COMPILED,
+    Reason.COMPILE_FAILED,
     Reason.NOT_INSTALLED,
     Reason.NOT_PINNED,
     Reason.OP_UNSUPPORTED,

@@ -26,7 +26,9 @@ def test_only_stale_and_unused_folders_go(tmp_path: Path) -> None:
     kept = folder(tmp_path / "envs" / "mine-0000000000000002")
     broken.parent.mkdir()
     broken.write_text("[")
+    caches = folder(tmp_path / "caches" / current.name)
     stale = [
+        folder(tmp_path / "caches" / "gone-0000000000000003"),
         folder(tmp_path / "envs" / ".building-mlx-0000000000000004-x_1"),
         folder(tmp_path / "envs" / "gone-0000000000000003"),
         folder(tmp_path / "stage" / "0000000000000005"),
@@ -40,7 +42,7 @@ def test_only_stale_and_unused_folders_go(tmp_path: Path) -> None:
     assert [item.path for item in result.removed] == [*stale, verdict]
     assert result.in_use == (used,)
     assert result.freed_bytes == 7 * (len(stale) + 1)
-    assert all(path.is_dir() for path in (current, used, kept, staged_path(tmp_path)))
+    assert all(path.is_dir() for path in (current, caches, used, kept, staged_path(tmp_path)))
     assert not any(path.exists() for path in stale)
 
 

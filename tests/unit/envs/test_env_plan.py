@@ -110,5 +110,5 @@ def test_host_environment_needs_no_build_and_can_be_held(tmp_path: Path) -> None
 
 def test_variables_of_a_manifest_may_lie_in_the_store(tmp_path: Path) -> None:
     """Caches that libraries keep belong where `lz env` looks after them."""
-    zentorch = discover()[0]["zentorch"]
-    assert plan(zentorch, store=tmp_path).environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/caches/torchinductor"
+    env = plan(discover()[0]["zentorch"], store=tmp_path)
+    assert env.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/caches/zentorch-{env.id}/torchinductor"

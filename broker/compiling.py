@@ -1,0 +1,172 @@
+"""Compilations as calls meet them: which ones they start, which calls wait for one, and what then becomes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from layerzero.broker import events as ev
+from layerzero.broker.compilation import Job
+from layerzero.broker.records import Call, Client
+from layerzero.broker.selection import CallSpec, Verdict
+from layerzero.broker.worker_fsm import WorkerState
+from layerzero.capabilities.compile_unit import Unit
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from layerzero.broker.state import BrokerState
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A call that only this unit's kernel can serve."""
+
+    call: Call
+    unit: Unit
+    since_s: float
+
+    @property
+    def due_s(self) -> float:
+        return self.since_s + self.call.timeout_s
+
+
+class Compiling:
+    """Part of the core: `state` has the rest."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self.held: list[Held] = []
+
+    def start(self, spec: CallSpec, verdicts: Iterable[Verdict], *, is_urgent: bool = False) -> None:
+        """Have kernels compiled for calls of this signature, beside all calls; probe those that nobody has yet."""
+        for verdict in verdicts:
+            if verdict.uncompiled is None:
+                self._state.need(self._state.workers[verdict.backend])
+                continue
+            job = Job(verdict.backend, verdict.uncompiled, spec.prepare(verdict.kernel_id, is_graph_safe=False))
+            self._do(self._state.engine.compilation.ask(job, is_urgent=is_urgent))
+
+    def _do(self, job: Job | None) -> None:
+        if job is not None and not self._state.stopping:
+            self._state.do(ev.Compile(job.backend, job.unit, job.body))
+
+    def start_asked(self, event: ev.CompileAsked) -> None:
+        """Somebody warms up."""
+        wanted = [v for v in self.missing(event.spec, self._state.now_s) if v.backend in event.backends]
+        self.start(event.spec, wanted, is_urgent=True)
+
+    def missing(self, spec: CallSpec, now_s: float) -> list[Verdict]:
+        """Kernels that would serve such calls were they compiled, or probed before that. Changes nothing."""
+        engine = self._state.engine
+        ranked = engine.rank(spec, engine.context(spec), self._state.unavailable, now_s)
+        return [verdict for verdict in ranked if verdict.uncompiled is not None or self._is_unseen(verdict)]
+
+    def _is_unseen(self, verdict: Verdict) -> bool:
+        """Its probe is to come."""
+        if verdict.kernel is None or not verdict.is_accepted or not verdict.kernel.needs_jit:
+            return False
+        is_known = self._state.engine.certification.is_known(verdict.kernel_id)
+        state = self._state.workers[verdict.backend].state
+        return not is_known and state in (WorkerState.ABSENT, WorkerState.PROBING)
+
+    def end(self, event: ev.CompileEnded) -> None:
+        """A compilation is over: calls that waited for it go on."""
+        state, unit = self._state, event.unit
+        self._do(state.engine.compilation.end(event.backend, unit, event.failure))
+        state.engine.epoch += 1
+        facts = {"backend": event.backend, "kernel_id": unit.kernel_id, "calls": unit.calls}
+        if event.failure:
+            state.do(ev.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
+        else:
+            state.do(ev.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
+        for held in self._take([held for held in self.held if held.unit == unit]):
+            if not event.failure:
+                held.call.attempts.append(waited(held, event.backend, state.now_s))
+            state.place(held.call)
+
+    # --- calls that wait -----------------------------------------------------------------------------------
+
+    def hold(self, call: Call) -> bool:
+        """Keep a call that nobody else can serve until a kernel is compiled for it. False: none will be."""
+        signature = call.route.signature
+        for verdict in signature.ranked:
+            if verdict.uncompiled is not None and verdict.backend not in call.tried:
+                self.start(signature.spec, (verdict,), is_urgent=True)
+                self.held.append(Held(call, verdict.uncompiled, self._state.now_s))
+                self._wake()
+                return True
+        return False
+
+    def calls(self) -> list[Call]:
+        """Those that are held."""
+        return [held.call for held in self.held]
+
+    def take(self, client: Client | None = None) -> list[Call]:
+        """The held calls of a client, or all, which are held no more."""
+        return [held.call for held in self._take([h for h in self.held if client in (None, h.call.client)])]
+
+    def drop(self, call: Call) -> bool:
+        """Hold it no more. False when it is not held."""
+        return bool(self._take([held for held in self.held if held.call is call]))
+
+    def end_overdue(self) -> None:
+        """End the calls that have waited for as long as they may run, unless somebody can take them by now."""
+        for held in self._take([held for held in self.held if self._state.now_s >= held.due_s]):
+            if self._state.can_place(held.call):
+                self._state.place(held.call)
+            else:
+                self._state.refuse(held.call, overdue(held))
+        self._wake()
+
+    def _take(self, wanted: list[Held]) -> list[Held]:
+        self.held = [held for held in self.held if held not in wanted]
+        return wanted
+
+    def _wake(self) -> None:
+        self._state.wakeup_s = min(self._state.wakeup_s, min((held.due_s for held in self.held), default=math.inf))
+
+
+def to_compile(ranked: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """The kernels that would be ahead of the best accepted one were they compiled; of those that no probe has seen, the
+    probe comes first. None where nothing is accepted: then a call is held for one after the other."""
+    best = next((verdict for verdict in ranked if verdict.is_accepted), None)
+    if best is None:
+        return ()
+    return tuple(
+        verdict
+        for verdict in ranked
+        if verdict is not best
+        and (verdict.uncompiled is not None or (verdict.is_accepted and "jit" in verdict.terms))
+        and _score(verdict) > _score(best)
+    )
+
+
+def _score(verdict: Verdict) -> float:
+    """What it will be once the kernel is compiled."""
+    return verdict.score - verdict.terms.get("jit", 0.0)
+
+
+def waited(held: Held, backend: str, now_s: float) -> dict[str, Any]:
+    """For the report of a call that was held: its first attempt."""
+    return {
+        "backend": backend,
+        "kernel_id": held.unit.kernel_id,
+        "worker_pid": 0,
+        "code": Reason.NOT_COMPILED.value,
+        "detail": f"it waited {now_s - held.since_s:.1f} s until the kernel was compiled for {held.unit.calls}",
+        "exit_signal": None,
+        "exit_code": None,
+        "phase": "queued",
+    }
+
+
+def overdue(held: Held) -> DeadlineExceeded:
+    """The error of a call that waited for as long as it may run."""
+    text = (
+        f"{held.unit.kernel_id} is being compiled for {held.unit.calls}, no other kernel serves the call, and it "
+        f"waited for {held.call.timeout_s:g} s. The compilation goes on: call again later, or warm up first (lz.warmup)"
+    )
+    return DeadlineExceeded(text, timeout_s=held.call.timeout_s, kernel_id=held.unit.kernel_id)
