@@ -92,8 +92,8 @@ class Bells:
 
     def see(self, event: ev.BellsSeen) -> None:
         """A bell that is seen busy twice may be in another replay by then: one that has been busy for half the time is
-        watched closely for the other half. So is one that a worker died in: the deaths of one replay are counted, not those
-        of all replays of a graph."""
+        watched closely for the other half. So is one that a worker died in: the deaths of one replay are counted, not
+        those of all replays of a graph."""
         core, timeout_s = self._core, self._core.limits.timeout_s
         self.is_awaited = False
         for worker in core.workers.values():
