@@ -49,10 +49,9 @@ class Bells:
 
     def bind(self, call: Call, worker: Worker) -> None:
         """The worker has answered: it serves the bell from here on."""
-        self.is_awaited |= call.deaths > 0
+        self.is_awaited |= bool(call.tried)
         worker.bells[call.dispatch] = call
         call.busy_since_s = call.watched_since_s = math.inf
-        call.bell_word = 0
         call.client.open_calls -= 1
         call.client.enqueued += 1
         call.is_enqueued = call.was_answered = True
@@ -92,16 +91,17 @@ class Bells:
 
     def see(self, event: ev.BellsSeen) -> None:
         """A bell that is seen busy twice may be in another replay by then: one that has been busy for half the time is
-        watched closely for the other half. So is one that a worker died in: the deaths of one replay are counted, not
-        those of all replays of a graph."""
+        watched closely for the other half. So is one that was moved: what was tried for one replay does not count for
+        all later ones."""
         core, timeout_s = self._core, self._core.limits.timeout_s
         self.is_awaited = False
         for worker in core.workers.values():
             for call in worker.bells.values():
                 word = event.busy.get(call.dispatch)
-                if word is None or (call.bell_word >= TAKEN and call.bell_word != word):  # it came through
-                    call.deaths = 0
-                self.is_awaited |= call.deaths > 0
+                if call.tried and (word is None or (call.bell_word >= TAKEN and call.bell_word != word)):
+                    call.deaths, call.attempts, call.last_error = 0, [], None  # it came through
+                    call.tried.clear()
+                self.is_awaited |= bool(call.tried)
                 if word is None or word != call.bell_word or call.busy_since_s == math.inf:
                     call.busy_since_s = core.now_s if word is not None else math.inf
                     call.bell_word, call.watched_since_s = word or 0, math.inf

@@ -107,6 +107,8 @@ class GpuCalls:
                 return MISS
             enqueued = OnRing(self.outcomes, gpu, known.lane, known.lease, request.op, known.route, (), start_ns)
             with gpu.lock:
+                if not known.lane.holds(known.lease):  # it may have been closed by another thread meanwhile
+                    return MISS
                 turn = self._put(enqueued, stream, refs, (request.args, result))
         finally:
             if is_pushed:

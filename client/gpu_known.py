@@ -56,8 +56,9 @@ class Known:
         return cls(gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), watch, make, is_here)
 
     def is_current(self) -> bool:
+        """As far as this process knows; what the lane says of the lease is to be asked under the GPU's lock."""
         route, lease = self.route, self.lease
-        return route.lease is lease and route.is_armed and self.gpu.rung == self.rung and self.lane.holds(lease)
+        return route.lease is lease and route.is_armed and self.gpu.rung == self.rung
 
     def refs(self, address: int, driver: Driver) -> bytes | None:
         """The references, with the result at this address; None when something of it may be other memory by now."""

@@ -24,7 +24,7 @@ READY, DONE, _ERROR = 0, 128, 256  # bytes within a lane; 128 apart, so that wri
 MASK = (1 << 32) - 1
 MAX_ERROR = MASK
 # Values of a bell. A graph of the client clears the bell's DONE, writes RUNG and waits for DONE; the worker's CPU
-# writes TAKEN or more and enqueues the kernel; behind it, its stream writes DONE = 1. Taken and not done: somebody's.
+# writes TAKEN or more, enqueues the kernel, and its stream writes DONE = 1 behind that. Taken and not done: somebody's.
 SILENT, RUNG, TAKEN = range(3)
 _RUNG = RUNG.to_bytes(4, "little")
 

@@ -76,8 +76,10 @@ class Bells:
             self._boards.append(board)
         self._served_s = time.monotonic()  # it may ring soon
         page = link.order.page
-        if page.bell(bell) >= TAKEN and not page.is_bell_done(bell):
-            self._launch(board, bell)
+        if (taken := page.bell(bell)) >= TAKEN:  # the next taking must not look like this one
+            board.bells[bell].takings = taken - TAKEN + 1
+            if not page.is_bell_done(bell):
+                self._launch(board, bell)
 
     def serve(self, failpoints: Failpoints | None) -> bool:
         """Launch what was rung. Whether anything was. Bells that other workers serve are passed over."""

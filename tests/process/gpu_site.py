@@ -36,7 +36,7 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
             "deterministic": True,
             "supports_empty": True,
         }
-        ops = {op: [{**kernel, "kernel_id": f"{name}.{op}"}] for op in OPS}
+        ops = {op: [{**kernel, "kernel_id": f"{name}.{op}", "is_cuda_graph_safe": op != "layer_norm"}] for op in OPS}
         head = {"schema_version": "1.0", "backend": name, "backend_version": "1", "platform": "cuda"}
         (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'

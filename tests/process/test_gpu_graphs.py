@@ -1,0 +1,300 @@
+"""Calls in the application's own CUDA graphs, from end to end over the GPU of threads: a replay runs the remote kernels
+without a message, and outlives its worker."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.gpu_site import close, finish, gpu_site, randn, report, silu, soft
+from tests.process.harness import PATIENCE_S, Site, wait_ended, wait_until
+from tests.soft_gpu import soft_cupy
+from tests.soft_gpu.soft_gpu import SLOW, driver
+
+import layerzero as lz
+from layerzero.client import api
+
+__all__ = ["soft"]
+
+
+@pytest.fixture(scope="module")
+def broker(soft: None, store: Path) -> Iterator[Site]:
+    site = gpu_site(store, "one", "two")
+    try:
+        yield site.start()
+    finally:
+        site.stop()
+
+
+@pytest.fixture
+def connected(broker: Site) -> Iterator[Site]:
+    session = broker.connect()
+    for name in ("one", "two"):
+        session.ask("reset", backend=name)
+    wait_until(lambda: all(broker.backend(name)["state"] in ("absent", "ready") for name in ("one", "two")))
+    yield broker
+    lz.disconnect()
+
+
+@pytest.fixture
+def new_site(store: Path, soft: None) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*names: str, **settings: object) -> Site:
+        made.append(gpu_site(store, *(names or ("one", "two")), **settings))
+        return made[-1]
+
+    yield make
+    lz.disconnect()
+    for site in made:
+        site.stop()
+
+
+def capture(work: Callable[[], Any]) -> tuple[soft_cupy.Graph, Any]:
+    """The graph of some work, and what the work returned: arrays that each replay fills."""
+    with soft_cupy.stream() as handle:
+        stream = soft_cupy.current()
+        assert stream.ptr == handle
+        stream.begin_capture()
+        try:
+            result = work()
+        finally:
+            graph = stream.end_capture()
+    return graph, result
+
+
+def replay(graph: soft_cupy.Graph) -> None:
+    """In the current stream, and wait for it, but not for ever."""
+    graph.launch(soft_cupy.current())
+    finish()
+
+
+def chain(x: Any, weight: Any, count: int = 4, **options: Any) -> Any:
+    for _ in range(count):
+        x = lz.matmul(lz.silu(x, **options), weight, **options)
+    return x
+
+
+def expected_chain(x: np.ndarray, weight: np.ndarray, count: int = 4) -> np.ndarray:
+    wide = x.astype(np.float64)
+    for _ in range(count):
+        wide = silu(wide) @ weight
+    return wide
+
+
+def fill(array: Any, values: np.ndarray) -> None:
+    array[...] = values
+
+
+def test_replays_run_the_remote_kernels(connected: Site) -> None:
+    """On whatever the inputs hold by then; the graph is captured once."""
+    (x, values), (weight, weights) = randn(16, 16), randn(16, 16)
+    chain(x, weight)
+    graph, result = capture(lambda: chain(x, weight))
+    for step in range(20):
+        inputs = values * (step + 1) / 10
+        fill(x, inputs)
+        replay(graph)
+        np.testing.assert_allclose(result.get(), expected_chain(inputs, weights), rtol=1e-3, atol=1e-4)
+    told = report()
+    assert (told.backend, told.copies) == ("one", ())
+
+
+def test_nothing_runs_before_the_replay(connected: Site) -> None:
+    """The memory of a result may be somebody else's until then."""
+    x, values = randn(64)
+    out = soft_cupy.empty(64)
+    lz.silu(x, out=out)
+    out.fill(7)
+    graph, _ = capture(lambda: lz.silu(x, out=out))
+    lz.synchronize(PATIENCE_S)
+    assert (out.get() == 7).all()
+    replay(graph)
+    close(out, silu(values))
+
+
+def test_graphs_of_several_streams_run_side_by_side(connected: Site) -> None:
+    """Each waits for its own bells."""
+    made = []
+    for size in (8, 24, 40):
+        x, values = randn(size)
+        lz.silu(x)
+        made.append((capture(lambda x=x: lz.silu(lz.silu(x))), values))
+    for _ in range(10):
+        for (graph, _), _ in made:
+            with soft_cupy.stream():
+                graph.launch(soft_cupy.current())
+        driver.synchronize()
+    for (_, result), values in made:
+        close(result, silu(silu(values)))
+
+
+def test_eager_calls_and_replays_mix(connected: Site) -> None:
+    """In one stream, in its order."""
+    x, values = randn(32)
+    lz.silu(x)
+    graph, inner = capture(lambda: lz.silu(x))
+    for _ in range(10):
+        replayed = lz.silu(x)
+        graph.launch(soft_cupy.current())
+        after = lz.silu(inner)
+    close(replayed, silu(values))
+    close(after, silu(silu(values)))
+
+
+def test_a_call_that_was_never_made_is_refused_and_the_capture_stays_whole(connected: Site) -> None:
+    """No kernel is known to serve it; what else was captured goes on."""
+    x, _ = randn(18)
+    y, _ = randn(19)
+    lz.silu(y)
+
+    def work() -> Any:
+        with pytest.raises(lz.CudaGraphUnsafe, match=r"silu: the stream is being captured.*make it once outside"):
+            lz.silu(x)
+        return lz.silu(y)
+
+    graph, result = capture(work)
+    replay(graph)
+    assert result.shape == (19,)
+
+
+def test_a_kernel_that_no_graph_can_hold_is_refused(connected: Site) -> None:
+    """Its error says why."""
+    x, values = randn(6, 16)
+    lz.layer_norm(x, (16,))
+
+    lz.silu(x)
+
+    def work() -> Any:
+        with pytest.raises(lz.CudaGraphUnsafe, match=r"cannot run within a .*graph"):
+            lz.layer_norm(x, (16,))
+        return lz.silu(x)
+
+    graph, result = capture(work)
+    replay(graph)
+    close(result, silu(values))
+
+
+def test_a_replay_survives_its_worker(new_site: Callable[..., Site]) -> None:
+    """Killed between two replays and in the middle of one: another kernel takes the bells over."""
+    site = new_site()
+    site.connect()
+    (x, values), (weight, weights) = randn(16, 16), randn(16, 16)
+    s, _ = randn(SLOW)
+    for _ in range(2):
+        chain(x, weight)
+        lz.gelu(s, approximate="tanh")
+
+    def work() -> Any:
+        lz.gelu(s, approximate="tanh")
+        return chain(x, weight)
+
+    graph, result = capture(work)
+    for step in range(6):
+        inputs = values * (step + 1) / 10
+        fill(x, inputs)
+        graph.launch(soft_cupy.current())
+        victim = site.backend("one" if step % 2 else "two")
+        if victim["state"] == "ready":
+            os.kill(victim["pid"], signal.SIGKILL)
+        finish()
+        np.testing.assert_allclose(result.get(), expected_chain(inputs, weights), rtol=1e-3, atol=1e-4)
+    lz.synchronize(PATIENCE_S)
+
+
+def test_a_bell_that_nobody_answers_is_an_error_later_and_no_stream_hangs(new_site: Callable[..., Site]) -> None:
+    """The replay goes on without a result; the next call says so."""
+    site = new_site("one", backoff_s=600, backoff_max_s=600)
+    site.connect()
+    x, _ = randn(20)
+    lz.silu(x)
+    graph, _ = capture(lambda: lz.silu(x))
+    replay(graph)
+    pid = site.backend("one")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    wait_ended(pid)
+    replay(graph)
+    with pytest.raises(lz.BackendError, match="an earlier call on the GPU, silu, failed"):
+        lz.synchronize(PATIENCE_S)
+
+
+def test_a_broker_that_dies_hangs_no_replay(new_site: Callable[..., Site]) -> None:
+    """Its workers die with it; the next call says that it is lost."""
+    site = new_site("one")
+    session = site.connect()
+    x, _ = randn(20)
+    lz.silu(x)
+    graph, _ = capture(lambda: lz.silu(x))
+    replay(graph)
+    os.kill(session.broker_pid, signal.SIGKILL)
+    wait_ended(session.broker_pid)
+    replay(graph)
+    replay(graph)
+    with pytest.raises(lz.BrokerLost):
+        lz.silu(x)
+
+
+def test_bells_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
+    """An application that captures anew for each shape never runs out of them."""
+    x, _ = randn(20)
+    lz.silu(x)
+    used = set()
+    for _ in range(30):
+        graph, _ = capture(lambda: lz.silu(x))
+        replay(graph)
+        record = api.session().last_record
+        used.add(record.bell)  # type: ignore[union-attr]
+        del graph, record
+        gc.collect()
+    assert len(used) < 5
+
+
+def test_a_graph_that_outlives_its_session_does_not_hang(new_site: Callable[..., Site], capfd: Any) -> None:
+    """Its results are undefined then, and stderr says so."""
+    site = new_site("one")
+    site.connect()
+    x, _ = randn(20)
+    lz.silu(x)
+    graph, _ = capture(lambda: lz.silu(x))
+    replay(graph)
+    lz.disconnect()
+    replay(graph)
+    wait_until(lambda: "a session that was closed" in capfd.readouterr().err)
+
+
+def test_a_client_that_dies_in_a_replay_leaves_its_worker_well(connected: Site) -> None:
+    """Its bells are muted; others are served."""
+    script = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.soft_gpu import soft_cupy\n"
+        "soft_cupy.install()\n"
+        "import numpy as np, layerzero as lz\n"
+        "lz.connect()\n"
+        "x = soft_cupy.asarray(np.ones(4099, np.float32))\n"
+        "lz.gelu(x, approximate='tanh')\n"
+        "with soft_cupy.stream():\n"
+        "    stream = soft_cupy.current(); stream.begin_capture()\n"
+        "    y = lz.gelu(x, approximate='tanh'); graph = stream.end_capture()\n"
+        "    graph.launch(stream)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(root)],
+        env={**os.environ, **connected.environ},
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    pid = connected.backend("one")["pid"]
+    x, values = randn(33)
+    close(lz.silu(x), silu(values))
+    assert connected.backend("one")["pid"] == pid
