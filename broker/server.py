@@ -739,7 +739,7 @@ class Server:
     # --- processes -----------------------------------------------------------------------------------
 
     def _worker_ended(self, process: supervisor.Process) -> None:
-        if not select.select([process.pidfd], [], [], 0)[0]:
+        if not control.is_readable(process.pidfd):
             return  # an event of another descriptor that had this number before
         while self._drain(self._back, self._from_worker):  # what it still said counts
             pass

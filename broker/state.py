@@ -447,7 +447,8 @@ class BrokerState:
         gpu = route.signature.spec.device
         places = (event.turn is not None) + (event.bell is not None)
         if places != bool(gpu):
-            raise ProtocolError(f"a call on {gpu or 'the CPU'} comes with {places} turns and bells")
+            has = {0: "without a turn", 1: "with a turn or a bell", 2: "with a turn and a bell"}[places]
+            raise ProtocolError(f"a call on {gpu or 'the CPU'} comes {has}")
         if not gpu:
             return None
         if gpu not in client.gpus:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import layerzero
 from layerzero.client import start
 from layerzero.client.cli_output import FAILED, note, out, print_json
 from layerzero.client.session import Session
+from layerzero.ipc import control
 from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError
 
@@ -102,7 +102,7 @@ def _stop(where: Endpoints, *, force: bool) -> int | None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL if force else signal.SIGTERM)
         except ProcessLookupError:
             return pid
-        if not select.select([pidfd], [], [], STOP_TIMEOUT_S)[0]:
+        if not control.is_readable(pidfd, STOP_TIMEOUT_S):
             text = f"the broker (pid {pid}) has not ended within {STOP_TIMEOUT_S:g} s"
             raise LayerZeroError(text, repair="wait for its calls and try again, or lz down --force to kill it")
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerzero.ipc import messages, policy
+from layerzero.ipc import control, messages, policy
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir, open_endpoints
 from layerzero.ipc.errors import BrokerLost, from_wire
 
@@ -81,7 +80,7 @@ def wait_for_end(where: Endpoints, timeout_s: float) -> None:
     except OSError:  # it has ended already
         return
     try:
-        select.select([fd], [], [], timeout_s)
+        control.is_readable(fd, timeout_s)
     finally:
         os.close(fd)
 
@@ -108,7 +107,7 @@ def _start(where: Endpoints, *, stays: bool) -> None:
         os.set_blocking(read_fd, False)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
-            if select.select([ready], [], [], max(deadline_s - time.monotonic(), 0))[0]:
+            if control.is_readable(ready.fileno(), deadline_s - time.monotonic()):
                 word = ready.read()
                 if word == READY:
                     return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -55,6 +56,14 @@ def listen(path: Path) -> socket.socket:
     sock.listen(128)
     sock.setblocking(False)
     return sock
+
+
+def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
+    """Whether something can be read, or a process has ended, within so long. Also of descriptors above 1023, which
+    select() cannot take and an application may well have."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(timeout_s, 0.0) * 1000))
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:

@@ -217,6 +217,11 @@ class Call:
     def place(self) -> tuple[int, int, int]:
         return (self.client.number, *self.slot)
 
+    def forgive(self) -> None:
+        """A replay came through: those before it do not count."""
+        self.deaths = 0
+        self.failed_on.clear()
+
 
 @dataclass(eq=False)
 class Dispatch:
@@ -252,11 +257,12 @@ class Bell:
 
     word: int = SILENT
     is_done: bool = True
+    takings: int = 0
     since_s: float = 0.0  # when one of them changed
 
     @property
     def is_busy(self) -> bool:
-        return self.word == RUNG or (self.word == TAKEN and not self.is_done)
+        return self.word == RUNG or (self.word >= TAKEN and not self.is_done)
 
 
 @dataclass(eq=False)
@@ -616,7 +622,7 @@ class Process:
         key = (call.client.number, call.bell)
         self.bells[key] = dispatch
         bell = call.client.bells[call.bell]
-        if bell.word == TAKEN and not bell.is_done:
+        if bell.word >= TAKEN and not bell.is_done:
             self.world.coverage.fates["bell_taken_over"] += 1
             self._replay(key)
         else:
@@ -627,7 +633,8 @@ class Process:
         if self.is_alive and dispatch is not None:
             bell = dispatch.call.client.bells[key[1]]
             if bell.word == RUNG:
-                bell.word, bell.since_s = TAKEN, self.world.now_s
+                bell.word, bell.since_s = TAKEN + bell.takings, self.world.now_s
+                bell.takings += 1
                 self._replay(key)
 
     def _replay(self, key: tuple[int, int]) -> None:
@@ -654,6 +661,7 @@ class Process:
         call, bell = dispatch.call, dispatch.call.client.bells[key[1]]
         self.world.contents[call.place] = call
         bell.is_done, bell.since_s = True, self.world.now_s
+        call.forgive()
         self.world.coverage.fates["bell_replayed"] += 1
 
     def _enqueue(self, dispatch: Dispatch) -> None:
@@ -1338,9 +1346,17 @@ class World:
             self.look_at_rings()
             bound = {n: one for process in self.processes.values() for n, one in process.bound.items()}
             if bound or self.state.bells.is_awaited:
-                busy = [self._busy_bells(process) for process in self.processes.values()]
-                self._deliver(ev.BellsSeen({n: word for words in busy for n, word in words.items()}))
+                self._deliver(ev.BellsSeen(self._see_bells()))
             self._plan_look()
+
+    def _see_bells(self) -> dict[int, int]:
+        """Those that are busy. The others' calls start anew: what was tried for one replay is over."""
+        busy = {n: word for process in self.processes.values() for n, word in self._busy_bells(process).items()}
+        for process in self.processes.values():
+            for number, dispatch in process.bound.items():
+                if number not in busy:
+                    dispatch.call.forgive()
+        return busy
 
     @staticmethod
     def _busy_bells(process: Process) -> dict[int, int]:
@@ -1628,8 +1644,7 @@ class World:
         if guilty is None and not is_sticky and not process.kill_reason and not in_running:
             guilty = next((one for one, is_ready in stranded if is_ready), None)
         if self.device:
-            every = {n: w for p in self.processes.values() for n, w in self._busy_bells(p).items()}
-            self._handle(ev.BellsSeen(every))
+            self._handle(ev.BellsSeen(self._see_bells()))
         may_be_bell = not is_sticky and guilty is None and not process.kill_reason and not in_running
         is_sticky |= self._lose_bound(process, may_be_bell) or guilty is not None
         self._strand(process, [one for one, _ in stranded], guilty)

@@ -174,7 +174,7 @@ class _Loop:
         """Wait for what was enqueued on GPUs; not for longer than the broker does."""
         while self._gpus.is_busy:
             try:
-                if select.select([self._control], [], [], FINISH_PAUSE_S)[0]:
+                if control.is_readable(self._control.fileno(), FINISH_PAUSE_S):
                     self._take_control()
             except control.Closed:
                 return
@@ -367,7 +367,7 @@ class _Loop:
 
     def _hear(self, *, waits: bool) -> bool:
         """Take a message from the control socket; whether there was one. Without `waits` only one that is there."""
-        if not waits and not select.select([self._control], [], [], 0)[0]:
+        if not waits and not control.is_readable(self._control.fileno()):
             return False
         self._take_control()
         return True

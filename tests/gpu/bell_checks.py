@@ -118,7 +118,7 @@ class BellChecks:
         header, body = worker.bind(client, 0, client.refs(0, 1))
         assert (header.kind, from_wire(msgpack.unpackb(body)).code) == (Kind.RAISED, "CUDA_GRAPH_UNSAFE")
 
-    @pytest.mark.parametrize(("fault", "value"), [("executing=kill@3", TAKEN), ("", RUNG)], ids=["taken", "rung"])
+    @pytest.mark.parametrize(("fault", "value"), [("executing=kill@3", TAKEN + 1), ("", RUNG)], ids=["taken", "rung"])
     def test_next_worker_serves_what_a_killed_one_left(
         self, spawn: Spawn, connect: Connect, fault: str, value: int
     ) -> None:

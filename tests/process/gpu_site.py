@@ -58,6 +58,8 @@ def soft() -> Iterator[None]:
     cuda.Driver = real  # type: ignore[misc]
     for cache in (cuda.load, gpu_memory.uuid_of, gpu_memory.memory_of):
         cache.cache_clear()
+    driver.reset()
+    soft_cupy.reset()
 
 
 def randn(*shape: int) -> tuple[Any, np.ndarray]:

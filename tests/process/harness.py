@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -59,7 +58,7 @@ def wait_ended(pid: int, timeout_s: float = PATIENCE_S) -> None:
     except ProcessLookupError:
         return
     try:
-        assert select.select([fd], [], [], timeout_s)[0], f"process {pid} goes on"
+        assert control.is_readable(fd, timeout_s), f"process {pid} goes on"
     finally:
         os.close(fd)
 

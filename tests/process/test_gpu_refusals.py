@@ -130,7 +130,7 @@ def test_calls_on_a_gpu_that_is_not_here_are_refused(bare: Bare) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "text"),
     [
-        (ROUTE, REFS + TURN, "a call on the CPU comes with a turn"),
+        (ROUTE, REFS + TURN, "a call on the CPU comes with a turn or a bell"),
         (ROUTE, TURN[:4], "too short for a turn"),
         (messages.Route(op="null", inputs=[], outputs=[], attrs={}, device=NOWHERE), TURN, "null runs on the CPU"),
     ],

@@ -165,6 +165,11 @@ class _Context:
         pass
 
 
+def reset() -> None:
+    """Forget memory that was freed: the GPU has none of it any more."""
+    _free.clear()
+
+
 def install() -> None:
     """Let the client find it."""
     soft_gpu.install()

@@ -30,7 +30,7 @@ from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 UUID = "GPU-50f70000-0000-0000-0000-000000000000"
 SLOW, SLOW_S = 4099, 0.2
-ILLEGAL, RAISE = FAULTS = (0.4375, 0.109375)
+ILLEGAL, RAISE, STUCK = FAULTS = (0.4375, 0.109375, 0.21875)
 _HANDLE = struct.Struct("<IIQ")  # pid, descriptor, bytes
 _ILLEGAL_ADDRESS, _INVALID_CONTEXT, _ILLEGAL_STATE = 700, 201, 401
 _CAPTURE_UNSUPPORTED, _CAPTURE_INVALIDATED = 900, 901
@@ -54,7 +54,7 @@ class Stream:
 
     def __init__(self, driver: SoftDriver) -> None:
         self._driver = driver
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._enqueued = itertools.count(1)
         self.last, self.done = 0, 0
         threading.Thread(target=self._run, daemon=True, name="soft-gpu").start()
@@ -64,9 +64,12 @@ class Stream:
         self.last = next(self._enqueued)
         self._work.put(work)
 
+    def end(self) -> None:
+        """After what is enqueued."""
+        self._work.put(None)
+
     def _run(self) -> None:
-        while True:
-            work = self._work.get()
+        while (work := self._work.get()) is not None:
             if not self._driver.is_lost:
                 work()
             self.done += 1
@@ -106,6 +109,16 @@ class SoftDriver:
     def check(self) -> None:
         if self.is_lost:
             raise error("cuStreamSynchronize", _ILLEGAL_ADDRESS, sticky=True)
+
+    def reset(self) -> None:
+        """Let go of all memory and streams; nobody uses them any more."""
+        with self._lock:
+            for memory in self._memory.values():
+                os.close(memory.fd)
+            self._memory.clear()
+        for stream in self._streams.values():
+            stream.end()
+        self._streams = {0: Stream(self)}
 
     # Devices
 
@@ -221,7 +234,7 @@ class SoftDriver:
         return handle
 
     def destroy_stream(self, stream: int) -> None:
-        del self._streams[stream]
+        self._streams.pop(stream).end()
 
     def put(self, stream: int, work: Callable[[], None]) -> None:
         """Run it later, or at each launch of the graph that the stream is captured into."""
@@ -481,6 +494,8 @@ def _layer_norm(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Calla
         if name == "one" and eps == ILLEGAL:
             driver.is_lost = True
             return
+        if name == "one" and eps == STUCK:
+            threading.Event().wait()
         wide = x.astype(np.float64)
         mean = wide.mean(axes, keepdims=True)
         result = (wide - mean) / np.sqrt(((wide - mean) ** 2).mean(axes, keepdims=True) + eps)

@@ -1,9 +1,9 @@
 """cuDNN's attention through its graph API, which stores results where it is told: torch's own call of it does not, and
 its results have to be copied.
 
-A plan is built for a signature when it is bound. Plans of different batches and sequence lengths share compiled kernels
-(dynamic shapes, since cudnn-frontend 1.18): to compile one takes up to a second, and a sequence that grows by a key per
-call is a new signature each time. Limits: cuDNN's support matrix for SDPA, and cudnn-frontend's sdpa_support_surface.h.
+A plan is built for a signature when it is bound, which takes up to a second where cuDNN compiles a kernel for it. Plans
+share none: with its cache of kernels (dynamic shapes, frontend 1.32, cuDNN 9.19) results for further shapes and strides
+were wrong on an H200. Limits: cuDNN's support matrix for SDPA, and cudnn-frontend's sdpa_support_surface.h.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from layerzero.workers.providers._torch_cuda import ALIGNMENT_BYTES, TorchCuda, 
 from layerzero.workers.providers._torch_ops import Run
 
 T = TypeVar("T")
-KERNELS = ("cudnn.attention", "cudnn.attention.wide")  # they differ in what their descriptors promise
+KERNELS = ("cudnn.attention",)
 Q, K, V, OUT = UIDS = (1, 2, 3, 4)
 CAPTURED = -1  # in place of a stream
-MAX_KEPT = 256  # plans, and caches of kernels
+MAX_KEPT = 256  # plans
 PYTHON_ENGINES = ["sdpa_fwd_prefill"]  # kernels of the frontend's own; they would be compiled by another library
 
 
@@ -69,7 +69,6 @@ class Attention:
         self.dtypes = {"bfloat16": cudnn.data_type.BFLOAT16, "float16": cudnn.data_type.HALF}
         self.names = {getattr(torch, name): name for name in self.dtypes}
         self.plans: OrderedDict[object, Plan] = OrderedDict()
-        self.kernels: OrderedDict[object, Any] = OrderedDict()
         self.planning = threading.Lock()
         self.local = threading.local()
 
@@ -149,13 +148,7 @@ class Attention:
         refusal = self.cudnn.cudnnGraphNotSupportedError
 
         def build() -> Plan:
-            # cuDNN promises that batches and lengths may differ, so nothing else does.
-            fixed = tuple((spec.dtype, spec.shape[1], spec.shape[3], order(spec)) for spec in specs)
-            kernels = recall(self.kernels, (fixed, alignment, scale), self.cudnn.create_kernel_cache)
-            try:
-                graph = self.graph(specs, alignment, scale, kernels)
-            except refusal:
-                graph = self.graph(specs, alignment, scale, None)
+            graph = self.graph(specs, alignment, scale)
             return Plan(graph, graph.get_workspace_size())
 
         with self.planning:
@@ -165,8 +158,8 @@ class Attention:
                 said = f"cuDNN {self.cudnn.backend_version_string()} refuses this call: {exc}"
                 raise BackendError(said[:2000], exception="refused") from exc
 
-    def graph(self, specs: tuple[TensorSpec, ...], alignment: str | None, scale: float, kernels: Any) -> Any:
-        """Built and ready to execute, by one of these kernels; None: by one for these extents only."""
+    def graph(self, specs: tuple[TensorSpec, ...], alignment: str | None, scale: float) -> Any:
+        """Built and ready to execute."""
         cudnn = self.cudnn
         *inputs, stored = specs
         dtype, single = self.dtypes[stored.dtype], cudnn.data_type.FLOAT
@@ -176,8 +169,6 @@ class Attention:
             intermediate_data_type=single,
             compute_data_type=single,
             handle=self.handle(),
-            kernel_cache=kernels,
-            is_dynamic_shape_enabled=kernels is not None,
         )
         q, k, v = (
             graph.tensor(dim=list(spec.shape), stride=declared_strides(spec), data_type=dtype, name=name, uid=uid)
@@ -217,9 +208,3 @@ def declared_strides(spec: TensorSpec) -> list[int]:
     pairs = list(zip(spec.shape, spec.strides, strict=True))
     span = max(extent * stride for extent, stride in pairs if extent > 1)
     return [stride if extent > 1 else span for extent, stride in pairs]
-
-
-def order(spec: TensorSpec) -> tuple[int, ...]:
-    """The dimensions from the innermost out."""
-    strides = declared_strides(spec)
-    return tuple(sorted(range(spec.ndim), key=lambda dim: strides[dim]))
