@@ -72,7 +72,7 @@ def compare(ours: Callable[[], Any], floor: Callable[[], Any], measure: Measure,
 
 
 def learnt(tensors: Any) -> Any:
-    """Run each kernel that takes the causal attention of these tensors, so that the broker knows which is the fastest."""
+    """Run each kernel that takes causal attention of these tensors, so that the broker knows which is the fastest."""
     q, k, v = tensors
     for candidate in lz.explain(lz.attention, q, k, v, is_causal=True).candidates:
         if candidate.accepted:
