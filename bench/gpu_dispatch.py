@@ -91,7 +91,7 @@ def small(quick: bool) -> Iterator[Row]:
         ours, floor = attention(*learnt(qkv(1, 16, length, 128)))
         found = compare(ours, floor, pipelined, COUNT, 3 if quick else ROUNDS)
         yield Row(
-            f"attention, bf16, causal, (1,16,{length},128), pipelined, host time a call",
+            f"attention, bf16, causal, (1,16,{length},128), pipelined, host time a call; served by {kernel()}",
             f"{found.ours_host:.1f} us (wall {found.ours_wall:.1f} us)",
             f"{found.floor_host:.1f} us (wall {found.floor_wall:.1f} us)",
             f"{verdict(found.host_ratio, 1.0)}; wall {found.wall_ratio:.2f}",

@@ -11,14 +11,13 @@ from math import inf
 from typing import Any
 
 from common import backend_versions, save
-from gpu_common import Row, attention, kernel, pipelined, qkv, torch
+from gpu_common import Gate, Row, attention, kernel, pipelined, qkv, torch
 
 import layerzero as lz
 
-RUNS = 12  # of a kernel; its worker times the first eight on the GPU, where not more
-FIRST_RUNS = 4  # after which one that is out of the question is left
+RUNS = 24  # of a kernel; its worker times the first eight that are launched as a graph
+FIRST_RUNS = 10  # after which one that is out of the question is left
 HOPELESS = 3.0  # times the best one's time
-AHEAD_CYCLES = 1_000_000  # about half a millisecond: the GPU is busy with it until the call is enqueued
 FLOOR_RUNS = 25
 PLAIN, MAX_SCORES = "torch-cuda.attention.math", 1 << 31  # which keeps all scores at once: not for more than these
 WALL_FROM_US = 200.0  # calls this long are timed as a pipeline, too: there the way through the broker is hidden
@@ -83,18 +82,18 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
     for candidate in candidates:
         try:
             with lz.prefer(candidate, only=True):
-                behind_work(ours, FIRST_RUNS)
+                behind_gate(ours, FIRST_RUNS)
             if times().get(candidate, 0.0) <= HOPELESS * best:
                 with lz.prefer(candidate, only=True):
-                    behind_work(ours, RUNS - FIRST_RUNS)
+                    behind_gate(ours, RUNS - FIRST_RUNS)
         except lz.LayerZeroError as exc:
             print(f"{name}: {candidate}: {exc.message}", flush=True)
         best = min(best, times().get(candidate) or inf)
     with lz.avoid(*left_out) if left_out else nullcontext():
-        torch.testing.assert_close(behind_work(ours, 1), floor(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(behind_gate(ours, 1), floor(), rtol=2e-2, atol=2e-2)
         served = kernel()
         if not times().get(served):  # it took over from one that failed
-            behind_work(ours, RUNS)
+            behind_gate(ours, RUNS)
             served = kernel()
         floor_us = floor_time(floor)
         walls = None
@@ -108,13 +107,20 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
     return found
 
 
-def behind_work(call: Callable[[], Any], count: int) -> Any:
-    """The call, again and again, each enqueued while the GPU is busy, so that its time is the kernel's and not that of
-    the processes that launch it. Waits for each: a worker tells a time with its next answer."""
+GATE = Gate()
+
+
+def behind_gate(call: Callable[[], Any], count: int) -> Any:
+    """The call, again and again, each begun by the GPU when its worker has enqueued all of it, so that its time is the
+    kernel's and not that of the processes that launch it. Waits for each: a worker tells a time with its next one."""
     result = None
     for _ in range(count):
-        torch.cuda._sleep(AHEAD_CYCLES)
-        result = call()
+        GATE.close()
+        try:
+            result = call()
+            lz.last_report()  # the worker has it
+        finally:
+            GATE.open()
         torch.cuda.synchronize()
     return result
 
@@ -124,10 +130,11 @@ def floor_time(call: Callable[[], Any]) -> float:
     samples = []
     for _ in range(FLOOR_RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(AHEAD_CYCLES)
+        GATE.close()
         begin.record()
         call()
         end.record()
+        GATE.open()
         torch.cuda.synchronize()
         samples.append(begin.elapsed_time(end) * 1e3)
     return statistics.median(samples[FLOOR_RUNS // 5 :])

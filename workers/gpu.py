@@ -374,7 +374,8 @@ class Gpus:
             mapping.collect(offset, nbytes, stream)
         clock = plan.clock
         elapsed_ns = clock.read_ns(driver) if clock.is_open else 0
-        is_measured = clock.start(driver, stream)
+        is_warming_up = plan.is_graph_safe and task.steady.state is State.WARMUP
+        is_measured = clock.start(driver, stream, is_warming_up=is_warming_up)
         result, is_replayed = None, self._graphs.launch(task.steady, stream)
         if not is_replayed:
             with self._on_stream(stream):

@@ -12,6 +12,7 @@ from layerzero.workers.steady import Steady
 
 MAX_TASKS = 64  # of a plan
 _FIRST_RUNS, _EACH = 8, 32  # the runs that are measured
+_PATIENCE = 24  # runs; by then a kernel that is captured has been
 
 Span = tuple[Mapping, int, int]  # offset and bytes within
 
@@ -25,10 +26,16 @@ class Clock:
         self._events: tuple[int, int] | None = None
         self.is_open = False  # a run was measured that has not been read
 
-    def start(self, driver: Driver, stream: int) -> bool:
-        """Before a run. Returns whether it is measured; `stop` follows then, unless the run fails."""
+    def start(self, driver: Driver, stream: int, *, is_warming_up: bool) -> bool:
+        """Before a run. Returns whether it is measured; `stop` follows then, unless the run fails.
+
+        `is_warming_up`: it will be launched in another way when it repeats, with fewer gaps for the CPU's sake. Such
+        runs are measured only if no others come.
+        """
         self._runs += 1
         if self.is_open or (self._measured >= _FIRST_RUNS and self._runs % _EACH):
+            return False
+        if is_warming_up and self._runs <= _PATIENCE:
             return False
         if self._events is None:
             self._events = (driver.create_event(is_timed=True), driver.create_event(is_timed=True))

@@ -234,7 +234,7 @@ def test_objects_that_are_not_plain_numbers_are_refused(make: Any, says: str) ->
         (lambda t: t.eye(2).to_sparse(), "layout sparse_coo; allowed: strided"),
         (lambda t: t.zeros(2, dtype=t.complex64), "dtype complex64; allowed"),
         (lambda t: t.ones(2, dtype=t.complex64).conj(), "dtype complex64"),
-        (lambda t: t.zeros(2, dtype=t.float8_e4m3fn), "dtype float8_e5m2fnuz"),
+        (lambda t: t.zeros(2, dtype=t.float8_e5m2fnuz), "dtype float8_e5m2fnuz"),
         (lambda t: t._efficientzerotensor(2), "no memory of its own"),
         (lambda t: t.zeros((1,) * 17), "17 dimensions"),
     ],
