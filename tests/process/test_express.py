@@ -286,7 +286,7 @@ def test_a_busy_lane_is_no_fault_of_the_calls_behind_it(new_site: Callable[..., 
     assert slow.stdout is not None
     assert slow.stdout.readline() == "settled\n"
     wait_until(lambda: _state(site.backend("alpha")["pid"]) == "R")
-    lz.submit(lz.silu, X, backend="alpha", timeout_s=0.2).result()
+    lz.submit(lz.silu, X, backend="alpha", timeout_s=0.45).result()
     assert slow.communicate()[0] == "express alpha\n"
     assert site.events("worker.exited") == []
 
