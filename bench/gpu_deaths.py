@@ -17,7 +17,7 @@ from gpu_common import F, Row, attention, qkv, torch, wait_until
 
 import layerzero as lz
 
-KILLS, FAULTS = 100, 6
+KILLS, FAULTS, MINUTES = 100, 6, 8  # a killed worker is back after seconds; so many minutes, or so many kills
 CALLS = 30  # enqueued before the worker is killed
 HANG_S = 20.0
 SETTLE_S = 2.0  # after which nothing may be left of a dead worker
@@ -41,7 +41,12 @@ def deaths(quick: bool) -> Iterator[Row]:
         )
         return
     free_before = free_mib(ours, backends)
-    for _ in range(5 if quick else KILLS):
+    until_s = time.monotonic() + MINUTES * 60
+    for number in range(5 if quick else KILLS):
+        if number % 10 == 0:
+            print(f"{number} kills, {wrong} wrong, typed errors {ends}", flush=True)
+        if time.monotonic() > until_s:
+            break
         wait_until(lambda: sum(state == "ready" for state, _ in states(backends).values()) > 1, "two workers are ready")
         ours()
         torch.cuda.synchronize()
