@@ -115,9 +115,7 @@ def behind_gate(call: Callable[[], Any], count: int) -> Any:
     """The call, again and again, each begun by the GPU when its worker has enqueued all of it, so that its time is the
     kernel's and not that of the processes that launch it. Waits for each: a worker tells a time with its next one."""
     result = None
-    for _ in range(
-        WARM_RUNS
-    ):  # what a library allocates first would wait for the gate, and the gate for it
+    for _ in range(WARM_RUNS):  # what a library allocates first would wait for the gate, and the gate for it
         result = call()
         torch.cuda.synchronize()
     for _ in range(count):
