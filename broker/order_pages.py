@@ -108,12 +108,14 @@ class OrderPages:
         return [key for key in keys if (held := self._gpus.get(key[:2])) is not None and held.page.is_ready(key[2])]
 
     def fail(self, client: int, gpu: str, turn: Turn, code: str) -> None:
-        self._gpus[client, gpu].page.fail(turn, error_number(code))
+        held = self._gpus.get((client, gpu))
+        if held is not None:  # else the client was dropped by what came before
+            held.page.fail(turn, error_number(code))
 
     def release(self, client: int, gpu: str, turn: Turn) -> None:
-        page = self._gpus[client, gpu].page
-        if not page.is_ready(turn):  # the word may be ahead already, and must not go back
-            page.store_ready(turn)
+        held = self._gpus.get((client, gpu))
+        if held is not None and not held.page.is_ready(turn):  # the word may be ahead already, and must not go back
+            held.page.store_ready(turn)
 
     def close(self, client: int, gpu: str) -> None:
         held = self._gpus.pop((client, gpu), None)

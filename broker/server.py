@@ -11,7 +11,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -500,8 +500,16 @@ class Server:
                 if enqueued and not enqueued % LOOK_CALLS:
                     self.look_at_turns(peer.backend)
             elif kind == Kind.LEFT:
-                call = self._lanes.call(aux, dispatch)
-                event = ev.CallLeft(identity, aux, call, _kernel_error(body) if body else None)
+                error = _kernel_error(body) if body else None
+                lane = self.state.leases.lanes.get(aux)
+                if lane is None or aux not in self._lanes:
+                    self.state.stale += 1  # its client is gone
+                    return
+                try:
+                    event = ev.CallLeft(identity, aux, self._lanes.call(aux, dispatch), error)
+                except ProtocolError as exc:  # the client has written over it
+                    self._drop_client(ev.DropClient(lane.client.identity, str(exc)))
+                    return
             elif kind == Kind.RAISED:
                 event = ev.CallRaised(identity, dispatch, attempt, _kernel_error(body))
             elif kind == Kind.READY:
@@ -863,9 +871,20 @@ class Server:
         peer = self._workers.get((backend, generation))
         if peer is None:
             return  # it has just died; its exit event is on the way
-        peer.backlog.append((message, tuple(os.dup(fd) for fd in fds)))
-        if len(peer.backlog) == 1:
-            self._flush(peer)
+        if not peer.backlog:  # then it goes as it is: a broker without descriptors left must not need more
+            try:
+                control.send(peer.sock, message, fds)
+                return
+            except BlockingIOError:
+                pass
+            except (control.Closed, OSError):
+                return  # it is dying: its exit event is on the way
+        try:
+            peer.backlog.append((message, _dup_all(fds)))
+        except OSError as exc:
+            self.handle(ev.WorkerMisbehaved(backend, generation, f"what it does not read cannot be kept for it: {exc}"))
+            return
+        self._flush(peer)
         if len(peer.backlog) > MAX_BACKLOG:
             self.handle(ev.WorkerMisbehaved(backend, generation, "it does not read its control socket"))
 
@@ -1054,6 +1073,17 @@ def _note_failures(record: ProbeRecord) -> None:
 def _drain_pipe(fd: int) -> None:
     with suppress(BlockingIOError):
         os.read(fd, 512)
+
+
+def _dup_all(fds: Sequence[int]) -> tuple[int, ...]:
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))  # those before are closed when one fails
+    except OSError:
+        _close_all(made)
+        raise
+    return tuple(made)
 
 
 def _close_all(fds: list[int]) -> None:

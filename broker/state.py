@@ -217,7 +217,7 @@ class BrokerState:
         if client is None or event.arena not in client.arenas:
             return
         users = self._users(client, event.arena)
-        if any(not call.is_unbound for call in users):
+        if any(call.bell is None for call in users):  # the bell of a graph that is gone may be unbound a moment later
             self._drop_client(client, f"arena {event.arena} was retired with open calls that use it")
         elif users:
             client.retiring.add(event.arena)

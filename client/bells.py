@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from layerzero.ipc.cuda_order import ClientOrder
@@ -56,8 +55,10 @@ class Bells:
         return ctypes.addressof(self._counters) + _COUNTER_BYTES * bell
 
     def give_back(self, bell: int) -> None:
-        """It was not bound after all."""
+        """Nobody answers it any more, and nobody rings it."""
         with self._lock:
+            self._bound.pop(bell, None)
+            self._failed.pop(bell, None)
             self._free.append(bell)
 
     def bind(self, bell: int, enqueued: Captured) -> None:
@@ -67,17 +68,16 @@ class Bells:
             if enqueued.has_failed:
                 self._failed[bell] = enqueued
 
-    def gone(self) -> Iterator[Captured]:
-        """Calls whose graphs are gone since the last look: their bells are free again."""
+    def gone(self) -> list[Captured]:
+        """Calls whose graphs are gone since the last look. Their bells are free again when they are given back: the
+        broker must not hear of another call with one before it has heard that this one is over."""
         if not self._bound:
-            return
+            return []
         with self._lock:
-            for bell, enqueued in list(self._bound.items()):
-                if self._count(bell):
-                    del self._bound[bell]
-                    self._failed.pop(bell, None)
-                    self._free.append(bell)
-                    yield enqueued
+            gone = [bell for bell in self._bound if self._count(bell)]
+            for bell in gone:
+                self._failed.pop(bell, None)
+            return [self._bound.pop(bell) for bell in gone]
 
     def fail(self, bell: int) -> None:
         """No worker answers this one any more."""

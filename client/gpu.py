@@ -40,7 +40,14 @@ STALE_AFTER = 256  # new arenas; then those whose memory is gone are given up
 class Gpu:
     """Of one connection. Thread-safe where it does not say otherwise."""
 
-    def __init__(self, link: Link, lent: Lent, memory: GpuMemory, on_failed_replay: Callable[[Captured], None]) -> None:
+    def __init__(
+        self,
+        link: Link,
+        lent: Lent,
+        memory: GpuMemory,
+        on_failed_replay: Callable[[Captured], None],
+        unbind_gone: Callable[[Gpu], None],
+    ) -> None:
         """Raises NoTransport when this process can offer its memory in no way."""
         self.memory = memory
         self.uuid = memory.uuid
@@ -54,7 +61,7 @@ class Gpu:
         self._page = create_page()
         self.order = ClientOrder(memory.context, self._page, has_memops=not memory.why_no_memops)
         self.bells = Bells(self.order)
-        self._on_failed_replay = on_failed_replay
+        self._on_failed_replay, self._unbind_gone = on_failed_replay, unbind_gone
         self._rejected: dict[str, str] = {}
         self._rungs = list(RUNGS)
         required = os.environ.get(REQUIRED)
@@ -195,6 +202,7 @@ class Gpu:
                 self._watch_lost()
                 break
             if bells:
+                self._unbind_gone(self)
                 link.read_nowait()  # the thread that replays may be waiting for its stream
                 for captured in bells.end_failed():
                     self._on_failed_replay(captured)
@@ -222,8 +230,7 @@ class Gpu:
         self.bells.fail_all()
         is_told = False
         while True:
-            for _ in self.bells.gone():
-                pass
+            self.bells.gone()
             if not self.bells:
                 os.close(self._wake)
                 return

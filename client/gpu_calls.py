@@ -29,6 +29,7 @@ from layerzero.ipc.errors import (
     InvalidArgument,
     LayerZeroError,
     NoBackend,
+    NotConnected,
     NoTransport,
     OutOfMemory,
 )
@@ -60,6 +61,7 @@ class GpuCalls:
         self._count = itertools.count(1)
         self._dense: set[tuple[Any, ...]] = set()  # signatures that no kernel takes as they lie
         self._known: dict[tuple[Any, ...], Known] = {}
+        self._is_closing = False  # no call is begun any more
         self._lanes: dict[int, GpuLane] = {}
         self.outcomes = Outcomes(link)
         self._captures = Captures(session, link, self.outcomes)
@@ -71,7 +73,8 @@ class GpuCalls:
             with self._lock:
                 gpu = self._gpus.get(ordinal)
                 if gpu is None:
-                    gpu = Gpu(self._link, self._session.lent, memory_of(ordinal), self.outcomes.note_failure)
+                    on_failure, unbind = self.outcomes.note_failure, self._captures.unbind_gone
+                    gpu = Gpu(self._link, self._session.lent, memory_of(ordinal), on_failure, unbind)
                     self._gpus[ordinal] = gpu
         return gpu
 
@@ -79,10 +82,10 @@ class GpuCalls:
         """As `run`, for a call that was made before on the same memory; MISS for others. Touches nothing then."""
         if not self._known:
             return MISS
-        key = key_of(request)
         try:
+            key = key_of(request)
             known = self._known.get(key) if key is not None else None
-        except TypeError:  # an argument that cannot be hashed: what checks it names it
+        except (TypeError, RuntimeError):  # what cannot be hashed, a tensor without memory: what checks it names it
             return MISS
         if known is None:
             return MISS
@@ -101,13 +104,13 @@ class GpuCalls:
             if out is None:
                 result, address = known.make(request.args[0])  # of no op it may be left out
             else:
-                result, address = out, next(iter(known.places))  # its address is in the key
+                result, address = out, next(iter(known.places), 0)  # its address is in the key
             refs = known.refs(address, context.driver)
             if refs is None:
                 return MISS
             enqueued = OnRing(self.outcomes, gpu, known.lane, known.lease, request.op, known.route, (), start_ns)
             with gpu.lock:
-                if not known.lane.holds(known.lease):  # it may have been closed by another thread meanwhile
+                if self._is_closing or not known.lane.holds(known.lease):  # another thread may have closed it meanwhile
                     return MISS
                 turn = self._put(enqueued, stream, refs, (request.args, result))
         finally:
@@ -181,6 +184,8 @@ class GpuCalls:
                 placing.publish(route.plan.inputs)
                 hold = (arrays, result)
                 with gpu.lock:
+                    if self._is_closing:
+                        raise NotConnected("the session is being closed; lz.connect() opens another")
                     place = self._lane_of(gpu, route) if request.timeout_s is None and not is_first else None
                     if place is not None:
                         lane, lease = place
@@ -216,7 +221,7 @@ class GpuCalls:
 
     def _remember(self, request: Request, enqueued: OnRing, like: Array, address: int, memory: Memory) -> None:
         key = key_of(request)
-        if key is None or like.kind == "dlpack":
+        if key is None or like.kind == "dlpack" or not memory.is_in_place:
             return
         known = self._known.get(key)
         if known is None or known.lease is not enqueued.lease:
@@ -232,8 +237,8 @@ class GpuCalls:
         """READY, the call to the broker, and the stream waits for DONE."""
         gpu, number = enqueued.gpu, enqueued.route.number
         time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
-        turn = gpu.order.begin(stream)
-        body = refs + TURN.pack(*turn)
+        turn = enqueued.turn = gpu.order.begin(stream)
+        is_out, body = False, refs + TURN.pack(*turn)
 
         def frame(seq: int) -> bytes:
             self.outcomes.expect(seq, enqueued)
@@ -241,19 +246,20 @@ class GpuCalls:
 
         try:
             self._link.submit(enqueued, frame)
+            is_out = True
             if gpu.memory.why_no_memops:
                 self._link.wait(enqueued)  # the CPUs wait in place of the streams
                 gpu.wait_for(turn)
             gpu.order.await_done(stream, turn)
         except BaseException as exc:
-            _give_up(gpu, stream, turn, hold, exc)
+            _give_up(gpu, stream, turn, hold if is_out or not isinstance(exc, LayerZeroError) else None)
             raise
         return turn
 
     def _put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> Turn:
         """The call onto its ring, READY, and the stream waits for DONE."""
         lane, order, route = enqueued.lane, enqueued.gpu.order, enqueued.route
-        turn = order.reserve(stream)
+        turn, before = order.reserve(stream), lane.head
         try:
             enqueued.turn, seq = turn, self._link.reserve()
             self.outcomes.expect(seq, enqueued)
@@ -264,8 +270,12 @@ class GpuCalls:
                 call &= 0xFFFF_FFFF
                 self._link.send(wire.pack(_EXECUTE, flags, route.number, seq, call, lane.number, 0, body))
             order.enter(stream, turn)
-        except BaseException as exc:
-            _give_up(enqueued.gpu, stream, turn, hold, exc)
+        except BaseException:
+            if lane.head == before:
+                _give_up(enqueued.gpu, stream, turn, hold)
+            else:  # a worker has it: the turn must end as any other, or DONE would go back later
+                _given_up.append(hold)
+                order.enter(stream, turn)
             raise
         return turn
 
@@ -332,7 +342,11 @@ class GpuCalls:
         self.outcomes.raise_failure()
 
     def finish(self, timeout_s: float) -> None:
-        """Before the link is closed: what is enqueued needs the broker and its workers."""
+        """Before the link is closed: what is enqueued needs the broker and its workers. No other call begins."""
+        self._is_closing = True
+        for gpu in list(self._gpus.values()):
+            with gpu.lock:  # who is at it has ended
+                pass
         with contextlib.suppress(LayerZeroError):
             self.synchronize(timeout_s)
 
@@ -347,11 +361,11 @@ class GpuCalls:
         self._known.clear()
 
 
-def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object, exc: BaseException) -> None:
-    """End a turn in its stream. After an interrupt a worker may have the call all the same, and write to its memory."""
+def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object) -> None:
+    """End a turn in its stream. A worker may have the call all the same, and write to the memory that `hold` keeps."""
+    if hold is not None:
+        _given_up.append(hold)
     gpu.order.abandon(stream, turn)
-    if not isinstance(exc, LayerZeroError):
-        _interrupted.append(hold)
 
 
 def _dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
@@ -366,4 +380,4 @@ def _refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out:
             raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")
 
 
-_interrupted: list[object] = []
+_given_up: list[object] = []

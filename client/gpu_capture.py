@@ -5,6 +5,7 @@ The route must be settled: the call was made before, outside of the capture, and
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client.arrays import Array
@@ -16,7 +17,7 @@ from layerzero.client.gpu_places import Placing
 from layerzero.client.link import Link
 from layerzero.ipc import wire
 from layerzero.ipc.cuda_abi import CAPTURE_RELAXED
-from layerzero.ipc.errors import CudaGraphUnsafe
+from layerzero.ipc.errors import CudaGraphUnsafe, LayerZeroError
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import BELL, HAS_BELL, Kind
 
@@ -92,7 +93,11 @@ class Captures:
         finally:
             driver.exchange_capture_mode(before)
         self._session.note(captured)
-        driver.retain_in_graph(stream, gpu.bells.counter(captured.bell))
+        try:
+            driver.retain_in_graph(stream, gpu.bells.counter(captured.bell))
+        except BaseException:  # nothing rings it
+            self._unbind(gpu, captured)
+            raise
         gpu.order.ring(stream, captured.bell)
         captured.end_ns = captured.start_ns
         return result
@@ -128,15 +133,11 @@ class Captures:
 
     def _bind(self, op: str, route: Route, gpu: Gpu, refs: bytes, start_ns: int) -> Captured:
         """Have a worker answer a bell of the call. Raises what that ends in."""
-        for gone in gpu.bells.gone():
-            self._outcomes.forget(gone.seq)
-            self._link.send(wire.pack(Kind.UNBIND, seq=gone.seq))
+        self.unbind_gone(gpu)
         bell = gpu.bells.take()
         captured = Captured(self._outcomes, gpu, op, route, start_ns, bell)
         try:
-            captured.seq = self._link.submit(
-                captured, lambda seq: self._frame(captured, seq, refs + BELL.pack(bell), route.number)
-            )
+            self._link.submit(captured, lambda seq: self._frame(captured, seq, refs + BELL.pack(bell), route.number))
             self._link.wait(captured)
             if captured.error is not None:
                 raise captured.error
@@ -144,13 +145,25 @@ class Captures:
             if captured.header.kind == _FAILED:
                 raise error_of(captured.body)[0]
         except BaseException:
-            if captured.is_done:
-                gpu.bells.give_back(bell)  # else somebody may bind it yet
+            self._unbind(gpu, captured)
             raise
         gpu.bells.bind(bell, captured)
         gpu.watch_bells()
         return captured
 
+    def unbind_gone(self, gpu: Gpu) -> None:
+        """Let go of calls whose graphs are gone. Thread-safe."""
+        for captured in gpu.bells.gone():
+            self._unbind(gpu, captured)
+
+    def _unbind(self, gpu: Gpu, captured: Captured) -> None:
+        self._outcomes.forget(captured.seq)
+        with contextlib.suppress(LayerZeroError):  # a broker that is gone knows no bells; a full queue costs this one
+            if captured.seq:
+                self._link.send(wire.pack(Kind.UNBIND, seq=captured.seq))
+            gpu.bells.give_back(captured.bell)
+
     def _frame(self, captured: Captured, seq: int, body: bytes, route: int) -> bytes:
+        captured.seq = seq
         self._outcomes.keep(seq, captured)
         return wire.pack(_EXECUTE, HAS_BELL, route, seq, body=body)

@@ -75,13 +75,11 @@ class Known:
         except CudaError as exc:
             if exc.is_sticky:
                 raise
-        del self.places[address]
+        self.places.pop(address, None)
         return None
 
     def remember(self, address: int, memory: Memory, driver: Driver) -> None:
-        """Where the tensors lay this time. Memory that was lent for the call is not worth it: it comes and goes."""
-        if memory.copies or any(place is not None and place.block is not None for place in memory.places):
-            return
+        """Where the tensors lay this time."""
         arenas = {place.arena.address for place in memory.places if place is not None}
         if len(self.places) >= MAX_PLACES:
             del self.places[next(iter(self.places))]
@@ -105,9 +103,10 @@ def key_of(request: Request) -> tuple[Any, ...] | None:
         if arg is None:
             key.append(None)
         elif kind is _torch.tensor:  # most are: this is each call's path
-            if arg.requires_grad and _torch.is_grad_enabled():
-                return None  # what checks it refuses it
-            key.append((arg.data_ptr(), arg.shape, arg.stride(), arg.dtype, arg.is_neg()))
+            has_grad = arg.requires_grad
+            if (has_grad and _torch.is_grad_enabled()) or arg.is_neg():
+                return None  # what checks it refuses it, or computes its values first
+            key.append((arg.data_ptr(), arg.shape, arg.stride(), arg.dtype, has_grad))
         else:
             part = _part(arg, kind)
             if part is None:
@@ -187,7 +186,7 @@ def _part(arg: Any, kind: type) -> tuple[Any, ...] | None:
         return arg.data.ptr, arg.shape, arg.strides, arg.dtype
     if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
         _torch.tensor, _torch.is_grad_enabled = torch.Tensor, torch.is_grad_enabled
-        if arg.requires_grad and torch.is_grad_enabled():
+        if (arg.requires_grad and torch.is_grad_enabled()) or arg.is_neg():
             return None
-        return arg.data_ptr(), arg.shape, arg.stride(), arg.dtype, arg.is_neg()
+        return arg.data_ptr(), arg.shape, arg.stride(), arg.dtype, arg.requires_grad
     return None

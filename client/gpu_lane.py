@@ -50,7 +50,7 @@ class GpuLane:
     def put(self, route: Route, plan: int, seq: int, turn: Turn, refs: bytes) -> bool:
         """Put the next call, number `calls` from now on. False: the worker is gone, and the broker may not have seen
         the call. Waits while the ring is full."""
-        call = self.calls + 1
+        call = self._ring.head + 1  # what an interrupt left half done is not there
         slot = call % SLOTS
         before = self._turns[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
         if before is not None and not self._page.is_done(before):
@@ -63,6 +63,15 @@ class GpuLane:
         if ring.is_asleep:
             lane.ring(self._doorbell)
         return not ring.is_ended
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def head(self) -> int:
+        """The last call that was put."""
+        return self._ring.head
 
     def status(self, call: int) -> int:
         """As Ring.status."""

@@ -101,10 +101,13 @@ class Outcomes:
 
     def expect(self, seq: int, enqueued: Enqueued) -> None:
         """There may be an answer, or another one, after the call has returned."""
-        self._late[seq] = enqueued
-        if not seq % MAX_LATE:
-            for late in [late for late in list(self._late) if late <= seq - MAX_LATE]:
-                self._late.pop(late, None)
+        late = self._late
+        late[seq] = enqueued
+        if len(late) >= 2 * MAX_LATE:  # those that are done get no answer any more
+            for known in list(late)[:MAX_LATE]:
+                one = late.get(known)
+                if one is not None and one.gpu.order.page.is_done(one.turn):
+                    late.pop(known, None)
 
     def keep(self, seq: int, enqueued: Enqueued) -> None:
         """As `expect`, until `forget`."""
@@ -177,6 +180,8 @@ class Outcomes:
 
     def _wait_taken(self, enqueued: Enqueued, lane: GpuLane) -> None:
         while True:
+            if lane.is_closed:
+                return  # with the session, which waits for what is enqueued
             self._link.read_nowait()
             status = lane.status(enqueued.call)
             if enqueued.header is not None or status in (ring.ENQUEUED, ring.REPLAYED):

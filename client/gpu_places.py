@@ -30,6 +30,11 @@ class Memory(NamedTuple):
     copies: Sequence[Copy]
     holds: Sequence[Array]  # until the call is enqueued
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all of it is the caller's own. What was lent for the call comes and goes."""
+        return not self.copies and all(place is None or place.block is None for place in self.places)
+
 
 class Placing:
     """Of one call, in its stream's order. Blocks that it took are given back by `end`, whatever happened."""

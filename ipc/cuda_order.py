@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
@@ -22,6 +23,7 @@ from layerzero.ipc.order import (
 )
 
 _turn = Turn._make
+PER_THREAD = 2  # CU_STREAM_PER_THREAD: a stream of its own in each thread, by one handle
 
 
 class _Words:
@@ -64,7 +66,7 @@ class ClientOrder(_Words):
         """`first`: number of the first call of each lane."""
         super().__init__(context, fd, has_memops=has_memops)
         self._lock = threading.Lock()
-        self._lanes: dict[int, int] = {}  # stream -> lane
+        self._lanes: dict[Any, int] = {}  # stream -> lane
         self._next = [first] * LANES
         self._errors = [0] * LANES  # as last taken
         for lane in range(LANES):  # cyclically, zero is ahead of half of all numbers
@@ -90,12 +92,13 @@ class ClientOrder(_Words):
     def reserve(self, stream: int) -> Turn:
         """The number of the stream's next call; nothing is enqueued. `enter` follows, or `abandon`, in the order of the
         numbers, and one thread at a time. Needs memops. Raises Busy as `begin` does."""
-        lane = self._lanes.get(stream)
+        key = stream if stream != PER_THREAD else _key(stream)
+        lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[stream] = self._free_lane()
-        number = self._next[lane]
-        self._next[lane] = number + 1 & MASK
-        return _turn((lane, number))
+            lane = self._lanes[key] = self._free_lane()
+        turn = _turn((lane, self._next[lane]))
+        self._next[lane] = turn[1] + 1 & MASK  # last: an interrupt before it has reserved nothing
+        return turn
 
     def enter(self, stream: int, turn: Turn) -> None:
         """What `begin` and `await_done` do for a turn that was reserved, in one call of the driver. Needs memops.
@@ -133,7 +136,7 @@ class ClientOrder(_Words):
 
     def has_news(self, stream: int) -> bool:
         """Whether a call of the stream has failed since `take_news`."""
-        lane = self._lanes.get(stream)
+        lane = self._lanes.get(_key(stream))
         return lane is not None and self.page.last_error(lane) != self._errors[lane]
 
     def take_news(self) -> None:
@@ -146,13 +149,14 @@ class ClientOrder(_Words):
 
     def is_quiet(self, stream: int) -> bool:
         """Whether no call of the stream is open."""
-        lane = self._lanes.get(stream)
+        lane = self._lanes.get(_key(stream))
         return lane is None or self.page.is_done(Turn(lane, self._next[lane] - 1 & MASK))
 
     def _next_turn(self, stream: int) -> Turn:
-        lane = self._lanes.get(stream)
+        key = _key(stream)
+        lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[stream] = self._free_lane()
+            lane = self._lanes[key] = self._free_lane()
         return Turn(lane, self._next[lane])
 
     def _free_lane(self) -> int:
@@ -165,6 +169,10 @@ class ClientOrder(_Words):
                 del self._lanes[stream]
                 return lane
         raise Busy(f"{LANES} streams have open calls to one worker; no more can", limit=LANES)
+
+
+def _key(stream: int) -> Any:
+    return (stream, threading.get_ident()) if stream == PER_THREAD else stream
 
 
 class WorkerOrder(_Words):

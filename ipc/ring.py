@@ -53,7 +53,7 @@ class Ring:
         self._map = memory.map_fd(fd, PAGE_BYTES, writable=True, populate=True)
         self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("Q")
-        self._taken = self._words[_TAKEN]
+        self._taken = 0
 
     # --- broker
 
@@ -103,6 +103,11 @@ class Ring:
     def is_asleep(self) -> bool:
         """Whether the worker must be rung. To be asked after the call was put, with a barrier between."""
         return bool(self._words[_IS_ASLEEP])
+
+    @property
+    def head(self) -> int:
+        """The last call that was put."""
+        return self._words[_HEAD]
 
     def put(self, call: int, route: int, plan: int, seq: int, turn: Turn, refs: bytes) -> None:
         """`call` is the number after the last one; what was in its slot must be done."""

@@ -14,7 +14,7 @@ import pytest
 from tests.process.gpu_site import close, finish, gelu, gpu_site, randn, report, silu, slow, soft
 from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import SLOW
+from tests.soft_gpu.soft_gpu import SLOW, driver
 
 import layerzero as lz
 
@@ -94,6 +94,40 @@ def test_memory_that_comes_and_goes_is_never_taken_for_other_memory(connected: S
         out = soft_cupy.asarray(np.zeros(shape, np.float32))
         assert lz.silu(x, out=out) is out
         close(out, silu(values))
+
+
+def test_calls_that_are_copied_for_are_right_again_and_again(connected: Site) -> None:
+    """Their memory is lent for one call, so that nothing of it may be remembered for the next."""
+    x, values = randn(16, 16)
+    expected = values.astype(np.float64)
+    for _ in range(2 * MANY):
+        assert lz.silu(x, out=x) is x
+        expected = silu(expected)
+        lz.status()
+        assert {copy.arg for copy in report().copies} == {"out"}
+    np.testing.assert_allclose(x.get(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_session_is_closed_under_calls_of_other_threads(new_site: Callable[..., Site]) -> None:
+    """They end in an error of their own; no stream hangs."""
+    site = new_site("one")
+    site.connect()
+    x, _ = randn(24)
+    settle(lambda: lz.silu(x))
+
+    def work() -> None:
+        with soft_cupy.stream():
+            while True:
+                lz.silu(x)
+
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(work) for _ in range(3)]
+        lz.status()
+        lz.disconnect()
+        for future in futures:
+            with pytest.raises(lz.LayerZeroError):
+                future.result(PATIENCE_S)
+    driver.synchronize()
 
 
 def test_chains_hop_between_rings_in_their_order(connected: Site) -> None:
