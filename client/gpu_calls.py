@@ -259,7 +259,7 @@ class GpuCalls:
     def _put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> Turn:
         """The call onto its ring, READY, and the stream waits for DONE."""
         lane, order, route = enqueued.lane, enqueued.gpu.order, enqueued.route
-        turn, before = order.reserve(stream), lane.head
+        turn, before, is_told = order.reserve(stream), lane.head, False
         try:
             enqueued.turn, seq = turn, self._link.reserve()
             self.outcomes.expect(seq, enqueued)
@@ -269,11 +269,12 @@ class GpuCalls:
                 flags, body = HAS_TURN | AFTER_LANE, refs + TURN.pack(*turn)
                 call &= 0xFFFF_FFFF
                 self._link.send(wire.pack(_EXECUTE, flags, route.number, seq, call, lane.number, 0, body))
+            is_told = True
             order.enter(stream, turn)
         except BaseException:
-            if lane.head == before:
+            if lane.head == before or (lane.is_ended and not is_told):
                 _give_up(enqueued.gpu, stream, turn, hold)
-            else:  # a worker has it: the turn must end as any other, or DONE would go back later
+            else:  # somebody has it: the turn must end as any other, or DONE would go back later
                 _given_up.append(hold)
                 order.enter(stream, turn)
             raise
