@@ -78,10 +78,12 @@ def _given(call: Call) -> dict[str, TensorSpec]:
 
 
 def _row(call: Call) -> str:
-    """Elements that are normalized together, or of the last dimension, of the first tensor."""
-    first = call.inputs[0]
-    assert first is not None, "the first tensor of no op is optional"
-    return str(math.prod(first.shape[max(first.ndim - int(call.attrs.get("ndim", 1)), 0) :]))
+    """Elements that are normalized together, or of the last dimension, of the first tensor; "-" where a client's call
+    makes no sense, which no kernel takes anyway."""
+    first, ndim = call.inputs[0], call.attrs.get("ndim", 1)
+    if first is None or not isinstance(ndim, int):
+        return "-"
+    return str(math.prod(first.shape[max(first.ndim - ndim, 0) :]))
 
 
 def _steps(call: Call) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layerzero.broker.engine import Engine
@@ -83,7 +83,13 @@ def routes(draw: st.DrawFn) -> bytes:
     return encode(Route(op=op.name, inputs=inputs, outputs=outputs, attrs=attrs, backend=draw(st.text(max_size=4))))
 
 
+SCALAR = TensorSpec.contiguous("bfloat16", ()).to_wire()
+EMPTY = TensorSpec.contiguous("bfloat16", (0,)).to_wire()
+
+
 @given(routes())
+@example(encode(Route(op="rms_norm", inputs=[EMPTY, None], outputs=[SCALAR], attrs={"ndim": None, "eps": None})))
+@example(encode(Route(op="rms_norm", inputs=[None, None], outputs=[SCALAR], attrs={"ndim": 1, "eps": 1e-6})))
 def test_no_route_breaks_the_broker(body: bytes) -> None:
     """A client's nonsense ends in an error or a verdict with reasons, never in an exception of the broker."""
     try:
