@@ -6,6 +6,7 @@ The route must be settled: the call was made before, outside of the capture, and
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client.arrays import Array
@@ -99,7 +100,7 @@ class Captures:
             self._unbind(gpu, captured)
             raise
         gpu.order.ring(stream, captured.bell)
-        captured.end_ns = captured.start_ns
+        captured.end_ns = time.perf_counter_ns()
         return result
 
     def _refs(

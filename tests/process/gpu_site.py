@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,39 @@ def soft() -> Iterator[None]:
         cache.cache_clear()
     driver.reset()
     soft_cupy.reset()
+
+
+@pytest.fixture(scope="module")
+def broker(soft: None, store: Path) -> Iterator[Site]:
+    site = gpu_site(store, "one", "two")
+    try:
+        yield site.start()
+    finally:
+        site.stop()
+
+
+@pytest.fixture
+def connected(broker: Site) -> Iterator[Site]:
+    session = broker.connect()
+    for name in ("one", "two"):
+        session.ask("reset", backend=name)
+    wait_until(lambda: all(broker.backend(name)["state"] in ("absent", "ready") for name in ("one", "two")))
+    yield broker
+    lz.disconnect()
+
+
+@pytest.fixture
+def new_site(store: Path, soft: None) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*names: str, **settings: object) -> Site:
+        made.append(gpu_site(store, *(names or ("one", "two")), **settings))
+        return made[-1]
+
+    yield make
+    lz.disconnect()
+    for site in made:
+        site.stop()
 
 
 def randn(*shape: int) -> tuple[Any, np.ndarray]:

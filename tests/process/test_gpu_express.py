@@ -4,55 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import close, finish, gelu, gpu_site, randn, report, silu, slow, soft
+from tests.process.gpu_site import (
+    broker,
+    close,
+    connected,
+    finish,
+    gelu,
+    new_site,
+    randn,
+    report,
+    silu,
+    slow,
+    soft,
+)
 from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import SLOW, driver
 
 import layerzero as lz
 
-__all__ = ["soft"]
+__all__ = ["broker", "connected", "new_site", "soft"]
 MANY = 8  # calls after which a route is settled, and its lease has been read
-
-
-@pytest.fixture(scope="module")
-def broker(soft: None, store: Path) -> Iterator[Site]:
-    site = gpu_site(store, "one", "two")
-    try:
-        yield site.start()
-    finally:
-        site.stop()
-
-
-@pytest.fixture
-def connected(broker: Site) -> Iterator[Site]:
-    session = broker.connect()
-    for name in ("one", "two"):
-        session.ask("reset", backend=name)
-    wait_until(lambda: all(broker.backend(name)["state"] in ("absent", "ready") for name in ("one", "two")))
-    yield broker
-    lz.disconnect()
-
-
-@pytest.fixture
-def new_site(store: Path, soft: None) -> Iterator[Callable[..., Site]]:
-    made: list[Site] = []
-
-    def make(*names: str, **settings: object) -> Site:
-        made.append(gpu_site(store, *(names or ("one", "two")), **settings))
-        return made[-1]
-
-    yield make
-    lz.disconnect()
-    for site in made:
-        site.stop()
 
 
 def settle(call: Callable[[], Any], lane: str = "express") -> None:

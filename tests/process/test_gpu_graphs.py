@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import close, finish, gpu_site, randn, report, silu, soft
+from tests.process.gpu_site import broker, close, connected, finish, new_site, randn, report, silu, soft
 from tests.process.harness import PATIENCE_S, Site, wait_ended, wait_until
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import SLOW, driver
@@ -22,40 +22,7 @@ from tests.soft_gpu.soft_gpu import SLOW, driver
 import layerzero as lz
 from layerzero.client import api
 
-__all__ = ["soft"]
-
-
-@pytest.fixture(scope="module")
-def broker(soft: None, store: Path) -> Iterator[Site]:
-    site = gpu_site(store, "one", "two")
-    try:
-        yield site.start()
-    finally:
-        site.stop()
-
-
-@pytest.fixture
-def connected(broker: Site) -> Iterator[Site]:
-    session = broker.connect()
-    for name in ("one", "two"):
-        session.ask("reset", backend=name)
-    wait_until(lambda: all(broker.backend(name)["state"] in ("absent", "ready") for name in ("one", "two")))
-    yield broker
-    lz.disconnect()
-
-
-@pytest.fixture
-def new_site(store: Path, soft: None) -> Iterator[Callable[..., Site]]:
-    made: list[Site] = []
-
-    def make(*names: str, **settings: object) -> Site:
-        made.append(gpu_site(store, *(names or ("one", "two")), **settings))
-        return made[-1]
-
-    yield make
-    lz.disconnect()
-    for site in made:
-        site.stop()
+__all__ = ["broker", "connected", "new_site", "soft"]
 
 
 def capture(work: Callable[[], Any]) -> tuple[soft_cupy.Graph, Any]:
