@@ -46,6 +46,7 @@ class Bells:
                 raise Busy(f"{BELLS} calls are in CUDA graphs of this process on one GPU; no more can", limit=BELLS)
             bell = self._free.pop()
             self._page.set_bell(bell, SILENT)
+            self._page.unlink_bell(bell)
         ctypes.memset(self.counter(bell), 0, _COUNTER_BYTES)
         return bell
 
@@ -100,12 +101,19 @@ class Bells:
 
     def end_failed(self) -> list[Captured]:
         """Let the graphs go on that wait for bells which nobody answers. Returns what has failed by that."""
-        ended = []
+        page, ended = self._page, []
         for bell, enqueued in list(self._failed.items()):
-            value = self._page.bell(bell)
-            if value == RUNG or (value >= TAKEN and not self._page.is_bell_done(bell)):
-                self._page.set_bell(bell, TAKEN)
-                self._page.store_bell_done(bell)
+            before, following = page.previous_bell(bell), page.next_bell(bell)
+            has_turn = before is None or page.is_bell_done(before)  # first, as a worker looks
+            value = page.bell(bell)
+            if value == RUNG or (has_turn and value >= TAKEN and not page.is_bell_done(bell)):
+                page.set_bell(bell, TAKEN)
+                if following is not None:
+                    page.clear_bell_done(following)
+                    page.set_bell(following, SILENT)
+                page.store_bell_done(bell)
+                if following is not None:
+                    page.set_bell(following, RUNG)
                 ended.append(enqueued)
         return ended
 

@@ -6,8 +6,9 @@ The route must be settled: the call was made before, outside of the capture, and
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays import Array
 from layerzero.client.call import Request, Route, error_of, overlap
@@ -56,11 +57,21 @@ class Captured(Sent):
             self.gpu.bells.answered(self.bell)
 
 
+class _Tail(NamedTuple):
+    """The last bell that was added to a graph."""
+
+    gpu: Gpu
+    place: tuple[int, tuple[int, ...]]  # the capture and the bell's node
+    bell: int
+
+
 class Captures:
     """Of one connection. Threads may share it."""
 
     def __init__(self, session: Session, link: Link, outcomes: Outcomes) -> None:
         self._session, self._link, self._outcomes = session, link, outcomes
+        self._tail: _Tail | None = None
+        self._lock = threading.Lock()
 
     def add(
         self,
@@ -99,9 +110,26 @@ class Captures:
         except BaseException:  # nothing rings it
             self._unbind(gpu, captured)
             raise
-        gpu.order.ring(stream, captured.bell)
+        self._enqueue(gpu, stream, captured.bell)
         captured.end_ns = time.perf_counter_ns()
         return result
+
+    def _enqueue(self, gpu: Gpu, stream: int, bell: int) -> None:
+        """Add the bell to the graph. Right behind another one and nothing else, the caller's GPU need not ring it: who
+        answers that one does, at once."""
+        driver, before = gpu.memory.context.driver, None
+        with self._lock:  # a bell is followed by one at most
+            tail = self._tail
+            if tail is not None and tail.gpu is gpu and driver.capture_tail(stream) == tail.place:
+                self._tail, before = None, tail.bell
+        if before is None:
+            gpu.order.ring(stream, bell)
+        else:
+            gpu.order.await_bell(stream, bell)
+            gpu.order.page.link_bells(before, bell)
+        place = driver.capture_tail(stream)
+        with self._lock:
+            self._tail = _Tail(gpu, place, bell) if place[1] else None
 
     def _refs(
         self,

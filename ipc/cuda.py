@@ -415,6 +415,22 @@ class Driver:
         self._call("cuStreamGetCaptureInfo_v2", stream, byref(status), byref(number), None, None, None)
         return number.value if status.value == abi.CAPTURE_ACTIVE else None
 
+    def capture_tail(self, stream: int) -> tuple[int, tuple[int, ...]]:
+        """The capture that the stream takes part in, and the nodes after which it adds its next one. (0, ()) where that
+        cannot be told."""
+        status, number, nodes, count = c_int(), c_uint64(), c_void_p(), c_size_t()
+        try:
+            self._call(
+                "cuStreamGetCaptureInfo_v2", stream, byref(status), byref(number), None, byref(nodes), byref(count)
+            )
+        except CudaError as exc:
+            if exc.is_sticky:
+                raise
+            return 0, ()  # edges with data, such as those of programmatic launches, are not told
+        if status.value != abi.CAPTURE_ACTIVE or not nodes.value:
+            return 0, ()
+        return number.value, tuple((c_void_p * count.value).from_address(nodes.value))
+
     def begin_capture(self, stream: int) -> None:
         """Calls that would break a capture are refused to this thread only."""
         self._call("cuStreamBeginCapture_v2", stream, abi.CAPTURE_THREAD_LOCAL)

@@ -124,7 +124,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
     "cuStreamBatchMemOp_v2": (c_void_p, c_uint, c_void_p, c_uint),
     "cuStreamIsCapturing": (c_void_p, out_int),
-    "cuStreamGetCaptureInfo_v2": (c_void_p, out_int, out_u64, out_handle, c_void_p, c_void_p),
+    "cuStreamGetCaptureInfo_v2": (c_void_p, out_int, out_u64, out_handle, out_handle, out_size),
     "cuThreadExchangeStreamCaptureMode": (out_int,),
     "cuUserObjectCreate": (out_handle, c_void_p, c_void_p, c_uint, c_uint),
     "cuUserObjectRelease": (c_void_p, c_uint),

@@ -15,6 +15,7 @@ from layerzero.ipc.order import (
     MASK,
     PAGE_BYTES,
     READY,
+    RUNG,
     OrderPage,
     Turn,
     bell_words,
@@ -115,6 +116,10 @@ class ClientOrder(_Words):
         at, done = bell_words(bell)
         self._driver.ring_and_wait(stream, self._base + at, self._base + done)
 
+    def await_bell(self, stream: int, bell: int) -> None:
+        """As `ring`, for a bell that somebody else rings."""
+        self._driver.wait_value(stream, self._base + bell_words(bell)[1], 1, equal=True)
+
     def await_done(self, stream: int, turn: Turn) -> None:
         """Hold the stream until the call is done or has failed; the caller goes on at once.
 
@@ -199,6 +204,10 @@ class WorkerOrder(_Words):
     def answer_bell(self, stream: int, bell: int) -> None:
         """Let the client's graph go on after all that this stream did so far. Needs memops."""
         self._driver.write_value(stream, self._base + bell_words(bell)[1], 1)
+
+    def ring(self, stream: int, bell: int) -> None:
+        """Ring another worker's bell after all that this stream did so far. Needs memops."""
+        self._driver.write_value(stream, self._base + bell_words(bell)[0], RUNG)
 
 
 def probe(context: Context) -> str:

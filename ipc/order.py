@@ -19,14 +19,17 @@ LANES = 64  # of one page: so many streams of a client can have open calls to on
 LANE_BYTES = 512
 BELLS = 4096  # of one page: so many calls can be in a client's captured graphs
 _BELLS, _BELLS_DONE = LANES * LANE_BYTES, LANES * LANE_BYTES + 4 * BELLS  # bytes
-PAGE_BYTES = _BELLS_DONE + 4 * BELLS
+_LINKS = _BELLS_DONE + 4 * BELLS
+PAGE_BYTES = _LINKS + 4 * BELLS
 READY, DONE, _ERROR = 0, 128, 256  # bytes within a lane; 128 apart, so that writers share no cache line
 MASK = (1 << 32) - 1
 MAX_ERROR = MASK
 # Values of a bell. A graph of the client clears the bell's DONE, writes RUNG and waits for DONE; the worker's CPU
 # writes TAKEN or more, enqueues the kernel, and its stream writes DONE = 1 behind that. Taken and not done: somebody's.
+# A bell whose link names one before it is rung by who answers that one.
 SILENT, RUNG, TAKEN = range(3)
 _RUNG = RUNG.to_bytes(4, "little")
+_NEXT = 0xFFFF  # of a link: the next bell + 1, and the previous one + 1 in the upper half; 0 for none
 
 
 class Turn(NamedTuple):
@@ -111,6 +114,25 @@ class OrderPage:
     def store_bell_done(self, bell: int) -> None:
         self._words[_bell_done_at(bell) // 4] = 1
 
+    def clear_bell_done(self, bell: int) -> None:
+        self._words[_bell_done_at(bell) // 4] = 0
+
+    def link_bells(self, bell: int, following: int) -> None:
+        """Whoever answers `bell` rings `following`. Both must be of one graph."""
+        words, at, next_at = self._words, _link_at(bell), _link_at(following)
+        words[next_at] = words[next_at] & _NEXT | (bell + 1) << 16
+        words[at] = words[at] & ~_NEXT & MASK | following + 1
+
+    def unlink_bell(self, bell: int) -> None:
+        """Nothing is before or after it."""
+        self._words[_link_at(bell)] = 0
+
+    def next_bell(self, bell: int) -> int | None:
+        return _named(self._words[_link_at(bell)] & _NEXT)
+
+    def previous_bell(self, bell: int) -> int | None:
+        return _named(self._words[_link_at(bell)] >> 16)
+
     def close(self) -> None:
         self._words.release()
         self._errors.release()
@@ -130,6 +152,16 @@ def _bell_at(bell: int) -> int:
 
 def _bell_done_at(bell: int) -> int:
     return _bell_at(bell) + 4 * BELLS
+
+
+def _link_at(bell: int) -> int:
+    """Of a word."""
+    return (_bell_at(bell) - _BELLS + _LINKS) // 4
+
+
+def _named(number: int) -> int | None:
+    """The bell of half a link."""
+    return number - 1 if 0 < number <= BELLS else None
 
 
 def index(turn: Turn, word: int) -> int:

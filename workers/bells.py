@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.order import TAKEN
+from layerzero.ipc.order import SILENT, TAKEN, OrderPage
 from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu_link import Link
 from layerzero.workers.gpu_plan import Plan, Task
@@ -28,6 +28,10 @@ class Bell:
     refs: bytes
     graph: Pinned
     takings: int = 0  # whoever watches sees from the bell's word that it is not the same one all the time
+
+    def take(self, page: OrderPage, bell: int) -> None:
+        page.set_bell(bell, TAKEN + self.takings % MAX_TAKINGS)
+        self.takings += 1
 
 
 @dataclass(eq=False)
@@ -76,10 +80,13 @@ class Bells:
             self._boards.append(board)
         self._served_s = time.monotonic()  # it may ring soon
         page = link.order.page
+        # Who answers the one before takes this one back first and rings it later. So look at that one first.
+        before = page.previous_bell(bell)
+        has_turn = before is None or page.is_bell_done(before)
         if (taken := page.bell(bell)) >= TAKEN:  # the next taking must not look like this one
             board.bells[bell].takings = taken - TAKEN + 1
-            if not page.is_bell_done(bell):
-                self._launch(board, bell)
+            if has_turn and not page.is_bell_done(bell):
+                self._answer(board, bell, None)
 
     def serve(self, failpoints: Failpoints | None) -> bool:
         """Launch what was rung. Whether anything was. Bells that other workers serve are passed over."""
@@ -89,14 +96,8 @@ class Bells:
             while (found := page.rung(bell, board.stop)) is not None:
                 one = board.bells.get(found)
                 if one is not None:
-                    # First: who takes it over must see that it is not done.
-                    page.set_bell(found, TAKEN + one.takings % MAX_TAKINGS)
-                    one.takings += 1
-                    if failpoints:
-                        failpoints.hit("executing")
-                    self._launch(board, found)
-                    if failpoints:
-                        failpoints.hit("sent")
+                    one.take(page, found)
+                    self._answer(board, found, failpoints)
                     came = True
                 bell = found + 1
         if came:
@@ -121,13 +122,37 @@ class Bells:
         self._boards = [board for board in self._boards if board.bells]
         return dropped
 
-    def _launch(self, board: _Board, bell: int) -> None:
-        link = board.link
-        self._busy[link.bell_stream] = link.context
+    def _answer(self, board: _Board, bell: int, failpoints: Failpoints | None) -> None:
+        """Launch a taken bell's kernel, and those of the bells that follow it, up to one that another worker serves."""
+        link, page = board.link, board.link.order.page
+        run, following = {bell: board.bells[bell]}, page.next_bell(bell)
+        # All are taken before the first is launched: who takes over must see what is not done.
+        while following is not None and following not in run and (one := board.bells.get(following)) is not None:
+            if (
+                page.is_bell_done(following) or page.bell(following) < TAKEN
+            ):  # else a dead worker took it, in this replay
+                page.clear_bell_done(following)
+                one.take(page, following)
+            run[following] = one
+            following = page.next_bell(following)
+        if following in run:
+            following = None  # a circle: no graph of ours has one
+        if following is not None:
+            page.clear_bell_done(following)
+            page.set_bell(following, SILENT)
+        stream, driver = link.bell_stream, link.context.driver
+        self._busy[stream] = link.context
         try:
             with link.context:
-                link.context.driver.launch_graph(board.bells[bell].graph.graph, link.bell_stream)
-                link.order.answer_bell(link.bell_stream, bell)
+                for bell, one in run.items():
+                    if failpoints:
+                        failpoints.hit("executing")
+                    driver.launch_graph(one.graph.graph, stream)
+                    link.order.answer_bell(stream, bell)
+                    if failpoints:
+                        failpoints.hit("sent")
+                if following is not None:
+                    link.order.ring(stream, following)
         except CudaError as exc:  # the client's graph waits: the next worker serves it when this one is gone
             self._end(f"bell {bell} of client {link.client} was taken and cannot be served: {exc.message}")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,72 @@ def test_a_replay_survives_its_worker(new_site: Callable[..., Site]) -> None:
         victim = site.backend("one" if step % 2 else "two")
         if victim["state"] == "ready":
             os.kill(victim["pid"], signal.SIGKILL)
+        finish()
+        np.testing.assert_allclose(result.get(), expected_chain(inputs, weights), rtol=1e-3, atol=1e-4)
+    lz.synchronize(PATIENCE_S)
+
+
+def test_calls_in_a_row_ring_once(connected: Site) -> None:
+    """Who answers one goes on with the next, so that a replay waits for a worker's CPU once. Anything in between ends
+    the row."""
+    x, _ = randn(24)
+    lz.silu(x)
+    made: list[Any] = []
+
+    def add(x: Any) -> Any:
+        result = lz.silu(x)
+        made.append(api.session().last_record)
+        return result
+
+    def work() -> Any:
+        first = add(add(add(x)))
+        first.fill(0.5)  # a node of the application
+        return add(first)
+
+    graph, result = capture(work)
+    page, bells = made[0].gpu.order.page, [one.bell for one in made]
+    assert [page.next_bell(bell) for bell in bells] == [bells[1], bells[2], None, None]
+    for _ in range(3):
+        replay(graph)
+        close(result, silu(np.full(24, 0.5)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_row_over_two_workers_survives_either(new_site: Callable[..., Site], seed: int) -> None:
+    """Killed at any moment of a replay, the next one goes on where it ended."""
+    site = new_site()
+    site.connect()
+    (x, values), (weight, weights) = randn(16, 16), randn(16, 16)
+    moments = random.Random(seed)
+
+    def row() -> Any:
+        y = x
+        for _ in range(4):
+            with lz.prefer("one"):
+                y = lz.silu(y)
+            with lz.prefer("two"):
+                y = lz.matmul(y, weight)
+        return y
+
+    for _ in range(2):
+        row()
+    graph, result = capture(row)
+    pids = {name: 0 for name in ("one", "two")}  # of those that were killed
+
+    def are_back() -> bool:
+        return all((b := site.backend(name))["state"] == "ready" and b["pid"] != pids[name] for name in pids)
+
+    for step in range(5):
+        inputs = values * (step + 1) / 10
+        fill(x, inputs)
+        wait_until(are_back)
+        name = moments.choice([*pids])
+        pids[name] = site.backend(name)["pid"]
+        graph.launch(soft_cupy.current())
+        end_s = time.perf_counter() + moments.uniform(0, 0.004)
+        while time.perf_counter() < end_s:
+            pass
+        os.kill(pids[name], signal.SIGKILL)
         finish()
         np.testing.assert_allclose(result.get(), expected_chain(inputs, weights), rtol=1e-3, atol=1e-4)
     lz.synchronize(PATIENCE_S)

@@ -299,6 +299,10 @@ class SoftDriver:
         capture = self._captures.get(stream)
         return None if capture is None else capture.number
 
+    def capture_tail(self, stream: int) -> tuple[int, tuple[int, ...]]:
+        capture = self._captures.get(stream)
+        return (0, ()) if capture is None or not capture.work else (capture.number, (len(capture.work),))
+
     def begin_capture(self, stream: int) -> None:
         self._captures[stream] = _Capture(next(self._handles))
 

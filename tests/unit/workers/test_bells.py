@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 from tests.unit.ipc.fake_cuda import UUID, error
@@ -127,6 +128,85 @@ def test_bells_of_others_are_passed_over(bench: Bench) -> None:
     assert bench.serve()
     assert [bench.page.bell(bell) for bell in (1, 2, 3, 9, 10)] == [RUNG, TAKEN, RUNG, TAKEN, RUNG]
     assert not bench.serve()
+
+
+def linked(bench: Bench, *bells: int) -> None:
+    """Bells of one graph, each rung by who answers the one before. Each copies the one before's result."""
+    for bell, following in pairwise(bells):
+        bench.page.link_bells(bell, following)
+
+
+def state(bench: Bench, *bells: int) -> list[tuple[int, bool]]:
+    return [(bench.page.bell(bell), bench.page.is_bell_done(bell)) for bell in bells]
+
+
+def test_bells_that_follow_are_served_with_the_first_in_their_order(bench: Bench) -> None:
+    """At each replay; the client rings once for all of them."""
+    bells, order = (5, 2, 9), []
+    launch = bench.driver.launch_graph
+    for bell in bells:
+        bench.bind(bell, 4096 * (bell + 1))
+    graphs = {one.graph.graph: bell for board in bench.gpus.bells._boards for bell, one in board.bells.items()}
+    bench.driver.launch_graph = lambda graph, stream: (order.append(graphs[graph]), launch(graph, stream))  # type: ignore[method-assign]
+    linked(bench, *bells)
+    for replay in range(3):
+        bench.page.clear_bell_done(5)
+        bench.page.set_bell(5, RUNG)
+        assert bench.serve()
+        assert state(bench, *bells) == [(TAKEN + replay, True)] * 3
+        assert not bench.serve()
+    assert order == [*bells] * 3
+
+
+def test_bell_that_follows_at_another_worker_is_taken_back_and_rung(bench: Bench) -> None:
+    """Its DONE is the last replay's until then."""
+    bench.bind(1)
+    linked(bench, 1, 2)
+    bench.page.set_bell(2, TAKEN + 4)
+    bench.page.store_bell_done(2)
+    bench.page.set_bell(1, RUNG)
+    assert bench.serve()
+    assert state(bench, 1, 2) == [(TAKEN, True), (RUNG, False)]
+
+
+def test_dead_workers_bells_are_taken_over_in_their_order(bench: Bench) -> None:
+    """One whose turn has not come waits for who serves the one before it."""
+    linked(bench, 1, 2, 3)
+    for bell in (1, 2, 3):
+        bench.page.set_bell(bell, TAKEN + 7)
+    bench.bind(3, 3 * 4096)
+    bench.bind(2, 2 * 4096)
+    assert state(bench, 1, 2, 3) == [(TAKEN + 7, False)] * 3
+    bench.bind(1)
+    assert state(bench, 1, 2, 3) == [(TAKEN + 7, True)] * 3  # in the replay that the dead one took them in
+    bench.page.clear_bell_done(1)
+    bench.page.set_bell(1, RUNG)
+    assert bench.serve()
+    assert state(bench, 1, 2, 3) == [(TAKEN + 8, True)] * 3
+
+
+def test_dead_workers_bell_whose_turn_had_come_is_served_when_it_is_bound(bench: Bench) -> None:
+    """The one before it is through, and nobody serves that again."""
+    linked(bench, 1, 2, 3)
+    bench.page.set_bell(1, TAKEN)
+    bench.page.store_bell_done(1)
+    for bell in (2, 3):
+        bench.page.set_bell(bell, TAKEN)
+    bench.bind(2)
+    assert state(bench, 2, 3) == [(TAKEN, True), (RUNG, False)]
+    bench.bind(3, 8192)
+    assert bench.serve()
+    assert state(bench, 3) == [(TAKEN, True)]
+
+
+def test_bells_that_follow_each_other_in_a_circle_are_served_once(bench: Bench) -> None:
+    """A client that is broken keeps nobody else from being served."""
+    for bell in (1, 2):
+        bench.bind(bell, 4096 * (bell + 1))
+    linked(bench, 1, 2, 1)
+    bench.page.set_bell(1, RUNG)
+    assert bench.serve()
+    assert state(bench, 1, 2) == [(TAKEN, True)] * 2
 
 
 def break_descriptor(bench: Bench) -> None:
