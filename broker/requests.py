@@ -115,6 +115,7 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     body = params.get("route")
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
+    server.look_at_lanes()  # for times that workers have told by now
     spec, ranked, candidates = server.state.explain(body, time.monotonic())
     if spec.pinned and spec.pinned not in server.state.capabilities:
         raise no_backend(spec, ranked, server.state.capabilities)

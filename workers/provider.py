@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from layerzero.ipc.tensors import TensorSpec
 
@@ -65,6 +65,17 @@ Bound = Callable[[], Any]
 """Runs the kernel once: reads the bound inputs as they are now, writes every bound output in full, or of one that is an
 input as well (ipc/ops.py) the parts that the op says; the input's block is the same memory then, not to be written.
 Returns None, or a msgpack-able value for ops with a data-dependent result."""
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """A Bound that keeps memory for the CUDA graphs that it was captured into."""
+
+    def __call__(self) -> Any: ...
+
+    def release(self) -> None:
+        """Let go of it: none of these graphs is left. The Bound may be captured again later."""
+
 
 Bind = Callable[[Call, Sequence["Block | None"], Sequence[Block]], Bound]
 """Prepare a kernel for one signature and one set of blocks. Called once per set; `Bound` is then called many

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from layerzero.ipc.cuda import Context, Driver
 from layerzero.ipc.errors import CudaError
 from layerzero.workers.gpu_errors import is_out_of_memory
-from layerzero.workers.provider import Bound
+from layerzero.workers.provider import Bound, Keeper
 
 FROZEN_AFTER = 4  # runs without a graph; a library may compile, load and tune in the first ones
 MAX_GRAPHS = 64
@@ -65,6 +67,7 @@ class Steady:
     graph: int = 0
     stream: int = 0  # of the graph
     nbytes: int = 0  # of GPU memory that the graph took
+    bound: Bound | None = None  # what the graph runs
 
     def step(self, signal: Signal) -> None:
         """Raises KeyError for a signal that this state does not know."""
@@ -78,6 +81,13 @@ class Pinned:
     context: Context
     graph: int
     nbytes: int
+    bound: Bound
+
+
+class _Doomed(NamedTuple):
+    context: Context
+    graph: int  # 0: a capture that failed
+    bound: Bound
 
 
 class Graphs:
@@ -89,7 +99,8 @@ class Graphs:
         self._budget_bytes = budget_bytes
         self._live: dict[Steady, Context] = {}  # least recently launched first
         self._pinned: dict[Pinned, None] = {}
-        self._doomed: list[tuple[Context, int]] = []
+        self._doomed: list[_Doomed] = []
+        self._graphs_of: Counter[Bound] = Counter()  # doomed ones included
 
     def advance(self, steady: Steady, bound: Bound, context: Context, stream: int) -> str:
         """Count a run that comes now, and capture the kernel if it is due. Enqueues nothing.
@@ -135,9 +146,15 @@ class Graphs:
 
     def reap(self) -> None:
         """Destroy what was let go of. Only while no stream waits: the driver frees memory then."""
-        for context, graph in self._doomed:
+        for context, graph, bound in self._doomed:
             with context:
-                context.driver.destroy_graph(graph)
+                if graph:
+                    context.driver.destroy_graph(graph)
+                self._graphs_of[bound] -= 1
+                if not self._graphs_of[bound]:
+                    del self._graphs_of[bound]
+                    if isinstance(bound, Keeper):
+                        bound.release()
         self._doomed.clear()
 
     def pin(self, bound: Bound, context: Context, stream: int) -> Pinned:
@@ -157,7 +174,7 @@ class Graphs:
             if isinstance(exc, CudaError) and exc.is_sticky:
                 raise
             raise ValueError(f"{type(exc).__name__}: {exc}"[:500]) from exc
-        pinned = Pinned(context, graph, nbytes)
+        pinned = Pinned(context, graph, nbytes, bound)
         self._pinned[pinned] = None
         self._make_room()
         if used + nbytes > self._budget_bytes:
@@ -169,7 +186,7 @@ class Graphs:
 
     def unpin(self, pinned: Pinned) -> None:
         del self._pinned[pinned]
-        self._doomed.append((pinned.context, pinned.graph))
+        self._doomed.append(_Doomed(pinned.context, pinned.graph, pinned.bound))
 
     def _capture(self, steady: Steady, bound: Bound, context: Context, stream: int) -> str:
         try:
@@ -184,7 +201,7 @@ class Graphs:
                 return ""
             steady.step(Signal.REFUSED)
             return f"{type(exc).__name__}: {exc}"[:500]
-        steady.graph, steady.stream, steady.nbytes = graph, stream, nbytes
+        steady.graph, steady.stream, steady.nbytes, steady.bound = graph, stream, nbytes, bound
         steady.step(Signal.CAPTURED)
         self._live[steady] = context
         self._make_room()
@@ -194,7 +211,12 @@ class Graphs:
         """A graph and its bytes of GPU memory."""
         assert self._on_stream is not None
         free, _ = context.driver.memory_info()
-        graph = _record(bound, context.driver, self._on_stream, stream)
+        self._graphs_of[bound] += 1
+        try:
+            graph = _record(bound, context.driver, self._on_stream, stream)
+        except BaseException:
+            self._doomed.append(_Doomed(context, 0, bound))
+            raise
         # Other processes' memory counts here, too. The worst that comes of it is a graph less.
         return graph, max(0, free - context.driver.memory_info()[0])
 
@@ -204,8 +226,11 @@ class Graphs:
             self._release(next(iter(live)), Signal.EVICTED)
 
     def _release(self, steady: Steady, signal: Signal) -> None:
-        self._doomed.append((self._live.pop(steady), steady.graph))
+        context = self._live.pop(steady)
+        assert steady.bound is not None
+        self._doomed.append(_Doomed(context, steady.graph, steady.bound))
         steady.graph = steady.stream = steady.nbytes = 0
+        steady.bound = None
         self._rest(steady, signal)
 
     @staticmethod

@@ -224,7 +224,7 @@ def test_a_row_over_two_workers_survives_either(new_site: Callable[..., Site], s
     for _ in range(2):
         row()
     graph, result = capture(row)
-    pids = {name: 0 for name in ("one", "two")}  # of those that were killed
+    pids = dict.fromkeys(("one", "two"), 0)  # of those that were killed
 
     def are_back() -> bool:
         return all((b := site.backend(name))["state"] == "ready" and b["pid"] != pids[name] for name in pids)

@@ -14,6 +14,27 @@ from layerzero.workers.providers._torch_ops import Builder, Run, binder, checked
 ALIGNMENT_BYTES = 16
 
 
+class _Capturable:
+    """A Bound, and the memory of its graphs."""
+
+    def __init__(self, torch: Any, bound: Bound) -> None:
+        self._torch, self._bound = torch, bound
+        self._pool: Any = None  # one for all its graphs: they run in turn
+
+    def __call__(self) -> None:
+        torch = self._torch
+        if not torch.cuda.is_current_stream_capturing():
+            self._bound()
+            return
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool):
+            self._bound()
+
+    def release(self) -> None:
+        self._pool = None
+
+
 class TorchCuda:
     """`torch` with gradients off and its context made. Raises RuntimeError where it has no GPU."""
 
@@ -53,26 +74,13 @@ class TorchCuda:
         return {kernel_id: self._capturable(binder(self.torch, self.view, b)) for kernel_id, b in builders.items()}
 
     def _capturable(self, bind: Bind) -> Bind:
-        """Keep what a kernel allocates while it is captured for as long as its Bound.
+        """Keep what a kernel allocates while it is captured.
 
         Torch's allocator would hand the memory to later calls, which a replay then overwrites.
         """
-        torch = self.torch
 
         def bind_capturable(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
-            bound = bind(call, inputs, outputs)
-            pools: list[Any] = []  # one for all captures of this Bound, whose graphs then share it: they run in turn
-
-            def run() -> None:
-                if not torch.cuda.is_current_stream_capturing():
-                    bound()
-                    return
-                if not pools:
-                    pools.append(torch.cuda.MemPool())
-                with torch.cuda.use_mem_pool(pools[0]):
-                    bound()
-
-            return run
+            return _Capturable(self.torch, bind(call, inputs, outputs))
 
         return bind_capturable
 

@@ -169,6 +169,52 @@ def test_graphs_together_stay_within_their_memory(rig: Rig) -> None:
     assert large.state is State.WARMUP
 
 
+class Keeps:
+    """A kernel with memory for its graphs."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.released = rig, 0
+
+    def __call__(self) -> None:
+        self.rig.kernel()
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_memory_of_a_kernels_graphs_goes_with_the_last_of_them(rig: Rig) -> None:
+    """A graph that had to go for its size would else go on holding it."""
+    kernel, one = Keeps(rig), Steady()
+    for _ in range(FROZEN_AFTER + 1):
+        rig.call(one, kernel)
+    with rig.context:
+        pinned = rig.graphs.pin(kernel, rig.context, STREAM)
+    rig.graphs.clear()
+    rig.graphs.reap()
+    assert (len(rig.driver.graphs), kernel.released) == (1, 0)
+    rig.graphs.unpin(pinned)
+    assert kernel.released == 0  # it may be running
+    rig.graphs.reap()
+    assert (len(rig.driver.graphs), kernel.released) == (0, 1)
+
+
+def test_memory_of_a_capture_that_failed_goes(rig: Rig) -> None:
+    """It was allocated before the kernel was refused."""
+
+    class Refuses(Keeps):
+        def __call__(self) -> None:
+            if self.rig.driver.captures:
+                raise ValueError("odd")
+            super().__call__()
+
+    kernel, one = Refuses(rig), Steady()
+    for _ in range(FROZEN_AFTER):
+        rig.call(one, kernel)
+    assert rig.call(one, kernel) == "ValueError: odd"
+    rig.graphs.reap()
+    assert kernel.released == 1
+
+
 def test_without_memory_for_them_there_are_no_graphs() -> None:
     """The way to turn them off."""
     rig, one = Rig(budget_bytes=0), Steady()
