@@ -1,4 +1,4 @@
-"""Control connections of clients and workers: who they are, which descriptors came through them."""
+"""Control connections of clients and workers: who they are, and whether the broker speaks with them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from layerzero.ipc import control, messages, wire
-from layerzero.ipc.cuda_handles import ArenaHandle
 from layerzero.ipc.errors import LayerZeroError, ProtocolError, VersionMismatch
 
 HELLO_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class LentArena:
-    """What came with a client's arena: a memfd, or the handle of GPU memory with a descriptor if its rung has one."""
-
-    fd: int | None
-    handle: ArenaHandle | None = None
-
-    def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-
-
 @dataclass(eq=False)
 class Peer:
-    """`role` is "" until the hello. A client's peer owns the descriptors of its arenas."""
+    """`role` is "" until the hello."""
 
     sock: socket.socket
     role: str = ""
@@ -39,7 +26,6 @@ class Peer:
     backend: str = ""
     generation: int = 0
     since_s: float = 0.0
-    arenas: dict[int, LentArena] = field(default_factory=dict)
     backlog: deque[tuple[messages.Message, tuple[int, ...]]] = field(default_factory=deque)  # for a busy worker
     last_arena: int = -1  # numbers only grow: a worker may still map a retired one when its number comes again
 
@@ -48,12 +34,13 @@ class Peer:
             for fd in self.backlog.popleft()[1]:
                 os.close(fd)
 
+    @property
+    def is_closed(self) -> bool:
+        return self.sock.fileno() < 0
+
     def close(self) -> None:
         self.drop_backlog()
         self.sock.close()
-        for arena in self.arenas.values():
-            arena.close()
-        self.arenas.clear()
 
 
 def new_identity() -> bytes:

@@ -40,12 +40,12 @@ from layerzero.broker import events as ev
 from layerzero.broker.certification import Subject
 from layerzero.broker.engine import Engine
 from layerzero.broker.leases import MAX_LOST
+from layerzero.broker.looks import AWAITED_LOOK_S, LOOK_S
 from layerzero.broker.perf import PerfRow, Stat
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL
 from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.records import Worker
 from layerzero.broker.selection import CallSpec
-from layerzero.broker.server import AWAITED_LOOK_S, LOOK_S
 from layerzero.broker.shadow import Comparison
 from layerzero.broker.state import WATCH_S, BrokerState, Limits
 from layerzero.broker.turns import STICKY_EXIT

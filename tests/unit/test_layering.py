@@ -39,7 +39,7 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("ipc", "msgpack"): {"ipc/messages.py"},
     ("client", "zmq"): {"client/link.py"},
     ("broker", "yaml"): {"broker/policy_source.py"},
-    ("broker", "zmq"): {"broker/server.py"},
+    ("broker", "zmq"): {"broker/routers.py"},
     ("broker", "subprocess"): {"broker/supervisor.py"},
     ("broker", "sqlite3"): {"broker/perf_store.py"},
 }

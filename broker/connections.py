@@ -1,0 +1,178 @@
+"""Control sockets of clients and workers: accept them, greet them, take what comes through them, close them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import layerzero
+from layerzero.broker import events as ev
+from layerzero.broker.descriptors import Descriptors
+from layerzero.broker.offers import KINDS, Offers
+from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
+from layerzero.broker.processes import Processes
+from layerzero.broker.state import BrokerState
+from layerzero.broker.worker_links import WorkerLinks, close_all
+from layerzero.ipc import control, messages
+from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError
+from layerzero.ipc.logs import log
+
+FIRST_CLIENT_S = 10.0  # the client that started us gets so long to say hello, whatever the linger
+MAX_STRANGERS = 64  # connections that have not said hello
+
+
+class Connections:
+    """`welcome` says what a peer that may stay is told. `handle` takes what the core must hear; `note_change` is told
+    when `idle_since_s` or `due_s` may be others."""
+
+    def __init__(
+        self,
+        path: Path,
+        state: BrokerState,
+        descriptors: Descriptors,
+        links: WorkerLinks,
+        offers: Offers,
+        processes: Processes,
+        *,
+        welcome: Callable[[Peer], messages.Welcome],
+        handle: Callable[[ev.Event], None],
+        note_change: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._descriptors = descriptors
+        self._links = links
+        self._offers = offers
+        self._processes = processes
+        self._welcome = welcome
+        self._handle = handle
+        self._note_change = note_change
+        self._peers: dict[int, Peer] = {}  # by descriptor
+        self._numbers = itertools.count(1)
+        self.clients: dict[bytes, Peer] = {}
+        self.idle_since_s: float | None = time.monotonic() + FIRST_CLIENT_S  # None while there are clients
+        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._listener = control.listen(path)
+        descriptors.watch(self._listener.fileno(), self._accept)
+
+    @property
+    def due_s(self) -> float:
+        """When the next hello is overdue."""
+        return min((peer.since_s + HELLO_TIMEOUT_S for peer in self._strangers()), default=math.inf)
+
+    def _strangers(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if not peer.role]
+
+    def end_silent(self, now_s: float) -> None:
+        """Close those whose hello is overdue."""
+        for peer in self._strangers():
+            if now_s >= peer.since_s + HELLO_TIMEOUT_S:
+                self.close(peer)
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as exc:
+                if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                # Out of descriptors: turn the caller away with the spare one, or its call would wake us for ever.
+                log("peer.refused", error="the broker has no file descriptors left; raise its limit (ulimit -n)")
+                os.close(self._spare_fd)
+                self._listener.accept()[0].close()
+                self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                return
+            sock.setblocking(False)
+            peer = Peer(sock, since_s=time.monotonic())
+            self._peers[sock.fileno()] = peer
+            self._descriptors.watch(sock.fileno(), lambda: self._receive(peer))
+            strangers = self._strangers()
+            if len(strangers) > MAX_STRANGERS:
+                self.close(strangers[0])
+            self._note_change()
+
+    def _receive(self, peer: Peer) -> None:
+        try:
+            if not peer.role:
+                hello, fds = control.receive(peer.sock, messages.Hello)
+                close_all(fds)
+                self._greet(peer, hello)
+            elif peer.role == "client":
+                message, fds = control.receive(peer.sock, *KINDS)
+                self._offers.take(peer, message, fds)
+            else:
+                if peer.backlog:
+                    self._links.flush(peer)
+                control.receive(peer.sock)
+        except BlockingIOError:
+            return
+        except (control.Closed, OSError):
+            self.close(peer)
+        except LayerZeroError as exc:
+            refuse(peer, exc)
+            log("peer.refused", role=peer.role, pid=peer.pid, error=exc.message)
+            self.close(peer)
+
+    def _greet(self, peer: Peer, hello: messages.Hello) -> None:
+        check_hello(peer, hello, layerzero.__version__)
+        fds: tuple[int, ...] = ()
+        if hello.role == "worker":
+            process = self._processes.of_ticket(hello.ticket)
+            if process is None or self._links.get(process.backend, process.generation) is not None:
+                raise ProtocolError("unknown worker ticket")
+            peer.backend, peer.generation = process.backend, process.generation
+            fds = (process.page_fd,)
+        elif hello.role != "client":
+            raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, worker")
+        elif self._state.stopping:
+            raise BrokerLost("the broker is shutting down")
+        peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)
+        self._note_change()
+        if peer.role == "client":
+            self.clients[peer.identity] = peer
+            self.idle_since_s = None
+            self._handle(ev.ClientJoined(peer.identity, peer.number))
+        else:
+            self._links.add(peer)
+        control.send(peer.sock, self._welcome(peer), fds)
+
+    def drop_client(self, action: ev.DropClient) -> None:
+        peer = self.clients.get(action.identity)
+        if peer is not None:
+            refuse(peer, ProtocolError(action.detail))
+            log("client.dropped", client=peer.number, pid=peer.pid, detail=action.detail)
+            self.close(peer)
+
+    def close(self, peer: Peer) -> None:
+        """More than once does no harm."""
+        fd = peer.sock.fileno()
+        if self._peers.pop(fd, None) is None:
+            return
+        self._descriptors.unwatch(fd)
+        peer.close()
+        if peer.role == "client":
+            del self.clients[peer.identity]
+            if not self.clients:
+                self.idle_since_s = time.monotonic()
+                self._note_change()
+            self._handle(ev.ClientLeft(peer.identity))
+        elif peer.role == "worker":
+            self._links.remove(peer)
+            if not self._state.stopping:
+                # It is ending, or it hung up and is of no more use; one that is ending keeps its exit code.
+                self._processes.kill(peer.backend, peer.generation)
+
+    def stop_listening(self) -> None:
+        self._listener.close()
+
+    def close_all(self) -> None:
+        """The core hears nothing of it."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        os.close(self._spare_fd)
