@@ -4,27 +4,45 @@ worker, and which take too long there."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from layerzero.broker import events as ev
+from layerzero.broker.agenda import Agenda
+from layerzero.broker.closing import Closing
+from layerzero.broker.compiling import Compiling
+from layerzero.broker.fleet import Fleet, too_long
+from layerzero.broker.limits import Limits
 from layerzero.broker.records import Call, Client, Worker
+from layerzero.broker.signatures import Signatures
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.order import BELLS, TAKEN
 
-if TYPE_CHECKING:
-    from layerzero.broker.state import BrokerState
-
 
 class Bells:
-    """Part of the core: `core` places the calls, and takes what must be done. A bound call counts as enqueued."""
+    """A bound call counts as enqueued. `clients` are by identity."""
 
-    def __init__(self, core: BrokerState) -> None:
-        self._core = core
+    def __init__(
+        self,
+        clients: Mapping[bytes, Client],
+        fleet: Fleet,
+        signatures: Signatures,
+        compiling: Compiling,
+        closing: Closing,
+        limits: Limits,
+        agenda: Agenda,
+    ) -> None:
+        self._clients = clients
+        self._fleet = fleet
+        self._signatures = signatures
+        self._compiling = compiling
+        self._closing = closing
+        self._limits = limits
+        self._agenda = agenda
         self.is_awaited = False  # somebody waits for the broker to look at bells closely
 
     def holds(self, identity: bytes, gpu: str) -> bool:
         """Whether a client has bells on a GPU: then its memory must stay as workers reach it."""
-        return any(its == gpu for its, _ in self._core.clients[identity].bells)
+        return any(its == gpu for its, _ in self._clients[identity].bells)
 
     @staticmethod
     def check(client: Client, gpu: str, bell: int) -> None:
@@ -33,19 +51,6 @@ class Bells:
             raise ProtocolError(f"bell {bell}; allowed: below {BELLS}")
         if (gpu, bell) in client.bells:
             raise ProtocolError(f"bell {bell} is bound already")
-
-    @staticmethod
-    def begin(call: Call, bell: int) -> None:
-        call.bell = bell
-        call.client.bells.add((call.gpu, bell))
-        call.client.bound[call.seq] = call
-
-    @staticmethod
-    def end(call: Call) -> None:
-        """The bell may be bound anew. More than once does no harm."""
-        if call.bell is not None and call.client.bound.get(call.seq) is call:
-            del call.client.bound[call.seq]
-            call.client.bells.discard((call.gpu, call.bell))
 
     def bind(self, call: Call, worker: Worker) -> None:
         """The worker has answered: it serves the bell from here on."""
@@ -57,24 +62,24 @@ class Bells:
         call.is_enqueued = call.was_answered = True
 
     def unbind(self, event: ev.CallUnbound) -> None:
-        call = self._core.clients[event.identity].bound.get(event.seq)
+        call = self._clients[event.identity].bound.get(event.seq)
         if call is None:
             return  # it has just ended in an error
-        self.end(call)
+        call.free_bell()
         call.is_unbound = True
-        if self._core.compiling.drop(call):
-            self._core.close(call)
-        for worker in self._core.workers.values():
+        if self._compiling.drop(call):
+            self._closing.close(call)
+        for worker in self._fleet.workers.values():
             if call in worker.waiting:
                 worker.waiting.remove(call)
-                self._core.close(call)
+                self._closing.close(call)
             elif call in worker.running:  # at once: the bell's next call may go to this worker
                 self._mute(worker, call)
             elif worker.bells.get(call.dispatch) is call:
                 self._release(worker, call)
 
     def end_client(self, client: Client) -> None:
-        for worker in self._core.workers.values():
+        for worker in self._fleet.workers.values():
             for call in [call for call in worker.bells.values() if call.client is client]:
                 self._release(worker, call)
 
@@ -93,9 +98,9 @@ class Bells:
         """A bell that is seen busy twice may be in another replay by then: one that has been busy for half the time is
         watched closely for the other half. So is one that was moved: what was tried for one replay does not count for
         all later ones."""
-        core, timeout_s = self._core, self._core.limits.timeout_s
+        now_s, timeout_s = self._agenda.now_s, self._limits.timeout_s
         self.is_awaited = False
-        for worker in core.workers.values():
+        for worker in self._fleet.workers.values():
             for call in worker.bells.values():
                 word = event.busy.get(call.dispatch)
                 if call.tried and (word is None or (call.bell_word >= TAKEN and call.bell_word != word)):
@@ -103,14 +108,14 @@ class Bells:
                     call.tried.clear()
                 self.is_awaited |= bool(call.tried)
                 if word is None or word != call.bell_word or call.busy_since_s == math.inf:
-                    call.busy_since_s = core.now_s if word is not None else math.inf
+                    call.busy_since_s = now_s if word is not None else math.inf
                     call.bell_word, call.watched_since_s = word or 0, math.inf
-                elif core.now_s - call.busy_since_s >= timeout_s / 2:
-                    call.watched_since_s = min(call.watched_since_s, core.now_s)
+                elif now_s - call.busy_since_s >= timeout_s / 2:
+                    call.watched_since_s = min(call.watched_since_s, now_s)
                     self.is_awaited = True
-                    if core.now_s - call.watched_since_s >= timeout_s / 2 and worker.fault is None:
+                    if now_s - call.watched_since_s >= timeout_s / 2 and worker.fault is None:
                         worker.late = call
-                        core.fault(worker, core.too_long(call.kernel_id, worker, timeout_s))
+                        self._fleet.fault(worker, too_long(call.kernel_id, worker, timeout_s))
 
     @staticmethod
     def in_gpu(worker: Worker) -> Call | None:
@@ -120,9 +125,9 @@ class Bells:
     def _release(self, worker: Worker, call: Call) -> None:
         del worker.bells[call.dispatch]
         self._mute(worker, call)
-        self._core.close(call)
+        self._closing.close(call)
 
     def _mute(self, worker: Worker, call: Call) -> None:
         if worker.identity and call.bell is not None:
-            plan = self._core.plan_of(call)
-            self._core.do(ev.SendMute(worker.identity, plan, call.client.number, call.bell))
+            plan = self._signatures.plan_of(call)
+            self._agenda.do(ev.SendMute(worker.identity, plan, call.client.number, call.bell))

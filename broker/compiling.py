@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerzero.broker import events as ev
+from layerzero.broker.agenda import Agenda
 from layerzero.broker.compilation import Job
+from layerzero.broker.engine import Engine
+from layerzero.broker.fleet import Fleet
 from layerzero.broker.records import Call, Client
 from layerzero.broker.selection import CallSpec, Verdict
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import DeadlineExceeded
-
-if TYPE_CHECKING:
-    from layerzero.broker.state import BrokerState
 
 
 @dataclass(slots=True, eq=False)
@@ -34,58 +34,58 @@ class Held:
 
 
 class Compiling:
-    """Part of the core: `state` has the rest."""
-
-    def __init__(self, state: BrokerState) -> None:
-        self._state = state
+    def __init__(self, engine: Engine, fleet: Fleet, agenda: Agenda) -> None:
+        self._engine = engine
+        self._fleet = fleet
+        self._agenda = agenda
         self.held: list[Held] = []
 
     def start(self, spec: CallSpec, verdicts: Iterable[Verdict], *, is_urgent: bool = False) -> None:
         """Have kernels compiled for calls of this signature, beside all calls; probe those that nobody has yet."""
         for verdict in verdicts:
             if verdict.uncompiled is None:
-                self._state.need(self._state.workers[verdict.backend])
+                self._fleet.need(self._fleet.workers[verdict.backend])
                 continue
             job = Job(verdict.backend, verdict.uncompiled, spec.prepare(verdict.kernel_id, is_graph_safe=False))
-            self._do(self._state.engine.compilation.ask(job, is_urgent=is_urgent))
+            self._do(self._engine.compilation.ask(job, is_urgent=is_urgent))
 
     def _do(self, job: Job | None) -> None:
-        if job is not None and not self._state.stopping:
-            self._state.do(ev.Compile(job.backend, job.unit, job.body))
+        if job is not None and not self._agenda.stopping:
+            self._agenda.do(ev.Compile(job.backend, job.unit, job.body))
 
     def start_asked(self, event: ev.CompileAsked) -> None:
         """Somebody warms up."""
-        wanted = [v for v in self.missing(event.spec, self._state.now_s) if v.backend in event.backends]
+        wanted = [v for v in self.missing(event.spec, self._agenda.now_s) if v.backend in event.backends]
         self.start(event.spec, wanted, is_urgent=True)
 
     def missing(self, spec: CallSpec, now_s: float) -> list[Verdict]:
         """Kernels that would serve such calls were they compiled, or probed before that. Changes nothing."""
-        engine = self._state.engine
-        ranked = engine.rank(spec, engine.context(spec), self._state.unavailable, now_s)
+        ranked = self._engine.rank(spec, self._engine.context(spec), self._fleet.unavailable, now_s)
         return [verdict for verdict in ranked if verdict.uncompiled is not None or self._is_unseen(verdict)]
 
     def _is_unseen(self, verdict: Verdict) -> bool:
         """Its probe is to come."""
         if verdict.kernel is None or not verdict.is_accepted or not verdict.kernel.needs_jit:
             return False
-        is_known = self._state.engine.certification.is_known(verdict.kernel_id)
-        state = self._state.workers[verdict.backend].state
+        is_known = self._engine.certification.is_known(verdict.kernel_id)
+        state = self._fleet.workers[verdict.backend].state
         return not is_known and state in (WorkerState.ABSENT, WorkerState.PROBING)
 
-    def end(self, event: ev.CompileEnded) -> None:
-        """A compilation is over: calls that waited for it go on."""
-        state, unit = self._state, event.unit
-        self._do(state.engine.compilation.end(event.backend, unit, event.failure))
-        state.engine.epoch += 1
+    def end(self, event: ev.CompileEnded) -> list[Call]:
+        """A compilation is over. Returns the calls that waited for it."""
+        unit, agenda = event.unit, self._agenda
+        self._do(self._engine.compilation.end(event.backend, unit, event.failure))
+        self._engine.epoch += 1
         facts = {"backend": event.backend, "kernel_id": unit.kernel_id, "calls": unit.calls}
         if event.failure:
-            state.do(ev.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
+            agenda.do(ev.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
         else:
-            state.do(ev.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
-        for held in self._take([held for held in self.held if held.unit == unit]):
-            if not event.failure:
-                held.call.attempts.append(waited(held, event.backend, state.now_s))
-            state.place(held.call)
+            agenda.do(ev.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
+        waiting = self._take([held for held in self.held if held.unit == unit])
+        if not event.failure:
+            for held in waiting:
+                held.call.attempts.append(waited(held, event.backend, agenda.now_s))
+        return [held.call for held in waiting]
 
     # --- calls that wait -----------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Compiling:
         for verdict in signature.ranked:
             if verdict.uncompiled is not None and verdict.backend not in call.tried:
                 self.start(signature.spec, (verdict,), is_urgent=True)
-                self.held.append(Held(call, verdict.uncompiled, self._state.now_s))
+                self.held.append(Held(call, verdict.uncompiled, self._agenda.now_s))
                 self._wake()
                 return True
         return False
@@ -112,21 +112,18 @@ class Compiling:
         """Hold it no more. False when it is not held."""
         return bool(self._take([held for held in self.held if held.call is call]))
 
-    def end_overdue(self) -> None:
-        """End the calls that have waited for as long as they may run, unless somebody can take them by now."""
-        for held in self._take([held for held in self.held if self._state.now_s >= held.due_s]):
-            if self._state.can_place(held.call):
-                self._state.place(held.call)
-            else:
-                self._state.refuse(held.call, overdue(held))
+    def take_overdue(self) -> list[Held]:
+        """Those that have waited for as long as they may run, which are held no more."""
+        overdue = self._take([held for held in self.held if self._agenda.now_s >= held.due_s])
         self._wake()
+        return overdue
 
     def _take(self, wanted: list[Held]) -> list[Held]:
         self.held = [held for held in self.held if held not in wanted]
         return wanted
 
     def _wake(self) -> None:
-        self._state.wakeup_s = min(self._state.wakeup_s, min((held.due_s for held in self.held), default=math.inf))
+        self._agenda.wake_by(min((held.due_s for held in self.held), default=math.inf))
 
 
 def to_compile(ranked: Sequence[Verdict]) -> tuple[Verdict, ...]:

@@ -1,7 +1,7 @@
 """Leases: which clients may send a route's calls straight to a worker, on which lane, and what became of ended lanes.
 
-Decides nothing about kernels: state.py grants a lease for what it would decide again, and takes all back when that may
-have changed. Methods return what must be done.
+Decides nothing about kernels: settling.py grants a lease for what would be decided again, and takes all back when that
+may have changed. Methods return what must be done.
 """
 
 from __future__ import annotations

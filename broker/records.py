@@ -1,4 +1,4 @@
-"""What the broker's core remembers: clients, calls, workers. Plain records; state.py alone changes them."""
+"""What the broker's core remembers: clients, calls, workers. Plain records; the core's parts change them."""
 
 from __future__ import annotations
 
@@ -121,6 +121,18 @@ class Call:
     def gpu(self) -> str:
         return self.route.signature.spec.device
 
+    def take_bell(self, bell: int) -> None:
+        """It is in a CUDA graph of its client, which rings."""
+        self.bell = bell
+        self.client.bells.add((self.gpu, bell))
+        self.client.bound[self.seq] = self
+
+    def free_bell(self) -> None:
+        """The bell, if it has one, may be bound anew. More than once does no harm."""
+        if self.bell is not None and self.client.bound.get(self.seq) is self:
+            del self.client.bound[self.seq]
+            self.client.bells.discard((self.gpu, self.bell))
+
     @property
     def is_unwanted(self) -> bool:
         """Nobody waits for its answer."""
@@ -167,3 +179,9 @@ class Worker:
     @property
     def head_deadline_s(self) -> float:
         return self.head_since_s + self.running[0].timeout_s
+
+    def take_waiting(self) -> list[Call]:
+        """Those that wait do so no more."""
+        calls = list(self.waiting)
+        self.waiting.clear()
+        return calls

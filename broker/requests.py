@@ -83,7 +83,7 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
             "stays": server.stays,
             "runtime_dir": str(server.endpoints.folder),
             "store": str(server.settings.store),
-            "stale_answers": state.stale,
+            "stale_answers": state.fleet.stale,
         },
         "clients": [
             {

@@ -19,7 +19,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from layerzero.broker.state import Limits
+from layerzero.broker.limits import Limits
 from layerzero.ipc.endpoints import default_runtime_dir
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.policy import variables

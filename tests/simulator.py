@@ -40,14 +40,16 @@ from layerzero.broker import events as ev
 from layerzero.broker.certification import Subject
 from layerzero.broker.engine import Engine
 from layerzero.broker.leases import MAX_LOST
+from layerzero.broker.limits import Limits
 from layerzero.broker.looks import AWAITED_LOOK_S, LOOK_S
 from layerzero.broker.perf import PerfRow, Stat
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL
 from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.records import Worker
 from layerzero.broker.selection import CallSpec
+from layerzero.broker.settling import WATCH_S
 from layerzero.broker.shadow import Comparison
-from layerzero.broker.state import WATCH_S, BrokerState, Limits
+from layerzero.broker.state import BrokerState
 from layerzero.broker.turns import STICKY_EXIT
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
@@ -1203,31 +1205,35 @@ class World:
         self._tick_at_s = math.inf
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
 
-        coverage = self.coverage
-
         self._decided: dict[tuple[int, int], int] = {}  # client, call -> number of the event in which it was refused
-        world = self
-
-        class Observed(state_class):  # type: ignore[misc, valid-type]
-            def _end_in_error(self, call: Any, error: LayerZeroError) -> None:
-                world._decided[call.client.number, call.seq] = world._events
-                super()._end_in_error(call, error)
-
-            def _signal(self, worker: Worker, signal: Signal) -> None:
-                coverage.transitions[worker.state, signal] += 1
-                super()._signal(worker, signal)
-
         known = GPU_CAPABILITIES if self.device else CAPABILITIES
         if self.compiles:
             platform = "cuda" if self.device else "cpu"
             known = {name: _capability(name, priority, platform, compiles=True) for name, priority in PRIORITY.items()}
         unusable = {"delta": Rejection(Reason.NOT_INSTALLED, "its environment is not built")}
-        self.state: BrokerState = Observed(
+        self.state = state_class(
             Engine(known, DEVICES[""], gpus=[DEVICES[GPU]]),
             unusable,
             self.limits,
             random.Random(seed + 1),
         )
+        self._observe()
+
+    def _observe(self) -> None:
+        """Note refusals and transitions as the core decides them."""
+        fleet: Any = self.state.fleet
+        closing: Any = self.state._closing
+        signal_of, end_in_error_of = fleet._signal, closing.end_in_error
+
+        def signalled(worker: Worker, signal: Signal) -> None:
+            self.coverage.transitions[worker.state, signal] += 1
+            signal_of(worker, signal)
+
+        def end_in_error(call: Any, error: LayerZeroError) -> None:
+            self._decided[call.client.number, call.seq] = self._events
+            end_in_error_of(call, error)
+
+        fleet._signal, closing.end_in_error = signalled, end_in_error
 
     # --- the clock and the schedule ------------------------------------------------------------------
 
@@ -1279,7 +1285,7 @@ class World:
         self._shut_down()
         self._run_out()
         self.require(self._exits == 1, f"{self._exits} Exits after a shutdown")
-        self.coverage.fates["late_answer"] = self.state.stale
+        self.coverage.fates["late_answer"] = self.state.fleet.stale
         return self.coverage
 
     def _run_out(self) -> None:
@@ -1987,7 +1993,7 @@ class World:
         self.require(route is not None, "a lease for a route that was forgotten")
         assert route is not None
         if not self._is_nested:
-            best = next(iter(self.state.order(route.signature)), None)
+            best = next(iter(self.state.signatures.order(route.signature)), None)
             is_best = best is not None and best.kernel_id == decision.kernel_id
             self.require(is_best and not lane.process.kill_reason, "a lease for what would not be chosen again")
             until_s = [at_s for key, at_s in self._quarantine.items() if key[0] == route.signature.key]
@@ -2335,7 +2341,7 @@ class World:
                     lane.stale_since_s.pop(route, None)
                     continue
                 self.require(core_epoch == state.engine.epoch, "a lease outlives its epoch")
-                best = next(iter(state.order(routes[route].signature)), None)
+                best = next(iter(state.signatures.order(routes[route].signature)), None)
                 if best is None or best.kernel_id != kernel_id:
                     since_s = lane.stale_since_s.setdefault(route, now_s)
                     self.require(now_s - since_s <= WATCH_S + LATE_S, "a lease outlives the choice it stands for")
@@ -2347,8 +2353,8 @@ class World:
         self.require(not self._arenas, f"arenas {sorted(self._arenas)} are never closed")
         left = {
             "clients": state.clients,
-            "signatures": state._signatures,
-            "plans": state._plans,
+            "signatures": state.signatures.known,
+            "plans": state.signatures.plans,
             "plans in workers": [w.plans for w in state.workers.values() if w.plans],
             "arenas in workers": [w.arenas for w in state.workers.values() if w.arenas],
             "calls that wait for compilers": state.compiling.held,

@@ -19,7 +19,7 @@ import zmq
 from tests.process.harness import Site, bare_client, is_running, wait_ended, wait_until
 
 import layerzero as lz
-from layerzero.broker.state import MAX_ARENAS
+from layerzero.broker.sessions import MAX_ARENAS
 from layerzero.client import routes
 from layerzero.client.call import Submitted
 from layerzero.ipc import control, memory, messages, wire

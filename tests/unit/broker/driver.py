@@ -9,7 +9,9 @@ from tests.simulator import CAPABILITIES, route_body
 
 from layerzero.broker import events as ev
 from layerzero.broker.engine import Engine
-from layerzero.broker.state import BrokerState, Limits
+from layerzero.broker.limits import Limits
+from layerzero.broker.state import BrokerState
+from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc import wire
@@ -35,10 +37,17 @@ BODY = wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(1, 0, 64, 64)])
 class Driver:
     """`client` 1 with arena 1 of 128 bytes and route 1 (silu on float32) is there. Notes are kept apart in `notes`."""
 
-    def __init__(self, *backends: str, unusable: dict[str, Rejection] | None = None, **limits: Any) -> None:
+    def __init__(
+        self,
+        *backends: str,
+        unusable: dict[str, Rejection] | None = None,
+        changed: dict[str, Capability] | None = None,
+        **limits: Any,
+    ) -> None:
         self.now_s = 100.0
         self.notes: list[ev.Note] = []
         known = {name: CAPABILITIES[name] for name in backends or ("alpha", "beta", "gamma")}
+        known |= changed or {}
         self.state = BrokerState(
             Engine(known, DeviceSpec()), unusable or {}, Limits(**{**LIMITS, **limits}), random.Random(1)
         )

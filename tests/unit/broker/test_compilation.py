@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.simulator import route_body
+from tests.simulator import CAPABILITIES, route_body
 from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker import events as ev
 from layerzero.broker.compilation import MAX_QUEUED, Compilation, Job
-from layerzero.broker.engine import Engine
 from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.selection import CallSpec
 from layerzero.capabilities.compile_unit import Unit
-from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.messages import Prepare, decode
@@ -36,15 +34,13 @@ class Jit(Driver):
     """alpha, the best, compiles for each dtype; beta is the next. Both were probed."""
 
     def __init__(self, *backends: str, compiled: tuple[Unit, ...] = (), **limits: Any) -> None:
-        super().__init__(*(backends or ("alpha", "beta")), **limits)
-        capabilities = dict(self.state.capabilities)
-        alpha = capabilities["alpha"]
+        alpha = CAPABILITIES["alpha"]
         (kernel,) = alpha.ops["silu"]
         jit = kernel.model_copy(update={"needs_jit": True, "compiled_for": ("dtypes",)})
-        capabilities["alpha"] = alpha.model_copy(update={"ops": {"silu": (jit,)}})
-        self.state.engine = Engine(capabilities, DeviceSpec())
+        changed = {"alpha": alpha.model_copy(update={"ops": {"silu": (jit,)}})}
+        super().__init__(*(backends or ("alpha", "beta")), changed=changed, **limits)
         self.state.engine.set_compilation(Compilation({"alpha": compiled}))
-        for backend in capabilities:
+        for backend in self.state.capabilities:
             self.state.engine.set_certification(self.state.engine.certification.with_record(probed(backend)))
 
     def compiles(self, actions: list[ev.Action]) -> list[Unit]:

@@ -11,7 +11,7 @@ from tests.unit.broker.driver import CLIENT, Driver
 from layerzero.broker import events as ev
 from layerzero.broker.leases import MAX_LOST, SETTLED_CALLS
 from layerzero.broker.policy import Policy, Weights
-from layerzero.broker.state import WATCH_S
+from layerzero.broker.settling import WATCH_S
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc.errors import BackendError
 from layerzero.ipc.lane import mark

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +15,21 @@ import pytest
 from tests import simulator
 
 from layerzero.broker import events as ev
+from layerzero.broker import state
+from layerzero.broker.admission import Admission
+from layerzero.broker.aftermath import Aftermath
+from layerzero.broker.answers import Answers
+from layerzero.broker.calls import Calls
+from layerzero.broker.closing import Closing
+from layerzero.broker.decisions import Decisions
+from layerzero.broker.enqueued import Enqueued
+from layerzero.broker.fleet import Fleet
 from layerzero.broker.leases import Lost
 from layerzero.broker.records import Call, Client, Worker
+from layerzero.broker.rings import Rings
 from layerzero.broker.selection import Verdict
+from layerzero.broker.sessions import Sessions
+from layerzero.broker.settling import Settling
 from layerzero.broker.state import BrokerState
 from layerzero.broker.turns import OpenTurn
 from layerzero.broker.worker_fsm import TRANSITIONS, WorkerState
@@ -104,58 +115,71 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
 
 # --- planted bugs ----------------------------------------------------------------------------------------
 
+# Each is a part of the core that is wrong in one place; the core is built with it instead of the right one.
+
+
+def drop(part: Any, kind: type) -> None:
+    """Have none of these actions done that the present event has led to."""
+    agenda = part._agenda
+    agenda.actions = [action for action in agenda.actions if not isinstance(action, kind)]
+
 
 class RequeuesBeforeExit(BrokerState):
     """Moves a call on when it asks for the kill, not when the exit is confirmed."""
 
-    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
-        super().fault(worker, error, call)
-        running = list(worker.running)
-        worker.running.clear()
-        for call in running:
-            self.attempt_failed(call, worker, error, exit_code=-9)
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+        for action in list(super().handle(event, now_s)):
+            if isinstance(action, ev.Kill):
+                worker = self.workers[action.backend]
+                running = list(worker.running)
+                worker.running.clear()
+                for call in running:
+                    assert worker.fault is not None
+                    self._calls.attempt_failed(call, worker, worker.fault, exit_code=-9)
+        return self.agenda.actions
 
 
-class TakesLateAnswers(BrokerState):
+class TakesLateAnswers(Answers):
     """Uses what a killed worker still says."""
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
-        worker = self._by_identity.get(identity)
+        worker = self._fleet.by_identity.get(identity)
         if worker is not None and worker.fault is not None and worker.running:
             return worker
         return super()._answers_head(identity, dispatch, attempt)
 
 
-class TakesAnyAnswer(BrokerState):
+class TakesAnyAnswer(Answers):
     """Does not look which dispatch is answered."""
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
-        worker = self._by_identity.get(identity)
+        worker = self._fleet.by_identity.get(identity)
         return worker if worker is not None and worker.fault is None and worker.running else None
 
 
-class AnswersTwice(BrokerState):
-    def _call_ran(self, event: ev.CallRan) -> None:
-        super()._call_ran(event)
-        self._actions += [action for action in self._actions if isinstance(action, ev.Answer)]
+class AnswersTwice(Answers):
+    def take(self, event: ev.CallRan) -> None:
+        super().take(event)
+        self._agenda.do(*[action for action in self._agenda.actions if isinstance(action, ev.Answer)])
 
 
 class CountsCallsForEver(BrokerState):
-    def _call_ran(self, event: ev.CallRan) -> None:
-        super()._call_ran(event)
-        for action in self._actions:
-            if isinstance(action, ev.Answer):
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+        actions = super().handle(event, now_s)
+        for action in actions:
+            if isinstance(action, ev.Answer) and isinstance(event, ev.CallRan):
                 self.clients[action.identity].open_calls += 1
+        return actions
 
 
-class LosesCallsOfDisabled(BrokerState):
-    def _disable(self, worker: Worker, cause: LayerZeroError, reason: Reason) -> None:
-        worker.waiting.clear()
-        super()._disable(worker, cause, reason)
+class LosesCallsOfDisabled(Calls):
+    def leave_disabled(self, worker: Worker) -> None:
+        if worker.state is WorkerState.DISABLED:
+            worker.waiting.clear()
 
 
-class LosesQueueOfDead(BrokerState):
-    def _requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
+class LosesQueueOfDead(Calls):
+    def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         pass
 
 
@@ -166,136 +190,136 @@ class ForgetsWaitersAtShutdown(BrokerState):
         super()._shutdown_asked(event)
 
 
-class FallsBackWhileStopping(BrokerState):
+class FallsBackWhileStopping(Calls):
     """Gives a call to a worker that will not come any more."""
 
     def attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
-        was_stopping, self.stopping = self.stopping, False
+        was_stopping, self._agenda.stopping = self._agenda.stopping, False
         super().attempt_failed(call, worker, error, **more)
-        self.stopping = was_stopping
+        self._agenda.stopping = was_stopping
 
 
-class KeepsOldLoans(BrokerState):
+class KeepsOldLoans(Fleet):
     """Thinks that a new worker has the arenas and plans of the one before."""
 
-    def _worker_exited(self, event: ev.WorkerExited) -> None:
+    def take_exit(self, event: ev.WorkerExited) -> Worker | None:
         worker = self.workers[event.backend]
         arenas, plans = set(worker.arenas), set(worker.plans)
-        super()._worker_exited(event)
+        found = super().take_exit(event)
         worker.arenas, worker.plans = arenas, plans
+        return found
 
 
-class ClosesMemoryInUse(BrokerState):
-    def _release_if_done(self, client: Client) -> None:
+class ClosesMemoryInUse(Closing):
+    def release_if_done(self, client: Client) -> None:
         if client.has_left:
             for arena in list(client.arenas):
-                self._release_arena(client, arena)
+                self._loans.close_arena(client, arena)
 
 
-class NeverClosesMemory(BrokerState):
-    def _release_if_done(self, client: Client) -> None:
+class NeverClosesMemory(Closing):
+    def release_if_done(self, client: Client) -> None:
         pass
 
 
-class TrustsRetirement(BrokerState):
+class TrustsRetirement(Closing):
     """Gives memory back without a look at the open calls."""
 
-    def _arena_given_up(self, event: ev.ArenaGivenUp) -> None:
-        client = self.clients.get(event.identity)
-        if client is not None and event.arena in client.arenas:
-            self._release_arena(client, event.arena)
+    def users(self, client: Client, arena: int) -> list[Call]:
+        return []
 
 
-class MissesDeadlines(BrokerState):
+class MissesDeadlines(Calls):
     def _start_clock(self, worker: Worker) -> None:
-        worker.head_since_s = self.now_s
+        worker.head_since_s = self._agenda.now_s
 
 
-class MissesBackoff(BrokerState):
-    def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
-        wakeup_s = self.wakeup_s
-        super()._plan_restart(worker, error, stderr_tail)
-        self.wakeup_s = wakeup_s
+class MissesBackoff(Fleet):
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+        wakeup_s = self._agenda.wakeup_s
+        super().plan_restart(worker, error, stderr_tail)
+        self._agenda.wakeup_s = wakeup_s
 
 
-class RestartsForEver(BrokerState):
-    def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+class RestartsForEver(Fleet):
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
         worker.deaths_s.clear()
-        super()._plan_restart(worker, error, stderr_tail)
+        super().plan_restart(worker, error, stderr_tail)
 
 
-class RestartsAtOnce(BrokerState):
-    def _plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
-        super()._plan_restart(worker, error, stderr_tail)
-        worker.retry_at_s = self.now_s
-        self.wakeup_s = min(self.wakeup_s, self.now_s)
+class RestartsAtOnce(Fleet):
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+        super().plan_restart(worker, error, stderr_tail)
+        worker.retry_at_s = self._agenda.now_s
+        self._agenda.wake_by(self._agenda.now_s)
 
 
-class FeedsPoisonToAll(BrokerState):
+class FeedsPoisonToAll(Calls):
     def attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
         call.deaths = 0
         super().attempt_failed(call, worker, error, **more)
 
 
-class BlamesNobody(BrokerState):
+class BlamesNobody(Aftermath):
     """Does not see which call a worker died in."""
 
-    def _worker_exited(self, event: ev.WorkerExited) -> None:
+    def take(self, event: ev.WorkerExited) -> Worker | None:
         event.executing = 0
-        super()._worker_exited(event)
+        return super().take(event)
 
 
-class BlamesTheNext(BrokerState):
+class BlamesTheNext(Aftermath):
     """Blames the call that a killed worker had come to, instead of the one it was killed for."""
 
-    def _move_calls(
+    def _move(
         self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
     ) -> None:
         running.reverse()
-        super()._move_calls(worker, running, waiting, error, event)
+        super()._move(worker, running, waiting, error, event)
 
 
-class TriesAgainWhereItFailed(BrokerState):
+class TriesAgainWhereItFailed(Calls):
     def place(self, call: Call) -> None:
         call.tried.clear()
         super().place(call)
 
 
-class GivesUpDuringRestarts(BrokerState):
+class GivesUpDuringRestarts(Calls):
     """Refuses a call although its backend will be back in a moment."""
 
     def _awaited(self, call: Call) -> Verdict | None:
         return None
 
 
-class WaitsForLateRestarts(BrokerState):
+class WaitsForLateRestarts(Fleet):
     """Keeps a call waiting for longer than its timeout."""
 
-    def _is_back_in_time(self, backend: str, call: Call) -> bool:
+    def is_back_by(self, backend: str, at_s: float) -> bool:
         return True
 
 
-class ForgetsQuarantine(BrokerState):
-    def _call_poisoned(self, event: ev.CallPoisoned) -> None:
+class ForgetsQuarantine(Admission):
+    def poison(self, event: ev.CallPoisoned) -> None:
         pass
 
 
-class HidesRestarts(BrokerState):
+class HidesRestarts(Fleet):
     """Reports a backend that is down as available."""
 
-    def _set_unavailable(self, backend: str, reason: Rejection | None) -> None:
+    def set_unavailable(self, backend: str, reason: Rejection | None) -> None:
         if reason is None or reason.code is not Reason.BACKEND_RESTARTING:
-            super()._set_unavailable(backend, reason)
+            super().set_unavailable(backend, reason)
 
 
-class SkipsDecisions(BrokerState):
-    def _decision(self, call: Call, worker: Worker) -> int:
-        number = super()._decision(call, worker)
-        self._actions = [a for a in self._actions if not isinstance(a, ev.SendDecision) or number % 2]
+class SkipsDecisions(Decisions):
+    def number(self, call: Call, worker: Worker) -> int:
+        number = super().number(call, worker)
+        if not number % 2:
+            drop(self, ev.SendDecision)
         return number
 
 
-class KeepsSignatures(BrokerState):
+class KeepsSignatures(Closing):
     """Loses count of who uses a signature."""
 
     def close(self, call: Call) -> None:
@@ -303,84 +327,87 @@ class KeepsSignatures(BrokerState):
         super().close(call)
 
 
-class OverfillsWorkers(BrokerState):
+class OverfillsWorkers(Calls):
     def place(self, call: Call) -> None:
         super().place(call)
-        for worker in self.workers.values():
+        for worker in self._fleet.workers.values():
             if worker.state is WorkerState.READY and worker.waiting:
                 self._send(worker, worker.waiting.popleft())
 
 
-class KeepsLeases(BrokerState):
+class KeepsLeases(Settling):
     """Does not take leases back when what they stand for may have changed."""
 
-    def _revoke_leases(self) -> None:
-        self._leased_epoch = self.engine.epoch
+    def revoke(self) -> None:
+        self._leased_epoch = self._engine.epoch
 
 
-class WatchesNoLeases(BrokerState):
+class WatchesNoLeases(Settling):
     """Does not see that another kernel has become the better one."""
 
-    def _watch_leases(self) -> None:
-        self._watch_at_s = math.inf
+    def watch(self) -> None:
+        if self._agenda.now_s >= self.watch_at_s:
+            self.watch_at_s = math.inf
 
 
-class OpensLanesInOldEpoch(BrokerState):
+class OpensLanesInOldEpoch(Sessions):
     """Does not tell a page that opens late what was taken back before."""
 
-    def _lane_opened(self, event: ev.LaneOpened) -> None:
-        super()._lane_opened(event)
-        self._actions = [action for action in self._actions if not isinstance(action, ev.RevokeLane)]
+    def open_lane(self, event: ev.LaneOpened) -> None:
+        super().open_lane(event)
+        drop(self, ev.RevokeLane)
 
 
-class LeasesForgottenRoutes(BrokerState):
-    def _settle(self, call: Call, worker: Worker) -> None:
+class LeasesForgottenRoutes(Settling):
+    def settle(self, call: Call, worker: Worker) -> None:
         routes, number = call.client.routes, call.route.number
         is_known = number in routes
         routes[number] = call.route
-        super()._settle(call, worker)
+        super().settle(call, worker)
         if not is_known:
             del routes[number]
 
 
-class LeavesLanesOpen(BrokerState):
+class LeavesLanesOpen(Aftermath):
     """Does not tell clients that the worker of their lane is gone."""
 
-    def _worker_exited(self, event: ev.WorkerExited) -> None:
-        super()._worker_exited(event)
-        self._actions = [action for action in self._actions if not isinstance(action, ev.EndLane)]
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        found = super().take(event)
+        drop(self, ev.EndLane)
+        return found
 
 
 class EndsLanesBeforeExit(BrokerState):
     """Sends calls of lanes elsewhere while the worker may still write."""
 
-    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
-        super().fault(worker, error, call)
-        self._actions += [ev.EndLane(n) for n, lane in self.leases.lanes.items() if lane.worker is worker]
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+        actions = super().handle(event, now_s)
+        killed = {action.backend for action in actions if isinstance(action, ev.Kill)}
+        return actions + [ev.EndLane(n) for n, lane in self.leases.lanes.items() if lane.worker.backend in killed]
 
 
-class KeepsLanesOfThoseWhoLeft(BrokerState):
-    def _client_left(self, event: ev.ClientLeft) -> None:
-        lanes = dict(self.leases.lanes)
-        super()._client_left(event)
-        self.leases.lanes.update(lanes)
+class KeepsLanesOfThoseWhoLeft(Sessions):
+    def leave(self, event: ev.ClientLeft) -> None:
+        lanes = dict(self._leases.lanes)
+        super().leave(event)
+        self._leases.lanes.update(lanes)
 
 
-class ForgivesDeathsOnLanes(BrokerState):
+class ForgivesDeathsOnLanes(Admission):
     """Does not count the worker that a call killed on its lane."""
 
     def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         super().resume(call, lost, is_blamed=False)
 
 
-class BlamesWhoCameNext(BrokerState):
+class BlamesWhoCameNext(Admission):
     """Blames the call that is on a lane when its worker dies, although the worker never saw it."""
 
     def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         super().resume(call, lost, is_blamed=True)
 
 
-class BlamesHeadForLanes(BrokerState):
+class BlamesHeadForLanes(Fleet):
     """Forgets that a worker is killed for a call of a lane."""
 
     def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
@@ -397,7 +424,7 @@ class KillsForWaitingHeads(BrokerState):
 class WaitsForLanesForEver(BrokerState):
     def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
         if executing & EXECUTING:
-            worker.head_since_s = self.now_s
+            worker.head_since_s = self.agenda.now_s
         else:
             super()._end_what_takes_too_long(worker, executing)
 
@@ -407,141 +434,148 @@ class IgnoresOverdueLanes(BrokerState):
         pass
 
 
-class FailsTurnsAtOnce(BrokerState):
+class FailsTurnsAtOnce(Closing):
     """Does not wait for the client's stream to come to them."""
 
-    def _end_in_error(self, call: Call, error: LayerZeroError) -> None:
-        super()._end_in_error(call, error)
+    def end_in_error(self, call: Call, error: LayerZeroError) -> None:
+        super().end_in_error(call, error)
         if call.turn is not None:
-            self._tell(self.turns.reach([call.turn.key]))
+            self.tell(self._turns.reach([call.turn.key]))
 
 
-class RefusesWithoutTheTurn(BrokerState):
+class RefusesWithoutTheTurn(Closing):
     """Leaves the stream of a refused call waiting."""
 
-    def _tell(self, failed: list[OpenTurn]) -> None:
-        super()._tell(failed)
-        self._actions = [action for action in self._actions if not isinstance(action, ev.FailTurn)]
+    def tell(self, failed: list[OpenTurn]) -> None:
+        super().tell(failed)
+        drop(self, ev.FailTurn)
 
 
-class ForgetsAnsweredCalls(BrokerState):
+class ForgetsAnsweredCalls(Enqueued):
     """Thinks that what is answered is done."""
 
-    def _take_enqueued(self, worker: Worker) -> list[Call]:
-        for call in super()._take_enqueued(worker):
-            self.close(call)
+    def take_all(self, worker: Worker) -> list[Call]:
+        for call in super().take_all(worker):
+            self._closing.close(call)
         return []
 
 
-class RunsDoneCallsAgain(BrokerState):
-    def _turns_seen(self, event: ev.TurnsSeen) -> None:
-        worker = self.workers[event.backend]
+class RunsDoneCallsAgain(Enqueued):
+    def see(self, event: ev.TurnsSeen) -> None:
+        worker = self._fleet.workers[event.backend]
         event.done = [dispatch for dispatch in event.done if dispatch in worker.enqueued]
-        super()._turns_seen(event)
+        super().see(event)
 
 
-class WaitsForGpusForEver(BrokerState):
-    def _end_late_turns(self) -> None:
+class WaitsForGpusForEver(Enqueued):
+    def end_late(self) -> None:
         pass
 
 
-class LeavesStreamsOfThoseWhoLeft(BrokerState):
+class LeavesStreamsOfThoseWhoLeft(Enqueued):
     """Nobody says that their inputs are ready."""
 
-    def _turns_seen(self, event: ev.TurnsSeen) -> None:
-        super()._turns_seen(event)
-        self._actions = [action for action in self._actions if not isinstance(action, ev.ReleaseTurn)]
+    def see(self, event: ev.TurnsSeen) -> None:
+        super().see(event)
+        drop(self, ev.ReleaseTurn)
 
-    def _release_turns(self, client: Client) -> None:
+    def release(self, client: Client) -> None:
         pass
 
 
-class ClosesPagesInUse(BrokerState):
-    def _enqueue(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
-        super()._enqueue(call, worker, turn)
+class ClosesPagesInUse(Enqueued):
+    def add(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
+        super().add(call, worker, turn)
         call.client.enqueued -= 1
         call.is_enqueued = False
         call.client.open_calls += 1
-        self._release_if_done(call.client)
+        self._closing.release_if_done(call.client)
         call.client.open_calls -= 1
 
 
-class BlamesNobodyInTheGpu(BrokerState):
-    def _in_gpu(self, worker: Worker, event: ev.WorkerExited) -> Call | None:
+class BlamesNobodyInTheGpu(Aftermath):
+    @staticmethod
+    def _in_gpu(worker: Worker, event: ev.WorkerExited) -> Call | None:
         return None
 
 
-class KeepsGpusOfTheDead(BrokerState):
+class KeepsGpusOfTheDead(Fleet):
     """Thinks that a new worker has the order pages of the one before."""
 
-    def _worker_exited(self, event: ev.WorkerExited) -> None:
+    def take_exit(self, event: ev.WorkerExited) -> Worker | None:
         worker = self.workers[event.backend]
         gpus = set(worker.gpus)
-        super()._worker_exited(event)
+        found = super().take_exit(event)
         worker.gpus = gpus
+        return found
 
 
-class TakesLeftCallsTwice(BrokerState):
+class TakesLeftCallsTwice(Aftermath):
     """Reads what a worker left off its ring again when it dies."""
 
-    def _worker_exited(self, event: ev.WorkerExited) -> None:
-        for lane in self.leases.rings(self.workers[event.backend]):
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        for lane in self._leases.rings(self._fleet.workers[event.backend]):
             lane.left.clear()
-        super()._worker_exited(event)
+        return super().take(event)
 
 
-class LeavesCallsOnRings(BrokerState):
+class LeavesCallsOnRings(Aftermath):
     """Does not look what was on the rings of a dead worker."""
 
-    def _worker_exited(self, event: ev.WorkerExited) -> None:
+    def take(self, event: ev.WorkerExited) -> Worker | None:
         event.rings = {number: replace(look, calls=[]) for number, look in event.rings.items()}
-        super()._worker_exited(event)
+        return super().take(event)
 
 
-class GivesMemoryOfRingsBack(BrokerState):
+class GivesMemoryOfRingsBack(Closing):
     """Thinks that nothing is on the rings of a client that has left."""
 
-    def _has_rings(self, client: Client) -> bool:
+    def has_rings(self, client: Client) -> bool:
         return False
 
 
-class WaitsForRingsForEver(BrokerState):
-    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
-        if not (call and error.code == "DEADLINE" and self.leases.rings(worker)):
-            super().fault(worker, error, call)
+class WaitsForRingsForEver(Rings):
+    def see(self, event: ev.RingsSeen) -> None:
+        looks = {number: replace(look, ready=()) for number, look in event.looks.items()}
+        super().see(ev.RingsSeen(looks))
 
 
-class LosesBoundCalls(BrokerState):
+class LosesBoundCalls(Aftermath):
     """Forgets what a dead worker had bound."""
 
-    def _take_enqueued(self, worker: Worker) -> list[Call]:
-        calls = super()._take_enqueued(worker)
-        for call in [call for call in calls if call.bell is not None]:
-            self.close(call)
-        return [call for call in calls if call.bell is None]
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        for call in self._bells.take_all(self._fleet.workers[event.backend]):
+            self._closing.close(call)
+        return super().take(event)
 
 
 class BindsBeforeExit(BrokerState):
     """Binds a call elsewhere while the worker that serves its bell may live."""
 
-    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
-        super().fault(worker, error, call)
-        for one in self.bells.take_all(worker):
-            self.place(one)
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+        for action in list(super().handle(event, now_s)):
+            if isinstance(action, ev.Kill):
+                for one in self.bells.take_all(self.workers[action.backend]):
+                    self._calls.place(one)
+        return self.agenda.actions
 
 
-def planted(cls: type[BrokerState] = BrokerState) -> Iterator[type[BrokerState]]:
-    for mutant in cls.__subclasses__():
-        if mutant.__module__ == __name__:
-            yield mutant
+PLANTED = [
+    thing
+    for thing in list(globals().values())
+    if isinstance(thing, type) and thing.__module__ == __name__ and thing.__base__ is not object
+]
 
 
-@pytest.mark.parametrize("mutant", list(planted()), ids=lambda cls: cls.__name__)
-def test_planted_bug_is_found(mutant: type[BrokerState]) -> None:
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda cls: cls.__name__)
+def test_planted_bug_is_found(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulator that finds nothing may just not look."""
+    (part,) = mutant.__bases__
+    assert getattr(state, part.__name__) is part
+    monkeypatch.setattr(state, part.__name__, mutant)
     for seed in range(FOUND_WITHIN):
         try:
-            simulator.run(seed, mutant)
+            simulator.run(seed, state.BrokerState)
         except Exception:  # a broken promise, or a core that trips over its own state
             return
     pytest.fail(f"{FOUND_WITHIN} schedules did not show it")

@@ -1,0 +1,131 @@
+"""What becomes of a worker's calls when its exit is confirmed: one may be to blame, the others lost their place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from layerzero.broker import events as ev
+from layerzero.broker.agenda import Agenda
+from layerzero.broker.bells import Bells
+from layerzero.broker.calls import Calls
+from layerzero.broker.closing import Closing
+from layerzero.broker.enqueued import Enqueued
+from layerzero.broker.fleet import Fleet
+from layerzero.broker.leases import Leases
+from layerzero.broker.records import Call, Worker
+from layerzero.broker.rings import Rings
+from layerzero.broker.turns import STICKY_EXIT
+from layerzero.broker.worker_fsm import WorkerState
+from layerzero.ipc.errors import BackendError, LayerZeroError
+
+
+class Aftermath:
+    def __init__(
+        self,
+        fleet: Fleet,
+        calls: Calls,
+        enqueued: Enqueued,
+        bells: Bells,
+        leases: Leases,
+        rings: Rings,
+        closing: Closing,
+        agenda: Agenda,
+    ) -> None:
+        self._fleet = fleet
+        self._calls = calls
+        self._enqueued = enqueued
+        self._bells = bells
+        self._leases = leases
+        self._rings = rings
+        self._closing = closing
+        self._agenda = agenda
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        """The worker; None when its exit is known."""
+        worker = self._fleet.take_exit(event)
+        if worker is None:
+            return None
+        was_stopping = worker.state is WorkerState.STOPPED
+        how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
+        died = BackendError(
+            f"the {worker.backend} worker died ({how})",
+            backend=worker.backend,
+            exit_code=event.exit_code,
+            phase=event.phase,
+            stderr_tail=event.stderr_tail,
+        )
+        error = worker.fault or died
+        facts = {
+            "backend": worker.backend,
+            "pid": worker.pid,
+            "exit": how,
+            "cause": "it was told to stop" if was_stopping and event.exit_code == 0 else error.message,
+            "phase": event.phase,
+        }
+        self._agenda.do(ev.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
+        lanes, stranded = self._leases.lanes_to(worker), self._rings.stranded(worker, event)
+        blamed = event.executing if worker.fault is None else worker.fault_call
+        self._agenda.do(*self._leases.end_worker(worker, error, event, blamed, is_crash=worker.fault is None))
+        on_ring = self._rings.named(worker, stranded, event)
+        in_gpu = self._in_gpu(worker, event) if on_ring is None else None
+        if on_ring is None and in_gpu is None and worker.fault is None and not _died_in_running(worker, event):
+            on_ring = next((one for one in stranded if one.is_ready), None)
+            in_gpu = self._bells.in_gpu(worker) if on_ring is None else None
+        enqueued = self._enqueued.take_all(worker) + self._bells.take_all(worker)
+        running, waiting = list(worker.running), worker.take_waiting()
+        worker.running.clear()
+        if was_stopping:
+            for call in (*enqueued, *running, *waiting):
+                self._closing.end_for_shutdown(call)
+        else:
+            self._fleet.plan_restart(worker, error, event.stderr_tail)
+            self._move_enqueued(worker, enqueued, in_gpu, error, event)
+            if in_gpu is not None or on_ring is not None:  # nobody else is to blame
+                event = replace(event, executing=0)
+            self._move(worker, running, waiting, error, event)
+        self._rings.come_back(stranded, on_ring)
+        for lane in lanes:
+            self._closing.finish_leaving(lane.client)
+        return worker
+
+    @staticmethod
+    def _in_gpu(worker: Worker, event: ev.WorkerExited) -> Call | None:
+        """The enqueued call to blame for the worker's end: what it was killed for, or what the GPU was in, unless its
+        CPU died in another one. Which of several lanes it was in nobody can tell; then it is the oldest."""
+        if worker.fault is not None:
+            return worker.late
+        if _died_in_running(worker, event):
+            return None
+        begun = (c for c in worker.enqueued.values() if c.turn is not None and c.turn.has_begun)
+        return next(begun, None)
+
+    def _move(
+        self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
+    ) -> None:
+        """The one it was killed for or died in is blamed; those behind it only lost their place."""
+        is_open = worker.fault is not None and not worker.fault_call and worker.late is None  # whom it is killed for
+        for position, call in enumerate(running):
+            is_first = position == 0 and is_open
+            is_blamed = is_first if worker.fault is not None else call.dispatch == event.executing
+            if is_blamed:
+                call.deaths += worker.fault is None
+                self._calls.attempt_failed(call, worker, error, exit_code=event.exit_code, phase=event.phase)
+            else:
+                self._calls.requeue(call, worker, event.exit_code, worker.pid)
+        for call in waiting:
+            self._calls.requeue(call, worker, event.exit_code, worker.pid)
+
+    def _move_enqueued(
+        self, worker: Worker, calls: list[Call], blamed: Call | None, error: LayerZeroError, event: ev.WorkerExited
+    ) -> None:
+        for call in calls:
+            if call is blamed:
+                call.deaths += worker.fault is None
+                self._calls.attempt_failed(call, worker, error, exit_code=event.exit_code, phase="executing")
+            else:
+                self._calls.requeue(call, worker, event.exit_code, worker.pid)
+
+
+def _died_in_running(worker: Worker, event: ev.WorkerExited) -> bool:
+    """Its CPU was in a call that it had not answered, and its GPU was well."""
+    return event.exit_code != STICKY_EXIT and any(call.dispatch == event.executing for call in worker.running)
