@@ -97,8 +97,8 @@ def measure(quick: bool) -> list[tuple[str, str, str, str]]:
     context = known.context(spec)
     signature = Signature(b"", spec, context, known.cell(context), known.kernels("attention"))
     core = BrokerState(known, {}, Settings().limits(), random.Random(0))
-    core.order(signature)
-    hit_ns = p50_ns(lambda: core.order(signature), count, 1000)
+    core.signatures.order(signature)
+    hit_ns = p50_ns(lambda: core.signatures.order(signature), count, 1000)
 
     known.rank(spec, context, {}, 0.0)
     rank_ns = p50_ns(lambda: known.rank(spec, known.context(spec), {}, 0.0), count, 5)
