@@ -32,6 +32,7 @@ def load() -> Loaded:
         "attention.flash": attention.flash,
         "attention.efficient": attention.efficient,
         "attention.cudnn": attention.cudnn,
+        "attention.cudnn_wide": attention.cudnn,
         "attention.math": attention.math,
     }
     builders["attention_varlen.math"] = builders.pop("attention_varlen")
