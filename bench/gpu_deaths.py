@@ -17,7 +17,7 @@ from gpu_common import F, Row, attention, qkv, torch, wait_until
 
 import layerzero as lz
 
-KILLS, FAULTS, MINUTES = 100, 6, 8  # a killed worker is back after seconds; so many minutes, or so many kills
+KILLS, FAULTS, MINUTES = 100, 6, 5  # so many kills, or minutes: a killed worker is back after seconds
 CALLS = 30  # enqueued before the worker is killed
 HANG_S = 20.0
 SETTLE_S = 2.0  # after which nothing may be left of a dead worker

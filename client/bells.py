@@ -1,18 +1,22 @@
 """Calls in CUDA graphs of the application: each is bound to a bell, which a worker answers at every replay.
 
-Nobody tells this process when a graph is replayed, or that it is gone: the driver counts a semaphore up for that. When
-no worker is left for a bell, or the broker is gone, a thread of ours ends what its graph waits for, with an error.
+Nobody tells this process when a graph is replayed. That one is gone, Python tells of torch's (torch_graphs.py), and
+the driver of others: it counts a semaphore up. When no worker is left for a bell, or the broker is gone, a thread of
+ours ends what its graph waits for, with an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
+from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_order import ClientOrder
-from layerzero.ipc.errors import Busy
+from layerzero.ipc.errors import Busy, CudaError
 from layerzero.ipc.order import BELLS, RUNG, SILENT, TAKEN
 
 if TYPE_CHECKING:
@@ -24,13 +28,16 @@ _COUNTER_BYTES = 32  # a sem_t
 class Bells:
     """Of one order page. Threads may share it."""
 
-    def __init__(self, order: ClientOrder) -> None:
-        self._page = order.page
+    def __init__(self, order: ClientOrder, context: Context) -> None:
+        self._page, self._context = order.page, context
         self._lock = threading.Lock()
         self._bound: dict[int, Captured] = {}
         self._failed: dict[int, Captured] = {}
         self._free = list(range(BELLS - 1, -1, -1))
         self._counters: ctypes.Array[ctypes.c_char] | None = None
+        self._let_go: deque[Captured] = deque()  # a replay may be under way
+        self._leaving: list[Captured] = []  # until this event
+        self._event = 0
 
     def __bool__(self) -> bool:
         """Whether graphs of this process may wait for a bell."""
@@ -69,6 +76,10 @@ class Bells:
             if enqueued.has_failed:
                 self._failed[bell] = enqueued
 
+    def let_go(self, enqueued: Captured) -> None:
+        """Its graph is not replayed anew. Takes no lock: the garbage collector may call it."""
+        self._let_go.append(enqueued)
+
     def gone(self) -> list[Captured]:
         """Calls whose graphs are gone since the last look. Their bells are free again when they are given back: the
         broker must not hear of another call with one before it has heard that this one is over."""
@@ -76,6 +87,7 @@ class Bells:
             return []
         with self._lock:
             gone = [bell for bell in self._bound if self._count(bell)]
+            gone += [one.bell for one in self._left() if self._bound.get(one.bell) is one]
             for bell in gone:
                 self._failed.pop(bell, None)
             return [self._bound.pop(bell) for bell in gone]
@@ -116,6 +128,21 @@ class Bells:
                     page.set_bell(following, RUNG)
                 ended.append(enqueued)
         return ended
+
+    def _left(self) -> list[Captured]:
+        """Those that were let go of and whose last replay is over."""
+        if not self._leaving and not self._let_go:
+            return []
+        driver, left = self._context.driver, []
+        count = len(self._let_go)  # their replays were enqueued before; those of others may come after the event
+        with contextlib.suppress(CudaError), self._context:  # a stream is captured: later
+            if self._leaving and driver.is_event_done(self._event):
+                left, self._leaving = self._leaving, []
+            if not self._leaving and count:
+                self._event = self._event or driver.create_event()
+                driver.record_context(self._context.handle, self._event)
+                self._leaving = [self._let_go.popleft() for _ in range(count)]
+        return left
 
     def _count(self, bell: int) -> int:
         return ctypes.c_uint32.from_address(self.counter(bell)).value

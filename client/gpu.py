@@ -16,6 +16,7 @@ from layerzero.client.gpu_memory import GpuMemory
 from layerzero.client.lent import Lent
 from layerzero.client.link import Link
 from layerzero.ipc import lane, messages
+from layerzero.ipc.cuda_abi import CAPTURE_RELAXED
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
 from layerzero.ipc.cuda_order import ClientOrder
@@ -60,7 +61,7 @@ class Gpu:
         self._fresh = 0
         self._page = create_page()
         self.order = ClientOrder(memory.context, self._page, has_memops=not memory.why_no_memops)
-        self.bells = Bells(self.order)
+        self.bells = Bells(self.order, memory.context)
         self._on_failed_replay, self._unbind_gone = on_failed_replay, unbind_gone
         self._rejected: dict[str, str] = {}
         self._rungs = list(RUNGS)
@@ -192,6 +193,9 @@ class Gpu:
         Takes no lock that is held while a stream is waited for.
         """
         poll, link, bells = select.poll(), self._link, self.bells
+        self.memory.context.driver.exchange_capture_mode(
+            CAPTURE_RELAXED
+        )  # nothing here breaks the application's captures
         poll.register(self._wake, select.POLLIN)
         link.watch_hang_up(poll)
         while not self._is_ending:

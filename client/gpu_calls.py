@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from layerzero.client import overlay
+from layerzero.client import overlay, torch_graphs
 from layerzero.client.arrays import Array
 from layerzero.client.call import Request, Route, error_of, microseconds, overlap, refuse_gradients, refuse_sharing
 from layerzero.client.express import Lease
@@ -135,6 +136,8 @@ class GpuCalls:
                 if context.driver.is_capturing(stream):
                     raise unsettled(request.op)
         gpu = self.gpu(like.device)
+        if like.kind == "torch":
+            torch_graphs.follow(sys.modules["torch"].cuda, gpu.memory.context.driver)
         self._look(gpu, stream, READ_OFTEN)
         with gpu.memory.context as context:
             if context.driver.is_capturing(stream):

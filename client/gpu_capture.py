@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from layerzero.client import torch_graphs
 from layerzero.client.arrays import Array
 from layerzero.client.call import Request, Route, error_of, overlap
 from layerzero.client.gpu import Gpu
@@ -105,11 +107,15 @@ class Captures:
         finally:
             driver.exchange_capture_mode(before)
         self._session.note(captured)
-        try:
-            driver.retain_in_graph(stream, gpu.bells.counter(captured.bell))
-        except BaseException:  # nothing rings it
-            self._unbind(gpu, captured)
-            raise
+        graph = torch_graphs.graph_of(driver.capture_id(stream)) if driver.has_context_events else None
+        if graph is not None:
+            torch_graphs.tell_end(graph, partial(gpu.bells.let_go, captured))
+        else:
+            try:
+                driver.retain_in_graph(stream, gpu.bells.counter(captured.bell))
+            except BaseException:  # nothing rings it
+                self._unbind(gpu, captured)
+                raise
         self._enqueue(gpu, stream, captured.bell)
         captured.end_ns = time.perf_counter_ns()
         return result

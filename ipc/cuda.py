@@ -61,6 +61,7 @@ class Driver:
         self._library = ctypes.CDLL(library)
         self._functions: dict[str, Callable[..., int]] = {}
         self._has_batches = hasattr(self._library, "cuStreamBatchMemOp_v2")  # since CUDA 11.7
+        self.has_context_events = hasattr(self._library, "cuCtxRecordEvent")  # since CUDA 12.5
         self._batch = _Batch()
         self._call("cuInit", 0)
 
@@ -323,6 +324,11 @@ class Driver:
 
     def record_event(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
+
+    def record_context(self, context: int, event: int) -> None:
+        """After all that was enqueued in the context. Needs has_context_events. Raises CudaError while a stream of the
+        context is captured."""
+        self._call("cuCtxRecordEvent", context, event)
 
     def is_event_done(self, event: int) -> bool:
         return self._is_ready("cuEventQuery", event)

@@ -116,6 +116,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (out_handle, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
+    "cuCtxRecordEvent": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
     "cuEventElapsedTime": (POINTER(c_float), c_void_p, c_void_p),

@@ -94,6 +94,7 @@ class SoftDriver:
 
     def __init__(self) -> None:
         self.is_lost = False
+        self.has_context_events = False
         self._memory: dict[int, _Memory] = {}
         self._ids = itertools.count(1)
         self._streams: dict[int, Stream] = {0: Stream(self)}

@@ -18,6 +18,7 @@ from layerzero.ipc.errors import CudaError
 UUID = "GPU-10101010-1010-1010-1010-101010101010"
 _addresses = itertools.count(0x7F0000000000, 1 << 30)
 _ids = itertools.count(1)
+ALL = -2  # in place of a stream
 
 
 class FakeGpu:
@@ -201,8 +202,13 @@ class FakeDriver:
     def is_stream_idle(self, stream: int) -> bool:
         return stream not in self.held
 
+    def record_context(self, context: int, event: int) -> None:
+        if self.captures:
+            raise error("cuCtxRecordEvent", 900)
+        self.events[event] = ALL
+
     def is_event_done(self, event: int) -> bool:
-        return self.events[event] not in self.held
+        return not self.held if self.events[event] == ALL else self.events[event] not in self.held
 
     def copy_on_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
         if stream in self.captures:
