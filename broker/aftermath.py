@@ -78,7 +78,10 @@ class Aftermath:
             for call in (*enqueued, *running, *waiting):
                 self._closing.end_for_shutdown(call)
         else:
-            self._fleet.plan_restart(worker, error, event.stderr_tail)
+            if event.is_departure:
+                self._fleet.replace(worker, error)
+            else:
+                self._fleet.plan_restart(worker, error, event.stderr_tail)
             self._move_enqueued(worker, enqueued, in_gpu, error, event)
             if in_gpu is not None or on_ring is not None:  # nobody else is to blame
                 event = replace(event, executing=0)

@@ -143,6 +143,10 @@ class Calls:
     def _has_other(self, call: Call) -> bool:
         return any(verdict.backend not in call.tried for verdict in self._signatures.order(call.route.signature))
 
+    def can_place(self, call: Call) -> bool:
+        """Somebody can take it who has not tried, now or after a restart."""
+        return self._has_other(call) or self._awaited(call) is not None
+
     def _is_back_in_time(self, backend: str, call: Call) -> bool:
         return self._fleet.is_back_by(backend, self._agenda.now_s + call.timeout_s)
 
@@ -150,7 +154,7 @@ class Calls:
         """Calls that have waited for a compilation for as long as they may run end, unless somebody can take them by
         now, be it after a restart."""
         for held in self._compiling.take_overdue():
-            if self._has_other(held.call) or self._awaited(held.call) is not None:
+            if self.can_place(held.call):
                 self.place(held.call)
             else:
                 self._closing.refuse(held.call, overdue(held))
@@ -207,6 +211,35 @@ class Calls:
         if error.retry in (NEVER, SAME) and exit_code is None and not cannot_bind:
             self._closing.refuse(call, error)
             return
+        self.note_attempt(call, worker, error, exit_code=exit_code, phase=phase, pid=pid)
+        spec = call.route.signature.spec
+        if spec.device and error.code == NoTransport.code:  # its kernels are well
+            worker.deaf[call.client.number, spec.device] = error
+        elif (
+            phase != "queued" and not cannot_bind and error.code != DeadlineExceeded.code
+        ):  # a short timeout_s is the caller's doing
+            self._engine.note_failure(worker.backend, spec.op, error, self._agenda.now_s, spec.device)
+            self.health_at_s = self._engine.health.next_change_s(self._agenda.now_s)
+            self._agenda.wake_by(self.health_at_s)
+        if call.deaths >= MAX_DEATHS_PER_CALL:
+            self._closing.refuse(call, self._quarantine.verdict(call.deaths))
+        elif spec.pinned:
+            self._closing.refuse(call, error)
+        elif self._agenda.stopping:
+            self._closing.end_for_shutdown(call)
+        else:
+            self.place(call)
+
+    @staticmethod
+    def note_attempt(
+        call: Call,
+        worker: Worker,
+        error: LayerZeroError,
+        *,
+        exit_code: int | None = None,
+        phase: str = "",
+        pid: int | None = None,
+    ) -> None:
         call.attempts.append(
             {
                 "backend": worker.backend,
@@ -220,25 +253,8 @@ class Calls:
             }
         )
         worker.failed += 1
-        spec = call.route.signature.spec
-        if spec.device and error.code == NoTransport.code:  # its kernels are well
-            worker.deaf[call.client.number, spec.device] = error
-        elif (
-            phase != "queued" and not cannot_bind and error.code != DeadlineExceeded.code
-        ):  # a short timeout_s is the caller's doing
-            self._engine.note_failure(worker.backend, spec.op, error, self._agenda.now_s, spec.device)
-            self.health_at_s = self._engine.health.next_change_s(self._agenda.now_s)
-            self._agenda.wake_by(self.health_at_s)
         call.last_error = error
         call.tried.add(worker.backend)
-        if call.deaths >= MAX_DEATHS_PER_CALL:
-            self._closing.refuse(call, self._quarantine.verdict(call.deaths))
-        elif spec.pinned:
-            self._closing.refuse(call, error)
-        elif self._agenda.stopping:
-            self._closing.end_for_shutdown(call)
-        else:
-            self.place(call)
 
     def watch_health(self) -> None:
         """A kernel that failed may be tried again from now on."""
@@ -248,15 +264,25 @@ class Calls:
 
     def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
-        may_wait = worker.state is S.BACKOFF and not call.is_unwanted
-        if may_wait and self._is_back_in_time(worker.backend, call) and not self._has_other(call):
-            worker.waiting.append(call)
+        if self._awaits_restart(call, worker):
             return
         if worker.state is S.DISABLED:
             lost = disabled(worker)
         else:
             lost = BackendError(f"the {worker.backend} worker died while the call was queued", backend=worker.backend)
         self.attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)
+
+    def leave(self, call: Call, worker: Worker, error: LayerZeroError) -> None:
+        """As `requeue`, from a worker that has not got the call and is not known to have ended."""
+        if not self._awaits_restart(call, worker):
+            self.attempt_failed(call, worker, error, phase="queued")
+
+    def _awaits_restart(self, call: Call, worker: Worker) -> bool:
+        may_wait = worker.state is S.BACKOFF and not call.is_unwanted
+        if may_wait and self._is_back_in_time(worker.backend, call) and not self._has_other(call):
+            worker.waiting.append(call)
+            return True
+        return False
 
     def leave_disabled(self, worker: Worker) -> None:
         """If the worker will not come, those that wait for it go on."""

@@ -1,4 +1,4 @@
-"""Control sockets of clients and workers: accept them, greet them, take what comes through them, close them."""
+"""Control sockets of clients, workers and keepers: accept and greet them, take what comes through them, close them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import layerzero
 from layerzero.broker import events as ev
 from layerzero.broker.descriptors import Descriptors
+from layerzero.broker.gate import Gate
+from layerzero.broker.joined import Joined, RemoteWorker
 from layerzero.broker.offers import KINDS, Offers
-from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, check_hello, new_identity, refuse
+from layerzero.broker.peers import HELLO_TIMEOUT_S, Peer, new_identity, refuse
 from layerzero.broker.processes import Processes
 from layerzero.broker.state import BrokerState
 from layerzero.broker.worker_links import WorkerLinks, close_all
@@ -39,6 +40,8 @@ class Connections:
         links: WorkerLinks,
         offers: Offers,
         processes: Processes,
+        joined: Joined,
+        gate: Gate,
         *,
         welcome: Callable[[Peer], messages.Welcome],
         handle: Callable[[ev.Event], None],
@@ -49,6 +52,8 @@ class Connections:
         self._links = links
         self._offers = offers
         self._processes = processes
+        self._joined = joined
+        self._gate = gate
         self._welcome = welcome
         self._handle = handle
         self._note_change = note_change
@@ -57,7 +62,7 @@ class Connections:
         self.clients: dict[bytes, Peer] = {}
         self.idle_since_s: float | None = time.monotonic() + FIRST_CLIENT_S  # None while there are clients
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._listener = control.listen(path)
+        self._listener = control.listen(path, is_shared=gate.is_shared)
         descriptors.watch(self._listener.fileno(), self._accept)
 
     @property
@@ -99,12 +104,12 @@ class Connections:
     def _receive(self, peer: Peer) -> None:
         try:
             if not peer.role:
-                hello, fds = control.receive(peer.sock, messages.Hello)
-                close_all(fds)
-                self._greet(peer, hello)
+                self._hear_hello(peer)
             elif peer.role == "client":
                 message, fds = control.receive(peer.sock, *KINDS)
                 self._offers.take(peer, message, fds)
+            elif peer.role == "keeper":
+                self._joined.take(peer)
             else:
                 if peer.backlog:
                     self._links.flush(peer)
@@ -114,12 +119,30 @@ class Connections:
         except (control.Closed, OSError):
             self.close(peer)
         except LayerZeroError as exc:
+            if isinstance(self._processes.get((peer.backend, peer.generation)), RemoteWorker):
+                # Not closed: the end of this connection is what will tell that the worker has ended.
+                self._handle(ev.WorkerMisbehaved(peer.backend, peer.generation, exc.message))
+                return
             refuse(peer, exc)
             log("peer.refused", role=peer.role, pid=peer.pid, error=exc.message)
             self.close(peer)
 
+    def _hear_hello(self, peer: Peer) -> None:
+        if peer.hello is None:
+            hello, fds = control.receive(peer.sock, messages.Hello)
+            close_all(fds)
+            challenge = self._gate.examine(peer, hello)
+            if challenge is None:
+                self._greet(peer, hello)
+            else:
+                control.send(peer.sock, challenge)
+        else:
+            proof, fds = control.receive(peer.sock, messages.Proof)
+            close_all(fds)
+            self._gate.verify(peer, proof)
+            self._greet(peer, peer.hello)
+
     def _greet(self, peer: Peer, hello: messages.Hello) -> None:
-        check_hello(peer, hello, layerzero.__version__)
         fds: tuple[int, ...] = ()
         if hello.role == "worker":
             process = self._processes.of_ticket(hello.ticket)
@@ -127,19 +150,23 @@ class Connections:
                 raise ProtocolError("unknown worker ticket")
             peer.backend, peer.generation = process.backend, process.generation
             fds = (process.page_fd,)
-        elif hello.role != "client":
-            raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, worker")
+        elif hello.role not in ("client", "keeper"):
+            raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, keeper, worker")
         elif self._state.stopping:
             raise BrokerLost("the broker is shutting down")
+        elif hello.role == "keeper":
+            self._joined.check(hello)
         peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)
         self._note_change()
         if peer.role == "client":
             self.clients[peer.identity] = peer
             self.idle_since_s = None
             self._handle(ev.ClientJoined(peer.identity, peer.number))
-        else:
+        elif peer.role == "worker":
             self._links.add(peer)
         control.send(peer.sock, self._welcome(peer), fds)
+        if peer.role == "keeper":
+            self._joined.add(peer, hello)
 
     def drop_client(self, action: ev.DropClient) -> None:
         peer = self.clients.get(action.identity)
@@ -163,9 +190,10 @@ class Connections:
             self._handle(ev.ClientLeft(peer.identity))
         elif peer.role == "worker":
             self._links.remove(peer)
-            if not self._state.stopping:
-                # It is ending, or it hung up and is of no more use; one that is ending keeps its exit code.
-                self._processes.kill(peer.backend, peer.generation)
+            if not self._state.stopping or peer.backend in self._joined.names:
+                self._processes.hung_up(peer.backend, peer.generation)
+        elif peer.role == "keeper":
+            self._joined.part(peer)
 
     def stop_listening(self) -> None:
         self._listener.close()

@@ -127,6 +127,13 @@ class Engine:
         self.compilation = compilation
         self.epoch += 1
 
+    def note_env(self, backend: str, env: str) -> None:
+        """Another environment serves this backend from now on."""
+        if self._envs.get(backend, "") != env:
+            self._envs[backend] = env
+            self._world = self._hash_world()
+            self.epoch += 1
+
     def note_versions(self, backend: str, versions: Mapping[str, str]) -> None:
         """A worker says what it loaded. Decisions and timings made for other versions count no more."""
         before = self._versions.get(backend)

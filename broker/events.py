@@ -14,6 +14,7 @@ from layerzero.broker.policy import Policy
 from layerzero.broker.selection import CallSpec
 from layerzero.broker.shadow import Comparison
 from layerzero.capabilities.compile_unit import Unit
+from layerzero.capabilities.match import Rejection
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.order import Turn
@@ -226,9 +227,37 @@ class WorkerSpawned:
 
 @dataclass(slots=True)
 class SpawnFailed:
+    """`vacancy`: of a joined backend, why nobody was there to start it."""
+
     backend: str
     generation: int
     error: LayerZeroError
+    vacancy: Rejection | None = None
+
+
+@dataclass(slots=True)
+class BackendOffered:
+    """Of a joined backend: someone is there who can start its worker, or why nobody is."""
+
+    backend: str
+    vacancy: Rejection | None
+
+
+@dataclass(slots=True)
+class WorkerLost:
+    """A joined worker that was to be killed cannot be reached: it may yet write, and nobody knows until when. Comes
+    after Kill; WorkerGone follows when its end is confirmed, if ever."""
+
+    backend: str
+    generation: int
+
+
+@dataclass(slots=True)
+class WorkerGone:
+    """The end of a worker that was lost is confirmed."""
+
+    backend: str
+    generation: int
 
 
 @dataclass(slots=True)
@@ -259,11 +288,12 @@ class CallRaised:
 
 @dataclass(slots=True)
 class WorkerMisbehaved:
-    """It sent bytes that break the protocol."""
+    """It sent bytes that break the protocol. `is_silent`: it says nothing, in place of that."""
 
     backend: str
     generation: int
     detail: str
+    is_silent: bool = False
 
 
 @dataclass(slots=True)
@@ -279,6 +309,7 @@ class WorkerExited:
     phase: str
     stderr_tail: str
     rings: Mapping[int, RingLook] = field(default_factory=dict)
+    is_departure: bool = False  # of a joined worker: who had started it has ended, too
 
 
 @dataclass(slots=True)
@@ -361,6 +392,9 @@ Event = (
     | CallRaised
     | WorkerMisbehaved
     | WorkerExited
+    | WorkerLost
+    | WorkerGone
+    | BackendOffered
     | BackendReset
     | ShadowCompared
     | TimesLoaded
@@ -592,6 +626,15 @@ class Refuse:
     error: LayerZeroError
     attempts: list[dict[str, Any]] = field(default_factory=list)
     candidates: list[dict[str, Any]] = field(default_factory=list)
+    is_lent: bool = False  # a lost worker may still write to its outputs; ReleaseCall follows, if ever
+
+
+@dataclass(slots=True)
+class ReleaseCall:
+    """Nobody writes any more to what a call was refused with `is_lent`."""
+
+    identity: bytes
+    seq: int
 
 
 @dataclass(slots=True)
@@ -642,6 +685,7 @@ Action = (
     | SendDecision
     | Answer
     | Refuse
+    | ReleaseCall
     | DropClient
     | Note
     | Exit

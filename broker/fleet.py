@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
@@ -22,7 +22,7 @@ S = WorkerState
 
 
 class Fleet:
-    """`unusable`: why some backends cannot start."""
+    """`unusable`: why some backends cannot start. `joined`: those whose workers the broker does not start."""
 
     def __init__(
         self,
@@ -31,12 +31,13 @@ class Fleet:
         limits: Limits,
         rng: random.Random,
         agenda: Agenda,
+        joined: Collection[str] = (),
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._rng = rng
         self._agenda = agenda
-        self.workers = {name: Worker(name) for name in engine.capabilities}
+        self.workers = {name: Worker(name, is_joined=name in joined) for name in engine.capabilities}
         self.unavailable = dict(unusable)
         self.stale = 0  # messages that came too late to count
         self.by_identity: dict[bytes, Worker] = {}
@@ -110,7 +111,27 @@ class Fleet:
         else:
             self._signal(worker, Signal.SPAWN_FAILED)
             self._disable(worker, event.error, Reason.BACKEND_IMPORT_FAILED)
+            if event.vacancy is not None:
+                worker.is_vacant = True
+                self.set_unavailable(worker.backend, event.vacancy)
         return worker
+
+    def take_offer(self, event: ev.BackendOffered) -> None:
+        """Somebody can start a joined worker that is not there, or nobody can. It is started at once: its container is
+        there for that alone."""
+        worker = self.workers[event.backend]
+        is_idle = worker.state is S.ABSENT or (worker.state is S.DISABLED and worker.is_vacant)
+        if not is_idle or self._agenda.stopping:
+            return
+        if event.vacancy is not None:
+            if self.unavailable.get(event.backend) != event.vacancy:
+                self.set_unavailable(event.backend, event.vacancy)
+            return
+        if worker.state is S.DISABLED:
+            self._signal(worker, Signal.RESET)
+        worker.cause, worker.is_vacant = None, False
+        self.set_unavailable(event.backend, None)
+        self.need(worker)
 
     def note_ready(self, event: ev.WorkerReady) -> Worker | None:
         """The worker, if that is what was awaited of it."""
@@ -160,13 +181,18 @@ class Fleet:
     def note_misbehaviour(self, event: ev.WorkerMisbehaved) -> None:
         worker = self.current(event.backend, event.generation)
         if worker is not None:
-            self.fault(worker, ProtocolError(event.detail))
+            self.fault(worker, BackendError(event.detail) if event.is_silent else ProtocolError(event.detail))
 
     def take_exit(self, event: ev.WorkerExited) -> Worker | None:
         """The worker that has ended, and has nothing of clients any more; None when that is known."""
         worker = self.current(event.backend, event.generation)
         if worker is None or worker.state in (S.STOPPED, S.BACKOFF, S.DISABLED, S.ABSENT):
             return None
+        self.part_from(worker)
+        return worker
+
+    def part_from(self, worker: Worker) -> None:
+        """It is no more, or as good as that."""
         self._signal(worker, Signal.EXITED)
         self.by_identity.pop(worker.identity, None)
         worker.identity = b""
@@ -175,7 +201,15 @@ class Fleet:
         worker.gpus.clear()
         worker.deaf.clear()
         worker.lane_call = 0
-        return worker
+
+    def replace(self, worker: Worker, cause: LayerZeroError) -> None:
+        """One that has joined is lost, and nothing is known to be wrong with it: whoever else can starts another at
+        once."""
+        worker.cause = cause
+        worker.retry_at_s = self._agenda.now_s
+        worker.restarts += 1
+        self._agenda.wake_by(worker.retry_at_s)
+        self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, cause.message))
 
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
         """It has ended: try again after a back-off, or give it up."""

@@ -145,13 +145,17 @@ def _answer(action: ev.Answer) -> bytes:
     )
 
 
+def _release(action: ev.ReleaseCall) -> bytes:
+    return wire.pack(Kind.RELEASED, seq=action.seq)
+
+
 def _refuse(action: ev.Refuse) -> bytes:
     outcome = messages.Outcome(error=action.error.to_wire(), attempts=action.attempts, candidates=action.candidates)
     body = messages.encode(outcome)
     if len(body) > wire.MAX_MESSAGE_BYTES // 2:  # the verdict must arrive, if need be without its details
         error = type(action.error)(action.error.message[:2000])
         body = messages.encode(messages.Outcome(error=error.to_wire()))
-    return wire.pack(Kind.FAILED, seq=action.seq, body=body)
+    return wire.pack(Kind.FAILED, flags=wire.STILL_LENT if action.is_lent else 0, seq=action.seq, body=body)
 
 
 def _decision(action: ev.SendDecision) -> bytes:
@@ -213,6 +217,7 @@ STOP = wire.pack(Kind.STOP)
 TO_CLIENT: dict[type, Callable[[Any], bytes]] = {
     ev.Answer: _answer,
     ev.Refuse: _refuse,
+    ev.ReleaseCall: _release,
     ev.SendDecision: _decision,
     ev.SendLease: _lease,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
 from layerzero.broker import events as ev
@@ -32,6 +32,7 @@ class Launcher:
         self._settings = settings
         self._held: dict[str, ExitStack] = {}
         self._plans: dict[str, build.Env] = {}
+        self._joined_envs: dict[str, str] = {}
         found, problems = discover(settings.manifest_dirs)
         self.manifests: dict[str, EnvManifest] = {}
         self.capabilities: dict[str, Capability] = {}
@@ -42,6 +43,7 @@ class Launcher:
                 inspect(settings.overlay)
             except EnvError as exc:
                 self.problems.append(exc.message)
+        self.joined = _joined(settings.joined, found)
         owners: dict[str, str] = {}  # kernel id -> backend
         for name, manifest in sorted(found.items()):
             try:
@@ -59,8 +61,9 @@ class Launcher:
             owners.update(dict.fromkeys(capability.kernel_ids, name))
             self.manifests[name] = manifest
             self.capabilities[name] = capability
-            missing = self.missing(name)
-            if missing is not None:
+            if name in self.joined:
+                self.unusable[name] = Rejection(Reason.NOT_JOINED, not_joined(name))
+            elif (missing := self.missing(name)) is not None:
                 self.unusable[name] = Rejection(Reason.NOT_INSTALLED, missing)
 
     def _plan(self, backend: str) -> build.Env:
@@ -93,7 +96,7 @@ class Launcher:
     def records(self) -> dict[str, ProbeRecord]:
         """The probes that are known without running one, by backend."""
         found = {}
-        for backend in self.manifests:
+        for backend in self.manifests.keys() - self.joined:
             with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
                 env = self._plan(backend)
                 record = probe.cached_probe(env, self.manifests[backend]) if env.is_built else None
@@ -118,6 +121,8 @@ class Launcher:
         """What kernels are compiled for in the environments as they are, by backend."""
         found = {}
         for backend, manifest in self.manifests.items():
+            if backend in self.joined:
+                continue
             with suppress(EnvError, ConfigError):
                 env = self._plan(backend)
                 found[backend] = [Unit(*unit) for unit in compilation.compiled(env, manifest)] if env.is_built else []
@@ -126,6 +131,8 @@ class Launcher:
     def compile(self, action: ev.Compile, on_start: Callable[[int], None]) -> str:
         """Compile a kernel in a process of its environment, whose pid `on_start` gets. Returns why it failed, or "".
         Raises LayerZeroError."""
+        if action.backend in self.joined:
+            return "kernels that compile are not compiled ahead for joined workers"
         env = self._plan(action.backend)
         if not env.is_built:
             return f"its environment is not built; run: {build.command('build', env)}"
@@ -162,15 +169,21 @@ class Launcher:
 
     def env_ids(self) -> dict[str, str]:
         """What is locked for each backend, as the name of its environment."""
-        ids = {}
-        for backend in self.manifests:
+        ids = dict(self._joined_envs)
+        for backend in self.manifests.keys() - ids.keys():
             with suppress(LayerZeroError):
                 ids[backend] = self._plan(backend).id
         return ids
 
+    def note_joined(self, backend: str, env: str) -> None:
+        """What is installed where the worker of this backend runs from now on."""
+        self._joined_envs[backend] = env
+
     def facts(self, backend: str) -> dict[str, object]:
         """For `lz status`: what this backend is and where it runs."""
         manifest = self.manifests[backend]
+        if backend in self.joined:
+            return {"summary": manifest.summary, "env": self._joined_envs.get(backend), "built": None, "joined": True}
         try:
             env = self._plan(backend)
             return {
@@ -182,3 +195,29 @@ class Launcher:
             }
         except LayerZeroError as exc:
             return {"summary": manifest.summary, "env": None, "built": False, "error": exc.message}
+
+
+ALL = "all"  # of the setting `joined`
+
+
+def join_command(backend: str) -> str:
+    return f"python -m layerzero.workers.join --backend {backend}"
+
+
+def not_joined(backend: str) -> str:
+    """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
+    return f"no worker has joined; run, where it is: {join_command(backend)}"
+
+
+def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str]:
+    """The backends that `joined` names. Raises ConfigError."""
+    if setting.strip() == ALL:
+        return frozenset(manifests)
+    names = frozenset(filter(None, (name.strip() for name in setting.split(","))))
+    unknown = sorted(names - manifests.keys())
+    if unknown:
+        known = ", ".join(sorted(manifests))
+        raise ConfigError(
+            f"setting joined (LAYERZERO_JOINED): {unknown[0]!r:.60}; allowed: {ALL}, or names of: {known}"
+        )
+    return names

@@ -9,7 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from layerzero.ipc import control, messages, wire
-from layerzero.ipc.errors import LayerZeroError, ProtocolError, VersionMismatch
+from layerzero.ipc.errors import LayerZeroError, VersionMismatch
+from layerzero.ipc.secret import Handshake
 
 HELLO_TIMEOUT_S = 5.0
 
@@ -26,6 +27,8 @@ class Peer:
     backend: str = ""
     generation: int = 0
     since_s: float = 0.0
+    hello: messages.Hello | None = None  # of one that has yet to prove that it knows the secret
+    proofs: Handshake | None = None
     backlog: deque[tuple[messages.Message, tuple[int, ...]]] = field(default_factory=deque)  # for a busy worker
     last_arena: int = -1  # numbers only grow: a worker may still map a retired one when its number comes again
 
@@ -48,11 +51,8 @@ def new_identity() -> bytes:
     return b"L" + secrets.token_bytes(16)
 
 
-def check_hello(peer: Peer, hello: messages.Hello, package: str) -> None:
-    """Refuse other users and other protocol versions. Raises ProtocolError or VersionMismatch."""
-    pid, uid, _ = control.peer_credentials(peer.sock)
-    if uid != os.getuid():
-        raise ProtocolError(f"user {uid} may not use the broker of user {os.getuid()}")
+def check_version(hello: messages.Hello, package: str) -> None:
+    """Refuse other protocol versions. Raises VersionMismatch."""
     if wire.PROTOCOL not in hello.protocols:
         raise VersionMismatch(
             f"this broker (layerzero-broker {package}) speaks protocol {wire.PROTOCOL}; the {hello.role} "
@@ -62,7 +62,6 @@ def check_hello(peer: Peer, hello: messages.Hello, package: str) -> None:
             peer_protocols=hello.protocols,
             command="lz down",
         )
-    peer.pid = pid or hello.pid
 
 
 def refuse(peer: Peer, error: LayerZeroError) -> None:

@@ -1,19 +1,24 @@
-"""The worker processes that there are now, by backend and generation (supervisor.py has the mechanism)."""
+"""The worker processes that there are now, by backend and generation: ours (supervisor.py has the mechanism), and those
+that have joined (joined.py)."""
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable
 
 import layerzero
 from layerzero.broker import events as ev
 from layerzero.broker import supervisor
 from layerzero.broker.descriptors import Descriptors
+from layerzero.broker.joined import Joined, RemoteWorker
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.settings import Settings
 from layerzero.ipc import control
 from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import EnvError, LayerZeroError
 from layerzero.ipc.logs import log
+
+AnyWorker = supervisor.Process | RemoteWorker
 
 
 class Processes:
@@ -25,6 +30,7 @@ class Processes:
         endpoints: Endpoints,
         launcher: Launcher,
         descriptors: Descriptors,
+        joined: Joined,
         handle: Callable[[ev.Event], None],
         on_end: Callable[[supervisor.Process], None],
     ) -> None:
@@ -32,22 +38,29 @@ class Processes:
         self._endpoints = endpoints
         self._launcher = launcher
         self._descriptors = descriptors
+        self._joined = joined
         self._handle = handle
         self._on_end = on_end
         self._live: dict[tuple[str, int], supervisor.Process] = {}
 
-    def get(self, key: tuple[str, int]) -> supervisor.Process | None:
-        return self._live.get(key)
+    def get(self, key: tuple[str, int]) -> AnyWorker | None:
+        return self._live.get(key) or self._joined.get(key)
 
-    def of_ticket(self, ticket: bytes) -> supervisor.Process | None:
-        return next((process for process in self._live.values() if process.ticket == ticket), None)
+    def _all(self) -> list[AnyWorker]:
+        return [*self._live.values(), *self._joined.workers()]
+
+    def of_ticket(self, ticket: bytes) -> AnyWorker | None:
+        return next((process for process in self._all() if hmac.compare_digest(process.ticket, ticket)), None)
 
     def executing(self) -> dict[tuple[str, int], int]:
         """What their control pages say."""
-        return {key: process.page.read()[0] for key, process in self._live.items()}
+        return {(process.backend, process.generation): process.page.read()[0] for process in self._all()}
 
     def spawn(self, action: ev.Spawn) -> None:
         backend, generation = action.backend, action.generation
+        if backend in self._joined.names:
+            self._joined.start(backend, generation, self._settings.failpoints_of(backend))
+            return
         try:
             process = supervisor.spawn(
                 backend,
@@ -77,16 +90,27 @@ class Processes:
     def kill(self, backend: str, generation: int) -> None:
         """Its end is seen later. Nothing happens when it has ended already."""
         process = self.get((backend, generation))
-        if process is not None:
-            supervisor.kill(process)
+        if isinstance(process, RemoteWorker):
+            self._joined.kill(process)
+        elif process is not None:
+            process.kill()
+
+    def hung_up(self, backend: str, generation: int) -> None:
+        """It has closed its connection: it is ending, or of no more use; one that is ending keeps its exit code."""
+        process = self.get((backend, generation))
+        if isinstance(process, RemoteWorker):
+            self._joined.hung_up(process)
+        elif process is not None:
+            process.kill()
 
     def kill_all(self) -> None:
-        for process in self._live.values():
-            supervisor.kill(process)
+        for process in self._all():
+            self.kill(process.backend, process.generation)
 
     def close(self) -> None:
-        """Kill all and wait for their ends."""
+        """Kill all of ours and wait for their ends. Those that joined end with the connections of their keepers."""
         for process in self._live.values():
-            supervisor.kill(process)
-            supervisor.reap(process)
+            process.kill()
+            process.reap()
         self._live.clear()
+        self._joined.close()

@@ -160,6 +160,8 @@ class Worker:
     lane_call_since_s: float = 0.0
     started_s: float = 0.0
     retry_at_s: float = 0.0
+    is_joined: bool = False  # not started by the broker: it cannot always be killed, and gets no express lanes
+    is_vacant: bool = False  # disabled, as nobody could start it; who comes to do so ends that
     was_ready: bool = False  # in this generation
     has_served: bool = False  # in any generation
     fault: LayerZeroError | None = None  # why the broker kills it

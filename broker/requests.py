@@ -71,6 +71,7 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
                 "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
                 "cause": worker.cause.message if worker.cause else None,
                 **server.launcher.facts(name),
+                **server.joined.facts(name),
             }
         )
     return {
@@ -108,6 +109,17 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
             *filter(None, (server.policy.problem, server.table_problem)),
         ],
     }
+
+
+def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Can this very backend serve? `ok`: it does, or starts when it is needed; `state`; `detail`: why not."""
+    name = params.get("backend")
+    worker = server.state.workers.get(name) if isinstance(name, str) else None
+    if worker is None:
+        raise InvalidArgument(f"no backend is called {name!r:.60}; known: {', '.join(sorted(server.state.workers))}")
+    reason = server.state.unavailable.get(worker.backend)
+    detail = f"{reason.code.value}: {reason.detail}" if reason else worker.state.value
+    return {"ok": reason is None, "state": worker.state.value, "detail": detail}
 
 
 def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +260,11 @@ def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgument(f"no backend is called {name!r:.60}{hint or '.'} Known: {known}")
     names = [name] if name is not None else list(server.state.workers)
     for backend in names:
-        server.handle(ev.BackendReset(backend, server.launcher.missing(backend)))
+        if backend in server.joined.names:
+            server.handle(ev.BackendReset(backend, None))
+            server.joined.offer(backend)
+        else:
+            server.handle(ev.BackendReset(backend, server.launcher.missing(backend)))
     return {"reset": names}
 
 
@@ -327,6 +343,7 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "status": status,
     "compile": compile_ahead,
     "explain": explain,
+    "health": health,
     "load_table": load_table,
     "policy": policy,
     "provider": provider,

@@ -31,9 +31,15 @@ class _Side:
     which may eat the edge that announces input."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], path: Path, queue: int, descriptors: Descriptors, take: Take
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        path: Path,
+        queue: int,
+        descriptors: Descriptors,
+        take: Take,
+        is_shared: bool,
     ) -> None:
-        self._sock = sockets.bind_router(context, path, queue)
+        self._sock = sockets.bind_router(context, path, queue, is_shared=is_shared)
         self._take = take
         self.may_have_input = True
         descriptors.watch(sockets.poll_fd(self._sock), self._wake)
@@ -72,7 +78,8 @@ class _Side:
 
 
 class Routers:
-    """`from_client` and `from_worker` take the frames. `queue`: how many wait for one peer."""
+    """`from_client` and `from_worker` take the frames. `queue`: how many wait for one peer. `is_shared`: other users
+    may connect."""
 
     def __init__(
         self,
@@ -83,10 +90,11 @@ class Routers:
         queue: int,
         from_client: Take,
         from_worker: Take,
+        is_shared: bool = False,
     ) -> None:
         self._context = zmq.Context()
-        self._front = _Side(self._context, client_path, queue, descriptors, from_client)
-        self._back = _Side(self._context, worker_path, queue, descriptors, from_worker)
+        self._front = _Side(self._context, client_path, queue, descriptors, from_client, is_shared)
+        self._back = _Side(self._context, worker_path, queue, descriptors, from_worker, is_shared)
         self.send_client, self.send_worker = self._front.send, self._back.send
 
     @property

@@ -16,6 +16,7 @@ from layerzero.broker.certification import Certification
 from layerzero.broker.compilation import Compilation
 from layerzero.broker.cuda_driver import detect_gpus
 from layerzero.broker.engine import Engine
+from layerzero.broker.gate import Gate
 from layerzero.broker.host import detect_cpu
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.policy_source import PolicySource
@@ -33,7 +34,8 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     wrong."""
     try:
         settings = knobs.load(runtime_dir=runtime_dir)
-        endpoints = open_endpoints(settings.runtime_dir)
+        gate = Gate.of(settings)
+        endpoints = open_endpoints(settings.runtime_dir, is_shared=gate.is_shared)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
     lock_fd = os.open(endpoints.broker_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -50,8 +52,8 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
             stale.unlink(missing_ok=True)
     if owns_log:  # a daemon's stderr is the log; one in the foreground writes to a terminal
         keep_in(endpoints.log)
-    launcher = Launcher(settings)
     try:
+        launcher = Launcher(settings)
         policy = _policy(settings, launcher)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
@@ -66,8 +68,8 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     )
     engine.set_certification(Certification(launcher.records()))
     engine.set_compilation(Compilation(launcher.compiled()))
-    state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random())
-    server = Server(settings, endpoints, state, launcher, policy, stays=stays)
+    state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random(), joined=launcher.joined)
+    server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays)
     for problem in launcher.problems:
         log("backend.unusable", detail=problem)
     log("broker.started", pid=os.getpid(), package=layerzero.__version__, backends=sorted(launcher.capabilities))

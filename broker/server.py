@@ -15,11 +15,13 @@ from typing import Any
 
 import layerzero
 from layerzero.broker import events as ev
-from layerzero.broker import frames, requests, supervisor, table_source
+from layerzero.broker import frames, requests, table_source
 from layerzero.broker.compile_jobs import CompileJobs
 from layerzero.broker.connections import Connections
 from layerzero.broker.descriptors import Descriptors
+from layerzero.broker.gate import Gate
 from layerzero.broker.host import free_memory_bytes
+from layerzero.broker.joined import Joined, RemoteWorker
 from layerzero.broker.lane_ends import LaneEnds
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.looks import LOOK_S, Looks
@@ -29,13 +31,14 @@ from layerzero.broker.peers import Peer
 from layerzero.broker.planner import Planner
 from layerzero.broker.policy_source import PolicySource
 from layerzero.broker.probe_jobs import ProbeJobs
-from layerzero.broker.processes import Processes
+from layerzero.broker.processes import AnyWorker, Processes
 from layerzero.broker.routers import Routers, Unreachable
 from layerzero.broker.settings import Settings
 from layerzero.broker.state import BrokerState
 from layerzero.broker.stored_times import StoredTimes
 from layerzero.broker.tuning import Spending
 from layerzero.broker.worker_links import WorkerLinks
+from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc import messages, wire
 from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import ConfigError, LayerZeroError, ProtocolError
@@ -58,6 +61,7 @@ class Server:
         state: BrokerState,
         launcher: Launcher,
         policy: PolicySource,
+        gate: Gate,
         *,
         stays: bool,
     ) -> None:
@@ -93,9 +97,21 @@ class Server:
             queue=4 * settings.max_in_flight,
             from_client=self._from_client,
             from_worker=self._from_worker,
+            is_shared=gate.is_shared,
         )
-        self.processes = Processes(settings, endpoints, launcher, self._descriptors, self.handle, self._worker_ended)
         self._links = WorkerLinks(self._descriptors, self.handle)
+        self.joined = Joined(
+            settings,
+            launcher,
+            handle=self.handle,
+            on_end=self._worker_ended,
+            on_start=self._joined_starts,
+            is_linked=lambda backend, generation: self._links.get(backend, generation) is not None,
+            note_change=self._plan_check,
+        )
+        self.processes = Processes(
+            settings, endpoints, launcher, self._descriptors, self.joined, self.handle, self._worker_ended
+        )
         self._lanes = LaneEnds()
         self._pages = OrderPages()
         self._looks = Looks(state, self.handle, self._lanes, self._pages, self._stop_if_idle)
@@ -107,6 +123,8 @@ class Server:
             self._links,
             self._offers,
             self.processes,
+            self.joined,
+            gate,
             welcome=self._welcome,
             handle=self.handle,
             note_change=self._plan_check,
@@ -127,7 +145,7 @@ class Server:
             ev.TakeBackLane: offers.take_back_lane,
             ev.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
             ev.EndLane: lambda action: lanes.end(action.lane),
-            ev.Probe: self._probes.start,
+            ev.Probe: self._probe,
             ev.Compile: self._compilers.start,
             ev.Spawn: self.processes.spawn,
             ev.Kill: lambda action: self.processes.kill(action.backend, action.generation),
@@ -236,7 +254,8 @@ class Server:
         """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
         grace."""
         kill_at_s = math.inf if self._kill_at_s is None else self._kill_at_s
-        self._check_s = min(self._connections.due_s, self._linger_ends_s(), kill_at_s, IDLE_CHECK_S + time.monotonic())
+        due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), kill_at_s)
+        self._check_s = min(due_s, IDLE_CHECK_S + time.monotonic())
 
     def _housekeeping(self, now_s: float) -> None:
         if now_s >= self._linger_ends_s():
@@ -245,6 +264,7 @@ class Server:
             self._kill_at_s = None
             self.processes.kill_all()
         self._connections.end_silent(now_s)
+        self.joined.look(now_s)
         self._plan_check()
 
     # --- events and actions --------------------------------------------------------------------------
@@ -361,33 +381,53 @@ class Server:
                 self.handle(ev.WorkerMisbehaved(peer.backend, peer.generation, "it does not read its queue"))
 
     def _welcome(self, peer: Peer) -> messages.Welcome:
+        path = self._zmq_paths.get(peer.role)  # a keeper has none to connect to
         return messages.Welcome(
             protocol=wire.PROTOCOL,
             package=layerzero.__version__,
             broker=self.incarnation,
             broker_pid=os.getpid(),
-            endpoint=f"ipc://{self._zmq_paths[peer.role]}",
+            endpoint=f"ipc://{path}" if path else "",
             identity=peer.identity,
             number=peer.number,
             max_in_flight=self.settings.max_in_flight,
             timeout_s=self.settings.timeout_s,
+            mac=b"" if peer.proofs is None else peer.proofs.broker_mac,
+            has_joined=bool(self.joined.names),
         )
+
+    def _probe(self, action: ev.Probe) -> None:
+        if action.backend in self.joined.names:  # what a keeper's probe has shown comes with its worker's start
+            self.post(ev.ProbeEnded(action.backend, None))
+        else:
+            self._probes.start(action)
+
+    def _joined_starts(self, backend: str, env: str, record: ProbeRecord) -> None:
+        """Certificates and times are those of where the worker runs."""
+        self.launcher.note_joined(backend, env)
+        self.state.engine.note_env(backend, env)
+        self._times.identify(backend, record.versions)
+        self.handle(ev.ProbeEnded(backend, None, record))
 
     # --- ends ----------------------------------------------------------------------------------------
 
-    def _worker_ended(self, process: supervisor.Process) -> None:
+    def _worker_ended(self, process: AnyWorker) -> None:
         self._routers.take_workers()  # what it still said counts
         backend, generation = process.backend, process.generation
         peer = self._links.get(backend, generation)
         if peer is not None:
             self._connections.close(peer)
+        if isinstance(process, RemoteWorker) and process.was_given_up:
+            process.reap()
+            self.handle(ev.WorkerGone(backend, generation))
+            return
         rings = self._looks.at_what_is_left(backend)
-        ended = supervisor.reap(process)
-        self.handle(
-            ev.WorkerExited(
-                backend, generation, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, rings
-            )
+        ended = process.reap()
+        exited = ev.WorkerExited(
+            backend, generation, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, rings
         )
+        exited.is_departure = isinstance(process, RemoteWorker) and not process.has_keeper
+        self.handle(exited)
 
     def _stop_worker(self, action: ev.StopWorker) -> None:
         self._kill_at_s = time.monotonic() + STOP_GRACE_S

@@ -40,7 +40,7 @@ class Settling:
         """Lend a lane to a route that one worker serves well, and would serve again."""
         route, signature = call.route, call.route.signature
         is_known = call.client.routes.get(route.number) is route  # it may have been forgotten meanwhile
-        if route.is_leased or not is_known or not self._limits.express:
+        if route.is_leased or not is_known or not self._limits.express or worker.is_joined:
             return
         server = (call.kernel_id, worker.generation)
         if route.settled_on != server:

@@ -12,7 +12,7 @@ GPU is answered when it is enqueued there, and once more when it had to run agai
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from layerzero.broker import events as ev
@@ -41,6 +41,7 @@ from layerzero.broker.settling import Settling
 from layerzero.broker.shadow import ShadowLedger
 from layerzero.broker.signatures import Signatures
 from layerzero.broker.turns import Turns
+from layerzero.broker.unreachable import Unreachable
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc.errors import ProtocolError
@@ -50,9 +51,18 @@ S = WorkerState
 
 
 class BrokerState:
-    """`engine` knows what each usable backend claims. `unusable`: why the others cannot start."""
+    """`engine` knows what each usable backend claims. `unusable`: why the others cannot start. `joined`: those whose
+    workers the broker does not start."""
 
-    def __init__(self, engine: Engine, unusable: Mapping[str, Rejection], limits: Limits, rng: random.Random) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        unusable: Mapping[str, Rejection],
+        limits: Limits,
+        rng: random.Random,
+        *,
+        joined: Collection[str] = (),
+    ) -> None:
         self.engine = engine
         self.capabilities = engine.capabilities
         self.limits = limits
@@ -63,7 +73,7 @@ class BrokerState:
         self.turns = turns = Turns()
         quarantine = Quarantine(limits.poison_quarantine_s)
         decisions = Decisions(engine, agenda)
-        self.fleet = fleet = Fleet(engine, unusable, limits, rng, agenda)
+        self.fleet = fleet = Fleet(engine, unusable, limits, rng, agenda, joined)
         self.compiling = compiling = Compiling(engine, fleet, agenda)
         self.signatures = signatures = Signatures(engine, fleet, agenda)
         loans = Loans(fleet, agenda)
@@ -103,6 +113,7 @@ class BrokerState:
         )
         self._rings = rings = Rings(fleet, leases, turns, admission, calls, closing, limits, agenda)
         self._aftermath = Aftermath(fleet, calls, enqueued, bells, leases, rings, closing, agenda)
+        self._unreachable = unreachable = Unreachable(fleet, calls, closing, agenda)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.ClientJoined: sessions.join,
             ev.ClientLeft: sessions.leave,
@@ -133,6 +144,9 @@ class BrokerState:
             ev.CallRaised: answers.take_error,
             ev.WorkerMisbehaved: fleet.note_misbehaviour,
             ev.WorkerExited: self._worker_exited,
+            ev.WorkerLost: self._worker_lost,
+            ev.WorkerGone: unreachable.release,
+            ev.BackendOffered: fleet.take_offer,
             ev.BackendReset: self._backend_reset,
             ev.PolicyChanged: self._policy_changed,
             ev.ShadowCompared: self._shadow_compared,
@@ -206,6 +220,10 @@ class BrokerState:
     def _worker_exited(self, event: ev.WorkerExited) -> None:
         if self._aftermath.take(event) is not None:
             self._exit_if_stopped()
+
+    def _worker_lost(self, event: ev.WorkerLost) -> None:
+        self._unreachable.lose(event)
+        self._exit_if_stopped()
 
     def _lane_overdue(self, event: ev.LaneOverdue) -> None:
         lane = self.leases.lanes.get(event.lane)

@@ -47,6 +47,34 @@ class Process:
     def pid(self) -> int:
         return self.popen.pid
 
+    def kill(self) -> None:
+        """SIGKILL to the worker and everything it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> Exit:
+        """Collect an ended worker, end what it left behind, release what the broker holds of it."""
+        self.kill()
+        exit_code = self.popen.wait()
+        executing, phase = self.page.read()
+        self.page.close()
+        os.close(self.page_fd)
+        os.close(self.pidfd)
+        return Exit(exit_code, executing, phase_name(phase), stderr_tail(self))
+
+
+@dataclass(frozen=True)
+class Exit:
+    exit_code: int  # negative: the signal that killed it
+    executing: int
+    phase: str
+    stderr_tail: str
+
+
+def phase_name(phase: int) -> str:
+    """Of what a control page says."""
+    return PHASES[phase] if phase < len(PHASES) else "unknown"
+
 
 def spawn(
     backend: str, generation: int, launch: Launch, *, control_path: Path, log: Path, package: str, failpoints: str
@@ -92,31 +120,6 @@ def spawn(
     page = memory.ControlPage(page_fd, writable=False)
     pidfd = os.pidfd_open(popen.pid)
     return Process(backend, generation, popen, pidfd, ticket, page_fd, page, log, log_start)
-
-
-def kill(process: Process) -> None:
-    """SIGKILL to the worker and everything it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-@dataclass(frozen=True)
-class Exit:
-    exit_code: int  # negative: the signal that killed it
-    executing: int
-    phase: str
-    stderr_tail: str
-
-
-def reap(process: Process) -> Exit:
-    """Collect an ended worker, end what it left behind, release what the broker holds of it."""
-    kill(process)
-    exit_code = process.popen.wait()
-    executing, phase = process.page.read()
-    process.page.close()
-    os.close(process.page_fd)
-    os.close(process.pidfd)
-    return Exit(exit_code, executing, PHASES[phase] if phase < len(PHASES) else "unknown", stderr_tail(process))
 
 
 def stderr_tail(process: Process) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 import layerzero
 from layerzero.client import arena as arenas
-from layerzero.client import ops, overlay, start
+from layerzero.client import ops, overlay
+from layerzero.client import start as starting
 from layerzero.client.arrays import CPU, Array, copy_into, describe, wrap
 from layerzero.client.call import Request, Submitted
 from layerzero.client.gpu_arrays import give, is_on_gpu, new_like
@@ -30,36 +31,50 @@ _lock = threading.Lock()
 ENDING_POLL_S = 0.1
 
 
-def connect(*, runtime_dir: str | os.PathLike[str] | None = None) -> Session:
+def connect(
+    *,
+    runtime_dir: str | os.PathLike[str] | None = None,
+    secret_file: str | os.PathLike[str] | None = None,
+    start: bool | None = None,
+) -> Session:
     """Connect this process to the user's broker, starting one if none runs.
 
     A broker started here ends with its last client; `lz up` starts one that stays. Calling again returns the same
     session while its broker lives, and a new one after it was lost. All threads share the session; a forked child
     connects anew at its first call.
     runtime_dir: folder of the broker's sockets; default LAYERZERO_RUNTIME_DIR or the platform's runtime folder.
+    secret_file: the secret of a broker that asks for one (lz keys secret); default LAYERZERO_SECRET_FILE.
+    start: whether to start a broker where none runs, in place of waiting for one; default: unless there is a secret
+    file, for then the broker is another container's.
     Raises BrokerLost when no broker can be started, VersionMismatch when one of another version runs.
     """
     global _session
-    where = start.endpoints(None if runtime_dir is None else Path(runtime_dir))
+    key = starting.secret_key(None if secret_file is None else Path(secret_file))
+    where = starting.endpoints(None if runtime_dir is None else Path(runtime_dir), is_shared=key is not None)
+    starts = key is None if start is None else start
     with _lock:
         if _session is not None:
             if _session.is_alive and _session.path == where.control:
                 return _session
             _session.close()
             _session = None
-        deadline_s = time.monotonic() + start.START_TIMEOUT_S
+        deadline_s = time.monotonic() + starting.START_TIMEOUT_S
         while True:
-            start.ensure_broker(where, stays=False)
-            overlay.set_environment(start.policy_layers())
+            if starts:
+                starting.ensure_broker(where, stays=False)
+            overlay.set_environment(starting.policy_layers())
             try:
-                _session = Session(where.control, layerzero.__version__)
+                _session = Session(where.control, layerzero.__version__, key)
                 return _session
             except TimeoutError as exc:
                 raise BrokerLost(f"the broker on {where.control} does not answer; end it with lz down") from exc
             except (FileNotFoundError, ConnectionRefusedError, BrokerLost) as exc:
                 if time.monotonic() > deadline_s:
                     raise BrokerLost(f"no broker answers on {where.control}: {exc}") from exc
-                start.wait_for_end(where, ENDING_POLL_S)  # the last client left just now, and the broker with it
+                if starts:  # the last client left just now, and the broker with it
+                    starting.wait_for_end(where, ENDING_POLL_S)
+                else:
+                    time.sleep(ENDING_POLL_S)
 
 
 def disconnect() -> None:
@@ -295,4 +310,4 @@ def share(value: Any) -> Any:
 
 def default_runtime_dir() -> Path:
     """Where lz.connect() looks for a broker."""
-    return start.runtime_dir()
+    return starting.runtime_dir()

@@ -93,6 +93,12 @@ class Submitted:
     after_lane: int = 0  # the express lane that ended with this call on it, and which call of the lane it was
     after_call: int = 0
 
+    @property
+    def writes_to_caller(self) -> bool:
+        """Whether a worker writes straight into memory that is the caller's own."""
+        in_place = OPS[self.request.op].in_place
+        return self.out_is_direct or any(name not in {name for name, *_ in self.written} for name in in_place)
+
     def digest(self) -> bytes:
         """Of the inputs' contents: tells a poisonous call from a harmless one of the same signature. What the call
         writes in place is left out: it is another one at each call."""

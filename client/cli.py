@@ -58,6 +58,8 @@ app = typer.Typer(
 
 policy_app = typer.Typer(help="Check and show the policy of selection.", no_args_is_help=True)
 app.add_typer(policy_app, name="policy")
+keys_app = typer.Typer(help="Make secrets of stacks.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
 
 Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON.")]
 Op = Annotated[str, typer.Argument(metavar="OP", help="attention, matmul, linear, softmax, silu, tokenize, ...")]
@@ -91,11 +93,31 @@ def root(
 
 
 @app.command()
-def up(as_json: Json = False) -> None:
+def up(
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Do not go into the background: logs to stderr, ends on SIGTERM.")
+    ] = False,
+    joined: Annotated[
+        str | None,
+        typer.Option("--joined", metavar="NAMES", help="Backends whose workers join by themselves: a,b or all."),
+    ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option("--secret-file", help="Who connects must know this secret (lz keys secret).")
+    ] = None,
+    allow_uid: Annotated[
+        list[int] | None, typer.Option("--allow-uid", help="Another user who may connect; may be repeated.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Start a broker that stays until `lz down`."""
     from layerzero.client import cli_broker
 
-    cli_broker.up(as_json=as_json)
+    settings = {} if joined is None else {"joined": joined}
+    if secret_file is not None:
+        settings["secret_file"] = str(secret_file.absolute())
+    if allow_uid:
+        settings["allow_uids"] = ",".join(map(str, allow_uid))
+    cli_broker.up(as_json=as_json, foreground=foreground, settings=settings)
 
 
 @app.command()
@@ -252,6 +274,16 @@ def restart(
     from layerzero.client import cli_broker
 
     raise typer.Exit(cli_broker.restart(backends, as_json=as_json))
+
+
+@keys_app.command("secret")
+def keys_secret(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where it goes; must not exist.")], as_json: Json = False
+) -> None:
+    """Write a new secret of a stack to FILE, for its owner only."""
+    from layerzero.client import cli_keys
+
+    cli_keys.secret_file(file, as_json=as_json)
 
 
 @policy_app.command("check")

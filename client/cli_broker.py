@@ -29,14 +29,18 @@ _STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cy
 @contextmanager
 def connection(where: Endpoints) -> Iterator[Session]:
     """A session with the broker that runs; starts none. Raises BrokerLost when there is none."""
-    pid = start.broker_pid(where)
+    key = start.secret_key()
+    pid = start.broker_pid(where) if key is None else 0  # of another container, maybe
     if pid is None:
         raise BrokerLost(f"no broker runs in {where.folder}", repair="lz up")
     try:
-        session = Session(where.control, layerzero.__version__)
+        session = Session(where.control, layerzero.__version__, key)
     except (OSError, ProtocolError) as exc:
+        if key is not None and isinstance(exc, (FileNotFoundError, ConnectionRefusedError)):
+            raise BrokerLost(f"no broker runs in {where.folder}", repair="start the one of this stack") from exc
+        who = f"the broker (pid {pid})" if pid else "the broker"
         raise BrokerLost(
-            f"the broker (pid {pid}) does not answer: {exc}", repair="try again; if it stays like this, lz down --force"
+            f"{who} does not answer: {exc}", repair="try again; if it stays like this, lz down --force"
         ) from exc
     try:
         yield session
@@ -44,7 +48,11 @@ def connection(where: Endpoints) -> Iterator[Session]:
         session.close()
 
 
-def up(*, as_json: bool) -> None:
+def up(*, as_json: bool, foreground: bool, settings: Mapping[str, str]) -> None:
+    """`settings`: of the broker, by name; they win over the environment."""
+    os.environ.update({f"LAYERZERO_{name.upper()}": value for name, value in settings.items()})
+    if foreground:
+        start.become_broker()
     where = start.endpoints()
     was_started = _ensure_it_stays(where)
     pid = start.broker_pid(where)
@@ -91,6 +99,11 @@ def _stop(where: Endpoints, *, force: bool) -> int | None:
     pid = start.broker_pid(where)
     if pid is None:
         return None
+    if start.is_foreign(where):
+        raise LayerZeroError(
+            f"the broker in {where.folder} runs in another container or pid namespace; it is ended from there",
+            repair="docker compose stop, or lz down where it runs",
+        )
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -215,11 +228,12 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _state(row: Mapping[str, Any]) -> str:
-    if row["state"] != "absent":
+    is_vacant = (row["unavailable"] or {}).get("code") == "NOT_JOINED"
+    if row["state"] != "absent" and not (row["state"] == "disabled" and is_vacant):
         return str(row["state"])
     if not row["unavailable"]:
         return "idle"
-    return "not built" if row["unavailable"]["code"] == "NOT_INSTALLED" else "unusable"
+    return {"NOT_INSTALLED": "not built", "NOT_JOINED": "not joined"}.get(row["unavailable"]["code"], "unusable")
 
 
 def _print_wrong(answer: Mapping[str, Any]) -> None:

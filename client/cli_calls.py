@@ -136,7 +136,7 @@ class Connected:
     """lz.connect() with a note when that started a broker, and lz.disconnect()."""
 
     def __enter__(self) -> None:
-        if start.broker_pid(start.endpoints()) is None:
+        if start.secret_key() is None and start.broker_pid(start.endpoints()) is None:
             note("no broker runs: one is started for this command only; lz up starts one that stays")
         lz.connect()
 

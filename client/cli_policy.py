@@ -47,7 +47,7 @@ def check(file: Path, *, as_json: bool) -> int:
 def show(*, with_origin: bool, as_json: bool) -> None:
     """Print the policy that holds for calls of this shell: that of the broker, and this environment's on top."""
     where = start.endpoints()
-    if start.broker_pid(where) is None:
+    if start.secret_key() is None and start.broker_pid(where) is None:
         note("no broker runs: this is what one would read that started now")
         answer = _as_a_broker_would()
     else:

@@ -32,11 +32,13 @@ from layerzero.ipc.errors import (
     ProtocolError,
     from_wire,
 )
+from layerzero.ipc.hello import greet
 from layerzero.ipc.wire import HEADER_BYTES, Header, Kind
 
 CONTROL_TIMEOUT_S = 10.0
 GRACE_S = 10.0  # for a broker that was asked whether it is there
 _NOBLOCK, _DECISION, _LEASE = int(zmq.NOBLOCK), int(Kind.DECISION), int(Kind.LEASE)  # enums are slow
+_RELEASED, _FAILED = int(Kind.RELEASED), int(Kind.FAILED)
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 
 
@@ -68,7 +70,8 @@ class Pending:
 
 
 class Link:
-    """Raises BrokerLost from every method once the broker is gone, NotConnected once it was closed."""
+    """Raises BrokerLost from every method once the broker is gone, NotConnected once it was closed. `key`: the secret
+    that both must know."""
 
     def __init__(
         self,
@@ -76,15 +79,13 @@ class Link:
         package: str,
         on_decision: Callable[[Header, bytes], None],
         on_lease: Callable[[Header, bytes], None],
+        key: bytes | None = None,
     ) -> None:
         self._control = control.connect(path, timeout_s=CONTROL_TIMEOUT_S)
         self._control_lock = threading.Lock()
         try:
             hello = messages.Hello(protocols=[wire.PROTOCOL], role="client", package=package, pid=os.getpid())
-            control.send(self._control, hello)
-            answer, _ = control.receive(self._control, messages.Welcome, messages.Refused)
-            if isinstance(answer, messages.Refused):
-                raise from_wire(answer.error)
+            answer, _ = greet(self._control, hello, key)
         except control.Closed:
             self._control.close()
             raise BrokerLost("the broker hung up before it said hello") from None
@@ -108,6 +109,7 @@ class Link:
         self._poll.register(self._control, _POLLRDHUP)
         self._pending: dict[int, Pending] = {}
         self._waiting: dict[int, threading.Event] = {}
+        self._lent: dict[int, Any] = {}  # memory that a worker out of reach may write to, by call
         self._numbers = itertools.count(1)
         self._heard = 0  # frames so far
         self._is_closed = False
@@ -274,8 +276,13 @@ class Link:
         if header.kind == _LEASE:
             self._on_lease(header, frame[HEADER_BYTES:])
             return
+        if header.kind == _RELEASED:
+            self._lent.pop(header.seq, None)
+            return
         pending = self._pending.get(header.seq)
         if pending is not None:
+            if header.kind == _FAILED and header.flags & wire.STILL_LENT:
+                self._lent[header.seq] = pending.hold
             pending.header = header
             pending.body = frame[HEADER_BYTES:]
             pending.finish()
@@ -292,8 +299,12 @@ class Link:
             self.lost = self.lost or reason
             left = list(self._pending.values())
             self._pending.clear()
+            lent = list(self._lent.values())
+            self._lent.clear()
+        for hold in lent:  # nobody will say when it is released
+            quarantine(hold, is_broker_dead=False)
         for pending in left:
-            is_dead = not is_closed and unresponsive is None and isinstance(reason, BrokerLost)
+            is_dead = not is_closed and unresponsive is None and self._ends_workers(reason)
             quarantine(pending.hold, is_broker_dead=is_dead)
             pending.error = Cancelled("the session was closed before the call ended") if is_closed else _again(reason)
             pending.finish()
@@ -309,8 +320,13 @@ class Link:
             if self.lost is None:
                 time.sleep(0.0005)  # another thread reads; the hang-up has woken it
         is_closed = isinstance(self.lost, NotConnected)
-        quarantine(hold, is_broker_dead=isinstance(self.lost, BrokerLost))
+        quarantine(hold, is_broker_dead=self._ends_workers(self.lost))
         return Cancelled("the session was closed before the call ended") if is_closed else _again(self.lost)
+
+    def _ends_workers(self, reason: LayerZeroError | None) -> bool:
+        """Whether the kernel ends all workers with the broker. Joined ones end when they see it, which a paused
+        container does not."""
+        return isinstance(reason, BrokerLost) and not self.welcome.has_joined
 
     def check_alive(self) -> None:
         """Raises BrokerLost when the broker says nothing, although it is asked."""

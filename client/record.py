@@ -69,6 +69,11 @@ def failure_of(
     )
 
 
+def attempts_of(outcome: messages.Outcome) -> tuple[Attempt, ...]:
+    """Those that failed, as the broker tells them."""
+    return tuple(_attempt(a) for a in outcome.attempts)
+
+
 def explanation(op: str, answer: Mapping[str, Any]) -> SelectionReport:
     """The report of a call that was not made, from the broker's answer."""
     candidates = tuple(Candidate.from_wire(c) for c in answer["candidates"])

@@ -36,7 +36,7 @@ from layerzero.client.link import Link, Pending
 from layerzero.client.local import Local
 from layerzero.client.plans import Plan
 from layerzero.client.preparation import prepare
-from layerzero.client.record import Record, explanation, failure, report_of
+from layerzero.client.record import Record, attempts_of, explanation, failure, report_of
 from layerzero.client.report import Attempt, Copy, SelectionReport
 from layerzero.client.routes import Routes, route_message
 from layerzero.client.shadow import Shadow
@@ -47,6 +47,7 @@ from layerzero.ipc.errors import (
     Poison,
     ProtocolError,
     RunInProcess,
+    WorkerUnreachable,
 )
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import Kind
@@ -59,9 +60,11 @@ _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
 class Session:
     """Threads may share it. A forked child gets a connection of its own at its next call."""
 
-    def __init__(self, path: Path, package: str) -> None:
+    def __init__(self, path: Path, package: str, key: bytes | None = None) -> None:
+        """`key`: the secret of the broker's stack."""
         self.path = path
         self._package = package
+        self._key = key
         self._lock = threading.RLock()
         self._last = threading.local()
         self.shadow = Shadow(self)
@@ -70,7 +73,7 @@ class Session:
 
     def _open(self) -> None:
         routes = Routes(self.ask, self.shadow)
-        link = Link(self.path, self._package, routes.note_decision, routes.note_lease)
+        link = Link(self.path, self._package, routes.note_decision, routes.note_lease, self._key)
         self.routes = routes
         self._lanes = Lanes(link, self.shadow)
         self.lent = Lent(link, self._lanes.tickets.clear)
@@ -214,6 +217,8 @@ class Session:
             error, outcome = error_of(pending.body)
             if isinstance(error, AdaptationRequired):
                 return self.wait(self.submit(self._adapt(submitted, error), submitted.prior))
+            if isinstance(error, WorkerUnreachable) and not submitted.writes_to_caller:
+                return self.wait(self.submit(submitted.request, (*submitted.prior, *attempts_of(outcome))))
             if isinstance(error, RunInProcess):
                 self.local.take_grant(submitted.route, error, outcome)
                 return self.run(submitted.request)

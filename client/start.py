@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from layerzero.ipc import control, messages, policy
+from layerzero.ipc import control, messages, policy, secret
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir, open_endpoints
 from layerzero.ipc.errors import BrokerLost, from_wire
 
 START_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 2.0
 READY = b"1"  # what a broker writes when clients may connect; anything else is its error
 
 
@@ -31,12 +32,32 @@ def policy_layers() -> list[dict[str, Any]]:
     return policy.variables(os.environ, policy.PER_CALL)
 
 
-def endpoints(folder: Path | None = None) -> Endpoints:
-    return open_endpoints(folder if folder is not None else runtime_dir())
+def secret_key(path: Path | None = None) -> bytes | None:
+    """The secret of the broker's stack, from a file or from the one that LAYERZERO_SECRET_FILE names; None without.
+    Raises ConfigError."""
+    given = path or os.environ.get("LAYERZERO_SECRET_FILE")
+    return secret.read(Path(given)) if given else None
+
+
+def endpoints(folder: Path | None = None, *, is_shared: bool | None = None) -> Endpoints:
+    """Raises ConfigError. `is_shared`: whether a secret makes sure who is there; default: whether the environment names
+    one."""
+    shared = bool(os.environ.get("LAYERZERO_SECRET_FILE")) if is_shared is None else is_shared
+    return open_endpoints(folder if folder is not None else runtime_dir(), is_shared=shared)
+
+
+def is_foreign(where: Endpoints) -> bool:
+    """Whether the broker that listens is in another pid namespace: its pid means nothing here, or another process."""
+    try:
+        sock = control.connect(where.control, timeout_s=CONNECT_TIMEOUT_S)
+    except OSError:
+        return False
+    with sock:
+        return control.peer_credentials(sock)[0] == 0
 
 
 def broker_pid(where: Endpoints) -> int | None:
-    """Pid of the broker that holds the lock, or None when there is none."""
+    """Pid, in its own namespace, of the broker that holds the lock, or None when there is none."""
     try:
         fd = os.open(where.broker_lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -116,6 +137,12 @@ def _start(where: Endpoints, *, stays: bool) -> None:
                 break
     tail = where.log.read_bytes()[log_start:][-1500:].decode(errors="replace").strip()
     raise BrokerLost(f"the broker did not start; the end of {where.log}:\n{tail}")
+
+
+def become_broker() -> NoReturn:
+    """Go on as a broker that stays, in the foreground: logs to stderr, ends on SIGTERM. Works as pid 1."""
+    command = [sys.executable, "-P", "-m", "layerzero.broker", "--stays", "--runtime-dir", str(runtime_dir())]
+    os.execve(sys.executable, command, _environment())
 
 
 def _environment() -> dict[str, str]:

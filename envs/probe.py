@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from layerzero.envs.build import Env, command
-from layerzero.envs.child import run
+from layerzero.envs.child import Ended, run
 from layerzero.envs.manifest import EnvManifest
 
 DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes most of a minute on a slow one
@@ -74,6 +74,14 @@ def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT
     start = time.monotonic()
     targets = (manifest.provider_target, str(manifest.descriptor_path))
     ended = run(env, "layerzero.workers.probe", *targets, timeout_s=timeout_s)
+    seconds = round(time.monotonic() - start, 3)
+    return judge(ended, env.name, probe_key(env, manifest), seconds, timeout_s, lambda kind: _repair(env, kind))
+
+
+def judge(
+    ended: Ended, name: str, key: str, seconds: float, timeout_s: float, repair: Callable[[str], str]
+) -> ProbeRecord:
+    """The verdict of a probe's process, whoever ran it. `repair` makes the command to run of the kind of failure."""
     failure: dict[str, Any] = {}
     if ended.code is None:
         failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s"}
@@ -82,20 +90,25 @@ def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT
     verdict = failure or _parse(ended.out) or _no_answer(ended.code, ended.err)
     ok = not verdict.get("kind")
     return ProbeRecord(
-        env=env.name,
-        key=probe_key(env, manifest),
+        env=name,
+        key=key,
         ok=ok,
-        seconds=round(time.monotonic() - start, 3),
+        seconds=seconds,
         stderr_tail="" if ok else ended.err.decode(errors="replace")[-_STDERR_TAIL:],
-        repair="" if ok else _repair(env, verdict["kind"]),
+        repair="" if ok else repair(verdict["kind"]),
         **verdict,
     )
 
 
 def cached_probe(env: Env, manifest: EnvManifest) -> ProbeRecord | None:
     """The verdict on exactly this environment and code, or None."""
+    return cached_record(record_path(env, manifest))
+
+
+def cached_record(path: Path) -> ProbeRecord | None:
+    """The verdict in a file, or None."""
     try:
-        data = json.loads(record_path(env, manifest).read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
         return ProbeRecord(**data) if _is_certificate(data["certified"], data["failures"]) else None
     except (
         FileNotFoundError,
@@ -113,12 +126,16 @@ def probe_cached(
     record = None if refresh else cached_probe(env, manifest)
     if record is None:
         record = probe(env, manifest, timeout_s=timeout_s)
-        path = record_path(env, manifest)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps(record.to_json()), encoding="utf-8")
-        aside.replace(path)
+        keep_record(record_path(env, manifest), record)
     return record
+
+
+def keep_record(path: Path, record: ProbeRecord) -> None:
+    """For `cached_record`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside.write_text(json.dumps(record.to_json()), encoding="utf-8")
+    aside.replace(path)
 
 
 def record_path(env: Env, manifest: EnvManifest) -> Path:

@@ -44,11 +44,12 @@ def connect(path: Path, *, timeout_s: float) -> socket.socket:
     return sock
 
 
-def listen(path: Path) -> socket.socket:
-    """Bind and listen, owner-only. The caller holds the broker lock, so a socket file in the way is stale."""
+def listen(path: Path, *, is_shared: bool = False) -> socket.socket:
+    """Bind and listen, owner-only, unless others may connect, who are checked then. The caller holds the broker lock,
+    so a socket file in the way is stale."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    previous = os.umask(0o177)
+    previous = os.umask(0o111 if is_shared else 0o177)
     try:
         sock.bind(str(path))
     finally:

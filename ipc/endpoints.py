@@ -50,8 +50,9 @@ def default_runtime_dir(environ: Mapping[str, str]) -> Path:
     return Path(base) / "layerzero" if base else Path(f"/tmp/layerzero-{os.getuid()}")
 
 
-def open_endpoints(folder: Path) -> Endpoints:
-    """Create the folder if needed, owner-only, and check it. Raises ConfigError."""
+def open_endpoints(folder: Path, *, is_shared: bool = False) -> Endpoints:
+    """Create the folder if needed, owner-only, and check it. `is_shared`: it may be another user's, and open to others
+    who cannot write there; then both sides must prove who they are. Raises ConfigError."""
     if len(str(folder)) + len("/client-0123456789abcdef") > SUN_PATH_MAX:
         raise ConfigError(
             f"runtime folder {str(folder)!r} is too long for unix sockets (at most {SUN_PATH_MAX} bytes with the "
@@ -59,6 +60,13 @@ def open_endpoints(folder: Path) -> Endpoints:
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = folder.lstat()
+    if is_shared:
+        if not stat.S_ISDIR(info.st_mode) or info.st_mode & 0o002:
+            raise ConfigError(
+                f"runtime folder {str(folder)!r} must be a directory that not everybody can write to; it has mode "
+                f"{stat.S_IMODE(info.st_mode):04o}. Repair it with chmod o-w"
+            )
+        return Endpoints(folder)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(
             f"runtime folder {str(folder)!r} must be a directory of user {os.getuid()} with mode 0700; it has owner "

@@ -65,6 +65,15 @@ class DeadlineExceeded(BackendError):
     code = "DEADLINE"
 
 
+class WorkerUnreachable(BackendError):
+    """A joined worker does not answer, and nobody can confirm its end: it may still write into the call's memory. The
+    client calls again with other memory; callers see it when they pinned the backend, or when that memory is theirs:
+    `out=` in an arena, or a tensor that the op writes in place. Fact `backend`."""
+
+    code = "UNREACHABLE"
+    retry = SAME
+
+
 class Poison(LayerZeroError):
     """This very call killed two workers and is refused from now on. Change the inputs, or wait until the
     quarantine (fact `quarantine_s`) is over."""
@@ -137,6 +146,12 @@ class ProtocolError(LayerZeroError):
 
     code = "BAD_MESSAGE"
     retry = OTHER_BACKEND
+
+
+class NotAllowed(LayerZeroError):
+    """A peer may not connect to this broker: wrong user, no secret or a wrong one, no key or an unknown one."""
+
+    code = "NOT_ALLOWED"
 
 
 class EnvError(LayerZeroError):

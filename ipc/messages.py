@@ -21,19 +21,40 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Message):
-    """client or worker -> broker, first message on the control socket. Answered by Welcome or Refused."""
+    """peer -> broker, first message on the control socket. Answered by Welcome or Refused; by Challenge where the
+    broker has a secret."""
 
     kind: ClassVar[str] = "hello"
     protocols: list  # type: ignore[type-arg]  # of int, newest first
-    role: str  # "client" or "worker"
+    role: str  # "client", "worker" or "keeper"
     package: str  # package version, for messages to people
     pid: int
     ticket: bytes = b""  # worker: the capability it was started with
+    nonce: bytes = b""  # client, keeper: 32 random bytes from one that has the secret
+    backend: str = ""  # keeper: whose worker it keeps
+    env: str = ""  # keeper: id of what is installed there, as lz-env.json says
+    source: str = ""  # keeper: hash of its copy of our code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Challenge(Message):
+    """broker -> peer that has said hello. Answered by Proof."""
+
+    kind: ClassVar[str] = "challenge"
+    nonce: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof(Message):
+    """peer -> broker. Answered by Welcome or Refused."""
+
+    kind: ClassVar[str] = "proof"
+    mac: bytes  # ipc/secret.py: Handshake.peer_mac
 
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome(Message):
-    """broker -> client or worker. For a worker the control page travels with it as a file descriptor."""
+    """broker -> peer. For a worker the control page travels with it as a file descriptor."""
 
     kind: ClassVar[str] = "welcome"
     protocol: int
@@ -45,6 +66,8 @@ class Welcome(Message):
     number: int  # of this client or worker in this broker
     max_in_flight: int  # calls a client may have open at once
     timeout_s: float  # default for calls that give none
+    mac: bytes = b""  # after a Challenge: ipc/secret.py: Handshake.broker_mac
+    has_joined: bool = False  # some workers are not the broker's children: they may outlive it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +223,82 @@ class UnmapLane(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Keep(Message):
+    """broker -> keeper, after Welcome, with its backend's descriptor as a memfd. Answered by Probed if `probes`."""
+
+    kind: ClassVar[str] = "keep"
+    provider: str  # module name, or path of a .py file
+    environ: dict  # type: ignore[type-arg]  # variables of the worker; "{site}" and "{cache}" are places at the keeper's
+    defaults: dict  # type: ignore[type-arg]  # variables of the worker that the keeper's own win over
+    probes: bool
+    timeout_s: float  # of the probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed(Message):
+    """keeper -> broker, with what the probe's process wrote to its stdout as a memfd."""
+
+    kind: ClassVar[str] = "probed"
+    code: int  # exit code; negative: the signal it died of
+    is_late: bool  # it was killed after its time
+    seconds: float
+    stderr_tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartWorker(Message):
+    """broker -> keeper. Answered by WorkerStarted, or WorkerEnded when that fails; later by WorkerEnded."""
+
+    kind: ClassVar[str] = "start_worker"
+    generation: int
+    ticket: bytes
+    failpoints: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Message):
+    """keeper -> broker."""
+
+    kind: ClassVar[str] = "worker_started"
+    generation: int
+    pid: int  # in the keeper's own namespace: for people only
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillWorker(Message):
+    """broker -> keeper. The worker's WorkerEnded follows, unless that is on its way."""
+
+    kind: ClassVar[str] = "kill_worker"
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded(Message):
+    """keeper -> broker: the worker has been waited for, and what it had started was killed."""
+
+    kind: ClassVar[str] = "worker_ended"
+    generation: int
+    code: int  # exit code; negative: the signal it died of
+    stderr_tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping(Message):
+    """broker -> keeper. Answered by Pong."""
+
+    kind: ClassVar[str] = "ping"
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pong(Message):
+    """keeper -> broker."""
+
+    kind: ClassVar[str] = "pong"
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Route(Message):
     """Body of ROUTE: a call signature in canonical form (ipc/ops.py), specs as TensorSpec.to_wire()."""
 
@@ -298,6 +397,8 @@ MESSAGES: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
         Hello,
+        Challenge,
+        Proof,
         Welcome,
         Refused,
         AddArena,
@@ -315,6 +416,14 @@ MESSAGES: dict[str, type[Message]] = {
         LaneAdded,
         MapLane,
         UnmapLane,
+        Keep,
+        Probed,
+        StartWorker,
+        WorkerStarted,
+        KillWorker,
+        WorkerEnded,
+        Ping,
+        Pong,
         Route,
         RanHere,
         Prepare,

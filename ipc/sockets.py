@@ -24,12 +24,15 @@ def connect_dealer(
     return sock
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], path: Path, hwm: int) -> zmq.Socket[bytes]:
-    """The broker's end, owner-only. A message to a peer that is gone is an error, never dropped in silence."""
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], path: Path, hwm: int, *, is_shared: bool = False
+) -> zmq.Socket[bytes]:
+    """The broker's end, owner-only, unless others may connect: who has no identity of ours is not heard. A message to a
+    peer that is gone is an error, never dropped in silence."""
     sock = context.socket(zmq.ROUTER)
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
     _limit(sock, hwm)
-    previous = os.umask(0o177)
+    previous = os.umask(0o111 if is_shared else 0o177)
     try:
         sock.bind(f"ipc://{path}")
     finally:

@@ -44,6 +44,7 @@ class Kind(IntEnum):
     FAILED = 18  # broker -> client: a call's or request's end in an error
     RESPONSE = 19  # broker -> client
     LEASE = 20  # broker -> client: a route's calls may go straight to its worker (message Lease)
+    RELEASED = 21  # broker -> client: nobody writes any more to the memory of a call that failed with STILL_LENT
     PREPARE = 32  # broker -> worker: a call signature and its kernel; no answer
     RUN = 33  # broker -> worker: run once; answered by exactly one RAN or RAISED
     STOP = 34  # broker -> worker: finish what was sent, then exit
@@ -62,6 +63,7 @@ AFTER_LANE = 8  # flag of EXECUTE: the call was on the express lane `aux`, which
 HAS_TURN = 16  # flag of EXECUTE and RUN: after its references the body has a TURN; every call on a GPU has one
 REPLAYED = 32  # flag of DONE: the worker launched a CUDA graph that it had captured of this call
 HAS_BELL = 64  # flag of EXECUTE and RUN: bind the call to a bell in place of running it; the body ends with a BELL
+STILL_LENT = 128  # flag of FAILED: a worker that cannot be reached may still write into the call's memory
 HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, because attempts failed before
 
 

@@ -74,11 +74,13 @@ if TYPE_CHECKING:
         InvalidArgument,
         LayerZeroError,
         NoBackend,
+        NotAllowed,
         NotConnected,
         NoTransport,
         OutOfMemory,
         Poison,
         VersionMismatch,
+        WorkerUnreachable,
     )
 
 _HOME = {
@@ -102,7 +104,8 @@ _HOME = {
     "layerzero.client.warmup": "WarmupReport warmup",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError CudaError CudaGraphUnsafe DeadlineExceeded EnvError "
-        "InvalidArgument LayerZeroError NoBackend NoTransport NotConnected OutOfMemory Poison VersionMismatch"
+        "InvalidArgument LayerZeroError NoBackend NoTransport NotAllowed NotConnected OutOfMemory Poison "
+        "VersionMismatch WorkerUnreachable"
     ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -122,6 +125,7 @@ __all__ = [
     "LayerZeroError",
     "NoBackend",
     "NoTransport",
+    "NotAllowed",
     "NotConnected",
     "OutOfMemory",
     "PlanReport",
@@ -134,6 +138,7 @@ __all__ = [
     "TuneReport",
     "VersionMismatch",
     "WarmupReport",
+    "WorkerUnreachable",
     "__version__",
     "append_kv",
     "attention",

@@ -83,6 +83,7 @@ PURE = (
     "broker/state.py",
     "broker/tuning.py",
     "broker/turns.py",
+    "broker/unreachable.py",
     "broker/worker_fsm.py",
     "capabilities/backend.py",
     "capabilities/compile_unit.py",

@@ -1,0 +1,74 @@
+"""Joined workers as the core sees them: they come when they like, and one may be out of reach, dead or not, with calls.
+
+What a worker that nobody can reach was given is never given to another: it may still write. Such calls end, and their
+clients call again with other memory; that memory is theirs again when the end of that worker is confirmed.
+"""
+
+from __future__ import annotations
+
+from layerzero.broker import events as ev
+from layerzero.broker.agenda import Agenda
+from layerzero.broker.calls import Calls
+from layerzero.broker.closing import Closing
+from layerzero.broker.fleet import Fleet
+from layerzero.broker.records import Call, Client, Worker
+from layerzero.broker.worker_fsm import WorkerState
+from layerzero.ipc.errors import BackendError, LayerZeroError, WorkerUnreachable
+
+
+class Unreachable:
+    def __init__(self, fleet: Fleet, calls: Calls, closing: Closing, agenda: Agenda) -> None:
+        self._fleet = fleet
+        self._calls = calls
+        self._closing = closing
+        self._agenda = agenda
+        self._lent: dict[tuple[str, int], list[tuple[Client, int]]] = {}  # and seq, by lost workers
+
+    def lose(self, event: ev.WorkerLost) -> None:
+        """Nobody can say when it ends. One with calls on a GPU is waited for all the same: streams wait for them, and
+        their memory is in use until then."""
+        worker = self._fleet.current(event.backend, event.generation)
+        if worker is None or worker.state not in (WorkerState.KILLING, WorkerState.STOPPING):
+            return
+        waiting = worker.take_waiting()
+        if not (worker.enqueued or worker.bells or any(call.gpu for call in worker.running)):
+            self._let_go(worker)
+        for call in waiting:
+            self._calls.leave(call, worker, BackendError(f"the {worker.backend} worker cannot be reached"))
+
+    def _let_go(self, worker: Worker) -> None:
+        fault = worker.fault or BackendError("it was told to stop")
+        is_stopping = worker.state is WorkerState.STOPPING
+        running = list(worker.running)
+        worker.running.clear()
+        self._fleet.part_from(worker)
+        facts = {"backend": worker.backend, "calls": len(running), "cause": fault.message}
+        self._agenda.do(ev.Note("worker.lost", facts))
+        if not is_stopping:
+            self._fleet.replace(worker, fault)
+        lent = self._lent[worker.backend, worker.generation] = []
+        for call in running:
+            if call.is_unwanted:
+                self._closing.close(call)
+            else:
+                lent.append((call.client, call.seq))
+                self._refuse(call, worker, fault, is_final=is_stopping)
+
+    def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
+        spec = call.route.signature.spec
+        self._calls.note_attempt(call, worker, fault, phase="unreachable")
+        error: LayerZeroError
+        if is_final or spec.pinned or not self._calls.can_place(call):
+            error = type(fault)(f"{spec.op}: {fault.message}")
+            error.facts = dict(fault.facts)
+        else:
+            text = f"the {worker.backend} worker cannot be reached: {fault.message}"
+            error = WorkerUnreachable(text, backend=worker.backend)
+        self._agenda.do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
+        self._closing.close(call)
+
+    def release(self, event: ev.WorkerGone) -> None:
+        """Its end is confirmed."""
+        for client, seq in self._lent.pop((event.backend, event.generation), ()):
+            if not client.has_left:
+                self._agenda.do(ev.ReleaseCall(client.identity, seq))

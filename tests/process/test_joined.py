@@ -1,0 +1,358 @@
+"""Workers that the broker does not start: they register, serve, and are lost in every way that a container can be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.backends.toy import HANG, SLOW, fault
+from tests.process.harness import Site, wait_ended, wait_until
+from tests.process.join_site import Keeper, can_unshare
+
+import layerzero as lz
+from layerzero.client import arena, start
+from layerzero.ipc import secret
+
+SILENCE_S = 1.0
+SERVED = np.linspace(-3, 3, 8, dtype=np.float32)
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: processes of another user")
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    wide = np.asarray(x, np.float64)
+    return wide / (1 + np.exp(-wide))
+
+
+def call(x: np.ndarray = SERVED, **kwargs: object) -> lz.SelectionReport:
+    np.testing.assert_allclose(lz.silu(x, **kwargs), silu(x), rtol=1e-6)  # type: ignore[arg-type]
+    report = lz.last_report()
+    assert report is not None
+    return report
+
+
+def struck(action: int) -> np.ndarray:
+    """An input that makes alpha, and nobody else, do `action`."""
+    return np.array([fault(action, "alpha"), 1.0, 2.0], dtype=np.float32)
+
+
+class Stack:
+    """A broker that alpha and gamma join, with a secret; beta is its own. Ends its keepers."""
+
+    def __init__(self, new_site: Callable[..., Site], folder: Path) -> None:
+        self.secret = folder / "secret"
+        secret.create(self.secret)
+        self.site = new_site(
+            joined="alpha,gamma",
+            secret_file=self.secret,
+            joined_silence_s=SILENCE_S,
+            backoff_s=0.01,
+            backoff_max_s=0.05,
+        )
+        self._keepers: list[Keeper] = []
+
+    def join(self, backend: str = "alpha", **how: object) -> Keeper:
+        how = {"secret_file": self.secret, **how}
+        self._keepers.append(Keeper(self.site, backend, **how))  # type: ignore[arg-type]
+        return self._keepers[-1]
+
+    def connect(self) -> lz.Session:
+        return lz.connect(runtime_dir=self.site.folder, secret_file=self.secret)
+
+    def wait_ready(self, backend: str = "alpha") -> None:
+        wait_until(lambda: self.site.backend(backend)["state"] == "ready")
+
+    def wait_keepers(self, *states: str, backend: str = "alpha") -> None:
+        wait_until(lambda: sorted(k["state"] for k in self.site.backend(backend)["keepers"]) == sorted(states))
+
+    def health(self, backend: str = "alpha") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "layerzero.workers.health", "--backend", backend]
+        command += ["--directory", str(self.site.folder), "--secret-file", str(self.secret)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def end(self) -> None:
+        for keeper in self._keepers:
+            keeper.end()
+
+
+@pytest.fixture
+def stack(new_site: Callable[..., Site], tmp_path: Path) -> Iterator[Stack]:
+    made = Stack(new_site, tmp_path)
+    made.site.start()
+    made.connect()
+    yield made
+    made.end()
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_joined_worker_serves_and_comes_back_after_each_end(stack: Stack) -> None:
+    """As `docker compose up, kill, up, stop`: the backend serves, the next one does, it serves again. All joined
+    workers may be pid 1: nothing rests on pids."""
+    assert call().backend == "beta"
+    assert stack.health().returncode == 1
+    assert "no worker has joined" in stack.health().stdout
+    first = stack.join(is_pid_1=can_unshare())
+    other = stack.join("gamma", is_pid_1=can_unshare())
+    stack.wait_ready()
+    stack.wait_ready("gamma")
+    assert stack.health().returncode == 0
+    report = call()
+    assert (report.backend, report.lane, report.attempts[-1].worker_pid) == ("alpha", "broker", report.worker_pid)
+    worker_pids = first.children()
+    first.kill()
+    assert call().backend == "beta"
+    for pid in worker_pids:
+        wait_ended(pid)
+    stack.join()
+    stack.wait_ready()
+    assert call().backend == "alpha"
+    assert other.end() == 0
+    assert call(backend="alpha").backend == "alpha"
+    assert "no worker has joined" in stack.site.backend("gamma")["unavailable"]["detail"]
+
+
+def test_a_container_that_dies_in_a_call_costs_one_attempt(stack: Stack) -> None:
+    """The kernel closes its connections, which confirms that it writes no more: the same memory goes to the next."""
+    keeper = stack.join()
+    stack.wait_ready()
+    reports: list[lz.SelectionReport] = []
+    thread = in_thread(lambda: reports.append(call(struck(HANG))))
+    wait_until(lambda: stack.site.backend("alpha")["running"] == 1)
+    keeper.kill()
+    thread.join()
+    failed, served = reports[0].attempts
+    assert (failed.backend, failed.exit_signal, failed.phase) == ("alpha", signal.SIGKILL, "executing")
+    assert served.backend == "beta"
+
+
+def test_a_hanging_kernel_of_a_joined_worker_is_killed_by_its_keeper(stack: Stack) -> None:
+    """A container stays when the library in it does not answer; the worker in it is a new one."""
+    keeper = stack.join(is_pid_1=can_unshare())
+    stack.wait_ready()
+    report = call(struck(HANG), timeout_s=0.3)
+    failed, served = report.attempts
+    assert (failed.outcome, failed.exit_signal, served.backend) == ("DEADLINE", signal.SIGKILL, "beta")
+    stack.wait_ready()
+    assert call().backend == "alpha"
+    assert keeper.process.poll() is None
+    assert stack.site.backend("alpha")["restarts"] == 1
+
+
+def test_a_paused_container_costs_its_calls_their_memory_and_no_wrong_result(stack: Stack) -> None:
+    """What it was given may still be written to: the call runs elsewhere in other memory, and the first is used again
+    only when the worker's end is confirmed, after `docker unpause`."""
+    keeper = stack.join()
+    stack.wait_ready()
+    call(backend="beta")  # it is warm
+    slots = arena.pool.stats()["slots"]
+    x = struck(SLOW)
+    results: list[np.ndarray] = []
+    reports: list[lz.SelectionReport | None] = []
+
+    def work() -> None:
+        results.append(lz.silu(x))
+        reports.append(lz.last_report())
+
+    thread = in_thread(work)
+    wait_until(lambda: stack.site.backend("alpha")["running"] == 1)
+    keeper.pause()
+    start_s = time.monotonic()
+    thread.join()
+    assert time.monotonic() - start_s < SILENCE_S + 3
+    (report,) = reports
+    assert report is not None
+    assert [a.backend for a in report.attempts] == ["alpha", "beta"]
+    assert (report.attempts[0].phase, "paused" in report.attempts[0].detail) == ("unreachable", True)
+    assert "does not answer" in stack.site.backend("alpha")["unavailable"]["detail"]
+    assert call().backend == "beta"
+    assert arena.pool.stats()["slots"] > slots + 1  # the result's, and what is kept for the paused worker
+    keeper.go_on()
+    stack.wait_ready()
+    assert call().backend == "alpha"
+    np.testing.assert_allclose(results.pop(), silu(x), rtol=1e-6)
+    wait_until(lambda: lz.status() and arena.pool.stats()["slots"] <= slots)
+
+
+def test_memory_of_the_callers_own_is_not_given_to_two(stack: Stack) -> None:
+    """`out=` lies where the caller wants it: nobody else may write there while a worker that nobody can reach may."""
+    keeper = stack.join()
+    stack.wait_ready()
+    out = lz.empty((3,), "float32")
+    errors: list[lz.LayerZeroError] = []
+
+    def work() -> None:
+        with pytest.raises(lz.WorkerUnreachable) as caught:
+            lz.silu(struck(HANG), out=out)
+        errors.append(caught.value)
+
+    thread = in_thread(work)
+    wait_until(lambda: stack.site.backend("alpha")["running"] == 1)
+    keeper.pause()
+    thread.join()
+    assert errors[0].facts["backend"] == "alpha"
+    keeper.go_on()
+    stack.wait_ready()
+
+
+def test_the_second_of_two_containers_stands_by_and_takes_over(stack: Stack) -> None:
+    """As `docker compose up --scale alpha=2`."""
+    keepers = [stack.join(), stack.join()]
+    stack.wait_keepers("ok", "ok")
+    stack.wait_ready()
+    call()
+    serving = next(keeper for keeper in keepers if keeper.children())
+    assert [len(keeper.children()) for keeper in keepers if keeper is not serving] == [0]
+    serving.kill()
+    assert call(backend="alpha").backend == "alpha"
+    stack.wait_keepers("ok")
+    stack.join()
+    stack.wait_keepers("ok", "ok")
+    keepers[1 - keepers.index(serving)].pause()
+    assert call(backend="beta").backend == "beta"
+    wait_until(lambda: "silent" in [k["state"] for k in stack.site.backend("alpha")["keepers"]])
+    stack.wait_ready()
+    assert call(backend="alpha").backend == "alpha"
+
+
+def test_joined_workers_survive_their_broker(stack: Stack) -> None:
+    """They end what they run, wait, and register with the next one."""
+    keeper = stack.join()
+    stack.wait_ready()
+    (worker,) = keeper.children()
+    pid = stack.site.broker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_ended(pid)
+    wait_ended(worker)
+    assert keeper.process.poll() is None
+    stack.site.start()
+    stack.connect()
+    stack.wait_ready()
+    assert call().backend == "alpha"
+
+
+def test_a_broker_that_was_stopped_itself_does_not_take_keepers_for_dead(stack: Stack) -> None:
+    """Their answers were there all the time."""
+    stack.join()
+    stack.wait_ready()
+    pid = stack.site.broker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        threading.Event().wait(2 * SILENCE_S)  # as long as it takes to be taken for dead, and more
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert call().backend == "alpha"
+    assert stack.site.events("keeper.silent") == []
+
+
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong-secret", "no-secret"])
+def test_who_does_not_know_the_secret_is_refused_for_good(stack: Stack, tmp_path: Path, is_wrong: bool) -> None:
+    """Keepers get memory of clients, clients get results: neither may be anyone."""
+    other = None
+    if is_wrong:
+        other = tmp_path / "other"
+        secret.create(other)
+    keeper = stack.join(secret_file=other)
+    assert keeper.process.wait(30) == 2
+    assert "NOT_ALLOWED" in keeper.log.read_text()
+    lz.disconnect()
+    with pytest.raises(lz.NotAllowed, match="secret"):
+        lz.connect(runtime_dir=stack.site.folder, secret_file=other, start=False)
+    assert stack.secret.read_text().strip() not in stack.site.endpoints.log.read_text()
+    stack.connect()
+
+
+def test_a_client_with_a_secret_refuses_a_broker_that_cannot_prove_it(
+    new_site: Callable[..., Site], tmp_path: Path
+) -> None:
+    """Whoever puts a socket into the shared folder would get the client's memory."""
+    site = new_site().start()
+    file = tmp_path / "secret"
+    secret.create(file)
+    with pytest.raises(lz.NotAllowed, match="not proved"):
+        lz.connect(runtime_dir=site.folder, secret_file=file)
+
+
+def test_a_backend_that_is_not_to_join_is_refused(stack: Stack) -> None:
+    """The broker starts beta itself; two masters of one worker would be one too many."""
+    keeper = stack.join("beta")
+    assert keeper.process.wait(30) == 2
+    assert "does not join this broker" in keeper.log.read_text()
+
+
+def test_a_joined_environment_that_does_not_work_says_so(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    """A container whose library does not import is healthy for its engine; its health check must tell."""
+    stack = Stack(new_site, tmp_path)
+    stack.site.add_backend("broken", provider="def load():\n    import no_such_library\n")
+    stack.site.environ["LAYERZERO_JOINED"] = "broken"
+    stack.site.start()
+    stack.connect()
+    try:
+        stack.join("broken")
+        stack.wait_keepers("failed", backend="broken")
+        health = stack.health("broken")
+        assert health.returncode == 1
+        assert "no_such_library" in health.stdout
+        assert call().backend == "alpha"  # the broker's own here
+    finally:
+        stack.end()
+
+
+@needs_root
+@pytest.mark.parametrize(("uid", "is_welcome"), [(65534, True), (65533, False)])
+def test_other_users_connect_where_the_broker_allows_it(
+    new_site: Callable[..., Site], tmp_path: Path, uid: int, is_welcome: bool
+) -> None:
+    """Containers run as users of their own; the kernel says who connects, and the secret alone is not enough."""
+    site = new_site(joined="alpha", secret_file=tmp_path / "secret", allow_uids="65534")
+    secret.create(tmp_path / "secret")
+    site.folder.chmod(0o711)
+    site.start()
+    code = f"""
+        import os, sys
+        from pathlib import Path
+        from layerzero.ipc import control, messages, secret
+        from layerzero.ipc.errors import NotAllowed
+        from layerzero.ipc.hello import greet
+        key = secret.read(Path({str(tmp_path / "secret")!r}))
+        os.setuid({uid})
+        sock = control.connect(Path({str(site.endpoints.control)!r}), timeout_s=10)
+        hello = messages.Hello(protocols=[1], role="keeper", package="", pid=1, backend="alpha")
+        try:
+            print(greet(sock, hello, key)[0].number)
+        except NotAllowed as exc:
+            print(exc)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, cwd="/"
+    )
+    said = done.stdout.strip()
+    assert said.isdigit() if is_welcome else f"user {uid} may not use the broker" in said
+
+
+def test_lz_down_leaves_a_broker_of_another_namespace_alone(new_site: Callable[..., Site]) -> None:
+    """Its pid is another process's here: of pid 1 it would be our own container."""
+    site = new_site().start()
+    assert not start.is_foreign(site.endpoints)
+    if not can_unshare():
+        pytest.skip("this user may not make pid namespaces")
+    code = (
+        "from pathlib import Path; import sys; from layerzero.client import start; from layerzero.ipc.endpoints import"
+    )
+    code += " Endpoints; print(start.is_foreign(Endpoints(Path(sys.argv[1]))))"
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, str(site.folder)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "True"
