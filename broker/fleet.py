@@ -16,7 +16,7 @@ from layerzero.broker.worker_fsm import Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.cuda_pair import SLOTS
-from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvError, LayerZeroError, ProtocolError
+from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvChanged, EnvError, LayerZeroError, ProtocolError
 
 S = WorkerState
 
@@ -77,7 +77,7 @@ class Fleet:
             self._spawn(worker)
         else:
             self._signal(worker, Signal.PROBE_FAILED)
-            self._disable(worker, event.error, Reason.BACKEND_IMPORT_FAILED)
+            self._disable(worker, event.error, _reason(event.error))
         return worker
 
     def _spawn(self, worker: Worker) -> None:
@@ -110,7 +110,7 @@ class Fleet:
             self._signal(worker, Signal.EXITED)
         else:
             self._signal(worker, Signal.SPAWN_FAILED)
-            self._disable(worker, event.error, Reason.BACKEND_IMPORT_FAILED)
+            self._disable(worker, event.error, _reason(event.error))
             if event.vacancy is not None:
                 worker.is_vacant = True
                 self.set_unavailable(worker.backend, event.vacancy)
@@ -299,6 +299,11 @@ def disabled(worker: Worker) -> BackendError:
     error = BackendError(f"the {worker.backend} backend is disabled: {worker.cause.message}")
     error.facts = {**worker.cause.facts, "repair": _repair(worker.backend, worker.cause)}
     return error
+
+
+def _reason(cause: LayerZeroError) -> Reason:
+    """Why a backend whose environment does not serve is unavailable."""
+    return Reason.ENV_CHANGED if isinstance(cause, EnvChanged) else Reason.BACKEND_IMPORT_FAILED
 
 
 def _repair(backend: str, cause: LayerZeroError) -> str:

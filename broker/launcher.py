@@ -19,7 +19,7 @@ from layerzero.envs.base import inspect
 from layerzero.envs.environ import worker_environ
 from layerzero.envs.manifest import EnvManifest, discover
 from layerzero.envs.probe import ProbeRecord
-from layerzero.ipc.errors import ConfigError, EnvError, LayerZeroError
+from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
 
 
 class Launcher:
@@ -33,6 +33,7 @@ class Launcher:
         self._held: dict[str, ExitStack] = {}
         self._plans: dict[str, build.Env] = {}
         self._joined_envs: dict[str, str] = {}
+        self._checked: set[str] = set()  # of their files, for the start that follows
         found, problems = discover(settings.manifest_dirs)
         self.manifests: dict[str, EnvManifest] = {}
         self.capabilities: dict[str, Capability] = {}
@@ -81,12 +82,13 @@ class Launcher:
             self._plans[backend] = env
         return env
 
-    def missing(self, backend: str) -> str | None:
-        """Why this backend's environment cannot be used as it is, with the command that builds it; None if it can."""
+    def missing(self, backend: str, *, files: bool = False) -> str | None:
+        """Why this backend's environment cannot be used as it is, with the command that builds it; None if it can.
+        Its files are looked at with `files`, and when a worker starts."""
         self._plans.pop(backend, None)
         try:
             env = self._plan(backend)
-            changed = build.drift(env)
+            changed = build.drift(env) if files else build.base_drift(env)
         except (EnvError, ConfigError) as exc:
             return exc.message
         if changed:
@@ -107,12 +109,15 @@ class Launcher:
     def probe(self, backend: str) -> ProbeRecord:
         """What the environment's probe has shown; runs it where that is not known. It may have failed.
 
-        Raises EnvError with cause and repair when there is nothing to probe, ConfigError.
+        Raises EnvError with cause and repair when there is nothing to probe, EnvChanged when it is not what was
+        built, ConfigError.
         """
         env = self._plan(backend)
         if not env.is_built:
             repair = build.command("build", env)
             raise EnvError(f"its environment is not built; run: {repair}", env=backend, repair=repair)
+        build.check(env)  # here, beside the broker's own thread; a restart is checked by `launch`
+        self._checked.add(backend)
         stage.stage(env.store)
         record = probe.probe_cached(env, self.manifests[backend], timeout_s=self._settings.start_timeout_s)
         return record
@@ -147,22 +152,26 @@ class Launcher:
         """The error of a backend whose probe failed, with cause and repair; None when it passed."""
         if record.ok:
             return None
-        return EnvError(
-            f"the probe of {record.env} failed ({record.kind}): {record.message}",
+        return (EnvChanged if record.kind == "changed" else EnvError)(
+            f"the probe of {record.env} failed: {record.cause}",
             env=record.env,
             cause=record.message,
             missing=record.missing,
+            wheel=record.wheel,
             repair=record.repair,
             stderr_tail=record.stderr_tail[-1000:],
         )
 
     def launch(self, backend: str) -> Launch:
-        """How to start the worker. Its environment is kept from being collected from now on. Raises LayerZeroError."""
+        """How to start the worker. Its environment is kept from being collected from now on. Raises LayerZeroError,
+        for one EnvChanged."""
         env = self._plan(backend)
         stage.stage(env.store)
         if backend in self._held:
             self._held.pop(backend).close()
-        self._held[backend] = build.hold(env)
+        is_checked = backend in self._checked
+        self._checked.discard(backend)
+        self._held[backend] = build.hold(env, checks=not is_checked)
         caches.make_folder(env)
         manifest = self.manifests[backend]
         return Launch(env.python, worker_environ(env.environ, os.environ), manifest.provider_target)

@@ -55,7 +55,7 @@ def examine(server: Server, names: Sequence[str] | None) -> list[Check]:
 def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Check:
     """Built, its probe passed, and nothing has disabled it since."""
     name = f"environment {backend}"
-    missing = server.launcher.missing(backend)
+    missing = server.launcher.missing(backend, files=True)
     if missing is not None:
         return Check(name, False, *_split_repair(missing))
     reason = server.state.unavailable.get(backend)
@@ -64,7 +64,7 @@ def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Ch
     if record is None:
         return Check(name, False, "built, and not probed yet", f"lz env probe {backend}")
     if not record.ok:
-        return Check(name, False, f"{record.kind}: {record.message}", record.repair)
+        return Check(name, False, record.cause, record.repair)
     certified, refused = record.counts
     more = f", {refused} refused" if refused else ""
     return Check(name, True, f"built and probed; {certified} classes of calls certified{more}")

@@ -45,6 +45,7 @@ _BY_CALLER: Mapping[Reason, Mend] = {
 _BY_OPERATOR: Mapping[Reason, str] = {
     Reason.NOT_PINNED: "leave out backend=",
     Reason.NOT_INSTALLED: "build the environment",
+    Reason.ENV_CHANGED: "build the environment again",
     Reason.BACKEND_DISABLED: "repair the backend",
     Reason.POLICY_LOCKED: "change the policy",
     Reason.POLICY_DENIED: "change the policy",

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from layerzero.envs import interpreters, overlay, stage, store
+from layerzero.envs import downloads, integrity, interpreters, overlay, stage, store
 from layerzero.envs.base import Base, inspect
 from layerzero.envs.installers import Installer, Runner, ToolFailed, pick
 from layerzero.envs.interpreters import Python
@@ -31,7 +31,7 @@ from layerzero.envs.progress import Progress, Quiet
 from layerzero.envs.resolution import Resolution, select
 from layerzero.envs.resolution import resolve as resolve_offline
 from layerzero.envs.wheelhouse import Wheelhouse
-from layerzero.ipc.errors import ConfigError, EnvError
+from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError
 
 BUILDER = 1  # part of every id; raise it when the way of building changes what is built
 RECORD = "lz-env.json"
@@ -52,6 +52,7 @@ class Env:
     store: Path
     base: Path | None = None  # the interpreter that it is an overlay of
     wheelhouse: Path | None = None  # where its wheels come from; None: the user's indexes
+    other_python: str = ""  # "3.12", where that is not the manifest's first choice
 
     @property
     def on_host(self) -> bool:
@@ -115,18 +116,54 @@ def find(
     wheelhouse: Path | None = None,
 ) -> Env:
     """The Env to use on this machine: the overlay of `base` where it is built, else the one of the lock where that
-    is. When neither is, what `plan` says; its repair names `wheelhouse`. A manifest with builds for no accelerator
-    serves with its cpu one."""
+    is, with the first of the manifest's Pythons for which it is. When neither is, what `plan` says; its repair names
+    `wheelhouse`. A manifest with builds for no accelerator serves with its cpu one."""
     variant = manifest.variant_for(variant)
     if base is None or manifest.interpreter == "host":
-        return plan(manifest, variant=variant, store=store)
-    for below in (base, None):
-        with suppress(EnvError, ConfigError):
-            env = plan(manifest, variant=variant, store=store, base=below)
-            if env.is_built:
-                return env
+        return _find_own(manifest, variant, store)
+    with suppress(EnvError, ConfigError):
+        env = plan(manifest, variant=variant, store=store, base=base)
+        if env.is_built:
+            return env
+    with suppress(EnvError, ConfigError):
+        env = _find_own(manifest, variant, store)
+        if env.is_built:
+            return env
     env = plan(manifest, variant=variant, store=store, base=base)
     return replace(env, wheelhouse=wheelhouse.absolute() if wheelhouse else None)
+
+
+def built_with(root: Path, name: str) -> dict[str, list[str]]:
+    """The Pythons ("3.12") with which an environment is built in some version or other -> the names of its folders."""
+    found: dict[str, list[str]] = {}
+    for path in (root / "envs").glob(f"{name}-*/{RECORD}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["name"] == name:
+                found.setdefault(".".join(str(record["python"]).split(".")[:2]), []).append(path.parent.name)
+    return found
+
+
+def _find_own(manifest: EnvManifest, variant: VariantName, root: Path) -> Env:
+    """With the Python that was chosen (EnvManifest.with_python), else the first for which it is built."""
+    others = [] if manifest.own_python else list(manifest.pythons[1:])
+    if others:
+        built = built_with(root, manifest.name)  # looking for a Python that no build has takes seconds
+        others = [minor for minor in others if minor in built]
+    try:
+        first: Env | None = plan(manifest, variant=variant, store=root)
+    except EnvError:
+        if not others:
+            raise
+        first = None  # no such Python here, for one
+    if first is not None and first.is_built:
+        return first
+    for minor in others:
+        with suppress(EnvError, ConfigError):
+            env = plan(manifest.with_python(minor), variant=variant, store=root)
+            if env.is_built:
+                return env
+    return first if first is not None else plan(manifest, variant=variant, store=root)
 
 
 def _plan(manifest: EnvManifest, variant: VariantName, root: Path) -> tuple[Env, Python, Lock | None]:
@@ -175,6 +212,7 @@ def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, p
         lock_hash=lock_hash,
         source_hash=stage.source_hash(),
         store=root,
+        other_python=str(manifest.python) if manifest.python not in (*manifest.pythons[:1], None) else "",
     )
 
 
@@ -267,18 +305,38 @@ def ensure_all(
         return dict(zip((m.name for m in chosen), pool.map(one, chosen), strict=True))
 
 
-def drift(env: Env) -> str:
+def base_drift(env: Env) -> str:
     """What has changed below an overlay since its build; empty for none, and for all other environments. Raises
     EnvError when the interpreter below cannot be run."""
     record = env.record() if env.base is not None else {}
     return overlay.drift(record, inspect(Path(record["overlay"]["python"]))) if record else ""
 
 
-def hold(env: Env) -> ExitStack:
+def drift(env: Env, *, verify: bool = False) -> str:
+    """What has changed since the build, below an overlay or in the environment's own files; empty for nothing. Takes
+    some milliseconds for each thousand files; `verify` hashes all of them. Raises EnvError like `base_drift`."""
+    if env.on_host or not env.is_built:
+        return ""
+    try:
+        found = base_drift(env) or integrity.describe(env.prefix, integrity.changes(env.prefix, verify=verify))
+    except OSError as exc:
+        if not env.is_built:
+            return ""  # removed at this moment
+        found = f"{exc.filename} cannot be read ({exc.strerror})"
+    return found
+
+
+def check(env: Env) -> None:
+    """Raises EnvChanged where there is drift."""
+    if changed := drift(env):
+        raise _error(env, "must be built again", changed, EnvChanged)
+
+
+def hold(env: Env, *, checks: bool = True) -> ExitStack:
     """Keep gc and forced builds away from an environment and its staged code until `.close()`, or our end.
 
-    Raises EnvError when they are already gone, or when what an overlay lies over has changed; ensure() brings them
-    back.
+    Raises EnvError when they are already gone, EnvChanged when there is drift; ensure() brings them back. Without
+    `checks` drift is not looked for.
     """
     stack = ExitStack()
     for target in (env.lock_target, stage.staged_path(env.store)):
@@ -287,8 +345,8 @@ def hold(env: Env) -> ExitStack:
         failing.push(stack)
         if not env.is_built or not stage.staged_path(env.store).is_dir():
             raise _error(env, "is not built, or was removed since")
-        if changed := drift(env):
-            raise _error(env, "must be built again", changed)
+        if checks:
+            check(env)
         failing.pop_all()
     return stack
 
@@ -298,10 +356,13 @@ def command(verb: str, env: Env, *flags: str) -> str:
     words = ["lz", "env", verb, env.name]
     if env.variant != "cpu":
         words += ["--variant", env.variant]
+    if env.other_python:
+        words += ["--python", env.other_python]
     if env.base is not None:
         words += ["--overlay", str(env.base)]
-    if env.wheelhouse is not None and verb == "build":
-        words += ["--offline", "--wheelhouse", str(env.wheelhouse)]
+    house = env.wheelhouse or env.record().get("wheelhouse")
+    if house is not None and verb == "build" and Path(house).is_dir():
+        words += ["--offline", "--wheelhouse", str(house)]
     return shlex.join([*words, *flags])
 
 
@@ -333,10 +394,11 @@ def _build_locked(work: _Work, force: bool) -> int:
     def on_wait() -> None:
         work.say("waiting for another process that builds or uses it")
 
-    taken = store.locked_now(env.lock_target) if force else store.locked(env.lock_target, on_wait=on_wait)
+    must_replace = force or env.is_built  # built and yet here: it has drifted
+    taken = store.locked_now(env.lock_target) if must_replace else store.locked(env.lock_target, on_wait=on_wait)
     try:
         with taken as lock_fd:
-            if force or not env.is_built:
+            if force or not env.is_built or drift(env):
                 _build(work, lock_fd)
     except store.InUse as exc:
         raise _error(env, "is in use; stop the broker that uses it first (lz down)") from exc
@@ -357,8 +419,10 @@ def _build(work: _Work, lock_fd: int) -> None:
         work.installer.create(folder, work.python.path, run)
         if wheels is None:
             assert work.lock is not None
-            work.say(f"installing {len(work.versions)} packages")
-            work.installer.install(folder, work.lock.path, run)
+            planned = downloads.of_lock(work.lock, work.python, work.installer)
+            work.say(str(planned))
+            metered = replace(run, report=downloads.metered(planned, work.say))
+            work.installer.install(folder, work.lock.path, metered)
         elif wheels.wheels:
             work.say(f"installing {len(wheels.wheels)} wheels of {env.wheelhouse}")
             for name in wheels.unlocked:
@@ -376,6 +440,7 @@ def _build(work: _Work, lock_fd: int) -> None:
             "platform": work.python.platform,
             "installer": work.installer.name,
             "builder": BUILDER,
+            "wheelhouse": str(env.wheelhouse) if env.wheelhouse else None,
             "size_bytes": store.tree_size(folder),
             "seconds": round(time.monotonic() - start, 3),
             "built_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
@@ -384,13 +449,33 @@ def _build(work: _Work, lock_fd: int) -> None:
             work.say(f"{len(wheels.taken)} packages come from {env.base}")
             overlay.link(folder, work.base)
             record["overlay"] = overlay.facts(work.asked, work.base, env.wheelhouse, wheels)
+        _verify(work, folder, run)
         (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for verdict in (env.store / "probes").glob(f"{env.name}-*.json"):
+        verdict.unlink(missing_ok=True)  # on what was there before
 
 
-def _error(env: Env, what: str, cause: str = "") -> EnvError:
+def _verify(work: _Work, folder: Path, run: Runner) -> None:
+    """Compare each file with the hash that its wheel has for it. An installer that links files from its cache gives
+    what the cache has now, and a file that someone changed in one environment is changed in the cache: then the
+    wheel is unpacked afresh."""
+    work.say("verifying files")
+    wrong = integrity.take(folder)
+    dists = sorted({change.dist.partition(" ")[0] for change in wrong})
+    if dists:
+        listed = folder / "lz-wheels.txt"
+        source = work.lock.path if work.wheels is None and work.lock is not None else listed
+        work.say(f"unpacking afresh, since {work.installer.name}'s cache has other files: {', '.join(dists)}")
+        work.installer.install(folder, source, run, work.env.wheelhouse, afresh=dists)
+        wrong = integrity.take(folder)
+    if wrong:  # the wheel is what the lock says; it contradicts itself
+        work.say(f"their own RECORD differs: {integrity.describe(folder, wrong)}")
+
+
+def _error(env: Env, what: str, cause: str = "", kind: type[EnvError] = EnvError) -> EnvError:
     repair = command("build", env)
     text = f"{what}: {cause}" if cause else what
-    return EnvError(
+    return kind(
         f"environment {env.name} {text}\nto repair it run: {repair}", env=env.name, cause=cause or what, repair=repair
     )
 

@@ -1,4 +1,4 @@
-"""Remove environments, their caches and staged code that no manifest asks for any more and nobody uses."""
+"""Remove environments, caches, imported wheels and staged code that no manifest asks for any more and nobody uses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerzero.envs import overlay, stage, store
-from layerzero.envs.build import RECORD, plan
-from layerzero.envs.manifest import EnvManifest, VariantName, discover
+from layerzero.envs.build import RECORD, built_with, plan
+from layerzero.envs.manifest import EnvManifest, discover
 from layerzero.envs.probe import record_path
 from layerzero.ipc.errors import ConfigError, EnvError
 
@@ -67,12 +67,22 @@ def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
 
 def _current(manifest: EnvManifest, root: Path) -> Iterator[str]:
     """The names of a manifest's folders in envs/ and files in probes/."""
-    variants: list[VariantName] = [v for v in manifest.variants if manifest.lock_path(v).is_file()]
     if manifest.interpreter == "host":
-        variants = ["cpu"]
-    for variant in variants:
-        env = plan(manifest, variant=variant, store=root)
+        env = plan(manifest, store=root)
         yield from (env.lock_target.name, record_path(env, manifest).name)
+    built = built_with(root, manifest.name)
+    for one in map(manifest.with_python, manifest.pythons):
+        if one.python != manifest.python and one.python not in built:
+            continue
+        for variant in (v for v in one.variants if one.lock_path(v).is_file()):
+            try:
+                env = plan(one, variant=variant, store=root)
+            except EnvError:
+                if one.python == manifest.python:
+                    raise
+                yield from built[str(one.python)]  # that Python is not on this PATH: no reason to remove them
+                continue
+            yield from (env.lock_target.name, record_path(env, one).name)
     for record in overlay.records(root, manifest.name, RECORD):
         with suppress(EnvError, ConfigError):  # its interpreter or variant is gone, and so is its use
             env = plan(manifest, variant=record["variant"], store=root, base=Path(record["overlay"]["python"]))
@@ -83,9 +93,9 @@ def _candidates(root: Path) -> Iterator[tuple[Path, Path]]:
     """(folder, the target whose lock guards it)"""
     for path in sorted((root / "caches").glob("[!.]*")):
         yield path, root / "envs" / path.name
-    for kind in ("envs", "stage"):
+    for kind in ("envs", "wheelhouses", "stage"):
         folder = root / kind
         yield from store.leftovers(folder)
         for path in sorted(folder.glob("[!.]*")):
-            if kind == "envs" or path != stage.staged_path(root):
+            if kind != "stage" or path != stage.staged_path(root):
                 yield path, path

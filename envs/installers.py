@@ -70,8 +70,11 @@ class Installer(Protocol):
     def create(self, folder: Path, python: Path, run: Runner) -> None:
         """Make `folder` (existing, empty) a venv that survives being renamed."""
 
-    def install(self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None) -> None:
-        """Install exactly what `lock` lists; from `wheelhouse` alone, when given. Needs no resolver."""
+    def install(
+        self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None, afresh: Sequence[str] = ()
+    ) -> None:
+        """Install exactly what `lock` lists; from `wheelhouse` alone, when given. Needs no resolver. `afresh`: these
+        distributions again, and not from what a cache has unpacked."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,17 @@ class Uv:
         flags = ("--quiet", "--no-project", "--no-python-downloads", "--relocatable")
         run([self.binary, "venv", *flags, "--python", python, folder], self.environ)
 
-    def install(self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None) -> None:
+    def install(
+        self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None, afresh: Sequence[str] = ()
+    ) -> None:
         target = ("--python", folder / "bin" / "python", "-r", lock)
+        again = [flag for name in afresh for flag in ("--reinstall-package", name)]
+        if afresh and wheelhouse:
+            again.append("--no-cache")  # uv refreshes nothing offline
+        else:
+            again += [flag for name in afresh for flag in ("--refresh-package", name)]
         source = ("--offline", "--no-config", *_only(wheelhouse)) if wheelhouse else self.flags
-        run([self.binary, "pip", "install", "--no-progress", *_BY_HASH, *source, *target], self.environ)
+        run([self.binary, "pip", "install", "--no-progress", *_BY_HASH, *again, *source, *target], self.environ)
 
 
 @dataclass(frozen=True)
@@ -104,13 +114,23 @@ class Pip:
     def create(self, folder: Path, python: Path, run: Runner) -> None:
         run([python, "-m", "venv", *(("--without-pip",) if _pip_runner() else ()), folder], {})
 
-    def install(self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None) -> None:
+    def install(
+        self, folder: Path, lock: Path, run: Runner, wheelhouse: Path | None = None, afresh: Sequence[str] = ()
+    ) -> None:
         runner = _pip_runner()
         pip = (folder / "bin" / "python", *((runner,) if runner else ("-m", "pip")))
         quiet = ("--no-input", "--no-compile", "--progress-bar", "off", "--disable-pip-version-check")
         source = ("--isolated", *_only(wheelhouse)) if wheelhouse else ()
         variables = {"PIP_CONFIG_FILE": os.devnull} if wheelhouse else {}  # it may name further places to look
-        run([*pip, "install", *quiet, *_BY_HASH, *source, "-r", lock], variables)
+        again = ("--force-reinstall",) if afresh else ()  # it unpacks each time; only fetched wheels are cached
+        run([*pip, "install", *again, *quiet, *_BY_HASH, *source, "-r", lock], variables)
+
+    def download(self, folder: Path, python: Path, lock: Path, run: Runner) -> None:
+        """Fetch the wheels that `lock` lists for an interpreter."""
+        runner = _pip_runner()
+        pip = (python, *((runner,) if runner else ("-m", "pip")))
+        quiet = ("--no-input", "--progress-bar", "off", "--disable-pip-version-check")
+        run([*pip, "download", *quiet, *_BY_HASH, "--dest", folder, "-r", lock], {})
 
 
 def _pip_runner() -> Path | None:

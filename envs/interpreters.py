@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from layerzero.envs.environ import tool_environ
 from layerzero.envs.installers import find_uv
 from layerzero.ipc.errors import EnvError
 
+_MINORS = tuple(f"3.{minor}" for minor in range(10, 20))
 _ASK = (
     "import json, platform as p, sys, sysconfig;"
     "print(json.dumps([sys.executable, p.python_implementation(), p.python_version(), sysconfig.get_platform()]))"
@@ -46,13 +49,27 @@ def find(minor: str, env: str) -> Python:
     for python in _candidates(minor):
         if python.minor == minor:
             return python
+    here = ", ".join(available())
     raise EnvError(
-        f"environment {env} needs Python {minor}, and none was found; install it (for one: uv python install {minor}) "
-        f"so that `python{minor}` is on PATH",
+        f"environment {env} needs Python {minor}, and none was found; here are: {here}; install it (for one: uv python "
+        f"install {minor}) so that `python{minor}` is on PATH",
         env=env,
-        cause=f"Python {minor} not found",
+        cause=f"Python {minor} not found; here are: {here}",
         repair=f"uv python install {minor}",
     )
+
+
+@cache
+def available() -> tuple[str, ...]:
+    """The versions ("3.11") that `find` would find: ours, those that uv knows, pythonX.Y on PATH. Takes seconds where
+    there are many; asked once."""
+    found = {host().minor}
+    if binary := find_uv():
+        listed = _output([str(binary), "python", "list", "--only-installed", "--no-python-downloads"]) or ""
+        found |= set(re.findall(r"^cpython-(3\.\d+)\.", listed, re.MULTILINE))
+    else:  # uv looks at PATH itself
+        found |= {minor for minor in _MINORS if (path := shutil.which(f"python{minor}")) and _inspect(path)}
+    return tuple(sorted(found, key=lambda minor: int(minor.partition(".")[2])))
 
 
 def _candidates(minor: str) -> Iterator[Python]:

@@ -49,7 +49,8 @@ class Lock:
 
 
 def lock_command(manifest: EnvManifest, variant: str) -> str:
-    return f"lz env lock {manifest.name} --variant {variant}"
+    python = f" --python {manifest.python}" if manifest.python not in manifest.pythons[:1] else ""
+    return f"lz env lock {manifest.name} --variant {variant}{python}"
 
 
 def find_lock(manifest: EnvManifest, variant: VariantName) -> Lock | None:

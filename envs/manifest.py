@@ -31,6 +31,8 @@ VariantName = Literal["cpu", "cu12", "cu13"]
 # What the worker code itself needs; added to every venv, so that no manifest can forget it.
 WORKER_REQUIREMENTS = ("pyzmq>=26", "msgpack>=1.0.8")
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
+Minor = Annotated[str, StringConstraints(pattern=r"^3\.[1-9][0-9]$")]
+_NOT_IN_TEXT = ("name", "path", "own_python")
 # The builder sets these; a manifest that overrode them would cut the worker off from its own code.
 RESERVED_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERSITE"})
 
@@ -60,7 +62,8 @@ class Variant(BaseModel):
 
 
 class EnvManifest(BaseModel):
-    """One environment. `name` and `path` come from the file's location, all else from its text."""
+    """One environment. `name` and `path` come from the file's location, `own_python` from with_python, all else from
+    the text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,7 +73,9 @@ class EnvManifest(BaseModel):
     provider: str  # module of layerzero.workers.providers, or a .py path relative to the manifest
     descriptor: str  # capabilities/descriptors/NAME.json, or a .json path relative to the manifest
     interpreter: Literal["venv", "host"] = "venv"
-    python: Annotated[str, Field(pattern=r"^3\.[1-9][0-9]$")] | None = None
+    own_python: Minor | None = None  # `python`, where with_python chose another
+    python: Minor | None = None
+    other_pythons: tuple[Minor, ...] = ()  # that it may be built with, too; each has a lock of its own
     platform: Annotated[str, Field(pattern=r"^manylinux_2_[0-9]{1,2}$")] = "manylinux_2_28"  # oldest glibc served
     env: dict[Annotated[str, AfterValidator(_variable)], str] = {}
     variants: dict[VariantName, Variant] = {}
@@ -96,9 +101,25 @@ class EnvManifest(BaseModel):
     def _buildable(self) -> EnvManifest:
         if self.interpreter == "venv" and not (self.python and self.variants):
             raise ValueError('interpreter "venv" needs `python` and at least one [variants.*] table')
-        if self.interpreter == "host" and (self.python or self.variants):
-            raise ValueError('interpreter "host" builds nothing: `python` and [variants.*] must be absent')
+        if self.interpreter == "host" and (self.python or self.variants or self.other_pythons):
+            raise ValueError('interpreter "host" builds nothing: pythons and [variants.*] must be absent')
         return self
+
+    @property
+    def pythons(self) -> tuple[str, ...]:
+        """The versions of Python that it may be built with, the manifest's first choice first."""
+        first = self.own_python or self.python
+        return tuple(dict.fromkeys((first, *self.other_pythons))) if first else ()
+
+    def with_python(self, minor: str) -> EnvManifest:
+        """The same environment for another Python. Raises ConfigError for one that the manifest does not name."""
+        if minor not in self.pythons:
+            allowed = ", ".join(self.pythons) or "none, since it runs in the broker's own interpreter"
+            raise ConfigError(
+                f"{self.path}: other_pythons: {self.name} is not made for Python {minor}; allowed: {allowed}; to allow "
+                f'it: other_pythons = ["{minor}"], then lz env lock {self.name} --python {minor}'
+            )
+        return self.model_copy(update={"python": minor, "own_python": self.pythons[0]})
 
     @property
     def provider_target(self) -> str:
@@ -121,7 +142,8 @@ class EnvManifest(BaseModel):
     def lock_path(self, variant: str) -> Path:
         """Built-in locks have a folder of their own; anyone else's lie beside the manifest."""
         folder = self.path.parent.resolve()
-        return (folder.parent / "locks" if folder == BUILTIN else folder) / f"{self.name}.{variant}.txt"
+        tag = f".py{self.python.replace('.', '')}" if self.python and self.python != self.pythons[0] else ""
+        return (folder.parent / "locks" if folder == BUILTIN else folder) / f"{self.name}.{variant}{tag}.txt"
 
     def requirements(self, variant: VariantName) -> tuple[str, ...]:
         """Everything to resolve for a variant. Raises ConfigError for one that the manifest lacks."""
@@ -160,7 +182,7 @@ def load(path: Path) -> EnvManifest:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
-    for key in ("name", "path"):
+    for key in _NOT_IN_TEXT:
         if key in data:
             raise ConfigError(f"{path}: {key}: {data[key]!r} must be absent; the file's place and name say it")
     try:
@@ -197,7 +219,7 @@ def _explain(error: Any, data: dict[str, Any]) -> str:
         return f"{where}: missing; it is required"
     if error["type"] == "extra_forbidden":
         model = EnvManifest if len(error["loc"]) == 1 else Variant
-        allowed = [key for key in model.model_fields if key not in ("name", "path")]
+        allowed = [key for key in model.model_fields if key not in _NOT_IN_TEXT]
         close = difflib.get_close_matches(str(error["loc"][-1]), allowed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return f"{where}: unknown key with value {error['input']!r:.80}; allowed: {', '.join(allowed)}{hint}"

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.envs.build import Env, command
+from layerzero.envs import integrity
+from layerzero.envs.build import Env, command, drift
 from layerzero.envs.child import Ended, run
 from layerzero.envs.manifest import EnvManifest
 
@@ -23,11 +25,14 @@ DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes mo
 _STDERR_TAIL = 4000
 _MENDED_BY_BUILDING = frozenset({"import", "abi", "version", "crash", "protocol"})
 
+# What extensions print when they then raise an ImportError without a word.
+_ABI_WORDS = re.compile(r"A module that was compiled using NumPy 1.*|.*_ARRAY_API not found.*")
+
 
 @dataclass(frozen=True)
 class ProbeRecord:
-    """The verdict on one environment. `kind` and `message` are empty when `ok`; kinds made here are crash, timeout
-    and protocol, the others come from workers/probe.py.
+    """The verdict on one environment. `kind` and `message` are empty when `ok`; kinds made here are crash, timeout,
+    changed and protocol, the others come from workers/probe.py.
 
     ok: the environment works and some kernel is certified. certified: kernel id -> dtype -> shape class -> largest
     error. failures: every (kernel, dtype, shape class) that did not pass, as workers.probe.Failure.
@@ -44,6 +49,8 @@ class ProbeRecord:
     kind: str = ""
     message: str = ""
     missing: str | None = None
+    wheel: str = ""  # "NAME VERSION" of the distribution that the failure is about
+    changed: str = ""  # what has changed in the environment since its build
     traceback: str = ""
     stderr_tail: str = ""
     repair: str = ""  # the command to run when not ok: mends it, or shows all that is known
@@ -54,6 +61,15 @@ class ProbeRecord:
         return sum(len(classes) for dtypes in self.certified.values() for classes in dtypes.values()), len(
             self.failures
         )
+
+    @property
+    def cause(self) -> str:
+        """Why it is not ok, what is missing and whose that is; empty when ok."""
+        if self.ok:
+            return ""
+        missing = f"; missing: {self.missing}" if self.missing and self.missing not in self.message else ""
+        wheel = f"; concerns the wheel of {self.wheel}" if self.wheel and self.wheel not in self.message else ""
+        return f"{self.kind}: {self.message}{missing}{wheel}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,13 +85,31 @@ def probe_key(env: Env, manifest: EnvManifest) -> str:
     return digest.hexdigest()[:16]
 
 
-def probe(env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ProbeRecord:
-    """Run the probe now. Blocks up to `timeout_s`; the process and its group are gone when this returns."""
+def probe(
+    env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S, verify: bool = False
+) -> ProbeRecord:
+    """Run the probe now. Blocks up to `timeout_s`; the process and its group are gone when this returns. `verify`
+    hashes every file; an environment of which one has changed since its build has failed, whatever it computes."""
     start = time.monotonic()
     targets = (manifest.provider_target, str(manifest.descriptor_path))
     ended = run(env, "layerzero.workers.probe", *targets, timeout_s=timeout_s)
     seconds = round(time.monotonic() - start, 3)
-    return judge(ended, env.name, probe_key(env, manifest), seconds, timeout_s, lambda kind: _repair(env, kind))
+    record = judge(ended, env.name, probe_key(env, manifest), seconds, timeout_s, lambda kind: _repair(env, kind))
+    return record if env.on_host else _with_files(record, env, drift(env, verify=verify))
+
+
+def _with_files(record: ProbeRecord, env: Env, changed: str) -> ProbeRecord:
+    """With what the environment's files say: what has changed, and the distribution that a failure is about."""
+    if record.ok and not changed:
+        return record
+    said = "\n".join((record.message, record.traceback, record.stderr_tail))
+    found = integrity.changes(env.prefix) if changed else []
+    wheel = next((one.dist for one in found if one.dist), "") or integrity.owner(env.prefix, record.missing, said)
+    if not changed:
+        return replace(record, wheel=wheel)
+    message, kind = (changed, "changed") if record.ok else (f"{record.message}; {changed}", record.kind)
+    repair = command("build", env)
+    return replace(record, ok=False, kind=kind, message=message, wheel=wheel, changed=changed, repair=repair)
 
 
 def judge(
@@ -88,6 +122,8 @@ def judge(
     elif ended.death:
         failure = {"kind": "crash", "message": f"the probe's process died of {ended.death}"}
     verdict = failure or _parse(ended.out) or _no_answer(ended.code, ended.err)
+    if verdict.get("kind") == "import" and (words := _ABI_WORDS.search(ended.err.decode(errors="replace"))):
+        verdict |= {"kind": "abi", "message": f"{verdict['message'].rstrip(': ')}: {words[0]}"}
     ok = not verdict.get("kind")
     return ProbeRecord(
         env=name,
@@ -108,25 +144,34 @@ def cached_probe(env: Env, manifest: EnvManifest) -> ProbeRecord | None:
 def cached_record(path: Path) -> ProbeRecord | None:
     """The verdict in a file, or None."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return parse_record(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def parse_record(text: bytes) -> ProbeRecord | None:
+    """What ProbeRecord.to_json made; None for what was cut short, or is of another version of us."""
+    try:
+        data = json.loads(text)
         return ProbeRecord(**data) if _is_certificate(data["certified"], data["failures"]) else None
-    except (
-        FileNotFoundError,
-        ValueError,
-        TypeError,
-        KeyError,
-    ):  # absent, cut short, or of another version of us
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
 def probe_cached(
-    env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S, refresh: bool = False
+    env: Env,
+    manifest: EnvManifest,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    refresh: bool = False,
+    verify: bool = False,
 ) -> ProbeRecord:
     """The kept verdict, or a new one that is then kept. `refresh` probes in any case."""
     record = None if refresh else cached_probe(env, manifest)
     if record is None:
-        record = probe(env, manifest, timeout_s=timeout_s)
-        keep_record(record_path(env, manifest), record)
+        record = probe(env, manifest, timeout_s=timeout_s, verify=verify)
+        if not record.changed:  # else it is no verdict on what the key names
+            keep_record(record_path(env, manifest), record)
     return record
 
 
@@ -193,4 +238,6 @@ def _is_certificate(certified: Any, failures: Any) -> bool:
 
 def _no_answer(code: int | None, err: bytes) -> dict[str, Any]:
     last = err.decode(errors="replace").strip().rpartition("\n")[2]
+    if symbol := re.search(r"undefined symbol: ([\w@.]+)", last):  # found by the linker when it was called first
+        return {"kind": "abi", "message": f"the probe ended with exit code {code}: {last:.500}", "missing": symbol[1]}
     return {"kind": "protocol", "message": f"the probe ended with exit code {code} and no verdict: {last:.200}"}

@@ -160,6 +160,13 @@ class EnvError(LayerZeroError):
     code = "ENV_BROKEN"
 
 
+class EnvChanged(EnvError):
+    """A backend environment is not what was built: a file of it, or what it lies over, has changed since. Its worker
+    is not started. Facts as of EnvError; `cause` names files and distributions, `repair` builds it again."""
+
+    code = "ENV_CHANGED"
+
+
 class OutOfMemory(LayerZeroError):
     """Shared memory for a tensor could not be reserved; nothing was changed. Facts: `nbytes`."""
 

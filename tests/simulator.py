@@ -62,6 +62,7 @@ from layerzero.ipc import wire
 from layerzero.ipc.errors import (
     BackendError,
     CudaGraphUnsafe,
+    EnvChanged,
     EnvError,
     InvalidArgument,
     LayerZeroError,
@@ -1803,7 +1804,7 @@ class World:
         self.require(self.now_s >= self._restart_from_s.get(backend, 0.0), f"{backend} is restarted without back-off")
         if not self.is_calm and self.rng.random() < self._p_spawn_fails:
             self._is_broken[backend] = "spawn"
-            self._handle(ev.SpawnFailed(backend, generation, EnvError("cannot start", env=backend)))
+            self._handle(ev.SpawnFailed(backend, generation, EnvChanged("a file has changed", env=backend)))
             return
         self._pids += 1
         process = Process(self, backend, generation, self._pids)

@@ -47,6 +47,7 @@ _CAUSES = (
     ("version", r"only compatible with|needs to be compatible with|but PyTorch .{0,40} is found|requires torch"),
     ("version", r"Descriptors cannot (?:be )?created? directly|Protobuf Gencode/Runtime|incompatible .{0,20}version"),
     ("import", r"(\S+?): cannot open shared object file"),
+    ("import", r"(\S+?): (?:file too short|invalid ELF header|cannot read file data)"),
     ("import", r"No module named '([^']+)'"),
     ("import", r"cannot import name '([^']+)'"),
 )

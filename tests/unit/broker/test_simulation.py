@@ -66,6 +66,7 @@ REASONS = {
     Reason.DTYPE_UNSUPPORTED,
     Reason.NOT_COMPILED,
     Reason.NOT_INSTALLED,
+    Reason.ENV_CHANGED,
     Reason.NOT_PINNED,
     Reason.OP_UNSUPPORTED,
 }

@@ -95,7 +95,7 @@ def test_python_that_is_not_installed_is_named_with_the_command(tmp_path: Path) 
         plan(manifest, store=tmp_path)
     assert caught.value.facts == {
         "env": "sample",
-        "cause": "Python 3.99 not found",
+        "cause": f"Python 3.99 not found; here are: {', '.join(interpreters.available())}",
         "repair": "uv python install 3.99",
     }
 
