@@ -334,6 +334,7 @@ ELSEWHERE = {  # codes about state; the broker and its parts raise them
     Reason.COMPILE_FAILED,
     Reason.NOT_INSTALLED,
     Reason.ENV_CHANGED,
+    Reason.NOT_JOINED,
     Reason.NOT_PINNED,
     Reason.OP_UNSUPPORTED,
     Reason.PLAN_BUCKET_MISS,
