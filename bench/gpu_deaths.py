@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import select
 import signal
 import statistics
 import tempfile
@@ -20,6 +22,7 @@ import layerzero as lz
 KILLS, FAULTS, MINUTES = 100, 6, 5  # so many kills, or minutes: a killed worker is back after seconds
 CALLS = 30  # enqueued before the worker is killed
 HANG_S = 20.0
+SLOW_MS = 1000.0  # worth a line
 SETTLE_S = 2.0  # after which nothing may be left of a dead worker
 LEAK_MIB = 64
 RESTARTS = {"LAYERZERO_RESTART_BUDGET": "1000", "LAYERZERO_BACKOFF_S": "0.05", "LAYERZERO_BACKOFF_MAX_S": "0.05"}
@@ -34,6 +37,7 @@ def deaths(quick: bool) -> Iterator[Row]:
     wrong = hung = idle = 0
     ends: dict[str, int] = {}
     recovery_ms: list[float] = []
+    exits_ms: list[float] = []
     backends = serving(ours, q, k, v)
     if len(backends) < 2:
         yield Row(
@@ -56,13 +60,22 @@ def deaths(quick: bool) -> Iterator[Row]:
         stream = torch.cuda.current_stream()
         idle += stream.query()
         start_ns = time.perf_counter_ns()
+        end = _End(pid)
         os.kill(pid, signal.SIGKILL)
         while not stream.query() and time.perf_counter_ns() - start_ns < HANG_S * 1e9:
             time.sleep(0.0005)
+            end.look()
+        took_ms = (time.perf_counter_ns() - start_ns) / 1e6
+        end.look()
+        if took_ms > SLOW_MS:
+            told = [(b["name"], b["state"], b["pid"]) for b in lz.status()["backends"] if b["name"] in backends]
+            print(f"kill {number}: {took_ms:,.0f} ms; the process was gone after {end.ms:,.0f} ms; {told}", flush=True)
+        end.close()
         if not stream.query():
             hung += 1
             break
-        recovery_ms.append((time.perf_counter_ns() - start_ns) / 1e6)
+        recovery_ms.append(took_ms)
+        exits_ms.append(end.ms)
         try:
             lz.synchronize(HANG_S)
         except lz.LayerZeroError as exc:
@@ -78,9 +91,30 @@ def deaths(quick: bool) -> Iterator[Row]:
         f"SIGKILL of the busy worker, {len(recovery_ms)} times ({idle} after its work), {', '.join(backends)} there "
         "for each other: wrong results, hung streams, GPU memory leaked",
         f"{wrong}, {hung}, {leaked_mib:.0f} MiB; typed errors: {typed}",
-        f"p50 {statistics.median(recovery_ms):,.1f} ms, longest {max(recovery_ms):,.1f} ms until all calls are done",
+        f"p50 {statistics.median(recovery_ms):,.1f} ms, longest {max(recovery_ms):,.1f} ms until all calls are done; "
+        f"of it until the killed process is gone {statistics.median(exits_ms):,.1f} and {max(exits_ms):,.1f} ms",
         "met" if not wrong and not hung and leaked_mib < LEAK_MIB else "MISSED (0, 0, 0)",
     )
+
+
+class _End:
+    """When a process is gone, as far as looks at it tell."""
+
+    def __init__(self, pid: int) -> None:
+        self._poll, self._fd, self._start_ns, self.ms = (
+            select.poll(),
+            os.pidfd_open(pid),
+            time.perf_counter_ns(),
+            math.nan,
+        )
+        self._poll.register(self._fd, select.POLLIN)
+
+    def look(self) -> None:
+        if math.isnan(self.ms) and self._poll.poll(0):
+            self.ms = (time.perf_counter_ns() - self._start_ns) / 1e6
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def serving(call: Any, *tensors: Any) -> list[str]:

@@ -61,9 +61,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def point_stdout_at_stderr() -> None:
-    """Kernels print to stdout; here that must not reach anyone who parses it. Python stacks of a crash go to stderr."""
+    """Kernels print to stdout; here that must not reach anyone who parses it. Python stacks go to stderr, of a crash and
+    whenever SIGUSR2 asks where a worker is stuck."""
     os.dup2(2, 1)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
 
 
 def import_provider(name: str) -> Provider:
