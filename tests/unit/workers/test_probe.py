@@ -93,9 +93,14 @@ def test_one_wrong_case_spoils_its_class(tmp_path: Path) -> None:
     assert set(verdict["certified"]["toy.silu"]["float32"]) == CLASSES - {"plain/ragged/dense"}
 
 
-@pytest.mark.parametrize("body", ["results[0] += 1e-3", "results[0] = math.nan", "results[0] = math.inf", "return"])
+ACCUMULATES = "results = [r + old for r, old in zip(results, outputs[0].memory.cast('f').tolist())]"
+
+
+@pytest.mark.parametrize(
+    "body", ["results[0] += 1e-3", "results[0] = math.nan", "results[0] = math.inf", "return", ACCUMULATES]
+)
 def test_kernel_that_is_wrong_everywhere_disables_its_backend(tmp_path: Path, body: str) -> None:
-    """However well it loads; memory that a kernel does not write holds what was there before, and is wrong too."""
+    """However well it loads. Memory that a kernel does not write, or adds to, held something before: wrong, too."""
     verdict = toy(tmp_path, body=body)
     assert verdict["error"]["kind"] == "numeric"
     assert "toy.silu: [] in float32: error" in verdict["error"]["message"]
