@@ -317,7 +317,7 @@ class BackendReset:
     """Someone repaired it: forget its failures. `missing` says why it still cannot start, or is None."""
 
     backend: str
-    missing: str | None
+    missing: Rejection | None
 
 
 @dataclass(slots=True)

@@ -258,8 +258,7 @@ class Fleet:
             self._signal(worker, Signal.RESET)
             worker.cause = None
             worker.deaths_s.clear()
-            missing = Rejection(Reason.NOT_INSTALLED, event.missing) if event.missing else None
-            self.set_unavailable(worker.backend, missing)
+            self.set_unavailable(worker.backend, event.missing)
             if worker.waiting:
                 self.need(worker)
 

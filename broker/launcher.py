@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
 from layerzero.broker import events as ev
+from layerzero.broker import kernel_sources
 from layerzero.broker.settings import Settings
 from layerzero.broker.supervisor import Launch
-from layerzero.capabilities import descriptor
+from layerzero.capabilities import descriptor, vetting
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.descriptor import Capability, DescriptorError
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs import build, caches, compilation, probe, stage
+from layerzero.envs import build, caches, compilation, probe, stage, third_party
+from layerzero.envs.allowed import Allowed
 from layerzero.envs.base import inspect
 from layerzero.envs.environ import worker_environ
-from layerzero.envs.manifest import EnvManifest, discover
+from layerzero.envs.manifest import EnvManifest, Problem, Source
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
 
@@ -34,7 +36,9 @@ class Launcher:
         self._plans: dict[str, build.Env] = {}
         self._joined_envs: dict[str, str] = {}
         self._checked: set[str] = set()  # of their files, for the start that follows
-        found, problems = discover(settings.manifest_dirs)
+        self._allowed: Mapping[str, Allowed] = {}
+        self._read_allowed()
+        found, problems = self._discover()
         self.manifests: dict[str, EnvManifest] = {}
         self.capabilities: dict[str, Capability] = {}
         self.unusable: dict[str, Rejection] = {}
@@ -44,11 +48,13 @@ class Launcher:
                 inspect(settings.overlay)
             except EnvError as exc:
                 self.problems.append(exc.message)
-        self.joined = _joined(settings.joined, found)
+        # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
+        self.joined = frozenset(name for name in _joined(settings.joined, found) if found[name].is_allowed)
         owners: dict[str, str] = {}  # kernel id -> backend
-        for name, manifest in sorted(found.items()):
+        # Those from outside come last: none of them can take a kernel id of ours.
+        for name, manifest in sorted(found.items(), key=lambda one: (one[1].source is not None, one[0])):
             try:
-                capability = descriptor.load(manifest.descriptor_path)
+                capability = _capability(manifest)
                 if capability.backend != name:
                     text = f"{manifest.descriptor_path}: backend is {capability.backend!r}, the manifest says {name!r}"
                     raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
@@ -65,7 +71,45 @@ class Launcher:
             if name in self.joined:
                 self.unusable[name] = Rejection(Reason.NOT_JOINED, not_joined(name))
             elif (missing := self.missing(name)) is not None:
-                self.unusable[name] = Rejection(Reason.NOT_INSTALLED, missing)
+                self.unusable[name] = missing
+
+    def _read_allowed(self) -> None:
+        with suppress(ConfigError):  # a broken policy file leaves the policy as it was, and lets no broker start
+            self._allowed = kernel_sources.allowed(self._settings)
+
+    def _discover(self) -> tuple[dict[str, EnvManifest], list[Problem]]:
+        settings = self._settings
+        return third_party.discover(
+            settings.manifest_dirs, backends=settings.backends_dir, store=settings.store, allowed=self._allowed
+        )
+
+    def _refusal(self, backend: str) -> Source | None:
+        """Why a backend from outside may not be used, as its sources and the policy are now; None when it may."""
+        known = self.manifests[backend].source
+        if known is None:
+            return None
+        self._read_allowed()
+        settings = self._settings
+        try:
+            source = third_party.judge_now(
+                backend, backends=settings.backends_dir, store=settings.store, allowed=self._allowed
+            )
+        except ConfigError as exc:
+            text = f"backend {backend!r} is no longer what the broker has read: {exc.message}"
+            return Source(known.origin, known.sha256, text, "install or add it again, then lz down", is_changed=True)
+        if source.refusal:
+            return source
+        if source.sha256 != known.sha256:
+            text = f"the sources of backend {backend!r} have changed since the broker started, and are allowed"
+            return Source(source.origin, source.sha256, text, "lz down", is_changed=True)
+        self.manifests[backend] = self.manifests[backend].model_copy(update={"source": source})
+        return None
+
+    def _demand_allowed(self, backend: str) -> None:
+        """Raises EnvError with cause and repair for sources that may not be run."""
+        refused = self._refusal(backend)
+        if refused is not None:
+            raise EnvError(refused.refusal, env=backend, cause=refused.refusal, repair=refused.repair)
 
     def _plan(self, backend: str) -> build.Env:
         """What the manifest and its lock describe; read again by `missing`, so after every reset."""
@@ -82,9 +126,17 @@ class Launcher:
             self._plans[backend] = env
         return env
 
-    def missing(self, backend: str, *, files: bool = False) -> str | None:
-        """Why this backend's environment cannot be used as it is, with the command that builds it; None if it can.
-        Its files are looked at with `files`, and when a worker starts."""
+    def missing(self, backend: str, *, files: bool = False) -> Rejection | None:
+        """Why this backend cannot be used as it is, with the command that builds or allows it; None if it can. Its
+        files are looked at with `files`, and when a worker starts."""
+        refused = self._refusal(backend)
+        if refused is not None:
+            reason = Reason.SOURCE_CHANGED if refused.is_changed else Reason.SOURCE_NOT_ALLOWED
+            return Rejection(reason, f"{refused.refusal}; repair: {refused.repair}")
+        why = self._unbuilt(backend, files)
+        return Rejection(Reason.NOT_INSTALLED, why) if why else None
+
+    def _unbuilt(self, backend: str, files: bool) -> str | None:
         self._plans.pop(backend, None)
         try:
             env = self._plan(backend)
@@ -112,6 +164,7 @@ class Launcher:
         Raises EnvError with cause and repair when there is nothing to probe, EnvChanged when it is not what was
         built, ConfigError.
         """
+        self._demand_allowed(backend)
         env = self._plan(backend)
         if not env.is_built:
             repair = build.command("build", env)
@@ -165,6 +218,7 @@ class Launcher:
     def launch(self, backend: str) -> Launch:
         """How to start the worker. Its environment is kept from being collected from now on. Raises LayerZeroError,
         for one EnvChanged."""
+        self._demand_allowed(backend)
         env = self._plan(backend)
         stage.stage(env.store)
         if backend in self._held:
@@ -230,3 +284,11 @@ def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str
             f"setting joined (LAYERZERO_JOINED): {unknown[0]!r:.60}; allowed: {ALL}, or names of: {known}"
         )
     return names
+
+
+def _capability(manifest: EnvManifest) -> Capability:
+    """Raises DescriptorError."""
+    path = manifest.descriptor_path
+    if manifest.source is None:
+        return descriptor.load(path)
+    return vetting.vet(path.read_text(encoding="utf-8", errors="replace"), str(path), manifest.name)

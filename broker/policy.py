@@ -163,6 +163,7 @@ class Policy:
     shadow_rate: float = 0.0  # share of calls that are repeated on the reference and compared
     tune_budget: float = 0.0  # share of a worker's time that background tuning may take
     dispatch_table: Path | None = None
+    kernel_sources: Mapping[str, str] = field(default_factory=dict)  # backend from outside -> its hash, or "refuse"
     origins: Mapping[str, str] = field(default_factory=dict)  # "key" or "key.entry" -> where its value comes from
     hash: str = ""
     _parsed: tuple[_Parsed, ...] = ()
@@ -213,6 +214,7 @@ class Policy:
         for name in _SCALARS:
             value = getattr(self, name)
             rows[name] = str(value) if isinstance(value, Path) else value
+        rows |= {f"kernel_sources.{name}": value for name, value in sorted(self.kernel_sources.items())}
         rows |= {f"backend_isolation.{name}": mode for name, mode in sorted(self.backend_isolation.items())}
         rows |= {f"weights.{name}": value for name, value in asdict(self.weights).items()}
         return rows
@@ -262,6 +264,7 @@ def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | N
     origins: dict[str, str] = {}
     isolation: dict[str, Isolation] = {"*": "subprocess"}
     weights: dict[str, float] = {}
+    sources: dict[str, str] = {}
     for rank, (layer, values) in enumerate((one.layer, one.values) for one in parsed):
         for pattern, kernel in (values.locks or {}).items():
             locks[pattern] = Lock(pattern, kernel, layer.origin_of(("locks", pattern)), rank)
@@ -278,7 +281,7 @@ def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | N
             value = getattr(values, key)
             if value is not None:
                 given[key], origins[key] = value, layer.origin_of((key,))
-        for key, into in (("backend_isolation", isolation), ("weights", weights)):
+        for key, into in (("backend_isolation", isolation), ("weights", weights), ("kernel_sources", sources)):
             for name, value in (getattr(values, key) or {}).items():
                 into[name] = value
                 origins[f"{key}.{name}"] = layer.origin_of((key, name))
@@ -288,6 +291,7 @@ def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | N
         rules=tuple(rules),
         backend_isolation=isolation,
         weights=Weights(**weights),
+        kernel_sources=sources,
         origins=origins,
         _parsed=parsed,
         _known=known,

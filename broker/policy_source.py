@@ -27,17 +27,27 @@ class PolicySource:
     """The policy in force. Raises ConfigError when there is none to begin with.
 
     file: the policy file. is_optional: it need not exist. variables: layers of the environment (ipc/policy.py), which
-    do not change. known: the names that a policy may use.
+    do not change. known: the names that a policy may use. record: what `lz env add` has written, if there is any; all
+    else goes before it.
     """
 
-    def __init__(self, file: Path, *, is_optional: bool, variables: Sequence[Mapping[str, Any]], known: Known) -> None:
+    def __init__(
+        self,
+        file: Path,
+        *,
+        is_optional: bool,
+        variables: Sequence[Mapping[str, Any]],
+        known: Known,
+        record: Path | None = None,
+    ) -> None:
         self.file = file
         self.problem = ""  # why the file as it is now is not in force
         self._is_optional = is_optional
         self._variables = tuple(Layer(one["origin"], one["values"]) for one in variables)
         self._known = known
         self._check_at_s = 0.0
-        self._stamp = _stamp(file)
+        self._record = record
+        self._stamp = self._stamps()
         self.policy = self._read()
 
     def describe(self, overlay: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +67,7 @@ class PolicySource:
         if now_s < self._check_at_s:
             return None
         self._check_at_s = now_s + CHECK_S
-        stamp = _stamp(self.file)
+        stamp = self._stamps()
         if stamp == self._stamp:
             return None
         self._stamp = stamp
@@ -69,10 +79,16 @@ class PolicySource:
         self.problem = ""
         return self.policy
 
+    def _stamps(self) -> tuple[Stamp | None, Stamp | None]:
+        """Of the record and the file."""
+        return None if self._record is None else _stamp(self._record), _stamp(self.file)
+
     def _read(self) -> Policy:
-        if self._stamp is None and not self._is_optional:
+        recorded, written = self._stamp
+        if written is None and not self._is_optional:
             raise ConfigError(f"the policy file {self.file} does not exist")
-        layers = () if self._stamp is None else (load_layer(self.file),)
+        layers = [] if recorded is None or self._record is None else [load_layer(self._record)]
+        layers += [] if written is None else [load_layer(self.file)]
         policy, problems = compose((*layers, *self._variables), self._known)
         if policy is None:
             raise ConfigError("the policy is wrong\n" + "\n".join(problems), problems=problems)

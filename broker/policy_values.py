@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from layerzero.broker.policy_rules import FIELDS, is_glob, op_names, parse_condition
 from layerzero.capabilities.descriptor import Capability
+from layerzero.ipc.policy import KERNEL_SOURCE
 
 MAX_RULES = 256
 MAX_PATTERNS = 256
@@ -92,6 +93,7 @@ def _absolute(value: Path) -> Path:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+KernelSource = Annotated[str, Field(pattern=KERNEL_SOURCE)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_items), Field(min_length=1, max_length=MAX_PATTERNS)]
 Bonus = Annotated[float, Field(gt=0, le=MAX_BONUS)]
 Multiplier = Annotated[float, Field(ge=0, le=MAX_BONUS)]
@@ -140,6 +142,7 @@ class Values(_Strict):
     shadow_rate: Share | None = None
     tune_budget: Share | None = None
     dispatch_table: Annotated[Path, AfterValidator(_absolute)] | None = None
+    kernel_sources: Annotated[dict[Name, KernelSource], BeforeValidator(_pairs)] | None = None
 
 
 def parse_values(written: Any) -> tuple[Values, list[Problem]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.broker.dispatch_table import DispatchTable
 from layerzero.broker.host import free_memory_bytes
+from layerzero.capabilities.reasons import Reason
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import InvalidArgument
 
@@ -35,7 +37,17 @@ def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InvalidArgument(f"no backend is called {name!r:.60}{hint} Known: {', '.join(known)}")
-    return sorted(set(names)) if names is not None else [name for name in known if not _is_denied(server, name)]
+    if names is not None:
+        return sorted(set(names))
+    return [name for name in known if not _is_denied(server, name) and not _is_refused(server, name)]
+
+
+def _is_refused(server: Server, backend: str) -> bool:
+    """It comes from outside, and may not be used; `_sources` tells."""
+    if server.launcher.manifests[backend].source is None:
+        return False
+    missing = server.launcher.missing(backend)
+    return missing is not None and missing.code in (Reason.SOURCE_NOT_ALLOWED, Reason.SOURCE_CHANGED)
 
 
 def _is_denied(server: Server, backend: str) -> bool:
@@ -57,7 +69,7 @@ def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Ch
     name = f"environment {backend}"
     missing = server.launcher.missing(backend, files=True)
     if missing is not None:
-        return Check(name, False, *_split_repair(missing))
+        return Check(name, False, *_split_repair(missing.detail))
     reason = server.state.unavailable.get(backend)
     if reason is not None:
         return Check(name, False, f"{reason.code.value}: {reason.detail}", f"lz restart {backend}")
@@ -71,9 +83,9 @@ def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Ch
 
 
 def _split_repair(text: str) -> tuple[str, str]:
-    """The launcher says "..., run: COMMAND"."""
-    detail, _, command = text.partition("; run: ")
-    return detail, command or "lz env list"
+    """The launcher says "...; run: COMMAND" or "...; repair: WHAT"."""
+    detail, *command = re.split("; (?:run|repair): ", text, maxsplit=1)
+    return detail, command[0] if command else "lz env list"
 
 
 def _descriptors(server: Server) -> Check:
@@ -81,6 +93,20 @@ def _descriptors(server: Server) -> Check:
     if problems:
         return Check("descriptors", False, _lines(problems), "mend what the text names, then lz down and lz up")
     return Check("descriptors", True, f"{len(server.launcher.capabilities)} valid, schema 1.0")
+
+
+def _sources(server: Server) -> Check:
+    """Backends from outside are what was allowed. One that nobody has allowed is left alone, and no fault."""
+    name, told = "kernel sources", []
+    for backend, manifest in sorted(server.launcher.manifests.items()):
+        missing = server.launcher.missing(backend) if manifest.source is not None else None
+        if missing is not None and missing.code is Reason.SOURCE_CHANGED:
+            return Check(name, False, *_split_repair(missing.detail))
+        if missing is not None and missing.code is Reason.SOURCE_NOT_ALLOWED:
+            told.append(missing.detail)
+        elif manifest.source is not None:
+            told.append(f"{backend} of {manifest.source.origin}: allowed, {manifest.source.sha256}")
+    return Check(name, True, _lines(told) if told else "no backend comes from outside")
 
 
 def _policy(server: Server) -> Check:
@@ -167,6 +193,7 @@ def _lines(texts: Iterable[str]) -> str:
 
 QUESTIONS: tuple[Callable[[Server], Check], ...] = (
     _descriptors,
+    _sources,
     _policy,
     _table,
     _times,

@@ -92,7 +92,13 @@ def _refuse(error: LayerZeroError, ready_fd: int | None) -> int:
 def _policy(settings: knobs.Settings, launcher: Launcher) -> PolicySource:
     file, is_optional = settings.policy_file()
     known = Known.of(launcher.capabilities, OPS)
-    return PolicySource(file, is_optional=is_optional, variables=settings.policy_variables(), known=known)
+    return PolicySource(
+        file,
+        is_optional=is_optional,
+        variables=settings.policy_variables(),
+        known=known,
+        record=settings.source_record(),
+    )
 
 
 def _lock(fd: int) -> bool:

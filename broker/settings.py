@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from layerzero.broker.limits import Limits
+from layerzero.envs.allowed import record_path
 from layerzero.ipc.endpoints import default_runtime_dir
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.policy import variables
@@ -42,6 +43,9 @@ class Settings(BaseSettings):
     perf_db: Path | None = Field(None, description="file of measured times; default: perf.db in the store")
     manifest_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
         (), description="more folders with env manifests, separated by ':'"
+    )
+    backends_dir: Path = Field(
+        platformdirs.user_config_path(APP) / "backends", description="backends from outside that lz env add has allowed"
     )
     policy: Path | None = Field(
         None, description="policy file; default policy.yaml in the user's configuration folder, if it exists"
@@ -95,6 +99,10 @@ class Settings(BaseSettings):
     def policy_file(self) -> tuple[Path, bool]:
         """The policy file, and whether it need not exist."""
         return (POLICY_FILE, True) if self.policy is None else (self.policy, False)
+
+    def source_record(self) -> Path:
+        """What `lz env add` has recorded, in the form of a policy file; it need not exist."""
+        return record_path(self.backends_dir)
 
     def policy_variables(self) -> list[dict[str, Any]]:
         """The layers of policy that the environment sets."""

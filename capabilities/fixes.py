@@ -46,6 +46,8 @@ _BY_OPERATOR: Mapping[Reason, str] = {
     Reason.NOT_PINNED: "leave out backend=",
     Reason.NOT_INSTALLED: "build the environment",
     Reason.ENV_CHANGED: "build the environment again",
+    Reason.SOURCE_NOT_ALLOWED: "allow its sources",
+    Reason.SOURCE_CHANGED: "allow its sources as they are now",
     Reason.BACKEND_DISABLED: "repair the backend",
     Reason.POLICY_LOCKED: "change the policy",
     Reason.POLICY_DENIED: "change the policy",

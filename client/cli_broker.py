@@ -227,13 +227,21 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+_UNUSABLE = {
+    "NOT_INSTALLED": "not built",
+    "NOT_JOINED": "not joined",
+    "SOURCE_NOT_ALLOWED": "refused",
+    "SOURCE_CHANGED": "refused",
+}
+
+
 def _state(row: Mapping[str, Any]) -> str:
     is_vacant = (row["unavailable"] or {}).get("code") == "NOT_JOINED"
     if row["state"] != "absent" and not (row["state"] == "disabled" and is_vacant):
         return str(row["state"])
     if not row["unavailable"]:
         return "idle"
-    return {"NOT_INSTALLED": "not built", "NOT_JOINED": "not joined"}.get(row["unavailable"]["code"], "unusable")
+    return _UNUSABLE.get(row["unavailable"]["code"], "unusable")
 
 
 def _print_wrong(answer: Mapping[str, Any]) -> None:

@@ -81,5 +81,11 @@ def _as_a_broker_would() -> dict[str, Any]:
     settings = knobs.load()
     file, is_optional = settings.policy_file()
     known = Known.of(Launcher(settings).capabilities, OPS)
-    source = PolicySource(file, is_optional=is_optional, variables=settings.policy_variables(), known=known)
+    source = PolicySource(
+        file,
+        is_optional=is_optional,
+        variables=settings.policy_variables(),
+        known=known,
+        record=settings.source_record(),
+    )
     return source.describe({})

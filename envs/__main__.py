@@ -1,5 +1,5 @@
-"""`lz env` and `python -m layerzero.envs`: list, build, probe, lock, gc, export and import. Data on stdout,
-progress on stderr.
+"""`lz env` and `python -m layerzero.envs`: list, build, probe, lock, gc, add, remove, export and import. Data on
+stdout, progress on stderr.
 
 Exit codes: 0 done, 1 a build, probe or lock failed, 2 wrong usage.
 """
@@ -15,12 +15,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.envs import transfer_cli
+from layerzero.envs import add_cli, transfer_cli
 from layerzero.envs.build import Env, command, ensure_all, find
 from layerzero.envs.gc import collect
 from layerzero.envs.installers import pick
 from layerzero.envs.lock import lock as write_lock
-from layerzero.envs.manifest import VariantName, discover
+from layerzero.envs.manifest import VariantName
 from layerzero.envs.options import (
     STORE,
     Base,
@@ -50,7 +50,11 @@ from layerzero.envs.rows import (
 )
 from layerzero.ipc.errors import ConfigError, EnvError
 
-app = typer.Typer(help="Backend environments: list, build, probe, lock, gc, export, import.", no_args_is_help=True)
+app = typer.Typer(
+    help="Backend environments: list, build, probe, lock, gc, add, remove, export, import.", no_args_is_help=True
+)
+app.command("add")(add_cli.add)
+app.command("remove")(add_cli.remove)
 app.command("export")(transfer_cli.export)
 app.command("import")(transfer_cli.import_)
 
@@ -64,7 +68,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """Show every environment: built or not, over which interpreter, and what its last probe said."""
-    found, problems = discover(manifests or ())
+    found, problems = add_cli.site(store, manifests).discover()
     rows = [row_of(manifest, variant.value, store, overlay) for manifest in found.values()]
     rows += [{"name": p.name, "state": "disabled", "cause": p.message, "repair": f"edit {p.path}"} for p in problems]
     if as_json:
@@ -109,7 +113,7 @@ def build(
         raise typer.BadParameter("needs --wheelhouse DIR, --overlay PYTHON or both", param_hint="--offline")
     chosen = [
         manifest
-        for manifest in choose(names, manifests, python)
+        for manifest in choose(names, manifests, python, add_cli.site(store, manifests))
         if names or manifest.interpreter == "host" or manifest.variant_for(variant.value) in manifest.variants
     ]
     with failing_cleanly():
@@ -148,7 +152,7 @@ def probe(
     that are built."""
     _end_cleanly_on_sigterm()
     rows = []
-    for manifest in choose(names, manifests, python):
+    for manifest in choose(names, manifests, python, add_cli.site(store, manifests)):
         try:
             env: Env | EnvError | ConfigError = find(manifest, variant=variant.value, store=store, base=overlay)
         except (EnvError, ConfigError) as exc:
@@ -187,7 +191,7 @@ def lock(
 @app.command()
 def gc(store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False) -> None:
     """Remove environments and code that no manifest asks for and nobody uses."""
-    result = collect(store, manifests or ())
+    result = collect(store, (*(manifests or ()), *add_cli.site(store, manifests).staged()))
     if as_json:
         removed = [{"path": str(item.path), "freed_bytes": item.freed_bytes} for item in result.removed]
         in_use = [str(path) for path in result.in_use]

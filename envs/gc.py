@@ -45,7 +45,10 @@ def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
             undecided.add(manifest.name)
     removed: list[Removed] = []
     in_use: list[Path] = []
+    kept = {stage.staged_path(root), *(folder.absolute() for folder in folders)}
     for path, target in _candidates(root):
+        if path in kept:
+            continue
         if path.name in current or path.name.rpartition("-")[0] in undecided:
             continue
         try:
@@ -93,9 +96,8 @@ def _candidates(root: Path) -> Iterator[tuple[Path, Path]]:
     """(folder, the target whose lock guards it)"""
     for path in sorted((root / "caches").glob("[!.]*")):
         yield path, root / "envs" / path.name
-    for kind in ("envs", "wheelhouses", "stage"):
+    for kind in ("envs", "wheelhouses", "stage", "backends"):
         folder = root / kind
         yield from store.leftovers(folder)
         for path in sorted(folder.glob("[!.]*")):
-            if kind != "stage" or path != stage.staged_path(root):
-                yield path, path
+            yield path, path

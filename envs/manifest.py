@@ -32,7 +32,7 @@ VariantName = Literal["cpu", "cu12", "cu13"]
 WORKER_REQUIREMENTS = ("pyzmq>=26", "msgpack>=1.0.8")
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Minor = Annotated[str, StringConstraints(pattern=r"^3\.[1-9][0-9]$")]
-_NOT_IN_TEXT = ("name", "path", "own_python")
+_NOT_IN_TEXT = ("name", "path", "source", "own_python")
 # The builder sets these; a manifest that overrode them would cut the worker off from its own code.
 RESERVED_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERSITE"})
 
@@ -61,14 +61,31 @@ class Variant(BaseModel):
     without: tuple[Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")], ...] = ()  # canonical names
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a backend from outside comes from (envs/third_party.py), and why it may not be used: "" when it may."""
+
+    origin: str
+    sha256: str
+    refusal: str = ""
+    repair: str = ""
+    is_changed: bool = False  # refused since it is no longer what was allowed
+
+    def demand_allowed(self) -> None:
+        """Raises ConfigError with the reason and the repair."""
+        if self.refusal:
+            raise ConfigError(f"{self.refusal}; repair: {self.repair}", repair=self.repair, sha256=self.sha256)
+
+
 class EnvManifest(BaseModel):
-    """One environment. `name` and `path` come from the file's location, `own_python` from with_python, all else from
-    the text."""
+    """One environment. `name` and `path` come from the file's location, `source` from who found it, `own_python` from
+    with_python, all else from the text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     path: Path
+    source: Source | None = None  # None: it comes with LayerZero, or from a folder that the user named
     summary: Annotated[str, StringConstraints(min_length=1, max_length=200)]
     provider: str  # module of layerzero.workers.providers, or a .py path relative to the manifest
     descriptor: str  # capabilities/descriptors/NAME.json, or a .json path relative to the manifest
@@ -106,6 +123,15 @@ class EnvManifest(BaseModel):
         return self
 
     @property
+    def is_allowed(self) -> bool:
+        """Whether it may be built and run; what does not come from outside always may."""
+        return self.source is None or not self.source.refusal
+
+    def _demand_allowed(self) -> None:
+        if self.source is not None:
+            self.source.demand_allowed()
+
+    @property
     def pythons(self) -> tuple[str, ...]:
         """The versions of Python that it may be built with, the manifest's first choice first."""
         first = self.own_python or self.python
@@ -123,7 +149,9 @@ class EnvManifest(BaseModel):
 
     @property
     def provider_target(self) -> str:
-        """What the worker imports: a dotted module, or the absolute path of a .py file."""
+        """What the worker imports: a dotted module, or the absolute path of a .py file. Raises ConfigError for what
+        may not be run."""
+        self._demand_allowed()
         if self.provider.endswith(".py"):
             return str((self.path.parent / self.provider).resolve())
         return f"layerzero.workers.providers.{self.provider}"
@@ -146,7 +174,9 @@ class EnvManifest(BaseModel):
         return (folder.parent / "locks" if folder == BUILTIN else folder) / f"{self.name}.{variant}{tag}.txt"
 
     def requirements(self, variant: VariantName) -> tuple[str, ...]:
-        """Everything to resolve for a variant. Raises ConfigError for one that the manifest lacks."""
+        """Everything to resolve for a variant. Raises ConfigError for one that the manifest lacks, and for what may
+        not be built."""
+        self._demand_allowed()
         if variant not in self.variants:
             hint = "; those need an NVIDIA GPU, and LAYERZERO_VARIANT to be set" if variant == "cpu" else ""
             raise ConfigError(

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from layerzero.envs.base import inspect
 from layerzero.envs.build import Env, base_drift, command, drift, find
+from layerzero.envs.cli_add import Site
 from layerzero.envs.downloads import Downloads, of_lock, of_wheels
 from layerzero.envs.installers import Installer
 from layerzero.envs.interpreters import find as find_python
@@ -32,15 +33,18 @@ out = Console()
 err = Console(stderr=True)
 
 
-def choose(names: list[str] | None, folders: list[Path] | None, python: str | None = None) -> list[EnvManifest]:
-    """The manifests of those names, or all; for another Python than their first choice."""
-    found, problems = discover(folders or ())
+def choose(
+    names: list[str] | None, folders: list[Path] | None, python: str | None = None, site: Site | None = None
+) -> list[EnvManifest]:
+    """The manifests of those names, or all that may be built; for another Python than their first choice. With `site`
+    those from outside, too."""
+    found, problems = discover(folders or ()) if site is None else site.discover()
     for problem in problems:
         err.print(f"disabled: {problem.message}", style="yellow", markup=False, soft_wrap=True)
     unknown = [name for name in names or () if name not in found]
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(found))}", param_hint="NAME")
-    chosen = [found[name] for name in dict.fromkeys(names or found)]
+    chosen = [found[name] for name in dict.fromkeys(names or (n for n, one in found.items() if one.is_allowed))]
     if python is None:
         return chosen
     try:
@@ -69,6 +73,11 @@ def showing_progress() -> Iterator[Progress]:
 
 def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Path | None) -> dict[str, Any]:
     row: dict[str, Any] = {"name": manifest.name, "summary": manifest.summary, "variants": list(manifest.variants)}
+    if manifest.source is not None:
+        row |= {"origin": manifest.source.origin, "sha256": manifest.source.sha256}
+        if not manifest.is_allowed:
+            cause, repair = manifest.source.refusal, manifest.source.repair
+            return {**row, "state": "refused", "cause": f"{cause}; repair: {repair}", "repair": repair}
     try:
         env = find(manifest, variant=variant, store=store, base=overlay)
         changed = drift(env)

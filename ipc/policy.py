@@ -28,8 +28,13 @@ PER_CALL = (
 )
 """Keys that may travel with a call."""
 
-BROKER_WIDE = ("tune_budget", "dispatch_table")
+BROKER_WIDE = ("tune_budget", "dispatch_table", "kernel_sources")
 """Keys of the broker as a whole: its policy file and its environment only."""
+
+KERNEL_SOURCES = "kernel_sources"
+REFUSE = "refuse"
+KERNEL_SOURCE = r"^(sha256:[0-9a-f]{64}|refuse)$"
+"""A value of kernel_sources: the hash of a backend's sources (envs/bundle.py), or that they are refused in any case."""
 
 KEYS = (*PER_CALL, *BROKER_WIDE)
 VARIABLE_PREFIX = "LAYERZERO_"

@@ -1730,7 +1730,7 @@ class World:
         return has_blamed
 
     def _reset(self, backend: str) -> None:
-        missing = "its environment is not built" if self.rng.random() < 0.2 else None
+        missing = Rejection(Reason.NOT_INSTALLED, "its environment is not built") if self.rng.random() < 0.2 else None
         if missing is None:
             self._missing.discard(backend)
         else:

@@ -24,7 +24,16 @@ from layerzero.client.tune import Call
 from layerzero.ipc.tensors import TensorSpec
 
 TOYS = ["alpha", "beta", "gamma"]
-GENERAL = ["descriptors", "policy", "dispatch table", "measured times", "compiled kernels", "memory", "graphs"]
+GENERAL = [
+    "descriptors",
+    "kernel sources",
+    "policy",
+    "dispatch table",
+    "measured times",
+    "compiled kernels",
+    "memory",
+    "graphs",
+]
 SILU = Call("silu", {"input": TensorSpec.contiguous("float32", (4, 8))})
 
 

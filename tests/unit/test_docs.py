@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -17,3 +18,26 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
     """A table that walks the code is worth nothing once it leads astray."""
     named = set(FILE.findall(document.read_text(encoding="utf-8")))
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+EXAMPLE = ROOT / "examples" / "third-party-backend"
+GUIDE = (ROOT / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", ["blis.toml", "provider.py"])
+def test_guide_shows_the_files_of_the_example(file: str) -> None:
+    """What a newcomer copies is what is tested."""
+    assert (
+        f"```{'toml' if file.endswith('.toml') else 'python'}\n{(EXAMPLE / 'src/lz_blis' / file).read_text()}```"
+        in GUIDE
+    )
+
+
+def test_guide_shows_the_descriptor_and_the_entry_point_of_the_example() -> None:
+    """Likewise, of a part."""
+    shown = json.loads(re.findall(r"```json\n(.*?)```", GUIDE, re.DOTALL)[0])
+    whole = json.loads((EXAMPLE / "src/lz_blis/blis.json").read_text())
+    assert shown == {**whole, "ops": {"matmul": whole["ops"]["matmul"]}}
+    tables = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)[1].strip().split("\n\n")
+    project = (EXAMPLE / "pyproject.toml").read_text()
+    assert [table in project for table in tables] == [True, True]

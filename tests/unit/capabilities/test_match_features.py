@@ -340,6 +340,8 @@ ELSEWHERE = {  # codes about state; the broker and its parts raise them
     Reason.PLAN_BUCKET_MISS,
     Reason.POLICY_DENIED,
     Reason.POLICY_LOCKED,
+    Reason.SOURCE_CHANGED,
+    Reason.SOURCE_NOT_ALLOWED,
 }
 
 
