@@ -69,7 +69,10 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     engine.set_certification(Certification(launcher.records()))
     engine.set_compilation(Compilation(launcher.compiled()))
     state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random(), joined=launcher.joined)
-    server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays)
+    try:
+        server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays)
+    except LayerZeroError as exc:
+        return _refuse(exc, ready_fd)
     for problem in launcher.problems:
         log("backend.unusable", detail=problem)
     log("broker.started", pid=os.getpid(), package=layerzero.__version__, backends=sorted(launcher.capabilities))

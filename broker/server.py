@@ -32,6 +32,7 @@ from layerzero.broker.planner import Planner
 from layerzero.broker.policy_source import PolicySource
 from layerzero.broker.probe_jobs import ProbeJobs
 from layerzero.broker.processes import AnyWorker, Processes
+from layerzero.broker.remote import Remote
 from layerzero.broker.routers import Routers, Unreachable
 from layerzero.broker.settings import Settings
 from layerzero.broker.state import BrokerState
@@ -52,7 +53,8 @@ LOOK_CALLS = 64  # a worker's enqueued calls are looked at each time they are so
 
 
 class Server:
-    """One broker. `run()` returns when it was told to stop, or when its last client left and `stays` is off."""
+    """One broker. `run()` returns when it was told to stop, or when its last client left and `stays` is off. Raises
+    ConfigError when it cannot listen where it should."""
 
     def __init__(
         self,
@@ -85,6 +87,9 @@ class Server:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._descriptors = Descriptors()
         self._descriptors.watch(self._wake, self._take_from_threads)
+        self._remote: Remote | None = None
+        if settings.remote:
+            self._remote = Remote(settings.remote, settings.keys, self._descriptors, partial(requests.answer, self))
         self._times = StoredTimes(settings.perf_db or settings.store / "perf.db", state.engine, launcher, self.post)
         self.perfdb = self._times.perfdb
         self._probes = ProbeJobs(launcher, self.post)
@@ -175,6 +180,8 @@ class Server:
         try:
             while not self._ended:
                 self._routers.take()
+                if self._remote is not None:
+                    self._remote.take()
                 now_s = time.monotonic()
                 if now_s >= self.state.wakeup_s:
                     if now_s > self.state.wakeup_s + STALL_S:
@@ -187,13 +194,17 @@ class Server:
                     self._housekeeping(now_s)
                 else:
                     self._times.save(now_s)
-                    self._descriptors.wait(0.0 if self._routers.may_have_input else self._timeout_s(now_s))
+                    self._descriptors.wait(0.0 if self._may_have_input else self._timeout_s(now_s))
                     self._look_around(time.monotonic())  # before the calls that woke us
         finally:
             signal.set_wakeup_fd(-1)
             self._close()
             os.close(signalled)
             os.close(signal_fd)
+
+    @property
+    def _may_have_input(self) -> bool:
+        return self._routers.may_have_input or (self._remote is not None and self._remote.may_have_input)
 
     def _catch_up(self) -> None:
         """This process stood still, by SIGSTOP or suspend. Answers that came meanwhile count before deadlines do;
@@ -453,6 +464,8 @@ class Server:
         self._lanes.close()
         self._pages.close_all()
         self._connections.stop_listening()
+        if self._remote is not None:
+            self._remote.close()
         self._routers.close()  # the last answers leave before the control sockets say that the broker is gone
         self._connections.close_all()
         self._offers.close()

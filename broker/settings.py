@@ -27,6 +27,7 @@ from layerzero.ipc.policy import variables
 
 APP = "layerzero"
 CONFIG_FILE = platformdirs.user_config_path(APP) / "config.toml"
+KEYS = platformdirs.user_config_path(APP) / "keys"
 POLICY_FILE = platformdirs.user_config_path(APP) / "policy.yaml"
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -73,6 +74,8 @@ class Settings(BaseSettings):
     joined: str = Field("", description="backends whose workers join by themselves: names separated by ',', or all")
     joined_silence_s: Seconds = Field(2.5, description="so long a joined worker's keeper may not answer")
     secret_file: Path | None = Field(None, description="the stack's secret; who connects must prove that they know it")
+    remote: str = Field("", description="tcp://ADDRESS:PORT for questions (status, health); needs keys")
+    keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")
     allow_uids: str = Field("", description="other users who may connect, by number, separated by ','; needs a secret")
     failpoints: str = Field("", description="faults for tests: backend:phase=action[@N], separated by ';'")
 

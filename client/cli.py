@@ -58,7 +58,7 @@ app = typer.Typer(
 
 policy_app = typer.Typer(help="Check and show the policy of selection.", no_args_is_help=True)
 app.add_typer(policy_app, name="policy")
-keys_app = typer.Typer(help="Make secrets of stacks.", no_args_is_help=True)
+keys_app = typer.Typer(help="Make secrets of stacks, and keys for tcp.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 
 Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON.")]
@@ -72,6 +72,9 @@ Words = Annotated[
 Params = Annotated[
     list[str] | None,
     typer.Option("--param", "-p", metavar="NAME=VALUE", help="A parameter of the op, value in JSON; may be repeated."),
+]
+Keys = Annotated[
+    Path | None, typer.Option("--keys", metavar="DIR", help="Folder of keys; default LAYERZERO_KEYS.", file_okay=False)
 ]
 Backend = Annotated[str | None, typer.Option("--backend", "-b", metavar="NAME", help="Allow this backend only.")]
 Tokenizer = Annotated[
@@ -132,11 +135,20 @@ def down(
 
 
 @app.command()
-def status(as_json: Json = False) -> None:
+def status(
+    backend: Annotated[
+        str | None, typer.Option("--backend", "-b", metavar="NAME", help="Only: can this one serve? Exit code 1: no.")
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option("--remote", metavar="tcp://ADDRESS:PORT", help="A broker that listens there.")
+    ] = None,
+    folder: Keys = None,
+    as_json: Json = False,
+) -> None:
     """Show the broker, its clients and backends, what is wrong and how to repair it."""
     from layerzero.client import cli_broker
 
-    cli_broker.status(as_json=as_json)
+    raise typer.Exit(cli_broker.status(backend=backend, remote=remote, keys=folder, as_json=as_json))
 
 
 @app.command()
@@ -284,6 +296,35 @@ def keys_secret(
     from layerzero.client import cli_keys
 
     cli_keys.secret_file(file, as_json=as_json)
+
+
+@keys_app.command("make")
+def keys_make(folder: Keys = None, as_json: Json = False) -> None:
+    """Make this side's key pair for tcp, and print the public key."""
+    from layerzero.client import cli_keys
+
+    cli_keys.make(folder, as_json=as_json)
+
+
+@keys_app.command("allow")
+def keys_allow(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; the broker's is called broker.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The public key, or its file.")],
+    folder: Keys = None,
+    as_json: Json = False,
+) -> None:
+    """Accept another side's public key."""
+    from layerzero.client import cli_keys
+
+    cli_keys.allow(folder, name, key, as_json=as_json)
+
+
+@keys_app.command("list")
+def keys_list(folder: Keys = None, as_json: Json = False) -> None:
+    """Print this side's public key, and those that it accepts."""
+    from layerzero.client import cli_keys
+
+    cli_keys.show(folder, as_json=as_json)
 
 
 @policy_app.command("check")

@@ -8,13 +8,15 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 import layerzero
-from layerzero.client import start
+from layerzero.client import cli_keys, start
+from layerzero.client import remote as remote_broker
 from layerzero.client.cli_output import FAILED, note, out, print_json
 from layerzero.client.session import Session
 from layerzero.ipc import control
@@ -167,18 +169,31 @@ def tell_about_environments(words: Sequence[str]) -> None:
 # --- status
 
 
-def status(*, as_json: bool) -> None:
-    where = start.endpoints()
-    with connection(where) as session:
-        answer = session.ask("status")
+def status(*, backend: str | None, remote: str | None, keys: Path | None, as_json: bool) -> int:
+    """Returns the exit code: with `backend` 1 when that one cannot serve."""
+    if remote is None:
+        where = start.endpoints()
+        with connection(where) as session:
+            answer = session.ask("status") if backend is None else session.ask("health", backend=backend)
+    else:
+        method, params = ("status", {}) if backend is None else ("health", {"backend": backend})
+        answer = remote_broker.ask(remote, cli_keys.where(keys), method, params)
+        where = Endpoints(Path(answer["broker"]["runtime_dir"] if backend is None else "."))
+    if backend is not None:
+        if as_json:
+            print_json({"backend": backend, **answer})
+        else:
+            out().print(f"{backend}: {'ok' if answer['ok'] else 'not ok'}: {answer['detail']}", soft_wrap=True)
+        return 0 if answer["ok"] else FAILED
     workers = {row["name"]: str(where.worker_log(row["name"])) for row in answer["backends"]}
     if as_json:
         print_json({**answer, "logs": {"broker": str(where.log), "workers": workers}})
-        return
+        return 0
     _print_head(answer, where)
     out().print()
     out().print(_table(answer["backends"]))
     _print_wrong(answer)
+    return 0
 
 
 def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:

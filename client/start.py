@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from layerzero.ipc import control, messages, policy, secret
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir, open_endpoints
-from layerzero.ipc.errors import BrokerLost, from_wire
+from layerzero.ipc.errors import BrokerLost, ConfigError, from_wire
 
 START_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 2.0
@@ -42,6 +42,11 @@ def secret_key(path: Path | None = None) -> bytes | None:
 def endpoints(folder: Path | None = None, *, is_shared: bool | None = None) -> Endpoints:
     """Raises ConfigError. `is_shared`: whether a secret makes sure who is there; default: whether the environment names
     one."""
+    if str(folder or runtime_dir()).startswith("tcp:"):
+        raise ConfigError(
+            f"{str(folder or runtime_dir())!r:.80}: calls need a folder of unix sockets, which carry memory as file "
+            "descriptors; over tcp a broker answers questions alone: lz status --remote tcp://ADDRESS:PORT"
+        )
     shared = bool(os.environ.get("LAYERZERO_SECRET_FILE")) if is_shared is None else is_shared
     return open_endpoints(folder if folder is not None else runtime_dir(), is_shared=shared)
 

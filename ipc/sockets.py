@@ -10,6 +10,8 @@ import zmq
 
 from layerzero.ipc import wire
 
+REMOTE_HWM = 64  # frames per peer and direction
+REMOTE_HEARTBEAT_MS = 5000  # a peer behind a cut line is let go
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # the enums cost a microsecond a use
 
 
@@ -37,6 +39,35 @@ def bind_router(
         sock.bind(f"ipc://{path}")
     finally:
         os.umask(previous)
+    return sock
+
+
+def bind_remote(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secret: bytes) -> zmq.Socket[bytes]:
+    """The broker's end on tcp: encrypted, for those whose keys its ZAP handler accepts. Raises ZMQError."""
+    sock = context.socket(zmq.ROUTER)
+    sock.setsockopt(zmq.CURVE_SERVER, 1)
+    sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    sock.setsockopt(zmq.ZAP_DOMAIN, b"layerzero")
+    sock.setsockopt(zmq.HEARTBEAT_IVL, REMOTE_HEARTBEAT_MS)
+    _limit(sock, REMOTE_HWM)
+    try:
+        sock.bind(endpoint)
+    except zmq.ZMQError:
+        sock.close(linger=0)
+        raise
+    return sock
+
+
+def connect_remote(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, public: bytes, secret: bytes, broker: bytes
+) -> zmq.Socket[bytes]:
+    """The other end. `broker`: the public key that it must have."""
+    sock = context.socket(zmq.DEALER)
+    sock.setsockopt(zmq.CURVE_SERVERKEY, broker)
+    sock.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    _limit(sock, REMOTE_HWM)
+    sock.connect(endpoint)
     return sock
 
 

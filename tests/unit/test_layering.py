@@ -38,11 +38,11 @@ EXTRA: dict[str, set[str]] = {
 }
 # Modules that only these files of a package may import.
 ONLY_IN: dict[tuple[str, str], set[str]] = {
-    ("ipc", "zmq"): {"ipc/sockets.py"},
+    ("ipc", "zmq"): {"ipc/keys.py", "ipc/sockets.py"},
     ("ipc", "msgpack"): {"ipc/messages.py"},
-    ("client", "zmq"): {"client/link.py"},
+    ("client", "zmq"): {"client/link.py", "client/remote.py"},
     ("broker", "yaml"): {"broker/policy_source.py"},
-    ("broker", "zmq"): {"broker/routers.py"},
+    ("broker", "zmq"): {"broker/remote.py", "broker/routers.py"},
     ("broker", "subprocess"): {"broker/supervisor.py"},
     ("broker", "sqlite3"): {"broker/perf_store.py"},
 }
