@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 
@@ -16,6 +17,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.daemon and os.fork():
         os._exit(0)
+    # Until the loop has a handler of its own. The kernel ignores it for a pid 1 that has none.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from layerzero.broker import run  # after the fork: nothing is imported twice
 
     code = run.run(runtime_dir=args.runtime_dir, stays=args.stays, ready_fd=args.ready_fd, owns_log=args.daemon)

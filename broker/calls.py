@@ -89,7 +89,7 @@ class Calls:
         awaited = self._awaited(call)
         if awaited is None:
             if not self._compiling.hold(call):
-                self._end_unserved(call)
+                self._closing.refuse(call, self.unserved(call))
         elif not self._sends_back(awaited, call):
             call.kernel_id = awaited.kernel_id
             workers[awaited.backend].waiting.append(call)
@@ -299,7 +299,8 @@ class Calls:
             else:
                 self.place(call)
 
-    def _end_unserved(self, call: Call) -> None:
+    def unserved(self, call: Call) -> LayerZeroError:
+        """Why it ends when nobody is left to take it."""
         spec = call.route.signature.spec
         if call.last_error is not None:
             tried = ", ".join(f"{a['kernel_id']} ({a['code']})" for a in call.attempts)
@@ -316,4 +317,4 @@ class Calls:
             error.facts = dict(call.last_error.facts)
         else:
             error = no_backend(spec, call.route.signature.ranked, self._engine.capabilities)
-        self._closing.refuse(call, error)
+        return error

@@ -13,7 +13,7 @@ from layerzero.broker.closing import Closing
 from layerzero.broker.fleet import Fleet
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.worker_fsm import WorkerState
-from layerzero.ipc.errors import BackendError, LayerZeroError, WorkerUnreachable
+from layerzero.ipc.errors import BackendError, BrokerLost, LayerZeroError, WorkerUnreachable
 
 
 class Unreachable:
@@ -40,6 +40,8 @@ class Unreachable:
         fault = worker.fault or BackendError("it was told to stop")
         is_stopping = worker.state is WorkerState.STOPPING
         running = list(worker.running)
+        head = running[0] if running and worker.late is None and not worker.fault_call else None
+        behind = BackendError(f"the {worker.backend} worker cannot be reached: {fault.message}")
         worker.running.clear()
         self._fleet.part_from(worker)
         facts = {"backend": worker.backend, "calls": len(running), "cause": fault.message}
@@ -52,18 +54,21 @@ class Unreachable:
                 self._closing.close(call)
             else:
                 lent.append((call.client, call.seq))
-                self._refuse(call, worker, fault, is_final=is_stopping)
+                self._refuse(call, worker, fault if call is head else behind, is_final=is_stopping)
 
     def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
+        """`fault`: what the worker was killed for, if it was for this call."""
         spec = call.route.signature.spec
         self._calls.note_attempt(call, worker, fault, phase="unreachable")
         error: LayerZeroError
-        if is_final or spec.pinned or not self._calls.can_place(call):
-            error = type(fault)(f"{spec.op}: {fault.message}")
-            error.facts = dict(fault.facts)
+        if is_final:
+            error = BrokerLost("the broker was shut down before the call ended")
+        elif spec.pinned:
+            error = fault
+        elif not self._calls.can_place(call):
+            error = self._calls.unserved(call)
         else:
-            text = f"the {worker.backend} worker cannot be reached: {fault.message}"
-            error = WorkerUnreachable(text, backend=worker.backend)
+            error = WorkerUnreachable(f"{spec.op}: {fault.message}", backend=worker.backend)
         self._agenda.do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
         self._closing.close(call)
 

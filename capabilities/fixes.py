@@ -48,6 +48,7 @@ _BY_OPERATOR: Mapping[Reason, str] = {
     Reason.ENV_CHANGED: "build the environment again",
     Reason.SOURCE_NOT_ALLOWED: "allow its sources",
     Reason.SOURCE_CHANGED: "allow its sources as they are now",
+    Reason.NOT_JOINED: "start its worker (python -m layerzero.workers.join)",
     Reason.BACKEND_DISABLED: "repair the backend",
     Reason.POLICY_LOCKED: "change the policy",
     Reason.POLICY_DENIED: "change the policy",

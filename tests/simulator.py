@@ -32,7 +32,7 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +208,7 @@ class Call:
     on_ring: Dispatch | None = None  # what it is there
     bell: int | None = None
     is_unbound: bool = False
+    is_lent: bool = False  # a lost worker may still write to its memory (simulator_joined.py)
     is_innocent_of: int = 0  # pid of the worker whose ring it came back from
     has_word: bool = False  # its client was told of it
     has_passed: bool = False  # its client's stream has gone on
@@ -374,6 +375,7 @@ class Process:
         self.identity = b"W%d" % pid
         self.is_alive = True
         self.is_confirmed_dead = False
+        self.is_given_up = False  # nobody could confirm that (simulator_joined.py)
         self.kill_reason = ""
         self.killed_during = -1
         self.killed_for = 0  # the mark of a lane's call; 0: for its head
@@ -403,6 +405,11 @@ class Process:
         self._to_broker = Channel(world)
         self._loses_output = False
         self._frames, self._control = Channel(world), Channel(world)
+
+    @property
+    def is_over(self) -> bool:
+        """For the core."""
+        return self.is_confirmed_dead or self.is_given_up
 
     @property
     def held(self) -> list[Dispatch]:
@@ -1128,6 +1135,8 @@ class Client:
 class World:
     """One schedule. `state_class` lets tests plant bugs."""
 
+    may_have_gpu = True
+
     def __init__(self, seed: int, state_class: type[BrokerState] = BrokerState) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
@@ -1162,7 +1171,7 @@ class World:
             self.persistence, self.eagerness = 0.97, 1.0
         # A third of all worlds is on a GPU, where lanes are rings; the others are what they were without.
         own = random.Random(seed + 2)
-        self.device = GPU if own.random() < 0.4 and not self.is_quiet else ""
+        self.device = GPU if own.random() < 0.4 and not self.is_quiet and self.may_have_gpu else ""
         self.gpu_weights = [own.choice((20, 100)), *own.choices((0, 0, 1, 3), k=len(GPU_FATES) - 1)]
         if self.device and self.limits.express and own.random() < 0.6:  # much is on rings
             for weights in self.weights.values():
@@ -1253,7 +1262,7 @@ class World:
     def run(self) -> Coverage:
         rng = self.rng
         for number in range(1, rng.choice((2, 3, 4))):
-            client = Client(self, number, b"C%d" % number, Channel(self), Channel(self), Channel(self))
+            client = self._new_client(number)
             client.is_asleep = rng.random() < 0.3
             self.push(rng.uniform(0.0, 1.0), self._join, client)
             for _ in range(rng.randrange(4, 30)):
@@ -1289,6 +1298,12 @@ class World:
         self.coverage.fates["late_answer"] = self.state.fleet.stale
         return self.coverage
 
+    def _new_client(self, number: int) -> Client:
+        return Client(self, number, b"C%d" % number, Channel(self), Channel(self), Channel(self))
+
+    def _new_process(self, backend: str, generation: int, pid: int) -> Process:
+        return Process(self, backend, generation, pid)
+
     def _run_out(self) -> None:
         while self._queue:
             self.now_s, _, do, args = heapq.heappop(self._queue)
@@ -1323,7 +1338,7 @@ class World:
                 self._history.append((self.now_s, action))
             self.coverage.actions[type(action).__name__] += 1
             self._is_nested = self._handled != handled  # what is performed was decided before something else happened
-            PERFORM[type(action)](self, action)
+            getattr(self, PERFORM[type(action)].__name__)(action)
 
     def _note_lanes(self, actions: list[ev.Action]) -> None:
         """New lanes are there once they are decided, also for what happens while the actions are performed."""
@@ -1663,7 +1678,18 @@ class World:
                 dispatch.call.failed_on.add(backend)
                 dispatch.call.deaths += not process.kill_reason
         process.sent.clear()
-        crashes = self._crashes[backend]
+        self._count_exit(process)
+        self._deliver(self._exit_event(process, exit_code, page, looks))
+
+    def _exit_event(
+        self, process: Process, exit_code: int, page: tuple[int, str], looks: Mapping[int, ev.RingLook]
+    ) -> ev.WorkerExited:
+        words = "Traceback\nlast words"
+        return ev.WorkerExited(process.backend, process.generation, exit_code, *page, words, looks)
+
+    def _count_exit(self, process: Process) -> None:
+        """What the restart budget must be."""
+        backend, crashes = process.backend, self._crashes[process.backend]
         if process.kill_reason != "deadline":
             crashes.append(self.now_s)
         recent = [at_s for at_s in crashes if at_s >= self.now_s - self.limits.restart_window_s]
@@ -1672,7 +1698,6 @@ class World:
         elif len(recent) > self.limits.restart_budget:
             self._is_broken[backend] = "budget"
         self._restart_from_s[backend] = self.now_s + 0.75 * self.limits.backoff_s
-        self._deliver(ev.WorkerExited(backend, process.generation, exit_code, *page, "Traceback\nlast words", looks))
 
     def _lose_bound(self, process: Process, is_open: bool) -> bool:
         """What it had bound is bound elsewhere, or ends. Whether one is to blame for its end."""
@@ -1798,7 +1823,7 @@ class World:
 
     def _spawn(self, action: ev.Spawn) -> None:
         backend, generation = action.backend, action.generation
-        others = [p for p in self.processes.values() if p.backend == backend and not p.is_confirmed_dead]
+        others = [p for p in self.processes.values() if p.backend == backend and not p.is_over]
         self.require(not others, f"{backend} is spawned while its worker before is not known to be dead")
         self.require(backend not in self._is_broken, f"{backend} is restarted in spite of: {self._is_broken}")
         self.require(self.now_s >= self._restart_from_s.get(backend, 0.0), f"{backend} is restarted without back-off")
@@ -1807,7 +1832,7 @@ class World:
             self._handle(ev.SpawnFailed(backend, generation, EnvChanged("a file has changed", env=backend)))
             return
         self._pids += 1
-        process = Process(self, backend, generation, self._pids)
+        process = self._new_process(backend, generation, self._pids)
         self.processes[backend, generation] = self._by_identity[process.identity] = process
         self._handle(ev.WorkerSpawned(backend, generation, process.pid))
         self.push(self.now_s + self.rng.uniform(0.0, 1.0), process.load)
@@ -1876,7 +1901,7 @@ class World:
 
     def _worker(self, identity: bytes, what: str) -> Process:
         process = self._by_identity.get(identity)
-        self.require(process is not None and not process.is_confirmed_dead, f"{what} to a worker that is dead")
+        self.require(process is not None and not process.is_over, f"{what} to a worker that is dead")
         assert process is not None
         return process
 
@@ -2184,6 +2209,8 @@ class World:
                 is_true = ("NO_TRANSPORT" in failed or bool(deaf)) and (not left or bool(call.signature.pinned))
             case "BAD_MESSAGE":
                 is_true = bool(call.signature.pinned) and "fault" in call.faults
+            case "UNREACHABLE":
+                is_true = bool(left) and call.is_lent and not call.signature.pinned
             case _:
                 is_true = error.code in ("INVALID_ARGUMENT", "OUTPUT_TOO_SMALL")
         self.require(is_true, f"a call ends in {error.code}, which is not true: {error}")
@@ -2225,9 +2252,12 @@ class World:
     def _note(self, action: ev.Note) -> None:
         pass
 
+    def _release_call(self, action: ev.ReleaseCall) -> None:
+        self.require(False, f"memory is released that nobody had lost: {action}")
+
     def _exit(self, _: ev.Exit) -> None:
         self._exits += 1
-        left = [p.backend for p in self.processes.values() if not p.is_confirmed_dead]
+        left = [p.backend for p in self.processes.values() if not p.is_over]
         self.require(self._is_stopping and not left, f"the broker ends with workers {left}")
 
     # --- promises about the whole --------------------------------------------------------------------
@@ -2396,6 +2426,7 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     ev.SendDecision: World._decide,
     ev.Answer: World._answer,
     ev.Refuse: World._refuse,
+    ev.ReleaseCall: World._release_call,
     ev.DropClient: World._drop_client,
     ev.Note: World._note,
     ev.Exit: World._exit,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests import simulator
+from tests import simulator, simulator_joined
 
 from layerzero.broker import events as ev
 from layerzero.broker import state
@@ -32,10 +32,11 @@ from layerzero.broker.sessions import Sessions
 from layerzero.broker.settling import Settling
 from layerzero.broker.state import BrokerState
 from layerzero.broker.turns import OpenTurn
+from layerzero.broker.unreachable import Unreachable
 from layerzero.broker.worker_fsm import TRANSITIONS, WorkerState
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.lane import EXECUTING
 
 SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "3000"))
@@ -56,6 +57,7 @@ CODES = {
     "NO_TRANSPORT",
     "OUTPUT_TOO_SMALL",
     "POISON",
+    "UNREACHABLE",
 }
 # Reasons that the core and selection.py add; match.py has its own tests for the rest.
 REASONS = {
@@ -67,6 +69,7 @@ REASONS = {
     Reason.NOT_COMPILED,
     Reason.NOT_INSTALLED,
     Reason.ENV_CHANGED,
+    Reason.NOT_JOINED,
     Reason.NOT_PINNED,
     Reason.OP_UNSUPPORTED,
 }
@@ -79,6 +82,13 @@ def test_every_schedule_keeps_the_promises(first: int) -> None:
         simulator.run(seed)
 
 
+@pytest.mark.parametrize("first", range(0, SCHEDULES // 4, CHUNK))
+def test_every_schedule_with_joined_workers_keeps_the_promises(first: int) -> None:
+    """They leave with their containers, and stand still with calls that they go on with later."""
+    for seed in range(first, min(first + CHUNK, SCHEDULES // 4)):
+        simulator_joined.run(seed)
+
+
 def test_same_seed_gives_the_same_schedule() -> None:
     """A failure that cannot be shown again cannot be repaired."""
     assert simulator.run(11) == simulator.run(11)
@@ -89,6 +99,8 @@ def coverage() -> simulator.Coverage:
     seen = simulator.Coverage()
     for seed in range(600):
         seen.update(simulator.run(seed))
+    for seed in range(60):
+        seen.update(simulator_joined.run(seed))
     return seen
 
 
@@ -111,7 +123,8 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
     lanes = {f"lane_{fate}" for fate in simulator.LANE_FATES}
     lanes |= {f"ring_{fate}" for fate in simulator.RING_FATES} | {f"bell_{fate}" for fate in simulator.BELL_FATES}
     others = {*simulator.GPU_FATES, *simulator.TURN_FATES, *simulator.COMPILE_FATES, "late_answer"}
-    assert seen == {*simulator.FATES, *lanes, *others}
+    joined = {f"joined_{fate}" for fate in simulator_joined.JOINED_FATES}
+    assert seen == {*simulator.FATES, *lanes, *others, *joined}
 
 
 # --- planted bugs ----------------------------------------------------------------------------------------
@@ -561,6 +574,63 @@ class BindsBeforeExit(BrokerState):
         return self.agenda.actions
 
 
+class ThinksThatTheLostAreDead(Unreachable):
+    """Gives the memory of a call back while a worker may wake up and write to it."""
+
+    def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
+        super()._refuse(call, worker, fault, is_final=is_final)
+        for action in self._agenda.actions:
+            if isinstance(action, ev.Refuse):
+                action.is_lent = False
+
+
+class MovesCallsOfTheLost(Unreachable):
+    """Gives a call, and its memory, to another worker, before the end of the first is confirmed."""
+
+    def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
+        self._calls.attempt_failed(call, worker, BackendError(fault.message), phase="unreachable")
+
+
+class ReleasesAtOnce(Unreachable):
+    def lose(self, event: ev.WorkerLost) -> None:
+        super().lose(event)
+        self.release(ev.WorkerGone(event.backend, event.generation))
+
+
+class NeverReleases(Unreachable):
+    def release(self, event: ev.WorkerGone) -> None:
+        pass
+
+
+class WaitsForTheLost(Unreachable):
+    """Their calls never end."""
+
+    def lose(self, event: ev.WorkerLost) -> None:
+        pass
+
+
+class CountsDepartures(Aftermath):
+    """Takes the end of a container for a fault of the worker in it."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        return super().take(replace(event, is_departure=False))
+
+
+class ForgetsOffers(Fleet):
+    def take_offer(self, event: ev.BackendOffered) -> None:
+        if event.vacancy is not None or self.workers[event.backend].state is WorkerState.ABSENT:
+            super().take_offer(event)
+
+
+OF_JOINED = (
+    ThinksThatTheLostAreDead,
+    MovesCallsOfTheLost,
+    ReleasesAtOnce,
+    NeverReleases,
+    WaitsForTheLost,
+    CountsDepartures,
+    ForgetsOffers,
+)
 PLANTED = [
     thing
     for thing in list(globals().values())
@@ -574,9 +644,10 @@ def test_planted_bug_is_found(mutant: type, monkeypatch: pytest.MonkeyPatch) -> 
     (part,) = mutant.__bases__
     assert getattr(state, part.__name__) is part
     monkeypatch.setattr(state, part.__name__, mutant)
+    run = simulator_joined.run if mutant in OF_JOINED else simulator.run
     for seed in range(FOUND_WITHIN):
         try:
-            simulator.run(seed, state.BrokerState)
+            run(seed, state.BrokerState)
         except Exception:  # a broken promise, or a core that trips over its own state
             return
     pytest.fail(f"{FOUND_WITHIN} schedules did not show it")
