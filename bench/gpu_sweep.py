@@ -173,9 +173,9 @@ def save_shapes(found: Sequence[Found], without: Sequence[str]) -> None:
         [one.row() for one in found],
         (
             "Times on the GPU, by events around calls that were enqueued while it waited: ours in the worker, its copy",
-            "into the caller's output included, torch's in the client's process. Both are launched as a CUDA graph, as a",
-            "worker launches what repeats; torch's eager call is beside it. Wall: the ratio for a pipeline of eager calls,",
-            f"through the broker against in process, where torch takes {WALL_FROM_US:.0f} us or more.",
+            "into the caller's output included, torch's in the client's process. Both are launched as CUDA graphs, as",
+            "workers launch what repeats; torch's eager call is beside it. Wall: the ratio for pipelines of eager",
+            f"calls, through the broker against in process, where torch takes {WALL_FROM_US:.0f} us or more.",
         ),
     )
     print("written:", path)

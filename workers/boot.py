@@ -61,8 +61,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def point_stdout_at_stderr() -> None:
-    """Kernels print to stdout; here that must not reach anyone who parses it. Python stacks go to stderr: of a crash, and
-    when SIGUSR2 asks where a worker is stuck."""
+    """Kernels print to stdout; here that must not reach anyone who parses it. Python stacks go to stderr: of a crash,
+    and when SIGUSR2 asks where a worker is stuck."""
     os.dup2(2, 1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)

@@ -435,7 +435,7 @@ class _Current:
             def bound() -> None:
                 if call.op not in self._loaded and not driver.is_capturing(self._stream):
                     self._loaded.add(call.op)
-                    driver.synchronize()  # as the driver may when it loads a kernel: nothing may wait for this call then
+                    driver.synchronize()  # as CUDA may when it loads a kernel: nothing may wait for this call then
                 driver.put(self._stream, kernel(name, call, arrays, out))
 
             return bound
