@@ -26,7 +26,7 @@ from layerzero.broker.settings import Settings
 from layerzero.broker.supervisor import Exit, phase_name
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs import environ, probe
+from layerzero.envs import compilation, environ, probe
 from layerzero.envs.child import Ended
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe import ProbeRecord
@@ -55,6 +55,7 @@ class Keeper:
     asked_s: float = math.inf  # when the ping was sent that it has not answered
     next_ping_s: float = 0.0
     is_silent: bool = False
+    compiles: bool = False
 
     @property
     def state(self) -> str:
@@ -121,6 +122,7 @@ class Joined:
         self._keepers: dict[str, list[Keeper]] = {}
         self._by_peer: dict[int, Keeper] = {}  # by the peer's number
         self._live: dict[tuple[str, int], RemoteWorker] = {}
+        self._compiling: dict[str, ev.Compile] = {}  # by backend: what is, or shall be when a keeper is there
         self._looked_s = time.monotonic()
 
     @property
@@ -181,7 +183,12 @@ class Joined:
         """A message of its. Raises what control.receive raises."""
         keeper = self._by_peer[peer.number]
         message, fds = control.receive(
-            peer.sock, messages.Pong, messages.Probed, messages.WorkerStarted, messages.WorkerEnded
+            peer.sock,
+            messages.Pong,
+            messages.Probed,
+            messages.CompiledHere,
+            messages.WorkerStarted,
+            messages.WorkerEnded,
         )
         try:
             if keeper.is_silent:
@@ -189,6 +196,8 @@ class Joined:
             keeper.is_silent, keeper.asked_s = False, math.inf
             if isinstance(message, messages.Probed):
                 self._probed(keeper, message, fds)
+            elif isinstance(message, messages.CompiledHere):
+                self._compiled(keeper, message)
             elif isinstance(message, messages.WorkerStarted):
                 remote = self._remote(keeper, message.generation)
                 remote.pid = message.pid
@@ -260,6 +269,30 @@ class Joined:
         self._on_start(backend, keeper.env, keeper.record)
         start = messages.StartWorker(generation=generation, ticket=remote.ticket, failpoints=failpoints)
         self._tell(keeper, start)
+
+    def compile(self, action: ev.Compile) -> None:
+        """Have a kernel compiled where the worker is, or will be."""
+        self._compiling[action.backend] = action
+        self._start_compiling(action.backend)
+
+    def _start_compiling(self, backend: str) -> None:
+        action, keepers = self._compiling.get(backend), self._keepers.get(backend, ())
+        usable = [keeper for keeper in keepers if keeper.is_usable]
+        if action is None or not usable or any(keeper.compiles for keeper in keepers):
+            return
+        keeper = next((one for one in usable if one.worker is not None), usable[0])
+        keeper.compiles = True
+        self._tell(keeper, messages.CompileHere(call=action.body, timeout_s=self._settings.compile_timeout_s))
+
+    def _compiled(self, keeper: Keeper, message: messages.CompiledHere) -> None:
+        action = self._compiling.pop(keeper.backend, None)
+        if action is None or not keeper.compiles:
+            raise ProtocolError("a keeper speaks of a compilation that it was not asked for")
+        keeper.compiles = False
+        code = None if message.is_late else message.code
+        ended = Ended(code, b"", message.stderr_tail.encode())
+        why = compilation.failure_of(ended, self._settings.compile_timeout_s)
+        self._handle(ev.CompileEnded(action.backend, action.unit, why, message.seconds))
 
     def kill(self, remote: RemoteWorker) -> None:
         """Have it killed. Its end is confirmed by its keeper, or by the end of both connections."""
@@ -372,6 +405,7 @@ class Joined:
         """Tell the core whether a worker of this backend can be started, should it have none."""
         can_start = any(keeper.is_usable and keeper.worker is None for keeper in self._keepers.get(backend, ()))
         self._handle(ev.BackendOffered(backend, None if can_start else self._vacancy(backend)))
+        self._start_compiling(backend)
 
     def _vacancy(self, backend: str) -> Rejection:
         """Why no worker can be started now."""

@@ -189,8 +189,6 @@ class Launcher:
     def compile(self, action: ev.Compile, on_start: Callable[[int], None]) -> str:
         """Compile a kernel in a process of its environment, whose pid `on_start` gets. Returns why it failed, or "".
         Raises LayerZeroError."""
-        if action.backend in self.joined:
-            return "kernels that compile are not compiled ahead for joined workers"
         env = self._plan(action.backend)
         if not env.is_built:
             return f"its environment is not built; run: {build.command('build', env)}"

@@ -151,7 +151,7 @@ class Server:
             ev.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
             ev.EndLane: lambda action: lanes.end(action.lane),
             ev.Probe: self._probe,
-            ev.Compile: self._compilers.start,
+            ev.Compile: self._compile,
             ev.Spawn: self.processes.spawn,
             ev.Kill: lambda action: self.processes.kill(action.backend, action.generation),
             ev.StopWorker: self._stop_worker,
@@ -412,6 +412,9 @@ class Server:
             self.post(ev.ProbeEnded(action.backend, None))
         else:
             self._probes.start(action)
+
+    def _compile(self, action: ev.Compile) -> None:
+        (self.joined.compile if action.backend in self.joined.names else self._compilers.start)(action)
 
     def _joined_starts(self, backend: str, env: str, record: ProbeRecord) -> None:
         """Certificates and times are those of where the worker runs."""

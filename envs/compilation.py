@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from layerzero.envs import caches
 from layerzero.envs.build import Env
-from layerzero.envs.child import run
+from layerzero.envs.child import Ended, run
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe import probe_key
 
@@ -28,6 +28,12 @@ def compile_kernel(
     ended = run(env, module, manifest.provider_target, timeout_s=timeout_s, data=call, on_start=on_start)
     if ended.code == 0:
         caches.note_compiled(env, probe_key(env, manifest), [unit])
+    return failure_of(ended, timeout_s)
+
+
+def failure_of(ended: Ended, timeout_s: float) -> str:
+    """Why the compiler's process failed, whoever ran it, or ""."""
+    if ended.code == 0:
         return ""
     if ended.code is None:
         what = f"it did not end within {timeout_s:g} s"

@@ -246,6 +246,27 @@ class Probed(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompileHere(Message):
+    """broker -> keeper: run a kernel once in a child, so that its caches have what the worker will need. One at a time.
+    Answered by CompiledHere."""
+
+    kind: ClassVar[str] = "compile_here"
+    call: bytes  # an encoded Prepare
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledHere(Message):
+    """keeper -> broker. Fields as in Probed."""
+
+    kind: ClassVar[str] = "compiled_here"
+    code: int
+    is_late: bool
+    seconds: float
+    stderr_tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartWorker(Message):
     """broker -> keeper. Answered by WorkerStarted, or WorkerEnded when that fails; later by WorkerEnded."""
 
@@ -418,6 +439,8 @@ MESSAGES: dict[str, type[Message]] = {
         UnmapLane,
         Keep,
         Probed,
+        CompileHere,
+        CompiledHere,
         StartWorker,
         WorkerStarted,
         KillWorker,

@@ -154,7 +154,13 @@ class Keeper:
     @staticmethod
     def _take(sock: socket.socket, children: Children) -> None:
         message, fds = control.receive(
-            sock, messages.Keep, messages.StartWorker, messages.KillWorker, messages.Ping, messages.Refused
+            sock,
+            messages.Keep,
+            messages.StartWorker,
+            messages.KillWorker,
+            messages.CompileHere,
+            messages.Ping,
+            messages.Refused,
         )
         if isinstance(message, messages.Ping):
             control.send(sock, messages.Pong(number=message.number))
@@ -163,6 +169,8 @@ class Keeper:
             return
         elif isinstance(message, messages.StartWorker):
             children.start_worker(message)
+        elif isinstance(message, messages.CompileHere):
+            children.compile(message)
         elif isinstance(message, messages.KillWorker):
             children.kill_worker(message.generation)
         elif isinstance(message, messages.Refused):

@@ -67,11 +67,19 @@ def source_hash() -> str:
 
 
 @dataclass
-class _Child:
+class _Tool:
+    """A throw-away child: the probe, or a kernel's compiler."""
+
     popen: subprocess.Popen[bytes]
+    out_fd: int
+    err_fd: int
     since_s: float
-    due_s: float = 0.0  # when a probe is killed
+    due_s: float  # when it is killed
     is_late: bool = False
+
+    def close(self) -> None:
+        os.close(self.out_fd)
+        os.close(self.err_fd)
 
 
 class Children:
@@ -83,9 +91,9 @@ class Children:
         self._send = send
         self._keep: messages.Keep | None = None
         self._descriptor_fd = -1
-        self._probe: _Child | None = None
-        self._out_fd = self._err_fd = -1  # of the probe
-        self._worker: _Child | None = None
+        self._probe: _Tool | None = None
+        self._compiler: _Tool | None = None
+        self._worker: subprocess.Popen[bytes] | None = None
         self._generation = 0
         self._said_fd = -1  # what the worker prints
         self._tail = b""
@@ -95,8 +103,13 @@ class Children:
         return (self._said_fd,) if self._said_fd >= 0 else ()
 
     @property
+    def _tools(self) -> list[_Tool]:
+        return [tool for tool in (self._probe, self._compiler) if tool is not None]
+
+    @property
     def timeout_ms(self) -> float | None:
-        return max(self._probe.due_s - time.monotonic(), 0.0) * 1000 if self._probe is not None else None
+        due_s = [tool.due_s for tool in self._tools if not tool.is_late]
+        return max(min(due_s) - time.monotonic(), 0.0) * 1000 if due_s else None
 
     # --- what the broker asks for
 
@@ -108,7 +121,19 @@ class Children:
             raise ProtocolError("keep comes once, with the backend's descriptor")
         self._keep, self._descriptor_fd = message, fds[0]
         if message.probes:
-            self._start_probe(message)
+            targets = [self._provider(message), f"/proc/self/fd/{fds[0]}"]
+            self._probe = self._start_tool("layerzero.workers.probe", targets, message.timeout_s, (fds[0],))
+
+    def compile(self, message: messages.CompileHere) -> None:
+        if self._keep is None or self._compiler is not None:
+            raise ProtocolError("compile_here before keep, or while something is compiled")
+        call_fd = memory.create_memfd("call", len(message.call))
+        try:
+            os.pwrite(call_fd, message.call, 0)
+            target = [self._provider(self._keep)]
+            self._compiler = self._start_tool("layerzero.workers.compiler", target, message.timeout_s, (), call_fd)
+        finally:
+            os.close(call_fd)
 
     def start_worker(self, message: messages.StartWorker) -> None:
         if self._keep is None or self._worker is not None:
@@ -130,7 +155,8 @@ class Children:
         os.set_blocking(said_fd, False)
         try:
             os.pwrite(boot_fd, boot, 0)
-            popen = self._start("layerzero.workers", ["--boot-fd", str(boot_fd)], out_fd, out_fd, (boot_fd,))
+            args = ["--boot-fd", str(boot_fd)]
+            popen = self._start("layerzero.workers", args, subprocess.DEVNULL, out_fd, out_fd, (boot_fd,))
         except OSError as exc:
             os.close(said_fd)
             self._send(messages.WorkerEnded(generation=message.generation, code=127, stderr_tail=str(exc)))
@@ -139,7 +165,7 @@ class Children:
             os.close(boot_fd)
             os.close(out_fd)
         self._said_fd = said_fd
-        self._worker = _Child(popen, time.monotonic())
+        self._worker = popen
         log("worker.started", backend=self._place.backend, generation=message.generation, pid=popen.pid)
         self._send(messages.WorkerStarted(generation=message.generation, pid=popen.pid))
 
@@ -154,9 +180,10 @@ class Children:
         probe."""
         if self._said_fd in ready:
             self._read_said()
-        if self._probe is not None and time.monotonic() >= self._probe.due_s:
-            self._probe.is_late = True
-            _kill(self._probe)
+        for tool in self._tools:
+            if not tool.is_late and time.monotonic() >= tool.due_s:
+                tool.is_late = True
+                _kill(tool.popen)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -168,22 +195,24 @@ class Children:
 
     def end(self) -> None:
         """Kill everything and wait for it: on return no process of ours can write anywhere."""
-        for child in (self._worker, self._probe):
-            if child is not None:
-                _kill(child)
-                with suppress(ChildProcessError):
-                    os.waitpid(child.popen.pid, 0)
-                child.popen.returncode = -signal.SIGKILL
-        self._worker = self._probe = None
-        for fd in (self._said_fd, self._descriptor_fd, self._out_fd, self._err_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._said_fd = self._descriptor_fd = self._out_fd = self._err_fd = -1
+        tools = self._tools
+        for popen in (*([] if self._worker is None else [self._worker]), *(tool.popen for tool in tools)):
+            _kill(popen)
+            with suppress(ChildProcessError):
+                os.waitpid(popen.pid, 0)
+            popen.returncode = -signal.SIGKILL
+        for tool in tools:
+            tool.close()
+        self._worker = self._probe = self._compiler = None
+        self._close_said()
+        if self._descriptor_fd >= 0:
+            os.close(self._descriptor_fd)
+        self._descriptor_fd = -1
 
     def _reaped(self, pid: int, code: int) -> None:
-        worker, probe = self._worker, self._probe
-        if worker is not None and pid == worker.popen.pid:
-            self._worker, worker.popen.returncode = None, code
+        worker, probe, compiler = self._worker, self._probe, self._compiler
+        if worker is not None and pid == worker.pid:
+            self._worker, worker.returncode = None, code
             _kill(worker)  # what it has started
             self._read_said()
             self._close_said()
@@ -191,9 +220,11 @@ class Children:
             tail = self._tail.decode(errors="replace")
             self._send(messages.WorkerEnded(generation=self._generation, code=code, stderr_tail=tail))
         elif probe is not None and pid == probe.popen.pid:
-            self._probe, probe.popen.returncode = None, code
-            _kill(probe)
-            self._tell_probed(probe, code)
+            self._probe = None
+            self._tell(messages.Probed, probe, code, (probe.out_fd,))
+        elif compiler is not None and pid == compiler.popen.pid:
+            self._compiler = None
+            self._tell(messages.CompiledHere, compiler, code)
 
     def _read_said(self) -> None:
         """To our own stderr; the last of it is kept."""
@@ -217,33 +248,35 @@ class Children:
     def _provider(self, keep: messages.Keep) -> str:
         return self._place.provider or keep.provider
 
-    def _start_probe(self, keep: messages.Keep) -> None:
-        self._out_fd, self._err_fd = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("probe-out", "probe-err"))
-        fd = self._descriptor_fd
-        targets = [self._provider(keep), f"/proc/self/fd/{fd}", str(os.getpid())]
-        popen = self._start("layerzero.workers.probe", targets, self._out_fd, self._err_fd, (fd,))
+    def _start_tool(
+        self, module: str, args: list[str], timeout_s: float, pass_fds: tuple[int, ...], in_fd: int = subprocess.DEVNULL
+    ) -> _Tool:
+        out_fd, err_fd = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("tool-out", "tool-err"))
+        popen = self._start(module, [*args, str(os.getpid())], in_fd, out_fd, err_fd, pass_fds)
         now_s = time.monotonic()
-        self._probe = _Child(popen, now_s, now_s + keep.timeout_s)
+        return _Tool(popen, out_fd, err_fd, now_s, now_s + timeout_s)
 
-    def _tell_probed(self, probe: _Child, code: int) -> None:
-        out_fd, err_fd, self._out_fd, self._err_fd = self._out_fd, self._err_fd, -1, -1
-        size = os.fstat(err_fd).st_size
-        tail = os.pread(err_fd, 2 * TAIL_BYTES, max(size - 2 * TAIL_BYTES, 0)).decode(errors="replace")
-        seconds = round(time.monotonic() - probe.since_s, 3)
-        log("probe.ended", backend=self._place.backend, code=code, seconds=seconds)
-        message = messages.Probed(code=code, is_late=probe.is_late, seconds=seconds, stderr_tail=tail)
+    def _tell(
+        self, kind: type[messages.Probed | messages.CompiledHere], tool: _Tool, code: int, fds: tuple[int, ...] = ()
+    ) -> None:
+        """A throw-away child has ended; what it had started does now."""
+        tool.popen.returncode = code
+        _kill(tool.popen)
+        size = os.fstat(tool.err_fd).st_size
+        tail = os.pread(tool.err_fd, 2 * TAIL_BYTES, max(size - 2 * TAIL_BYTES, 0)).decode(errors="replace")
+        seconds = round(time.monotonic() - tool.since_s, 3)
+        log("tool.ended", backend=self._place.backend, what=kind.kind, code=code, seconds=seconds)
         try:
-            self._send(message, (out_fd,))
+            self._send(kind(code=code, is_late=tool.is_late, seconds=seconds, stderr_tail=tail), fds)
         finally:
-            os.close(out_fd)
-            os.close(err_fd)
+            tool.close()
 
     def _start(
-        self, module: str, args: list[str], out_fd: int, err_fd: int, pass_fds: tuple[int, ...]
+        self, module: str, args: list[str], in_fd: int, out_fd: int, err_fd: int, pass_fds: tuple[int, ...]
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", module, *args],
-            stdin=subprocess.DEVNULL,
+            stdin=in_fd,
             stdout=out_fd,
             stderr=err_fd,
             env=self._environ(),
@@ -268,7 +301,7 @@ def _texts(variables: Mapping[object, object]) -> dict[str, str]:
     return {str(name): str(value) for name, value in variables.items()}
 
 
-def _kill(child: _Child) -> None:
+def _kill(popen: subprocess.Popen[bytes]) -> None:
     """SIGKILL to it and to all of its group."""
     with suppress(ProcessLookupError):
-        os.killpg(child.popen.pid, signal.SIGKILL)
+        os.killpg(popen.pid, signal.SIGKILL)

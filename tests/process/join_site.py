@@ -35,6 +35,7 @@ class Keeper:
         *,
         secret_file: Path | None = None,
         is_pid_1: bool = False,
+        **environment: str,
     ) -> None:
         self.site = site
         self.backend = backend
@@ -53,6 +54,7 @@ class Keeper:
         if is_pid_1:
             command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
+        environ |= environment
         environ["PYTHONPATH"] = str(stage.stage(Path(site.environ["LAYERZERO_STORE"])))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environ, start_new_session=True)
