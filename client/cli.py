@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import platformdirs
 import typer
 from typer.core import TyperGroup
 
@@ -17,6 +18,7 @@ EPILOG = (
     "Exit codes: 0 done; 1 the operation failed; 2 wrong usage or impossible arguments; 3 no broker runs or it went "
     "away. Data goes to stdout, notes and errors to stderr; --json output has a field `schema`, now 1."
 )
+_STORE = platformdirs.user_cache_path("layerzero")
 _JSON = "layerzero.json"  # key in the context: the failing command was asked for JSON
 
 
@@ -347,6 +349,52 @@ def policy_show(
     from layerzero.client import cli_policy
 
     cli_policy.show(with_origin=origin, as_json=as_json)
+
+
+@app.command()
+def matrix(
+    backends: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[BACKEND...]",
+            help='Environments, rows of the default matrix, or requirements such as "onnxruntime==1.16.3 numpy<2".',
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="'A + B + C'", help="Try these together, too; may be repeated."),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", dir_okay=False, help="Write a page for a report."),
+    ] = None,
+    store: Annotated[
+        Path, typer.Option("--store", envvar="LAYERZERO_STORE", file_okay=False, help="Where environments are kept.")
+    ] = _STORE,
+    manifests: Annotated[
+        list[Path] | None,
+        typer.Option("--manifests", envvar="LAYERZERO_MANIFEST_DIRS", help="A further folder of manifests."),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Environments tried side by side.")] = 2,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one process may take.")] = 180.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Try again what is known of the same locks.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Try which backends can share an environment and a process: resolver, files, imports, results. Prints the fewest
+    environments that serve all of them. Conflicts are results: the exit code is 0."""
+    from layerzero.client import cli_matrix
+
+    cli_matrix.matrix(
+        backends or (),
+        sets=sets or (),
+        html=html,
+        store=store,
+        folders=manifests or (),
+        jobs=jobs,
+        timeout_s=timeout,
+        fresh=fresh,
+        as_json=as_json,
+    )
 
 
 @app.command(

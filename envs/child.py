@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerzero.envs.build import Env
@@ -44,6 +44,25 @@ def run(
     are gone when this returns. `on_start` gets its pid, which is that of the group."""
     stage(env.store)  # an env that was only planned may be older than today's code
     make_folder(env)
+    return run_process(
+        [str(env.python), "-m", module, *args, str(os.getpid())],  # it ends with us, however we end
+        environ=worker_environ(env.environ, os.environ),
+        timeout_s=timeout_s,
+        data=data,
+        on_start=on_start,
+    )
+
+
+def run_process(
+    argv: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    data: bytes = b"",
+    on_start: Callable[[int], None] | None = None,
+    cwd: str = "/",
+) -> Ended:
+    """As `run`, for any command. A thread may end it early by `kill_group` of its pid."""
     # Files and no pipes: a process that the library starts keeps those open after its parent has ended. Files without a
     # name, in no folder of their own: whoever kills us leaves nothing behind.
     with (
@@ -54,9 +73,9 @@ def run(
         in_file.write(data)
         in_file.seek(0)
         process = subprocess.Popen(
-            [str(env.python), "-m", module, *args, str(os.getpid())],  # it ends with us, however we end
-            cwd="/",
-            env=worker_environ(env.environ, os.environ),
+            argv,
+            cwd=cwd,
+            env=environ,
             stdin=in_file,
             stdout=out_file,
             stderr=err_file,

@@ -1,0 +1,83 @@
+"""Ask the resolver whether requirements go together, and for the exact set of wheels if they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packaging.utils import canonicalize_name
+
+from layerzero.envs.environ import tool_environ
+from layerzero.envs.installers import Uv, uv, without_passwords
+from layerzero.envs.interpreters import Python
+from layerzero.ipc.errors import EnvError
+
+_PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
+# How uv starts its reasons; anything else that it says on failure (no network, a broken index) is no verdict.
+_REFUSAL = re.compile(r"No solution found|has no usable wheels|were not found in the package registry|Conflicting")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A lock: every wheel by its hashes."""
+
+    text: str
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {canonicalize_name(name): version for name, version in _PIN.findall(self.text)}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The resolver's words."""
+
+    message: str
+
+    @property
+    def summary(self) -> str:
+        """The conclusion, in one line."""
+        flat = re.sub(r"[^\x21-\x7e]+", " ", self.message).strip()  # without the arrows that uv draws
+        flat = re.sub(r"^.*?(?:cause: )?(?=Because )", "", flat, count=1)
+        return flat.partition(" hint: ")[0]
+
+
+def the_uv() -> Uv:
+    """uv. Raises EnvError where there is none: pip cannot resolve without installing."""
+    tool = uv()
+    if tool is None:
+        raise EnvError("the matrix needs uv", env="", cause="no uv on PATH", repair="python -m pip install uv")
+    return tool
+
+
+def resolve(tool: Uv, requirements: Sequence[str], python: Python) -> Resolved | Refused:
+    """Resolve to wheels for this machine and the interpreter. Downloads metadata only. Raises EnvError when the
+    resolver could not do its work."""
+    argv = [
+        *(tool.binary, "pip", "compile", "-", "--quiet", "--generate-hashes", "--only-binary", ":all:"),
+        *("--python", python.path, "--no-python-downloads", "--no-header", "--no-annotate"),
+        *("--no-emit-index-url", "--no-emit-find-links"),
+        *tool.flags,
+    ]
+    answer = subprocess.run(
+        list(map(str, argv)),
+        input="\n".join(dict.fromkeys(requirements)),
+        env=tool_environ(os.environ, tool.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode == 0:
+        return Resolved(answer.stdout)
+    said = without_passwords(answer.stderr.strip())
+    if _REFUSAL.search(said):
+        return Refused(said)
+    raise EnvError(
+        f"{', '.join(requirements)} could not be resolved:\n{said}",
+        env="",
+        cause=said,
+        repair="check the network and the indexes that pip and uv are configured with",
+    )
