@@ -378,10 +378,33 @@ def matrix(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Environments tried side by side.")] = 2,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one process may take.")] = 180.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Try again what is known of the same locks.")] = False,
+    bisect: Annotated[
+        str | None,
+        typer.Option("--bisect", metavar="'NAME FROM..TO'", help="Find the first version that fails --test."),
+    ] = None,
+    test: Annotated[
+        str | None,
+        typer.Option("--test", metavar="FILE", help="A script, or test_*.py and FILE::NODE for pytest; for --bisect."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Try which backends can share an environment and a process: resolver, files, imports, results. Prints the fewest
     environments that serve all of them. Conflicts are results: the exit code is 0."""
+    if bisect is not None or test is not None:
+        if bisect is None or test is None or sets or html:
+            raise typer.BadParameter("--bisect and --test need each other, and go without --set and --html")
+        from layerzero.client import cli_bisect
+
+        cli_bisect.bisect(
+            bisect,
+            backends or (),
+            test=test,
+            store=store,
+            folders=manifests or (),
+            timeout_s=timeout,
+            as_json=as_json,
+        )
+        return
     from layerzero.client import cli_matrix
 
     cli_matrix.matrix(

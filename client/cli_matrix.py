@@ -40,7 +40,7 @@ def matrix(
     """Make the matrix and print it. Raises EnvError, ConfigError, InvalidArgument."""
     subjects, groups = _choose(words, sets, folders)
     tool = the_uv()
-    with Lab(store, tool, timeout_s, is_fresh=fresh) as lab, _ending_on_sigterm(), _progress() as on_cell:
+    with Lab(store, tool, timeout_s, is_fresh=fresh) as lab, ending_on_sigterm(), _progress() as on_cell:
         made = make(
             subjects,
             lab,
@@ -86,7 +86,7 @@ def _isolate(backends: Sequence[Subject], store: Path, folders: Sequence[Path]) 
 
 
 @contextlib.contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
+def ending_on_sigterm() -> Iterator[None]:
     """As an exception, so that environments and processes go first."""
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from layerzero.envs.environ import tool_environ
 from layerzero.envs.installers import Uv, uv, without_passwords
@@ -53,13 +54,16 @@ def the_uv() -> Uv:
     return tool
 
 
-def resolve(tool: Uv, requirements: Sequence[str], python: Python) -> Resolved | Refused:
+def resolve(
+    tool: Uv, requirements: Sequence[str], python: Python, *, with_dependencies: bool = True
+) -> Resolved | Refused:
     """Resolve to wheels for this machine and the interpreter. Downloads metadata only. Raises EnvError when the
     resolver could not do its work."""
     argv = [
         *(tool.binary, "pip", "compile", "-", "--quiet", "--generate-hashes", "--only-binary", ":all:"),
         *("--python", python.path, "--no-python-downloads", "--no-header", "--no-annotate"),
         *("--no-emit-index-url", "--no-emit-find-links"),
+        *(() if with_dependencies else ("--no-deps",)),
         *tool.flags,
     ]
     answer = subprocess.run(
@@ -81,3 +85,27 @@ def resolve(tool: Uv, requirements: Sequence[str], python: Python) -> Resolved |
         cause=said,
         repair="check the network and the indexes that pip and uv are configured with",
     )
+
+
+def versions_between(
+    tool: Uv, name: str, first: str, last: str, python: Python, on_found: Callable[[str], None] = lambda version: None
+) -> list[str]:
+    """The releases of a distribution that have a wheel for this machine, oldest first. Bounds are prefixes: 1.19 admits
+    1.19.2. They are asked of the resolver one by one, so that all of its configuration counts. Raises EnvError."""
+    found: list[str] = []
+    below = _next(last)
+    while True:
+        answer = resolve(tool, [f"{name}>={first},<{below}"], python, with_dependencies=False)
+        version = None if isinstance(answer, Refused) else answer.versions.get(canonicalize_name(name))
+        if version is None:
+            return found[::-1]
+        found.append(version)
+        on_found(version)
+        below = version
+
+
+def _next(prefix: str) -> str:
+    """The lowest version above all that start with `prefix`: 1.19 -> 1.20."""
+    release = list(Version(prefix).release)
+    release[-1] += 1
+    return ".".join(map(str, release))

@@ -1,0 +1,138 @@
+"""`lz matrix` on a part of the default set, for real: installs, imports, crashes. Needs network or warm caches."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.envs.harness import STORE
+
+from layerzero.envs.installers import find_uv
+from layerzero.envs.store import locked
+
+pytestmark = pytest.mark.skipif(find_uv() is None, reason="uv is not installed")
+
+SOURCE = Path(__file__).parents[2] / "src"
+NAMES = ("tokenizers-0.13", "tokenizers-0.23", "onnxruntime-1.16", "blis-0.7")
+
+
+def command(store: Path, *words: str) -> dict[str, Any]:
+    """Arguments of subprocess for an `lz matrix` of this very checkout."""
+    environ = {**os.environ, "LAYERZERO_STORE": str(store), "PYTHONPATH": str(SOURCE)}
+    return {
+        "args": [sys.executable, "-P", "-m", "layerzero.client.cli", "matrix", *words],
+        "env": environ,
+        "text": True,
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str]:
+    """The JSON, the page and the progress of one run that uses nothing that is kept; made once for all processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    done, html = folder / "lz-matrix.json", folder / "lz-matrix.html"
+    with locked(done):
+        if not done.exists():
+            words = command(STORE, *NAMES, "--fresh", "--json", "--html", str(html))
+            answer = subprocess.run(**words, capture_output=True, timeout=170, check=False)
+            assert answer.returncode == 0, answer.stderr
+            done.write_text(json.dumps([answer.stdout, answer.stderr]), encoding="utf-8")
+    out, err = json.loads(done.read_text(encoding="utf-8"))
+    return json.loads(out), html.read_text(encoding="utf-8"), err
+
+
+def cell(data: dict[str, Any], *names: str) -> dict[str, Any]:
+    (found,) = [one for one in data["cells"] if set(one["subjects"]) == set(names)]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_resolver_refuses_two_versions_of_one_library(made: tuple[dict[str, Any], str, str]) -> None:
+    """The cell has the resolver's own words."""
+    found = cell(made[0], "tokenizers-0.13", "tokenizers-0.23")
+    assert (found["state"], found["kind"]) == ("conflict", "resolver")
+    assert "tokenizers==0.13.3" in found["plain"]["evidence"]
+
+
+def test_a_crash_is_a_result_and_names_its_signal(made: tuple[dict[str, Any], str, str]) -> None:
+    """onnxruntime 1.16 has no cap on NumPy and dies with NumPy 2 at its first use; with NumPy 1 it works."""
+    found = cell(made[0], "onnxruntime-1.16", "tokenizers-0.13")
+    assert (found["state"], found["kind"], found["care"]) == ("care", "crash", ["numpy<2"])
+    assert (found["plain"]["missing"], found["plain"]["subject"]) == ("SIGSEGV", "onnxruntime-1.16")
+    assert found["plain"]["versions"]["numpy"].startswith("2.")
+    assert found["careful"]["versions"]["numpy"].startswith("1.")
+    assert [order["order"] for order in found["careful"]["orders"]] == [
+        ["tokenizers-0.13", "onnxruntime-1.16"],
+        ["onnxruntime-1.16", "tokenizers-0.13"],
+    ]
+
+
+def test_a_changed_struct_is_told_from_other_errors(made: tuple[dict[str, Any], str, str]) -> None:
+    """blis 0.7 was compiled against NumPy 1."""
+    found = cell(made[0], "blis-0.7")
+    assert (found["kind"], found["plain"]["missing"]) == ("struct", "numpy.dtype")
+    assert "Expected 96 from C header, got 88" in found["plain"]["summary"]
+
+
+def test_isolated_all_of_them_work(made: tuple[dict[str, Any], str, str]) -> None:
+    """What this project is for: workers where we have a backend, else a process."""
+    isolated = {one["name"]: one["isolated"] for one in made[0]["subjects"]}
+    assert {name: (one["ok"], one["through"]) for name, one in isolated.items()} == {
+        "tokenizers-0.13": (True, "worker"),
+        "tokenizers-0.23": (True, "worker"),
+        "onnxruntime-1.16": (True, "process"),
+        "blis-0.7": (True, "process"),
+    }
+
+
+def test_two_environments_serve_all(made: tuple[dict[str, Any], str, str]) -> None:
+    """Only the two tokenizers are apart; the sets were tried as sets."""
+    answer = made[0]["environments"]
+    assert (len(answer["groups"]), answer["is_fewest"], answer["unserved"]) == (2, True, [])
+    assert sorted(name for group in answer["groups"] for name in group) == sorted(NAMES)
+
+
+def test_the_page_has_the_evidence(made: tuple[dict[str, Any], str, str]) -> None:
+    """And no path of the machine that it was made on."""
+    _, page, _ = made
+    assert "died of SIGSEGV in the first op of onnxruntime-1.16" in page
+    assert str(STORE) not in page
+    assert str(SOURCE.parent) not in page
+
+
+def test_progress_is_on_stderr(made: tuple[dict[str, Any], str, str]) -> None:
+    """10 cells of one and two, and the set of all."""
+    assert "11/11" in made[2]
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither environments nor processes; what was found out is kept for the next run."""
+    words = command(tmp_path, "tokenizers-0.13", "colorama==0.4.6", "numpy==2.2.6", "--jobs", "1")
+    with subprocess.Popen(**words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        try:
+            assert process.stderr.readline().startswith("1/7 ")
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    work = tmp_path / "matrix" / "work"
+    assert [path.name for path in work.rglob("*")] == [".locks"]
+    assert list((tmp_path / "matrix" / "cells").glob("*.json"))
+
+
+def test_a_wrong_word_is_wrong_usage(tmp_path: Path) -> None:
+    """Before anything is installed."""
+    answer = subprocess.run(**command(tmp_path, "no such thing!"), capture_output=True, timeout=60, check=False)
+    assert answer.returncode == 2
+    assert "neither a subject nor requirements" in answer.stderr
+    assert not list(tmp_path.iterdir())
