@@ -57,13 +57,20 @@ def parse_range(text: str) -> Range:
     """ "onnxruntime 1.16..1.19". Raises ConfigError."""
     match = _RANGE.fullmatch(text)
     try:
-        if match is None or Version(match[2]) > Version(match[3]):
+        if match is None or Version(match[2]) >= Version(above(match[3])):
             raise InvalidVersion
     except InvalidVersion as exc:
         raise ConfigError(
             f'{text!r} is no range of versions; allowed: NAME FROM..TO, such as "onnxruntime 1.16..1.19"'
         ) from exc
     return Range(canonicalize_name(match[1]), match[2], match[3])
+
+
+def above(prefix: str) -> str:
+    """The lowest version above all that start with `prefix`: 1.19 -> 1.20."""
+    release = list(Version(prefix).release)
+    release[-1] += 1
+    return ".".join(map(str, release))
 
 
 def search(versions: Sequence[str], run: Callable[[str], Tried]) -> Found:
@@ -78,8 +85,8 @@ def search(versions: Sequence[str], run: Callable[[str], Tried]) -> Found:
         return tried[version].outcome
 
     def result(answer: str, low: int = -1, high: int = -1) -> Found:
-        ends = (versions[low], versions[high]) if low >= 0 else ("", "")
-        return Found(answer, *ends, tuple(versions[low + 1 : high]), tuple(tried.values()))
+        ends = (versions[low], versions[high]) if high >= 0 else ("", "")
+        return Found(answer, *ends, tuple(versions[low + 1 : max(high, 0)]), tuple(tried.values()))
 
     indices = range(len(versions))
     low = next((index for index in indices if outcome(index) is not Outcome.SKIPPED), -1)

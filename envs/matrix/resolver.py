@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from layerzero.envs.environ import tool_environ
 from layerzero.envs.installers import Uv, uv, without_passwords
 from layerzero.envs.interpreters import Python
+from layerzero.envs.matrix.bisect import above
 from layerzero.ipc.errors import EnvError
 
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
@@ -93,7 +93,7 @@ def versions_between(
     """The releases of a distribution that have a wheel for this machine, oldest first. Bounds are prefixes: 1.19 admits
     1.19.2. They are asked of the resolver one by one, so that all of its configuration counts. Raises EnvError."""
     found: list[str] = []
-    below = _next(last)
+    below = above(last)
     while True:
         answer = resolve(tool, [f"{name}>={first},<{below}"], python, with_dependencies=False)
         version = None if isinstance(answer, Refused) else answer.versions.get(canonicalize_name(name))
@@ -102,10 +102,3 @@ def versions_between(
         found.append(version)
         on_found(version)
         below = version
-
-
-def _next(prefix: str) -> str:
-    """The lowest version above all that start with `prefix`: 1.19 -> 1.20."""
-    release = list(Version(prefix).release)
-    release[-1] += 1
-    return ".".join(map(str, release))

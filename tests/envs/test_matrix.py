@@ -136,3 +136,27 @@ def test_a_wrong_word_is_wrong_usage(tmp_path: Path) -> None:
     assert answer.returncode == 2
     assert "neither a subject nor requirements" in answer.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_bisect_finds_the_version_that_broke_a_script(tmp_path: Path) -> None:
+    """Real releases, each in an environment of its own, and nothing of them left."""
+    script = tmp_path / "works.py"
+    script.write_text(
+        "import colorama\nassert not hasattr(colorama, 'just_fix_windows_console'), colorama.__version__\n"
+    )
+    words = ("--bisect", "colorama 0.4.3..0.4", "--test", str(script), "--json")
+    answer = subprocess.run(**command(tmp_path, *words), capture_output=True, timeout=150, check=False)
+    assert answer.returncode == 0, answer.stderr
+    data = json.loads(answer.stdout)
+    assert data["versions"] == ["0.4.3", "0.4.4", "0.4.5", "0.4.6"]
+    assert (data["answer"], data["before"], data["at"]) == ("broken", "0.4.5", "0.4.6")
+    assert [one["why"] for one in data["tried"] if one["version"] == "0.4.6"] == ["exit code 1: AssertionError: 0.4.6"]
+    assert [path.name for path in (tmp_path / "matrix" / "work").rglob("*")] == [".locks"]
+
+
+def test_bisect_needs_a_test(tmp_path: Path) -> None:
+    """Wrong usage, before anything is resolved."""
+    words = ("--bisect", "colorama 0.4.3..0.4.6")
+    answer = subprocess.run(**command(tmp_path, *words), capture_output=True, timeout=60, check=False)
+    assert answer.returncode == 2
+    assert "--test" in answer.stderr
