@@ -29,8 +29,9 @@ def lines(made: Mapping[str, Any]) -> Iterator[str]:
     states = Counter(cell["state"] for cell in pairs)
     yield "# Conflict matrix of the default set"
     yield ""
-    yield f"`python bench/matrix.py`, {machine['made_at']}, {machine['cpu']}, {machine['system']}, {machine['resolver']}."
-    yield "What cells and kinds mean: [docs/matrix.md](../../docs/matrix.md). All evidence: matrix.html beside this file."
+    facts = ", ".join(machine[name] for name in ("made_at", "cpu", "system", "resolver"))
+    yield f"`python bench/matrix.py`, {facts}. What cells and kinds mean: [docs/matrix.md](../../docs/matrix.md)."
+    yield "All evidence: matrix.html beside this file."
     yield ""
     yield (
         f"{len(names)} backends, {len(pairs)} pairs: {states['ok']} work together as their metadata has it, "

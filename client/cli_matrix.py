@@ -39,6 +39,8 @@ def matrix(
 ) -> None:
     """Make the matrix and print it. Raises EnvError, ConfigError, InvalidArgument."""
     subjects, groups = _choose(words, sets, folders)
+    if html is not None and not os.access(html.absolute().parent, os.W_OK):  # a quarter of an hour before it is written
+        raise InvalidArgument(f"--html {str(html)!r}: its folder does not exist or cannot be written to")
     tool = the_uv()
     with Lab(store, tool, timeout_s, is_fresh=fresh) as lab, ending_on_sigterm(), _progress() as on_cell:
         made = make(

@@ -106,6 +106,8 @@ def make(
     def works(group: tuple[str, ...]) -> bool:
         if group not in tried:
             tried[group] = examine([by_name[name] for name in group], lab)
+            count = len(cells) + len(tried)
+            on_cell(count, count, tried[group])
         return tried[group].ok
 
     cover = fewest(served, pairs, works)

@@ -28,6 +28,7 @@ from layerzero.envs.matrix.owners import Shared, modules, shared_files
 from layerzero.envs.matrix.resolver import Refused, Resolved, resolve
 from layerzero.envs.matrix.subjects import FOLDER, Subject
 from layerzero.envs.matrix.verdict import Kind, Verdict, judge
+from layerzero.ipc.errors import EnvError
 
 VERSION = 1  # of what is kept; raise it when a trial says more or something else
 RUNNER = FOLDER / "runner.py"
@@ -172,6 +173,9 @@ def _try(
             return _use(lab, subjects, folder, site, {key: _fill(text, places) for key, text in settings.items()})
     except ToolFailed as exc:
         return Verdict(Kind.INSTALL, str(exc).strip().splitlines()[-1], evidence=str(exc))
+    except OSError as exc:  # a full disk says nothing about the libraries
+        cause = f"{exc.strerror or exc} ({exc.filename or lab.folder})"
+        raise EnvError(f"a trial failed: {cause}", env="", cause=cause, repair="free space in the store") from exc
 
 
 def _fill(text: str, places: Mapping[str, str]) -> str:
