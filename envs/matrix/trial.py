@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -33,6 +34,7 @@ from layerzero.ipc.errors import EnvError
 VERSION = 1  # of what is kept; raise it when a trial says more or something else
 RUNNER = FOLDER / "runner.py"
 _STDERR_TAIL = 3000
+_STANDARD_LIBRARY = re.compile(r'(?<=")[^"\n]*(?=/lib/python3\.\d+/(?!site-packages))')
 _MANY = 8  # files named in evidence
 
 
@@ -217,7 +219,8 @@ def _run(lab: Lab, folder: Path, order: Sequence[Mapping[str, Any]], environ: Ma
     verdict = judge(lines, death=ended.death, timeout_s=lab.timeout_s if ended.code is None else None, err=err)
     # A report goes to others, and says the same on every machine.
     places = {str(folder): "ENV", str(FOLDER): "MATRIX", str(Path.home()): "~"}
-    return replace(verdict, summary=_fill(verdict.summary, places), evidence=_fill(verdict.evidence, places))
+    evidence = _STANDARD_LIBRARY.sub("PYTHON", _fill(verdict.evidence, places))
+    return replace(verdict, summary=_fill(verdict.summary, places), evidence=evidence)
 
 
 def _clash(shared: Sequence[Shared]) -> Verdict | None:

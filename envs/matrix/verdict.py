@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -65,7 +65,8 @@ _CAUSES: tuple[tuple[Kind, str], ...] = (
 @dataclass(frozen=True)
 class Verdict:
     """What came of one attempt to let subjects share an environment. `summary` is one line; `evidence` has the
-    resolver's words, the traceback or the end of stderr. `orders` says what each order of imports gave."""
+    resolver's words, the traceback or the end of stderr, and what went wrong afterwards. `orders` says what each order
+    of imports gave."""
 
     kind: Kind
     summary: str = ""
@@ -104,27 +105,31 @@ def judge(lines: Sequence[Mapping[str, Any]], *, death: str, timeout_s: float | 
     """The verdict on one process of runner.py: its lines, the signal that it died of, the time limit when it had to be
     ended, the end of its stderr."""
     step: Mapping[str, Any] = {}
+    failures: list[Verdict] = []
     for line in lines:
         if "step" in line:
             step = line
         elif not line["ok"]:
-            return _failed(step, line["error"])
-    if step.get("step") == "end" and not death:
-        return Verdict(Kind.OK, "imported and computed right")
+            failures.append(_failed(step, line["error"]))
     where, subject = _where(step), str(step.get("subject", ""))
     if timeout_s is not None:
-        return Verdict(Kind.HANG, f"no end within {timeout_s:g} s {where}", subject, evidence=err)
-    if death:
-        return Verdict(Kind.CRASH, f"died of {death} {where}", subject, missing=death, evidence=err)
-    return Verdict(Kind.ERROR, f"the process ended {where}", subject, evidence=err)
+        failures.append(Verdict(Kind.HANG, f"no end within {timeout_s:g} s {where}", subject, evidence=err))
+    elif death:
+        failures.append(Verdict(Kind.CRASH, f"died of {death} {where}", subject, missing=death, evidence=err))
+    elif step.get("step") != "end":
+        failures.append(Verdict(Kind.ERROR, f"the process ended {where}", subject, evidence=err))
+    if not failures:
+        return Verdict(Kind.OK, "imported and computed right")
+    first, *later = failures
+    evidence = "\n".join([first.evidence.strip(), *(f"then {one.summary}" for one in later)])
+    return replace(first, evidence=evidence.strip())
 
 
 def _failed(step: Mapping[str, Any], error: Mapping[str, str]) -> Verdict:
     kind, missing = classify(error)
     said = next(iter(error["message"].strip().splitlines()), "")
     text = {"value": said, "wrote": f"it wrote to {said}"}.get(error["type"], f"{error['type']}: {said}")
-    evidence = error["traceback"] or error["message"]
-    return Verdict(kind, f"{_where(step)}: {text}", str(step["subject"]), missing=missing, evidence=evidence)
+    return Verdict(kind, f"{_where(step)}: {text}", str(step["subject"]), missing=missing, evidence=error["traceback"])
 
 
 def _where(step: Mapping[str, Any]) -> str:

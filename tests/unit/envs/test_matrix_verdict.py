@@ -59,12 +59,17 @@ def test_a_signal_names_the_step_in_which_it_struck() -> None:
 
 def test_the_first_failure_counts() -> None:
     """What comes after it may be a consequence, a crash included."""
-    found = verdict(IMPORT, DONE, OP, failed("wrote", "3 of the 4 values"), LATER, death="SIGABRT")
+    wrote, value = failed("wrote", "3 of the 4 values"), failed("value", "4 of 4 values are wrong")
+    found = verdict(IMPORT, DONE, OP, wrote, LATER, value, LATER, death="SIGABRT", err="")
     assert (found.kind, found.subject, found.summary) == (
         Kind.WRONG,
         "a",
         "in the first op of a: it wrote to 3 of the 4 values",
     )
+    assert found.evidence.splitlines()[1:] == [
+        "then in a later op of b: 4 of 4 values are wrong",
+        "then died of SIGABRT in a later op of b",
+    ]
 
 
 def test_a_death_after_all_steps_is_a_crash() -> None:
