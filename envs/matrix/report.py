@@ -161,5 +161,7 @@ def _mark(cell: Cell) -> Text:
 
 def legend(matrix: Matrix) -> str:
     used = [kind for kind in Kind if any(cell.kind is kind for cell in matrix.cells.values())]
-    marks = "; ".join(f"{MARKS[kind][0]} {MEANING[kind]}" for kind in used)
-    return f"{marks}; * works with what the metadata does not say"
+    marks = [f"{MARKS[kind][0]} {MEANING[kind]}" for kind in used]
+    if any(cell.state == "care" for cell in matrix.cells.values()):
+        marks.append("* works with what the metadata does not say")
+    return "; ".join(marks)
