@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help dev envs demo test test-gpu check format bench clean
+.PHONY: help dev envs demo test test-gpu test-containers check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ test: envs  ## all tests that need no GPU
 
 test-gpu: $(STAMP)  ## tests that need an NVIDIA GPU; skipped, with the reason, where there is none
 	$(BIN)/python -m pytest tests/gpu
+
+test-containers: $(STAMP)  ## docker-compose.yml with a real engine, this machine's or one started for it; skipped, with the reason, without
+	LAYERZERO_TEST_CONTAINERS=1 $(BIN)/python -m pytest -v -x --durations=5 tests/containers
 
 check: $(STAMP)  ## linters and type checker
 	$(BIN)/ruff check .

@@ -104,6 +104,9 @@ def build(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell what is built, what is cached and what would be downloaded.")
     ] = False,
+    no_probe: Annotated[
+        bool, typer.Option("--no-probe", help="Build only: for an image that will run where the accelerator is.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Build environments from their locks, then probe them. With --overlay: a few wheels over an interpreter that has
@@ -133,7 +136,7 @@ def build(
             base=overlay,
             wheelhouse=wheelhouse,
         )
-    report([verdict(m, built[m.name], timeout) for m in chosen], as_json)
+    report([verdict(m, built[m.name], None if no_probe else timeout) for m in chosen], as_json)
 
 
 @app.command()

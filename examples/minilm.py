@@ -135,6 +135,9 @@ def main() -> None:
     for query, vector, row in zip(queries, vectors[len(sentences) :], best, strict=True):
         found = (f"{vectors[i] @ vector:.2f}  {sentences[i]}" for i in row)
         show(f"[bold]{query}[/]", *found, sep="\n  ", no_wrap=True, overflow="ellipsis")
+    if any(b.get("joined") for b in lz.status()["backends"] if b["name"] in {r.backend for r in encoder.reports}):
+        show("\nThe workers are in containers of their own, out of reach of a kill from here: docker kill does it.")
+        return
     show("\n[bold]Once more, with a worker killed in mid-run")
     for _ in range(MAX_KILLS):  # until one hits a call, not the pause between two
         again = encode_under_fire(encoder, sentences + queries, "linear")

@@ -1,0 +1,120 @@
+"""A container engine for a test: the one that runs, or a private one, started here and gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.process.harness import wait_until
+
+START_TIMEOUT_S = 60.0
+CAPTURED: Mapping[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+class NoEngine(Exception):
+    """Says why there is none."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`environ` is for docker and compose; `compose` starts their command line. `is_ours`: nobody else uses it."""
+
+    docker: str
+    compose: tuple[str, ...]
+    environ: Mapping[str, str]
+    is_ours: bool
+
+    def __call__(self, *argv: str | Path, **options: Any) -> str:
+        """Run docker and return what it printed. Raises RuntimeError with all of it when it fails."""
+        return run((self.docker, *argv), self.environ, **options)
+
+
+def run(argv: tuple[str | Path, ...], environ: Mapping[str, str], **options: Any) -> str:
+    answer = subprocess.run(argv, **{**CAPTURED, **options}, env=environ, text=True, check=False)
+    if answer.returncode != 0:
+        raise RuntimeError(
+            f"{' '.join(map(str, argv))} ended with {answer.returncode}:\n{answer.stdout}{answer.stderr}"
+        )
+    return str(answer.stdout)
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[Engine]:
+    """Raises NoEngine."""
+    docker = _docker()
+    with contextlib.ExitStack() as stack:
+        # The path's first docker is what compose starts to build.
+        environ = {**os.environ, "PATH": f"{Path(docker).parent}:{os.environ['PATH']}", "DOCKER_BUILDKIT": "1"}
+        environ["COMPOSE_DOCKER_CLI_BUILD"] = "1"
+        is_ours = not _answers(docker, environ)
+        if is_ours:
+            environ["DOCKER_HOST"] = stack.enter_context(_daemon(docker))
+        yield Engine(docker, _compose(docker, environ), environ, is_ours)
+
+
+def _docker() -> str:
+    """The first client on the path that can build: since version 23 that needs a plugin."""
+    clients = [path for folder in os.get_exec_path() if (path := shutil.which("docker", path=folder))]
+    for client in dict.fromkeys(clients):
+        version = run((client, "--version"), os.environ).partition("version ")[2]
+        if int(version.partition(".")[0]) < 23 or _succeeds(client, "buildx", "version"):
+            return client
+    missing = "docker's buildx plugin is missing" if clients else "docker is not installed"
+    raise NoEngine(f"{missing} (on Debian: apt-get install docker.io docker-compose)")
+
+
+def _compose(docker: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    if _succeeds(docker, "compose", "version"):
+        return docker, "compose"
+    if found := shutil.which("docker-compose", path=environ["PATH"]):
+        return (found,)
+    raise NoEngine("docker compose is not installed (on Debian: apt-get install docker-compose)")
+
+
+def _succeeds(*argv: str) -> bool:
+    return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+
+
+def _answers(docker: str, environ: Mapping[str, str]) -> bool:
+    asked = subprocess.run([docker, "info", "-f", "{{.ServerVersion}}"], env=environ, capture_output=True, check=False)
+    return asked.returncode == 0 and bool(asked.stdout.strip())
+
+
+@contextlib.contextmanager
+def _daemon(docker: str) -> Iterator[str]:
+    """A daemon that touches no network and keeps all it has in a folder of its own. Yields its address."""
+    dockerd = shutil.which("dockerd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if dockerd is None or os.getuid() != 0:
+        reason = "dockerd is not installed" if dockerd is None else "starting one needs root"
+        raise NoEngine(f"no container engine answers, and {reason}")
+    folder = Path(tempfile.mkdtemp(prefix="lz-engine-"))
+    address = f"unix://{folder}/docker.sock"
+    with contextlib.ExitStack() as stack:
+        stack.callback(subprocess.run, ["rm", "-rf", folder], check=True)  # tens of thousands of files
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    *(dockerd, "--host", address, "--pidfile", folder / "pid"),
+                    *("--data-root", folder / "data", "--exec-root", folder / "exec"),
+                    *("--bridge=none", "--iptables=false", "--ip6tables=false"),
+                ],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        stack.callback(process.wait, 60)
+        stack.callback(process.terminate)
+        environ = {**os.environ, "DOCKER_HOST": address}
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: process.poll() is not None or _answers(docker, environ), START_TIMEOUT_S)
+        if not _answers(docker, environ):
+            lines = (folder / "log").read_text(errors="replace").splitlines()
+            raise NoEngine(f"dockerd does not start here: {lines[-1] if lines else 'it says nothing'}")
+        yield address

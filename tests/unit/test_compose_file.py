@@ -1,0 +1,62 @@
+"""docker-compose.yml and the locks of its images, as data. tests/containers runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from layerzero.envs.lock import Lock
+from layerzero.envs.manifest import discover
+
+ROOT = Path(__file__).parents[2]
+FILE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = FILE["services"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_is_hardened(name: str) -> None:
+    """One that was added without the shared settings would run as others do, only with more rights."""
+    service = SERVICES[name]
+    assert service["network_mode"] == "none"
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not service.keys() & {"privileged", "pid", "ipc", "ports", "cap_add", "devices", "userns_mode"}
+    folders = [volume.split(":")[1] for volume in service["volumes"]]
+    assert set(folders) <= {"/run/layerzero", "/var/lib/layerzero", "/var/cache/layerzero"}
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if "ENVIRONMENT" in SERVICES[name]["build"]["args"]])
+def test_image_of_a_worker_has_a_locked_environment_whose_health_is_asked(name: str) -> None:
+    """A check of another backend, or of the broker alone, would call a useless container healthy."""
+    arguments = SERVICES[name]["build"]["args"]
+    manifest = discover()[0][arguments["ENVIRONMENT"]]
+    assert manifest.lock_path(arguments.get("VARIANT", "cpu")).is_file()
+    assert SERVICES[name]["healthcheck"]["test"][-2:] == ["--backend", arguments["ENVIRONMENT"]]
+
+
+def test_only_the_sockets_are_shared() -> None:
+    """Every other volume is of one container."""
+    users: dict[str, int] = {}
+    for service in SERVICES.values():
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            users[source] = users.get(source, 0) + 1
+    assert {source for source, n in users.items() if n > 1} == {"sockets", "sockets-gpu"}
+    assert users.keys() == FILE["volumes"].keys()
+
+
+def test_lock_of_layerzero_satisfies_the_project() -> None:
+    """The images install by this lock alone and resolve nothing."""
+    path = ROOT / "containers" / "locks" / "layerzero.txt"
+    pins = Lock(path, path.read_text()).pins
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    unmet = [r for r in map(Requirement, wanted) if not r.specifier.contains(pins.get(canonicalize_name(r.name), "0"))]
+    assert unmet == []
