@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
@@ -12,11 +16,20 @@ from layerzero.broker.closing import Closing
 from layerzero.broker.enqueued import Enqueued
 from layerzero.broker.fleet import Fleet
 from layerzero.broker.leases import Leases
-from layerzero.broker.records import Call, Worker
-from layerzero.broker.rings import Rings
+from layerzero.broker.records import Call, Client, Worker
+from layerzero.broker.rings import Rings, Stranded
 from layerzero.broker.turns import STICKY_EXIT
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc.errors import BackendError, LayerZeroError
+
+
+class Move(NamedTuple):
+    """A call of a worker that is gone, and how it goes on."""
+
+    client: Client
+    seq: int
+    is_on_gpu: bool
+    do: Callable[[], None]
 
 
 class Aftermath:
@@ -82,11 +95,16 @@ class Aftermath:
                 self._fleet.replace(worker, error)
             else:
                 self._fleet.plan_restart(worker, error, event.stderr_tail)
-            self._move_enqueued(worker, enqueued, in_gpu, error, event)
+            moves = self._moves_of_enqueued(worker, enqueued, in_gpu, error, event)
             if in_gpu is not None or on_ring is not None:  # nobody else is to blame
                 event = replace(event, executing=0)
-            self._move(worker, running, waiting, error, event)
-        self._rings.come_back(stranded, on_ring)
+            moves += self._moves(worker, running, waiting, error, event)
+            moves += self._moves_of_stranded(stranded, on_ring)
+            for move in in_order(moves):
+                move.do()
+            stranded = []
+        for one in stranded:
+            self._rings.come_back(one, is_blamed=one is on_ring)
         for lane in lanes:
             self._closing.finish_leaving(lane.client)
         return worker
@@ -102,31 +120,57 @@ class Aftermath:
         begun = (c for c in worker.enqueued.values() if c.turn is not None and c.turn.has_begun)
         return next(begun, None)
 
-    def _move(
+    def _moves(
         self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
-    ) -> None:
+    ) -> list[Move]:
         """The one it was killed for or died in is blamed; those behind it only lost their place."""
+        moves = []
         is_open = worker.fault is not None and not worker.fault_call and worker.late is None  # whom it is killed for
         for position, call in enumerate(running):
             is_first = position == 0 and is_open
             is_blamed = is_first if worker.fault is not None else call.dispatch == event.executing
-            if is_blamed:
-                call.deaths += worker.fault is None
-                self._calls.attempt_failed(call, worker, error, exit_code=event.exit_code, phase=event.phase)
-            else:
-                self._calls.requeue(call, worker, event.exit_code, worker.pid)
-        for call in waiting:
-            self._calls.requeue(call, worker, event.exit_code, worker.pid)
+            moves.append(self._move(worker, call, error if is_blamed else None, event, event.phase))
+        return [*moves, *(self._move(worker, call, None, event, "") for call in waiting)]
 
-    def _move_enqueued(
+    def _moves_of_enqueued(
         self, worker: Worker, calls: list[Call], blamed: Call | None, error: LayerZeroError, event: ev.WorkerExited
-    ) -> None:
-        for call in calls:
-            if call is blamed:
-                call.deaths += worker.fault is None
-                self._calls.attempt_failed(call, worker, error, exit_code=event.exit_code, phase="executing")
-            else:
+    ) -> list[Move]:
+        return [self._move(worker, call, error if call is blamed else None, event, "executing") for call in calls]
+
+    def _moves_of_stranded(self, stranded: list[Stranded], blamed: Stranded | None) -> list[Move]:
+        return [
+            Move(one.lane.client, one.call.seq, True, partial(self._rings.come_back, one, is_blamed=one is blamed))
+            for one in stranded
+        ]
+
+    def _move(
+        self, worker: Worker, call: Call, blame: LayerZeroError | None, event: ev.WorkerExited, phase: str
+    ) -> Move:
+        """`blame`: with this error."""
+
+        def do() -> None:
+            if blame is None:
                 self._calls.requeue(call, worker, event.exit_code, worker.pid)
+            else:
+                call.deaths += worker.fault is None
+                self._calls.attempt_failed(call, worker, blame, exit_code=event.exit_code, phase=phase)
+
+        return Move(call.client, call.seq, call.turn is not None, do)
+
+
+def in_order(moves: list[Move]) -> list[Move]:
+    """A client's calls on GPUs in the order in which it made them, wherever the worker had them: a later one waits for
+    an earlier one, and a worker that loads a kernel waits for all that waits in it. Others stay in their places."""
+    slots: dict[int, list[int]] = defaultdict(list)
+    for at, move in enumerate(moves):
+        if move.is_on_gpu:
+            slots[move.client.number].append(at)
+    ordered = list(moves)
+    for places in slots.values():
+        made = sorted((moves[at] for at in places), key=lambda move: move.seq)
+        for at, move in zip(places, made, strict=True):
+            ordered[at] = move
+    return ordered
 
 
 def _died_in_running(worker: Worker, event: ev.WorkerExited) -> bool:

@@ -109,13 +109,12 @@ class Rings:
             return None  # what the GPU was in is to blame
         return next((one for one in stranded if mark(one.lane.number, one.call.call) == wanted), None)
 
-    def come_back(self, stranded: list[Stranded], blamed: Stranded | None) -> None:
-        """Their worker has ended: they run elsewhere, or end."""
-        for one in stranded:
-            lost = one.lane.client.lost.get(one.lane.number)
-            call = self._admit(one.lane, one.call)
-            if call is not None and lost is not None:
-                self._admission.resume(call, replace(lost, phase="executing"), is_blamed=one is blamed)
+    def come_back(self, one: Stranded, *, is_blamed: bool) -> None:
+        """Its worker has ended: it runs elsewhere, or ends."""
+        lost = one.lane.client.lost.get(one.lane.number)
+        call = self._admit(one.lane, one.call)
+        if call is not None and lost is not None:
+            self._admission.resume(call, replace(lost, phase="executing"), is_blamed=is_blamed)
 
     # --- looks at the rings --------------------------------------------------------------------------
 
