@@ -53,10 +53,11 @@ def engine() -> Iterator[Engine]:
         # The path's first docker is what compose starts to build.
         environ = {**os.environ, "PATH": f"{Path(docker).parent}:{os.environ['PATH']}", "DOCKER_BUILDKIT": "1"}
         environ["COMPOSE_DOCKER_CLI_BUILD"] = "1"
+        compose = _compose(docker, environ)
         is_ours = not _answers(docker, environ)
         if is_ours:
             environ["DOCKER_HOST"] = stack.enter_context(_daemon(docker))
-        yield Engine(docker, _compose(docker, environ), environ, is_ours)
+        yield Engine(docker, compose, environ, is_ours)
 
 
 def _docker() -> str:
@@ -98,6 +99,7 @@ def _daemon(docker: str) -> Iterator[str]:
     address = f"unix://{folder}/docker.sock"
     with contextlib.ExitStack() as stack:
         stack.callback(subprocess.run, ["rm", "-rf", folder], check=True)  # tens of thousands of files
+        stack.callback(_unmount, folder)
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 [
@@ -118,3 +120,10 @@ def _daemon(docker: str) -> Iterator[str]:
             lines = (folder / "log").read_text(errors="replace").splitlines()
             raise NoEngine(f"dockerd does not start here: {lines[-1] if lines else 'it says nothing'}")
         yield address
+
+
+def _unmount(folder: Path) -> None:
+    """What a daemon that failed to start leaves mounted: its data, on itself."""
+    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for place in reversed([place for place in mounted if place.startswith(f"{folder}/")]):
+        subprocess.run(["umount", place], check=True)
