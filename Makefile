@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help dev envs demo test test-gpu test-containers check format bench clean
+.PHONY: help dev envs demo test fuzz test-gpu test-containers check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ demo: envs  ## the main job: a sentence-embedding model across environments that
 test: envs  ## all tests that need no GPU
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+fuzz: $(STAMP)  ## fuzz all targets for ten minutes each; TARGET= and SECONDS= for less
+	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(or $(SECONDS),600) --keep .fuzz
+
 test-gpu: $(STAMP)  ## tests that need an NVIDIA GPU; skipped, with the reason, where there is none
 	$(BIN)/python -m pytest tests/gpu
 
@@ -50,4 +53,4 @@ bench: envs  ## regenerate the tables in bench/results
 	$(BIN)/python bench/dispatch.py
 
 clean:  ## remove .venv and caches of the checkout; built environments stay (lz env gc removes those)
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz src/*.egg-info

@@ -45,18 +45,35 @@ class Subject(NamedTuple):
 
 class Certification:
     """`records`: the probes so far, by backend. A kernel that no probe has seen yet is not refused: its worker is
-    probed before it serves."""
+    probed before it serves. `owners`: the backend of each kernel; what a probe says of another's kernels is not
+    heard, since its process is a foreign library's."""
 
-    def __init__(self, records: Mapping[str, ProbeRecord], quarantined: Mapping[Subject, str] | None = None) -> None:
+    def __init__(
+        self,
+        records: Mapping[str, ProbeRecord],
+        quarantined: Mapping[Subject, str] | None = None,
+        owners: Mapping[str, str] | None = None,
+    ) -> None:
         self._records = dict(records)
         self._quarantined = dict(quarantined or {})
+        self._owners = owners
         self._certified: dict[str, Mapping[str, Mapping[str, float]]] = {}
         self._failures: dict[Subject, str] = {}
-        for record in self._records.values():
-            self._certified.update({kernel_id: record.certified.get(kernel_id, {}) for kernel_id in record.kernels})
+        for backend, record in self._records.items():
+            for kernel_id in record.kernels:
+                if self._owns(backend, kernel_id):
+                    self._certified[kernel_id] = record.certified.get(kernel_id, {})
             for failure in record.failures:
                 subject = Subject(failure["kernel_id"], failure["dtype"], failure["shape_class"])
-                self._failures[subject] = f"{failure['detail']} (case {failure['case']!r})"
+                if self._owns(backend, subject.kernel_id):
+                    self._failures[subject] = f"{failure['detail']} (case {failure['case']!r})"
+
+    def _owns(self, backend: str, kernel_id: str) -> bool:
+        return self._owners is None or self._owners.get(kernel_id) == backend
+
+    def owned_by(self, owners: Mapping[str, str]) -> Certification:
+        """The same records, heard on the kernels of their own backends alone."""
+        return Certification(self._records, self._quarantined, owners)
 
     @property
     def quarantined(self) -> Mapping[Subject, str]:
@@ -69,16 +86,16 @@ class Certification:
 
     def with_record(self, record: ProbeRecord) -> Certification:
         """After a probe: it replaces what was known of that backend."""
-        return Certification({**self._records, record.env: record}, self._quarantined)
+        return Certification({**self._records, record.env: record}, self._quarantined, self._owners)
 
     def with_quarantine(self, subject: Subject, evidence: str) -> Certification:
         """After a shadow check: the certificate is void."""
-        return Certification(self._records, {**self._quarantined, subject: evidence})
+        return Certification(self._records, {**self._quarantined, subject: evidence}, self._owners)
 
     def without_quarantine(self, kernel_ids: Collection[str]) -> Certification:
         """After a repair of these kernels' backend."""
         kept = {s: evidence for s, evidence in self._quarantined.items() if s.kernel_id not in kernel_ids}
-        return Certification(self._records, kept)
+        return Certification(self._records, kept, self._owners)
 
     def rejection(self, kernel_id: str, call: Call) -> Rejection | None:
         """Why a kernel may not serve this call, or None."""

@@ -89,7 +89,10 @@ class Engine:
         self.policy = policy or Policy.of()
         self.perf = perf or PerfTable()
         self.health = health or Health()
-        self.certification = Certification({})
+        self._owners = {
+            kernel_id: backend for backend, capability in capabilities.items() for kernel_id in capability.kernel_ids
+        }
+        self.certification = Certification({}, owners=self._owners)
         self.compilation = Compilation()
         self.table: Table | None = None
         self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
@@ -120,7 +123,7 @@ class Engine:
         self.epoch += 1
 
     def set_certification(self, certification: Certification) -> None:
-        self.certification = certification
+        self.certification = certification.owned_by(self._owners)
         self.epoch += 1
 
     def set_compilation(self, compilation: Compilation) -> None:

@@ -15,7 +15,8 @@ from layerzero.broker.policy import Layer, Policy, compose
 from layerzero.broker.policy_values import Known, Place
 from layerzero.ipc.errors import ConfigError
 
-MAX_FILE_BYTES = 256 * 1024
+MAX_FILE_BYTES = 64 * 1024  # half a second of PyYAML at worst, and the broker's loop reads it
+MAX_DEPTH = 32  # of brackets
 CHECK_S = 1.0  # how often the file is looked at
 _HINT = "quote what begins with > < ! = * & or %"
 _SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
@@ -120,7 +121,7 @@ def load_layer(file: Path) -> Layer:
 def parse_layer(text: str, origin: str) -> Layer:
     """As `load_layer`, of text. `origin` names the file in messages."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
             return Layer(origin, {})
@@ -134,6 +135,15 @@ def parse_layer(text: str, origin: str) -> Layer:
     except RecursionError as exc:
         raise ConfigError(f"{origin}: nested too deeply") from exc
     return Layer(origin, values, reader.lines, tuple(reader.flaws))
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML looks ahead over all open brackets at each token; so many are none of a policy's."""
+
+    def fetch_flow_collection_start(self, kind: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(kind)
 
 
 class _Reader:

@@ -45,6 +45,12 @@ def _requirement(text: str) -> str:
     return text
 
 
+def _variable_value(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("must be text without NUL, which no environment variable can hold")
+    return value
+
+
 def _variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or name in RESERVED_VARIABLES:
         raise ValueError(f"must be a variable name other than {', '.join(sorted(RESERVED_VARIABLES))}")
@@ -94,7 +100,7 @@ class EnvManifest(BaseModel):
     python: Minor | None = None
     other_pythons: tuple[Minor, ...] = ()  # that it may be built with, too; each has a lock of its own
     platform: Annotated[str, Field(pattern=r"^manylinux_2_[0-9]{1,2}$")] = "manylinux_2_28"  # oldest glibc served
-    env: dict[Annotated[str, AfterValidator(_variable)], str] = {}
+    env: dict[Annotated[str, AfterValidator(_variable)], Annotated[str, AfterValidator(_variable_value)]] = {}
     variants: dict[VariantName, Variant] = {}
 
     @field_validator("provider", "descriptor")
@@ -107,10 +113,14 @@ class EnvManifest(BaseModel):
                 raise ValueError(f"must match {pattern} or be a path that ends in {suffix}")
             return value
         folder = info.data["path"].parent.resolve()
-        target = (folder / value).resolve()  # follows symlinks, so that none can lead outside
+        try:
+            target = (folder / value).resolve()  # follows symlinks, so that none can lead outside
+            is_file = target.is_file()
+        except (OSError, RuntimeError) as exc:  # a name that is too long, symlinks in a circle
+            raise ValueError(f"must be a path that the system can open: {exc}"[:300]) from exc
         if Path(value).is_absolute() or not target.is_relative_to(folder):
             raise ValueError(f"must be a relative path that stays under {folder}")
-        if not target.is_file():
+        if not is_file:
             raise ValueError(f"must name an existing file under {folder}")
         return value
 
@@ -212,6 +222,8 @@ def load(path: Path) -> EnvManifest:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
+    except RecursionError as exc:
+        raise ConfigError(f"{path}: cannot be read as TOML: nested too deeply") from exc
     for key in _NOT_IN_TEXT:
         if key in data:
             raise ConfigError(f"{path}: {key}: {data[key]!r} must be absent; the file's place and name say it")

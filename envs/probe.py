@@ -198,12 +198,15 @@ def _parse(out: bytes) -> dict[str, Any]:
     """The last line of stdout is workers/probe.py's JSON object. Empty when it is anything else."""
     try:
         answer = json.loads(out.decode().strip().rpartition("\n")[2])
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(answer, dict) or not _is_certificate(answer.get("certified"), answer.get("failures")):
         return {}
     found = {name: answer.get(name) for name in ("versions", "kernels", "certified", "failures")}
-    if not isinstance(found["versions"], dict) or not isinstance(found["kernels"], dict):
+    versions, kernels = found["versions"], found["kernels"]
+    if not isinstance(versions, dict) or not isinstance(kernels, dict):
+        return {}
+    if not all(isinstance(version, str) for version in versions.values()):
         return {}
     match answer:
         case {"ok": True}:
@@ -213,7 +216,7 @@ def _parse(out: bytes) -> dict[str, Any]:
                 **found,
                 "kind": kind,
                 "message": message,
-                "missing": error.get("missing"),
+                "missing": error["missing"] if isinstance(error.get("missing"), str) else None,
                 "traceback": str(error.get("traceback") or ""),
             }
     return {}

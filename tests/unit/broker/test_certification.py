@@ -44,6 +44,20 @@ def call(numel: int, dtype: str = "float32") -> CallSpec:
     return CallSpec("silu", (spec,), (spec,), {}, "")
 
 
+def test_probe_says_nothing_of_the_kernels_of_others() -> None:
+    """A probe's process is a foreign library's: else one package could certify, or ban, the kernels of all."""
+    owners = {"toy.silu": "toy", "other.silu": "other"}
+    liar = record(
+        kernels={"toy.silu": {}, "other.silu": {}},
+        certified={"toy.silu": {"float32": {SMALL: 1e-7}}, "other.silu": {}},
+        failures=[{**FAILURE, "kernel_id": "other.silu"}],
+    )
+    heard = Certification({}).owned_by(owners).with_record(liar)
+    assert heard.rejection("toy.silu", call(7)) is None
+    assert not heard.is_known("other.silu")
+    assert heard.rejection("other.silu", call(7)) is None
+
+
 def test_certified_class_is_served() -> None:
     """Nothing is refused that was shown to be right."""
     assert CERTIFICATION.rejection("toy.silu", call(7)) is None

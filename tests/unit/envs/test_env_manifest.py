@@ -45,6 +45,10 @@ def write(folder: Path, text: str, name: str = "sample.toml") -> Path:
         ('"torch_cpu"', '"../evil.py"', ["provider", "'../evil.py'", "stays under"]),
         ('"torch_cpu"', '"/evil.py"', ["provider", "'/evil.py'", "stays under"]),
         ('"torch_cpu"', '"absent.py"', ["provider", "'absent.py'", "existing file"]),
+        ('"torch_cpu"', f'"{"a" * 300}.py"', ["provider", "File name too long"]),
+        ('"torch_cpu"', '"round.py"', ["provider", "Symlink loop"]),
+        ('summary = "s"', 'summary = "s"\nenv = {A = "\\u0000"}', ["env.A", "without NUL"]),
+        ('summary = "s"', f'summary = "s"\nx = {"[" * 5000}', ["cannot be read as TOML", "nested too deeply"]),
         ('"torch"', '"link.json"', ["descriptor", "'link.json'", "stays under"]),
         ("variants.cpu", "variants.rocm", ["variants.rocm", "'rocm'", "'cpu', 'cu12' or 'cu13'"]),
         ('"numpy>=2"', '"numpy=>2"', ["variants.cpu.requirements.0", "'numpy=>2'", "must be a requirement"]),
@@ -60,6 +64,7 @@ def test_error_names_file_key_value_and_what_is_allowed(tmp_path: Path, old: str
     (tmp_path / "outside.json").write_text("{}")
     folder = tmp_path / "manifests"
     folder.mkdir()
+    (folder / "round.py").symlink_to(folder / "round.py")
     (folder / "link.json").symlink_to(tmp_path / "outside.json")
     assert old in VALID
     path = write(folder, VALID.replace(old, new, 1))

@@ -33,6 +33,7 @@ ANSWER = json.dumps(
     }
 )
 BAD_FAILURE = ANSWER.replace('"error 1"', "1")
+BAD_VERSION = ANSWER.replace('{"lib": "1"}', '{"lib": ["1"]}')
 FAILED = json.dumps(
     {**NOTHING, "ok": False, "error": {"kind": "import", "message": "no x", "missing": "x", "traceback": "tb"}}
 )
@@ -79,6 +80,9 @@ def test_good_answer_is_ok_whatever_the_library_printed(tmp_path: Path, manifest
         ("print('{}')", "protocol", "the probe ended with exit code 0 and no verdict: "),
         ("print('{\"ok\": true}')", "protocol", "the probe ended with exit code 0 and no verdict: "),
         (f"print('''{ANSWER.replace('1e-07', 'null')}''')", "protocol",
+         "the probe ended with exit code 0 and no verdict: "),
+        ("print('[' * 5000)", "protocol", "the probe ended with exit code 0 and no verdict: "),
+        (f"print('''{BAD_VERSION}''')", "protocol",
          "the probe ended with exit code 0 and no verdict: "),
         (f"print('''{BAD_FAILURE}''')", "protocol",
          "the probe ended with exit code 0 and no verdict: "),

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.messages import MESSAGES, Message, Outcome, RetireArena, Route, decode, encode, unpack_body
+from layerzero.ipc.messages import (
+    MAX_DEPTH,
+    MESSAGES,
+    Message,
+    Outcome,
+    RetireArena,
+    Route,
+    decode,
+    encode,
+    unpack_body,
+)
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=9)
@@ -68,6 +78,30 @@ def test_random_maps_raise_protocol_error_only(value: dict[str, Any]) -> None:
     for cls in MESSAGES.values():
         with contextlib.suppress(ProtocolError):
             decode(msgpack.packb({**value, "kind": cls.kind}), cls)
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 600, 1020])
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"])
+def test_deep_value_is_refused(opening: bytes, depth: int) -> None:
+    """msgpack reads 1024 levels; repr() ends in a RecursionError there and packb() refuses half: no broker may show or
+    pass on what a peer sent, and end by it."""
+    with pytest.raises(ProtocolError, match="nested more than 32 deep"):
+        unpack_body(opening * depth + b"\xc0")
+
+
+def test_value_as_deep_as_allowed_is_read() -> None:
+    """The limit is on nesting, not on size."""
+    value: Any = []
+    for _ in range(MAX_DEPTH - 1):
+        value = [value]
+    assert unpack_body(msgpack.packb(value)) == value
+
+
+@pytest.mark.parametrize("value", [msgpack.Timestamp(1), msgpack.ExtType(5, b"x"), {b"key": 1}, [{"a": {b"": 0}}]])
+def test_value_that_json_does_not_know_is_refused(value: object) -> None:
+    """Policies of callers are hashed as JSON, whose keys are text."""
+    with pytest.raises(ProtocolError):
+        unpack_body(msgpack.packb(value))
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)

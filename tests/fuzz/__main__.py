@@ -1,0 +1,102 @@
+"""Fuzz one target or all of them: `python -m tests.fuzz [TARGET ...] [--seconds N] [--keep FOLDER]`.
+
+libFuzzer starts from the committed corpus and what is kept in FOLDER. Prints one line of JSON for each target; a
+finding is kept in FOLDER, too, and is exit code 1. `--write-corpus` writes the seeds of the targets, made of real
+messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CORPUS = HERE / "corpus"
+MAX_BYTES = 4096  # of an input
+GRACE_S = 120
+_STATUS = re.compile(r"^#(\d+)\s+(\w+)\s+cov: (\d+) ft: (\d+) corp: (\d+)", re.MULTILINE)
+
+
+def targets() -> list[str]:
+    """Those with a corpus."""
+    return sorted(path.name for path in CORPUS.iterdir())
+
+
+def fuzz(target: str, seconds: int, keep: Path) -> dict[str, Any]:
+    """One run, in a process of its own."""
+    kept = keep / target
+    (kept / "corpus").mkdir(parents=True, exist_ok=True)
+    shm = Path("/dev/shm")  # most targets that write files would only wait for a disk
+    base = shm if os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 1 << 28 else None
+    with tempfile.TemporaryDirectory(prefix="lz-fuzz-", dir=base) as scratch:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tests.fuzz.engine",
+                target,
+                f"-max_total_time={seconds}",
+                f"-max_len={MAX_BYTES}",
+                "-timeout=60",
+                f"-artifact_prefix={kept}/",
+                str(kept / "corpus"),
+                str(CORPUS / target),
+            ],
+            check=False,
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": scratch, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+            capture_output=True,
+            timeout=seconds + GRACE_S,
+        )
+    said = done.stderr.decode(errors="replace") + done.stdout.decode(errors="replace")
+    (kept / "log").write_text(said)
+    statuses = _STATUS.findall(said)
+    count, state, edges, features, _ = statuses[-1] if statuses else ("0", "", "0", "0", "0")
+    found: dict[str, Any] = {"target": target, "seconds": seconds, "executions": int(count), "edges": int(edges)}
+    found |= {"features": int(features), "finding": ""}
+    if done.returncode != 0 or state != "DONE":
+        found["finding"] = said.partition("=== Uncaught Python exception: ===")[2][:3000].strip() or said[-3000:]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("target", nargs="*", choices=[*targets(), []], help="default: all")
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument(
+        "--keep", type=Path, help="folder for what is found; default: a new one in the temporary folder"
+    )
+    parser.add_argument("--write-corpus", action="store_true")
+    args = parser.parse_args()
+    if args.write_corpus:
+        return write_corpus(args.target)
+    keep = args.keep or Path(tempfile.mkdtemp(prefix="lz-fuzz-kept-"))
+    code = 0
+    for target in args.target or targets():
+        found = fuzz(target, args.seconds, keep.resolve())
+        print(json.dumps({**found, "kept": str(keep / target)}), flush=True)
+        code = code or int(bool(found["finding"]))
+    return code
+
+
+def write_corpus(names: list[str]) -> int:
+    for target in names or targets():
+        folder = CORPUS / target
+        folder.mkdir(exist_ok=True)
+        for name, data in import_module(f"tests.fuzz.{target}").seeds().items():
+            (folder / name).write_bytes(data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The broker's ends of control sockets, without processes and without a loop: for the targets that speak to them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+from tests.fuzz import scratch
+from tests.simulator import GPU
+from tests.unit.broker.driver import Driver
+
+from layerzero.broker import events as ev
+from layerzero.broker.connections import Connections
+from layerzero.broker.descriptors import Descriptors
+from layerzero.broker.gate import Gate
+from layerzero.broker.joined import Joined
+from layerzero.broker.lane_ends import LaneEnds
+from layerzero.broker.launcher import Launcher
+from layerzero.broker.looks import Looks
+from layerzero.broker.offers import Offers
+from layerzero.broker.order_pages import OrderPages
+from layerzero.broker.peers import Peer
+from layerzero.broker.processes import Processes
+from layerzero.broker.settings import Settings
+from layerzero.broker.supervisor import Process
+from layerzero.broker.worker_links import WorkerLinks
+from layerzero.ipc import control, messages
+
+_FOLDER = scratch.folder()
+TICKET = b"ticket of alpha.."
+JOINED = "gamma"  # the backend of keepers
+_MANIFEST = SimpleNamespace(descriptor_path=Path(__file__), env={}, provider_target="some.provider")
+_LAUNCHER = SimpleNamespace(joined=frozenset({JOINED}), manifests={JOINED: _MANIFEST}, env_ids=dict)
+
+
+class BrokerEnds:
+    """`alpha` may say hello with TICKET. Actions are carried out as server.py does, as far as they concern offers."""
+
+    def __init__(self) -> None:
+        self.driver = Driver("alpha", "beta", JOINED, express=True)
+        self._descriptors = Descriptors()
+        self._lanes, self._pages = LaneEnds(), OrderPages()
+        state, handle = self.driver.state, self.handle
+        state.engine.devices.setdefault(GPU, state.engine.devices[""])
+        links = WorkerLinks(self._descriptors, handle)
+        looks = Looks(state, handle, self._lanes, self._pages, lambda _: None)
+        self._offers = Offers(state, handle, links, self._lanes, self._pages, looks)
+        settings = SimpleNamespace(start_timeout_s=1.0, joined_silence_s=5.0, store=_FOLDER)
+        self._joined = Joined(
+            cast(Settings, settings),
+            cast(Launcher, _LAUNCHER),
+            handle=handle,
+            on_end=lambda remote: remote.reap() and None,
+            on_start=lambda *_: None,
+            is_linked=lambda *_: False,
+            note_change=lambda: None,
+        )
+        self.connections = Connections(
+            _FOLDER / "broker.sock",
+            state,
+            self._descriptors,
+            links,
+            self._offers,
+            cast(Processes, _Started()),
+            self._joined,
+            Gate(None, ()),
+            welcome=self._welcome,
+            handle=handle,
+            note_change=lambda: None,
+        )
+
+    def handle(self, event: ev.Event) -> None:
+        for action in self.driver(event):
+            match action:
+                case ev.CloseArena():
+                    self._offers.close_arena(action)
+                case ev.CloseGpu():
+                    self._pages.close(action.client, action.gpu)
+                case ev.RevokeLane():
+                    self._lanes.revoke(action.lane, action.epoch)
+                case ev.EndLane():
+                    self._lanes.end(action.lane)
+                case ev.DropClient():
+                    self.connections.drop_client(action)
+
+    def _welcome(self, peer: Peer) -> messages.Welcome:
+        return messages.Welcome(
+            protocol=1, package="0", broker="b", broker_pid=1, endpoint="ipc://x", identity=peer.identity,
+            number=peer.number, max_in_flight=8, timeout_s=1.0,
+        )  # fmt: skip
+
+    def connect(self) -> socket.socket:
+        sock = control.connect(_FOLDER / "broker.sock", timeout_s=5)
+        self.turn()
+        return sock
+
+    def turn(self) -> None:
+        """Everything that is there is taken."""
+        self._descriptors.wait(0)
+
+    def close(self) -> None:
+        self.connections.stop_listening()
+        self.connections.close_all()
+        self._lanes.close()
+        self._pages.close_all()
+        self._offers.close()
+        self._joined.close()
+        self._descriptors.close()
+
+
+class _Started:
+    """One worker process that has not said hello yet."""
+
+    page_fd, backend, generation, ticket = 2, "alpha", 1, TICKET
+
+    def of_ticket(self, ticket: bytes) -> Process | None:
+        return cast(Process, self) if ticket == TICKET else None
+
+    def get(self, key: tuple[str, int]) -> Process | None:
+        return cast(Process, self) if key == (self.backend, self.generation) else None
+
+    def hung_up(self, backend: str, generation: int) -> None:
+        assert backend == "alpha"
+
+
+def open_descriptors() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))

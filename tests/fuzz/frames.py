@@ -1,0 +1,56 @@
+"""Frames on the ZeroMQ sockets, as the broker reads them off clients and workers, and the messages in their bodies."""
+
+from __future__ import annotations
+
+from tests.simulator import route_body
+
+from layerzero.broker import frames
+from layerzero.broker.selection import CallSpec
+from layerzero.ipc import wire
+from layerzero.ipc.errors import BackendError, InvalidArgument, ProtocolError
+from layerzero.ipc.messages import RanHere, Ready, Request, encode, pack_body
+from layerzero.ipc.wire import Kind
+
+TYPED = (ProtocolError, InvalidArgument)
+FROM_CLIENT, FROM_WORKER = b"C", b"W"
+
+
+def run(data: bytes) -> None:
+    side, frame = data[:1], data[1:]
+    said = frames.of_worker(b"W1", frame) if side == FROM_WORKER else frames.of_client(b"C1", frame)
+    body = getattr(said, "body", b"")
+    if type(said).__name__ == "RouteDefined":
+        spec = CallSpec.parse(body)
+        assert CallSpec.parse(body) == spec
+        spec.prepare("a.kernel", is_graph_safe=False)
+
+
+def seeds() -> dict[str, bytes]:
+    refs = wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(wire.NO_ARENA, 0, 0, 0), wire.Ref(1, 0, 64, 64)])
+    turn, bell, digest = wire.TURN.pack(1, 7), wire.BELL.pack(3), bytes(range(wire.DIGEST_BYTES))
+    ran = RanHere(kernel_id="alpha.silu", kernel_ns=5, error=BackendError("no", exit_code=1).to_wire())
+    error = pack_body(BackendError("no", backend="alpha").to_wire())
+    of_client = {
+        "execute": wire.pack(Kind.EXECUTE, route=1, seq=2, time=5_000_000, body=refs),
+        "execute_digest": wire.pack(Kind.EXECUTE, wire.HAS_DIGEST, route=1, seq=2, body=refs + digest),
+        "execute_turn": wire.pack(Kind.EXECUTE, wire.HAS_TURN, route=1, seq=2, body=refs + turn),
+        "execute_bell": wire.pack(Kind.EXECUTE, wire.HAS_BELL, route=1, seq=2, body=refs + bell),
+        "route": wire.pack(Kind.ROUTE, route=1, body=route_body("gelu", backend="alpha")),
+        "route_gpu": wire.pack(Kind.ROUTE, route=2, body=route_body(device="GPU-1")),
+        "forget": wire.pack(Kind.FORGET, route=1),
+        "unbind": wire.pack(Kind.UNBIND, seq=3),
+        "poisoned": wire.pack(Kind.POISONED, route=1, body=digest),
+        "overdue": wire.pack(Kind.OVERDUE, aux=1, route=1, time=1_000_000, seq=4),
+        "ran_here": wire.pack(Kind.RAN_HERE, route=1, body=encode(ran)),
+        "request": wire.pack(Kind.REQUEST, seq=9, body=encode(Request(method="explain", params={"route": b"x"}))),
+    }
+    of_worker = {
+        "ran": wire.pack(Kind.RAN, seq=1, attempt=1, time=500, body=pack_body([[1, 2], 3.5])),
+        "left": wire.pack(Kind.LEFT, seq=1, aux=1, body=error),
+        "raised": wire.pack(Kind.RAISED, seq=1, attempt=1, body=error),
+        "ready": wire.pack(Kind.READY, body=encode(Ready(versions={"lib": "1"}, kernels=["alpha.silu"]))),
+    }
+    return {
+        **{name: FROM_CLIENT + frame for name, frame in of_client.items()},
+        **{name: FROM_WORKER + frame for name, frame in of_worker.items()},
+    }
