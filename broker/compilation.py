@@ -1,7 +1,7 @@
 """What kernels that compile are compiled for, and what is being compiled.
 
 Decides only: one compilation at a time for each backend, in the order in which they were asked for; those that a call
-waits for come first.
+waits for come first, among themselves in that order, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 
-MAX_QUEUED = 64  # of one backend; what finds no room is asked for again by the next call
+MAX_QUEUED = 64  # of one backend, and as many that calls wait for; what finds no room is asked for again
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,13 @@ class _Queue:
     """Of one backend."""
 
     running: Job | None = None
+    urgent: deque[Job] = field(default_factory=deque)
     jobs: deque[Job] = field(default_factory=deque)
+
+    def start_next(self) -> Job | None:
+        waiting = self.urgent or self.jobs
+        self.running = waiting.popleft() if waiting else None
+        return self.running
 
 
 class Compilation:
@@ -68,15 +74,21 @@ class Compilation:
             return job
         if queue.running.unit == job.unit:
             return None
+        if any(other.unit == job.unit for other in queue.urgent):
+            return None
         queued = next((other for other in queue.jobs if other.unit == job.unit), None)
-        if queued is not None and is_urgent:
-            queue.jobs.remove(queued)
-            queue.jobs.appendleft(queued)
-        elif queued is None and is_urgent:
-            queue.jobs.appendleft(job)
+        if is_urgent and len(queue.urgent) < MAX_QUEUED:
+            queue.urgent.append(job)
+            if queued is not None:
+                queue.jobs.remove(queued)
         elif queued is None and len(queue.jobs) < MAX_QUEUED:
             queue.jobs.append(job)
         return None
+
+    def is_under_way(self, job: Job) -> bool:
+        """Whether it is being compiled, or waits for its turn."""
+        queue = self._queues.get(job.backend, _Queue())
+        return any(other.unit == job.unit for other in (queue.running, *queue.urgent, *queue.jobs) if other is not None)
 
     def end(self, backend: str, unit: Unit, failure: str) -> Job | None:
         """A job is over; `failure` is empty when it went well. Returns the next one to start."""
@@ -84,9 +96,7 @@ class Compilation:
             self._failed[unit] = failure
         else:
             self._compiled.add(unit)
-        queue = self._queues[backend]
-        queue.running = queue.jobs.popleft() if queue.jobs else None
-        return queue.running
+        return self._queues[backend].start_next()
 
     def forgive(self, kernel_ids: Iterable[str]) -> None:
         """After a repair of their backend: what has failed may be tried again."""

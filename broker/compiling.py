@@ -46,8 +46,7 @@ class Compiling:
             if verdict.uncompiled is None:
                 self._fleet.need(self._fleet.workers[verdict.backend])
                 continue
-            job = Job(verdict.backend, verdict.uncompiled, spec.prepare(verdict.kernel_id, is_graph_safe=False))
-            self._do(self._engine.compilation.ask(job, is_urgent=is_urgent))
+            self._do(self._engine.compilation.ask(_job(spec, verdict), is_urgent=is_urgent))
 
     def _do(self, job: Job | None) -> None:
         if job is not None and not self._agenda.stopping:
@@ -95,6 +94,8 @@ class Compiling:
         for verdict in signature.ranked:
             if verdict.uncompiled is not None and verdict.backend not in call.tried:
                 self.start(signature.spec, (verdict,), is_urgent=True)
+                if not self._engine.compilation.is_under_way(_job(signature.spec, verdict)):
+                    continue  # there is no room for it
                 self.held.append(Held(call, verdict.uncompiled, self._agenda.now_s))
                 self._wake()
                 return True
@@ -124,6 +125,11 @@ class Compiling:
 
     def _wake(self) -> None:
         self._agenda.wake_by(min((held.due_s for held in self.held), default=math.inf))
+
+
+def _job(spec: CallSpec, verdict: Verdict) -> Job:
+    assert verdict.uncompiled is not None
+    return Job(verdict.backend, verdict.uncompiled, spec.prepare(verdict.kernel_id, is_graph_safe=False))
 
 
 def to_compile(ranked: Sequence[Verdict]) -> tuple[Verdict, ...]:

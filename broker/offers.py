@@ -76,7 +76,7 @@ class Offers:
                 raise ProtocolError(f"add_arena carries one descriptor, got {len(fds)}")
             memory.check_memfd(fds[0], message.nbytes)
             _check_number(peer, message.arena)
-        except ProtocolError:
+        except BaseException:  # also for lack of memory for one more map
             close_all(fds)
             raise
         self._keep_arena(peer, message.arena, _Arena(fds[0]), message.nbytes)
@@ -88,7 +88,7 @@ class Offers:
             if handle.arena != message.arena:
                 raise ProtocolError(f"arena {message.arena} comes with the handle of arena {handle.arena}")
             _check_number(peer, message.arena)
-        except ProtocolError:
+        except BaseException:  # also for lack of memory for one more map
             close_all(fds)
             raise
         arena = _Arena(fds[0] if fds else None, handle)
@@ -106,7 +106,7 @@ class Offers:
     def _add_gpu(self, peer: Peer, message: AddGpu, fds: list[int]) -> None:
         try:
             gpu = Gpu.of(message, fds)
-        except ProtocolError:
+        except BaseException:  # also for lack of memory for one more map
             close_all(fds)
             raise
         refusal: LayerZeroError | None = self._state.engine.missing(message.gpu)
@@ -129,7 +129,7 @@ class Offers:
     def _add_lane(self, peer: Peer, number: int, gpu: str, fds: list[int]) -> None:
         try:
             self._lanes.add(number, fds, is_ring=bool(gpu))
-        except ProtocolError:
+        except BaseException:  # also for lack of memory for one more map
             close_all(fds)
             raise
         self._handle(ev.LaneOpened(peer.identity, number, gpu))

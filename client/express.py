@@ -55,13 +55,20 @@ class Lane:
         self._calls = 0
         self._open: tuple[int, Any] | None = None  # the call that the worker may still be writing for, and its memory
         self._is_closed = False
+        bells: list[int] = []
         fd = memory.create_memfd("lz-lane", memory.PAGE_BYTES)
         try:
             self._page = lane.Page(fd)
-            self._doorbell, self._answer = lane.create_doorbell(), lane.create_doorbell()
-            self.is_open = link.add_lane(number, (fd, self._doorbell, self._answer))
+            bells.append(lane.create_doorbell())
+            bells.append(lane.create_doorbell())
+            self.is_open = link.add_lane(number, (fd, *bells))
+        except BaseException:
+            for bell in bells:
+                os.close(bell)
+            raise
         finally:
             os.close(fd)
+        self._doorbell, self._answer = bells
         self._poll = select.poll()
         self._poll.register(self._answer, select.POLLIN)
         link.watch_hang_up(self._poll)

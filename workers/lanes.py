@@ -44,13 +44,20 @@ class Lanes:
         return bool(self._lanes)
 
     def open(self, number: int, client: int, fds: list[int]) -> None:
-        """`fds` are the page, the doorbell and the answer bell; they are the lane's from here on."""
-        if len(fds) != 3 or number in self._lanes:
-            raise ProtocolError(f"lane {number} comes with {len(fds)} descriptors; needed: 3, once")
-        page, doorbell, answer = fds
-        self._lanes[number] = self._by_bell[doorbell] = Lane(number, client, lane.Page(page), doorbell, answer)
+        """`fds` are the page, the doorbell and the answer bell; they are the lane's from here on, or closed when it
+        cannot be opened."""
+        try:
+            if len(fds) != 3 or number in self._lanes:
+                raise ProtocolError(f"lane {number} comes with {len(fds)} descriptors; needed: 3, once")
+            page, doorbell, answer = fds
+            made = Lane(number, client, lane.Page(page), doorbell, answer)
+            self._poll.register(doorbell, select.POLLIN)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
         os.close(page)
-        self._poll.register(doorbell, select.POLLIN)
+        self._lanes[number] = self._by_bell[doorbell] = made
 
     def close(self, number: int) -> None:
         gone = self._lanes.pop(number, None)
@@ -68,8 +75,16 @@ class Lanes:
     def allows(self, number: int, plan: int) -> bool:
         return plan in self._plans.get(number, ())
 
+    def forget_plan(self, plan: int) -> None:
+        """It is gone. Numbers are not given again, so that what is not forgotten would be kept for ever."""
+        for number, plans in list(self._plans.items()):
+            plans.discard(plan)
+            if not plans:
+                del self._plans[number]
+        self.forget_ready()
+
     def forget_ready(self) -> None:
-        """A plan or an arena is gone."""
+        """An arena, or a plan, is gone."""
         for one in self._lanes.values():
             one.ready.clear()
 

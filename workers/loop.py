@@ -196,7 +196,8 @@ class _Loop:
         if prepared is not None and prepared.gpu is not None:
             del self._gpu_plans[route]
             self._gpus.drop(prepared.gpu)
-        self._lanes.forget_ready()
+        self._lanes.forget_plan(route)
+        self._rings.forget_plan(route)
 
     def _run(self, header: Header, body: bytes) -> None:
         dispatch, fault, how = header.seq, "", 0

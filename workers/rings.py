@@ -56,15 +56,21 @@ class Rings:
         return bool(self._lanes)
 
     def open(self, number: int, client: int, gpu: str, fds: list[int]) -> None:
-        """`fds` are the ring and its doorbell; they are the lane's from here on."""
-        if len(fds) != 2 or number in self._lanes:
-            raise ProtocolError(f"ring {number} comes with {len(fds)} descriptors; needed: 2, once")
-        page, doorbell = fds
-        made = _Lane(number, client, gpu, Ring(page), doorbell, self._allowed.pop(number, set()))
+        """`fds` are the ring and its doorbell; they are the lane's from here on, or closed when it cannot be opened."""
+        try:
+            if len(fds) != 2 or number in self._lanes:
+                raise ProtocolError(f"ring {number} comes with {len(fds)} descriptors; needed: 2, once")
+            page, doorbell = fds
+            ring = Ring(page)
+            self._poll.register(doorbell, select.POLLIN)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
         os.close(page)
+        made = _Lane(number, client, gpu, ring, doorbell, self._allowed.pop(number, set()))
         self._lanes[number] = self._by_bell[doorbell] = made
         self._whole.append(made)
-        self._poll.register(doorbell, select.POLLIN)
 
     def close(self, number: int) -> None:
         """The client is gone."""
@@ -83,6 +89,15 @@ class Rings:
     def allow(self, number: int, plan: int) -> None:
         known = self._lanes.get(number)
         (self._allowed.setdefault(number, set()) if known is None else known.plans).add(plan)
+
+    def forget_plan(self, plan: int) -> None:
+        """It is gone; as Lanes.forget_plan."""
+        for one in self._lanes.values():
+            one.plans.discard(plan)
+        for number, plans in list(self._allowed.items()):
+            plans.discard(plan)
+            if not plans:
+                del self._allowed[number]
 
     def serve(self) -> bool:
         """Some calls of each ring that has any. Whether there were any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from tests.simulator import CAPABILITIES, route_body
 from tests.unit.broker.driver import CLIENT, Driver
 
@@ -72,26 +73,38 @@ def test_a_backend_compiles_one_thing_at_a_time_in_the_order_of_asking() -> None
 
 
 def test_what_a_call_waits_for_comes_first() -> None:
-    """Others have somebody to go to."""
+    """Others have somebody to go to. Of those that wait none is overtaken: each has a deadline."""
     compilation = Compilation()
     for number in (1, 2, 3):
         compilation.ask(job(number))
     compilation.ask(job(3), is_urgent=True)
     compilation.ask(job(4), is_urgent=True)
-    order = [compilation.end("alpha", job(number).unit, "") for number in (1, 4, 3, 2)]
-    assert order == [job(4), job(3), job(2), None]
+    order = [compilation.end("alpha", job(number).unit, "") for number in (1, 3, 4, 2)]
+    assert order == [job(3), job(4), job(2), None]
 
 
-def test_the_queue_is_bounded() -> None:
-    """Shapes that never come back must not be compiled for hours."""
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_the_queue_is_bounded(is_urgent: bool) -> None:
+    """Shapes that never come back must not be compiled for hours, and a client may ask for any number of them."""
     compilation = Compilation()
-    for number in range(2 * MAX_QUEUED):
-        compilation.ask(job(number))
+    for number in range(4 * MAX_QUEUED):
+        compilation.ask(job(number), is_urgent=is_urgent)
     ended = 0
     while compilation.running():
         compilation.end("alpha", compilation.running()[0], "")
         ended += 1
-    assert ended == 1 + MAX_QUEUED
+    assert ended == 1 + MAX_QUEUED * (2 if is_urgent else 1)
+    assert not compilation.is_under_way(job(4 * MAX_QUEUED - 1))
+
+
+def test_a_call_waits_for_nothing_that_is_not_queued() -> None:
+    """It would wait for its whole timeout; so it is refused, and may come again."""
+    jit = Jit("alpha")
+    for number in range(1 + 2 * MAX_QUEUED):
+        jit.state.engine.compilation.ask(job(number), is_urgent=True)
+    (refused,) = [action for action in jit.call(1) if isinstance(action, ev.Refuse)]
+    assert refused.error.code == "NO_BACKEND"
+    assert "NOT_COMPILED" in refused.error.message
 
 
 def test_a_failure_is_kept_until_the_backend_is_repaired() -> None:

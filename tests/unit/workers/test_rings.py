@@ -11,6 +11,7 @@ from tests.unit.ipc.fake_cuda import UUID
 from tests.unit.workers.test_gpu import NBYTES, NONE, Rig
 
 from layerzero.ipc import lane
+from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.memory import PAGE_BYTES, ControlPage, create_memfd
 from layerzero.ipc.order import Turn
 from layerzero.ipc.ring import LEFT, REPLAYED, Ring, create_page
@@ -131,3 +132,26 @@ def test_lease_may_come_before_its_ring(table: Table) -> None:
     table.put(ring, range(1, 2))
     table.rings.serve()
     assert (table.left, table.rig.page.is_done(Turn(0, 1))) == ([], True)
+
+
+def test_a_ring_that_cannot_be_opened_leaves_no_descriptor(table: Table) -> None:
+    """The broker tries with other workers; this one would run out of descriptors."""
+    before = os.listdir("/proc/self/fd")
+    for page in (os.open(os.devnull, os.O_RDONLY), create_memfd("page", PAGE_BYTES)):
+        with pytest.raises(ProtocolError):
+            table.rings.open(7, 1, UUID, [page, lane.create_doorbell()])
+    with pytest.raises(ProtocolError, match="needed: 2"):
+        table.rings.open(7, 1, UUID, [create_page()])
+    assert os.listdir("/proc/self/fd") == before
+    table.lend(7)
+
+
+def test_plans_that_are_gone_are_not_kept(table: Table) -> None:
+    """Their numbers never come again, and leases may name lanes that no client opens."""
+    table.lend(2)
+    for plan in range(100, 200):
+        table.rings.allow(2, plan)
+        table.rings.allow(3, plan)
+        table.rings.forget_plan(plan)
+    assert table.rings._lanes[2].plans == {1}
+    assert table.rings._allowed == {}
