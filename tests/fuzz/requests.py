@@ -74,5 +74,6 @@ def seeds() -> dict[str, bytes]:
         "sample": {"route": route},
         "load_table": {},
         "stay": {},
+        "health": {"backend": "alpha"},
     }
     return {method: encode(Request(method=method, params=given)) for method, given in params.items()}

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from tests.process.harness import Site, bare_client, is_running, wait_ended, wait_until
+from tests.process.harness import PATIENCE_S, Site, bare_client, is_running, wait_ended, wait_until
 
 import layerzero as lz
 from layerzero.broker.sessions import MAX_ARENAS
@@ -145,6 +145,32 @@ def test_a_client_with_too_many_arenas_is_dropped_and_leaves_nothing(new_site: C
 
 
 @pytest.mark.usefixtures("connected")
+def test_a_client_that_does_not_read_its_answers_is_dropped(new_site: Callable[..., Site]) -> None:
+    """What the broker keeps for one that reads nothing would grow for ever, and nobody else may wait for it."""
+    site = new_site(max_in_flight=1).start()
+    site.connect()
+    context = zmq.Context()
+    sock = control.connect(site.endpoints.control, timeout_s=PATIENCE_S)
+    control.send(sock, messages.Hello(protocols=[wire.PROTOCOL], role="client", package="0", pid=1))
+    welcome, _ = control.receive(sock, messages.Welcome)
+    dealer = context.socket(zmq.DEALER)
+    for option, value in ((zmq.RCVHWM, 1), (zmq.LINGER, 0), (zmq.SNDTIMEO, int(PATIENCE_S * 1000))):
+        dealer.setsockopt(option, value)
+    dealer.setsockopt(zmq.ROUTING_ID, welcome.identity)
+    dealer.connect(welcome.endpoint)
+    body = messages.encode(messages.Request(method="status"))
+    for seq in range(5000):
+        dealer.send(wire.pack(wire.Kind.REQUEST, seq=seq, body=body))
+        if control.is_readable(sock.fileno()):
+            break
+    refused, _ = control.receive(sock, messages.Refused)
+    assert refused.error["message"] == "it does not read its answers"
+    assert len(lz.status()["clients"]) == 1
+    sock.close()
+    dealer.close()
+    context.term()
+
+
 def test_a_route_is_forgotten_only_when_no_thread_can_call_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with many shapes forgets old ones; a thread may have looked one up and not sent its call yet."""
     monkeypatch.setattr(routes, "MAX_ROUTES", 4)
