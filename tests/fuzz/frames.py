@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+from tests.fuzz import values
 from tests.simulator import route_body
 
 from layerzero.broker import frames
@@ -23,6 +26,13 @@ def run(data: bytes) -> None:
         spec = CallSpec.parse(body)
         assert CallSpec.parse(body) == spec
         spec.prepare("a.kernel", is_graph_safe=False)
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes | None:
+    """The message in the body, as a value."""
+    head = 1 + wire.HEADER_BYTES
+    body = values.mutated(data[head:], rng)
+    return None if body is None else data[:head] + body
 
 
 def seeds() -> dict[str, bytes]:

@@ -1,0 +1,64 @@
+"""Call signatures of clients, of every op, judged against all the built-in descriptors: shapes, attributes and policies
+that no client of ours would send must not end the broker that ranks them."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+from tests.fuzz import values
+
+from layerzero.broker.engine import Engine
+from layerzero.broker.explain import explain
+from layerzero.broker.selection import CallSpec
+from layerzero.capabilities import descriptor
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.envs.manifest import package_folder
+from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.messages import Route, encode, pack_body
+from layerzero.ipc.ops import OPS, Op
+from layerzero.ipc.tensors import TensorSpec
+
+TYPED = (LayerZeroError,)
+GPU = "GPU-1"
+_ATTRS = {
+    "is_causal": True, "scale": 0.5, "causal_alignment": "top_left", "layout": "BHSD", "interleaved": False, "dim": 0,
+    "ndim": 1, "eps": 1e-5, "approximate": "none", "dtype": "int8", "tokenizer_digest": "d", "tokenizer_format": "0.13",
+    "add_special_tokens": True, "return_offsets": False,
+}  # fmt: skip
+
+
+@cache
+def _engine() -> Engine:
+    folder = package_folder("capabilities") / "descriptors"
+    found = [descriptor.load(path) for path in sorted(folder.glob("*.json"))]
+    gpu = DeviceSpec("cuda", "a GPU", device_uuid=GPU, supports_fp16=True)
+    return Engine({one.backend: one for one in found}, DeviceSpec(isa=("avx2", "fma")), gpus=[gpu])
+
+
+def run(data: bytes) -> None:
+    spec, engine = CallSpec.parse(data), _engine()
+    _, candidates = explain(engine, spec, {}, 1.0)
+    pack_body(candidates)
+    spec.prepare("some.kernel", is_graph_safe=False)
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes | None:
+    return values.mutated(data, rng)
+
+
+def seeds() -> dict[str, bytes]:
+    return {op.name: encode(_route(op, GPU if op.name in ("rope", "swiglu") else "")) for op in OPS.values()}
+
+
+def _route(op: Op, device: str) -> Route:
+    ndims = op.ndims or (2,) * len(op.inputs)
+    inputs = [
+        TensorSpec.contiguous("int32" if name in op.indices else "float32", (2, 4, 8, 16)[-ndim:]).to_wire()
+        for name, ndim in zip(op.inputs, ndims, strict=True)
+    ]
+    outputs = [inputs[op.inputs.index(name)] if name in op.in_place else inputs[0] for name in op.outputs]
+    attrs = {name: _ATTRS.get(name) for name in op.attrs}
+    layer = {"origin": "x", "values": {"rules": [{"prefer": ["torch"]}]}}
+    policy = {"layers": [layer]} if op.name == "silu" else {}
+    return Route(op=op.name, inputs=inputs, outputs=outputs, attrs=attrs, policy=policy, device=device)
