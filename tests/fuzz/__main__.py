@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CORPUS = HERE / "corpus"
 MAX_BYTES = 4096  # of an input
-GRACE_S = 120
+GRACE_S = 600  # on a busy machine the start alone takes minutes
 _STATUS = re.compile(r"^#(\d+)\s+(\w+)\s+cov: (\d+) ft: (\d+) corp: (\d+)", re.MULTILINE)
 
 
@@ -34,7 +35,7 @@ def targets() -> list[str]:
 
 def fuzz(target: str, seconds: int, keep: Path) -> dict[str, Any]:
     """One run, in a process of its own."""
-    kept = keep / target
+    kept, before = keep / target, resource.getrusage(resource.RUSAGE_CHILDREN)
     (kept / "corpus").mkdir(parents=True, exist_ok=True)
     shm = Path("/dev/shm")  # most targets that write files would only wait for a disk
     base = shm if os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 1 << 28 else None
@@ -63,7 +64,9 @@ def fuzz(target: str, seconds: int, keep: Path) -> dict[str, Any]:
     statuses = _STATUS.findall(said)
     count, state, edges, features, _ = statuses[-1] if statuses else ("0", "", "0", "0", "0")
     found: dict[str, Any] = {"target": target, "seconds": seconds, "executions": int(count), "edges": int(edges)}
-    found |= {"features": int(features), "finding": ""}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    found |= {"features": int(features), "cpu_s": cpu_s, "finding": ""}
     if done.returncode != 0 or state != "DONE":
         found["finding"] = said.partition("=== Uncaught Python exception: ===")[2][:3000].strip() or said[-3000:]
     return found
