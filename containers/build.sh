@@ -11,8 +11,14 @@ if ls $wheels/*.whl >/dev/null 2>&1; then
     unset PIP_EXTRA_INDEX_URL
     pip_source="--no-index --find-links $wheels"
     env_source="--offline --wheelhouse $wheels"
-else
-    export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-https://download.pytorch.org/whl/cpu}"
+elif [ -z "${PIP_EXTRA_INDEX_URL:-}" ]; then
+    unset PIP_EXTRA_INDEX_URL
+    case ${ENVIRONMENT:-}.${VARIANT:-} in
+    torch.cpu | zentorch.cpu)
+        echo "PIP_EXTRA_INDEX_URL is not set: name PyTorch's CPU wheel index, or run containers/wheelhouse.sh before" >&2
+        exit 1
+        ;;
+    esac
 fi
 install() { pip install --quiet --require-hashes --no-deps --only-binary :all: ${pip_source:-} -r "$1"; }
 
