@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -221,6 +222,8 @@ def solve(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
             if spec.device:
                 raise InvalidArgument(f"dispatch tables are of the CPU; a measured call is on {spec.device!r:.80}")
             context, times = engine.context(spec), dict(one["us"])
+            if not all(type(us) in (int, float) and 0 <= us < math.inf for us in times.values()):
+                raise InvalidArgument(f"solve takes times as numbers of microseconds, got {times!r:.200}")
             backend_of = dict(engine.kernels(spec.op))
             backends |= {backend_of[kernel_id] for kernel_id in times}
             group, features = dispatch_table.group_of(context), dispatch_table.features_of(context)
@@ -282,9 +285,10 @@ def shutdown(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
 
 def provider(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """What a client needs to run a backend in its own process."""
-    manifest = server.launcher.manifests.get(params.get("backend", ""))
+    name = params.get("backend")
+    manifest = server.launcher.manifests.get(name) if isinstance(name, str) else None
     if manifest is None:
-        raise InvalidArgument(f"no backend is called {params.get('backend')!r:.60}")
+        raise InvalidArgument(f"no backend is called {name!r:.60}")
     return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
 
 

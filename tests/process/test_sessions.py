@@ -551,6 +551,7 @@ def test_requests_that_make_no_sense_are_answered_with_an_error(connected: Site)
         ("explain", {"route": 7}),
         ("reset", {"backend": "nowhere"}),
         ("reset", {"backend": ["alpha"]}),
+        ("provider", {"backend": ["alpha"]}),
     ):
         with pytest.raises(lz.LayerZeroError) as failure:
             lz.session().ask(method, **params)
