@@ -97,8 +97,8 @@ class Connections:
             self._peers[sock.fileno()] = peer
             self._descriptors.watch(sock.fileno(), lambda: self._receive(peer))
             strangers = self._strangers()
-            if len(strangers) > MAX_STRANGERS:
-                self.close(strangers[0])
+            if len(strangers) > MAX_STRANGERS:  # the oldest, of users who may not connect as long as there are any
+                self.close(min(strangers, key=self._gate.knows))
             self._note_change()
 
     def _receive(self, peer: Peer) -> None:

@@ -38,6 +38,10 @@ class Gate:
         """Whether other users may connect."""
         return len(self.uids) > 1
 
+    def knows(self, peer: Peer) -> bool:
+        """Whether this user may connect."""
+        return control.peer_credentials(peer.sock)[1] in self.uids
+
     def examine(self, peer: Peer, hello: messages.Hello) -> messages.Challenge | None:
         """What the peer has to answer before it is welcome, if anything. A worker's ticket is proof enough.
 

@@ -83,9 +83,9 @@ class RemoteWorker:
     page: memory.ControlPage
     pid: int = 0  # where the keeper is: for people only
     has_keeper: bool = True
-    has_hung_up: bool = False  # its own connection was there and has closed: the kernel says that it has ended
-    was_given_up: bool = False  # the core goes on without its end
-    give_up_s: float = math.inf
+    is_being_killed: bool = False  # the core has asked for it
+    was_given_up: bool = False  # nobody has confirmed its end in time
+    give_up_s: float = math.inf  # when its end must be confirmed
     code: int = -signal.SIGKILL  # what its end is when its keeper, and so all of its namespace, has ended
     stderr_tail: str = ""
 
@@ -213,13 +213,16 @@ class Joined:
 
     def part(self, peer: Peer) -> None:
         """Its connection has closed: it has ended, and its worker has, or is about to."""
-        keeper = self._by_peer.pop(peer.number)
+        keeper = self._by_peer.pop(peer.number, None)
+        if keeper is None:
+            return  # it left before it was told that it is welcome
         self._keepers[keeper.backend].remove(keeper)
         log("keeper.parted", backend=keeper.backend, keeper=peer.number)
         remote = keeper.worker
         if remote is not None:
             remote.has_keeper = False
-            self._settle_if_ended(remote)
+            if not self._settle_if_ended(remote):
+                self._await_end(remote)
         self.offer(keeper.backend)
 
     def facts(self, backend: str) -> dict[str, object]:
@@ -262,7 +265,12 @@ class Joined:
         keeper = min(idle, key=lambda one: one.starts)
         keeper.starts += 1
         assert keeper.record is not None
-        page_fd = memory.create_memfd("page", memory.PAGE_BYTES)
+        try:
+            page_fd = memory.create_memfd("page", memory.PAGE_BYTES)
+        except OSError as exc:
+            error = EnvError(f"cannot start the worker: {exc}", env=backend)
+            self._handle(ev.SpawnFailed(backend, generation, error))
+            return
         page = memory.ControlPage(page_fd, writable=False)
         remote = RemoteWorker(backend, generation, keeper, secrets.token_bytes(16), page_fd, page)
         keeper.worker = self._live[backend, generation] = remote
@@ -285,10 +293,10 @@ class Joined:
         self._tell(keeper, messages.CompileHere(call=action.body, timeout_s=self._settings.compile_timeout_s))
 
     def _compiled(self, keeper: Keeper, message: messages.CompiledHere) -> None:
-        action = self._compiling.pop(keeper.backend, None)
-        if action is None or not keeper.compiles:
+        if not keeper.compiles:
             raise ProtocolError("a keeper speaks of a compilation that it was not asked for")
         keeper.compiles = False
+        action = self._compiling.pop(keeper.backend)
         code = None if message.is_late else message.code
         ended = Ended(code, b"", message.stderr_tail.encode())
         why = compilation.failure_of(ended, self._settings.compile_timeout_s)
@@ -296,7 +304,8 @@ class Joined:
 
     def kill(self, remote: RemoteWorker) -> None:
         """Have it killed. Its end is confirmed by its keeper, or by the end of both connections."""
-        if not remote.was_given_up and remote.give_up_s == math.inf:
+        if not remote.is_being_killed:
+            remote.is_being_killed = True
             now_s = time.monotonic()
             remote.give_up_s = now_s if remote.keeper.is_silent else now_s + CONFIRM_S
             self._tell(remote.keeper, messages.KillWorker(generation=remote.generation))
@@ -304,9 +313,9 @@ class Joined:
 
     def hung_up(self, remote: RemoteWorker) -> None:
         """The worker's own connection has closed. Its keeper is about to say how it ended."""
-        remote.has_hung_up = True
         if not self._settle_if_ended(remote):
-            self.kill(remote)
+            self._tell(remote.keeper, messages.KillWorker(generation=remote.generation))
+            self._await_end(remote)
 
     # --- time
 
@@ -322,6 +331,8 @@ class Joined:
         if stalled_s > STALL_S:  # this process stood still, and their answers may be here
             for keeper in self._by_peer.values():
                 keeper.asked_s += stalled_s
+            for remote in self._live.values():
+                remote.give_up_s += stalled_s
         self._looked_s = now_s
         for keeper in list(self._by_peer.values()):
             if now_s >= self._answer_due_s(keeper) and not keeper.is_silent:
@@ -350,8 +361,11 @@ class Joined:
         self.offer(keeper.backend)
 
     def _give_up(self, remote: RemoteWorker) -> None:
-        if remote.has_hung_up:  # nothing of it is left, whatever its keeper does
-            self._settle(remote)
+        if not remote.is_being_killed:
+            text = "its connection has closed, and its keeper does not say that it has ended"
+            if not remote.has_keeper:
+                text = "its keeper has ended, and it has not"
+            self._handle(ev.WorkerMisbehaved(remote.backend, remote.generation, text, is_silent=True))
             return
         remote.was_given_up = True
         log("worker.unreachable", backend=remote.backend, generation=remote.generation)
@@ -364,6 +378,12 @@ class Joined:
         if keeper.worker is None or keeper.worker.generation != generation:
             raise ProtocolError(f"a keeper speaks of worker {generation}, which it was not told to start")
         return keeper.worker
+
+    def _await_end(self, remote: RemoteWorker) -> None:
+        """One of the two connections has closed, so the other is about to."""
+        if remote.give_up_s == math.inf and not remote.was_given_up:
+            remote.give_up_s = time.monotonic() + CONFIRM_S
+            self._note_change()
 
     def _settle_if_ended(self, remote: RemoteWorker) -> bool:
         """Whether no connection of it or its keeper is left. A worker that has not said hello never will: its ticket is
@@ -390,8 +410,11 @@ class Joined:
         timeout_s = self._settings.start_timeout_s
         repair = join_command(keeper.backend)
         record = probe.judge(ended, keeper.backend, keeper.key, message.seconds, timeout_s, lambda _: repair)
-        if record.ok:
-            probe.keep_record(self._record_path(keeper.backend, keeper.key), record)
+        if record.ok and keeper.env:
+            try:
+                probe.keep_record(self._record_path(keeper.backend, keeper.key), record)
+            except OSError as exc:  # it serves all the same, and is probed again when it comes again
+                log("probe.not_kept", backend=keeper.backend, store=str(self._settings.store), error=str(exc))
         self._certify(keeper, record)
 
     def _certify(self, keeper: Keeper, record: ProbeRecord) -> None:

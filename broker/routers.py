@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import zmq
@@ -37,9 +37,9 @@ class _Side:
         queue: int,
         descriptors: Descriptors,
         take: Take,
-        is_shared: bool,
+        uids: Collection[int],
     ) -> None:
-        self._sock = sockets.bind_router(context, path, queue, is_shared=is_shared)
+        self._sock = sockets.bind_router(context, path, queue, uids)
         self._take = take
         self.may_have_input = True
         descriptors.watch(sockets.poll_fd(self._sock), self._wake)
@@ -78,8 +78,8 @@ class _Side:
 
 
 class Routers:
-    """`from_client` and `from_worker` take the frames. `queue`: how many wait for one peer. `is_shared`: other users
-    may connect."""
+    """`from_client` and `from_worker` take the frames. `queue`: how many wait for one peer. `uids`: as of
+    `sockets.bind_router`."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class Routers:
         queue: int,
         from_client: Take,
         from_worker: Take,
-        is_shared: bool = False,
+        uids: Collection[int] = (),
     ) -> None:
         self._context = zmq.Context()
-        self._front = _Side(self._context, client_path, queue, descriptors, from_client, is_shared)
-        self._back = _Side(self._context, worker_path, queue, descriptors, from_worker, is_shared)
+        self._front = _Side(self._context, client_path, queue, descriptors, from_client, uids)
+        self._back = _Side(self._context, worker_path, queue, descriptors, from_worker, uids)
         self.send_client, self.send_worker = self._front.send, self._back.send
 
     @property

@@ -102,7 +102,7 @@ class Server:
             queue=4 * settings.max_in_flight,
             from_client=self._from_client,
             from_worker=self._from_worker,
-            is_shared=gate.is_shared,
+            uids=gate.uids if gate.is_shared else (),
         )
         self._links = WorkerLinks(self._descriptors, self.handle)
         self.joined = Joined(
@@ -431,7 +431,7 @@ class Server:
         peer = self._links.get(backend, generation)
         if peer is not None:
             self._connections.close(peer)
-        if isinstance(process, RemoteWorker) and process.was_given_up:
+        if self.state.unreachable.has_let_go(backend, generation):
             process.reap()
             self.handle(ev.WorkerGone(backend, generation))
             return

@@ -113,7 +113,7 @@ class BrokerState:
         )
         self._rings = rings = Rings(fleet, leases, turns, admission, calls, closing, limits, agenda)
         self._aftermath = Aftermath(fleet, calls, enqueued, bells, leases, rings, closing, agenda)
-        self._unreachable = unreachable = Unreachable(fleet, calls, closing, agenda)
+        self.unreachable = unreachable = Unreachable(fleet, calls, closing, agenda)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.ClientJoined: sessions.join,
             ev.ClientLeft: sessions.leave,
@@ -222,7 +222,7 @@ class BrokerState:
             self._exit_if_stopped()
 
     def _worker_lost(self, event: ev.WorkerLost) -> None:
-        self._unreachable.lose(event)
+        self.unreachable.lose(event)
         self._exit_if_stopped()
 
     def _lane_overdue(self, event: ev.LaneOverdue) -> None:

@@ -72,6 +72,10 @@ class Unreachable:
         self._agenda.do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
         self._closing.close(call)
 
+    def has_let_go(self, backend: str, generation: int) -> bool:
+        """Whether WorkerGone is awaited of this worker. Else it is WorkerExited, whoever could not reach it."""
+        return (backend, generation) in self._lent
+
     def release(self, event: ev.WorkerGone) -> None:
         """Its end is confirmed."""
         for client, seq in self._lent.pop((event.backend, event.generation), ()):

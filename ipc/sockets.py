@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import cast
 
@@ -12,6 +13,7 @@ from layerzero.ipc import wire
 
 REMOTE_HWM = 64  # frames per peer and direction
 REMOTE_HEARTBEAT_MS = 5000  # a peer behind a cut line is let go
+REMOTE_HANDSHAKE_MS = 3000  # one that does not show its key by then is hung up on
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # the enums cost a microsecond a use
 
 
@@ -27,14 +29,16 @@ def connect_dealer(
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], path: Path, hwm: int, *, is_shared: bool = False
+    context: zmq.Context[zmq.Socket[bytes]], path: Path, hwm: int, uids: Collection[int] = ()
 ) -> zmq.Socket[bytes]:
-    """The broker's end, owner-only, unless others may connect: who has no identity of ours is not heard. A message to a
-    peer that is gone is an error, never dropped in silence."""
+    """The broker's end. `uids`: the users who may connect; without any it is owner-only. Who has no identity of ours is
+    not heard. A message to a peer that is gone is an error, never dropped in silence."""
     sock = context.socket(zmq.ROUTER)
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
     _limit(sock, hwm)
-    previous = os.umask(0o111 if is_shared else 0o177)
+    for uid in uids:  # others are hung up on before anything of theirs is read, and takes memory
+        sock.setsockopt(zmq.IPC_FILTER_UID, uid)
+    previous = os.umask(0o111 if uids else 0o177)
     try:
         sock.bind(f"ipc://{path}")
     finally:
@@ -49,6 +53,7 @@ def bind_remote(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secret: 
     sock.setsockopt(zmq.CURVE_SECRETKEY, secret)
     sock.setsockopt(zmq.ZAP_DOMAIN, b"layerzero")
     sock.setsockopt(zmq.HEARTBEAT_IVL, REMOTE_HEARTBEAT_MS)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, REMOTE_HANDSHAKE_MS)
     _limit(sock, REMOTE_HWM)
     try:
         sock.bind(endpoint)

@@ -20,7 +20,7 @@ from tests.process.join_site import Keeper, can_unshare
 
 import layerzero as lz
 from layerzero.client import arena, start
-from layerzero.ipc import secret
+from layerzero.ipc import control, messages, secret
 
 SILENCE_S = 1.0
 SERVED = np.linspace(-3, 3, 8, dtype=np.float32)
@@ -242,6 +242,39 @@ def test_joined_workers_survive_their_broker(stack: Stack) -> None:
     stack.connect()
     stack.wait_ready()
     assert call().backend == "alpha"
+
+
+def test_a_keeper_that_is_gone_before_its_welcome_costs_nothing(new_site: Callable[..., Site]) -> None:
+    """A container may be killed while it connects; the broker finds its hello, and nobody to welcome."""
+    site = new_site(joined="alpha").start()
+    pid = site.broker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with control.connect(site.endpoints.control, timeout_s=10) as sock:
+            control.send(sock, messages.Hello(protocols=[1], role="keeper", package="", pid=1, backend="alpha"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    lz.connect(runtime_dir=site.folder, start=False)
+    assert call().backend == "beta"
+    assert site.broker_pid == pid
+
+
+def test_a_worker_that_dies_while_its_keeper_stands_still_ends_once(stack: Stack) -> None:
+    """That its connection has closed is not its end: nobody gets its memory, and none is started beside it, until the
+    keeper has waited for it. The keeper stays as it is."""
+    keeper = stack.join()
+    stack.wait_ready()
+    (worker,) = keeper.children()
+    keeper.signal(signal.SIGSTOP)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: stack.site.events("worker.unreachable"))
+    assert call().backend == "beta"
+    keeper.signal(signal.SIGCONT)
+    stack.wait_ready()
+    assert call(backend="alpha").backend == "alpha"
+    assert len(stack.site.events("keeper.joined")) == 1
+    assert stack.site.events("keeper.parted") == []
 
 
 def test_a_broker_that_was_stopped_itself_does_not_take_keepers_for_dead(stack: Stack) -> None:

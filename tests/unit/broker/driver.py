@@ -42,6 +42,7 @@ class Driver:
         *backends: str,
         unusable: dict[str, Rejection] | None = None,
         changed: dict[str, Capability] | None = None,
+        gpus: tuple[DeviceSpec, ...] = (),
         **limits: Any,
     ) -> None:
         self.now_s = 100.0
@@ -49,7 +50,7 @@ class Driver:
         known = {name: CAPABILITIES[name] for name in backends or ("alpha", "beta", "gamma")}
         known |= changed or {}
         self.state = BrokerState(
-            Engine(known, DeviceSpec()), unusable or {}, Limits(**{**LIMITS, **limits}), random.Random(1)
+            Engine(known, DeviceSpec(), gpus=gpus), unusable or {}, Limits(**{**LIMITS, **limits}), random.Random(1)
         )
         self.pids = 0
         self.join(CLIENT, 1)
