@@ -28,14 +28,16 @@ class Pair(NamedTuple):
 
 def make(folder: Path) -> Path:
     """A new pair for this side; returns the file of its public key. Raises ConfigError when there is one already."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     public, secret = zmq.curve_keypair()
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(folder / "own.secret", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise ConfigError(
             f"{folder} has a key pair already; those who accept it would not accept another: remove own.secret first"
         ) from None
+    except OSError as exc:
+        raise ConfigError(f"no key pair can be written to {folder}: {exc.strerror}") from exc
     with os.fdopen(fd, "wb") as file:
         file.write(secret + b"\n")
     path = folder / "own.key"
@@ -51,6 +53,8 @@ def own(folder: Path) -> Pair:
         secret = _read(path)
     except FileNotFoundError:
         raise ConfigError(f"there is no key pair in {folder}; run: lz keys make --keys {folder}") from None
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}; it must be user {os.getuid()}'s") from exc
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(
             f"{path} has owner {info.st_uid} and mode {stat.S_IMODE(info.st_mode):04o}; allowed: a file of user "
@@ -68,8 +72,11 @@ def allow(folder: Path, name: str, given: str) -> None:
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{given!r:.80} is neither a file with a key nor a key: 40 characters of Z85")
     target = folder / "allowed" / f"{name}.key"
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    target.write_bytes(key + b"\n")
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.write_bytes(key + b"\n")
+    except OSError as exc:
+        raise ConfigError(f"{target} cannot be written: {exc.strerror}") from exc
 
 
 def allowed(folder: Path) -> dict[str, bytes]:

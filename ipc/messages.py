@@ -33,7 +33,7 @@ class Hello(Message):
     nonce: bytes = b""  # client, keeper: 32 random bytes from one that has the secret
     backend: str = ""  # keeper: whose worker it keeps
     env: str = ""  # keeper: id of what is installed there, as lz-env.json says
-    source: str = ""  # keeper: hash of its copy of our code
+    source: str = ""  # keeper: hash of its copy of our code, and of a provider of its own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,12 +87,14 @@ class Keeper:
                 why = f"nobody answers on {self._path}: {exc.strerror or exc}"
             else:
                 log("keeper.joined", backend=self._place.backend, number=number)
-                pause_s, said = BACKOFF_S, ""
+                joined_s, said = time.monotonic(), ""
                 try:
-                    self._serve(sock)
+                    cause = self._serve(sock)
                 finally:
                     sock.close()
-                log("keeper.parted", backend=self._place.backend, is_ending=self._is_ending)
+                log("keeper.parted", backend=self._place.backend, is_ending=self._is_ending, cause=cause)
+                if time.monotonic() - joined_s > BACKOFF_MAX_S:  # else it may part for the same reason again
+                    pause_s = BACKOFF_S
             if why and why != said:
                 log("keeper.waits", backend=self._place.backend, cause=why)
                 said = why
@@ -131,8 +133,9 @@ class Keeper:
             raise
         return sock, welcome.number
 
-    def _serve(self, sock: socket.socket) -> None:
-        """Do what the broker says until it hangs up or we are told to end; then nothing of ours runs any more."""
+    def _serve(self, sock: socket.socket) -> str:
+        """Do what the broker says until it hangs up or we are told to end; then nothing of ours runs any more. Returns
+        why."""
         children = Children(self._place, self._path, lambda message, fds=(): control.send(sock, message, fds))
         try:
             while not self._is_ending:
@@ -144,10 +147,13 @@ class Keeper:
                 children.look(ready)
                 if sock.fileno() in ready:
                     self._take(sock, children)
-        except (control.Closed, OSError):
-            pass  # the broker is gone, or as good as gone
+            return "it was told to end"
+        except control.Closed:
+            return "the broker has hung up"
+        except OSError as exc:  # of a broker that does not read, or of a child that cannot be started
+            return f"{type(exc).__name__}: {exc}"
         except LayerZeroError as exc:
-            log("keeper.misled", backend=self._place.backend, error=exc.message)
+            return f"the broker misleads us: {exc.message}"
         finally:
             children.end()
 

@@ -22,6 +22,7 @@ from layerzero.ipc.errors import ConfigError, ProtocolError
 from layerzero.ipc.logs import log
 
 TAIL_BYTES = 2048
+PIPE_BYTES = 1 << 16  # what a pipe holds
 RECORD = "lz-env.json"
 CACHE_VARIABLE = "LAYERZERO_WORKER_CACHE"
 _NOT_PASSED = ("LAYERZERO_SECRET_FILE", "LAYERZERO_RUNTIME_DIR")
@@ -50,11 +51,12 @@ def describe_place(backend: str, provider: str) -> Place:
         env = ""
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ConfigError(f"{path} is not a record of lz env build: {type(exc).__name__}: {exc}") from exc
-    return Place(backend, provider, env, source_hash())
+    return Place(backend, provider, env, source_hash(provider))
 
 
-def source_hash() -> str:
-    """Of our copy of ipc and workers; the same as envs/stage.py names it by."""
+def source_hash(provider: str = "") -> str:
+    """Of our copy of ipc and workers; the same as envs/stage.py names it by. With a provider of the keeper's own, of
+    that, too: it may compute what the broker's does not."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for package in ("ipc", "workers"):
@@ -63,6 +65,10 @@ def source_hash() -> str:
                 data = file.read_bytes()
                 name = f"{package}/{file.relative_to(root / package).as_posix()}"
                 digest.update(f"{name}\0{len(data)}\0".encode() + data)
+    if provider:
+        digest.update(f"provider\0{provider}\0".encode())
+        with suppress(OSError):  # a module's name: it is part of the environment
+            digest.update(Path(provider).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -227,16 +233,20 @@ class Children:
             self._tell(messages.CompiledHere, compiler, code)
 
     def _read_said(self) -> None:
-        """To our own stderr; the last of it is kept."""
-        with suppress(BlockingIOError):
-            while self._said_fd >= 0:
-                data = os.read(self._said_fd, 1 << 16)
-                if not data:  # all who could print have closed it
-                    self._close_said()
-                self._tail = (self._tail + data)[-TAIL_BYTES:]
-                with suppress(OSError):  # nobody reads us: no reason to stop
-                    sys.stderr.buffer.write(data)
-                    sys.stderr.flush()
+        """To our own stderr; the last of it is kept. At most what the pipe holds: a worker that prints without end must
+        not keep us from killing it."""
+        if self._said_fd < 0:
+            return
+        try:
+            data = os.read(self._said_fd, PIPE_BYTES)
+        except BlockingIOError:
+            return
+        if not data:  # all who could print have closed it
+            self._close_said()
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        with suppress(OSError):  # nobody reads us: no reason to stop
+            sys.stderr.buffer.write(data)
+            sys.stderr.flush()
 
     def _close_said(self) -> None:
         if self._said_fd >= 0:
