@@ -49,6 +49,13 @@ def test_a_secret_that_others_can_read_is_refused_with_the_repair(tmp_path: Path
         secret.read(path)
 
 
+def test_a_secret_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A pipe would have a container wait for ever for somebody to write."""
+    os.mkfifo(tmp_path / "secret", 0o600)
+    with pytest.raises(ConfigError, match="allowed: a file"):
+        secret.read(tmp_path / "secret")
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: files of other users")
 def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
     """Whoever wrote it knows it."""
