@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerzero.envs import store
-from layerzero.envs.bundle import Bundle
+from layerzero.envs.bundle import Bundle, check_name
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.policy import KERNEL_SOURCE, KERNEL_SOURCES
 
@@ -65,7 +65,9 @@ def allow(backends: Path, bundle: Bundle, *, keep: bool) -> str:
 
 
 def forget(backends: Path, name: str) -> bool:
-    """Take a backend from the record, and the sources that were kept of it. False when it was not there."""
+    """Take a backend from the record, and the sources that were kept of it. False when it was not there. Raises
+    ConfigError for what is no name."""
+    check_name(name, str(record_path(backends)))
     with _changing(backends) as record:
         _drop(backends / name)
         return record.pop(name, None) is not None

@@ -101,28 +101,64 @@ def write(target: Path, about: Mapping[str, object], files: Mapping[str, Path | 
     return index
 
 
-def read(archive: Path, into: Path) -> Index:
-    """Unpack a whole archive into the empty folder `into`, checking everything. Raises EnvError saying what is wrong;
-    what was unpacked by then must not be used."""
-    with _unreadable(archive), gzip.open(archive, "rb") as stream:
-        source = cast(BinaryIO, stream)
-        name, size = _header(archive, source)
-        if name != INDEX or size > _MAX_INDEX_BYTES:
-            _refuse(archive, f"it starts with {name!r} of {size:,} bytes, and not with {INDEX}: no export of ours")
+def read(archive: Path, into: Path, sha256: str | None = None) -> Index:
+    """Unpack a whole archive into the empty folder `into`, checking everything; `sha256` is what the whole file must
+    have. Raises EnvError saying what is wrong; what was unpacked by then must not be used."""
+    with _unreadable(archive), archive.open("rb") as file:
+        hashed = _Hashed(file)
         try:
-            index = _index(json.loads(_body(archive, source, size)), archive)
-        except (ValueError, RecursionError) as exc:
-            _refuse(archive, f"{INDEX}: {exc}")
-        _check_room(archive, into, index.nbytes)
-        for folder in {file.path.partition("/")[0] for file in index.files}:
-            (into / folder).mkdir()
-        for file in index.files:
-            found = _header(archive, source)
-            if found != (file.path, file.size):
-                _refuse(archive, f"{file.path} of {file.size:,} bytes is next in the index, {found} in the archive")
-            _unpack(archive, source, file, into / file.path)
-        if any(source.read(2 * tarfile.BLOCKSIZE)) or any(source.read(tarfile.RECORDSIZE)) or source.read(1):
-            _refuse(archive, "it has more than its index lists")
+            with gzip.GzipFile(fileobj=cast(BinaryIO, hashed)) as stream:
+                index = _read(archive, cast(BinaryIO, stream), into)
+        except Exception:
+            _check_hash(archive, hashed, sha256)  # another file than meant explains all other faults
+            raise
+        _check_hash(archive, hashed, sha256)
+    return index
+
+
+class _Hashed:
+    """A file that is read once, from its start, and hashed as it is read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._digest.update(data)
+        return data
+
+    def rest(self) -> str:
+        """The hash of the whole, when the rest has been read, too."""
+        while self.read(_CHUNK):
+            pass
+        return self._digest.hexdigest()
+
+
+def _check_hash(archive: Path, hashed: _Hashed, sha256: str | None) -> None:
+    """Of the bytes that were read: a file that is looked at twice may have been replaced in between."""
+    if sha256 is not None and (found := hashed.rest()) != sha256.lower():
+        cause = f"{archive}: SHA-256 is {found}, and not {sha256}"
+        raise EnvError(cause, env="", cause=cause, repair="fetch it again, from where the hash comes from")
+
+
+def _read(archive: Path, source: BinaryIO, into: Path) -> Index:
+    name, size = _header(archive, source)
+    if name != INDEX or size > _MAX_INDEX_BYTES:
+        _refuse(archive, f"it starts with {name!r} of {size:,} bytes, and not with {INDEX}: no export of ours")
+    try:
+        index = _index(json.loads(_body(archive, source, size)), archive)
+    except (ValueError, RecursionError) as exc:
+        _refuse(archive, f"{INDEX}: {exc}")
+    _check_room(archive, into, index.nbytes)
+    for folder in {file.path.partition("/")[0] for file in index.files}:
+        (into / folder).mkdir()
+    for file in index.files:
+        found = _header(archive, source)
+        if found != (file.path, file.size):
+            _refuse(archive, f"{file.path} of {file.size:,} bytes is next in the index, {found} in the archive")
+        _unpack(archive, source, file, into / file.path)
+    if any(source.read(2 * tarfile.BLOCKSIZE)) or any(source.read(tarfile.RECORDSIZE)) or source.read(1):
+        _refuse(archive, "it has more than its index lists")
     return index
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,8 +57,10 @@ class Bundle:
         """Make sure that these very bytes lie in the store, and return their folder. Cost: it reads the copy."""
         target = self.staged_path(root)
         if not self._is_in(target):
-            with store.locked(target), store.built_aside(target) as folder:
-                self._write(folder)
+            with store.locked(target):
+                if not self._is_in(target):  # nobody was faster: who reads the copy may be starting a worker
+                    with store.built_aside(target) as folder:
+                        self._write(folder)
         return target
 
     def replace(self, target: Path) -> None:
@@ -91,17 +94,21 @@ def read_wheel(path: Path) -> list[Bundle]:
             if len(archive.infolist()) > MAX_WHEEL_MEMBERS:
                 raise ConfigError(f"{path}: has {len(archive.infolist())} files; allowed: {MAX_WHEEL_MEMBERS}")
             return list(_in_wheel(path, archive))
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as exc:  # RuntimeError: it is encrypted
+    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError, RuntimeError) as exc:
+        # RuntimeError: it is encrypted
         raise ConfigError(f"{path}: cannot be read as a wheel: {exc}") from exc
 
 
 def _in_wheel(path: Path, archive: zipfile.ZipFile) -> Iterator[Bundle]:
     def read(member: str) -> bytes:
         try:
-            with archive.open(member) as stream:
-                data = stream.read(MAX_FILE_BYTES + 1)  # the size that the archive states may be a lie
+            info = archive.getinfo(member)
         except KeyError:
             raise ConfigError(f"{path}: {member} is not in it") from None
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # what wheels have; others take memory
+            raise ConfigError(f"{path}: {member} is compressed as type {info.compress_type}; allowed: stored, deflated")
+        with archive.open(info) as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)  # the size that the archive states may be a lie
         return _checked(data, f"{path}: {member}")
 
     infos = [name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/entry_points\.txt", name)]
@@ -123,10 +130,15 @@ def _declared(text: str, where: str) -> dict[str, str]:
     return dict(parser[ENTRY_POINTS]) if parser.has_section(ENTRY_POINTS) else {}
 
 
-def package_parts(name: str, package: str, where: str) -> tuple[str, ...]:
-    """The folders that an entry point NAME = PACKAGE leads to. Raises ConfigError."""
+def check_name(name: str, where: str) -> None:
+    """Raises ConfigError for what is no name of a backend: names become those of files and folders."""
     if not _BACKEND_NAME.fullmatch(name):
         raise ConfigError(f"{where}: {name!r:.80} is no name of a backend; allowed: {_BACKEND_NAME.pattern}")
+
+
+def package_parts(name: str, package: str, where: str) -> tuple[str, ...]:
+    """The folders that an entry point NAME = PACKAGE leads to. Raises ConfigError."""
+    check_name(name, where)
     if not _PACKAGE.fullmatch(package):
         raise ConfigError(
             f"{where}: entry point {name}: {package!r:.80} must be a package, such as my_backend: it is looked into, "
@@ -137,8 +149,7 @@ def package_parts(name: str, package: str, where: str) -> tuple[str, ...]:
 
 def _read(name: str, origin: str, read: Read, where: str) -> Bundle:
     """Follow the manifest to the other files. Its values are checked for what they lead to, no further."""
-    if not _BACKEND_NAME.fullmatch(name):
-        raise ConfigError(f"{where}: {name!r:.80} is no name of a backend; allowed: {_BACKEND_NAME.pattern}")
+    check_name(name, where)
     files = {f"{name}.toml": read(f"{name}.toml")}
     try:
         manifest = tomllib.loads(files[f"{name}.toml"].decode())

@@ -17,10 +17,15 @@ from pathlib import Path
 _ASIDE = ".building-"
 
 
+def lock_path(target: Path) -> Path:
+    """The file of the lock of `target`. Only of a name that is never used again may it be removed."""
+    return target.parent / ".locks" / f"{target.name}.lock"
+
+
 def open_lock(target: Path, *, shared: bool = False, on_wait: Callable[[], None] | None = None) -> int:
     """Take the lock of `target` and return its descriptor; closing it gives the lock back. Waits for the holder
     after calling `on_wait`."""
-    path = target.parent / ".locks" / f"{target.name}.lock"
+    path = lock_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -68,8 +73,9 @@ def built_aside(target: Path) -> Iterator[Path]:
 
     Hold the lock of `target`: then every other folder aside is what a killed builder left, and is removed.
     """
-    for stale in target.parent.glob(f"{_ASIDE}{target.name}-*"):
-        shutil.rmtree(stale)
+    for stale, meant in leftovers(target.parent):  # not by a pattern: "a-*" is "a-b", too, whose lock we do not hold
+        if meant == target:
+            shutil.rmtree(stale)
     folder = Path(tempfile.mkdtemp(prefix=f"{_ASIDE}{target.name}-", dir=target.parent))
     try:
         yield folder

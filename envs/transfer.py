@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from layerzero.envs.manifest import EnvManifest, VariantName, discover, load
 from layerzero.envs.probe import ProbeRecord, cached_probe, parse_record
 from layerzero.envs.progress import Progress, Quiet
 from layerzero.envs.resolution import select
-from layerzero.envs.store import discard, locked
+from layerzero.envs.store import discard, lock_path, locked
 from layerzero.envs.wheelhouse import Wheelhouse
 from layerzero.ipc.errors import EnvError
 
@@ -113,12 +114,9 @@ def import_(
     `into`, a folder for LAYERZERO_MANIFEST_DIRS. `sha256`: what the whole file must have. Raises EnvError, ConfigError.
     """
     say = progress or Quiet()
-    if sha256 is not None and archive.sha256_of(source) != sha256.lower():
-        cause = f"{source}: SHA-256 is {archive.sha256_of(source)}, and not {sha256}"
-        raise EnvError(cause, env="", cause=cause, repair="fetch it again, from where the hash comes from")
     houses = store.absolute() / HOUSES
     houses.mkdir(parents=True, exist_ok=True)
-    with _unpacked(houses, source) as (folder, index):
+    with _unpacked(houses, source, sha256) as (folder, index):
         say.phase(index.name, f"{source}: {len(index.files)} files are as its index says")
         _check_contents(source, folder, index)
         manifest = _manifest(source, folder, index, folders, into)
@@ -209,9 +207,8 @@ def _manifest(source: Path, folder: Path, index: Index, folders: list[Path], int
         cause = (
             f"{source}: {index.name} is no environment of this installation; its provider is code that would run here"
         )
-        repair = (
-            f"lz env import {shlex.quote(str(source))} --into DIR, and DIR in LAYERZERO_MANIFEST_DIRS, if you trust it"
-        )
+        again = f"lz env import {shlex.quote(str(source))}"
+        repair = f"if you trust it, {again} --into DIR, and DIR in LAYERZERO_MANIFEST_DIRS or lz env add DIR"
         raise _refused(index.name, cause, repair)
     into.mkdir(parents=True, exist_ok=True)
     taken = [name for name, data in texts.items() if (into / name).exists() and (into / name).read_bytes() != data]
@@ -240,10 +237,16 @@ def _keep(wheels: Path, house: Path) -> None:
 
 
 @contextmanager
-def _unpacked(houses: Path, source: Path) -> Iterator[tuple[Path, Index]]:
-    """(folder, index) of a checked archive. The folder is removed; gc removes what a killed import leaves."""
-    with tempfile.TemporaryDirectory(prefix=f".building-import-{os.getpid()}-", dir=houses) as name:
-        yield Path(name), archive.read(source, Path(name))
+def _unpacked(houses: Path, source: Path, sha256: str | None) -> Iterator[tuple[Path, Index]]:
+    """(folder, index) of a checked archive. The folder is removed; gc removes what a killed import leaves, and leaves
+    alone what a live one has locked."""
+    target = houses / f"import-{os.getpid()}-{threading.get_ident()}"
+    with locked(target):
+        try:
+            with tempfile.TemporaryDirectory(prefix=f".building-{target.name}-", dir=houses) as name:
+                yield Path(name), archive.read(source, Path(name), sha256)
+        finally:
+            lock_path(target).unlink(missing_ok=True)  # no other import has its name
 
 
 @contextmanager

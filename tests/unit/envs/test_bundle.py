@@ -125,3 +125,19 @@ def test_staged_copy_is_mended_when_it_is_no_longer_what_was_read(tmp_path: Path
     (staged / "provider.py").write_text("print('other')")
     assert bundle.stage(tmp_path / "store") == staged
     assert (staged / "provider.py").read_text() == outside.PROVIDER
+
+
+def test_damaged_and_unusual_wheels_are_refused(tmp_path: Path) -> None:
+    """With a message and no traceback; what wheels do not use may take any amount of memory to unpack."""
+    for kind in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA):
+        path = tmp_path / f"{kind}.whl"
+        with zipfile.ZipFile(path, "w", kind) as archive:
+            archive.writestr("x-1.dist-info/entry_points.txt", "[layerzero.backends]\nx = x\n")
+    data = bytearray((tmp_path / f"{zipfile.ZIP_DEFLATED}.whl").read_bytes())
+    start = 30 + len("x-1.dist-info/entry_points.txt")
+    data[start : start + 8] = b"\xff" * 8
+    (tmp_path / "damaged.whl").write_bytes(data)
+    with pytest.raises(ConfigError, match="cannot be read as a wheel"):
+        read_wheel(tmp_path / "damaged.whl")
+    with pytest.raises(ConfigError, match="compressed as type 14; allowed: stored, deflated"):
+        read_wheel(tmp_path / f"{zipfile.ZIP_LZMA}.whl")

@@ -16,6 +16,8 @@ import pytest
 
 from layerzero.envs import archive
 from layerzero.envs.archive import INDEX, read, write
+from layerzero.envs.gc import collect
+from layerzero.envs.transfer import import_
 from layerzero.ipc.errors import EnvError
 
 ABOUT = {
@@ -219,3 +221,35 @@ def test_archive_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "a.tar.gz", ABOUT, FILES)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hash_is_of_the_bytes_that_are_unpacked(tmp_path: Path) -> None:
+    """Whoever can write to the folder of the archive could put another in its place after a look at the first."""
+    write(tmp_path / "a.tar.gz", ABOUT, FILES)
+    sha256 = archive.sha256_of(tmp_path / "a.tar.gz")
+    (tmp_path / "good").mkdir()
+    read(tmp_path / "a.tar.gz", tmp_path / "good", sha256.upper())
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "a.tar.gz", ABOUT, {"wheels/leaf-1.0-py3-none-any.whl": b"other"})
+    with pytest.raises(EnvError, match=f"and not {sha256}"):
+        read(tmp_path / "a.tar.gz", tmp_path / "other", sha256)
+    (tmp_path / "a.tar.gz").write_bytes(b"no archive at all")
+    with pytest.raises(EnvError, match=f"and not {sha256}"):
+        read(tmp_path / "a.tar.gz", tmp_path / "other", sha256)
+
+
+def test_gc_leaves_an_import_that_is_under_way_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run from a timer."""
+    write(tmp_path / "a.tar.gz", ABOUT, FILES)
+    unpack = archive.read
+
+    def read_and_collect(source: Path, into: Path, sha256: str | None) -> archive.Index:
+        index = unpack(source, into, sha256)
+        collected = collect(tmp_path / "store")
+        assert (collected.removed, collected.in_use) == ((), (into,))
+        return index
+
+    monkeypatch.setattr(archive, "read", read_and_collect)
+    with pytest.raises(EnvError, match=r"an export has manifest/sample\.toml, one lock"):
+        import_(tmp_path / "a.tar.gz", store=tmp_path / "store", folders=[])
+    assert [path.name for path in (tmp_path / "store" / "wheelhouses").rglob("*")] == [".locks"]
