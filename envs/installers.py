@@ -36,6 +36,7 @@ class Runner:
     cwd: Path
     lock_fd: int
     report: Callable[[str], None] = lambda line: None
+    on_start: Callable[[subprocess.Popen[str]], None] = lambda process: None  # for who may want to end it early
 
     def __call__(self, argv: Sequence[str | Path], environ: Mapping[str, str]) -> None:
         tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -51,6 +52,7 @@ class Runner:
             pass_fds=(self.lock_fd,),
         ) as process:
             try:
+                self.on_start(process)
                 assert process.stdout is not None
                 for line in process.stdout:
                     if text := without_passwords(line.rstrip()):

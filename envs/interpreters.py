@@ -20,6 +20,7 @@ from layerzero.envs.installers import find_uv
 from layerzero.ipc.errors import EnvError
 
 _MINORS = tuple(f"3.{minor}" for minor in range(10, 20))
+_TIMEOUT_S = 60.0
 _ASK = (
     "import json, platform as p, sys, sysconfig;"
     "print(json.dumps([sys.executable, p.python_implementation(), p.python_version(), sysconfig.get_platform()]))"
@@ -91,5 +92,12 @@ def _inspect(path: str) -> Python | None:
 
 
 def _output(argv: list[str]) -> str | None:
-    run = subprocess.run(argv, env=tool_environ(os.environ, {}), capture_output=True, text=True, check=False)
+    """Of a program; None when it fails, or has no answer in time: a broker waits for it."""
+    environ, quiet = tool_environ(os.environ, {}), subprocess.DEVNULL
+    try:
+        run = subprocess.run(
+            argv, env=environ, stdin=quiet, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     return run.stdout if run.returncode == 0 else None

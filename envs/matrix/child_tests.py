@@ -11,9 +11,7 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +22,15 @@ import pytest
 from layerzero.envs import interpreters, store
 from layerzero.envs.child import Ended, run_process
 from layerzero.envs.installers import Runner, ToolFailed, Uv
+from layerzero.envs.interpreters import Python
+from layerzero.envs.matrix import kept
 from layerzero.envs.matrix.inside import lz_matrix_inside
-from layerzero.envs.matrix.resolver import Refused, resolve, the_uv
+from layerzero.envs.matrix.resolver import Refused, Resolved, resolve, the_uv
 from layerzero.envs.matrix.subjects import choose
 from layerzero.envs.matrix.trier import pytest_version, test_environ
 from layerzero.ipc.errors import EnvError
 
-UNUSED_S = 7 * 86_400
 _TAIL = 4000
-_BUILT = "lz-built"  # a file whose time says when the environment was last used
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Environments:
     @classmethod
     def open(cls, config: pytest.Config) -> Environments:
         root = Path(os.environ.get("LAYERZERO_STORE") or platformdirs.user_cache_path("layerzero"))
-        return cls(config, root.absolute() / "matrix" / "tests", the_uv())
+        return cls(config, kept.tests(root.absolute()), the_uv())
 
     def close(self) -> None:
         self._held.close()
@@ -111,29 +109,35 @@ class Environments:
         key = hashlib.sha256(f"{python.version} {python.path}\n{resolved.text}".encode()).hexdigest()[:16]
         target = self.folder / key
         self.folder.mkdir(parents=True, exist_ok=True)
-        with store.locked(target) as lock_fd:
-            if not (target / _BUILT).is_file():
-                self._sweep()
-                run = Runner(self.folder, lock_fd)
-                try:
-                    with store.built_aside(target) as aside, tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
-                        lock.write(resolved.text)
-                        lock.flush()
-                        self.tool.create(aside, python.path, run)
-                        self.tool.install(aside, Path(lock.name), run)
-                        (aside / _BUILT).touch()
-                except ToolFailed as exc:
-                    raise EnvError(f"{word} cannot be installed", env=word, cause=str(exc), repair="see above") from exc
-            os.utime(target / _BUILT)
-        self._held.callback(os.close, store.open_lock(target, shared=True))
+        while not self._hold(target):
+            # Whoever uses it holds its lock until the session ends: only a builder may want it for itself alone.
+            with store.locked(target) as lock_fd:
+                if not (target / kept.BUILT).is_file():
+                    kept.collect_tests(self.folder)
+                    self._install(word, target, python, resolved, Runner(self.folder, lock_fd))
         return target
 
-    def _sweep(self) -> None:
-        for path in self.folder.glob(f"*/{_BUILT}"):
-            with contextlib.suppress(store.InUse):
-                if time.time() - path.stat().st_mtime > UNUSED_S:
-                    with store.locked_now(path.parent):
-                        shutil.rmtree(path.parent)
+    def _hold(self, target: Path) -> bool:
+        """Keep an environment from being removed until `close`. False when it is not there."""
+        held = store.open_lock(target, shared=True)
+        try:
+            os.utime(target / kept.BUILT)
+        except FileNotFoundError:
+            os.close(held)
+            return False
+        self._held.callback(os.close, held)
+        return True
+
+    def _install(self, word: str, target: Path, python: Python, resolved: Resolved, run: Runner) -> None:
+        try:
+            with store.built_aside(target) as aside, tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
+                lock.write(resolved.text)
+                lock.flush()
+                self.tool.create(aside, python.path, run)
+                self.tool.install(aside, Path(lock.name), run)
+                (aside / kept.BUILT).touch()
+        except ToolFailed as exc:
+            raise EnvError(f"{word} cannot be installed", env=word, cause=str(exc), repair="see above") from exc
 
 
 def outcome(word: str, phases: Sequence[dict[str, object]], ended: Ended, timeout_s: float) -> Outcome:

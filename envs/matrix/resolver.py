@@ -101,4 +101,4 @@ def versions_between(
             return found[::-1]
         found.append(version)
         on_found(version)
-        below = version
+        below = version.partition("+")[0]  # no bound may be a local version, such as 2.13.0+cpu

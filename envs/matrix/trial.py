@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from layerzero.envs.child import Ended, kill_group, run_process
 from layerzero.envs.environ import worker_environ
 from layerzero.envs.installers import Runner, ToolFailed, Uv
 from layerzero.envs.interpreters import Python
-from layerzero.envs.matrix import bytecode
+from layerzero.envs.matrix import bytecode, kept
 from layerzero.envs.matrix.owners import Shared, modules, shared_files
 from layerzero.envs.matrix.resolver import Refused, Resolved, resolve
 from layerzero.envs.matrix.subjects import FOLDER, Subject
@@ -54,17 +55,15 @@ class Lab:
     folder: Path = Path()
     _lock_fd: int = -1
     _pids: set[int] = field(default_factory=set)
+    _tools: list[subprocess.Popen[str]] = field(default_factory=list)
     _stopped: threading.Event = field(default_factory=threading.Event)
     _count: int = 0
     _mutex: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> Lab:
-        work = self.store.absolute() / "matrix" / "work"
+        work = kept.work(self.store.absolute())
         work.mkdir(parents=True, exist_ok=True)
-        for stale in (path for path in work.iterdir() if path.name != ".locks"):
-            with contextlib.suppress(store.InUse), store.locked_now(stale):  # a killed run's
-                shutil.rmtree(stale)
-                _lock_file(stale).unlink(missing_ok=True)
+        kept.collect_work(work)
         self.folder = work / f"{os.getpid()}-{threading.get_ident()}"
         self._lock_fd = store.open_lock(self.folder)
         self.folder.mkdir()
@@ -73,7 +72,7 @@ class Lab:
     def __exit__(self, *exc: object) -> None:
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
-        _lock_file(self.folder).unlink(missing_ok=True)
+        store.lock_path(self.folder).unlink(missing_ok=True)
         os.close(self._lock_fd)
 
     def stop(self) -> None:
@@ -81,6 +80,14 @@ class Lab:
         self._stopped.set()
         for pid in list(self._pids):
             kill_group(pid)
+        for tool in list(self._tools):
+            tool.kill()
+
+    def _note_tool(self, process: subprocess.Popen[str]) -> None:
+        """Of an installer, which may be at it for minutes."""
+        self._tools.append(process)
+        if self._stopped.is_set():  # between the last check and now
+            process.kill()
 
     def check(self) -> None:
         if self._stopped.is_set():
@@ -96,7 +103,7 @@ class Lab:
         try:
             lock = folder.with_suffix(".txt")
             lock.write_text(resolved.text, encoding="utf-8")
-            run = Runner(self.folder, self._lock_fd)
+            run = Runner(self.folder, self._lock_fd, on_start=self._note_tool)
             self.tool.create(folder, python.path, run)
             self.check()
             self.tool.install(folder, lock, run)
@@ -130,10 +137,6 @@ def site_packages(folder: Path) -> Path:
     return next(folder.glob("lib/python*/site-packages"))
 
 
-def _lock_file(target: Path) -> Path:
-    return target.parent / ".locks" / f"{target.name}.lock"
-
-
 def attempt(lab: Lab, subjects: Sequence[Subject], *, with_care: bool) -> Verdict:
     """Let the subjects share one environment; `with_care`, with what each needs beyond its metadata."""
     lab.check()
@@ -148,8 +151,8 @@ def attempt(lab: Lab, subjects: Sequence[Subject], *, with_care: bool) -> Verdic
     settings = {name: value for one in subjects for name, value in one.env.items()} if with_care else {}
     if any(settings[name] != value for one in subjects for name, value in one.env.items() if name in settings):
         return Verdict(Kind.ERROR, "their settings contradict each other: " + ", ".join(sorted(settings)))
-    kept = lab.store.absolute() / "matrix" / "cells" / f"{_key(subjects, resolved, python, settings)}.json"
-    if not lab.is_fresh and (known := _read(kept)) is not None:
+    cell = kept.cells(lab.store.absolute()) / f"{_key(subjects, resolved, python, settings)}.json"
+    if not lab.is_fresh and (known := _read(cell)) is not None:
         return known
     start = time.monotonic()
     verdict = replace(
@@ -158,10 +161,12 @@ def attempt(lab: Lab, subjects: Sequence[Subject], *, with_care: bool) -> Verdic
         lock_hash=hashlib.sha256(resolved.text.encode()).hexdigest(),
         seconds=round(time.monotonic() - start, 2),
     )
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    aside = kept.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+    if not verdict.is_lasting:
+        return verdict
+    cell.parent.mkdir(parents=True, exist_ok=True)
+    aside = cell.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
     aside.write_text(json.dumps(verdict.to_json()), encoding="utf-8")
-    aside.replace(kept)
+    aside.replace(cell)
     return verdict
 
 
@@ -174,6 +179,7 @@ def _try(
             places = {"{store}": str(folder), "{cache}": str(folder / "cache"), "{site}": str(site)}
             return _use(lab, subjects, folder, site, {key: _fill(text, places) for key, text in settings.items()})
     except ToolFailed as exc:
+        lab.check()  # it may have been ended
         return Verdict(Kind.INSTALL, str(exc).strip().splitlines()[-1], evidence=str(exc))
     except OSError as exc:  # a full disk says nothing about the libraries
         cause = f"{exc.strerror or exc} ({exc.filename or lab.folder})"
@@ -248,8 +254,13 @@ def _key(subjects: Sequence[Subject], resolved: Resolved, python: Python, settin
 
 
 def _read(path: Path) -> Verdict | None:
-    """A kept verdict; None when there is none, or one of another form."""
+    """A kept verdict; None when there is none that holds, or one of another form."""
     try:
-        return Verdict.from_json(json.loads(path.read_text(encoding="utf-8")))
+        known = Verdict.from_json(json.loads(path.read_text(encoding="utf-8")))
+        if known.is_lasting:
+            with contextlib.suppress(OSError):
+                os.utime(path)  # gc removes what was not used for long
+            return known
+        return None
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None

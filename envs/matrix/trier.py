@@ -44,6 +44,7 @@ def trier(lab: Lab, wanted: Range, beside: Sequence[Subject], test: str) -> Call
             with lab.environment(resolved, python) as folder:
                 ended = lab.run(_command(folder, test), test_environ(settings))
         except ToolFailed as exc:
+            lab.check()  # it may have been ended
             return Tried(version, Outcome.SKIPPED, str(exc).strip().splitlines()[-1], str(exc))
         return _judge(version, ended, lab.timeout_s, round(time.monotonic() - start, 2))
 

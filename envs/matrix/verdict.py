@@ -82,6 +82,13 @@ class Verdict:
     def ok(self) -> bool:
         return self.kind is Kind.OK
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it holds for the next run, too. A network, a full disk, a busy machine or the kernel's killer for
+        memory may be behind the others."""
+        has_hung = any(one["kind"] == Kind.HANG.value for one in self.orders)
+        return self.kind not in (Kind.INSTALL, Kind.HANG) and self.missing != "SIGKILL" and not has_hung
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "kind": self.kind.value}
 

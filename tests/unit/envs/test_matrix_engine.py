@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from layerzero.envs.installers import Uv
-from layerzero.envs.matrix import engine
+from layerzero.envs.installers import ToolFailed, Uv
+from layerzero.envs.interpreters import host
+from layerzero.envs.matrix import engine, trial
 from layerzero.envs.matrix.engine import Matrix, make
+from layerzero.envs.matrix.resolver import Resolved
 from layerzero.envs.matrix.subjects import Subject
 from layerzero.envs.matrix.trial import Lab, Stopped, attempt
 from layerzero.envs.matrix.verdict import Kind, Verdict
@@ -113,3 +117,38 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with Lab(tmp_path, Uv(Path("uv-that-is-not-used")), 0.5) as lab:
         ended = lab.run([sys.executable, "-c", "import threading; threading.Event().wait()"], {})
     assert ended.code is None
+
+
+def test_what_may_be_the_machines_fault_is_tried_again(monkeypatch: pytest.MonkeyPatch, lab: Lab) -> None:
+    """A download that failed once would be a conflict for ever."""
+    hung = {"order": ["a"], "kind": "hang", "summary": ""}
+    passing = [
+        Verdict(Kind.INSTALL, "no route to host"),
+        Verdict(Kind.HANG),
+        Verdict(Kind.CRASH, missing="SIGKILL"),  # as of the kernel, when memory is short
+        Verdict(Kind.FILES, orders=[hung]),
+    ]
+    verdicts = [*passing, Verdict(Kind.CRASH, missing="SIGSEGV"), Verdict(Kind.OK)]
+    monkeypatch.setattr(trial, "resolve", lambda tool, requirements, python: Resolved("a==1"))
+    monkeypatch.setattr(trial, "_try", lambda *_: verdicts.pop(0))
+    kinds = [attempt(lab, [A], with_care=False).kind for _ in range(6)]
+    assert kinds == [*(one.kind for one in passing), Kind.CRASH, Kind.CRASH]
+
+
+def test_a_stopped_lab_ends_installers(tmp_path: Path) -> None:
+    """Of torch it takes minutes, and SIGTERM reaches us alone."""
+    pipe, hung = tmp_path / "pipe", tmp_path / "uv"
+    os.mkfifo(pipe)
+    hung.write_text(f"#!/bin/sh\necho started > {pipe}\nexec sleep 600\n")
+    hung.chmod(0o700)
+
+    def install() -> None:
+        with lab.environment(Resolved("a==1"), host()):
+            pass
+
+    with Lab(tmp_path / "store", Uv(hung), 5.0) as lab, ThreadPoolExecutor(1) as pool:
+        trying = pool.submit(install)
+        assert pipe.read_text() == "started\n"
+        lab.stop()
+        with pytest.raises(ToolFailed):
+            trying.result(60)
