@@ -49,7 +49,13 @@ class Launcher:
             except EnvError as exc:
                 self.problems.append(exc.message)
         # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
-        self.joined = frozenset(name for name in _joined(settings.joined, found) if found[name].is_allowed)
+        expected = _joined(settings.joined, found)
+        self.joined = frozenset(name for name in expected if found[name].is_allowed)
+        for name in sorted(expected - self.joined):
+            source = found[name].source
+            if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
+                text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
+                self.problems.append(text)
         owners: dict[str, str] = {}  # kernel id -> backend
         # Those from outside come last: none of them can take a kernel id of ours.
         for name, manifest in sorted(found.items(), key=lambda one: (one[1].source is not None, one[0])):

@@ -7,8 +7,6 @@ Exit codes: 0 done, 1 a build, probe or lock failed, 2 wrong usage.
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +36,7 @@ from layerzero.envs.options import (
 from layerzero.envs.probe import DEFAULT_TIMEOUT_S
 from layerzero.envs.rows import (
     choose,
+    end_cleanly_on_sigterm,
     failing_cleanly,
     megabytes,
     out,
@@ -111,7 +110,7 @@ def build(
 ) -> None:
     """Build environments from their locks, then probe them. With --overlay: a few wheels over an interpreter that has
     a heavy stack already."""
-    _end_cleanly_on_sigterm()
+    end_cleanly_on_sigterm()
     if offline and wheelhouse is None and overlay is None:
         raise typer.BadParameter("needs --wheelhouse DIR, --overlay PYTHON or both", param_hint="--offline")
     chosen = [
@@ -153,7 +152,7 @@ def probe(
 ) -> None:
     """Probe built environments anew: import, compute, certify each kernel per dtype and shape class. Without names: all
     that are built."""
-    _end_cleanly_on_sigterm()
+    end_cleanly_on_sigterm()
     rows = []
     for manifest in choose(names, manifests, python, add_cli.site(store, manifests)):
         try:
@@ -194,7 +193,8 @@ def lock(
 @app.command()
 def gc(store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False) -> None:
     """Remove environments and code that no manifest asks for and nobody uses."""
-    result = collect(store, (*(manifests or ()), *add_cli.site(store, manifests).staged()))
+    copies, undecided = add_cli.site(store, manifests).wanted()
+    result = collect(store, (*(manifests or ()), *copies), undecided)
     if as_json:
         removed = [{"path": str(item.path), "freed_bytes": item.freed_bytes} for item in result.removed]
         in_use = [str(path) for path in result.in_use]
@@ -205,11 +205,6 @@ def gc(store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False
     for path in result.in_use:
         out.print(f"in use, kept: {path}", highlight=False, soft_wrap=True)
     out.print(f"{result.freed_bytes} bytes freed", highlight=False)
-
-
-def _end_cleanly_on_sigterm() -> None:
-    """As an exception, so that a probe's process and folder go first."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from layerzero.envs import cli_add
+from layerzero.envs import additions
 from layerzero.envs.options import STORE, Folders, Json, StoreDir
 from layerzero.envs.rows import failing_cleanly, out
 
@@ -18,18 +18,18 @@ Target = Annotated[str, typer.Argument(metavar="NAME|WHEEL|FOLDER", help="What i
 def add(target: Target, store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False) -> None:
     """Allow a backend from outside, by the hash of its sources. They are checked; nothing of them runs."""
     with failing_cleanly():
-        rows = cli_add.add(target, cli_add.Site.load(store, manifests))
+        rows = additions.add(target, additions.Site.load(store, manifests))
     if as_json:
         typer.echo(json.dumps({"schema": 1, "added": rows}, indent=1))
         return
     for row in rows:
-        out.print(cli_add.told(row), markup=False, highlight=False, soft_wrap=True)
+        out.print(additions.told(row), markup=False, highlight=False, soft_wrap=True)
 
 
 def remove(name: str, store: StoreDir = STORE, as_json: Json = False) -> None:
     """Take back what `lz env add` has allowed."""
     with failing_cleanly():
-        cli_add.remove(name, cli_add.Site.load(store, None))
+        additions.remove(name, additions.Site.load(store, None))
     if as_json:
         typer.echo(json.dumps({"schema": 1, "removed": [name]}, indent=1))
         return
@@ -37,7 +37,7 @@ def remove(name: str, store: StoreDir = STORE, as_json: Json = False) -> None:
     out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def site(store: Path, folders: list[Path] | None) -> cli_add.Site:
+def site(store: Path, folders: list[Path] | None) -> additions.Site:
     """Where backends from outside are, for the other commands. Exits with 1 when the settings are wrong."""
     with failing_cleanly():
-        return cli_add.Site.load(store, folders)
+        return additions.Site.load(store, folders)

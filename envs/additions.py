@@ -5,7 +5,7 @@ It is read and checked as data; nothing of it runs before it is built and probed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,17 @@ class Site:
             problems.append(Problem(KERNEL_SOURCES, allowed.record_path(self.backends), self.problem))
         return found, problems
 
-    def staged(self) -> Iterator[Path]:
-        """The copies of their sources in the store."""
-        return (one.path.parent for one in self.discover()[0].values() if one.source is not None)
+    def usable(self) -> list[Path]:
+        """The copies in the store of those that may be used."""
+        return [one.path.parent for one in self.discover()[0].values() if one.source is not None and one.is_allowed]
+
+    def wanted(self) -> tuple[list[Path], set[str]]:
+        """For gc: the copies in the store of those that may be used, or may be after an `add`; and the names of those
+        of which nothing can be said now."""
+        found = self.discover()[0]
+        outside = [(one.path.parent, one.source) for one in found.values() if one.source is not None]
+        copies = [path for path, source in outside if not source.refusal or source.is_changed or self.problem]
+        return copies, third_party.places(self.backends)[0].keys() - found.keys()
 
 
 def add(target: str, site: Site) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from layerzero.envs import overlay, stage, store
 from layerzero.envs.build import RECORD, built_with, plan
 from layerzero.envs.manifest import EnvManifest, discover
+from layerzero.envs.matrix import kept
 from layerzero.envs.probe import record_path
 from layerzero.ipc.errors import ConfigError, EnvError
 
@@ -31,13 +32,14 @@ class Collected:
         return sum(item.freed_bytes for item in self.removed)
 
 
-def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
+def collect(root: Path, folders: Sequence[Path] = (), undecided: Iterable[str] = ()) -> Collected:
     """Remove what is neither current nor in use: environments, their compilers' caches, staged code, what killed
-    builders left, verdicts."""
+    builders left, verdicts, what the matrix has not used for long. `undecided`: names whose manifests cannot be read
+    now, which is no reason to throw their environments away."""
     root = root.absolute()
     found, problems = discover(folders)
     current: set[str] = set()
-    undecided: set[str] = {problem.name for problem in problems}  # no reason to throw their environments away
+    undecided = {*undecided, *(problem.name for problem in problems)}
     for manifest in found.values():
         try:
             current.update(_current(manifest, root))
@@ -45,9 +47,9 @@ def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
             undecided.add(manifest.name)
     removed: list[Removed] = []
     in_use: list[Path] = []
-    kept = {stage.staged_path(root), *(folder.absolute() for folder in folders)}
+    needed = {stage.staged_path(root), *(folder.absolute() for folder in folders)}
     for path, target in _candidates(root):
-        if path in kept:
+        if path in needed:
             continue
         if path.name in current or path.name.rpartition("-")[0] in undecided:
             continue
@@ -63,8 +65,11 @@ def collect(root: Path, folders: Sequence[Path] = ()) -> Collected:
             in_use.append(path)
     for verdict in sorted((root / "probes").glob("*.json")):
         if verdict.name not in current and verdict.name.rpartition("-")[0] not in undecided:
-            removed.append(Removed(verdict, verdict.stat().st_size))
-            verdict.unlink()
+            with suppress(FileNotFoundError):  # a builder was faster
+                freed = verdict.stat().st_size
+                verdict.unlink()
+                removed.append(Removed(verdict, freed))
+    removed += [Removed(path, freed) for path, freed in kept.collect(root)]
     return Collected(tuple(removed), tuple(in_use))
 
 

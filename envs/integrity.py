@@ -52,6 +52,13 @@ class _List:
 
 def take(prefix: Path) -> list[Change]:
     """Hash every file and keep the list in the environment. Returns what differs from its wheel's own RECORD."""
+    files, wrong = _compare(prefix)
+    _write(prefix, files)
+    return wrong
+
+
+def _compare(prefix: Path) -> tuple[_List, list[Change]]:
+    """Every file, hashed, and what differs from its wheel's own RECORD."""
     now = _scan(prefix)
     owners = _owners(prefix)
     hashes = _hashes(prefix, now)
@@ -66,8 +73,7 @@ def take(prefix: Path) -> list[Change]:
     wrong += [Change(path, "missing", next(iter(claims))) for path, claims in owners.items() if path not in now]
     names = sorted(set(dists.values()))
     number = {dist: index for index, dist in enumerate(names)}
-    _write(prefix, _List(names, {path: [*stat, hashes[path], number[dists[path]]] for path, stat in now.items()}))
-    return wrong
+    return _List(names, {path: [*stat, hashes[path], number[dists[path]]] for path, stat in now.items()}), wrong
 
 
 def changes(prefix: Path, *, verify: bool = False) -> list[Change]:
@@ -76,20 +82,26 @@ def changes(prefix: Path, *, verify: bool = False) -> list[Change]:
     """
     before = _read(prefix)
     if before is None:
-        wrong = take(prefix)
-        if wrong:
-            (prefix / FILES).unlink()  # no list of what is wrong
+        files, wrong = _compare(prefix)
+        if not wrong:  # never a list of what is wrong: to whoever reads it, it would be right
+            with suppress(OSError):  # a read-only store: they are hashed each time
+                _write(prefix, files)
         return wrong
     now, rows = _scan(prefix), before.rows
     moved = {path for path, stat in now.items() if path in rows and rows[path][:3] != stat}
     hashes = _hashes(prefix, now.keys() & rows.keys() if verify else moved)
     found = [Change(path, "changed", before.dist(path)) for path in sorted(hashes) if hashes[path] != rows[path][3]]
     found += [Change(path, "missing", before.dist(path)) for path in sorted(rows.keys() - now.keys())]
-    found += [Change(path, "added", "") for path in sorted(now.keys() - rows.keys()) if path.endswith(_IMPORTABLE)]
+    found += [Change(path, "added", "") for path in sorted(now.keys() - rows.keys()) if _is_importable(prefix, path)]
     if moved and not found:  # copied, or touched
         with suppress(OSError):  # a read-only store: they are hashed each time
             _write(prefix, _List(before.dists, {path: [*now[path], *row[3:]] for path, row in rows.items()}))
     return found
+
+
+def _is_importable(prefix: Path, path: str) -> bool:
+    """A module, or a link to a folder of them."""
+    return path.endswith(_IMPORTABLE) or (prefix / path).is_dir()
 
 
 def describe(prefix: Path, found: Sequence[Change]) -> str:

@@ -108,7 +108,8 @@ def _with_files(record: ProbeRecord, env: Env, changed: str) -> ProbeRecord:
     if not changed:
         return replace(record, wheel=wheel)
     message, kind = (changed, "changed") if record.ok else (f"{record.message}; {changed}", record.kind)
-    repair = command("build", env)
+    # What only `verify` sees a plain build does not see either: it would find nothing to do.
+    repair = command("build", env, *(() if drift(env) else ("--force",)))
     return replace(record, ok=False, kind=kind, message=message, wheel=wheel, changed=changed, repair=repair)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from layerzero.envs.additions import Site
 from layerzero.envs.base import inspect
 from layerzero.envs.build import Env, base_drift, command, drift, find
-from layerzero.envs.cli_add import Site
 from layerzero.envs.downloads import Downloads, of_lock, of_wheels
 from layerzero.envs.installers import Installer
 from layerzero.envs.interpreters import find as find_python
@@ -51,6 +53,11 @@ def choose(
         return [manifest.with_python(python) for manifest in chosen if names or python in manifest.pythons]
     except ConfigError as exc:
         raise typer.BadParameter(exc.message, param_hint="--python") from exc
+
+
+def end_cleanly_on_sigterm() -> None:
+    """As an exception, so that processes and folders of this command go first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @contextlib.contextmanager

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from layerzero.envs import transfer
+from layerzero.envs import add_cli, transfer
 from layerzero.envs.options import STORE, Folders, Json, Minor, StoreDir, Timeout, Variant, VariantChoice, WheelhouseDir
 from layerzero.envs.probe import DEFAULT_TIMEOUT_S, probe_cached
 from layerzero.envs.rows import (
     choose,
+    end_cleanly_on_sigterm,
     err,
     failing_cleanly,
     megabytes,
@@ -35,7 +36,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Put an environment's manifest, lock, wheels and certificate into one file, for a machine without a network."""
-    [manifest] = choose([name], manifests, python)
+    end_cleanly_on_sigterm()
+    [manifest] = choose([name], manifests, python, add_cli.site(store, manifests))
     with failing_cleanly(), showing_progress() as progress:
         made = transfer.export(
             manifest,
@@ -78,9 +80,11 @@ def import_(
     """Check a file of lz env export, build its environment without a network, and probe it here."""
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise typer.BadParameter(f"{sha256!r} is no SHA-256: 64 hexadecimal digits", param_hint="--sha256")
+    end_cleanly_on_sigterm()
+    known = [*(manifests or []), *add_cli.site(store, manifests).usable()]
     with failing_cleanly(), showing_progress() as progress:
         made = transfer.import_(
-            file, store=store, folders=manifests or [], into=into, sha256=sha256, progress=progress, force=force
+            file, store=store, folders=known, into=into, sha256=sha256, progress=progress, force=force
         )
     row = verdict(made.manifest, made.env, timeout)
     lost = []

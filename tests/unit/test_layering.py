@@ -33,7 +33,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli_policy.py": {"layerzero.broker"},
     # Which backends from outside may be built is a matter of policy, which the broker's code reads; their descriptors
     # are checked before they are recorded.
-    "envs/cli_add.py": {"layerzero.broker", "layerzero.capabilities"},
+    "envs/additions.py": {"layerzero.broker", "layerzero.capabilities"},
     "client/facade/__init__.py": {"layerzero.client"},
     "client/in_process.py": {"layerzero.workers"},
     "envs/matrix/child_tests.py": {"pytest"},

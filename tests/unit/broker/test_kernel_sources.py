@@ -118,3 +118,13 @@ def test_wrong_descriptor_disables_its_backend_alone(settings: Settings, tmp_pat
     assert "theirs" not in launcher.capabilities
     assert "torch.silu" in launcher.capabilities["torch"].kernel_ids
     assert ["'torch.silu' must begin with 'theirs.'" in problem for problem in launcher.problems] == [True]
+
+
+def test_joined_backend_that_is_not_allowed_is_a_problem(settings: Settings, tmp_path: Path) -> None:
+    """Its worker is turned away; whoever set `joined` must be told why."""
+    outside.install(tmp_path / "site", "theirs")
+    launcher = Launcher(settings.model_copy(update={"joined": "theirs"}))
+    assert launcher.joined == frozenset()
+    [problem] = launcher.problems
+    assert problem.startswith("joined: theirs cannot join: kernel_sources does not list backend 'theirs'")
+    assert problem.endswith("repair: lz env add theirs, then lz down")

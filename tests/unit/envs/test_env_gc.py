@@ -7,6 +7,7 @@ from pathlib import Path
 
 from layerzero.envs.build import ensure, plan, resolve
 from layerzero.envs.gc import collect
+from layerzero.envs.matrix import kept
 from layerzero.envs.stage import staged_path
 from layerzero.envs.store import open_lock
 
@@ -53,3 +54,24 @@ def test_folder_of_a_live_build_stays(tmp_path: Path) -> None:
     result = collect(tmp_path)
     os.close(fd)
     assert (result.removed, result.in_use) == ((), (live,))
+
+
+def test_what_the_matrix_left_goes(tmp_path: Path) -> None:
+    """Environments that no test has used for a week, verdicts of last season, what killed runs and builders left."""
+    for part in (kept.work, kept.tests, kept.cells):
+        part(tmp_path).mkdir(parents=True)
+    old, new = kept.cells(tmp_path) / "old.json", kept.cells(tmp_path) / "new.json"
+    unused, used = folder(kept.tests(tmp_path) / "unused"), folder(kept.tests(tmp_path) / "used")
+    files = [old, new, unused / kept.BUILT, used / kept.BUILT]
+    for file in files:
+        file.touch()
+    for file in (old, unused / kept.BUILT):
+        os.utime(file, (0, 0))
+    left = [folder(kept.tests(tmp_path) / ".building-gone-x_1"), folder(kept.work(tmp_path) / "1-2")]
+    live = folder(kept.work(tmp_path) / "3-4")
+    lock = open_lock(live)
+    removed = {item.path for item in collect(tmp_path).removed}
+    os.close(lock)
+    assert removed == {old, unused, *left}
+    assert not any(path.exists() for path in removed)
+    assert all(path.exists() for path in (new, used, live))

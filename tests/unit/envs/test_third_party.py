@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 from tests import outside
+from typer.testing import CliRunner
 
 from layerzero.envs import allowed, third_party
+from layerzero.envs.__main__ import app
+from layerzero.envs.additions import Site
 from layerzero.envs.allowed import Allowed
 from layerzero.envs.bundle import read_folder
 from layerzero.envs.gc import collect
@@ -161,3 +164,46 @@ def test_collecting_keeps_the_copies_in_use_and_removes_others(
     new = discover()[0]["theirs"].path.parent
     collect(tmp_path / "store", (new,))
     assert (old.exists(), new.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["../precious", "{absolute}", ".", ""])
+def test_only_a_name_can_be_removed(tmp_path: Path, name: str) -> None:
+    """Whoever added a folder by its path may remove it by its path: the folder itself must survive that."""
+    backends, precious = tmp_path / "backends", tmp_path / "precious"
+    backends.mkdir()
+    precious.mkdir()
+    with pytest.raises(ConfigError, match="is no name of a backend"):
+        allowed.forget(backends, name.format(absolute=precious))
+    assert (precious.is_dir(), backends.is_dir()) == (True, True)
+
+
+def test_collecting_wants_what_is_allowed_and_keeps_what_cannot_be_judged(site: Path, tmp_path: Path) -> None:
+    """What was removed needs no environment, installed or not; a slip in a file is no reason to build again."""
+    outside.install(site, "mine")
+    outside.install(site, "theirs")
+    outside.install(site, "broken", manifest="[")
+    said = {"mine": Allowed(hash_of_mine(site), "a test")}
+    found = Site(tmp_path / "backends", tmp_path / "store", (), said, "").wanted()
+    assert ([path.name.partition("-")[0] for path in found[0]], found[1]) == (["mine"], {"broken"})
+    unread = Site(tmp_path / "backends", tmp_path / "store", (), {}, "the policy cannot be read").wanted()
+    assert len(unread[0]) == 2
+
+
+def hash_of_mine(site: Path) -> str:
+    return read_folder(site / "lz_mine", "mine", "").sha256
+
+
+def test_export_and_import_know_backends_from_outside(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all other commands do: what is not allowed is refused with the command that allows it, and is not unknown."""
+    folder = outside.install(site, "theirs")
+    monkeypatch.setenv("LAYERZERO_BACKENDS_DIR", str(tmp_path / "backends"))
+    words = ["export", "theirs", str(tmp_path / "x.tar.gz"), "--store", str(tmp_path / "store")]
+    words += ["--wheelhouse", str(site)]
+    refused = CliRunner().invoke(app, words)
+    assert (refused.exit_code, "repair: lz env add theirs" in refused.stderr) == (1, True)
+    allowed.allow(tmp_path / "backends", read_folder(folder, "theirs", ""), keep=False)
+    without_wheels = CliRunner().invoke(app, words)
+    assert (without_wheels.exit_code, "has no msgpack" in without_wheels.stderr) == (1, True)
+    assert [path.name.partition("-")[0] for path in Site.load(tmp_path / "store", ()).usable()] == ["theirs"]
