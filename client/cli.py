@@ -62,6 +62,8 @@ policy_app = typer.Typer(help="Check and show the policy of selection.", no_args
 app.add_typer(policy_app, name="policy")
 keys_app = typer.Typer(help="Make secrets of stacks, and keys for tcp.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
+bench_app = typer.Typer(help="Try what is promised under load and faults.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON.")]
 Op = Annotated[str, typer.Argument(metavar="OP", help="attention, matmul, linear, softmax, silu, tokenize, ...")]
@@ -418,6 +420,41 @@ def matrix(
         fresh=fresh,
         as_json=as_json,
     )
+
+
+@bench_app.command("chaos")
+def bench_chaos(
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Of the faults and of the calls.")] = 0,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, max=1500, help="How long.")] = 1.0,
+    clients: Annotated[int, typer.Option("--clients", min=1, max=1000, help="Processes that call.")] = 4,
+    gap: Annotated[float, typer.Option("--gap", min=0.05, help="Mean seconds between two faults.")] = 1.0,
+    backend: Annotated[
+        list[str] | None, typer.Option("--backend", "-b", help="Only this one; may be repeated. All if left out.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--history", metavar="FOLDER", help="Keep the history in this new folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Call all backends from many processes while workers, clients and a broker of its own are killed, stopped, slowed
+    and cut off; check that each call ended once, right or with a fitting error. Exit code 1 when one did not."""
+    from layerzero.client import cli_bench
+
+    code = cli_bench.chaos(
+        seed=seed, minutes=minutes, clients=clients, gap_s=gap, backends=backend or (), folder=folder, as_json=as_json
+    )
+    raise typer.Exit(code)
+
+
+@bench_app.command("check")
+def bench_check(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", exists=True, file_okay=False, help="A kept history.")],
+    as_json: Json = False,
+) -> None:
+    """Check the history of a chaos run again."""
+    from layerzero.client import cli_bench
+
+    raise typer.Exit(cli_bench.check(folder, as_json=as_json))
 
 
 @app.command(

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,7 +123,7 @@ def _start(where: Endpoints, *, stays: bool) -> None:
             stdout=log,
             stderr=log,
             cwd="/",
-            env=_environment(),
+            env=environment(),
             pass_fds=(write_fd,),
             start_new_session=True,
         )
@@ -147,14 +147,15 @@ def _start(where: Endpoints, *, stays: bool) -> None:
 def become_broker() -> NoReturn:
     """Go on as a broker that stays, in the foreground: logs to stderr, ends on SIGTERM. Works as pid 1."""
     command = [sys.executable, "-P", "-m", "layerzero.broker", "--stays", "--runtime-dir", str(runtime_dir())]
-    os.execve(sys.executable, command, _environment())
+    os.execve(sys.executable, command, environment())
 
 
-def _environment() -> dict[str, str]:
-    """The broker's environment: ours, and the folder that this very package was imported from."""
-    environment = dict(os.environ)
+def environment(keep: Container[str] | None = None, **changes: str) -> dict[str, str]:
+    """What a process of ours is started with: our environment, and the folder that this very package was imported from.
+    keep: the only LAYERZERO_ variables that it gets of ours; all of them if left out. changes: further variables."""
+    found = {k: v for k, v in os.environ.items() if keep is None or k in keep or not k.startswith("LAYERZERO_")}
     import layerzero
 
     root = str(Path(layerzero.__file__).parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
-    return environment
+    found["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [found.get("PYTHONPATH")])])
+    return found | changes
