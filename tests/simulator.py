@@ -1693,7 +1693,7 @@ class World:
         if process.kill_reason != "deadline":
             crashes.append(self.now_s)
         recent = [at_s for at_s in crashes if at_s >= self.now_s - self.limits.restart_window_s]
-        if backend not in self._has_served:
+        if backend not in self._has_served and (process.kill_reason or exit_code != -9):
             self._is_broken[backend] = "never ready"
         elif len(recent) > self.limits.restart_budget:
             self._is_broken[backend] = "budget"

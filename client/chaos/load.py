@@ -6,6 +6,7 @@ its calls and connects again; the end of stdin ends it. `run.py` starts it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
@@ -85,6 +86,8 @@ class Client:
                 outcomes = [self._take(number, future) for number, future in open_calls]
             if not {"BROKER_LOST", "NOT_CONNECTED", "CANCELLED"}.isdisjoint(outcomes):
                 self._connect()
+            if "NO_BACKEND" in outcomes:
+                self._restart_backends()
 
     def _connect(self) -> None:
         """With whatever broker there is; the first who misses it starts one."""
@@ -98,6 +101,12 @@ class Client:
                 continue
             self._history.write(did="connect", at=time.monotonic())
             return
+
+    def _restart_backends(self) -> None:
+        """What a person does who reads why no backend is there: one that crashed in loading is not tried again."""
+        with contextlib.suppress(lz.LayerZeroError):
+            lz.session().ask("reset")
+            self._history.write(did="restart", at=time.monotonic())
 
     def _begin(self, rng: random.Random, *, must_submit: bool) -> tuple[int, str, tuple[Any, ...], dict[str, Any]]:
         """Choose a call and write down that it is made. Returns its number, op, arguments and options."""
