@@ -81,7 +81,7 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
             "package": layerzero.__version__,
             "protocol": wire.PROTOCOL,
             "incarnation": server.incarnation,
-            "up_s": round(time.time() - server.started_s, 1),
+            "up_s": round(time.monotonic() - server.started_s, 1),
             "stays": server.stays,
             "runtime_dir": str(server.endpoints.folder),
             "store": str(server.settings.store),

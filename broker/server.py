@@ -74,7 +74,7 @@ class Server:
         self.planner = Planner()
         self.policy = policy
         self.incarnation = os.urandom(8).hex()
-        self.started_s = time.time()
+        self.started_s = time.monotonic()
         self.stays = stays
         self.tuning = Spending(time.monotonic())
         self.table_problem = ""

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import layerzero as lz
 from layerzero.client.chaos.history import Writer, client_file
 from layerzero.client.chaos.work import WORKS, fold, is_right
@@ -122,7 +120,7 @@ class Client:
             self._calls += 1
             number = self._calls
         nonce = (((orders.seed * 4096 + orders.number) * 65536 + orders.incarnation) << 40) + number
-        args = WORKS[op].inputs(np.random.default_rng(nonce))
+        args = WORKS[op].arguments(nonce)
         self._history.write(call=number, op=op, nonce=nonce, at=time.monotonic(), alone=not must_submit, **options)
         return number, op, args, options
 
@@ -163,29 +161,33 @@ class Client:
         return outcome
 
 
-def survey() -> dict[str, list[str]]:
-    """Which backends answer which op right, each asked alone and without faults; starts a broker and their workers.
+def survey() -> dict[str, Any]:
+    """Which backends answer which op right ("ops"), each asked alone and without faults, and why others that are built
+    have no part ("left_out"). Starts a broker and their workers.
 
     Raises BackendError for one that serves an op and gives wrong numbers.
     """
     lz.connect()
     rows = {row["name"]: row for row in lz.status()["backends"] if not row["unavailable"]}
-    found: dict[str, list[str]] = {}
+    ops: dict[str, list[str]] = {}
+    left_out: dict[str, str] = {}
     for op, work in WORKS.items():
-        for name in rows:
-            if op not in rows[name]["ops"]:
-                continue
+        for name in [n for n in rows if n not in left_out and op in rows[n]["ops"]]:
             try:
-                for nonce in range(SURVEYS):
-                    result = work.run(*work.inputs(np.random.default_rng(nonce)), backend=name, timeout_s=60.0)
-                    if not is_right(fold(result), work.expected(nonce)):
-                        text = f"{name} gives wrong numbers for {op}, without any fault: {fold(result)}"
-                        raise lz.BackendError(f"{text}; right: {work.expected(nonce)}")
+                found = [work.run(*work.arguments(n), backend=name, timeout_s=60.0) for n in range(SURVEYS)]
             except lz.NoBackend:
                 continue  # it takes other shapes or types only, or is not certified for these, or not wanted
-            found.setdefault(op, []).append(name)
+            except lz.BackendError as exc:
+                left_out[name] = exc.message
+                continue
+            for nonce, result in enumerate(found):
+                if not is_right(fold(result), work.expected(nonce)):
+                    text = f"{name} gives wrong numbers for {op}, without any fault: {fold(result)}"
+                    raise lz.BackendError(f"{text}; right: {work.expected(nonce)}")
+            ops.setdefault(op, []).append(name)
     lz.disconnect()
-    return found
+    served = {op: [name for name in names if name not in left_out] for op, names in ops.items()}
+    return {"ops": {op: names for op, names in served.items() if names}, "left_out": left_out}
 
 
 if __name__ == "__main__":

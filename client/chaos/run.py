@@ -135,7 +135,10 @@ class _Run:
             timeout=SURVEY_S,
             check=False,
         )
-        ops: dict[str, list[str]] = json.loads(asked.stdout) if asked.returncode == 0 else {}
+        found = json.loads(asked.stdout) if asked.returncode == 0 else {"ops": {}, "left_out": {}}
+        for name, why in found["left_out"].items():
+            self._tell(f"{name} has no part in it: {why}")
+        ops: dict[str, list[str]] = found["ops"]
         if not ops:
             self._end_broker()
             why = asked.stderr.strip()[-1000:] or "no backend serves any op of the load; run: lz env build"

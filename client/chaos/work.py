@@ -33,9 +33,12 @@ class Work:
     expect: Callable[..., Any]
     can_submit: bool = True
 
+    def arguments(self, nonce: int) -> tuple[Any, ...]:
+        return self.inputs(np.random.default_rng(nonce))
+
     def expected(self, nonce: int) -> list[float]:
         """What a history must say of the result."""
-        return fold(self.expect(*self.inputs(np.random.default_rng(nonce))))
+        return fold(self.expect(*self.arguments(nonce)))
 
 
 def fold(result: Any) -> list[float]:
