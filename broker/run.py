@@ -80,6 +80,8 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
         os.write(ready_fd, b"1")
         os.close(ready_fd)
     server.run()
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, b"ended", 0)  # a watchdog starts no other
     log("broker.ended", pid=os.getpid())
     return 0
 

@@ -104,6 +104,10 @@ def up(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Do not go into the background: logs to stderr, ends on SIGTERM.")
     ] = False,
+    watchdog: Annotated[
+        bool,
+        typer.Option("--watchdog", help="Stay in the foreground and start another broker when this one dies."),
+    ] = False,
     joined: Annotated[
         str | None,
         typer.Option("--joined", metavar="NAMES", help="Backends whose workers join by themselves: a,b or all."),
@@ -124,7 +128,7 @@ def up(
         settings["secret_file"] = str(secret_file.absolute())
     if allow_uid:
         settings["allow_uids"] = ",".join(map(str, allow_uid))
-    cli_broker.up(as_json=as_json, foreground=foreground, settings=settings)
+    raise typer.Exit(cli_broker.up(as_json=as_json, foreground=foreground, watchdog=watchdog, settings=settings))
 
 
 @app.command()

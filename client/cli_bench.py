@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ def chaos(
     as_json: bool,
 ) -> int:
     """Run, check, print. Returns the exit code: 1 when a promise was broken."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends this early wants its processes gone, too
+        signal.signal(number, signal.default_int_handler)
     kept = folder if folder is not None else Path(tempfile.mkdtemp(prefix="lz-chaos-history-"))
     is_wanted = folder is not None
     try:

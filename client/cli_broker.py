@@ -21,7 +21,7 @@ from layerzero.client.cli_output import FAILED, note, out, print_json
 from layerzero.client.session import Session
 from layerzero.ipc import control
 from layerzero.ipc.endpoints import Endpoints
-from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError
+from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, ProtocolError
 
 STOP_TIMEOUT_S = 10.0
 ENDING_POLL_S = 0.1
@@ -50,23 +50,30 @@ def connection(where: Endpoints) -> Iterator[Session]:
         session.close()
 
 
-def up(*, as_json: bool, foreground: bool, settings: Mapping[str, str]) -> None:
-    """`settings`: of the broker, by name; they win over the environment."""
+def up(*, as_json: bool, foreground: bool, watchdog: bool, settings: Mapping[str, str]) -> int:
+    """`settings`: of the broker, by name; they win over the environment. Returns the exit code."""
+    if foreground and watchdog:
+        raise InvalidArgument("--foreground and --watchdog exclude each other: what started the former watches it")
     os.environ.update({f"LAYERZERO_{name.upper()}": value for name, value in settings.items()})
     if foreground:
         start.become_broker()
     where = start.endpoints()
-    was_started = _ensure_it_stays(where)
+    if watchdog:
+        from layerzero.client.cli_watchdog import Watchdog
+
+        return Watchdog(where, as_json=as_json).main()
+    was_started = ensure_it_stays(where)
     pid = start.broker_pid(where)
     if as_json:
         print_json({"started": was_started, "pid": pid, "socket": str(where.control), "log": str(where.log)})
-        return
+        return 0
     verb = "broker started" if was_started else "a broker runs already"
     out().print(f"{verb}: pid {pid}, socket {where.control}", soft_wrap=True, highlight=False)
     note("it stays until lz down; lz status shows it")
+    return 0
 
 
-def _ensure_it_stays(where: Endpoints) -> bool:
+def ensure_it_stays(where: Endpoints) -> bool:
     """True when a broker was started here; one that a client had started is told to stay."""
     deadline_s = time.monotonic() + start.START_TIMEOUT_S
     while not start.ensure_broker(where, stays=True):
@@ -83,7 +90,7 @@ def _ensure_it_stays(where: Endpoints) -> bool:
 
 def down(*, force: bool, as_json: bool) -> None:
     where = start.endpoints()
-    pid = _stop(where, force=force)
+    pid = stop(where, force=force)
     if as_json:
         print_json({"stopped": pid is not None, "pid": pid})
     elif pid is None:
@@ -92,7 +99,7 @@ def down(*, force: bool, as_json: bool) -> None:
         out().print(f"broker {'killed' if force else 'ended'}: pid {pid}", highlight=False)
 
 
-def _stop(where: Endpoints, *, force: bool) -> int | None:
+def stop(where: Endpoints, *, force: bool) -> int | None:
     """End the broker and wait for it. Returns its pid, or None when none ran.
 
     A signal, not a request: a broker of another version or one that is stuck must be reachable too, and SIGTERM means

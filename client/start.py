@@ -18,6 +18,7 @@ from layerzero.ipc.errors import BrokerLost, ConfigError, from_wire
 
 START_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 2.0
+ENDED = b"ended"  # what a broker writes over its pid in the lock file before it ends
 READY = b"1"  # what a broker writes when clients may connect; anything else is its error
 
 
@@ -76,6 +77,14 @@ def broker_pid(where: Endpoints) -> int | None:
         return None
     finally:
         os.close(fd)
+
+
+def has_ended_by_itself(where: Endpoints) -> bool:
+    """Whether the broker that had the lock last ended as it was told to, and was not killed."""
+    try:
+        return where.broker_lock.read_bytes() == ENDED
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
