@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.broker.selection import Signature
+from layerzero.broker.waiting import Waiting
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc import wire
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
@@ -152,7 +153,7 @@ class Worker:
     pid: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     running: deque[Call] = field(default_factory=deque)
-    waiting: deque[Call] = field(default_factory=deque)
+    waiting: Waiting = field(default_factory=Waiting)
     enqueued: dict[int, Call] = field(default_factory=dict)
     bells: dict[int, Call] = field(default_factory=dict)
     head_since_s: float = 0.0  # when the oldest running call became the oldest

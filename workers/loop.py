@@ -69,6 +69,7 @@ class _Arena:
     nbytes: int
     read: memoryview
     write: memoryview
+    problem: str = ""  # why it could not be mapped
 
 
 @dataclass
@@ -354,6 +355,8 @@ class _Loop:
         while arena is None:  # its descriptor was sent before this RUN; take what is queued until it is here
             self._take_control()
             arena = self._arenas.get((client, ref.arena))
+        if arena.problem:
+            raise BackendError(arena.problem)
         if ref.offset + ref.nbytes > arena.nbytes:
             raise ProtocolError(f"bytes {ref.offset}+{ref.nbytes} are outside an arena of {arena.nbytes}")
         if prepared.is_sized:  # the leading extent is as long as the bytes given
@@ -411,8 +414,9 @@ def _map_arena(fd: int, nbytes: int) -> _Arena:
         write: mmap = memory.map_fd(fd, nbytes, writable=True, populate=True)
         return _Arena(nbytes, memoryview(read), memoryview(write))
     except (OSError, ValueError) as exc:  # no memory, too many maps: calls that use it fail, the worker lives
-        print(f"cannot map an arena of {nbytes} bytes: {exc}", file=sys.stderr)
-        return _Arena(0, memoryview(b""), memoryview(b""))
+        problem = f"the worker cannot map the caller's memory of {nbytes} bytes: {exc}"
+        print(problem, file=sys.stderr)
+        return _Arena(0, memoryview(b""), memoryview(b""), problem)
     finally:
         os.close(fd)
 

@@ -92,6 +92,7 @@ PURE = (
     "broker/state.py",
     "broker/tuning.py",
     "broker/turns.py",
+    "broker/waiting.py",
     "broker/unreachable.py",
     "broker/worker_fsm.py",
     "capabilities/backend.py",

@@ -78,6 +78,23 @@ def test_calls_beyond_the_depth_wait_and_follow_one_by_one() -> None:
     assert kinds(actions) == ["Run", "SendDecision", "Answer"]
 
 
+def test_clients_take_turns_at_a_worker_that_is_behind() -> None:
+    """One that floods must not push others to the end of its queue; its own calls keep their order."""
+    driver = Driver("alpha", depth=1)
+    run = driver.serve(1)
+    for seq in (2, 3, 4, 5):
+        assert driver.call(seq) == []
+    driver.join(b"C2", 2)
+    for seq in (11, 12):
+        assert driver.call(seq, identity=b"C2") == []
+    order = []
+    for _ in range(6):
+        run = driver.run_of(driver.ran(run))
+        call = driver.state.workers["alpha"].running[0]
+        order.append((call.client.number, call.seq))
+    assert order == [(1, 2), (2, 11), (1, 3), (2, 12), (1, 4), (1, 5)]
+
+
 def test_runner_up_is_kept_warm() -> None:
     """A fallback that must start a worker first is slow."""
     driver = Driver(standby=1)
