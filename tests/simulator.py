@@ -1678,7 +1678,7 @@ class World:
                 dispatch.call.failed_on.add(backend)
                 dispatch.call.deaths += not process.kill_reason
         process.sent.clear()
-        self._count_exit(process)
+        self._count_exit(process, exit_code)
         self._deliver(self._exit_event(process, exit_code, page, looks))
 
     def _exit_event(
@@ -1687,7 +1687,7 @@ class World:
         words = "Traceback\nlast words"
         return ev.WorkerExited(process.backend, process.generation, exit_code, *page, words, looks)
 
-    def _count_exit(self, process: Process) -> None:
+    def _count_exit(self, process: Process, exit_code: int) -> None:
         """What the restart budget must be."""
         backend, crashes = process.backend, self._crashes[process.backend]
         if process.kill_reason != "deadline":
