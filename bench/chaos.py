@@ -28,7 +28,7 @@ def main(folder: Path) -> int:
         ["right results", f"{found['outcomes'].get('OK', 0):,}", _listed(found["by_backend"])],
         ["calls that went to another kernel", f"{found['fallbacks']:,}", "and were right"],
         *(
-            [name, f"{count:,}", "each near a fault that explains it"]
+            [name, f"{count:,}", "each near a fault that explains it" if name in checker.PROMISED else "not promised"]
             for name, count in sorted(found["outcomes"].items(), key=lambda item: -item[1])
             if name != "OK"
         ),

@@ -295,7 +295,8 @@ class Link:
         reason = unresponsive or self._last_word()
         is_closed = self.lost is not None
         with self._lock:
-            self._drain()
+            if not self._dealer.closed:  # `close` may have been through since the caller looked
+                self._drain()
             self.lost = self.lost or reason
             left = list(self._pending.values())
             self._pending.clear()
@@ -384,6 +385,8 @@ class Link:
                     if _answers(answer, shown):  # not a late answer to one that was given up
                         return answer
             except control.Closed:
+                if self.lost is not None:  # `close` of another thread: it is we who have hung up
+                    raise _again(self.lost) from None
                 raise BrokerLost(f"the broker (pid {self.welcome.broker_pid}) is gone") from None
             except TimeoutError:
                 text = f"the broker (pid {self.welcome.broker_pid}) has not answered for {CONTROL_TIMEOUT_S:g} s"
