@@ -17,7 +17,7 @@ from common import backend_versions, save
 
 import layerzero as lz
 
-CALLS, ROUNDS, LIMIT = 1500, 5, 1.5
+CALLS, ROUNDS, LIMIT = 1000, 3, 1.5
 FLOODS = {
     "1,000 calls open all the time": """
 import collections

@@ -19,7 +19,6 @@ from layerzero.ipc.cuda_pair import SLOTS
 from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvChanged, EnvError, LayerZeroError, ProtocolError
 
 S = WorkerState
-SIGKILL = 9
 
 
 class Fleet:
@@ -221,8 +220,7 @@ class Fleet:
             worker.deaths_s.append(now_s)
         while worker.deaths_s and worker.deaths_s[0] < now_s - limits.restart_window_s:
             worker.deaths_s.popleft()
-        is_killed = worker.fault is None and error.facts.get("exit_code") == -SIGKILL  # not by us: memory ran out, say
-        if not worker.has_served and not is_killed:
+        if not worker.has_served:
             self._signal(worker, Signal.GIVEN_UP)
             cause = EnvError(
                 f"the {worker.backend} worker never became ready: {error.message}"

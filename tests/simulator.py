@@ -1678,7 +1678,7 @@ class World:
                 dispatch.call.failed_on.add(backend)
                 dispatch.call.deaths += not process.kill_reason
         process.sent.clear()
-        self._count_exit(process, exit_code)
+        self._count_exit(process)
         self._deliver(self._exit_event(process, exit_code, page, looks))
 
     def _exit_event(
@@ -1687,13 +1687,13 @@ class World:
         words = "Traceback\nlast words"
         return ev.WorkerExited(process.backend, process.generation, exit_code, *page, words, looks)
 
-    def _count_exit(self, process: Process, exit_code: int) -> None:
+    def _count_exit(self, process: Process) -> None:
         """What the restart budget must be."""
         backend, crashes = process.backend, self._crashes[process.backend]
         if process.kill_reason != "deadline":
             crashes.append(self.now_s)
         recent = [at_s for at_s in crashes if at_s >= self.now_s - self.limits.restart_window_s]
-        if backend not in self._has_served and (process.kill_reason or exit_code != -9):
+        if backend not in self._has_served:
             self._is_broken[backend] = "never ready"
         elif len(recent) > self.limits.restart_budget:
             self._is_broken[backend] = "budget"

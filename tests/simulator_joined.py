@@ -203,12 +203,12 @@ class JoinedWorld(World):
             else:
                 self._keeper_joins(process.backend)
 
-    def _count_exit(self, process: Process, exit_code: int) -> None:
+    def _count_exit(self, process: Process) -> None:
         if isinstance(process, JoinedProcess) and process.is_departing:
             self._restart_from_s.pop(process.backend, None)
             self.coverage.fates["joined_departed"] += 1
         else:
-            super()._count_exit(process, exit_code)
+            super()._count_exit(process)
 
     def _exit_event(
         self, process: Process, exit_code: int, page: tuple[int, str], looks: Mapping[int, ev.RingLook]

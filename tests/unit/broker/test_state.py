@@ -537,20 +537,6 @@ def test_worker_that_never_loads_is_a_configuration_failure() -> None:
     assert reason["code"] == "BACKEND_IMPORT_FAILED"
 
 
-def test_worker_killed_while_it_loads_is_started_again_within_the_budget() -> None:
-    """The kernel kills so when memory runs out, which says nothing about the environment; but not for ever."""
-    driver = Driver("alpha", restart_budget=2)
-    driver.call(1)
-    driver(ev.ProbeEnded("alpha", None))
-    for _ in range(2):
-        assert driver.dies("alpha", exit_code=-9) == []
-        assert driver.state.workers["alpha"].state is WorkerState.BACKOFF
-        assert kinds(driver.tick(2.0)) == ["Spawn"]
-    refuse = refusal(driver.dies("alpha", exit_code=-9))
-    assert "died 3 times" in refuse.error.message
-    assert driver.state.unavailable["alpha"].code is Reason.BACKEND_DISABLED
-
-
 def test_provider_that_loads_for_ever_is_killed_and_disabled() -> None:
     """Nothing hangs."""
     driver = Driver("alpha", start_timeout_s=60.0)
