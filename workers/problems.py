@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.ipc.numerics import nearest
+from layerzero.ipc.shape_class import REGISTER
 from layerzero.ipc.tensors import FLOAT_DTYPES, NARROW_DTYPES
 from layerzero.workers import reference
 from layerzero.workers.claims import Claims
@@ -125,10 +126,13 @@ def _attention(claims: Claims) -> Iterator[Problem]:
 
 
 def _head_dim(claims: Claims, wanted: int) -> int:
-    """The head dimension nearest to `wanted` that a kernel takes."""
+    """The head dimension nearest to `wanted` that a kernel takes; of whole registers when `wanted` is."""
     step: int = claims.get("head_dim_multiple", 1)
     low: int = -(-claims.get("min_head_dim", 1) // step) * step
     high = claims.get("max_head_dim")
+    whole = math.lcm(step, REGISTER)
+    if wanted % REGISTER == 0 and low > wanted and (high is None or -(-low // whole) * whole <= high):
+        low = -(-low // whole) * whole
     nearest = max(low, round(wanted / step) * step)
     return nearest if high is None else max(low, min(nearest, int(high) // step * step))
 

@@ -21,7 +21,7 @@ from layerzero.workers.providers._torch_cuda import ALIGNMENT_BYTES, TorchCuda, 
 from layerzero.workers.providers._torch_ops import Run
 
 T = TypeVar("T")
-KERNELS = ("cudnn.attention", "cudnn.attention_wide")
+KERNELS = ("cudnn.attention", "cudnn.attention.wide")
 Q, K, V, OUT = UIDS = (1, 2, 3, 4)
 CAPTURED = -1  # in place of a stream
 MAX_KEPT = 256  # plans

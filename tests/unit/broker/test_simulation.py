@@ -41,7 +41,7 @@ from layerzero.ipc.lane import EXECUTING
 
 SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "3000"))
 CHUNK = 250
-FOUND_WITHIN = 6000
+FOUND_WITHIN = 6000  # schedules in which a planted bug must show
 
 # All that the core itself can answer with; the other codes belong to clients, environments and workers' own words.
 CODES = {
