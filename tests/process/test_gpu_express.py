@@ -230,27 +230,3 @@ def test_express_lanes_can_be_turned_off(new_site: Callable[..., Site]) -> None:
         lz.status()
     close(result, silu(values))
     assert report().lane == "broker"
-
-
-def test_calls_of_a_dead_worker_move_in_the_order_they_were_made(new_site: Callable[..., Site]) -> None:
-    """Those on its ring and those that went by the broker. The next worker loads kernels at their first run, for which
-    CUDA may wait for all its streams: a later call among them would wait for one that the worker has not got yet."""
-    site = new_site()
-    site.connect()
-    x, values = randn(64)
-    y, more = randn(65)
-    s, _ = randn(SLOW)
-    with lz.prefer("one"):
-        settle(lambda: lz.silu(x))
-        settle(lambda: slow(s))
-        finish()
-        slow(s)
-        results = [lz.silu(x) for _ in range(6)]  # some on the ring
-        later = lz.silu(y)
-        assert report().lane == "broker"
-        kill(site, "one")
-        finish()
-    lz.synchronize(PATIENCE_S)
-    for result in results:
-        close(result, silu(values))
-    close(later, silu(more))
