@@ -350,6 +350,8 @@ def _translated() -> Iterator[None]:
         if code in _NO_WRITING:
             raise ReadOnly(str(exc)) from exc
         raise Damaged(str(exc)) from exc
+    except UnicodeDecodeError as exc:  # what SQLite says of a damaged file may quote it
+        raise Damaged(f"its text is no UTF-8: {exc}") from exc
 
 
 @contextlib.contextmanager

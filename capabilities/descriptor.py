@@ -43,7 +43,7 @@ class KernelCapability(BaseModel):
     """Constraints of one kernel. A call must satisfy all of them; None means no limit. docs/capabilities.md has a line
     for each field."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     kernel_id: Name
     priority: Annotated[int, Field(ge=0, le=100)]
@@ -161,7 +161,7 @@ class KernelCapability(BaseModel):
 class Capability(BaseModel):
     """One backend's descriptor."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: Literal["1.0"]
     backend: Name

@@ -152,9 +152,9 @@ def pass_neutral(context: SelectionContext, kernel: KernelCapability) -> Step | 
     if context.first is None or context.dtype is None:
         return None
     ndim = context.attrs.get("ndim")
-    if ndim is not None:
+    if isinstance(ndim, int) and 0 < ndim <= context.first.ndim:
         shape = context.first.shape[context.first.ndim - ndim :]
-    elif context.op == "linear":
+    elif context.op == "linear" and ndim is None:
         shape = context.given["weight"].shape[:1]
     else:
         return None

@@ -171,6 +171,7 @@ def test_a_client_that_does_not_read_its_answers_is_dropped(new_site: Callable[.
     context.term()
 
 
+@pytest.mark.usefixtures("connected")
 def test_a_route_is_forgotten_only_when_no_thread_can_call_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with many shapes forgets old ones; a thread may have looked one up and not sent its call yet."""
     monkeypatch.setattr(routes, "MAX_ROUTES", 4)
