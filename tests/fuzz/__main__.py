@@ -33,8 +33,8 @@ def targets() -> list[str]:
     return sorted(path.name for path in CORPUS.iterdir())
 
 
-def fuzz(target: str, seconds: int, keep: Path) -> dict[str, Any]:
-    """One run, in a process of its own."""
+def fuzz(target: str, seconds: int, keep: Path, seed: int = 0) -> dict[str, Any]:
+    """One run, in a process of its own. `seed` 0: another one each time."""
     kept, before = keep / target, resource.getrusage(resource.RUSAGE_CHILDREN)
     (kept / "corpus").mkdir(parents=True, exist_ok=True)
     shm = Path("/dev/shm")  # most targets that write files would only wait for a disk
@@ -47,6 +47,7 @@ def fuzz(target: str, seconds: int, keep: Path) -> dict[str, Any]:
                 "tests.fuzz.engine",
                 target,
                 f"-max_total_time={seconds}",
+                f"-seed={seed}",
                 f"-max_len={MAX_BYTES}",
                 "-timeout=60",
                 f"-artifact_prefix={kept}/",
@@ -55,7 +56,12 @@ def fuzz(target: str, seconds: int, keep: Path) -> dict[str, Any]:
             ],
             check=False,
             cwd=ROOT,
-            env={**os.environ, "TMPDIR": scratch, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": "0",
+                "TMPDIR": scratch,
+                "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+            },
             capture_output=True,
             timeout=seconds + GRACE_S,
         )
