@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.bells import Bells
@@ -73,7 +74,7 @@ class Admission:
         if route is None:
             missing = client.refused_routes.get(event.route)
             if missing is not None:
-                self._agenda.do(ev.Refuse(client.identity, event.seq, missing))
+                self._agenda.do(act.Refuse(client.identity, event.seq, missing))
             else:
                 self._sessions.drop(client, f"call on unknown route {event.route}")
             return None
@@ -111,7 +112,7 @@ class Admission:
 
     def _refuse(self, client: Client, seq: int, turn: OpenTurn | None, error: LayerZeroError) -> None:
         """It never becomes a call."""
-        refusal = ev.Refuse(client.identity, seq, error)
+        refusal = act.Refuse(client.identity, seq, error)
         if turn is None:
             self._agenda.do(refusal)
         else:

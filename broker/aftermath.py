@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.bells import Bells
@@ -18,7 +19,7 @@ from layerzero.broker.fleet import Fleet
 from layerzero.broker.leases import Leases
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.rings import Rings, Stranded
-from layerzero.broker.turns import STICKY_EXIT
+from layerzero.broker.turns import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc.errors import BackendError, LayerZeroError
 
@@ -58,6 +59,9 @@ class Aftermath:
         worker = self._fleet.take_exit(event)
         if worker is None:
             return None
+        is_renewal = event.exit_code == RENEWAL_EXIT and worker.fault is None
+        if is_renewal:
+            event = replace(event, executing=0)
         was_stopping = worker.state is WorkerState.STOPPED
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
         died = BackendError(
@@ -75,13 +79,19 @@ class Aftermath:
             "cause": "it was told to stop" if was_stopping and event.exit_code == 0 else error.message,
             "phase": event.phase,
         }
-        self._agenda.do(ev.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
+        self._agenda.do(act.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
         lanes, stranded = self._leases.lanes_to(worker), self._rings.stranded(worker, event)
         blamed = event.executing if worker.fault is None else worker.fault_call
         self._agenda.do(*self._leases.end_worker(worker, error, event, blamed, is_crash=worker.fault is None))
         on_ring = self._rings.named(worker, stranded, event)
-        in_gpu = self._in_gpu(worker, event) if on_ring is None else None
-        if on_ring is None and in_gpu is None and worker.fault is None and not _died_in_running(worker, event):
+        in_gpu = self._in_gpu(worker, event) if on_ring is None and not is_renewal else None
+        if (
+            on_ring is None
+            and in_gpu is None
+            and worker.fault is None
+            and not is_renewal
+            and not _died_in_running(worker, event)
+        ):
             on_ring = next((one for one in stranded if one.is_ready), None)
             in_gpu = self._bells.in_gpu(worker) if on_ring is None else None
         enqueued = self._enqueued.take_all(worker) + self._bells.take_all(worker)
@@ -90,6 +100,8 @@ class Aftermath:
         if was_stopping:
             for call in (*enqueued, *running, *waiting):
                 self._closing.end_for_shutdown(call)
+            for one in stranded:
+                self._rings.come_back(one, is_blamed=False)
         else:
             if event.is_departure:
                 self._fleet.replace(worker, error)
@@ -102,9 +114,6 @@ class Aftermath:
             moves += self._moves_of_stranded(stranded, on_ring)
             for move in in_order(moves):
                 move.do()
-            stranded = []
-        for one in stranded:
-            self._rings.come_back(one, is_blamed=one is on_ring)
         for lane in lanes:
             self._closing.finish_leaving(lane.client)
         return worker

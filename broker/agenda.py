@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from layerzero.broker import events as ev
+from layerzero.broker import actions as act
 
 
 class Agenda:
@@ -14,14 +14,14 @@ class Agenda:
         self.now_s = 0.0
         self.wakeup_s = math.inf  # the server sends a Tick at this time
         self.stopping = False  # the broker takes no more calls
-        self.actions: list[ev.Action] = []
+        self.actions: list[act.Action] = []
 
     def begin(self, now_s: float) -> None:
         """Another event."""
         self.now_s = now_s
         self.actions = []
 
-    def do(self, *actions: ev.Action) -> None:
+    def do(self, *actions: act.Action) -> None:
         self.actions += actions
 
     def wake_by(self, at_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.bells import Bells
@@ -68,7 +69,7 @@ class Answers:
             decision = self._decisions.number(call, worker)
             if call.bell is None:
                 self._settling.settle(call, worker)
-            answer = ev.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
+            answer = act.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
             answer.attempts, answer.is_replayed = call.attempts, event.is_replayed
             self._agenda.do(answer)
         if turn is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.closing import Closing
@@ -130,4 +131,4 @@ class Bells:
     def _mute(self, worker: Worker, call: Call) -> None:
         if worker.identity and call.bell is not None:
             plan = self._signatures.plan_of(call)
-            self._agenda.do(ev.SendMute(worker.identity, plan, call.client.number, call.bell))
+            self._agenda.do(act.SendMute(worker.identity, plan, call.client.number, call.bell))

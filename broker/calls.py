@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from layerzero.broker import events as ev
+from layerzero.broker import actions as act
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.closing import Closing
 from layerzero.broker.compiling import Compiling, overdue
@@ -171,7 +171,7 @@ class Calls:
             self._start_clock(worker)
         turn = call.turn.turn if call.turn is not None else None
         number = call.client.number
-        self._agenda.do(ev.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn, call.bell))
+        self._agenda.do(act.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn, call.bell))
 
     def send_waiting(self, worker: Worker) -> None:
         """It has become ready."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.broker import events as ev
+from layerzero.broker import actions as act
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.compiling import Compiling
 from layerzero.broker.fleet import Fleet
@@ -53,13 +53,13 @@ class Closing:
     def refuse(self, call: Call, error: LayerZeroError) -> None:
         """It has failed for good."""
         facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
-        self._agenda.do(ev.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
+        self._agenda.do(act.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
         self.end_in_error(call, error)
 
     def end_in_error(self, call: Call, error: LayerZeroError) -> None:
         """One on a GPU ends when its client's stream has come to it."""
         candidates = [v.to_wire() for v in call.route.signature.ranked]
-        refusal = ev.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
+        refusal = act.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
         if call.turn is None:
             self._agenda.do(refusal)
             self.close(call)
@@ -78,7 +78,7 @@ class Closing:
             refusal = turn.refusal
             assert refusal is not None
             if not turn.client.has_left:
-                self._agenda.do(ev.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
+                self._agenda.do(act.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
                 self._agenda.do(refusal)
             if turn.call is not None:
                 self.close(turn.call)

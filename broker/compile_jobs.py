@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.launcher import Launcher
 from layerzero.envs.child import kill_group
@@ -25,7 +26,7 @@ class CompileJobs:
         self._pids: dict[str, int] = {}  # of live processes, by backend
         self._is_closed = False
 
-    def start(self, action: ev.Compile) -> None:
+    def start(self, action: act.Compile) -> None:
         self._threads.submit(self._work, action)
 
     def close(self) -> None:
@@ -36,7 +37,7 @@ class CompileJobs:
                 kill_group(pid)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, action: ev.Compile) -> None:
+    def _work(self, action: act.Compile) -> None:
         start = time.monotonic()
         try:
             failure = self._launcher.compile(action, lambda pid: self._note_pid(action.backend, pid))

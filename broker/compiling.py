@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.compilation import Job
@@ -50,7 +51,7 @@ class Compiling:
 
     def _do(self, job: Job | None) -> None:
         if job is not None and not self._agenda.stopping:
-            self._agenda.do(ev.Compile(job.backend, job.unit, job.body))
+            self._agenda.do(act.Compile(job.backend, job.unit, job.body))
 
     def start_asked(self, event: ev.CompileAsked) -> None:
         """Somebody warms up."""
@@ -77,9 +78,9 @@ class Compiling:
         self._engine.epoch += 1
         facts = {"backend": event.backend, "kernel_id": unit.kernel_id, "calls": unit.calls}
         if event.failure:
-            agenda.do(ev.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
+            agenda.do(act.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
         else:
-            agenda.do(ev.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
+            agenda.do(act.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
         waiting = self._take([held for held in self.held if held.unit == unit])
         if not event.failure:
             for held in waiting:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.descriptors import Descriptors
 from layerzero.broker.gate import Gate
@@ -168,7 +169,7 @@ class Connections:
         if peer.role == "keeper":
             self._joined.add(peer, hello)
 
-    def drop_client(self, action: ev.DropClient) -> None:
+    def drop_client(self, action: act.DropClient) -> None:
         peer = self.clients.get(action.identity)
         if peer is not None:
             refuse(peer, ProtocolError(action.detail))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.broker import events as ev
+from layerzero.broker import actions as act
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.engine import Engine
 from layerzero.broker.records import Call, Worker
@@ -36,5 +36,5 @@ class Decisions:
                     slot=worker.slot if signature.spec.device else 0,
                 )
             )
-            self._agenda.do(ev.SendDecision(call.client.identity, route.number, route.decision, body))
+            self._agenda.do(act.SendDecision(call.client.identity, route.number, route.decision, body))
         return route.decision

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.closing import Closing
@@ -68,7 +69,7 @@ class Enqueued:
             is_ready = turn.call is None or turn.call.dispatch in event.ready
             if turn.worker is worker and client.has_left and not is_ready and not self._closing.has_rings(client):
                 # It is this one's turn; or a stream of the client's has overwritten the word.
-                self._agenda.do(ev.ReleaseTurn(client.number, turn.gpu, turn.turn))
+                self._agenda.do(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
 
     def _take_unanswered(self, worker: Worker, dispatch: int) -> Call:
         """The worker has ended before it could answer, and the GPU was done: the client's stream has gone on."""
@@ -79,7 +80,7 @@ class Enqueued:
         client = call.client
         if not client.has_left:
             decision = self._decisions.number(call, worker)
-            self._agenda.do(ev.Answer(client.identity, call.seq, decision, call.attempt, 0, b"", call.attempts))
+            self._agenda.do(act.Answer(client.identity, call.seq, decision, call.attempt, 0, b"", call.attempts))
         return call
 
     def release(self, client: Client) -> None:
@@ -89,7 +90,7 @@ class Enqueued:
             return  # those come between; rings.py sees them all
         for turn in list(self._turns.first()):
             if turn.client is client and turn.call is not None:
-                self._agenda.do(ev.ReleaseTurn(client.number, turn.gpu, turn.turn))
+                self._agenda.do(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
 
     def end_late(self) -> None:
         """Workers whose GPU takes too long for a call are killed."""

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Collection, Mapping
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.engine import Engine
@@ -65,7 +66,7 @@ class Fleet:
     def need(self, worker: Worker) -> None:
         if worker.state is S.ABSENT:
             self._signal(worker, Signal.NEEDED)
-            self._agenda.do(ev.Probe(worker.backend))
+            self._agenda.do(act.Probe(worker.backend))
 
     def end_probe(self, event: ev.ProbeEnded) -> Worker | None:
         """The worker that waited for it, if any: it is started now, or disabled."""
@@ -94,7 +95,7 @@ class Fleet:
                 self._disable(worker, BackendError(text, repair="lz down"), Reason.BACKEND_DISABLED)
                 return
         self._agenda.wake_by(self._agenda.now_s + self._limits.start_timeout_s)
-        self._agenda.do(ev.Spawn(worker.backend, worker.generation))
+        self._agenda.do(act.Spawn(worker.backend, worker.generation))
 
     def note_spawned(self, event: ev.WorkerSpawned) -> None:
         worker = self.current(event.backend, event.generation)
@@ -147,7 +148,7 @@ class Fleet:
         self.set_unavailable(worker.backend, None)
         start_s = round(self._agenda.now_s - worker.started_s, 3)
         facts = {"backend": worker.backend, "pid": worker.pid, "start_s": start_s}
-        self._agenda.do(ev.Note("worker.ready", facts))
+        self._agenda.do(act.Note("worker.ready", facts))
         return worker
 
     def tick(self, worker: Worker) -> None:
@@ -176,7 +177,7 @@ class Fleet:
             self._signal(worker, Signal.FAULT)
             worker.fault, worker.fault_call = error, call
             self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}"))
-            self._agenda.do(ev.Kill(worker.backend, worker.generation))
+            self._agenda.do(act.Kill(worker.backend, worker.generation))
 
     def note_misbehaviour(self, event: ev.WorkerMisbehaved) -> None:
         worker = self.current(event.backend, event.generation)
@@ -249,7 +250,7 @@ class Fleet:
         repair = _repair(worker.backend, cause)
         self.set_unavailable(worker.backend, Rejection(reason, f"{cause.message}; repair: {repair}"))
         facts = {"backend": worker.backend, "cause": cause.message, "repair": repair}
-        self._agenda.do(ev.Note("backend.disabled", facts))
+        self._agenda.do(act.Note("backend.disabled", facts))
 
     def reset(self, event: ev.BackendReset) -> None:
         """Somebody repaired it."""
@@ -266,7 +267,7 @@ class Fleet:
         if worker.state is not S.STOPPED:
             self._signal(worker, Signal.STOP)
         if worker.state is S.STOPPING:
-            self._agenda.do(ev.StopWorker(worker.backend, worker.generation, worker.identity))
+            self._agenda.do(act.StopWorker(worker.backend, worker.generation, worker.identity))
 
     @property
     def is_stopped(self) -> bool:

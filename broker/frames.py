@@ -8,6 +8,7 @@ from typing import Any
 
 import msgpack
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import (
@@ -21,6 +22,7 @@ from layerzero.ipc.errors import (
     from_wire,
 )
 from layerzero.ipc.order import Turn
+from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
@@ -118,7 +120,7 @@ def of_worker(identity: bytes, frame: bytes) -> ev.CallRan | ev.CallRaised | Lef
 
 def _kernel_error(body: bytes) -> LayerZeroError:
     """A worker's word on a failed call, held to what a worker may say."""
-    error = from_wire(messages.unpack_body(body))
+    error = from_wire(unpack_body(body))
     if error.code in WORKER_CODES:
         return error
     failure = BackendError(f"{error.code}: {error.message}")
@@ -129,7 +131,7 @@ def _kernel_error(body: bytes) -> LayerZeroError:
 # --- what clients are told -------------------------------------------------------------------------------
 
 
-def _answer(action: ev.Answer) -> bytes:
+def _answer(action: act.Answer) -> bytes:
     body, flags = action.body, wire.REPLAYED if action.is_replayed else 0
     if action.attempts:
         flags |= wire.HAS_OUTCOME
@@ -145,11 +147,11 @@ def _answer(action: ev.Answer) -> bytes:
     )
 
 
-def _release(action: ev.ReleaseCall) -> bytes:
+def _release(action: act.ReleaseCall) -> bytes:
     return wire.pack(Kind.RELEASED, seq=action.seq)
 
 
-def _refuse(action: ev.Refuse) -> bytes:
+def _refuse(action: act.Refuse) -> bytes:
     outcome = messages.Outcome(error=action.error.to_wire(), attempts=action.attempts, candidates=action.candidates)
     body = messages.encode(outcome)
     if len(body) > wire.MAX_MESSAGE_BYTES // 2:  # the verdict must arrive, if need be without its details
@@ -158,11 +160,11 @@ def _refuse(action: ev.Refuse) -> bytes:
     return wire.pack(Kind.FAILED, flags=wire.STILL_LENT if action.is_lent else 0, seq=action.seq, body=body)
 
 
-def _decision(action: ev.SendDecision) -> bytes:
+def _decision(action: act.SendDecision) -> bytes:
     return wire.pack(Kind.DECISION, route=action.route, aux=action.decision, body=action.body)
 
 
-def _lease(action: ev.SendLease) -> bytes:
+def _lease(action: act.SendLease) -> bytes:
     return wire.pack(Kind.LEASE, route=action.route, aux=action.decision, body=action.body)
 
 
@@ -178,7 +180,7 @@ def refused_request(seq: int, error: LayerZeroError) -> bytes:
 # --- what workers are told -------------------------------------------------------------------------------
 
 
-def _run(action: ev.Run) -> bytes:
+def _run(action: act.Run) -> bytes:
     body, flags = action.body, 0
     if action.turn is not None:
         body, flags = body + wire.TURN.pack(*action.turn), wire.HAS_TURN
@@ -195,19 +197,19 @@ def _run(action: ev.Run) -> bytes:
     )
 
 
-def _prepare(action: ev.SendPrepare) -> bytes:
+def _prepare(action: act.SendPrepare) -> bytes:
     return wire.pack(Kind.PREPARE, route=action.plan, body=action.body)
 
 
-def _drop(action: ev.SendDrop) -> bytes:
+def _drop(action: act.SendDrop) -> bytes:
     return wire.pack(Kind.DROP, route=action.plan)
 
 
-def _allow(action: ev.SendAllow) -> bytes:
+def _allow(action: act.SendAllow) -> bytes:
     return wire.pack(Kind.ALLOW, route=action.plan, aux=action.lane)
 
 
-def _mute(action: ev.SendMute) -> bytes:
+def _mute(action: act.SendMute) -> bytes:
     return wire.pack(Kind.MUTE, route=action.plan, aux=action.client, seq=action.bell)
 
 
@@ -215,16 +217,16 @@ STOP = wire.pack(Kind.STOP)
 
 # The actions that are one frame to whom their `identity` names.
 TO_CLIENT: dict[type, Callable[[Any], bytes]] = {
-    ev.Answer: _answer,
-    ev.Refuse: _refuse,
-    ev.ReleaseCall: _release,
-    ev.SendDecision: _decision,
-    ev.SendLease: _lease,
+    act.Answer: _answer,
+    act.Refuse: _refuse,
+    act.ReleaseCall: _release,
+    act.SendDecision: _decision,
+    act.SendLease: _lease,
 }
 TO_WORKER: dict[type, Callable[[Any], bytes]] = {
-    ev.Run: _run,
-    ev.SendPrepare: _prepare,
-    ev.SendDrop: _drop,
-    ev.SendAllow: _allow,
-    ev.SendMute: _mute,
+    act.Run: _run,
+    act.SendPrepare: _prepare,
+    act.SendDrop: _drop,
+    act.SendAllow: _allow,
+    act.SendMute: _mute,
 }

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.launcher import Launcher, join_command, not_joined
 from layerzero.broker.peers import Peer
@@ -122,7 +123,7 @@ class Joined:
         self._keepers: dict[str, list[Keeper]] = {}
         self._by_peer: dict[int, Keeper] = {}  # by the peer's number
         self._live: dict[tuple[str, int], RemoteWorker] = {}
-        self._compiling: dict[str, ev.Compile] = {}  # by backend: what is, or shall be when a keeper is there
+        self._compiling: dict[str, act.Compile] = {}  # by backend: what is, or shall be when a keeper is there
         self._looked_s = time.monotonic()
 
     @property
@@ -278,7 +279,7 @@ class Joined:
         start = messages.StartWorker(generation=generation, ticket=remote.ticket, failpoints=failpoints)
         self._tell(keeper, start)
 
-    def compile(self, action: ev.Compile) -> None:
+    def compile(self, action: act.Compile) -> None:
         """Have a kernel compiled where the worker is, or will be."""
         self._compiling[action.backend] = action
         self._start_compiling(action.backend)

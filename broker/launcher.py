@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
-from layerzero.broker import events as ev
+from layerzero.broker import actions as act
 from layerzero.broker import kernel_sources
 from layerzero.broker.settings import Settings
 from layerzero.broker.supervisor import Launch
@@ -192,7 +192,7 @@ class Launcher:
                 found[backend] = [Unit(*unit) for unit in compilation.compiled(env, manifest)] if env.is_built else []
         return found
 
-    def compile(self, action: ev.Compile, on_start: Callable[[int], None]) -> str:
+    def compile(self, action: act.Compile, on_start: Callable[[int], None]) -> str:
         """Compile a kernel in a process of its environment, whose pid `on_start` gets. Returns why it failed, or "".
         Raises LayerZeroError."""
         env = self._plan(action.backend)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.records import Client, Route, Worker
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
@@ -87,7 +88,7 @@ class Leases:
     def __bool__(self) -> bool:
         return bool(self.lanes)
 
-    def grant(self, client: Client, route: Route, worker: Worker, plan: int, kernel_id: str) -> Iterator[ev.Action]:
+    def grant(self, client: Client, route: Route, worker: Worker, plan: int, kernel_id: str) -> Iterator[act.Action]:
         gpu = route.signature.spec.device
         lane = next((one for one in self.of(client) if one.worker is worker and one.gpu == gpu), None)
         if lane is None:
@@ -96,15 +97,15 @@ class Leases:
         lane.routes[route.number], lane.plans[route.number] = route, plan
         lane.kernels[route.number] = kernel_id
         route.is_leased = True
-        yield ev.SendAllow(worker.identity, plan, lane.number)
+        yield act.SendAllow(worker.identity, plan, lane.number)
         lease = Lease(lane=lane.number, plan=plan, epoch=lane.epoch)
-        yield ev.SendLease(client.identity, route.number, route.decision, encode(lease))
+        yield act.SendLease(client.identity, route.number, route.decision, encode(lease))
 
-    def open(self, client: Client, number: int, gpu: str = "") -> Iterator[ev.Action]:
+    def open(self, client: Client, number: int, gpu: str = "") -> Iterator[act.Action]:
         """The client has made the lane's page, or its ring. Raises ProtocolError when it was never told to."""
         lane = self.lanes.get(number)
         if lane is None:  # its worker is gone
-            yield ev.EndLane(number)
+            yield act.EndLane(number)
         elif lane.client is not client or lane.is_open:
             raise ProtocolError(f"lane {number} is not the client's, or is open already")
         elif lane.gpu != gpu:
@@ -112,10 +113,10 @@ class Leases:
         else:
             lane.is_open = True
             if lane.epoch:
-                yield ev.RevokeLane(number, lane.epoch)
-            yield ev.LendLane(lane.worker.backend, lane.generation, client.number, number, gpu)
+                yield act.RevokeLane(number, lane.epoch)
+            yield act.LendLane(lane.worker.backend, lane.generation, client.number, number, gpu)
 
-    def revoke(self, lanes: Iterable[Lane] | None = None) -> Iterator[ev.Action]:
+    def revoke(self, lanes: Iterable[Lane] | None = None) -> Iterator[act.Action]:
         """Take the leases of these lanes back; without any, those of all. The lanes stay open for later ones."""
         for lane in list(self.lanes.values() if lanes is None else lanes):
             if lane.routes:
@@ -124,7 +125,7 @@ class Leases:
                 lane.routes.clear()
                 lane.plans.clear()
                 lane.epoch += 1
-                yield ev.RevokeLane(lane.number, lane.epoch)
+                yield act.RevokeLane(lane.number, lane.epoch)
 
     def drop_route(self, client: Client, route: Route) -> None:
         """Nobody will call on it any more."""
@@ -132,20 +133,20 @@ class Leases:
             for known in (lane.routes, lane.plans, lane.kernels):
                 known.pop(route.number, None)
 
-    def end_client(self, client: Client) -> Iterator[ev.Action]:
+    def end_client(self, client: Client) -> Iterator[act.Action]:
         """It has left. A ring goes on until what is on it has ended."""
         for lane in self.of(client):
             if not lane.gpu or not lane.is_open:
                 yield from self.end_ring(lane)
 
-    def end_ring(self, lane: Lane) -> Iterator[ev.Action]:
+    def end_ring(self, lane: Lane) -> Iterator[act.Action]:
         """Its client has left, and nothing is on it."""
         del self.lanes[lane.number]
-        yield ev.TakeBackLane(lane.worker.backend, lane.generation, lane.number)
+        yield act.TakeBackLane(lane.worker.backend, lane.generation, lane.number)
 
     def end_worker(
         self, worker: Worker, error: LayerZeroError, event: ev.WorkerExited, blamed: int, *, is_crash: bool
-    ) -> Iterator[ev.Action]:
+    ) -> Iterator[act.Action]:
         """`blamed` is what Lost has. Clients come back with what was on their lanes."""
         for lane in self.lanes_to(worker):
             del self.lanes[lane.number]
@@ -167,7 +168,7 @@ class Leases:
             )
             while len(lost) > MAX_LOST:
                 del lost[next(iter(lost))]
-            yield ev.EndLane(lane.number)
+            yield act.EndLane(lane.number)
 
     def of(self, client: Client) -> list[Lane]:
         return [lane for lane in self.lanes.values() if lane.client is client]

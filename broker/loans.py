@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.broker import events as ev
+from layerzero.broker import actions as act
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.fleet import Fleet
 from layerzero.broker.records import Call, Client, Worker
@@ -18,12 +18,12 @@ class Loans:
         number, gpu = call.client.number, call.gpu
         if gpu and (number, gpu) not in worker.gpus:
             worker.gpus.add((number, gpu))
-            self._agenda.do(ev.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
+            self._agenda.do(act.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
         for arena in call.arenas:
             key = (number, arena)
             if key not in worker.arenas:
                 worker.arenas.add(key)
-                self._agenda.do(ev.LendArena(worker.backend, worker.generation, number, arena))
+                self._agenda.do(act.LendArena(worker.backend, worker.generation, number, arena))
 
     def close_arena(self, client: Client, arena: int) -> None:
         key = (client.number, arena)
@@ -34,8 +34,8 @@ class Loans:
         for worker in self._fleet.workers.values():
             if key in worker.arenas:
                 worker.arenas.discard(key)
-                self._agenda.do(ev.TakeBackArena(worker.backend, worker.generation, *key))
-        self._agenda.do(ev.CloseArena(*key))
+                self._agenda.do(act.TakeBackArena(worker.backend, worker.generation, *key))
+        self._agenda.do(act.CloseArena(*key))
 
     def take_back_gpu(self, client: Client, gpu: str) -> None:
         """Workers let go of what they had, and may reach what is offered next."""
@@ -44,9 +44,9 @@ class Loans:
             worker.deaf.pop(key, None)
             if key in worker.gpus:
                 worker.gpus.discard(key)
-                self._agenda.do(ev.TakeBackGpu(worker.backend, worker.generation, *key))
+                self._agenda.do(act.TakeBackGpu(worker.backend, worker.generation, *key))
 
     def close_gpu(self, client: Client, gpu: str) -> None:
         client.gpus.discard(gpu)
         self.take_back_gpu(client, gpu)
-        self._agenda.do(ev.CloseGpu(client.number, gpu))
+        self._agenda.do(act.CloseGpu(client.number, gpu))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.lane_ends import LaneEnds
 from layerzero.broker.looks import Looks
@@ -138,7 +139,7 @@ class Offers:
 
     # --- what workers are lent -------------------------------------------------------------------------
 
-    def lend_arena(self, action: ev.LendArena) -> None:
+    def lend_arena(self, action: act.LendArena) -> None:
         arena = self._arenas[action.client, action.arena]
         fds: tuple[int, ...] = () if arena.fd is None else (arena.fd,)
         if arena.handle is not None:
@@ -148,26 +149,26 @@ class Offers:
             message = messages.MapArena(client=action.client, arena=action.arena, nbytes=os.fstat(fds[0]).st_size)
         self._links.tell(action.backend, action.generation, message, fds)
 
-    def take_back_arena(self, action: ev.TakeBackArena) -> None:
+    def take_back_arena(self, action: act.TakeBackArena) -> None:
         message = messages.UnmapArena(client=action.client, arena=action.arena)
         self._links.tell(action.backend, action.generation, message)
 
-    def close_arena(self, action: ev.CloseArena) -> None:
+    def close_arena(self, action: act.CloseArena) -> None:
         self._arenas.pop((action.client, action.arena)).close()
 
-    def lend_gpu(self, action: ev.LendGpu) -> None:
+    def lend_gpu(self, action: act.LendGpu) -> None:
         message, fds = self._pages.lend(action.client, action.gpu, action.slot)
         self._links.tell(action.backend, action.generation, message, fds)
 
-    def take_back_gpu(self, action: ev.TakeBackGpu) -> None:
+    def take_back_gpu(self, action: act.TakeBackGpu) -> None:
         message = messages.UnmapGpu(client=action.client, gpu=action.gpu)
         self._links.tell(action.backend, action.generation, message)
 
-    def lend_lane(self, action: ev.LendLane) -> None:
+    def lend_lane(self, action: act.LendLane) -> None:
         message = messages.MapLane(client=action.client, lane=action.lane, gpu=action.gpu)
         self._links.tell(action.backend, action.generation, message, self._lanes.fds(action.lane))
 
-    def take_back_lane(self, action: ev.TakeBackLane) -> None:
+    def take_back_lane(self, action: act.TakeBackLane) -> None:
         self._links.tell(action.backend, action.generation, messages.UnmapLane(lane=action.lane))
         self._lanes.drop(action.lane)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.launcher import Launcher
 from layerzero.envs.probe import ProbeRecord
@@ -22,7 +23,7 @@ class ProbeJobs:
         self._post = post
         self._threads = ThreadPoolExecutor(max_workers=AT_A_TIME, thread_name_prefix="probe")
 
-    def start(self, action: ev.Probe) -> None:
+    def start(self, action: act.Probe) -> None:
         self._threads.submit(self._work, action.backend)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Callable
 
 import layerzero
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker import supervisor
 from layerzero.broker.descriptors import Descriptors
@@ -56,7 +57,7 @@ class Processes:
         """What their control pages say."""
         return {(process.backend, process.generation): process.page.read()[0] for process in self._all()}
 
-    def spawn(self, action: ev.Spawn) -> None:
+    def spawn(self, action: act.Spawn) -> None:
         backend, generation = action.backend, action.generation
         if backend in self._joined.names:
             self._joined.start(backend, generation, self._settings.failpoints_of(backend))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.admission import Admission
 from layerzero.broker.agenda import Agenda
@@ -158,7 +159,7 @@ class Rings:
             if is_before(turn.number, first):
                 firsts[gpu, turn.lane] = turn.number
         for (gpu, number), first in firsts.items():
-            self._agenda.do(ev.ReleaseTurn(client.number, gpu, Turn(number, first)))
+            self._agenda.do(act.ReleaseTurn(client.number, gpu, Turn(number, first)))
         for lane in rings:
             if not on_rings[lane.number]:
                 self._agenda.do(*self._leases.end_ring(lane))

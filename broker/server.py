@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import layerzero
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker import frames, requests, table_source
 from layerzero.broker.compile_jobs import CompileJobs
@@ -138,26 +139,26 @@ class Server:
         self._perform: dict[type, Callable[[Any], None]] = {
             **{kind: partial(self._send_client, frame_of) for kind, frame_of in frames.TO_CLIENT.items()},
             **{kind: partial(self._send_worker, frame_of) for kind, frame_of in frames.TO_WORKER.items()},
-            ev.LendArena: offers.lend_arena,
-            ev.TakeBackArena: offers.take_back_arena,
-            ev.CloseArena: offers.close_arena,
-            ev.LendGpu: offers.lend_gpu,
-            ev.TakeBackGpu: offers.take_back_gpu,
-            ev.CloseGpu: lambda action: pages.close(action.client, action.gpu),
-            ev.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.turn, action.code),
-            ev.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.turn),
-            ev.LendLane: offers.lend_lane,
-            ev.TakeBackLane: offers.take_back_lane,
-            ev.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
-            ev.EndLane: lambda action: lanes.end(action.lane),
-            ev.Probe: self._probe,
-            ev.Compile: self._compile,
-            ev.Spawn: self.processes.spawn,
-            ev.Kill: lambda action: self.processes.kill(action.backend, action.generation),
-            ev.StopWorker: self._stop_worker,
-            ev.DropClient: self._connections.drop_client,
-            ev.Note: lambda action: log(action.event, **action.facts),
-            ev.Exit: self._exit,
+            act.LendArena: offers.lend_arena,
+            act.TakeBackArena: offers.take_back_arena,
+            act.CloseArena: offers.close_arena,
+            act.LendGpu: offers.lend_gpu,
+            act.TakeBackGpu: offers.take_back_gpu,
+            act.CloseGpu: lambda action: pages.close(action.client, action.gpu),
+            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.turn, action.code),
+            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.turn),
+            act.LendLane: offers.lend_lane,
+            act.TakeBackLane: offers.take_back_lane,
+            act.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
+            act.EndLane: lambda action: lanes.end(action.lane),
+            act.Probe: self._probe,
+            act.Compile: self._compile,
+            act.Spawn: self.processes.spawn,
+            act.Kill: lambda action: self.processes.kill(action.backend, action.generation),
+            act.StopWorker: self._stop_worker,
+            act.DropClient: self._connections.drop_client,
+            act.Note: lambda action: log(action.event, **action.facts),
+            act.Exit: self._exit,
         }
 
     def look_at_lanes(self) -> None:
@@ -313,7 +314,7 @@ class Server:
                 except ProtocolError as exc:
                     event.nonsense = str(exc)
         except ProtocolError as exc:
-            self._connections.drop_client(ev.DropClient(identity, str(exc)))
+            self._connections.drop_client(act.DropClient(identity, str(exc)))
             return
         self.handle(event)
 
@@ -358,7 +359,7 @@ class Server:
         try:
             return ev.CallLeft(peer.identity, said.lane, self._lanes.call(said.lane, said.call), said.error)
         except ProtocolError as exc:  # the client has written over it
-            self._connections.drop_client(ev.DropClient(lane.client.identity, str(exc)))
+            self._connections.drop_client(act.DropClient(lane.client.identity, str(exc)))
             return None
 
     def _check_kernels(self, backend: str, ready: messages.Ready) -> None:
@@ -381,7 +382,7 @@ class Server:
             if peer is not None:
                 log("client.unreachable", client=peer.number, error=str(exc))
                 if exc.is_full:
-                    self._connections.drop_client(ev.DropClient(identity, "it does not read its answers"))
+                    self._connections.drop_client(act.DropClient(identity, "it does not read its answers"))
 
     def _to_worker(self, identity: bytes, frame: bytes) -> None:
         try:
@@ -407,13 +408,13 @@ class Server:
             has_joined=bool(self.joined.names),
         )
 
-    def _probe(self, action: ev.Probe) -> None:
+    def _probe(self, action: act.Probe) -> None:
         if action.backend in self.joined.names:  # what a keeper's probe has shown comes with its worker's start
             self.post(ev.ProbeEnded(action.backend, None))
         else:
             self._probes.start(action)
 
-    def _compile(self, action: ev.Compile) -> None:
+    def _compile(self, action: act.Compile) -> None:
         (self.joined.compile if action.backend in self.joined.names else self._compilers.start)(action)
 
     def _joined_starts(self, backend: str, env: str, record: ProbeRecord) -> None:
@@ -443,7 +444,7 @@ class Server:
         exited.is_departure = isinstance(process, RemoteWorker) and not process.has_keeper
         self.handle(exited)
 
-    def _stop_worker(self, action: ev.StopWorker) -> None:
+    def _stop_worker(self, action: act.StopWorker) -> None:
         self._kill_at_s = time.monotonic() + STOP_GRACE_S
         self._plan_check()
         if action.identity:
@@ -457,7 +458,7 @@ class Server:
         if not worker.running and not worker.enqueued:
             self._to_worker(worker.identity, frames.STOP)
 
-    def _exit(self, _: ev.Exit) -> None:
+    def _exit(self, _: act.Exit) -> None:
         self._ended = True
 
     def _close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.bells import Bells
@@ -78,8 +79,8 @@ class Sessions:
         self._closing.finish_leaving(client)
 
     def drop(self, client: Client, detail: str) -> None:
-        self._agenda.do(ev.DropClient(client.identity, detail))
-        self._agenda.do(ev.Note("client.dropped", {"client": client.number, "detail": detail}))
+        self._agenda.do(act.DropClient(client.identity, detail))
+        self._agenda.do(act.Note("client.dropped", {"client": client.number, "detail": detail}))
         self.leave(ev.ClientLeft(client.identity))
 
     # --- memory --------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class Sessions:
         try:
             self._agenda.do(*self._leases.open(client, event.lane, event.gpu))
         except ProtocolError as exc:
-            self._agenda.do(ev.EndLane(event.lane))  # what came with the message is not the lane's page
+            self._agenda.do(act.EndLane(event.lane))  # what came with the message is not the lane's page
             self.drop(client, str(exc))
 
     # --- routes --------------------------------------------------------------------------------------
@@ -176,6 +177,6 @@ class Sessions:
             return
         if event.error is not None:
             facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
-            self._agenda.do(ev.Note("client.kernel_failed", {**facts, "client": client.number}))
+            self._agenda.do(act.Note("client.kernel_failed", {**facts, "client": client.number}))
             return  # its libraries are the client's own; other clients and the workers are not concerned
         self._settling.note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)

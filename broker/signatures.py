@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from layerzero.broker import events as ev
+from layerzero.broker import actions as act
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.compiling import to_compile
 from layerzero.broker.engine import Engine
@@ -40,7 +40,7 @@ class Signatures:
             worker = self._fleet.workers.get(backend)
             if plan is not None and worker is not None and plan in worker.plans:
                 worker.plans.discard(plan)
-                self._agenda.do(ev.SendDrop(worker.identity, plan))
+                self._agenda.do(act.SendDrop(worker.identity, plan))
 
     def order(self, signature: Signature) -> tuple[Verdict, ...]:
         """Accepted candidates, best first; kept until something that could change them does."""
@@ -66,7 +66,7 @@ class Signatures:
             worker.plans.add(plan)
             is_graph_safe = self._engine.kernel(call.kernel_id).is_cuda_graph_safe
             body = signature.spec.prepare(call.kernel_id, is_graph_safe=is_graph_safe)
-            self._agenda.do(ev.SendPrepare(worker.identity, plan, body))
+            self._agenda.do(act.SendPrepare(worker.identity, plan, body))
         return plan
 
     def plan_of(self, call: Call) -> int:

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.admission import Admission
 from layerzero.broker.aftermath import Aftermath
@@ -155,7 +156,7 @@ class BrokerState:
             ev.ShutdownAsked: self._shutdown_asked,
         }
 
-    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         """Take one event; returns what must be done, in order."""
         self.agenda.begin(now_s)
         self._handlers[type(event)](event)
@@ -255,14 +256,14 @@ class BrokerState:
     def _policy_changed(self, event: ev.PolicyChanged) -> None:
         """Calls that are placed stay where they are; those that come next are ranked anew."""
         self.engine.set_policy(event.policy)
-        self.agenda.do(ev.Note("policy.changed", {"hash": event.policy.hash}))
+        self.agenda.do(act.Note("policy.changed", {"hash": event.policy.hash}))
 
     def _shadow_compared(self, event: ev.ShadowCompared) -> None:
         subject = event.comparison.subject
         evidence = self._shadow.note(event.comparison)
         if evidence is not None:
             self.engine.set_certification(self.engine.certification.with_quarantine(subject, evidence))
-            self.agenda.do(ev.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
+            self.agenda.do(act.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
 
     def _times_loaded(self, event: ev.TimesLoaded) -> None:
         self.engine.load_times(event.rows)
@@ -316,4 +317,4 @@ class BrokerState:
     def _exit_if_stopped(self) -> None:
         if self.stopping and self.fleet.is_stopped:
             self._closing.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
-            self.agenda.do(ev.Exit())
+            self.agenda.do(act.Exit())

@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from layerzero.broker import events as ev
+from layerzero.broker import actions as act
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.order import LANES, MASK, Turn
 
 MAX_OPEN = 4096  # in one lane; ours keeps to 256 that the GPU is not done with
 STICKY_EXIT = 70  # of a worker whose GPU context is lost: what its GPU was in is to blame
+RENEWAL_EXIT = 71  # of one that got calls in an order in which it could not run them: nobody is to blame
 
 Key = tuple[int, str, Turn]  # client's number, GPU, place
 
@@ -32,7 +33,7 @@ class OpenTurn:
     call: Call | None = None  # none for one that was refused as it came
     worker: Worker | None = None  # that has enqueued it
     began_s: float = math.inf  # when the GPU was seen to be able to run it: its READY was there
-    refusal: ev.Refuse | None = None  # held back
+    refusal: act.Refuse | None = None  # held back
 
     @property
     def has_begun(self) -> bool:
@@ -84,7 +85,7 @@ class Turns:
         lane.insert(at, opened)
         return opened
 
-    def fail(self, turn: OpenTurn, refusal: ev.Refuse) -> None:
+    def fail(self, turn: OpenTurn, refusal: act.Refuse) -> None:
         """A turn ends in an error, which is told when its client's stream has come to it."""
         turn.refusal = refusal
         self._held[turn.key] = turn

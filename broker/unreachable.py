@@ -6,6 +6,7 @@ clients call again with other memory; that memory is theirs again when the end o
 
 from __future__ import annotations
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.calls import Calls
@@ -45,7 +46,7 @@ class Unreachable:
         worker.running.clear()
         self._fleet.part_from(worker)
         facts = {"backend": worker.backend, "calls": len(running), "cause": fault.message}
-        self._agenda.do(ev.Note("worker.lost", facts))
+        self._agenda.do(act.Note("worker.lost", facts))
         if not is_stopping:
             self._fleet.replace(worker, fault)
         lent = self._lent[worker.backend, worker.generation] = []
@@ -69,7 +70,7 @@ class Unreachable:
             error = self._calls.unserved(call)
         else:
             error = WorkerUnreachable(f"{spec.op}: {fault.message}", backend=worker.backend)
-        self._agenda.do(ev.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
+        self._agenda.do(act.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
         self._closing.close(call)
 
     def has_let_go(self, backend: str, generation: int) -> bool:
@@ -80,4 +81,4 @@ class Unreachable:
         """Its end is confirmed."""
         for client, seq in self._lent.pop((event.backend, event.generation), ()):
             if not client.has_left:
-                self._agenda.do(ev.ReleaseCall(client.identity, seq))
+                self._agenda.do(act.ReleaseCall(client.identity, seq))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from layerzero.client.link import GRACE_S, Link
 from layerzero.ipc import lane, memory, messages, wire
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.wire import Kind
 
 
@@ -157,6 +158,6 @@ def _outcome(call: int, status: int, kernel_ns: int, said: bytes) -> Ran | Layer
     if status == lane.DECLINED:
         return None
     try:
-        return from_wire(messages.unpack_body(said))
+        return from_wire(unpack_body(said))
     except ProtocolError as exc:
         return BackendError(f"the worker's answer breaks the protocol: {exc}")

@@ -19,8 +19,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layerzero.ipc.messages import Decision, pack_body
+from layerzero.ipc.messages import Decision
 from layerzero.ipc.ops import OPS
+from layerzero.ipc.plain import pack_body
 from layerzero.ipc.shape_class import class_dtype, shape_class
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.workers.boot import import_provider

@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from layerzero.client.call import error_of
 from layerzero.ipc import keys, messages, sockets, wire
 from layerzero.ipc.errors import BrokerLost, ConfigError, NotAllowed
+from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.wire import Kind
 
 TIMEOUT_S = 5.0
@@ -43,7 +44,7 @@ def ask(endpoint: str, folder: Path, method: str, params: Mapping[str, Any], *, 
     header, body = wire.unpack(frame), frame[wire.HEADER_BYTES :]
     if header.kind == Kind.FAILED:
         raise error_of(body)[0]
-    return messages.unpack_body(body)
+    return unpack_body(body)
 
 
 def _await(sock: zmq.Socket[bytes], monitor: zmq.Socket[bytes], endpoint: str, timeout_s: float) -> bytes:

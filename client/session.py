@@ -49,6 +49,7 @@ from layerzero.ipc.errors import (
     RunInProcess,
     WorkerUnreachable,
 )
+from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import Kind
 
@@ -323,7 +324,7 @@ class Session:
         assert pending.header is not None
         if pending.header.kind == _FAILED:
             raise error_of(pending.body)[0]
-        return messages.unpack_body(pending.body)
+        return unpack_body(pending.body)
 
     def wait(self, submitted: Submitted) -> Any:
         """Wait for a submitted call and take its result."""

@@ -12,9 +12,10 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from layerzero.ipc import control, messages, policy, secret
+from layerzero.ipc import control, policy, secret
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir, open_endpoints
 from layerzero.ipc.errors import BrokerLost, ConfigError, from_wire
+from layerzero.ipc.plain import unpack_body
 
 START_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 2.0
@@ -147,7 +148,7 @@ def _start(where: Endpoints, *, stays: bool) -> None:
                 if word == READY:
                     return
                 if word:
-                    raise from_wire(messages.unpack_body(word))
+                    raise from_wire(unpack_body(word))
                 break
     tail = where.log.read_bytes()[log_start:][-1500:].decode(errors="replace").strip()
     raise BrokerLost(f"the broker did not start; the end of {where.log}:\n{tail}")

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
-import msgpack
-
 from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.plain import pack_body, unpack_body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,8 +458,6 @@ MESSAGES: dict[str, type[Message]] = {
 }
 
 M = TypeVar("M", bound=Message)
-MAX_DEPTH = 32  # of a body; ours have 9 at most
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _HINTS: dict[type[Message], dict[str, type]] = {
     cls: {f.name: get_origin(t) or t for f in fields(cls) for t in (get_type_hints(cls)[f.name],)}
     for cls in MESSAGES.values()
@@ -469,10 +466,7 @@ _HINTS: dict[type[Message], dict[str, type]] = {
 
 def encode(message: Message) -> bytes:
     """msgpack of the message's fields and its kind."""
-    packed: bytes = msgpack.packb(
-        {"kind": message.kind, **{name: getattr(message, name) for name in _HINTS[type(message)]}}
-    )
-    return packed
+    return pack_body({"kind": message.kind, **{name: getattr(message, name) for name in _HINTS[type(message)]}})
 
 
 def decode(data: bytes, *expected: type[M]) -> M:
@@ -498,41 +492,3 @@ def decode(data: bytes, *expected: type[M]) -> M:
         return cls(**given)
     except TypeError as exc:
         raise ProtocolError(f"{kind}: {exc}") from exc
-
-
-def pack_body(value: Any) -> bytes:
-    """msgpack of a plain value."""
-    packed: bytes = msgpack.packb(value)
-    return packed
-
-
-def unpack_body(data: bytes) -> Any:
-    """A plain value: None, booleans, numbers, text and bytes, in lists and in maps with keys of text, at most MAX_DEPTH
-    deep. Raises ProtocolError on anything else."""
-    try:
-        value = msgpack.unpackb(data, strict_map_key=True)
-    except Exception as exc:  # msgpack raises ValueError, its own classes and more, by the bytes it gets
-        raise ProtocolError(f"not msgpack: {type(exc).__name__}: {exc}") from exc
-    _check_plain(value)
-    return value
-
-
-def _check_plain(value: Any) -> None:
-    """What passes can be shown, hashed as JSON and packed again: repr() and packb() give up on deeper values."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        deeper: list[Any] = []
-        for item in level:
-            kind = type(item)
-            if kind is list:
-                deeper += item
-            elif kind is dict:
-                if any(type(key) is not str for key in item):
-                    raise ProtocolError("a map has a key that is not text")
-                deeper += item.values()
-            elif kind not in _SCALARS:
-                raise ProtocolError(f"a value of msgpack's extended type {kind.__name__}; allowed: plain ones")
-        if not deeper:
-            return
-        level = deeper
-    raise ProtocolError(f"a value is nested more than {MAX_DEPTH} deep")

@@ -36,6 +36,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.certification import Subject
 from layerzero.broker.engine import Engine
@@ -1334,18 +1335,18 @@ class World:
         actions = self.state.handle(event, self.now_s)
         self._note_lanes(actions)
         for action in actions:
-            if type(action) is not ev.Note:
+            if type(action) is not act.Note:
                 self._history.append((self.now_s, action))
             self.coverage.actions[type(action).__name__] += 1
             self._is_nested = self._handled != handled  # what is performed was decided before something else happened
             getattr(self, PERFORM[type(action)].__name__)(action)
 
-    def _note_lanes(self, actions: list[ev.Action]) -> None:
+    def _note_lanes(self, actions: list[act.Action]) -> None:
         """New lanes are there once they are decided, also for what happens while the actions are performed."""
         for action in actions:
-            if isinstance(action, ev.SendAllow) and action.lane not in self.lanes:
+            if isinstance(action, act.SendAllow) and action.lane not in self.lanes:
                 self.lanes[action.lane] = Lane(action.lane, self._worker(action.identity, "Allow"))
-            elif isinstance(action, ev.SendLease):
+            elif isinstance(action, act.SendLease):
                 lane, client = self.lanes[decode(action.body, Lease).lane], self.clients[action.identity]
                 self.require(lane.client in (None, client), "a lane has two clients")
                 lane.client = client
@@ -1786,7 +1787,7 @@ class World:
 
     # --- actions: what the server does ---------------------------------------------------------------
 
-    def _probe(self, action: ev.Probe) -> None:
+    def _probe(self, action: act.Probe) -> None:
         backend = action.backend
         fails = backend in self._missing or (not self.is_calm and self.rng.random() < self._p_probe_fails)
         self.push(self.now_s + self.rng.uniform(0.0, 0.5), self._probed, backend, fails)
@@ -1798,7 +1799,7 @@ class World:
         error = EnvError("no module named lib", env=backend) if fails else None
         self._deliver(ev.ProbeEnded(backend, error, None if fails or not self.compiles else _record(backend)))
 
-    def _compile(self, action: ev.Compile) -> None:
+    def _compile(self, action: act.Compile) -> None:
         backend, unit = action.backend, action.unit
         self.require(backend not in self._compiling, "a backend compiles two things at a time")
         self.require(not self._compiled.get(unit), "something is compiled twice")
@@ -1821,7 +1822,7 @@ class World:
         spec = CallSpec.parse(call.signature.body)
         return self._compiled.get(unit_of(f"{backend}.{spec.op}", ["dtypes"], spec))
 
-    def _spawn(self, action: ev.Spawn) -> None:
+    def _spawn(self, action: act.Spawn) -> None:
         backend, generation = action.backend, action.generation
         others = [p for p in self.processes.values() if p.backend == backend and not p.is_over]
         self.require(not others, f"{backend} is spawned while its worker before is not known to be dead")
@@ -1840,7 +1841,7 @@ class World:
     def kill(self, process: Process) -> None:
         self.push(self.now_s + self.delay_s(), process.die, -9)
 
-    def _kill(self, action: ev.Kill) -> None:
+    def _kill(self, action: act.Kill) -> None:
         process = self.processes[action.backend, action.generation]
         event = self._event
         is_overdue = isinstance(event, ev.LaneOverdue | ev.RingsSeen | ev.BellsSeen)
@@ -1891,7 +1892,7 @@ class World:
             process.sent[0].call.faults.add(process.kill_reason)
         self.kill(process)
 
-    def _stop(self, action: ev.StopWorker) -> None:
+    def _stop(self, action: act.StopWorker) -> None:
         process = self.processes[action.backend, action.generation]
         if action.identity:
             process.send("stop")
@@ -1905,25 +1906,25 @@ class World:
         assert process is not None
         return process
 
-    def _prepare(self, action: ev.SendPrepare) -> None:
+    def _prepare(self, action: act.SendPrepare) -> None:
         process = self._worker(action.identity, "Prepare")
         process.prepared.add(action.plan)
         process.send("prepare", action.plan)
 
-    def _drop(self, action: ev.SendDrop) -> None:
+    def _drop(self, action: act.SendDrop) -> None:
         process = self._worker(action.identity, "Drop")
         self.require(action.plan in process.prepared, "Drop of a plan that the worker never got")
         process.prepared.discard(action.plan)
         process.send("drop", action.plan)
 
-    def _lend(self, action: ev.LendArena) -> None:
+    def _lend(self, action: act.LendArena) -> None:
         process, arena = self.processes[action.backend, action.generation], (action.client, action.arena)
         self.require(not process.is_confirmed_dead, "an arena is lent to a dead worker")
         self.require(arena in self._arenas, "an arena is lent that the broker closed")
         process.lent.add(arena)
         process.tell("map", arena)
 
-    def _take_back(self, action: ev.TakeBackArena) -> None:
+    def _take_back(self, action: act.TakeBackArena) -> None:
         process, arena = self.processes[action.backend, action.generation], (action.client, action.arena)
         self.require(not process.is_confirmed_dead, "an arena is taken back from a dead worker")
         used = any(arena in d.arenas for d in process.held)
@@ -1931,7 +1932,7 @@ class World:
         process.lent.discard(arena)
         process.tell("unmap", arena)
 
-    def _lend_gpu(self, action: ev.LendGpu) -> None:
+    def _lend_gpu(self, action: act.LendGpu) -> None:
         process = self.processes[action.backend, action.generation]
         self.require(not process.is_confirmed_dead, "a GPU is lent to a dead worker")
         self.require(action.gpu == GPU and action.client not in process.gpus, "a worker is told twice of a GPU")
@@ -1944,19 +1945,19 @@ class World:
             self.coverage.fates["deaf"] += 1
             process.deaf.add(action.client)
 
-    def _take_back_gpu(self, action: ev.TakeBackGpu) -> None:
+    def _take_back_gpu(self, action: act.TakeBackGpu) -> None:
         process = self.processes[action.backend, action.generation]
         self.require(not process.is_confirmed_dead, "a GPU is taken back from a dead worker")
         self.require(action.client in process.gpus, "a GPU is taken back that was not lent")
         process.gpus.discard(action.client)
 
-    def _close_gpu(self, action: ev.CloseGpu) -> None:
+    def _close_gpu(self, action: act.CloseGpu) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         held = [d for p in self.processes.values() for d in p.held if d.call.client is client]
         self.require(client.has_left and not held, "an order page is closed that a worker needs")
         client.has_gpu = False
 
-    def _fail_turn(self, action: ev.FailTurn) -> None:
+    def _fail_turn(self, action: act.FailTurn) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         if client.has_left:
             self.require(client.left_during == self._events, "the turn of a client that has left fails")
@@ -1978,7 +1979,7 @@ class World:
         stream.done, stream.since_s = action.turn.number, self.now_s
         self.push(self.now_s + self.delay_s(), client.advance, stream)
 
-    def _release_turn(self, action: ev.ReleaseTurn) -> None:
+    def _release_turn(self, action: act.ReleaseTurn) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         self.require(client.has_left, "inputs count as ready although their client is there")
         self.coverage.fates["turn_released"] += 1
@@ -1998,7 +1999,7 @@ class World:
             stream.ready, stream.since_s = action.turn.number, self.now_s
         self.pump_gpus()
 
-    def _allow(self, action: ev.SendAllow) -> None:
+    def _allow(self, action: act.SendAllow) -> None:
         process = self._worker(action.identity, "Allow")
         self.require(self.limits.express, "a lane is used although lanes are off")
         lane = self.lanes[action.lane]
@@ -2007,7 +2008,7 @@ class World:
         self.require(is_known, "a plan is allowed that the worker never got")
         process.send("allow", (action.lane, action.plan))
 
-    def _lease(self, action: ev.SendLease) -> None:
+    def _lease(self, action: act.SendLease) -> None:
         lease = decode(action.body, Lease)
         lane, client = self.lanes[lease.lane], self.clients[action.identity]
         route = self.state.clients[client.identity].routes.get(action.route) if not client.has_left else None
@@ -2029,20 +2030,20 @@ class World:
         lane.stale_since_s.pop(action.route, None)
         client.inbound.send(client.leased, action.route, lease)
 
-    def _lend_lane(self, action: ev.LendLane) -> None:
+    def _lend_lane(self, action: act.LendLane) -> None:
         lane, process = self.lanes[action.lane], self.processes[action.backend, action.generation]
         self.require(lane.is_open and not lane.is_ended, "a lane is lent that is not open")
         self.require(lane.process is process and not process.is_confirmed_dead, "a lane is lent to a dead worker")
         process.tell("map_lane", lane)
 
-    def _revoke_lane(self, action: ev.RevokeLane) -> None:
+    def _revoke_lane(self, action: act.RevokeLane) -> None:
         lane = self.lanes[action.lane]
         self.require(action.epoch >= lane.core_epoch, "the epoch of a lane goes back")
         lane.core_epoch = action.epoch
         if lane.is_open:
             lane.epoch = action.epoch
 
-    def _take_back_lane(self, action: ev.TakeBackLane) -> None:
+    def _take_back_lane(self, action: act.TakeBackLane) -> None:
         lane, process = self.lanes[action.lane], self.processes[action.backend, action.generation]
         self.require(lane.process is process and not process.is_confirmed_dead, "a dead worker is told of a lane")
         assert lane.client is not None
@@ -2053,7 +2054,7 @@ class World:
         lane.is_taken_back, lane.is_open = True, False
         process.tell("unmap_lane", lane)
 
-    def _end_lane(self, action: ev.EndLane) -> None:
+    def _end_lane(self, action: act.EndLane) -> None:
         lane, event = self.lanes[action.lane], self._event
         client = lane.client
         assert client is not None
@@ -2067,14 +2068,14 @@ class World:
         else:
             self.push(self.now_s + self.delay_s(), client.lane_woken, lane, lane.calls)
 
-    def _close_arena(self, action: ev.CloseArena) -> None:
+    def _close_arena(self, action: act.CloseArena) -> None:
         arena = (action.client, action.arena)
         self.require(arena in self._arenas, "an arena is closed twice")
         used = any(arena in d.arenas for p in self.processes.values() for d in p.held)
         self.require(not used, "an arena is closed while a worker may write into it")
         self._arenas.discard(arena)
 
-    def _run(self, action: ev.Run) -> None:
+    def _run(self, action: act.Run) -> None:
         process = self._worker(action.identity, "Run")
         client = next(c for c in self.clients.values() if c.number == action.client)
         places = (action.body, action.turn, action.bell)
@@ -2106,7 +2107,7 @@ class World:
         else:
             process.send("run", dispatch)
 
-    def _mute(self, action: ev.SendMute) -> None:
+    def _mute(self, action: act.SendMute) -> None:
         process = self._worker(action.identity, "Mute")
         self.coverage.fates["bell_muted"] += 1
         both = (*process.sent, *process.bound.values())
@@ -2129,12 +2130,12 @@ class World:
             return None
         return client
 
-    def _decide(self, action: ev.SendDecision) -> None:
+    def _decide(self, action: act.SendDecision) -> None:
         client = self._to_client(action.identity)
         if client is not None:
             client.decisions[action.decision] = decode(action.body, Decision)
 
-    def _answer(self, action: ev.Answer) -> None:
+    def _answer(self, action: act.Answer) -> None:
         client = self._to_client(action.identity)
         if client is None:
             return
@@ -2158,7 +2159,7 @@ class World:
         self._note_reasons(decision.candidates)
         client.inbound.send(client.answered, call)
 
-    def _refuse(self, action: ev.Refuse) -> None:
+    def _refuse(self, action: act.Refuse) -> None:
         client = self._to_client(action.identity)
         if client is None:
             return
@@ -2243,19 +2244,19 @@ class World:
             for reason in candidate["reasons"]:
                 self.coverage.reasons[reason["code"]] += 1
 
-    def _drop_client(self, action: ev.DropClient) -> None:
+    def _drop_client(self, action: act.DropClient) -> None:
         client = self.clients[action.identity]
         self.require(client.has_offended, f"an innocent client is dropped: {action.detail}")
         self._leave(client)
         self._handle(ev.ClientLeft(action.identity))
 
-    def _note(self, action: ev.Note) -> None:
+    def _note(self, action: act.Note) -> None:
         pass
 
-    def _release_call(self, action: ev.ReleaseCall) -> None:
+    def _release_call(self, action: act.ReleaseCall) -> None:
         self.require(False, f"memory is released that nobody had lost: {action}")
 
-    def _exit(self, _: ev.Exit) -> None:
+    def _exit(self, _: act.Exit) -> None:
         self._exits += 1
         left = [p.backend for p in self.processes.values() if not p.is_over]
         self.require(self._is_stopping and not left, f"the broker ends with workers {left}")
@@ -2400,36 +2401,36 @@ class World:
 
 
 PERFORM: dict[type, Callable[[World, Any], None]] = {
-    ev.Probe: World._probe,
-    ev.Compile: World._compile,
-    ev.Spawn: World._spawn,
-    ev.Kill: World._kill,
-    ev.StopWorker: World._stop,
-    ev.SendPrepare: World._prepare,
-    ev.SendDrop: World._drop,
-    ev.LendArena: World._lend,
-    ev.TakeBackArena: World._take_back,
-    ev.CloseArena: World._close_arena,
-    ev.LendGpu: World._lend_gpu,
-    ev.TakeBackGpu: World._take_back_gpu,
-    ev.CloseGpu: World._close_gpu,
-    ev.FailTurn: World._fail_turn,
-    ev.ReleaseTurn: World._release_turn,
-    ev.SendAllow: World._allow,
-    ev.SendLease: World._lease,
-    ev.LendLane: World._lend_lane,
-    ev.RevokeLane: World._revoke_lane,
-    ev.TakeBackLane: World._take_back_lane,
-    ev.EndLane: World._end_lane,
-    ev.Run: World._run,
-    ev.SendMute: World._mute,
-    ev.SendDecision: World._decide,
-    ev.Answer: World._answer,
-    ev.Refuse: World._refuse,
-    ev.ReleaseCall: World._release_call,
-    ev.DropClient: World._drop_client,
-    ev.Note: World._note,
-    ev.Exit: World._exit,
+    act.Probe: World._probe,
+    act.Compile: World._compile,
+    act.Spawn: World._spawn,
+    act.Kill: World._kill,
+    act.StopWorker: World._stop,
+    act.SendPrepare: World._prepare,
+    act.SendDrop: World._drop,
+    act.LendArena: World._lend,
+    act.TakeBackArena: World._take_back,
+    act.CloseArena: World._close_arena,
+    act.LendGpu: World._lend_gpu,
+    act.TakeBackGpu: World._take_back_gpu,
+    act.CloseGpu: World._close_gpu,
+    act.FailTurn: World._fail_turn,
+    act.ReleaseTurn: World._release_turn,
+    act.SendAllow: World._allow,
+    act.SendLease: World._lease,
+    act.LendLane: World._lend_lane,
+    act.RevokeLane: World._revoke_lane,
+    act.TakeBackLane: World._take_back_lane,
+    act.EndLane: World._end_lane,
+    act.Run: World._run,
+    act.SendMute: World._mute,
+    act.SendDecision: World._decide,
+    act.Answer: World._answer,
+    act.Refuse: World._refuse,
+    act.ReleaseCall: World._release_call,
+    act.DropClient: World._drop_client,
+    act.Note: World._note,
+    act.Exit: World._exit,
 }
 
 

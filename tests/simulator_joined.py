@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.simulator import BUSY_S, STOP_GRACE_S, Call, Channel, Client, Coverage, Process, Violation, World
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.state import BrokerState
 from layerzero.broker.worker_fsm import WorkerState
@@ -219,13 +220,13 @@ class JoinedWorld(World):
 
     # --- actions
 
-    def _probe(self, action: ev.Probe) -> None:
+    def _probe(self, action: act.Probe) -> None:
         if action.backend in self.joined:
             self.push(self.now_s, self._probed, action.backend, False)
         else:
             super()._probe(action)
 
-    def _spawn(self, action: ev.Spawn) -> None:
+    def _spawn(self, action: act.Spawn) -> None:
         backend = action.backend
         if backend not in self.joined:
             super()._spawn(action)
@@ -239,12 +240,12 @@ class JoinedWorld(World):
             error = EnvError(VACANCY.detail, env=backend)
             self._handle(ev.SpawnFailed(backend, action.generation, error, vacancy=VACANCY))
 
-    def _kill(self, action: ev.Kill) -> None:
+    def _kill(self, action: act.Kill) -> None:
         super()._kill(action)
         process = self.processes[action.backend, action.generation]
         self.push(self.now_s + CONFIRM_S, self._give_up, process)
 
-    def _stop(self, action: ev.StopWorker) -> None:
+    def _stop(self, action: act.StopWorker) -> None:
         super()._stop(action)
         process = self.processes[action.backend, action.generation]
         self.push(self.now_s + STOP_GRACE_S + CONFIRM_S, self._give_up, process)
@@ -260,13 +261,13 @@ class JoinedWorld(World):
         self._deliver(ev.BackendReset(backend, None))
         self._offer(backend)
 
-    def _refuse(self, action: ev.Refuse) -> None:
+    def _refuse(self, action: act.Refuse) -> None:
         call = self.clients[action.identity].open.get(action.seq)
         if call is not None:
             self.require(action.is_lent == call.is_lent, f"is_lent is {action.is_lent}, which is not true")
         super()._refuse(action)
 
-    def _release_call(self, action: ev.ReleaseCall) -> None:
+    def _release_call(self, action: act.ReleaseCall) -> None:
         client = self.clients[action.identity]
         assert isinstance(client, JoinedClient)
         if not client.has_left:

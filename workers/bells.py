@@ -128,9 +128,8 @@ class Bells:
         run, following = {bell: board.bells[bell]}, page.next_bell(bell)
         # All are taken before the first is launched: who takes over must see what is not done.
         while following is not None and following not in run and (one := board.bells.get(following)) is not None:
-            if (
-                page.is_bell_done(following) or page.bell(following) < TAKEN
-            ):  # else a dead worker took it, in this replay
+            # One that is taken and not done is of this replay: a worker that is dead took it.
+            if page.is_bell_done(following) or page.bell(following) < TAKEN:
                 page.clear_bell_done(following)
                 one.take(page, following)
             run[following] = one

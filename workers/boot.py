@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from layerzero.ipc.errors import ConfigError
-from layerzero.ipc.messages import unpack_body
+from layerzero.ipc.plain import unpack_body
 from layerzero.workers.provider import Provider
 from layerzero.workers.steady import BUDGET_BYTES
 

@@ -30,16 +30,17 @@ from layerzero.workers.gpu_plan import MAX_TASKS, Enqueued, Plan, Task
 from layerzero.workers.steady import BUDGET_BYTES, Graphs, OnStream, State, tell
 
 EXIT_CODE = 70  # of a worker whose GPU context is lost
+RENEWAL_CODE = 71  # of one that must begin anew, through nobody's fault
 WATCH_S = 0.02  # how late a lost context may be noticed
 _PAUSE_S = 0.001  # how often to look for what is expected soon
 SETTLE_S = 1.0  # for what a failed kernel left on its stream
 MAX_GONE = 256  # clients that are remembered after they were unmapped
 
 
-def end(reason: str) -> NoReturn:
+def end(reason: str, code: int = EXIT_CODE) -> NoReturn:
     """The process can do nothing more on its GPU; ending at once is what tells the broker."""
     print(f"the worker ends: {reason}", file=sys.stderr, flush=True)
-    os._exit(EXIT_CODE)
+    os._exit(code)
 
 
 class Gpus:
@@ -52,7 +53,7 @@ class Gpus:
         *,
         graph_bytes: int = BUDGET_BYTES,
         load: Callable[[], cuda.Driver] = cuda.load,
-        end: Callable[[str], NoReturn] = end,
+        end: Callable[..., NoReturn] = end,
     ) -> None:
         """`on_stream`: Loaded.on_stream. `hear(waits=...)` takes one message from the control socket, which calls the
         methods below; without `waits` only one that is there. Returns whether it did. `graph_bytes`: memory that
@@ -179,6 +180,13 @@ class Gpus:
 
     def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints | None) -> Enqueued:
         """`run`, for a client whose context is current."""
+        if not plan.has_run and link.is_behind(turn):
+            # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this call.
+            self._end(
+                f"the first {plan.call.kernel_id} came behind later calls of its client's stream, which wait for it: "
+                "a new process loads it before them",
+                RENEWAL_CODE,
+            )
         stream = link.stream(turn, self._new_stream)
         if plan.is_graph_safe and task.steady.state is State.WARMUP:
             reason = self._graphs.advance(task.steady, task.bound, link.context, stream)

@@ -52,6 +52,11 @@ class Link:
         queues.append(Queue(new(self.context), number))
         return queues[-1].stream
 
+    def is_behind(self, turn: Turn) -> bool:
+        """Whether our streams hold later calls of its lane, and none that may come before it."""
+        queues = self.lanes.get(turn.lane, [])
+        return bool(queues) and not any(0 < turn.number - queue.last & MASK < _HALF for queue in queues)
+
     def release(self) -> None:
         """The client is gone: its streams will not write READY any more, for which ours wait. What they compute nobody
         reads. To be repeated while they work: a last write of the client's GPU may come yet, with a smaller number."""

@@ -19,6 +19,7 @@ from layerzero.ipc import control, messages, secret, sockets, wire
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir
 from layerzero.ipc.errors import LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.hello import greet
+from layerzero.ipc.plain import unpack_body
 
 TIMEOUT_S = 5.0
 
@@ -65,7 +66,7 @@ def ask(path: Path, backend: str, key: bytes | None) -> dict[str, Any]:
     body = frame[wire.HEADER_BYTES :]
     if wire.unpack(frame).kind != wire.Kind.RESPONSE:
         raise from_wire(messages.decode(body, messages.Outcome).error)
-    health = messages.unpack_body(body)
+    health = unpack_body(body)
     if not isinstance(health, dict) or not {"ok", "detail"} <= set(health):
         raise ProtocolError(f"an answer that is none: {health!r:.100}")
     return health

@@ -20,6 +20,7 @@ from typing import Protocol
 from layerzero.ipc import memory, messages
 from layerzero.ipc.errors import ConfigError, ProtocolError
 from layerzero.ipc.logs import log
+from layerzero.ipc.plain import pack_body
 
 TAIL_BYTES = 2048
 PIPE_BYTES = 1 << 16  # what a pipe holds
@@ -145,7 +146,7 @@ class Children:
         if self._keep is None or self._worker is not None:
             raise ProtocolError("start_worker before keep, or while a worker runs")
         self._generation, self._tail = message.generation, b""
-        boot = messages.pack_body(
+        boot = pack_body(
             {
                 "control_path": str(self._control_path),
                 "ticket": message.ticket,

@@ -12,6 +12,7 @@ from tests.fuzz import scratch
 from tests.simulator import GPU
 from tests.unit.broker.driver import Driver
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.connections import Connections
 from layerzero.broker.descriptors import Descriptors
@@ -75,15 +76,15 @@ class BrokerEnds:
     def handle(self, event: ev.Event) -> None:
         for action in self.driver(event):
             match action:
-                case ev.CloseArena():
+                case act.CloseArena():
                     self._offers.close_arena(action)
-                case ev.CloseGpu():
+                case act.CloseGpu():
                     self._pages.close(action.client, action.gpu)
-                case ev.RevokeLane():
+                case act.RevokeLane():
                     self._lanes.revoke(action.lane, action.epoch)
-                case ev.EndLane():
+                case act.EndLane():
                     self._lanes.end(action.lane)
-                case ev.DropClient():
+                case act.DropClient():
                     self.connections.drop_client(action)
 
     def _welcome(self, peer: Peer) -> messages.Welcome:

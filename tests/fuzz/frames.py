@@ -11,7 +11,8 @@ from layerzero.broker import frames
 from layerzero.broker.selection import CallSpec
 from layerzero.ipc import wire
 from layerzero.ipc.errors import BackendError, InvalidArgument, ProtocolError
-from layerzero.ipc.messages import RanHere, Ready, Request, encode, pack_body
+from layerzero.ipc.messages import RanHere, Ready, Request, encode
+from layerzero.ipc.plain import pack_body
 from layerzero.ipc.wire import Kind
 
 TYPED = (ProtocolError, InvalidArgument)

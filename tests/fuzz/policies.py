@@ -15,8 +15,8 @@ from layerzero.broker.policy_values import Known
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.ipc.errors import ConfigError, InvalidArgument, ProtocolError
-from layerzero.ipc.messages import unpack_body
 from layerzero.ipc.ops import OPS
+from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.tensors import TensorSpec
 
 TYPED = (ConfigError, InvalidArgument, ProtocolError)

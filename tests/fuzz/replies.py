@@ -10,12 +10,14 @@ from tests.fuzz import values
 from tests.fuzz.source import Source, chunk
 from tests.unit.broker.driver import BODY, CLIENT, Driver
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker import frames
 from layerzero.ipc import wire
 from layerzero.ipc.errors import BackendError, ProtocolError
-from layerzero.ipc.messages import Ready, encode, pack_body
+from layerzero.ipc.messages import Ready, encode
 from layerzero.ipc.order import Turn
+from layerzero.ipc.plain import pack_body
 from layerzero.ipc.ring import RingCall
 from layerzero.ipc.wire import HEADER_BYTES, Kind
 
@@ -45,15 +47,15 @@ class _World:
         for seq in range(2, _CALLS + 1):
             self.take(self.driver.call(seq))
 
-    def take(self, actions: list[ev.Action]) -> None:
+    def take(self, actions: list[act.Action]) -> None:
         """As the server would: probes pass, workers start, and so on."""
         for action in actions:
-            if isinstance(action, (ev.Answer, ev.Refuse)):
+            if isinstance(action, (act.Answer, act.Refuse)):
                 self.ended[action.seq] += 1
                 frames.TO_CLIENT[type(action)](action)
-            elif isinstance(action, ev.Probe):
+            elif isinstance(action, act.Probe):
                 self.take(self.driver.ready(action.backend))
-            elif isinstance(action, ev.Kill):
+            elif isinstance(action, act.Kill):
                 self.killed.add(action.backend)
             elif type(action) in frames.TO_CLIENT:
                 frames.TO_CLIENT[type(action)](action)

@@ -15,8 +15,9 @@ from layerzero.capabilities import descriptor
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.envs.manifest import package_folder
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.messages import Route, encode, pack_body
+from layerzero.ipc.messages import Route, encode
 from layerzero.ipc.ops import OPS, Op
+from layerzero.ipc.plain import pack_body
 from layerzero.ipc.tensors import TensorSpec
 
 TYPED = (LayerZeroError,)

@@ -10,6 +10,7 @@ import msgpack
 from tests.fuzz import scratch, values
 from tests.unit.broker.driver import Driver
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker import frames
 from layerzero.broker.launcher import Launcher
@@ -33,8 +34,8 @@ def run(data: bytes) -> None:
     driver.call(1, 2)
     failure = Launcher.failure(record)
     for action in driver(ev.ProbeEnded("alpha", failure, record)):
-        if isinstance(action, ev.Refuse):
-            frames.TO_CLIENT[ev.Refuse](action)
+        if isinstance(action, act.Refuse):
+            frames.TO_CLIENT[act.Refuse](action)
     worker = driver.state.workers["alpha"]
     driver(ev.WorkerSpawned("alpha", worker.generation, 1))
     if record.ok:

@@ -14,7 +14,8 @@ from layerzero.client.report import Candidate
 from layerzero.client.tokenizer import read_offsets, read_texts, read_token_ids
 from layerzero.ipc import lane, messages
 from layerzero.ipc.errors import BackendError, LayerZeroError, OutputTooSmall, ProtocolError
-from layerzero.ipc.messages import Decision, Outcome, encode, pack_body
+from layerzero.ipc.messages import Decision, Outcome, encode
+from layerzero.ipc.plain import pack_body
 
 TYPED = (ProtocolError,)
 _LANE, _FAILED, _DECISION, _TOKENS, _TEXTS = range(5)

@@ -306,6 +306,27 @@ def test_a_lost_gpu_ends_that_worker_alone(connected: Site) -> None:
         close(other, silu(values))
     exits = wait_until(lambda: connected.events("worker.exited"))
     assert "exit code 70" in [line["exit"] for line in exits]
+    lz.synchronize(PATIENCE_S)  # and no call ended in an error
+
+
+def test_an_earlier_call_that_falls_back_to_a_worker_with_later_ones_does_not_hang(
+    new_site: Callable[..., Site],
+) -> None:
+    """Its kernel is new there, and CUDA may wait for all streams of a process to load one: the worker begins anew, with
+    this call first, and nobody is to blame."""
+    site = new_site()
+    site.connect()
+    x, values = randn(8, 16)
+    lz.silu(x, backend="two")
+    wide = values.astype(np.float64)
+    result = lz.layer_norm(x, (16,), eps=ILLEGAL)
+    later = [lz.silu(x, backend="two") for _ in range(5)]
+    finish()
+    lz.synchronize(PATIENCE_S)
+    close(result, (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + ILLEGAL))
+    for other in later:
+        close(other, silu(values))
+    assert site.backend("two")["state"] == "ready"
 
 
 def test_a_kernel_that_raises_falls_back(connected: Site) -> None:

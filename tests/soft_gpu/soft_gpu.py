@@ -418,6 +418,7 @@ class _Current:
 
     def __init__(self) -> None:
         self._stream = 0
+        self._loaded: set[str] = set()
 
     @contextlib.contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
@@ -432,6 +433,9 @@ class _Current:
             out = outs if OPS[call.op].in_place else outs[0]
 
             def bound() -> None:
+                if call.op not in self._loaded and not driver.is_capturing(self._stream):
+                    self._loaded.add(call.op)
+                    driver.synchronize()  # as CUDA may when it loads a kernel
                 driver.put(self._stream, kernel(name, call, arrays, out))
 
             return bound

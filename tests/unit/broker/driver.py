@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.simulator import CAPABILITIES, route_body
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.engine import Engine
 from layerzero.broker.limits import Limits
@@ -46,7 +47,7 @@ class Driver:
         **limits: Any,
     ) -> None:
         self.now_s = 100.0
-        self.notes: list[ev.Note] = []
+        self.notes: list[act.Note] = []
         known = {name: CAPABILITIES[name] for name in backends or ("alpha", "beta", "gamma")}
         known |= changed or {}
         self.state = BrokerState(
@@ -55,28 +56,28 @@ class Driver:
         self.pids = 0
         self.join(CLIENT, 1)
 
-    def __call__(self, event: ev.Event) -> list[ev.Action]:
+    def __call__(self, event: ev.Event) -> list[act.Action]:
         actions = self.state.handle(event, self.now_s)
-        self.notes += [action for action in actions if isinstance(action, ev.Note)]
-        return [action for action in actions if not isinstance(action, ev.Note)]
+        self.notes += [action for action in actions if isinstance(action, act.Note)]
+        return [action for action in actions if not isinstance(action, act.Note)]
 
     def join(self, identity: bytes, number: int) -> None:
         self(ev.ClientJoined(identity, number))
         self(ev.ArenaOffered(identity, 1, 128))
         self.route(1, identity=identity)
 
-    def route(self, number: int, *, identity: bytes = CLIENT, **signature: str) -> list[ev.Action]:
+    def route(self, number: int, *, identity: bytes = CLIENT, **signature: str) -> list[act.Action]:
         return self(ev.RouteDefined(identity, number, route_body(**signature)))
 
-    def call(self, seq: int, route: int = 1, *, identity: bytes = CLIENT, **more: Any) -> list[ev.Action]:
+    def call(self, seq: int, route: int = 1, *, identity: bytes = CLIENT, **more: Any) -> list[act.Action]:
         fields = {"timeout_s": 0.0, "body": BODY, **more}
         return self(ev.CallArrived(identity, route, seq, **fields))
 
-    def tick(self, after_s: float) -> list[ev.Action]:
+    def tick(self, after_s: float) -> list[act.Action]:
         self.now_s += after_s
         return self(ev.Tick())
 
-    def ready(self, backend: str) -> list[ev.Action]:
+    def ready(self, backend: str) -> list[act.Action]:
         """Its probe passes if one is due, its worker starts and loads; returns what that leads to."""
         worker = self.state.workers[backend]
         if worker.state.value == "probing":
@@ -85,27 +86,27 @@ class Driver:
         self(ev.WorkerSpawned(backend, worker.generation, self.pids))
         return self(ev.WorkerReady(b"W%d" % self.pids, backend, worker.generation, {"lib": "1"}))
 
-    def serve(self, seq: int, route: int = 1, **more: Any) -> ev.Run:
+    def serve(self, seq: int, route: int = 1, **more: Any) -> act.Run:
         """A call that its best backend, started if need be, is now running."""
         actions = self.call(seq, route, **more)
         for action in actions:
-            if isinstance(action, ev.Probe):
+            if isinstance(action, act.Probe):
                 actions = self.ready(action.backend)
         return self.run_of(actions)
 
     @staticmethod
-    def run_of(actions: list[ev.Action]) -> ev.Run:
-        (run,) = (action for action in actions if isinstance(action, ev.Run))
+    def run_of(actions: list[act.Action]) -> act.Run:
+        (run,) = (action for action in actions if isinstance(action, act.Run))
         return run
 
-    def ran(self, run: ev.Run, body: bytes = b"", kernel_ns: int = 5000) -> list[ev.Action]:
+    def ran(self, run: act.Run, body: bytes = b"", kernel_ns: int = 5000) -> list[act.Action]:
         return self(ev.CallRan(run.identity, run.dispatch, run.attempt, kernel_ns, body))
 
-    def raised(self, run: ev.Run, error: LayerZeroError) -> list[ev.Action]:
+    def raised(self, run: act.Run, error: LayerZeroError) -> list[act.Action]:
         return self(ev.CallRaised(run.identity, run.dispatch, run.attempt, error))
 
     def dies(
         self, backend: str, executing: int = 0, *, exit_code: int = -11, phase: str = "executing", stderr: str = ""
-    ) -> list[ev.Action]:
+    ) -> list[act.Action]:
         generation = self.state.workers[backend].generation
         return self(ev.WorkerExited(backend, generation, exit_code, executing, phase, stderr))

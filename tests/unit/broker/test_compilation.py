@@ -8,6 +8,7 @@ import pytest
 from tests.simulator import CAPABILITIES, route_body
 from tests.unit.broker.driver import CLIENT, Driver
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.compilation import MAX_QUEUED, Compilation, Job
 from layerzero.broker.policy import Policy, Weights
@@ -44,10 +45,10 @@ class Jit(Driver):
         for backend in self.state.capabilities:
             self.state.engine.set_certification(self.state.engine.certification.with_record(probed(backend)))
 
-    def compiles(self, actions: list[ev.Action]) -> list[Unit]:
-        return [action.unit for action in actions if isinstance(action, ev.Compile)]
+    def compiles(self, actions: list[act.Action]) -> list[Unit]:
+        return [action.unit for action in actions if isinstance(action, act.Compile)]
 
-    def compiled(self, unit: Unit = ALPHA, failure: str = "") -> list[ev.Action]:
+    def compiled(self, unit: Unit = ALPHA, failure: str = "") -> list[act.Action]:
         return self(ev.CompileEnded("alpha", unit, failure, 1.0))
 
     def explained(self) -> dict[str, list[str]]:
@@ -102,7 +103,7 @@ def test_a_call_waits_for_nothing_that_is_not_queued() -> None:
     jit = Jit("alpha")
     for number in range(1 + 2 * MAX_QUEUED):
         jit.state.engine.compilation.ask(job(number), is_urgent=True)
-    (refused,) = [action for action in jit.call(1) if isinstance(action, ev.Refuse)]
+    (refused,) = [action for action in jit.call(1) if isinstance(action, act.Refuse)]
     assert refused.error.code == "NO_BACKEND"
     assert "NOT_COMPILED" in refused.error.message
 
@@ -129,11 +130,11 @@ def test_the_first_call_starts_a_compilation_and_goes_elsewhere() -> None:
     """A call must not take a minute where another kernel takes a millisecond."""
     driver = Jit()
     actions = driver.call(1)
-    (started,) = [action for action in actions if isinstance(action, ev.Compile)]
+    (started,) = [action for action in actions if isinstance(action, act.Compile)]
     assert (started.backend, started.unit) == ("alpha", ALPHA)
     message = decode(started.body, Prepare)
     assert (message.kernel_id, message.op) == ("alpha.silu", "silu")
-    assert ev.Probe("beta") in actions
+    assert act.Probe("beta") in actions
     run = driver.run_of(driver.ready("beta"))
     driver.ran(run)
     assert driver.explained() == {"beta.silu": [], "alpha.silu": ["NOT_COMPILED"]}
@@ -148,7 +149,7 @@ def test_calls_go_to_the_kernel_once_it_is_compiled() -> None:
     driver.compiled()
     assert [note.event for note in driver.notes if note.event.startswith("kernel.")] == ["kernel.compiled"]
     assert driver.explained() == {"alpha.silu": [], "beta.silu": []}
-    assert ev.Probe("alpha") in driver.call(2)
+    assert act.Probe("alpha") in driver.call(2)
 
 
 def test_what_an_earlier_broker_compiled_need_not_be_compiled() -> None:
@@ -156,7 +157,7 @@ def test_what_an_earlier_broker_compiled_need_not_be_compiled() -> None:
     driver = Jit(compiled=(ALPHA,))
     actions = driver.call(1)
     assert driver.compiles(actions) == []
-    assert ev.Probe("alpha") in actions
+    assert act.Probe("alpha") in actions
 
 
 def test_each_unit_is_compiled_for_itself() -> None:
@@ -178,7 +179,7 @@ def test_a_kernel_that_no_probe_has_seen_is_probed_first() -> None:
     driver = Jit()
     driver.state.engine.set_certification(driver.state.engine.certification.__class__({"beta": probed("beta")}))
     actions = driver.call(1)
-    assert [a.backend for a in actions if isinstance(a, ev.Probe)] == ["alpha", "beta"]
+    assert [a.backend for a in actions if isinstance(a, act.Probe)] == ["alpha", "beta"]
     assert driver.compiles(actions) == []
     driver(ev.ProbeEnded("alpha", None, probed("alpha")))
     assert driver.compiles(driver.call(2)) == [ALPHA]
@@ -190,8 +191,8 @@ def test_a_pinned_call_is_held_and_served_when_the_compilation_has_ended() -> No
     driver.route(2, backend="alpha")
     assert driver.compiles(driver.call(1, 2)) == [ALPHA]
     driver.now_s += 3.0
-    assert ev.Probe("alpha") in driver.compiled()
-    (answer,) = [a for a in driver.ran(driver.run_of(driver.ready("alpha"))) if isinstance(a, ev.Answer)]
+    assert act.Probe("alpha") in driver.compiled()
+    (answer,) = [a for a in driver.ran(driver.run_of(driver.ready("alpha"))) if isinstance(a, act.Answer)]
     assert [(a["code"], a["kernel_id"]) for a in answer.attempts] == [("NOT_COMPILED", "alpha.silu")]
     assert "waited 3.0 s" in answer.attempts[0]["detail"]
 
@@ -204,7 +205,7 @@ def test_a_held_call_ends_at_its_deadline_and_the_compilation_goes_on() -> None:
     assert driver.state.wakeup_s == driver.now_s + 2.0
     assert driver.tick(1.9) == []
     (refusal,) = driver.tick(0.2)
-    assert isinstance(refusal, ev.Refuse)
+    assert isinstance(refusal, act.Refuse)
     assert refusal.error.code == "DEADLINE"
     assert "is being compiled" in refusal.error.message
     assert driver.state.engine.compilation.running() == [ALPHA]
@@ -215,10 +216,10 @@ def test_a_failed_compilation_sends_the_held_call_on_with_the_compilers_words() 
     driver = Jit()
     driver.route(2, backend="alpha")
     driver.call(1, 2)
-    (refusal,) = [a for a in driver.compiled(failure="nvcc: no such architecture") if isinstance(a, ev.Refuse)]
+    (refusal,) = [a for a in driver.compiled(failure="nvcc: no such architecture") if isinstance(a, act.Refuse)]
     assert refusal.error.code == "NO_BACKEND"
     assert "COMPILE_FAILED: dtypes=float32,float32: nvcc: no such architecture" in refusal.error.message
-    assert ev.Probe("beta") in driver.call(2)
+    assert act.Probe("beta") in driver.call(2)
     driver(ev.BackendReset("alpha", None))
     assert driver.compiles(driver.call(3)) == [ALPHA]
 
@@ -228,7 +229,7 @@ def test_a_client_that_leaves_takes_its_held_calls_along() -> None:
     driver = Jit()
     driver.route(2, backend="alpha")
     driver.call(1, 2)
-    assert ev.CloseArena(1, 1) in driver(ev.ClientLeft(CLIENT))
+    assert act.CloseArena(1, 1) in driver(ev.ClientLeft(CLIENT))
     assert driver.compiled() == []
 
 
@@ -237,7 +238,7 @@ def test_a_shutdown_ends_held_calls() -> None:
     driver = Jit()
     driver.route(2, backend="alpha")
     driver.call(1, 2)
-    (refusal,) = [a for a in driver(ev.ShutdownAsked()) if isinstance(a, ev.Refuse)]
+    (refusal,) = [a for a in driver(ev.ShutdownAsked()) if isinstance(a, act.Refuse)]
     assert refusal.error.code == "BROKER_LOST"
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.simulator import route_body
 from tests.unit.broker.driver import CLIENT, Driver
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.leases import MAX_LOST, SETTLED_CALLS
 from layerzero.broker.policy import Policy, Weights
@@ -20,22 +21,22 @@ from layerzero.ipc.messages import Decision, Lease, decode
 OTHER = b"C2"
 
 
-def of(actions: list[ev.Action], *kinds: type) -> list[ev.Action]:
+def of(actions: list[act.Action], *kinds: type) -> list[act.Action]:
     return [action for action in actions if isinstance(action, kinds)]
 
 
-def names(actions: list[ev.Action]) -> list[str]:
+def names(actions: list[act.Action]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-def refusal(actions: list[ev.Action]) -> ev.Refuse:
-    (refuse,) = (action for action in actions if isinstance(action, ev.Refuse))
+def refusal(actions: list[act.Action]) -> act.Refuse:
+    (refuse,) = (action for action in actions if isinstance(action, act.Refuse))
     return refuse
 
 
-def served(driver: Driver, calls: int, *, first: int = 1, route: int = 1, **more: bytes) -> list[ev.Action]:
+def served(driver: Driver, calls: int, *, first: int = 1, route: int = 1, **more: bytes) -> list[act.Action]:
     """So many calls, one by one, with their answers; what the last answer came with."""
-    actions: list[ev.Action] = []
+    actions: list[act.Action] = []
     for seq in range(first, first + calls):
         actions = driver.ran(driver.serve(seq, route, **more))
     return actions
@@ -57,11 +58,11 @@ def settled(*backends: str, is_open: bool = True, **limits: object) -> Driver:
 def test_route_that_one_worker_served_three_times_gets_a_lease() -> None:
     """The worker must know before the client may call; the answer comes last, with its decision known."""
     driver = Driver(express=True)
-    assert not of(served(driver, SETTLED_CALLS - 1), ev.SendLease)
+    assert not of(served(driver, SETTLED_CALLS - 1), act.SendLease)
     allow, lease, answer = served(driver, 1, first=SETTLED_CALLS)
-    assert isinstance(answer, ev.Answer)
-    assert allow == ev.SendAllow(driver.state.workers["alpha"].identity, 1, 1)
-    assert isinstance(lease, ev.SendLease)
+    assert isinstance(answer, act.Answer)
+    assert allow == act.SendAllow(driver.state.workers["alpha"].identity, 1, 1)
+    assert isinstance(lease, act.SendLease)
     assert (lease.identity, lease.route, lease.decision) == (CLIENT, 1, answer.decision)
     assert decode(lease.body, Lease) == Lease(lane=1, plan=1, epoch=0)
 
@@ -73,7 +74,7 @@ def test_route_has_one_lease_at_a_time() -> None:
 
 def test_lanes_can_be_switched_off() -> None:
     """LZ_EXPRESS=0 keeps every call in the broker's sight."""
-    assert not of(served(Driver(express=False), 5), ev.SendAllow, ev.SendLease)
+    assert not of(served(Driver(express=False), 5), act.SendAllow, act.SendLease)
 
 
 def test_calls_that_another_worker_served_do_not_count() -> None:
@@ -81,16 +82,16 @@ def test_calls_that_another_worker_served_do_not_count() -> None:
     driver = Driver("alpha", "beta", express=True)
     served(driver, SETTLED_CALLS - 1)
     driver.raised(driver.serve(8), BackendError("kernel raised"))
-    assert not of(driver.ran(driver.run_of(driver.ready("beta"))), ev.SendLease)
-    assert not of(served(driver, 1, first=9), ev.SendLease)
+    assert not of(driver.ran(driver.run_of(driver.ready("beta"))), act.SendLease)
+    assert not of(served(driver, 1, first=9), act.SendLease)
 
 
 def test_second_route_to_the_same_worker_shares_its_lane() -> None:
     """A lane costs two eventfds and a page."""
     driver = settled()
     driver.route(2, dtype="float64")
-    (lease,) = of(served(driver, SETTLED_CALLS, route=2), ev.SendLease)
-    assert isinstance(lease, ev.SendLease)
+    (lease,) = of(served(driver, SETTLED_CALLS, route=2), act.SendLease)
+    assert isinstance(lease, act.SendLease)
     assert decode(lease.body, Lease).lane == 1
 
 
@@ -98,8 +99,8 @@ def test_each_client_has_its_own_lane() -> None:
     """A page has one writer on each side."""
     driver = settled()
     driver.join(OTHER, 2)
-    (lease,) = of(served(driver, SETTLED_CALLS, identity=OTHER), ev.SendLease)
-    assert isinstance(lease, ev.SendLease)
+    (lease,) = of(served(driver, SETTLED_CALLS, identity=OTHER), act.SendLease)
+    assert isinstance(lease, act.SendLease)
     assert decode(lease.body, Lease).lane == 2
 
 
@@ -118,14 +119,14 @@ def test_what_must_be_seen_call_by_call_gets_no_lease(policy: Policy) -> None:
     """Tuning and shadow checks pick single calls; on a lane there is nobody to pick them."""
     driver = Driver(express=True)
     driver(ev.PolicyChanged(policy))
-    assert not of(served(driver, 5), ev.SendLease)
+    assert not of(served(driver, 5), act.SendLease)
 
 
 def test_calls_that_must_show_a_digest_get_no_lease() -> None:
     """Poisonous inputs of the same signature must not slip by on a lane."""
     driver = Driver(express=True)
     driver(ev.CallPoisoned(CLIENT, 1, b"b" * 16))
-    assert not of(served(driver, 5, digest=b"g" * 16), ev.SendLease)
+    assert not of(served(driver, 5, digest=b"g" * 16), act.SendLease)
 
 
 # --- opening -------------------------------------------------------------------------------------------------
@@ -134,21 +135,21 @@ def test_calls_that_must_show_a_digest_get_no_lease() -> None:
 def test_opened_lane_is_lent_to_its_worker() -> None:
     """It maps the page and listens to the doorbell."""
     driver = settled(is_open=False)
-    assert driver(ev.LaneOpened(CLIENT, 1)) == [ev.LendLane("alpha", 1, 1, 1)]
+    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.LendLane("alpha", 1, 1, 1)]
 
 
 def test_lane_opened_late_learns_the_epoch_first() -> None:
     """A page starts at epoch 0, with which leases that were taken back would hold again."""
     driver = settled(is_open=False)
     driver(ev.PolicyChanged(Policy()))
-    assert driver(ev.LaneOpened(CLIENT, 1)) == [ev.RevokeLane(1, 1), ev.LendLane("alpha", 1, 1, 1)]
+    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.RevokeLane(1, 1), act.LendLane("alpha", 1, 1, 1)]
 
 
 def test_lane_opened_after_its_worker_died_ends_at_once() -> None:
     """Nobody would ever ring back."""
     driver = settled(is_open=False)
     driver.dies("alpha")
-    assert driver(ev.LaneOpened(CLIENT, 1)) == [ev.EndLane(1)]
+    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.EndLane(1)]
 
 
 def test_lane_of_another_client_cannot_be_opened() -> None:
@@ -156,7 +157,7 @@ def test_lane_of_another_client_cannot_be_opened() -> None:
     driver = settled(is_open=False)
     driver.join(OTHER, 2)
     assert names(driver(ev.LaneOpened(OTHER, 1)))[:2] == ["EndLane", "DropClient"]
-    assert driver(ev.LaneOpened(CLIENT, 1)) == [ev.LendLane("alpha", 1, 1, 1)]
+    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.LendLane("alpha", 1, 1, 1)]
 
 
 # --- how a lease ends ----------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_lane_of_another_client_cannot_be_opened() -> None:
 def test_leases_end_with_the_policy() -> None:
     """The next call may belong elsewhere."""
     driver = settled()
-    assert driver(ev.PolicyChanged(Policy())) == [ev.RevokeLane(1, 1)]
+    assert driver(ev.PolicyChanged(Policy())) == [act.RevokeLane(1, 1)]
     assert driver(ev.PolicyChanged(Policy())) == []  # there are none left
 
 
@@ -173,8 +174,8 @@ def test_lease_comes_again_after_one_call() -> None:
     """The route is still settled; it had to be decided anew."""
     driver = settled()
     driver(ev.PolicyChanged(Policy()))
-    (lease,) = of(served(driver, 1, first=8), ev.SendLease)
-    assert isinstance(lease, ev.SendLease)
+    (lease,) = of(served(driver, 1, first=8), act.SendLease)
+    assert isinstance(lease, act.SendLease)
     assert decode(lease.body, Lease) == Lease(lane=1, plan=1, epoch=1)
 
 
@@ -184,24 +185,24 @@ def test_both_leases_of_equal_routes_end() -> None:
     driver.route(2)
     served(driver, SETTLED_CALLS, route=2)
     driver(ev.RouteForgotten(CLIENT, 2))
-    assert driver(ev.PolicyChanged(Policy())) == [ev.RevokeLane(1, 1)]
-    assert of(served(driver, 1, first=9), ev.SendLease)
+    assert driver(ev.PolicyChanged(Policy())) == [act.RevokeLane(1, 1)]
+    assert of(served(driver, 1, first=9), act.SendLease)
 
 
 def test_poison_takes_leases_back() -> None:
     """From now on its signature needs digests."""
-    assert settled()(ev.CallPoisoned(CLIENT, 1, b"b" * 16)) == [ev.RevokeLane(1, 1)]
+    assert settled()(ev.CallPoisoned(CLIENT, 1, b"b" * 16)) == [act.RevokeLane(1, 1)]
 
 
 def test_shutdown_takes_leases_back() -> None:
     """Workers end what they have and no more."""
-    assert settled()(ev.ShutdownAsked())[0] == ev.RevokeLane(1, 1)
+    assert settled()(ev.ShutdownAsked())[0] == act.RevokeLane(1, 1)
 
 
 def test_failure_of_the_leased_kernel_takes_the_lease_back() -> None:
     """Its health counts for every call, wherever it runs."""
     driver = settled("alpha", "beta")
-    assert of(driver.raised(driver.serve(8), BackendError("kernel raised")), ev.RevokeLane)
+    assert of(driver.raised(driver.serve(8), BackendError("kernel raised")), act.RevokeLane)
 
 
 def test_lease_ends_soon_after_another_kernel_became_better() -> None:
@@ -212,7 +213,7 @@ def test_lease_ends_soon_after_another_kernel_became_better() -> None:
     for _ in range(16):
         driver(ev.RanInClient(CLIENT, 1, "beta.silu", 10))
     assert driver.state.wakeup_s == driver.now_s + WATCH_S
-    assert driver.tick(WATCH_S) == [ev.RevokeLane(1, 2)]
+    assert driver.tick(WATCH_S) == [act.RevokeLane(1, 2)]
 
 
 def test_idle_broker_with_leases_sleeps() -> None:
@@ -225,7 +226,7 @@ def test_idle_broker_with_leases_sleeps() -> None:
 def test_lane_ends_with_its_client() -> None:
     """The worker must let go of the page."""
     driver = settled()
-    assert driver(ev.ClientLeft(CLIENT))[0] == ev.TakeBackLane("alpha", 1, 1)
+    assert driver(ev.ClientLeft(CLIENT))[0] == act.TakeBackLane("alpha", 1, 1)
     assert not driver.state.leases
 
 
@@ -235,7 +236,7 @@ def test_lanes_end_with_their_worker(is_open: bool) -> None:
     driver = settled(is_open=is_open)
     driver.join(OTHER, 2)
     served(driver, SETTLED_CALLS, identity=OTHER)
-    assert of(driver.dies("alpha"), ev.EndLane) == [ev.EndLane(1), ev.EndLane(2)]
+    assert of(driver.dies("alpha"), act.EndLane) == [act.EndLane(1), act.EndLane(2)]
     assert not driver.state.leases
 
 
@@ -245,8 +246,8 @@ def test_new_start_of_a_worker_gets_a_new_lane() -> None:
     driver.dies("alpha")
     driver.tick(1.0)
     driver.ready("alpha")
-    (lease,) = of(served(driver, SETTLED_CALLS, first=8), ev.SendLease)
-    assert isinstance(lease, ev.SendLease)
+    (lease,) = of(served(driver, SETTLED_CALLS, first=8), act.SendLease)
+    assert isinstance(lease, act.SendLease)
     assert decode(lease.body, Lease).lane == 2
 
 
@@ -272,7 +273,7 @@ def test_call_that_its_worker_died_in_falls_back_with_a_death() -> None:
     (call,) = driver.state.workers["beta"].waiting
     assert (call.deaths, call.tried) == (1, {"alpha"})
     answer = driver.ran(driver.run_of(driver.ready("beta")))[-1]
-    assert isinstance(answer, ev.Answer)
+    assert isinstance(answer, act.Answer)
     (attempt,) = answer.attempts
     assert (answer.attempt, attempt["kernel_id"], attempt["exit_signal"]) == (2, "alpha.silu", 11)
 
@@ -296,7 +297,7 @@ def test_call_that_its_worker_never_came_to_only_lost_its_place(executing: int) 
     driver.tick(1.0)
     run = driver.run_of(driver.ready("alpha"))
     answer = driver.ran(run)[-1]
-    assert isinstance(answer, ev.Answer)
+    assert isinstance(answer, act.Answer)
     assert answer.attempts == []
 
 
@@ -347,7 +348,7 @@ def test_pinned_call_gets_the_death_of_its_lane() -> None:
 def test_overdue_call_of_a_lane_is_killed_and_falls_back_as_a_deadline() -> None:
     """Its client watches the clock; only the broker can kill. A deadline is no crash."""
     driver = settled("alpha", "beta")
-    assert driver(ev.LaneOverdue(CLIENT, 1, 1, 2.0, 4)) == [ev.Kill("alpha", 1), ev.RevokeLane(1, 1)]
+    assert driver(ev.LaneOverdue(CLIENT, 1, 1, 2.0, 4)) == [act.Kill("alpha", 1), act.RevokeLane(1, 1)]
     driver.dies("alpha", mark(1, 4), exit_code=-9)
     driver.call(8, after_lane=1, after_call=4)
     (call,) = driver.state.workers["beta"].waiting
@@ -360,7 +361,7 @@ def test_only_the_call_that_was_overdue_is_blamed() -> None:
     driver.route(2, backend="alpha")
     run = driver.run_of(driver.call(8, route=2))
     driver(ev.LaneOverdue(CLIENT, 1, 1, 2.0, 4))
-    assert not of(driver.dies("alpha", run.dispatch, exit_code=-9), ev.Refuse)
+    assert not of(driver.dies("alpha", run.dispatch, exit_code=-9), act.Refuse)
     assert [call.seq for call in driver.state.workers["alpha"].waiting] == [8]
     assert driver.call(9, after_lane=1, after_call=5) == []  # it waits for the restart, too
 
@@ -373,13 +374,13 @@ def test_overdue_report_of_another_client_is_not_believed() -> None:
     assert driver(ev.LaneOverdue(CLIENT, 99, 1, 2.0, 4)) == []
 
 
-def waiting_head(**more: float) -> tuple[Driver, ev.Run]:
+def waiting_head(**more: float) -> tuple[Driver, act.Run]:
     """A call with 2 s behind a lane's call; limits.timeout_s is 5."""
     driver = settled("alpha", "beta", timeout_s=5.0)
     return driver, driver.run_of(driver.call(8, timeout_s=2.0, **more))
 
 
-def look(driver: Driver, after_s: float, executing: int) -> list[ev.Action]:
+def look(driver: Driver, after_s: float, executing: int) -> list[act.Action]:
     driver.now_s += after_s
     return driver(ev.Tick({("alpha", 1): executing}))
 
@@ -390,14 +391,14 @@ def test_head_that_waits_for_a_call_of_a_lane_gets_more_time() -> None:
     assert look(driver, 2.0, mark(1, 4)) == []
     assert driver.state.wakeup_s <= driver.now_s + 2.0
     assert look(driver, 2.0, mark(1, 5)) == []
-    assert look(driver, 2.0, 4) == [ev.Kill("alpha", 1), ev.RevokeLane(1, 1)]
+    assert look(driver, 2.0, 4) == [act.Kill("alpha", 1), act.RevokeLane(1, 1)]
 
 
 def test_call_of_a_lane_that_others_wait_for_ends_in_the_end() -> None:
     """Its client may be gone, and nobody else watches its clock. The head is not to blame."""
     driver, _ = waiting_head()
     ticks = 0
-    while not of(look(driver, 2.0, mark(1, 4)), ev.Kill):
+    while not of(look(driver, 2.0, mark(1, 4)), act.Kill):
         ticks += 1
     assert ticks == 3  # found at 2 s, over at 2 + 5 s, seen at 8 s
     driver.dies("alpha", mark(1, 4), exit_code=-9)
@@ -408,7 +409,7 @@ def test_call_of_a_lane_that_others_wait_for_ends_in_the_end() -> None:
 def test_call_that_was_due_is_blamed_although_a_lane_came_next() -> None:
     """The worker was killed for its head."""
     driver, run = waiting_head()
-    assert of(look(driver, 2.0, run.dispatch), ev.Kill)
+    assert of(look(driver, 2.0, run.dispatch), act.Kill)
     driver.dies("alpha", mark(1, 4), exit_code=-9)
     (call,) = driver.state.workers["beta"].waiting
     assert [attempt["code"] for attempt in call.attempts] == ["DEADLINE"]
@@ -438,12 +439,12 @@ def test_what_an_ended_lane_tells_is_dropped() -> None:
 def test_lease_names_the_decision_that_the_broker_would_make_again() -> None:
     """The report of a call on a lane is made from it."""
     driver = Driver(express=True)
-    sent: list[ev.Action] = []
+    sent: list[act.Action] = []
     for seq in range(1, SETTLED_CALLS + 1):
         sent += served(driver, 1, first=seq)
-    decisions = {a.decision: decode(a.body, Decision) for a in sent if isinstance(a, ev.SendDecision)}
-    (lease,) = of(sent, ev.SendLease)
-    assert isinstance(lease, ev.SendLease)
+    decisions = {a.decision: decode(a.body, Decision) for a in sent if isinstance(a, act.SendDecision)}
+    (lease,) = of(sent, act.SendLease)
+    assert isinstance(lease, act.SendLease)
     assert decisions[lease.decision].kernel_id == "alpha.silu"
     assert driver.state.workers["alpha"].state is WorkerState.READY
 

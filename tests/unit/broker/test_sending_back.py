@@ -8,6 +8,7 @@ import pytest
 from tests.simulator import CAPABILITIES
 from tests.unit.broker.driver import BODY, CLIENT, Driver
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.policy import Layer, Policy
 from layerzero.ipc.errors import BackendError
@@ -35,9 +36,9 @@ def test_grant_is_given_to_clients_that_can_use_it() -> None:
     driver = Driver("alpha")
     with_policy(driver, backend_isolation={"alpha": "in_process"})
     (refuse,) = driver.call(1, may_run_here=True)
-    assert isinstance(refuse, ev.Refuse)
+    assert isinstance(refuse, act.Refuse)
     assert (refuse.error.code, refuse.error.facts["kernel_id"]) == ("RUN_IN_PROCESS", "alpha.silu")
-    assert driver.call(2) == [ev.Probe("alpha")]
+    assert driver.call(2) == [act.Probe("alpha")]
 
 
 def test_kernel_that_failed_of_late_is_not_run_in_the_callers_process() -> None:
@@ -45,7 +46,7 @@ def test_kernel_that_failed_of_late_is_not_run_in_the_callers_process() -> None:
     driver = Driver("alpha")
     with_policy(driver, backend_isolation={"alpha": "in_process"})
     open_breaker(driver)
-    assert driver.call(1, may_run_here=True) == [ev.Probe("alpha")]
+    assert driver.call(1, may_run_here=True) == [act.Probe("alpha")]
 
 
 def test_call_that_is_sent_back_for_copies_does_not_use_up_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +60,10 @@ def test_call_that_is_sent_back_for_copies_does_not_use_up_the_trial(monkeypatch
     driver(ev.RouteDefined(CLIENT, 2, body))
     open_breaker(driver)
     (refuse,) = driver.call(1, route=2, body=BODY)
-    assert isinstance(refuse, ev.Refuse)
+    assert isinstance(refuse, act.Refuse)
     assert refuse.error.facts == {"transforms": ["contiguous x"]}
-    assert driver.call(2, route=1) == [ev.Probe("alpha")]
-    assert driver.call(3, route=1) == [ev.Probe("beta")]
+    assert driver.call(2, route=1) == [act.Probe("alpha")]
+    assert driver.call(3, route=1) == [act.Probe("beta")]
 
 
 def test_decision_tells_the_client_what_to_sample() -> None:
@@ -70,7 +71,7 @@ def test_decision_tells_the_client_what_to_sample() -> None:
     driver = Driver("alpha")
 
     def decided(seq: int) -> tuple[float, bool]:
-        (told,) = (a for a in driver.ran(driver.serve(seq)) if isinstance(a, ev.SendDecision))
+        (told,) = (a for a in driver.ran(driver.serve(seq)) if isinstance(a, act.SendDecision))
         decision = decode(told.body, Decision)
         return decision.shadow_rate, decision.offers_samples
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests import simulator, simulator_joined
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker import state
 from layerzero.broker.admission import Admission
@@ -118,7 +119,7 @@ def test_schedules_lead_to_every_code_and_reason(coverage: simulator.Coverage) -
 def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Coverage) -> None:
     """What the world never does proves nothing."""
     assert set(coverage.events) == {cls.__name__ for cls in ev.Event.__args__}
-    assert set(coverage.actions) == {cls.__name__ for cls in ev.Action.__args__}
+    assert set(coverage.actions) == {cls.__name__ for cls in act.Action.__args__}
     seen = {fate for fate, count in coverage.fates.items() if count}
     lanes = {f"lane_{fate}" for fate in simulator.LANE_FATES}
     lanes |= {f"ring_{fate}" for fate in simulator.RING_FATES} | {f"bell_{fate}" for fate in simulator.BELL_FATES}
@@ -141,9 +142,9 @@ def drop(part: Any, kind: type) -> None:
 class RequeuesBeforeExit(BrokerState):
     """Moves a call on when it asks for the kill, not when the exit is confirmed."""
 
-    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         for action in list(super().handle(event, now_s)):
-            if isinstance(action, ev.Kill):
+            if isinstance(action, act.Kill):
                 worker = self.workers[action.backend]
                 running = list(worker.running)
                 worker.running.clear()
@@ -174,14 +175,14 @@ class TakesAnyAnswer(Answers):
 class AnswersTwice(Answers):
     def take(self, event: ev.CallRan) -> None:
         super().take(event)
-        self._agenda.do(*[action for action in self._agenda.actions if isinstance(action, ev.Answer)])
+        self._agenda.do(*[action for action in self._agenda.actions if isinstance(action, act.Answer)])
 
 
 class CountsCallsForEver(BrokerState):
-    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         actions = super().handle(event, now_s)
         for action in actions:
-            if isinstance(action, ev.Answer) and isinstance(event, ev.CallRan):
+            if isinstance(action, act.Answer) and isinstance(event, ev.CallRan):
                 self.clients[action.identity].open_calls += 1
         return actions
 
@@ -329,7 +330,7 @@ class SkipsDecisions(Decisions):
     def number(self, call: Call, worker: Worker) -> int:
         number = super().number(call, worker)
         if not number % 2:
-            drop(self, ev.SendDecision)
+            drop(self, act.SendDecision)
         return number
 
 
@@ -369,7 +370,7 @@ class OpensLanesInOldEpoch(Sessions):
 
     def open_lane(self, event: ev.LaneOpened) -> None:
         super().open_lane(event)
-        drop(self, ev.RevokeLane)
+        drop(self, act.RevokeLane)
 
 
 class LeasesForgottenRoutes(Settling):
@@ -387,17 +388,17 @@ class LeavesLanesOpen(Aftermath):
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
         found = super().take(event)
-        drop(self, ev.EndLane)
+        drop(self, act.EndLane)
         return found
 
 
 class EndsLanesBeforeExit(BrokerState):
     """Sends calls of lanes elsewhere while the worker may still write."""
 
-    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         actions = super().handle(event, now_s)
-        killed = {action.backend for action in actions if isinstance(action, ev.Kill)}
-        return actions + [ev.EndLane(n) for n, lane in self.leases.lanes.items() if lane.worker.backend in killed]
+        killed = {action.backend for action in actions if isinstance(action, act.Kill)}
+        return actions + [act.EndLane(n) for n, lane in self.leases.lanes.items() if lane.worker.backend in killed]
 
 
 class KeepsLanesOfThoseWhoLeft(Sessions):
@@ -462,7 +463,7 @@ class RefusesWithoutTheTurn(Closing):
 
     def tell(self, failed: list[OpenTurn]) -> None:
         super().tell(failed)
-        drop(self, ev.FailTurn)
+        drop(self, act.FailTurn)
 
 
 class ForgetsAnsweredCalls(Enqueued):
@@ -491,7 +492,7 @@ class LeavesStreamsOfThoseWhoLeft(Enqueued):
 
     def see(self, event: ev.TurnsSeen) -> None:
         super().see(event)
-        drop(self, ev.ReleaseTurn)
+        drop(self, act.ReleaseTurn)
 
     def release(self, client: Client) -> None:
         pass
@@ -566,9 +567,9 @@ class LosesBoundCalls(Aftermath):
 class BindsBeforeExit(BrokerState):
     """Binds a call elsewhere while the worker that serves its bell may live."""
 
-    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         for action in list(super().handle(event, now_s)):
-            if isinstance(action, ev.Kill):
+            if isinstance(action, act.Kill):
                 for one in self.bells.take_all(self.workers[action.backend]):
                     self._calls.place(one)
         return self.agenda.actions
@@ -580,7 +581,7 @@ class ThinksThatTheLostAreDead(Unreachable):
     def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
         super()._refuse(call, worker, fault, is_final=is_final)
         for action in self._agenda.actions:
-            if isinstance(action, ev.Refuse):
+            if isinstance(action, act.Refuse):
                 action.is_lent = False
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.simulator import ARENA_BYTES, route_body
 from tests.unit.broker.driver import BODY, CLIENT, Driver
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.worker_fsm import TRANSITIONS, IllegalTransition, Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
@@ -20,12 +21,12 @@ SPEC = ["float32", [4], [1]]
 GENTLE = BackendError("RuntimeError: kernel raised")
 
 
-def kinds(actions: list[ev.Action]) -> list[str]:
+def kinds(actions: list[act.Action]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-def refusal(actions: list[ev.Action]) -> ev.Refuse:
-    (refuse,) = (action for action in actions if isinstance(action, ev.Refuse))
+def refusal(actions: list[act.Action]) -> act.Refuse:
+    (refuse,) = (action for action in actions if isinstance(action, act.Refuse))
     return refuse
 
 
@@ -35,17 +36,17 @@ def refusal(actions: list[ev.Action]) -> ev.Refuse:
 def test_first_call_probes_spawns_prepares_and_lends_before_it_runs() -> None:
     """A Run that finds no plan or no memory at the worker would fail there."""
     driver = Driver()
-    assert driver.call(7) == [ev.Probe("alpha")]
-    assert driver(ev.ProbeEnded("alpha", None)) == [ev.Spawn("alpha", 1)]
+    assert driver.call(7) == [act.Probe("alpha")]
+    assert driver(ev.ProbeEnded("alpha", None)) == [act.Spawn("alpha", 1)]
     assert driver(ev.WorkerSpawned("alpha", 1, 4711)) == []
     prepare = encode(Prepare(op="silu", kernel_id="alpha.silu", inputs=[SPEC], outputs=[SPEC], attrs={}))
     assert driver(ev.WorkerReady(b"W", "alpha", 1, {"lib": "1"})) == [
-        ev.SendPrepare(b"W", 1, prepare),
-        ev.LendArena("alpha", 1, 1, 1),
-        ev.Run(b"W", 1, 1, 1, 1, BODY),
+        act.SendPrepare(b"W", 1, prepare),
+        act.LendArena("alpha", 1, 1, 1),
+        act.Run(b"W", 1, 1, 1, 1, BODY),
     ]
     decide, answer = driver(ev.CallRan(b"W", 1, 1, 5000, b"sizes"))
-    assert isinstance(decide, ev.SendDecision)
+    assert isinstance(decide, act.SendDecision)
     assert (decide.identity, decide.route, decide.decision) == (CLIENT, 1, 1)
     decision = decode(decide.body, Decision)
     assert (decision.backend, decision.kernel_id, decision.worker_pid) == ("alpha", "alpha.silu", 4711)
@@ -54,7 +55,7 @@ def test_first_call_probes_spawns_prepares_and_lends_before_it_runs() -> None:
         ("beta", True),
         ("gamma", True),
     ]
-    assert answer == ev.Answer(CLIENT, 7, 1, 1, 5000, b"sizes", [])
+    assert answer == act.Answer(CLIENT, 7, 1, 1, 5000, b"sizes", [])
     assert driver.state.clients[CLIENT].open_calls == 0
 
 
@@ -98,14 +99,14 @@ def test_clients_take_turns_at_a_worker_that_is_behind() -> None:
 def test_runner_up_is_kept_warm() -> None:
     """A fallback that must start a worker first is slow."""
     driver = Driver(standby=1)
-    assert driver.call(1) == [ev.Probe("alpha"), ev.Probe("beta")]
+    assert driver.call(1) == [act.Probe("alpha"), act.Probe("beta")]
 
 
 def test_pinned_call_warms_no_other_backend() -> None:
     """It would never fall back to it."""
     driver = Driver(standby=1)
     driver.route(2, backend="beta")
-    assert driver.call(1, route=2) == [ev.Probe("beta")]
+    assert driver.call(1, route=2) == [act.Probe("beta")]
 
 
 # --- refusals ------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_raise_falls_back_and_is_recorded() -> None:
     again = driver.run_of(driver.ready("beta"))
     assert again.attempt == 2
     answer = driver.ran(again)[-1]
-    assert isinstance(answer, ev.Answer)
+    assert isinstance(answer, act.Answer)
     assert answer.attempts == [
         {
             "backend": "alpha",
@@ -224,7 +225,7 @@ def test_crash_falls_back_with_signal_and_phase() -> None:
     run = driver.serve(1)
     assert kinds(driver.dies("alpha", run.dispatch)) == ["Probe"]
     answer = driver.ran(driver.run_of(driver.ready("beta")))[-1]
-    assert isinstance(answer, ev.Answer)
+    assert isinstance(answer, act.Answer)
     (attempt,) = answer.attempts
     assert (attempt["code"], attempt["exit_signal"], attempt["phase"]) == ("BACKEND_ERROR", 11, "executing")
 
@@ -259,7 +260,7 @@ def test_pinned_call_behind_a_crash_waits_for_the_restart() -> None:
     driver.call(2, route=2)
     refuse = refusal(driver.dies("alpha", first.dispatch))
     assert refuse.seq == 1
-    assert driver.tick(0.7) == [ev.Spawn("alpha", 2)]
+    assert driver.tick(0.7) == [act.Spawn("alpha", 2)]
     assert kinds(driver.ready("alpha")) == ["SendPrepare", "LendArena", "Run"]
 
 
@@ -272,7 +273,7 @@ def test_call_whose_only_backend_restarts_waits_for_it() -> None:
     assert driver.call(2, route=2) == []
     driver.route(3, backend="alpha")
     assert driver.call(3, route=3) == []
-    assert driver.tick(0.7) == [ev.Spawn("alpha", 2)]
+    assert driver.tick(0.7) == [act.Spawn("alpha", 2)]
     assert [kind for kind in kinds(driver.ready("alpha")) if kind == "Run"] == ["Run", "Run"]
 
 
@@ -285,7 +286,7 @@ def test_call_behind_a_crash_of_the_only_backend_waits_for_the_restart() -> None
     assert (refuse.seq, refuse.error.code) == (1, "BACKEND_ERROR")
     driver.tick(0.7)
     answer = driver.ran(driver.run_of(driver.ready("alpha")))[-1]
-    assert isinstance(answer, ev.Answer)
+    assert isinstance(answer, act.Answer)
     assert (answer.seq, answer.attempts) == (2, [])
 
 
@@ -373,12 +374,12 @@ def test_deadline_kills_and_falls_back_only_after_the_exit() -> None:
     driver = Driver("alpha", "beta")
     run = driver.serve(1, timeout_s=2.0)
     assert driver.state.wakeup_s == driver.now_s + 2.0
-    assert driver.tick(2.0) == [ev.Kill("alpha", 1)]
+    assert driver.tick(2.0) == [act.Kill("alpha", 1)]
     assert driver.ran(run) == []  # too late to count
     assert driver.state.fleet.stale == 1
     assert kinds(driver.dies("alpha", run.dispatch, exit_code=-9)) == ["Probe"]
     answer = driver.ran(driver.run_of(driver.ready("beta")))[-1]
-    assert isinstance(answer, ev.Answer)
+    assert isinstance(answer, act.Answer)
     assert [attempt["code"] for attempt in answer.attempts] == ["DEADLINE"]
 
 
@@ -390,7 +391,7 @@ def test_deadline_counts_from_the_turn_of_a_call() -> None:
     driver.now_s += 1.5
     driver.ran(first)
     assert driver.tick(1.5) == []
-    assert driver.tick(0.5) == [ev.Kill("alpha", 1)]
+    assert driver.tick(0.5) == [act.Kill("alpha", 1)]
 
 
 def test_only_the_overdue_call_is_blamed_for_a_deadline() -> None:
@@ -422,7 +423,7 @@ def test_wrong_answer_kills_its_sender(dispatch: int, attempt: int) -> None:
     driver = Driver("alpha")
     run = driver.serve(1)
     assert driver(ev.CallRan(run.identity, run.dispatch + dispatch, run.attempt + attempt, 1, b"")) == [
-        ev.Kill("alpha", 1)
+        act.Kill("alpha", 1)
     ]
 
 
@@ -431,7 +432,7 @@ def test_second_answer_kills_its_sender() -> None:
     driver = Driver("alpha")
     run = driver.serve(1)
     driver.ran(run)
-    assert driver.ran(run) == [ev.Kill("alpha", 1)]
+    assert driver.ran(run) == [act.Kill("alpha", 1)]
 
 
 def test_bad_bytes_blame_the_call_that_the_worker_had() -> None:
@@ -439,7 +440,7 @@ def test_bad_bytes_blame_the_call_that_the_worker_had() -> None:
     driver = Driver("alpha")
     driver.route(2, backend="alpha")
     run = driver.serve(1, route=2)
-    assert driver(ev.WorkerMisbehaved("alpha", 1, "bad message: not msgpack")) == [ev.Kill("alpha", 1)]
+    assert driver(ev.WorkerMisbehaved("alpha", 1, "bad message: not msgpack")) == [act.Kill("alpha", 1)]
     assert refusal(driver.dies("alpha", run.dispatch, exit_code=-9)).error.code == "BAD_MESSAGE"
 
 
@@ -542,7 +543,7 @@ def test_provider_that_loads_for_ever_is_killed_and_disabled() -> None:
     driver = Driver("alpha", start_timeout_s=60.0)
     driver.call(1)
     driver(ev.ProbeEnded("alpha", None))
-    assert driver.tick(60.0) == [ev.Kill("alpha", 1)]
+    assert driver.tick(60.0) == [act.Kill("alpha", 1)]
     driver.dies("alpha", exit_code=-9)
     assert driver.state.workers["alpha"].state is WorkerState.DISABLED
     assert driver.state.unavailable["alpha"].code is Reason.BACKEND_IMPORT_FAILED
@@ -559,7 +560,7 @@ def test_backend_that_cannot_start_is_passed_over(step_failed: str) -> None:
     else:
         driver(ev.ProbeEnded("alpha", None))
         actions = driver(ev.SpawnFailed("alpha", 1, error))
-    assert actions == [ev.Probe("beta")]
+    assert actions == [act.Probe("beta")]
     (call,) = driver.state.workers["beta"].waiting
     assert call.attempts[0]["detail"] == "the alpha backend is disabled: no module named lib"
 
@@ -570,7 +571,7 @@ def test_reset_gives_a_disabled_backend_another_chance() -> None:
     driver.call(1)
     driver(ev.ProbeEnded("alpha", EnvError("broken")))
     assert driver(ev.BackendReset("alpha", None)) == []
-    assert driver.call(2) == [ev.Probe("alpha")]
+    assert driver.call(2) == [act.Probe("alpha")]
 
 
 def test_reset_of_a_backend_in_back_off_serves_those_who_wait() -> None:
@@ -580,7 +581,7 @@ def test_reset_of_a_backend_in_back_off_serves_those_who_wait() -> None:
     first = driver.serve(1, route=2)
     driver.call(2, route=2)
     driver.dies("alpha", first.dispatch)
-    assert driver(ev.BackendReset("alpha", None)) == [ev.Probe("alpha")]
+    assert driver(ev.BackendReset("alpha", None)) == [act.Probe("alpha")]
     assert driver.run_of(driver.ready("alpha")).dispatch == 3
 
 
@@ -595,11 +596,11 @@ def test_memory_of_a_client_that_left_is_closed_after_its_last_call() -> None:
     driver.call(3)
     assert kinds(driver(ev.ClientLeft(CLIENT))) == []
     assert driver.ran(run) == []
-    second = ev.Run(run.identity, 1, run.dispatch + 1, 1, 1, BODY)
+    second = act.Run(run.identity, 1, run.dispatch + 1, 1, 1, BODY)
     assert driver.ran(second) == [
-        ev.SendDrop(run.identity, 1),
-        ev.TakeBackArena("alpha", 1, 1, 1),
-        ev.CloseArena(1, 1),
+        act.SendDrop(run.identity, 1),
+        act.TakeBackArena("alpha", 1, 1, 1),
+        act.CloseArena(1, 1),
     ]
 
 
@@ -608,15 +609,15 @@ def test_memory_of_a_client_that_left_is_closed_after_a_confirmed_exit() -> None
     driver = Driver("alpha")
     driver.serve(1, timeout_s=2.0)
     driver(ev.ClientLeft(CLIENT))
-    assert driver.tick(2.0) == [ev.Kill("alpha", 1)]
-    assert driver.dies("alpha", 1, exit_code=-9) == [ev.CloseArena(1, 1)]
+    assert driver.tick(2.0) == [act.Kill("alpha", 1)]
+    assert driver.dies("alpha", 1, exit_code=-9) == [act.CloseArena(1, 1)]
 
 
 def test_retired_arena_is_taken_back_and_closed() -> None:
     """Memory that its owner gave up must not stay mapped."""
     driver = Driver("alpha")
     driver.ran(driver.serve(1))
-    assert driver(ev.ArenaGivenUp(CLIENT, 1)) == [ev.TakeBackArena("alpha", 1, 1, 1), ev.CloseArena(1, 1)]
+    assert driver(ev.ArenaGivenUp(CLIENT, 1)) == [act.TakeBackArena("alpha", 1, 1, 1), act.CloseArena(1, 1)]
     assert kinds(driver.call(2)) == ["DropClient", "SendDrop"]
 
 
@@ -669,7 +670,7 @@ def test_dead_worker_is_told_nothing() -> None:
     driver = Driver("alpha")
     driver.ran(driver.serve(1))
     driver.dies("alpha")
-    assert driver(ev.ClientLeft(CLIENT)) == [ev.CloseArena(1, 1)]
+    assert driver(ev.ClientLeft(CLIENT)) == [act.CloseArena(1, 1)]
 
 
 # --- the end -------------------------------------------------------------------------------------------------
@@ -681,17 +682,17 @@ def test_shutdown_finishes_what_runs_and_refuses_the_rest() -> None:
     run = driver.serve(1)
     driver.call(2)
     refuse, stop = driver(ev.ShutdownAsked())
-    assert isinstance(refuse, ev.Refuse)
+    assert isinstance(refuse, act.Refuse)
     assert (refuse.seq, refuse.error.code) == (2, "BROKER_LOST")
-    assert stop == ev.StopWorker("alpha", 1, run.identity)
+    assert stop == act.StopWorker("alpha", 1, run.identity)
     assert kinds(driver.ran(run)) == ["SendDecision", "Answer"]
     assert refusal(driver.call(3)).error.code == "BROKER_LOST"
-    assert driver.dies("alpha", exit_code=0) == [ev.Exit()]
+    assert driver.dies("alpha", exit_code=0) == [act.Exit()]
 
 
 def test_idle_broker_ends_at_once() -> None:
     """There is nobody to wait for."""
-    assert Driver()(ev.ShutdownAsked()) == [ev.Exit()]
+    assert Driver()(ev.ShutdownAsked()) == [act.Exit()]
 
 
 def test_failure_during_shutdown_ends_the_call() -> None:
@@ -707,7 +708,7 @@ def test_worker_that_misbehaves_during_shutdown_is_killed_at_once() -> None:
     driver = Driver("alpha")
     run = driver.serve(1)
     driver(ev.ShutdownAsked())
-    assert driver(ev.WorkerMisbehaved("alpha", 1, "garbage")) == [ev.Kill("alpha", 1)]
+    assert driver(ev.WorkerMisbehaved("alpha", 1, "garbage")) == [act.Kill("alpha", 1)]
     assert driver.ran(run) == []
     assert kinds(driver.dies("alpha", run.dispatch, exit_code=-9)) == ["Refuse", "Exit"]
 
@@ -717,7 +718,7 @@ def test_deadlines_hold_during_shutdown() -> None:
     driver = Driver("alpha")
     driver.serve(1, timeout_s=2.0)
     driver(ev.ShutdownAsked())
-    assert driver.tick(2.0) == [ev.Kill("alpha", 1)]
+    assert driver.tick(2.0) == [act.Kill("alpha", 1)]
 
 
 def test_memory_of_those_who_left_is_closed_at_shutdown() -> None:
@@ -726,7 +727,7 @@ def test_memory_of_those_who_left_is_closed_at_shutdown() -> None:
     driver.serve(1)
     driver(ev.ShutdownAsked())
     driver(ev.ClientLeft(CLIENT))
-    assert driver.dies("alpha", exit_code=-9) == [ev.CloseArena(1, 1), ev.Exit()]
+    assert driver.dies("alpha", exit_code=-9) == [act.CloseArena(1, 1), act.Exit()]
 
 
 def test_tick_without_anything_due_plans_no_other() -> None:
@@ -762,6 +763,6 @@ def test_a_replayed_graph_is_told_to_the_client() -> None:
     driver = Driver()
     run = driver.serve(7)
     done = driver(ev.CallRan(run.identity, run.dispatch, run.attempt, 5, b"", is_replayed=True))
-    assert [action.is_replayed for action in done if isinstance(action, ev.Answer)] == [True]
+    assert [action.is_replayed for action in done if isinstance(action, act.Answer)] == [True]
     run = driver.serve(8)
-    assert [action.is_replayed for action in driver.ran(run) if isinstance(action, ev.Answer)] == [False]
+    assert [action.is_replayed for action in driver.ran(run) if isinstance(action, act.Answer)] == [False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.simulator import DEVICES, GPU, GPU_CAPABILITIES
 from tests.unit.broker.driver import CLIENT, Driver
 
+from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.ipc import wire
 from layerzero.ipc.order import Turn
@@ -39,5 +40,5 @@ def test_the_core_goes_on_without_a_lost_worker_of_the_cpu_and_releases_memory_a
     d.serve(1)
     generation = lose(d, "alpha")
     assert d.state.unreachable.has_let_go("alpha", generation)
-    assert d(ev.WorkerGone("alpha", generation)) == [ev.ReleaseCall(CLIENT, 1)]
+    assert d(ev.WorkerGone("alpha", generation)) == [act.ReleaseCall(CLIENT, 1)]
     assert not d.state.unreachable.has_let_go("alpha", generation)

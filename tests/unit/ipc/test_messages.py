@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.messages import (
-    MAX_DEPTH,
-    MESSAGES,
-    Message,
-    Outcome,
-    RetireArena,
-    Route,
-    decode,
-    encode,
-    unpack_body,
-)
+from layerzero.ipc.messages import MESSAGES, Message, Outcome, RetireArena, Route, decode, encode
+from layerzero.ipc.plain import MAX_DEPTH, unpack_body
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=9)

@@ -24,7 +24,7 @@ from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, Ref, pack_refs
 from layerzero.workers import gpu
 from layerzero.workers.failpoint import Failpoints
-from layerzero.workers.gpu import Gpus
+from layerzero.workers.gpu import EXIT_CODE, RENEWAL_CODE, Gpus
 from layerzero.workers.gpu_errors import is_out_of_memory
 from layerzero.workers.gpu_plan import MAX_TASKS, Plan
 from layerzero.workers.provider import Block, Bound, Call
@@ -61,9 +61,9 @@ class Rig:
         self.plan = Plan(call, self.bind, UUID, is_graph_safe=False)
 
     def worker(self, on_stream: Any = "ours", load: Any = None) -> Gpus:
-        def end(reason: str) -> NoReturn:
+        def end(reason: str, code: int = EXIT_CODE) -> NoReturn:
             self.has_ended = True
-            raise Ended(reason)
+            raise Ended(reason, code)
 
         return Gpus(
             self.on_stream if on_stream == "ours" else on_stream, self.hear, load=load or (lambda: self.driver), end=end
@@ -188,6 +188,19 @@ def test_lane_has_a_stream_of_its_own_that_waits_for_the_input_first(rig: Rig) -
     first, second = rig.streams()
     waits = [(stream, value) for stream, _, value in rig.driver.waits if stream in (first, second)]
     assert sorted(waits) == [(first, 1), (first, 2), (second, 1)]
+
+
+def test_worker_that_gets_a_new_kernel_behind_later_calls_begins_anew(rig: Rig) -> None:
+    """CUDA may wait for all its streams to load the kernel; these wait for the call. In another lane they do not."""
+    rig.run(5)
+    rig.plan.has_run = False
+    rig.run(3, lane=1)
+    rig.plan.has_run = False
+    with pytest.raises(Ended, match=r"the first test\.silu came behind later calls") as ended:
+        rig.run(4)
+    assert ended.value.args[1] == RENEWAL_CODE
+    rig.plan.has_run = True
+    rig.run(4)
 
 
 def test_call_that_comes_late_is_not_behind_a_later_one_of_its_lane(rig: Rig) -> None:
