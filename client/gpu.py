@@ -255,8 +255,11 @@ class Gpu:
         os.close(self._page)
         if not self._is_orphaned and all(self.order.page.is_done(turn) for turn in self.order.last_turns()):
             self.order.close()
+            for trial in self._trials:
+                if trial.rung != "ipc":  # the only memory that must not go before who maps it
+                    trial.close()
         else:
-            _abandoned.append(self.order)
+            _abandoned.append((self.order, self._trials))
 
 
-_abandoned: list[ClientOrder] = []
+_abandoned: list[tuple[ClientOrder, list[Trial]]] = []

@@ -63,6 +63,7 @@ class Driver:
         self._has_batches = hasattr(self._library, "cuStreamBatchMemOp_v2")  # since CUDA 11.7
         self.has_context_events = hasattr(self._library, "cuCtxRecordEvent")  # since CUDA 12.5
         self._batch = _Batch()
+        self._registered: dict[int, object] = {}  # address -> what keeps the pages mapped
         self._call("cuInit", 0)
 
     def _bind(self, name: str) -> Callable[..., int]:
@@ -275,18 +276,25 @@ class Driver:
 
     # Host memory
 
-    def host_register(self, address: int, nbytes: int) -> int:
-        """Pin pages of this process for the GPU; returns their address there. About 0.1 s a GB."""
+    def host_register(self, address: int, nbytes: int, owner: object) -> int:
+        """Pin pages of this process for the GPU; returns their address there. About 0.1 s a GB.
+
+        `owner` keeps them mapped and is kept until `host_unregister`: copies to memory that is mapped there later would
+        go to the pages that were.
+        """
         self._call("cuMemHostRegister_v2", address, nbytes, abi.PORTABLE_AND_MAPPED)
         try:
-            return self._u64("cuMemHostGetDevicePointer_v2", address, 0)
+            there = self._u64("cuMemHostGetDevicePointer_v2", address, 0)
         except CudaError:
             self.host_unregister(address)
             raise
+        self._registered[address] = owner
+        return there
 
     def host_unregister(self, address: int) -> None:
         """To be called before the pages are unmapped."""
         self._call("cuMemHostUnregister", address)
+        self._registered.pop(address, None)
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """`source`: an address of this process; pinned ones are read later, others before this returns."""

@@ -40,7 +40,7 @@ class _Words:
         if has_memops:
             try:
                 with context:
-                    self._base = context.driver.host_register(self.page.address, PAGE_BYTES)
+                    self._base = context.driver.host_register(self.page.address, PAGE_BYTES, self.page)
             except CudaError:
                 self.page.close()
                 raise

@@ -27,7 +27,7 @@ class Staging:
         if is_pinned:
             try:
                 with context:
-                    context.driver.host_register(self._address, nbytes)
+                    context.driver.host_register(self._address, nbytes, self._map)
             except CudaError:
                 self._is_pinned = False
                 self.close()

@@ -46,16 +46,15 @@ class Link:
             queues = self.lanes[turn.lane] = []
         number = turn.number
         for queue in queues:
-            if 0 < number - queue.last & MASK < _HALF:
+            if number - queue.last & MASK < _HALF:
                 queue.last = number
                 return queue.stream
         queues.append(Queue(new(self.context), number))
         return queues[-1].stream
 
     def is_behind(self, turn: Turn) -> bool:
-        """Whether our streams hold later calls of its lane, and none that may come before it."""
-        queues = self.lanes.get(turn.lane, [])
-        return bool(queues) and not any(0 < turn.number - queue.last & MASK < _HALF for queue in queues)
+        """Whether a stream of ours holds later calls of its lane, which wait for it."""
+        return any(turn.number - queue.last & MASK >= _HALF for queue in self.lanes.get(turn.lane, ()))
 
     def release(self) -> None:
         """The client is gone: its streams will not write READY any more, for which ours wait. What they compute nobody

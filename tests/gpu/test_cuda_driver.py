@@ -134,7 +134,7 @@ def test_stream_waits_for_the_event_of_another(driver: cuda.Driver, current: cud
     """Two streams of one process are joined without the CPU."""
     page = ctypes.create_string_buffer(8192)
     start = -(-ctypes.addressof(page) // 4096) * 4096
-    word = driver.host_register(start, 4096)
+    word = driver.host_register(start, 4096, page)
     first, second, event = driver.create_stream(), driver.create_stream(), driver.create_event()
     driver.wait_value(first, word, 1)
     driver.record_event(event, first)
@@ -154,7 +154,7 @@ def test_time_between_two_events_is_the_gpus(driver: cuda.Driver, current: cuda.
     """A wait for the CPU counts, since the stream stood still; events without time are refused."""
     page = ctypes.create_string_buffer(8192)
     start = -(-ctypes.addressof(page) // 4096) * 4096
-    word = driver.host_register(start, 4096)
+    word = driver.host_register(start, 4096, page)
     stream = driver.create_stream()
     first, second = driver.create_event(is_timed=True), driver.create_event(is_timed=True)
     driver.record_event(first, stream)

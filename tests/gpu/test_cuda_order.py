@@ -281,7 +281,7 @@ def test_captured_words_work_at_each_launch(driver: cuda.Driver, streams: list[i
     fd = create_page()
     page = OrderPage(fd)
     os.close(fd)
-    base = driver.host_register(page.address, PAGE_BYTES)
+    base = driver.host_register(page.address, PAGE_BYTES, page)
     turn = Turn(0, 1)
     ring, answer = (base + index(turn, word) * 4 for word in (READY, DONE))
     driver.begin_capture(stream)

@@ -209,16 +209,17 @@ def test_illegal_address_ends_the_process_though_nobody_calls(spawn: Spawn, conn
 
 
 def test_time_of_a_run_is_the_gpus(spawn: Spawn, connect: Connect) -> None:
-    """Sampled, and told with a later answer; a copy of 64 KiB takes between a microsecond and a millisecond."""
+    """Of runs as graphs, sampled, and told with a later answer; a copy of 64 KiB takes between a microsecond and a
+    millisecond."""
     worker, client = spawn(), connect()
     client.join(worker)
     times = []
-    for _ in range(12):
+    for _ in range(16):
         times.append(call(worker, client, 0, 1).time)
         finish(client.driver, client.streams[0])
-    assert times[0] == 0
-    assert all(500 < time < 1_000_000 for time in times[1:9]), times
-    assert times[9:] == [0, 0, 0]
+    assert times[:5] == [0] * 5  # four runs warm up
+    assert all(500 < time < 1_000_000 for time in times[5:13]), times
+    assert times[13:] == [0, 0, 0]
 
 
 def test_repeated_call_is_replayed_with_the_data_of_each_time(spawn: Spawn, connect: Connect) -> None:

@@ -135,6 +135,12 @@ def test_every_way_of_crossing_gives_the_same_results(
         close(lz.silu(x), silu(values))
     assert any(f"memory crosses by {rung}" in note for note in report().notes)
     assert (report().copied_bytes > 0) == (rung != "ipc")
+    lz.disconnect()
+    pinned_bytes = driver.pinned_bytes
+    site.connect()
+    close(lz.silu(x), silu(values))
+    lz.disconnect()
+    assert driver.pinned_bytes == pinned_bytes
 
 
 def test_the_next_way_is_taken_where_one_fails(new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ class SoftDriver:
         self._thread = threading.local()
         self._events: dict[int, tuple[Stream, int]] = {}
         self._pinned: dict[int, int] = {}
+        self._owners: dict[int, object] = {}
         self._physical: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
@@ -220,12 +221,16 @@ class SoftDriver:
     def vmm_unmap(self, address: int, nbytes: int) -> None:
         self.free(address)
 
-    def host_register(self, address: int, nbytes: int) -> int:
-        self._pinned[address] = nbytes
+    def host_register(self, address: int, nbytes: int, owner: object) -> int:
+        self._pinned[address], self._owners[address] = nbytes, owner
         return address
 
     def host_unregister(self, address: int) -> None:
-        del self._pinned[address]
+        del self._pinned[address], self._owners[address]
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._pinned.values())
 
     # Streams
 

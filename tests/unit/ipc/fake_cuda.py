@@ -156,7 +156,7 @@ class FakeDriver:
     def vmm_unmap(self, address: int, nbytes: int) -> None:
         del self.mapped[address]
 
-    def host_register(self, address: int, nbytes: int) -> int:
+    def host_register(self, address: int, nbytes: int, owner: object) -> int:
         self.pinned[address] = nbytes
         return address
 

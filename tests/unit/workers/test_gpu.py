@@ -200,7 +200,18 @@ def test_worker_that_gets_a_new_kernel_behind_later_calls_begins_anew(rig: Rig) 
         rig.run(4)
     assert ended.value.args[1] == RENEWAL_CODE
     rig.plan.has_run = True
-    rig.run(4)
+    rig.run(3)
+    rig.plan.has_run = False
+    with pytest.raises(Ended, match="behind later calls"):  # though a stream could take it
+        rig.run(4)
+
+
+def test_call_whose_kernel_raised_may_come_again_with_another_one(rig: Rig) -> None:
+    """The broker tries the worker's next kernel: nothing of the lane is behind it."""
+    rig.run(5)
+    rig.plan.has_run = False
+    rig.run(5)
+    assert len(rig.streams()) == 1
 
 
 def test_call_that_comes_late_is_not_behind_a_later_one_of_its_lane(rig: Rig) -> None:
