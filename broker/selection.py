@@ -70,6 +70,8 @@ class CallSpec:
         for name, spec in zip(op.outputs, outputs, strict=True):
             if name in op.in_place and spec != inputs[op.inputs.index(name)]:
                 raise ProtocolError(f"{op.name} writes {name} in place, and its input and output differ")
+            if name not in op.in_place and op.ndims and spec.ndim != op.ndims[0]:
+                raise ProtocolError(f"{op.name} gives {name} with {op.ndims[0]} dimensions, got {spec.ndim}")
         return cls(
             op.name,
             inputs,

@@ -112,6 +112,16 @@ def test_tensors_of_other_dimensions_are_refused(op: Op) -> None:
         CallSpec.parse(encode(route))
 
 
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.ndims and not op.in_place], ids=lambda op: op.name)
+def test_results_of_other_dimensions_are_refused(op: Op) -> None:
+    """Found by fuzzing: a proposed change of layout read four extents of eight."""
+    inputs = [TensorSpec.contiguous("float32", (1,) * ndim).to_wire() for ndim in op.ndims]
+    outputs = [TensorSpec.contiguous("float32", (1,) * 8).to_wire()]
+    route = Route(op=op.name, inputs=inputs, outputs=outputs, attrs=dict.fromkeys(op.attrs, 1))
+    with pytest.raises(ProtocolError, match=rf"{op.name} gives out with {op.ndims[0]} dimensions, got 8"):
+        CallSpec.parse(encode(route))
+
+
 def test_what_is_written_in_place_has_one_spec() -> None:
     """A worker gets the tensor twice, to read and to write: two shapes of it would be two tensors."""
     rows, cache, other = (
