@@ -32,6 +32,7 @@ from layerzero.ipc.errors import (
 )
 
 IN_PROCESS_LEASE_S = 1.0  # a client that runs a backend itself asks again after so long: policy may have changed
+SHARED_S = 0.1  # so long after calls of two clients a worker counts as theirs
 S = WorkerState
 
 
@@ -75,8 +76,9 @@ class Calls:
             if self._sends_back(verdict, call):
                 return
             call.kernel_id = verdict.kernel_id
-            worker = workers[verdict.backend]
-            if worker.state is S.READY and len(worker.running) < self._limits.depth:
+            worker, number = workers[verdict.backend], call.client.number
+            self._note_use(worker, number)
+            if worker.state is S.READY and not worker.waiting.holds(number) and self._has_room(worker, number):
                 self._send(worker, call)
             else:
                 worker.waiting.append(call)
@@ -161,6 +163,20 @@ class Calls:
 
     # --- at a worker ---------------------------------------------------------------------------------
 
+    def _note_use(self, worker: Worker, client: int) -> None:
+        if worker.last_client not in (0, client):
+            worker.shared_until_s = self._agenda.now_s + SHARED_S
+        worker.last_client = client
+
+    def _has_room(self, worker: Worker, client: int) -> bool:
+        """What was sent ahead runs first. So while others call a worker, too, a client has few calls there."""
+        count, share = len(worker.running), self._limits.share
+        if count >= self._limits.depth:
+            return False
+        if count < share or self._agenda.now_s >= worker.shared_until_s:
+            return True
+        return sum(call.client.number == client for call in worker.running) < share
+
     def _send(self, worker: Worker, call: Call) -> None:
         plan = self._signatures.prepare(worker, call)
         self._loans.lend(worker, call)
@@ -174,15 +190,18 @@ class Calls:
         self._agenda.do(act.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn, call.bell))
 
     def send_waiting(self, worker: Worker) -> None:
-        """It has become ready."""
+        """It has become ready, or got room."""
         while worker.waiting and len(worker.running) < self._limits.depth:
-            self._send(worker, worker.waiting.popleft())
+            call = worker.waiting.take(lambda number: self._has_room(worker, number))
+            if call is None:
+                break
+            self._send(worker, call)
 
     def take_head(self, worker: Worker) -> Call:
         """The oldest running call is over; the next one starts, and a waiting one is sent."""
         call = worker.running.popleft()
         if worker.waiting and worker.state is S.READY:
-            self._send(worker, worker.waiting.popleft())
+            self.send_waiting(worker)
         if worker.running:
             self._start_clock(worker)
         return call

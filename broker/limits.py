@@ -11,6 +11,7 @@ class Limits:
     start_timeout_s: float
     max_in_flight: int
     depth: int
+    share: int
     standby: int
     restart_budget: int
     restart_window_s: float

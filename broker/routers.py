@@ -10,7 +10,7 @@ import zmq
 from layerzero.broker.descriptors import Descriptors
 from layerzero.ipc import sockets
 
-BATCH = 64  # messages taken from one socket before the other one gets its turn
+BATCH = 16  # messages taken from one socket before the other one gets its turn
 MAX_PASSES = 16  # over both sockets before deaths and deadlines get their turn
 # pyzmq's enums cost a microsecond a use, and these are used on every message.
 _NOBLOCK, _SNDMORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)

@@ -64,6 +64,7 @@ class Settings(BaseSettings):
     linger_s: Annotated[float, Field(ge=0)] = Field(1.0, description="life of an idle broker after its last client")
     max_in_flight: Annotated[int, Field(ge=1)] = Field(1024, description="open calls per client; more are BUSY")
     depth: Annotated[int, Field(ge=1, le=256)] = Field(16, description="calls sent ahead to one worker")
+    share: Annotated[int, Field(ge=1, le=256)] = Field(2, description="of them one client's, while others call it, too")
     standby: Annotated[int, Field(ge=0, le=8)] = Field(1, description="runners-up kept warm for fallback")
     restart_budget: Annotated[int, Field(ge=0)] = Field(3, description="crashes of a worker within restart_window_s")
     restart_window_s: Seconds = Field(30.0, description="window of restart_budget")

@@ -4,7 +4,7 @@ client's by no more than one of its own; a client's own calls keep their order."
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,23 @@ class Waiting:
 
     def popleft(self) -> Call:
         """Raises StopIteration when nothing waits."""
-        number = next(iter(self._lines))
+        return self._take(next(iter(self._lines)))
+
+    def take(self, may_send: Callable[[int], bool]) -> Call | None:
+        """Of the first client, by its number, that may send one."""
+        number = next(filter(may_send, self._lines), None)
+        return None if number is None else self._take(number)
+
+    def _take(self, number: int) -> Call:
         line = self._lines.pop(number)
         call = line.popleft()
         if line:
             self._lines[number] = line  # at the end
         return call
+
+    def holds(self, number: int) -> bool:
+        """Whether calls of this client wait."""
+        return number in self._lines
 
     def remove(self, call: Call) -> None:
         """Raises KeyError or ValueError when it does not wait."""

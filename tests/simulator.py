@@ -1149,6 +1149,7 @@ class World:
             start_timeout_s=3.0,
             max_in_flight=rng.choice((2, 6, 16)),
             depth=rng.choice((1, 2, 4)),
+            share=rng.choice((1, 2)),
             standby=rng.choice((0, 1, 2)),
             restart_budget=rng.choice((0, 1, 3, 3, 3)),
             restart_window_s=rng.choice((2.0, 10.0)),
@@ -1318,7 +1319,6 @@ class World:
 
     def _deliver(self, event: ev.Event) -> None:
         self._events += 1
-        self._event = event
         self._handle(event)
         self._check()
         self._plan_look()
@@ -1329,7 +1329,8 @@ class World:
 
     def _handle(self, event: ev.Event) -> None:
         self._handled += 1
-        handled = self._handled
+        handled, outer = self._handled, self._event
+        self._event = event
         self._history.append((self.now_s, event))
         self.coverage.events[type(event).__name__] += 1
         actions = self.state.handle(event, self.now_s)
@@ -1340,6 +1341,7 @@ class World:
             self.coverage.actions[type(action).__name__] += 1
             self._is_nested = self._handled != handled  # what is performed was decided before something else happened
             getattr(self, PERFORM[type(action)].__name__)(action)
+        self._event = outer
 
     def _note_lanes(self, actions: list[act.Action]) -> None:
         """New lanes are there once they are decided, also for what happens while the actions are performed."""
@@ -2299,8 +2301,10 @@ class World:
                 case WorkerState.READY:
                     self.require(reason is None, f"{name} is ready and reported as {reason}")
                     due_s = worker.head_deadline_s if worker.running else math.inf
+                    sent = Counter(call.client.number for call in worker.running)
                     is_full = len(worker.running) == self.limits.depth
-                    self.require(not worker.waiting or is_full, f"calls wait for {name}, which is free")
+                    have_theirs = all(sent[call.client.number] >= self.limits.share for call in worker.waiting)
+                    self.require(is_full or have_theirs, f"calls wait for {name}, which is free")
                 case WorkerState.STARTING:
                     due_s = worker.started_s + self.limits.start_timeout_s
                 case WorkerState.BACKOFF:

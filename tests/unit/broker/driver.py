@@ -23,6 +23,7 @@ LIMITS: dict[str, Any] = {
     "start_timeout_s": 60.0,
     "max_in_flight": 8,
     "depth": 2,
+    "share": 2,
     "standby": 0,
     "restart_budget": 3,
     "restart_window_s": 30.0,

@@ -96,6 +96,24 @@ def test_clients_take_turns_at_a_worker_that_is_behind() -> None:
     assert order == [(1, 2), (2, 11), (1, 3), (2, 12), (1, 4), (1, 5)]
 
 
+def test_client_has_few_calls_at_a_worker_that_others_call() -> None:
+    """What was sent ahead runs first: a flood of 16 would be in front of each call of another client."""
+    driver = Driver("alpha", depth=4, share=2)
+    runs = [driver.serve(1)]
+    driver.join(b"C2", 2)
+    for seq, identity in ((11, b"C2"), (2, CLIENT), (3, CLIENT), (4, CLIENT), (12, b"C2")):
+        runs += [action for action in driver.call(seq, identity=identity) if isinstance(action, act.Run)]
+    running = driver.state.workers["alpha"].running
+    assert [call.seq for call in running] == [1, 11, 2, 12]
+    runs.append(driver.run_of(driver.ran(runs.pop(0))))
+    assert [call.seq for call in running] == [11, 2, 12, 3]
+    driver.ran(runs.pop(0))
+    assert [call.seq for call in running] == [2, 12, 3]
+    driver.tick(0.2)  # nobody else has called meanwhile
+    driver.ran(runs.pop(0))
+    assert [call.seq for call in running] == [12, 3, 4]
+
+
 def test_runner_up_is_kept_warm() -> None:
     """A fallback that must start a worker first is slow."""
     driver = Driver(standby=1)
