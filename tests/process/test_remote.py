@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
-from tests.process.harness import Site
+from tests.process.harness import Site, wait_until
 
 import layerzero as lz
 from layerzero.client import remote
@@ -81,6 +85,60 @@ def test_who_speaks_without_encryption_hears_nothing(new_site: Callable[..., Sit
         sock.connect(endpoint)
         sock.send(b"\1\0\3\0" + bytes(28))
         assert sock.poll(500) == 0
+
+
+class _HalfOpen:
+    """Stands between two ends of tcp, and drops what the listener says from some byte on. Both connections stay open:
+    neither end is told."""
+
+    def __init__(self, endpoint: str, after_bytes: int) -> None:
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        self._there, self._left = (host, int(port)), after_bytes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here = self._listener.accept()[0]
+                there = socket.create_connection(self._there)
+                self._open += [here, there]
+                threading.Thread(target=self._pass_on, args=(there, here), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(here, there), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                if self._left <= 0:
+                    continue
+                if source.getpeername() == self._there:
+                    self._left -= len(data)
+                sink.sendall(data)
+
+    def close(self) -> None:
+        for one in self._open:
+            one.close()
+
+
+@pytest.mark.parametrize("after_bytes", [0, 400], ids=["before the handshake", "after it"])
+def test_a_connection_that_goes_silent_hangs_neither_end(
+    new_site: Callable[..., Site], folders: tuple[Path, Path], after_bytes: int
+) -> None:
+    """As when a machine or a NAT between them is gone: no FIN, no RST. Others are answered meanwhile."""
+    broker, ours = folders
+    site = new_site(remote="tcp://127.0.0.1:*", keys=broker).start()
+    endpoint = site.events("remote.listens")[0]["endpoint"]
+    proxy = _HalfOpen(endpoint, after_bytes)
+    try:
+        with pytest.raises(lz.BrokerLost, match=r"nothing came back from tcp://127\.0\.0\.1:\d+ within 1 s"):
+            remote.ask(proxy.endpoint, ours, "status", {}, timeout_s=1.0)
+        assert remote.ask(endpoint, ours, "ping", {})["pid"] == site.broker_pid
+        process = psutil.Process(site.broker_pid)
+        wait_until(lambda: [c for c in process.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED] == [])
+    finally:
+        proxy.close()
 
 
 @pytest.mark.parametrize("what", ["no pair", "nobody accepted", "no tcp"])
