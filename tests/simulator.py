@@ -846,6 +846,7 @@ class Client:
             for process in self.world.processes.values():
                 key = (self.number, call.bell)
                 self.world.push(self.world.now_s + self.world.delay_s(), process.serve, key)
+            self.world.plan_look()
 
     def _unbind(self, call: Call) -> None:
         if not self._is_bound(call) or call.bell is None:
@@ -1321,7 +1322,7 @@ class World:
         self._events += 1
         self._handle(event)
         self._check()
-        self._plan_look()
+        self.plan_look()
         if self.state.wakeup_s < self._tick_at_s:
             self._tick_at_s = self.state.wakeup_s
             late_s = self.rng.uniform(0.0, LATE_S) if self.rng.random() < 0.2 else 0.0
@@ -1353,7 +1354,7 @@ class World:
                 self.require(lane.client in (None, client), "a lane has two clients")
                 lane.client = client
 
-    def _plan_look(self) -> None:
+    def plan_look(self) -> None:
         is_awaited = self.state.is_awaited
         rings = {lane.number: lane for lane in self.lanes.values() if lane.is_open and lane.ring}
         has_calls = any(self._on_ring(lane) for lane in rings.values())
@@ -1372,7 +1373,7 @@ class World:
             bound = {n: one for process in self.processes.values() for n, one in process.bound.items()}
             if bound or self.state.bells.is_awaited:
                 self._deliver(ev.BellsSeen(self._see_bells()))
-            self._plan_look()
+            self.plan_look()
 
     def _see_bells(self) -> dict[int, int]:
         """Those that are busy. The others' calls start anew: what was tried for one replay is over."""
@@ -1926,11 +1927,17 @@ class World:
         process.lent.add(arena)
         process.tell("map", arena)
 
+    @staticmethod
+    def _is_used(arena: tuple[int, int], process: Process) -> bool:
+        """By a call of which the broker must know. From what is on a ring a client that offends may take its own memory
+        away; the worker lets go of it once the GPU is through."""
+        known = (d for d in process.held if d.lane is None or not d.call.client.has_offended)
+        return any(arena in d.arenas for d in known)
+
     def _take_back(self, action: act.TakeBackArena) -> None:
         process, arena = self.processes[action.backend, action.generation], (action.client, action.arena)
         self.require(not process.is_confirmed_dead, "an arena is taken back from a dead worker")
-        used = any(arena in d.arenas for d in process.held)
-        self.require(not used, "an arena is taken back while a call uses it")
+        self.require(not self._is_used(arena, process), "an arena is taken back while a call uses it")
         process.lent.discard(arena)
         process.tell("unmap", arena)
 
@@ -2073,7 +2080,7 @@ class World:
     def _close_arena(self, action: act.CloseArena) -> None:
         arena = (action.client, action.arena)
         self.require(arena in self._arenas, "an arena is closed twice")
-        used = any(arena in d.arenas for p in self.processes.values() for d in p.held)
+        used = any(self._is_used(arena, process) for process in self.processes.values())
         self.require(not used, "an arena is closed while a worker may write into it")
         self._arenas.discard(arena)
 
