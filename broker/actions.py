@@ -185,6 +185,7 @@ class Run:
     body: bytes
     turn: Turn | None = None
     bell: int | None = None
+    binding: int = 0  # of the bell
 
 
 @dataclass(slots=True)

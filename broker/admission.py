@@ -105,7 +105,7 @@ class Admission:
         if turn is not None:
             call.turn, turn.call = turn, call
         if event.bell is not None:
-            call.take_bell(event.bell)
+            call.take_bell(event.bell, event.binding)
         if call.gpu:
             self._pass_by_the_deaf(call)
         return call

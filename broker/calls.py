@@ -187,7 +187,8 @@ class Calls:
             self._start_clock(worker)
         turn = call.turn.turn if call.turn is not None else None
         number = call.client.number
-        self._agenda.do(act.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, turn, call.bell))
+        place = (turn, call.bell, call.binding)
+        self._agenda.do(act.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, *place))
 
     def send_waiting(self, worker: Worker) -> None:
         """It has become ready, or got room."""

@@ -82,6 +82,7 @@ class CallArrived:
     after_call: int = 0  # the low half of that call's number on the lane
     turn: Turn | None = None  # its place in a lane of the order page; a call on a GPU has one, or
     bell: int | None = None  # of the order page: it is in a CUDA graph of the client
+    binding: int = 0  # of the bell
 
 
 @dataclass(slots=True)

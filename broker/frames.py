@@ -62,10 +62,11 @@ def of_client(identity: bytes, frame: bytes) -> ev.Event | Asked:
         if flags & wire.HAS_DIGEST:
             body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
         turn = bell = None
+        binding = 0
         if flags & wire.HAS_BELL:
             if len(body) < wire.BELL_BYTES:
                 raise ProtocolError(f"a body of {len(body)} bytes is too short for a bell")
-            (bell,) = wire.BELL.unpack(body[-wire.BELL_BYTES :])
+            bell, binding = wire.BELL.unpack(body[-wire.BELL_BYTES :])
             body = body[: -wire.BELL_BYTES]
         if flags & wire.HAS_TURN:
             if len(body) < wire.TURN_BYTES:
@@ -75,7 +76,7 @@ def of_client(identity: bytes, frame: bytes) -> ev.Event | Asked:
         may_run_here, after_lane = bool(flags & wire.MAY_RUN_HERE), aux if flags & wire.AFTER_LANE else 0
         timeout_s = time_us / 1e6
         return ev.CallArrived(
-            identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt, turn, bell
+            identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt, turn, bell, binding
         )
     if kind == Kind.ROUTE:
         return ev.RouteDefined(identity, route, body)
@@ -185,7 +186,7 @@ def _run(action: act.Run) -> bytes:
     if action.turn is not None:
         body, flags = body + wire.TURN.pack(*action.turn), wire.HAS_TURN
     if action.bell is not None:
-        body, flags = body + wire.BELL.pack(action.bell), flags | wire.HAS_BELL
+        body, flags = body + wire.BELL.pack(action.bell, action.binding), flags | wire.HAS_BELL
     return wire.pack(
         Kind.RUN,
         flags=flags,

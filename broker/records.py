@@ -111,6 +111,7 @@ class Call:
     may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
     turn: OpenTurn | None = None  # of a call on a GPU
     bell: int | None = None  # of a call in a client's CUDA graph
+    binding: int = 0  # of the bell
     bell_word: int = 0  # as it was seen
     busy_since_s: float = math.inf  # when it was first seen so, with something to do
     watched_since_s: float = math.inf  # when it was looked at closely for that
@@ -122,9 +123,9 @@ class Call:
     def gpu(self) -> str:
         return self.route.signature.spec.device
 
-    def take_bell(self, bell: int) -> None:
+    def take_bell(self, bell: int, binding: int) -> None:
         """It is in a CUDA graph of its client, which rings."""
-        self.bell = bell
+        self.bell, self.binding = bell, binding
         self.client.bells.add((self.gpu, bell))
         self.client.bound[self.seq] = self
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_order import ClientOrder
 from layerzero.ipc.errors import Busy, CudaError
-from layerzero.ipc.order import BELLS, RUNG, SILENT, TAKEN
+from layerzero.ipc.order import BELLS, MASK, RUNG, SILENT, TAKEN
 
 if TYPE_CHECKING:
     from layerzero.client.gpu_capture import Captured
@@ -43,8 +43,8 @@ class Bells:
         """Whether graphs of this process may wait for a bell."""
         return bool(self._bound)
 
-    def take(self) -> int:
-        """A bell that nobody uses. Raises Busy."""
+    def take(self) -> tuple[int, int]:
+        """A bell that nobody uses, and the number of its binding. Raises Busy."""
         with self._lock:
             if self._counters is None:
                 self._counters = ctypes.create_string_buffer(_COUNTER_BYTES * BELLS)
@@ -52,10 +52,12 @@ class Bells:
             if not self._free:
                 raise Busy(f"{BELLS} calls are in CUDA graphs of this process on one GPU; no more can", limit=BELLS)
             bell = self._free.pop()
+            binding = self._page.binding(bell) + 1 & MASK
             self._page.set_bell(bell, SILENT)
+            self._page.set_binding(bell, binding)
             self._page.unlink_bell(bell)
         ctypes.memset(self.counter(bell), 0, _COUNTER_BYTES)
-        return bell
+        return bell, binding
 
     def counter(self, bell: int) -> int:
         """The address of the semaphore that says when the bell's graph is gone."""

@@ -169,10 +169,11 @@ class Captures:
     def _bind(self, op: str, route: Route, gpu: Gpu, refs: bytes, start_ns: int) -> Captured:
         """Have a worker answer a bell of the call. Raises what that ends in."""
         self.unbind_gone(gpu)
-        bell = gpu.bells.take()
+        bell, binding = gpu.bells.take()
         captured = Captured(self._outcomes, gpu, op, route, start_ns, bell)
+        body = refs + BELL.pack(bell, binding)
         try:
-            self._link.submit(captured, lambda seq: self._frame(captured, seq, refs + BELL.pack(bell), route.number))
+            self._link.submit(captured, lambda seq: self._frame(captured, seq, body, route.number))
             self._link.wait(captured)
             if captured.error is not None:
                 raise captured.error

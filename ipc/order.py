@@ -20,13 +20,15 @@ LANE_BYTES = 512
 BELLS = 4096  # of one page: so many calls can be in a client's captured graphs
 _BELLS, _BELLS_DONE = LANES * LANE_BYTES, LANES * LANE_BYTES + 4 * BELLS  # bytes
 _LINKS = _BELLS_DONE + 4 * BELLS
-PAGE_BYTES = _LINKS + 4 * BELLS
+_BINDINGS = _LINKS + 4 * BELLS
+PAGE_BYTES = _BINDINGS + 4 * BELLS
 READY, DONE, _ERROR = 0, 128, 256  # bytes within a lane; 128 apart, so that writers share no cache line
 MASK = (1 << 32) - 1
 MAX_ERROR = MASK
 # Values of a bell. A graph of the client clears the bell's DONE, writes RUNG and waits for DONE; the worker's CPU
 # writes TAKEN or more, enqueues the kernel, and its stream writes DONE = 1 behind that. Taken and not done: somebody's.
-# A bell whose link names one before it is rung by who answers that one.
+# A bell whose link names one before it is rung by who answers that one. Calls are bound to a bell one after the other:
+# by the number of the binding a worker that has not heard yet that its call is over leaves the bell to others.
 SILENT, RUNG, TAKEN = range(3)
 _RUNG = RUNG.to_bytes(4, "little")
 _NEXT = 0xFFFF  # of a link: the next bell + 1, and the previous one + 1 in the upper half; 0 for none
@@ -127,6 +129,13 @@ class OrderPage:
         """Nothing is before or after it."""
         self._words[_link_at(bell)] = 0
 
+    def binding(self, bell: int) -> int:
+        """Which of the bell's calls, one after the other, it rings for now."""
+        return self._words[_binding_at(bell)]
+
+    def set_binding(self, bell: int, number: int) -> None:
+        self._words[_binding_at(bell)] = number
+
     def next_bell(self, bell: int) -> int | None:
         return _named(self._words[_link_at(bell)] & _NEXT)
 
@@ -157,6 +166,11 @@ def _bell_done_at(bell: int) -> int:
 def _link_at(bell: int) -> int:
     """Of a word."""
     return (_bell_at(bell) - _BELLS + _LINKS) // 4
+
+
+def _binding_at(bell: int) -> int:
+    """Of a word."""
+    return (_bell_at(bell) - _BELLS + _BINDINGS) // 4
 
 
 def _named(number: int) -> int | None:

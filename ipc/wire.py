@@ -20,7 +20,7 @@ REF = struct.Struct("<IIQQ")
 REF_BYTES = REF.size
 TURN = struct.Struct("<II")  # lane and number in the order page (ipc/order.py)
 TURN_BYTES = TURN.size
-BELL = struct.Struct("<I")  # index of a bell in the order page
+BELL = struct.Struct("<II")  # index of a bell in the order page, and which of its bindings this is
 BELL_BYTES = BELL.size
 
 MAX_MESSAGE_BYTES = 1 << 20

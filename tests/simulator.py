@@ -261,6 +261,7 @@ class Bell:
     """Of a client's order page, and the replay that the client waits for."""
 
     word: int = SILENT
+    binding: int = 0  # number of the call that it rings for
     is_done: bool = True
     takings: int = 0
     since_s: float = 0.0  # when one of them changed
@@ -633,7 +634,7 @@ class Process:
         key = (call.client.number, call.bell)
         self.bells[key] = dispatch
         bell = call.client.bells[call.bell]
-        if bell.word >= TAKEN and not bell.is_done:
+        if bell.word >= TAKEN and not bell.is_done and bell.binding == dispatch.call.seq:
             self.world.coverage.fates["bell_taken_over"] += 1
             self._replay(key)
         else:
@@ -643,7 +644,7 @@ class Process:
         dispatch = self.bells.get(key)
         if self.is_alive and dispatch is not None:
             bell = dispatch.call.client.bells[key[1]]
-            if bell.word == RUNG:
+            if bell.word == RUNG and bell.binding == dispatch.call.seq:
                 bell.word, bell.since_s = TAKEN + bell.takings, self.world.now_s
                 bell.takings += 1
                 self._replay(key)
@@ -827,7 +828,7 @@ class Client:
         self.seq += 1
         call.seq, call.bell = self.seq, rng.choice(free)
         call.digest = bytes([call.number]) * wire.DIGEST_BYTES if route in self.needs_digest else b""
-        self.bells[call.bell] = Bell()
+        self.bells[call.bell] = Bell(binding=call.seq)
         self.bound[call.bell] = call
         event = ev.CallArrived(self.identity, route, call.seq, 0.0, body, call.digest, bell=call.bell)
         self.frames.send(world.from_client, self, event, call)

@@ -23,14 +23,20 @@ NAP_S, DOZE_MS = 50e-6, 1  # between two looks until then, and later
 
 @dataclass(eq=False)
 class Bell:
+    number: int  # in its page
+    binding: int
     plan: int
     task: Task  # what the graph uses
     refs: bytes
     graph: Pinned
     takings: int = 0  # whoever watches sees from the bell's word that it is not the same one all the time
 
-    def take(self, page: OrderPage, bell: int) -> None:
-        page.set_bell(bell, TAKEN + self.takings % MAX_TAKINGS)
+    def is_meant(self, page: OrderPage) -> bool:
+        """Whether it still rings for this call. MUTE may be under way, and the bell another call's by now."""
+        return page.binding(self.number) == self.binding
+
+    def take(self, page: OrderPage) -> None:
+        page.set_bell(self.number, TAKEN + self.takings % MAX_TAKINGS)
         self.takings += 1
 
 
@@ -43,6 +49,11 @@ class _Board:
     bells: dict[int, Bell] = field(default_factory=dict)
     first: int = 0  # bells lie from this one
     stop: int = 0  # to before this one
+
+    def meant(self, bell: int | None) -> Bell | None:
+        """What it launches here, if anything."""
+        one = self.bells.get(bell) if bell is not None else None
+        return one if one is not None and one.is_meant(self.link.order.page) else None
 
     def bound(self) -> None:
         self.first, self.stop = (min(self.bells), max(self.bells) + 1) if self.bells else (0, 0)
@@ -60,7 +71,7 @@ class Bells:
     def __bool__(self) -> bool:
         return bool(self._boards)
 
-    def bind(self, link: Link, bell: int, number: int, plan: Plan, task: Task, refs: bytes) -> None:
+    def bind(self, link: Link, bell: int, binding: int, number: int, plan: Plan, task: Task, refs: bytes) -> None:
         """Capture the kernel, and launch it when a worker that is gone had taken the bell. Needs the link's context.
 
         `number`: of the plan. Raises CudaGraphUnsafe, and ProtocolError for a bell that is bound already.
@@ -74,7 +85,7 @@ class Bells:
             graph = self._graphs.pin(task.bound, link.context, link.bell_stream)
         except ValueError as exc:
             raise refusal(plan, str(exc)) from exc
-        board.bells[bell] = Bell(number, task, refs, graph)
+        one = board.bells[bell] = Bell(bell, binding, number, task, refs, graph)
         board.bound()
         if board not in self._boards:
             self._boards.append(board)
@@ -83,8 +94,8 @@ class Bells:
         # Who answers the one before takes this one back first and rings it later. So look at that one first.
         before = page.previous_bell(bell)
         has_turn = before is None or page.is_bell_done(before)
-        if (taken := page.bell(bell)) >= TAKEN:  # the next taking must not look like this one
-            board.bells[bell].takings = taken - TAKEN + 1
+        if (taken := page.bell(bell)) >= TAKEN and one.is_meant(page):  # the next taking must not look like this one
+            one.takings = taken - TAKEN + 1
             if has_turn and not page.is_bell_done(bell):
                 self._answer(board, bell, None)
 
@@ -94,9 +105,9 @@ class Bells:
         for board in self._boards:
             page, bell = board.link.order.page, board.first
             while (found := page.rung(bell, board.stop)) is not None:
-                one = board.bells.get(found)
+                one = board.meant(found)
                 if one is not None:
-                    one.take(page, found)
+                    one.take(page)
                     self._answer(board, found, failpoints)
                     came = True
                 bell = found + 1
@@ -127,11 +138,11 @@ class Bells:
         link, page = board.link, board.link.order.page
         run, following = {bell: board.bells[bell]}, page.next_bell(bell)
         # All are taken before the first is launched: who takes over must see what is not done.
-        while following is not None and following not in run and (one := board.bells.get(following)) is not None:
+        while following is not None and following not in run and (one := board.meant(following)) is not None:
             # One that is taken and not done is of this replay: a worker that is dead took it.
             if page.is_bell_done(following) or page.bell(following) < TAKEN:
                 page.clear_bell_done(following)
-                one.take(page, following)
+                one.take(page)
             run[following] = one
             following = page.next_bell(following)
         if following in run:

@@ -209,8 +209,8 @@ class Gpus:
                 self._settle(link, turn, stream, again)
                 raise
 
-    def bind_bell(self, plan: Plan, number: int, client: int, refs: bytes, bell: int) -> None:
-        """Make the plan's kernel on these references what the client's bell launches. It is not run.
+    def bind_bell(self, plan: Plan, number: int, client: int, refs: bytes, bell: int, binding: int) -> None:
+        """Make the plan's kernel on these references what the client's bell launches, in this binding. It is not run.
 
         Raises CudaGraphUnsafe for a kernel that cannot be captured, and what `task` does.
         """
@@ -228,7 +228,7 @@ class Gpus:
             raise refusal(plan, "the client's memory reaches this worker by copies only")
         with link.context:
             link.bell_stream = link.bell_stream or self._new_stream(link.context)
-            self.bells.bind(link, bell, number, plan, task, refs)
+            self.bells.bind(link, bell, binding, number, plan, task, refs)
 
     def _rehearse(self, plan: Plan) -> None:
         self._is_untidy = True

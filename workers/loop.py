@@ -267,8 +267,8 @@ class _Loop:
 
     def _bind_bell(self, header: Header, body: bytes) -> None:
         plan = self._gpu_plan(header, body, BELL_BYTES)
-        (bell,) = BELL.unpack_from(body, len(body) - BELL_BYTES)
-        self._gpus.bind_bell(plan, header.route, header.aux, body[:-BELL_BYTES], bell)
+        bell, binding = BELL.unpack_from(body, len(body) - BELL_BYTES)
+        self._gpus.bind_bell(plan, header.route, header.aux, body[:-BELL_BYTES], bell, binding)
 
     def _gpu_plan(self, header: Header, body: bytes, tail_bytes: int) -> Plan:
         plan = self._prepared[header.route].gpu

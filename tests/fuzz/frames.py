@@ -38,7 +38,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes | None:
 
 def seeds() -> dict[str, bytes]:
     refs = wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(wire.NO_ARENA, 0, 0, 0), wire.Ref(1, 0, 64, 64)])
-    turn, bell, digest = wire.TURN.pack(1, 7), wire.BELL.pack(3), bytes(range(wire.DIGEST_BYTES))
+    turn, bell, digest = wire.TURN.pack(1, 7), wire.BELL.pack(3, 1), bytes(range(wire.DIGEST_BYTES))
     ran = RanHere(kernel_id="alpha.silu", kernel_ns=5, error=BackendError("no", exit_code=1).to_wire())
     error = pack_body(BackendError("no", backend="alpha").to_wire())
     of_client = {

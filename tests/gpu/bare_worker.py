@@ -104,7 +104,7 @@ class Worker:
         """Bind a call to a bell; its answer."""
         frame = wire.pack(
             Kind.RUN, flags=wire.HAS_BELL, route=PLANS[kernel], seq=bell + 1, attempt=1, aux=client.number,
-            body=refs + wire.BELL.pack(bell),
+            body=refs + wire.BELL.pack(bell, client.order.page.binding(bell)),
         )  # fmt: skip
         self.send(frame)
         return self.answer()

@@ -32,7 +32,7 @@ class Rig:
         return self.order.page
 
     def bind(self, *, has_failed: bool = False) -> Any:
-        bell = self.bells.take()
+        bell, _ = self.bells.take()
         call = SimpleNamespace(bell=bell, has_failed=has_failed)
         self.bells.bind(bell, call)  # type: ignore[arg-type]
         return call

@@ -57,7 +57,7 @@ def test_frame_vector_holds_both_ways(vector: dict[str, Any]) -> None:
         case {"refs": refs, **rest}:
             made = wire.pack_refs([wire.Ref(*ref) for ref in refs])
             made += wire.TURN.pack(*rest["turn"]) if "turn" in rest else b""
-            made += wire.BELL.pack(rest["bell"]) if "bell" in rest else b""
+            made += wire.BELL.pack(*rest["bell"]) if "bell" in rest else b""
             made += bytes.fromhex(str(rest.get("digest", "")))
             assert [list(ref) for ref in wire.unpack_refs(body, len(refs))] == refs
         case {"message": kind, "fields": given}:
