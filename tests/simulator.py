@@ -216,6 +216,7 @@ class Call:
     is_done: bool = False  # the GPU wrote its result
     has_failed: bool = False  # its turn was ended by the broker
     since_s: float = 0.0  # when it came
+    has_arrived: bool = False  # at the broker; what is on a ring need not
     dispatches: list[Dispatch] = field(default_factory=list)
 
     @property
@@ -1039,7 +1040,8 @@ class Client:
             stream.passed += 1
             call = stream.calls.pop(stream.passed)
             call.has_passed = True
-            is_there = call.has_failed or self.world.contents.get(call.place) is call
+            is_lost = self.world.exits > 0 and not call.has_arrived  # the client hears BROKER_LOST
+            is_there = call.has_failed or is_lost or self.world.contents.get(call.place) is call
             self.world.require(is_there, "the memory of a call that is done holds another one's result")
             if call.on_ring is not None and not call.has_failed:
                 self._ran_on_ring(call)
@@ -1207,7 +1209,7 @@ class World:
         self._compiling: dict[str, Unit] = {}  # by backend
         self._compiled: dict[Unit, bool] = {}  # whether it went well
         self._is_stopping = False
-        self._exits = 0
+        self.exits = 0
         self._pids = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
@@ -1298,7 +1300,7 @@ class World:
             self._check_nothing_left()
         self._shut_down()
         self._run_out()
-        self.require(self._exits == 1, f"{self._exits} Exits after a shutdown")
+        self.require(self.exits == 1, f"{self.exits} Exits after a shutdown")
         self.coverage.fates["late_answer"] = self.state.fleet.stale
         return self.coverage
 
@@ -1489,7 +1491,7 @@ class World:
             return
         if call is not None:
             self._note_arrival(client, call)
-            call.since_s = self.now_s
+            call.since_s, call.has_arrived = self.now_s, True
             call.is_crowded = self.state.clients[client.identity].open_calls >= self.limits.max_in_flight
             if call.after[0]:
                 self._count_lost(call, self.lanes[call.after[0]])
@@ -1974,8 +1976,8 @@ class World:
             return
         stream = client.streams[action.turn.lane]
         call = stream.calls.get(action.turn.number)
-        if call is None and client.has_offended:
-            return  # its offence was not even looked at
+        if call is None and (client.has_offended or self.exits):
+            return  # its offence was not even looked at; or it came when the broker had ended its stream
         self.require(call is not None, "a turn fails that was not taken")
         assert call is not None
         is_last = isinstance(self._event, ev.WorkerExited | ev.SpawnFailed | ev.ShutdownAsked) and self._is_stopping
@@ -2179,7 +2181,8 @@ class World:
         self.require(call is not None, f"call {action.seq} is refused after its end")
         assert call is not None
         if call.turn is not None:
-            self.require(call.has_failed, "a call is refused before its turn fails")
+            is_over = call.has_failed or (call.has_passed and self.exits > 0)
+            self.require(is_over, "a call is refused before its turn fails")
             client.pending.pop(call.turn, None)
         self.require(all(d.is_over for d in call.dispatches), "a call is refused while a worker has it")
         self._check_blame(call, action.attempts)
@@ -2267,7 +2270,7 @@ class World:
         self.require(False, f"memory is released that nobody had lost: {action}")
 
     def _exit(self, _: act.Exit) -> None:
-        self._exits += 1
+        self.exits += 1
         left = [p.backend for p in self.processes.values() if not p.is_over]
         self.require(self._is_stopping and not left, f"the broker ends with workers {left}")
 
