@@ -18,7 +18,16 @@ from common import backend_versions, save
 import layerzero as lz
 
 CALLS, ROUNDS, LIMIT = 1000, 3, 1.5
+FLOOR = "two processes compute, and call nothing (the floor)"
 FLOODS = {
+    FLOOR: """
+import os
+if os.fork() == 0:
+    parent = os.getppid()
+    while os.getppid() == parent: pass
+    os._exit(0)
+while True: pass
+""",
     "1,000 calls open all the time": """
 import collections
 open_calls = collections.deque()
@@ -94,13 +103,13 @@ def main() -> None:
         for name, code in FLOODS.items():
             p50, p99, loaded_p50, loaded_p99 = measure(code)
             ratio = loaded_p99 / p99
-            verdict = "met" if ratio <= LIMIT else "MISSED"
+            verdict = "" if name == FLOOR else f" (at most {LIMIT}: {'met' if ratio <= LIMIT else 'MISSED'})"
             rows.append(
                 [
                     name,
                     f"{p50 * 1e6:,.0f} / {p99 * 1e6:,.0f} us",
                     f"{loaded_p50 * 1e6:,.0f} / {loaded_p99 * 1e6:,.0f} us",
-                    f"{ratio:.2f} (at most {LIMIT}: {verdict})",
+                    f"{ratio:.2f}{verdict}",
                 ]
             )
             print(*rows[-1], sep=" | ", flush=True)
@@ -108,7 +117,9 @@ def main() -> None:
         lz.disconnect()
     notes = [
         "A client calls null through the broker, one call after the other, while another process floods the same "
-        f"worker. {CALLS:,} calls a round, medians of {ROUNDS} rounds, quiet and loaded in turn; load average at the "
+        "worker. The floor is what the scheduler alone does to a caller when that many cores are busy: a flood keeps its "
+        "own process, the broker and the worker at work. "
+        f"{CALLS:,} calls a round, medians of {ROUNDS} rounds, quiet and loaded in turn; load average at the "
         f"end {os.getloadavg()[0]:.1f}.",
     ]
     save(
