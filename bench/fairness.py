@@ -117,8 +117,8 @@ def main() -> None:
         lz.disconnect()
     notes = [
         "A client calls null through the broker, one call after the other, while another process floods the same "
-        "worker. The floor is what the scheduler alone does to a caller when that many cores are busy: a flood keeps its "
-        "own process, the broker and the worker at work. "
+        "worker. The floor is what the scheduler alone does to a caller when that many cores are busy: a flood keeps "
+        "its own process, the broker and the worker at work. "
         f"{CALLS:,} calls a round, medians of {ROUNDS} rounds, quiet and loaded in turn; load average at the "
         f"end {os.getloadavg()[0]:.1f}.",
     ]
