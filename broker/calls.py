@@ -14,7 +14,7 @@ from layerzero.broker.fleet import Fleet, disabled
 from layerzero.broker.limits import Limits
 from layerzero.broker.loans import Loans
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
-from layerzero.broker.records import Call, Worker
+from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.selection import Verdict, no_backend
 from layerzero.broker.signatures import Signatures
 from layerzero.broker.worker_fsm import WorkerState
@@ -77,7 +77,7 @@ class Calls:
                 return
             call.kernel_id = verdict.kernel_id
             worker, number = workers[verdict.backend], call.client.number
-            self._note_use(worker, number)
+            self._note_use(worker, call.client)
             if worker.state is S.READY and not worker.waiting.holds(number) and self._has_room(worker, number):
                 self._send(worker, call)
             else:
@@ -163,10 +163,13 @@ class Calls:
 
     # --- at a worker ---------------------------------------------------------------------------------
 
-    def _note_use(self, worker: Worker, client: int) -> None:
-        if worker.last_client not in (0, client):
-            worker.shared_until_s = self._agenda.now_s + SHARED_S
-        worker.last_client = client
+    def _note_use(self, worker: Worker, client: Client) -> None:
+        last, now_s = worker.last_client, self._agenda.now_s
+        if last is not client:
+            if last is not None and not last.has_left and now_s - worker.last_use_s < SHARED_S:
+                worker.shared_until_s = now_s + SHARED_S
+            worker.last_client = client
+        worker.last_use_s = now_s
 
     def _has_room(self, worker: Worker, client: int) -> bool:
         """What was sent ahead runs first. So while others call a worker, too, a client has few calls there."""

@@ -158,7 +158,8 @@ class Worker:
     enqueued: dict[int, Call] = field(default_factory=dict)
     bells: dict[int, Call] = field(default_factory=dict)
     head_since_s: float = 0.0  # when the oldest running call became the oldest
-    last_client: int = 0
+    last_client: Client | None = None
+    last_use_s: float = 0.0
     shared_until_s: float = 0.0  # so long it counts as serving several clients
     lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
     lane_call_since_s: float = 0.0

@@ -114,6 +114,22 @@ def test_client_has_few_calls_at_a_worker_that_others_call() -> None:
     assert [call.seq for call in running] == [12, 3, 4]
 
 
+def test_client_of_a_moment_ago_takes_nothing_from_the_next_one() -> None:
+    """A worker is shared by those that call it now."""
+    driver = Driver("alpha", depth=8, share=2)
+    driver.ran(driver.serve(1))
+    driver.tick(0.2)
+    driver.join(b"C2", 2)
+    for seq in (11, 12, 13):
+        driver.call(seq, identity=b"C2")
+    assert [call.seq for call in driver.state.workers["alpha"].running] == [11, 12, 13]
+    driver(ev.ClientLeft(b"C2"))
+    driver.join(b"C3", 3)
+    for seq in (21, 22, 23):
+        driver.call(seq, identity=b"C3")
+    assert [call.seq for call in driver.state.workers["alpha"].running] == [11, 12, 13, 21, 22, 23]
+
+
 def test_runner_up_is_kept_warm() -> None:
     """A fallback that must start a worker first is slow."""
     driver = Driver(standby=1)
