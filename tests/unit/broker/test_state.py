@@ -10,6 +10,7 @@ from tests.unit.broker.driver import BODY, CLIENT, Driver
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
+from layerzero.broker.turns import RENEWAL_EXIT
 from layerzero.broker.worker_fsm import TRANSITIONS, IllegalTransition, Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
@@ -284,6 +285,16 @@ def test_calls_behind_a_crash_move_on_unblamed() -> None:
         (1, 1, "executing"),
         (2, 0, "queued"),
     ]
+
+
+def test_worker_that_begins_anew_blames_nobody() -> None:
+    """It could not run its calls in the order in which they came (docs/protocol.md, section 13)."""
+    driver = Driver("alpha", "beta", depth=4)
+    first = driver.serve(1)
+    driver.call(2)
+    driver.dies("alpha", first.dispatch, exit_code=RENEWAL_EXIT)
+    waiting = driver.state.workers["beta"].waiting
+    assert [(call.seq, call.deaths) for call in waiting] == [(1, 0), (2, 0)]
 
 
 def test_pinned_call_behind_a_crash_waits_for_the_restart() -> None:
