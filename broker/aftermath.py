@@ -19,9 +19,12 @@ from layerzero.broker.fleet import Fleet
 from layerzero.broker.leases import Leases
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.rings import Rings, Stranded
-from layerzero.broker.turns import RENEWAL_EXIT, STICKY_EXIT
+from layerzero.broker.turns import RENEWAL_EXIT, STALLED_EXIT, STICKY_EXIT
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc.errors import BackendError, LayerZeroError
+from layerzero.ipc.lane import lane_of
+
+NEEDS_MEMORY = "raise the limit of that cgroup or container, or run less in it"
 
 
 class Move(NamedTuple):
@@ -59,19 +62,12 @@ class Aftermath:
         worker = self._fleet.take_exit(event)
         if worker is None:
             return None
-        is_renewal = event.exit_code == RENEWAL_EXIT and worker.fault is None
+        is_renewal = self._begins_anew(worker, event)
         if is_renewal:
             event = replace(event, executing=0)
         was_stopping = worker.state is WorkerState.STOPPED
         how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
-        died = BackendError(
-            f"the {worker.backend} worker died ({how})",
-            backend=worker.backend,
-            exit_code=event.exit_code,
-            phase=event.phase,
-            stderr_tail=event.stderr_tail,
-        )
-        error = worker.fault or died
+        error = worker.fault or _death(worker, event, how)
         facts = {
             "backend": worker.backend,
             "pid": worker.pid,
@@ -141,6 +137,18 @@ class Aftermath:
             moves.append(self._move(worker, call, error if is_blamed else None, event, event.phase))
         return [*moves, *(self._move(worker, call, None, event, "") for call in waiting)]
 
+    def _begins_anew(self, worker: Worker, event: ev.WorkerExited) -> bool:
+        """It says that the order of its calls on a GPU was the cause. Of each call a backend's may say so once."""
+        if event.exit_code not in (RENEWAL_EXIT, STALLED_EXIT) or worker.fault is not None:
+            return False
+        call = next((call for call in worker.running if call.dispatch == event.executing), None)
+        if call is None:
+            ring = self._leases.lanes.get(lane_of(event.executing))
+            return ring is not None and bool(ring.gpu)
+        is_new = call.turn is not None and worker.backend not in call.excused
+        call.excused.add(worker.backend)
+        return is_new
+
     def _moves_of_enqueued(
         self, worker: Worker, calls: list[Call], blamed: Call | None, error: LayerZeroError, event: ev.WorkerExited
     ) -> list[Move]:
@@ -165,6 +173,22 @@ class Aftermath:
                 self._calls.attempt_failed(call, worker, blame, exit_code=event.exit_code, phase=phase)
 
         return Move(call.client, call.seq, call.turn is not None, do)
+
+
+def _death(worker: Worker, event: ev.WorkerExited, how: str) -> BackendError:
+    """The error of one that the broker did not kill."""
+    text, facts = f"the {worker.backend} worker died ({how})", {}
+    if event.oom:
+        text = f"the kernel killed the {worker.backend} worker for lack of memory ({how}; {event.oom})"
+        facts["repair"] = NEEDS_MEMORY
+    return BackendError(
+        text,
+        backend=worker.backend,
+        exit_code=event.exit_code,
+        phase=event.phase,
+        stderr_tail=event.stderr_tail,
+        **facts,
+    )
 
 
 def in_order(moves: list[Move]) -> list[Move]:

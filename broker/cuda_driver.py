@@ -18,10 +18,12 @@ _MODULE_VERSION = Path("/sys/module/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """`reason`: why there are none, with the driver's own words; empty where there are some."""
+    """`reason`: why there are none, with the driver's own words; empty where there are some. `has_mps`: processes share
+    one of them by MPS."""
 
     devices: tuple[DeviceSpec, ...]
     reason: str = ""
+    has_mps: bool = False
 
 
 class _NvmlError(Exception):
@@ -39,12 +41,14 @@ def detect_gpus(library: str = cuda.LIBRARY) -> Gpus:
     try:
         driver = cuda.Driver(library)
         version = driver.version()
-        devices = tuple(_describe(driver, gpu, version) for gpu in driver.gpus())
+        found = driver.gpus()
+        devices = tuple(_describe(driver, gpu, version) for gpu in found)
+        has_mps = any(driver.has_mps(gpu.ordinal) for gpu in found)
     except OSError as exc:
         return Gpus((), f"no NVIDIA driver: {exc}")
     except CudaError as exc:
         return Gpus((), f"the NVIDIA driver failed: {exc}")
-    return Gpus(devices, "" if devices else "the NVIDIA driver sees no GPU")
+    return Gpus(devices, "" if devices else "the NVIDIA driver sees no GPU", has_mps)
 
 
 def free_memory_bytes(device_uuid: str, library: str = "libnvidia-ml.so.1") -> int | None:

@@ -308,6 +308,7 @@ class WorkerExited:
     stderr_tail: str
     rings: Mapping[int, RingLook] = field(default_factory=dict)
     is_departure: bool = False  # of a joined worker: who had started it has ended, too
+    oom: str = ""  # where the kernel killed it for lack of memory, if it did
 
 
 @dataclass(slots=True)

@@ -221,6 +221,8 @@ class Fleet:
             worker.deaths_s.append(now_s)
         while worker.deaths_s and worker.deaths_s[0] < now_s - limits.restart_window_s:
             worker.deaths_s.popleft()
+        needs = error.facts.get("repair") if worker.fault is None else None
+        repair = f"{needs}, then lz restart {worker.backend}" if needs else ""
         if not worker.has_served:
             self._signal(worker, Signal.GIVEN_UP)
             cause = EnvError(
@@ -228,13 +230,14 @@ class Fleet:
                 + (f"; its last words: {stderr_tail.strip().splitlines()[-1][:300]}" if stderr_tail.strip() else ""),
                 env=worker.backend,
                 cause=error.message,
-                repair=f"lz env probe {worker.backend}",
+                repair=repair or f"lz env probe {worker.backend}",
             )
             self._disable(worker, cause, Reason.BACKEND_IMPORT_FAILED)
         elif len(worker.deaths_s) > limits.restart_budget:
             self._signal(worker, Signal.GIVEN_UP)
             text = f"died {len(worker.deaths_s)} times in {limits.restart_window_s:g} s; the last time: {error.message}"
-            self._disable(worker, BackendError(text, repair=f"lz restart {worker.backend}"), Reason.BACKEND_DISABLED)
+            spent = BackendError(text, repair=repair or f"lz restart {worker.backend}")
+            self._disable(worker, spent, Reason.BACKEND_DISABLED)
         else:
             exponent = max(len(worker.deaths_s) - 1, 0)
             delay_s = min(limits.backoff_s * 2**exponent, limits.backoff_max_s) * self._rng.uniform(0.75, 1.25)

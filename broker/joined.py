@@ -89,12 +89,13 @@ class RemoteWorker:
     give_up_s: float = math.inf  # when its end must be confirmed
     code: int = -signal.SIGKILL  # what its end is when its keeper, and so all of its namespace, has ended
     stderr_tail: str = ""
+    oom: str = ""
 
     def reap(self) -> Exit:
         executing, phase = self.page.read()
         self.page.close()
         os.close(self.page_fd)
-        return Exit(self.code, executing, phase_name(phase), self.stderr_tail)
+        return Exit(self.code, executing, phase_name(phase), self.stderr_tail, self.oom)
 
 
 class Joined:
@@ -206,6 +207,7 @@ class Joined:
             elif isinstance(message, messages.WorkerEnded):
                 remote = self._remote(keeper, message.generation)
                 remote.code, remote.stderr_tail = message.code, message.stderr_tail[-4096:]
+                remote.oom = message.oom[:4096]
                 self._settle(remote)
         finally:
             for fd in fds:

@@ -30,8 +30,10 @@ class Launcher:
     `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, has_mps: bool = False) -> None:
+        """`has_mps`: workers share their GPU by MPS."""
         self._settings = settings
+        self.has_mps = has_mps
         self._held: dict[str, ExitStack] = {}
         self._plans: dict[str, build.Env] = {}
         self._joined_envs: dict[str, str] = {}
@@ -232,7 +234,9 @@ class Launcher:
         self._held[backend] = build.hold(env, checks=not is_checked)
         caches.make_folder(env)
         manifest = self.manifests[backend]
-        return Launch(env.python, worker_environ(env.environ, os.environ), manifest.provider_target)
+        return Launch(
+            env.python, worker_environ(env.environ, os.environ, has_mps=self.has_mps), manifest.provider_target
+        )
 
     def env_ids(self) -> dict[str, str]:
         """What is locked for each backend, as the name of its environment."""

@@ -14,7 +14,7 @@ from layerzero.broker.descriptors import Descriptors
 from layerzero.broker.joined import Joined, RemoteWorker
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.settings import Settings
-from layerzero.ipc import control
+from layerzero.ipc import control, oom
 from layerzero.ipc.endpoints import Endpoints
 from layerzero.ipc.errors import EnvError, LayerZeroError
 from layerzero.ipc.logs import log
@@ -43,6 +43,7 @@ class Processes:
         self._handle = handle
         self._on_end = on_end
         self._live: dict[tuple[str, int], supervisor.Process] = {}
+        self._oom_kills = oom.OomKills()
 
     def get(self, key: tuple[str, int]) -> AnyWorker | None:
         return self._live.get(key) or self._joined.get(key)
@@ -71,6 +72,7 @@ class Processes:
                 log=self._endpoints.worker_log(backend),
                 package=layerzero.__version__,
                 failpoints=self._settings.failpoints_of(backend),
+                oom_kills=self._oom_kills,
             )
         except (OSError, LayerZeroError) as exc:
             error = exc if isinstance(exc, LayerZeroError) else EnvError(f"cannot start the worker: {exc}", env=backend)

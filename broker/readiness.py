@@ -187,6 +187,19 @@ def _graphs(server: Server) -> Check:
     return Check("graphs", True, f"{len(safe)} kernels are declared safe in a graph")
 
 
+def _sharing(server: Server) -> Check:
+    """Faults of one process on a GPU stay there."""
+    name, allowed = "GPU sharing", server.settings.allow_mps
+    if not server.launcher.has_mps:
+        return Check(name, True, "MPS is off: a fault on a GPU ends the process that made it, and no other")
+    text = (
+        "MPS is on: a fault on a GPU, such as an illegal address, ends all processes that use it, applications included"
+    )
+    if allowed:
+        return Check(name, True, f"{text}; allow_mps is set")
+    return Check(name, False, text, "echo quit | nvidia-cuda-mps-control, then lz down; or allow_mps = true")
+
+
 def _lines(texts: Iterable[str]) -> str:
     return "\n".join(texts)
 
@@ -200,4 +213,5 @@ QUESTIONS: tuple[Callable[[Server], Check], ...] = (
     _compiled,
     _memory,
     _graphs,
+    _sharing,
 )

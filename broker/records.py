@@ -118,6 +118,7 @@ class Call:
     is_unbound: bool = False  # its client wants it no more
     is_enqueued: bool = False  # a worker has answered it, and the GPU is not done with it
     was_answered: bool = False  # its client has gone on
+    excused: set[str] = field(default_factory=set)  # backends whose worker began anew in it for the order of its calls
 
     @property
     def gpu(self) -> str:

@@ -17,10 +17,10 @@ from layerzero.broker.fleet import Fleet, too_long
 from layerzero.broker.leases import Lane, Leases
 from layerzero.broker.limits import Limits
 from layerzero.broker.records import Call, Worker
-from layerzero.broker.turns import STICKY_EXIT, Turns, is_before
+from layerzero.broker.turns import STICKY_EXIT, Turns
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lane import mark
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order import Turn, is_before
 from layerzero.ipc.ring import RingCall
 
 

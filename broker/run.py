@@ -52,12 +52,12 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
             stale.unlink(missing_ok=True)
     if owns_log:  # a daemon's stderr is the log; one in the foreground writes to a terminal
         keep_in(endpoints.log)
+    gpus = detect_gpus()
     try:
-        launcher = Launcher(settings)
+        launcher = Launcher(settings, has_mps=gpus.has_mps)
         policy = _policy(settings, launcher)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
-    gpus = detect_gpus()
     engine = Engine(
         launcher.capabilities,
         detect_cpu(),

@@ -442,6 +442,7 @@ class Server:
             backend, generation, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, rings
         )
         exited.is_departure = isinstance(process, RemoteWorker) and not process.has_keeper
+        exited.oom = ended.oom
         self.handle(exited)
 
     def _stop_worker(self, action: act.StopWorker) -> None:

@@ -112,7 +112,9 @@ class Sessions:
 
     def offer_gpu(self, event: ev.GpuOffered) -> None:
         """For the first time, or on another rung: then workers let go of what they had, and may reach the new one."""
-        client = self._clients[event.identity]
+        client = self._clients.get(event.identity)
+        if client is None:  # it was cut off a moment ago, since it does not read
+            return
         if event.gpu in client.gpus and event.has_new_page:
             if self._turns.of(client, event.gpu):
                 self.drop(client, f"another order page for {event.gpu} while calls on the first are not done")

@@ -72,6 +72,9 @@ class Settings(BaseSettings):
     backoff_max_s: Seconds = Field(30.0, description="longest delay of a restart")
     poison_quarantine_s: Seconds = Field(600.0, description="how long inputs that killed two workers are refused")
     express: bool = Field(True, description="lend settled routes a lane straight to their worker")
+    allow_mps: bool = Field(
+        False, description="lz doctor finds MPS in order, although a fault of one process ends others"
+    )
     joined: str = Field("", description="backends whose workers join by themselves: names separated by ',', or all")
     joined_silence_s: Seconds = Field(2.5, description="so long a joined worker's keeper may not answer")
     secret_file: Path | None = Field(None, description="the stack's secret; who connects must prove that they know it")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgpack
 
-from layerzero.ipc import memory
+from layerzero.ipc import memory, oom
 
 STDERR_TAIL_BYTES = 2048
 LOG_LIMIT_BYTES = 16 << 20
@@ -42,6 +42,7 @@ class Process:
     page: memory.ControlPage
     log: Path
     log_start: int
+    oom_watch: oom.Watch
 
     @property
     def pid(self) -> int:
@@ -60,7 +61,8 @@ class Process:
         self.page.close()
         os.close(self.page_fd)
         os.close(self.pidfd)
-        return Exit(exit_code, executing, phase_name(phase), stderr_tail(self))
+        killed = self.oom_watch.explain() if exit_code == -signal.SIGKILL else ""
+        return Exit(exit_code, executing, phase_name(phase), stderr_tail(self), killed)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Exit:
     executing: int
     phase: str
     stderr_tail: str
+    oom: str = ""  # where the kernel killed it for lack of memory, if it did
 
 
 def phase_name(phase: int) -> str:
@@ -77,7 +80,15 @@ def phase_name(phase: int) -> str:
 
 
 def spawn(
-    backend: str, generation: int, launch: Launch, *, control_path: Path, log: Path, package: str, failpoints: str
+    backend: str,
+    generation: int,
+    launch: Launch,
+    *,
+    control_path: Path,
+    log: Path,
+    package: str,
+    failpoints: str,
+    oom_kills: oom.OomKills,
 ) -> Process:
     """Start a worker. Call it from a thread that lives as long as the broker: the kernel ties the worker's life to
     the thread that started it. Raises OSError."""
@@ -119,7 +130,8 @@ def spawn(
         os.close(log_fd)
     page = memory.ControlPage(page_fd, writable=False)
     pidfd = os.pidfd_open(popen.pid)
-    return Process(backend, generation, popen, pidfd, ticket, page_fd, page, log, log_start)
+    watch = oom_kills.watch(popen.pid)
+    return Process(backend, generation, popen, pidfd, ticket, page_fd, page, log, log_start, watch)
 
 
 def stderr_tail(process: Process) -> str:

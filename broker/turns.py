@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from layerzero.broker import actions as act
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.order import LANES, MASK, Turn
+from layerzero.ipc.order import LANES, Turn, is_before
 
 MAX_OPEN = 4096  # in one lane; ours keeps to 256 that the GPU is not done with
 STICKY_EXIT = 70  # of a worker whose GPU context is lost: what its GPU was in is to blame
 RENEWAL_EXIT = 71  # of one that got calls in an order in which it could not run them: nobody is to blame
+STALLED_EXIT = -14  # SIGALRM: of one that noticed that too late to end by itself
 
 Key = tuple[int, str, Turn]  # client's number, GPU, place
 
@@ -46,11 +47,6 @@ class OpenTurn:
     @property
     def key(self) -> Key:
         return self.client.number, self.gpu, self.turn
-
-
-def is_before(one: int, other: int) -> bool:
-    """Whether one number of a lane comes before another. They wrap around."""
-    return 0 < other - one & MASK < 1 << 31
 
 
 class Turns:

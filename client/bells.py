@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
+import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -151,12 +151,10 @@ class Bells:
 
 
 def tell_orphans() -> None:
-    """Into stderr: there is nobody left to raise it."""
-    print(
-        "layerzero: a CUDA graph was replayed with calls of a session that was closed; their results are undefined",
-        file=sys.stderr,
-        flush=True,
-    )
+    """Onto the process's stderr: there is nobody left to raise it. Graphs go on where that is closed."""
+    text = "layerzero: a CUDA graph was replayed with calls of a session that was closed; their results are undefined\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 _kept: list[object] = []

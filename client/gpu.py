@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from layerzero.client import compiled
 from layerzero.client.bells import Bells, tell_orphans
 from layerzero.client.gpu_memory import GpuMemory
 from layerzero.client.lent import Lent
@@ -26,6 +27,7 @@ from layerzero.ipc.order import MASK, Turn, create_page
 
 if TYPE_CHECKING:
     from layerzero.client.gpu_capture import Captured
+    from layerzero.client.gpu_outcomes import Sent
 
 REQUIRED = "LAYERZERO_GPU_TRANSPORT"  # variable: the only rung that may be used
 MAX_AHEAD = 256  # calls of one stream that are not done
@@ -52,6 +54,7 @@ class Gpu:
         """Raises NoTransport when this process can offer its memory in no way."""
         self.memory = memory
         self.uuid = memory.uuid
+        self._has_mps = memory.context.driver.has_mps(memory.context.ordinal)
         self.settling = threading.RLock()  # held by a call that is the first of its route or worker
         self.lock = threading.RLock()  # held from READY to EXECUTE: a lane's calls are sent in their order
         self._link, self._lent = link, lent
@@ -60,6 +63,7 @@ class Gpu:
         self._trials: list[Trial] = []  # workers may have each of them mapped
         self._fresh = 0
         self._page = create_page()
+        self.on_the_way: dict[int, Sent] = {}  # by lane: its last call by the broker, if it may be unanswered
         self.order = ClientOrder(memory.context, self._page, has_memops=not memory.why_no_memops)
         self.bells = Bells(self.order, memory.context)
         self._on_failed_replay, self._unbind_gone = on_failed_replay, unbind_gone
@@ -86,7 +90,9 @@ class Gpu:
     def transport_note(self) -> str:
         """For reports: which way memory crosses, and why no better one."""
         told = "".join(f"; {rung}: {why}" for rung, why in self._rejected.items())
-        return f"GPU {self.uuid}, memory crosses by {self.rung}{told}"
+        path = f"; calls are made by the Python alone: {compiled.why_not}" if compiled.why_not else ""
+        shared = ", shared by MPS" if self._has_mps else ""
+        return f"GPU {self.uuid}{shared}, memory crosses by {self.rung}{told}{path}"
 
     def step_down(self, rung: str, reason: str) -> None:
         """Offer memory in the next best way, since `rung` does not work; unless another thread has done so already.
@@ -181,6 +187,14 @@ class Gpu:
             if until_s is not None and time.monotonic() >= until_s:
                 raise DeadlineExceeded(f"call {turn.number} on {self.uuid} is not done yet")
             time.sleep(LOOK_S)
+
+    def is_behind(self) -> bool:
+        """Whether a call that went by the broker is unanswered. One on a ring must not pass it, also in another lane:
+        that may wait for this one. `lock` is held."""
+        for its, sent in list(self.on_the_way.items()):
+            if sent.is_done:
+                del self.on_the_way[its]
+        return bool(self.on_the_way)
 
     def watch_bells(self) -> None:
         """Graphs of this process hold bells from now on."""

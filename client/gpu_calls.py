@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 import time
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client import overlay, torch_graphs
@@ -16,7 +17,7 @@ from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import current_stream, give, result_like
 from layerzero.client.gpu_capture import Captures, unsettled
-from layerzero.client.gpu_known import MAX_KNOWN, MISS, Known, key_of
+from layerzero.client.gpu_known import MAX_KNOWN, Known, key_of
 from layerzero.client.gpu_lane import GpuLane
 from layerzero.client.gpu_memory import memory_of, uuid_of
 from layerzero.client.gpu_outcomes import OnRing, Outcomes, Sent
@@ -24,6 +25,7 @@ from layerzero.client.gpu_places import Memory, Placing
 from layerzero.client.link import Link
 from layerzero.client.overlay import Overlay
 from layerzero.client.record import failure_of
+from layerzero.client.repeats import MISS, learn, repeats_of
 from layerzero.ipc import cuda, wire
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.errors import (
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 AS_IT_LIES = Overlay.of({"origin": "a call on a GPU is not sent back", "values": {"allow_adaptation": False}})
 LOOK_EVERY = 16  # calls of a lane; then it is seen whether too many are open
+CATCH_UP_S, LOOK_S = 0.002, 50e-6
 READ_EVERY, READ_OFTEN = 64, 8  # calls on rings, and by the broker; then the answers that are here are taken
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
 
@@ -61,10 +64,12 @@ class GpuCalls:
         self._lock = threading.Lock()
         self._count = itertools.count(1)
         self._dense: set[tuple[Any, ...]] = set()  # signatures that no kernel takes as they lie
-        self._known: dict[tuple[Any, ...], Known] = {}
-        self._is_closing = False  # no call is begun any more
+        self.known: dict[Hashable, Known] = {}
+        self.is_closing = False  # no call is begun any more
         self._lanes: dict[int, GpuLane] = {}
         self.outcomes = Outcomes(link)
+        self._repeats = repeats_of(self, link, session.last)
+        self.run_again = self.run_known if self._repeats is None else self._repeats.run
         self._captures = Captures(session, link, self.outcomes)
 
     def gpu(self, ordinal: int) -> Gpu:
@@ -80,18 +85,20 @@ class GpuCalls:
         return gpu
 
     def run_known(self, request: Request, start_ns: int) -> Any:
-        """As `run`, for a call that was made before on the same memory; MISS for others. Touches nothing then."""
-        if not self._known:
+        """As `run`, for a call that was made before on the same memory; MISS for others. Touches nothing then.
+
+        `run_again` is this, in C where that was compiled."""
+        if not self.known:
             return MISS
         try:
-            key = key_of(request)
-            known = self._known.get(key) if key is not None else None
+            key = key_of(request, self._repeats)
+            known = self.known.get(key) if key is not None else None
         except (TypeError, RuntimeError):  # what cannot be hashed, a tensor without memory: what checks it names it
             return MISS
         if known is None:
             return MISS
         if not known.is_current():
-            self._known.pop(key, None)  # type: ignore[arg-type]
+            self.known.pop(key, None)
             return MISS
         gpu, stream = known.gpu, known.stream()
         self._look(gpu, stream, READ_EVERY)
@@ -111,7 +118,8 @@ class GpuCalls:
                 return MISS
             enqueued = OnRing(self.outcomes, gpu, known.lane, known.lease, request.op, known.route, (), start_ns)
             with gpu.lock:
-                if self._is_closing or not known.lane.holds(known.lease):  # another thread may have closed it meanwhile
+                # Another thread may have closed it meanwhile.
+                if self.is_closing or not known.lane.holds(known.lease) or gpu.is_behind():
                     return MISS
                 turn = self._put(enqueued, stream, refs, (request.args, result))
         finally:
@@ -178,6 +186,8 @@ class GpuCalls:
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
         is_first = not route.is_armed or not gpu.is_signed(route.slot)
         placing = Placing(gpu, rung, stream)
+        if route.lease is not None and request.timeout_s is None:
+            self._catch_up(gpu, stream)
         # First calls one by one: a worker that could not use an offer is given up until there is another offer.
         with gpu.settling if is_first else contextlib.nullcontext():
             if gpu.rung != rung:
@@ -187,9 +197,10 @@ class GpuCalls:
                 placing.publish(route.plan.inputs)
                 hold = (arrays, result)
                 with gpu.lock:
-                    if self._is_closing:
+                    if self.is_closing:
                         raise NotConnected("the session is being closed; lz.connect() opens another")
-                    place = self._lane_of(gpu, route) if request.timeout_s is None and not is_first else None
+                    may_pass = request.timeout_s is None and not is_first and not gpu.is_behind()
+                    place = self._lane_of(gpu, route) if may_pass else None
                     if place is not None:
                         lane, lease = place
                         put = OnRing(self.outcomes, gpu, lane, lease, request.op, route, memory.copies, start_ns)
@@ -223,14 +234,18 @@ class GpuCalls:
         return result if out is not None else give(like, result)
 
     def _remember(self, request: Request, enqueued: OnRing, like: Array, address: int, memory: Memory) -> None:
-        key = key_of(request)
-        if key is None or like.kind == "dlpack" or not memory.is_in_place:
+        if like.kind == "dlpack" or not memory.is_in_place:
             return
-        known = self._known.get(key)
+        if self._repeats is not None:
+            learn(self._repeats, like)
+        key = key_of(request, self._repeats)
+        if key is None:
+            return
+        known = self.known.get(key)
         if known is None or known.lease is not enqueued.lease:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            known = self._known[key] = Known.of(enqueued, like)
+            if len(self.known) >= MAX_KNOWN:
+                self.known.clear()
+            known = self.known[key] = Known.of(enqueued, like, self._repeats)
         known.remember(address, memory, enqueued.gpu.memory.context.driver)
 
     # --- enqueueing. The GPU's lock is held: a lane's calls are told of in their order. Whatever happens, somebody ends
@@ -245,6 +260,7 @@ class GpuCalls:
 
         def frame(seq: int) -> bytes:
             self.outcomes.expect(seq, enqueued)
+            gpu.on_the_way[turn.lane] = enqueued
             return wire.pack(_EXECUTE, HAS_TURN, number, seq, 0, 0, time_us, body)
 
         try:
@@ -255,7 +271,14 @@ class GpuCalls:
                 gpu.wait_for(turn)
             gpu.order.await_done(stream, turn)
         except BaseException as exc:
-            _give_up(gpu, stream, turn, hold if is_out or not isinstance(exc, LayerZeroError) else None)
+            if is_out and not gpu.memory.why_no_memops:  # somebody has it: as in _end_turn
+                _given_up.append(hold)
+                gpu.order.await_done(stream, turn)
+                raise
+            is_sent = is_out or not isinstance(exc, LayerZeroError)
+            if not is_sent:
+                gpu.on_the_way.pop(turn.lane, None)
+            _give_up(gpu, stream, turn, hold if is_sent else None)
             raise
         return turn
 
@@ -267,21 +290,37 @@ class GpuCalls:
             enqueued.turn, seq = turn, self._link.reserve()
             self.outcomes.expect(seq, enqueued)
             is_seen = lane.put(route, enqueued.lease.plan, seq, turn, refs)
-            enqueued.call = call = lane.calls
+            enqueued.call = lane.head
             if not is_seen:
-                flags, body = HAS_TURN | AFTER_LANE, refs + TURN.pack(*turn)
-                call &= 0xFFFF_FFFF
-                self._link.send(wire.pack(_EXECUTE, flags, route.number, seq, call, lane.number, 0, body))
+                self._tell(enqueued, seq, refs)
             is_told = True
             order.enter(stream, turn)
         except BaseException:
-            if lane.head == before or (lane.is_ended and not is_told):
-                _give_up(enqueued.gpu, stream, turn, hold)
-            else:  # somebody has it: the turn must end as any other, or DONE would go back later
-                _given_up.append(hold)
-                order.enter(stream, turn)
+            _end_turn(enqueued, stream, hold, is_out=lane.head != before and (is_told or not lane.is_ended))
             raise
         return turn
+
+    def _tell(self, enqueued: OnRing, seq: int, refs: bytes) -> None:
+        """Of a call whose worker is gone: the broker may not have seen it on the ring."""
+        flags, body, call = HAS_TURN | AFTER_LANE, refs + TURN.pack(*enqueued.turn), enqueued.call & 0xFFFF_FFFF
+        self._link.send(wire.pack(_EXECUTE, flags, enqueued.route.number, seq, call, enqueued.lane.number, 0, body))
+
+    def tell_and_enter(self, enqueued: OnRing, seq: int, stream: int, refs: bytes, hold: object) -> None:
+        """As the end of `_put`, for a call that was put in C."""
+        try:
+            self._tell(enqueued, seq, refs)
+        except BaseException:
+            _end_turn(enqueued, stream, hold, is_out=False)
+            raise
+        self.enter(enqueued, stream, hold)
+
+    def enter(self, enqueued: OnRing, stream: int, hold: object) -> None:
+        """As the end of `_put`, for a call that was put in C and the driver refused."""
+        try:
+            enqueued.gpu.order.enter(stream, enqueued.turn)
+        except BaseException:
+            _end_turn(enqueued, stream, hold, is_out=True)
+            raise
 
     def _lane_of(self, gpu: Gpu, route: Route) -> tuple[GpuLane, Lease] | None:
         """The ring that a route's calls may be put on, if any."""
@@ -301,6 +340,15 @@ class GpuCalls:
             del self._lanes[lease.lane]
             lane.close()
         return None
+
+    def _catch_up(self, gpu: Gpu, stream: int) -> None:
+        """Wait a moment for the broker's answer to this stream's last call: a ring is faster, and a worker that gets a
+        lane's calls in another order may be blocked by it. Without, the next one goes the same way."""
+        sent, until_s = gpu.on_the_way.get(gpu.order.lane(stream)), time.monotonic() + CATCH_UP_S
+        while sent is not None and not sent.is_done and time.monotonic() < until_s:
+            self._link.read_nowait()  # not its wait, which is for one thread
+            if not sent.is_done:
+                time.sleep(LOOK_S)
 
     def _settle(self, enqueued: Sent) -> None:
         """Wait for the first call of a route: what is wrong is raised by the call itself. Its worker's sign is looked
@@ -330,10 +378,19 @@ class GpuCalls:
     def _look(self, gpu: Gpu, stream: int, every: int) -> None:
         """Raises the error of a call that failed after it had returned."""
         if next(self._count) % every == 0 or gpu.order.has_news(stream):
-            self._link.read_nowait()  # else it costs more than it is worth
+            self.look(gpu)  # else it costs more than it is worth
+        elif self.outcomes.has_failure:
+            self._raise_failure(gpu)
+
+    def look(self, gpu: Gpu) -> None:
+        """As `_look`, now."""
+        self._link.read_nowait()
         if self.outcomes.has_failure:
-            gpu.order.take_news()
-            self.outcomes.raise_failure()
+            self._raise_failure(gpu)
+
+    def _raise_failure(self, gpu: Gpu) -> None:
+        gpu.order.take_news()
+        self.outcomes.raise_failure()
 
     # --- the end
 
@@ -347,7 +404,7 @@ class GpuCalls:
 
     def finish(self, timeout_s: float) -> None:
         """Before the link is closed: what is enqueued needs the broker and its workers. No other call begins."""
-        self._is_closing = True
+        self.is_closing = True
         for gpu in list(self._gpus.values()):
             with gpu.lock:  # who is at it has ended
                 pass
@@ -362,7 +419,7 @@ class GpuCalls:
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
-        self._known.clear()
+        self.known.clear()
 
 
 def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object) -> None:
@@ -370,6 +427,15 @@ def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object) -> None:
     if hold is not None:
         _given_up.append(hold)
     gpu.order.abandon(stream, turn)
+
+
+def _end_turn(enqueued: OnRing, stream: int, hold: object, *, is_out: bool) -> None:
+    """After an error. `is_out`: somebody has the call. Then its turn ends as any other, or DONE would go back later."""
+    if is_out:
+        _given_up.append(hold)
+        enqueued.gpu.order.enter(stream, enqueued.turn)
+    else:
+        _give_up(enqueued.gpu, stream, enqueued.turn, hold)
 
 
 def _dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:

@@ -39,11 +39,14 @@ def unsettled(op: str) -> CudaGraphUnsafe:
 
 
 class Captured(Sent):
-    """A call in a graph of the application. It is answered once by who binds it, and again by each who takes over."""
+    """A call in a graph of the application. It is answered once by who binds it, and again by each who takes over.
+    `hold` keeps its memory until the first answer."""
 
-    def __init__(self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, start_ns: int, bell: int) -> None:
+    def __init__(
+        self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, start_ns: int, bell: int, hold: Any
+    ) -> None:
         super().__init__(outcomes, gpu, gpu.rung, op, route, (), start_ns)
-        self.bell, self.seq = bell, 0
+        self.bell, self.seq, self.hold = bell, 0, hold
         self.is_awaited = True
 
     @property
@@ -103,7 +106,7 @@ class Captures:
         try:
             result, address = result_like(like, out, route.plan.results)
             refs = self._refs(request, route, specs, arrays, out, gpu, stream, address)
-            captured = self._bind(op, route, gpu, refs, start_ns)
+            captured = self._bind(op, route, gpu, refs, (arrays, result), start_ns)
         finally:
             driver.exchange_capture_mode(before)
         self._session.note(captured)
@@ -166,11 +169,11 @@ class Captures:
         finally:
             placing.end()
 
-    def _bind(self, op: str, route: Route, gpu: Gpu, refs: bytes, start_ns: int) -> Captured:
+    def _bind(self, op: str, route: Route, gpu: Gpu, refs: bytes, hold: Any, start_ns: int) -> Captured:
         """Have a worker answer a bell of the call. Raises what that ends in."""
         self.unbind_gone(gpu)
         bell, binding = gpu.bells.take()
-        captured = Captured(self._outcomes, gpu, op, route, start_ns, bell)
+        captured = Captured(self._outcomes, gpu, op, route, start_ns, bell, hold)
         body = refs + BELL.pack(bell, binding)
         try:
             self._link.submit(captured, lambda seq: self._frame(captured, seq, body, route.number))
@@ -197,6 +200,7 @@ class Captures:
         with contextlib.suppress(LayerZeroError):  # a broker that is gone knows no bells; a full queue costs this one
             if captured.seq:
                 self._link.send(wire.pack(Kind.UNBIND, seq=captured.seq))
+                self._link.abandon(captured.seq)
             gpu.bells.give_back(captured.bell)
 
     def _frame(self, captured: Captured, seq: int, body: bytes, route: int) -> bytes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.client import overlay
 from layerzero.client.arrays import Array, describe
@@ -22,11 +22,14 @@ from layerzero.client.gpu_arrays import current_stream, new_like
 from layerzero.client.gpu_lane import GpuLane
 from layerzero.client.gpu_outcomes import OnRing
 from layerzero.client.gpu_places import Memory
+from layerzero.client.repeats import site_of
 from layerzero.ipc.cuda import Driver
 from layerzero.ipc.errors import CudaError
 from layerzero.ipc.tensors import TensorSpec
 
-MISS = object()
+if TYPE_CHECKING:
+    from layerzero.client._repeats import Repeats, Site
+
 MAX_KNOWN, MAX_PLACES = 4096, 64
 
 Owners = tuple[tuple[int, int], ...]  # allocations: an address in each, and the driver's id
@@ -47,13 +50,17 @@ class Known:
     make: Callable[[Any], tuple[Any, int]]  # a new array for the result, like an input
     is_here: Callable[[], bool]  # the GPU's context is current in this thread
     places: dict[int, tuple[bytes, Owners]] = field(default_factory=dict)
+    site: Site | None = None  # for the C
 
     @classmethod
-    def of(cls, enqueued: OnRing, like: Array) -> Known:
+    def of(cls, enqueued: OnRing, like: Array, repeats: Repeats | None) -> Known:
         gpu, route = enqueued.gpu, enqueued.route
         make = _maker(like, route.plan.results)
         watch, is_here = _capture_watcher(like, gpu), _context_watcher(like, gpu)
-        return cls(gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), watch, make, is_here)
+        known = cls(gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), watch, make, is_here)
+        if repeats is not None:
+            known.site = site_of(known, like)
+        return known
 
     def is_current(self) -> bool:
         """As far as this process knows; what the lane says of the lease is to be asked under the GPU's lock."""
@@ -86,8 +93,13 @@ class Known:
         self.places[address] = (memory.refs, tuple((inside, driver.buffer_id(inside)) for inside in arenas))
 
 
-def key_of(request: Request) -> tuple[Any, ...] | None:
+def key_of(request: Request, repeats: Repeats | None) -> Hashable:
     """What makes two calls the same but for where a new result lies; None for what must be looked at each time."""
+    key = None if repeats is None else repeats.key(request)
+    return _key_of(request) if key is None else key
+
+
+def _key_of(request: Request) -> tuple[Any, ...] | None:
     if (
         request.is_rigid
         or request.timeout_s is not None

@@ -21,18 +21,17 @@ class GpuLane:
     def __init__(self, link: Link, number: int, gpu: Gpu) -> None:
         """Raises OutOfMemory, and OSError when the process has no file descriptors left."""
         self.number = number
-        self.calls = 0
         self.gpu, self._page = gpu, gpu.order.page
-        self._turns: list[Turn | None] = [None] * SLOTS
-        self._routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
+        self.turns: list[Turn | None] = [None] * SLOTS
+        self.routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
         self._barrier = threading.Lock()
-        self._is_closed = False
-        self._doorbell = -1
+        self.is_closed = False
+        self.doorbell = -1
         fd = ring.create_page()
         try:
             self._ring = Ring(fd)
-            self._doorbell = lane.create_doorbell()
-            self.is_open = link.add_lane(number, (fd, self._doorbell), gpu.uuid)
+            self.doorbell = lane.create_doorbell()
+            self.is_open = link.add_lane(number, (fd, self.doorbell), gpu.uuid)
         except BaseException:
             self.close()
             raise
@@ -41,32 +40,33 @@ class GpuLane:
 
     def holds(self, lease: Lease) -> bool:
         """Whether calls may be put under this lease now."""
-        return self._ring.holds(lease.epoch) and self.is_open and not self._is_closed
+        return self._ring.holds(lease.epoch) and self.is_open and not self.is_closed
 
     @property
     def is_ended(self) -> bool:
-        return self._is_closed or not self.is_open or self._ring.is_ended
+        return self.is_closed or not self.is_open or self._ring.is_ended
 
     def put(self, route: Route, plan: int, seq: int, turn: Turn, refs: bytes) -> bool:
-        """Put the next call, number `calls` from now on. False: the worker is gone, and the broker may not have seen
+        """Put the next call, number `head` from now on. False: the worker is gone, and the broker may not have seen
         the call. Waits while the ring is full."""
         call = self._ring.head + 1  # what an interrupt left half done is not there
         slot = call % SLOTS
-        before = self._turns[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
+        before = self.turns[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
         if before is not None and not self._page.is_done(before):
             self.gpu.wait_for(before)
-        self._turns[slot], self._routes[slot], self.calls = turn, route, call
+        self.turns[slot], self.routes[slot] = turn, route
         ring = self._ring
         ring.put(call, route.number, plan, seq, turn, refs)
         with self._barrier:  # a locked instruction: what was put is seen before what follows is read
             pass
         if ring.is_asleep:
-            lane.ring(self._doorbell)
+            lane.ring(self.doorbell)
         return not ring.is_ended
 
     @property
-    def is_closed(self) -> bool:
-        return self._is_closed
+    def address(self) -> int:
+        """Of the ring's page in this process."""
+        return self._ring.address
 
     @property
     def head(self) -> int:
@@ -75,11 +75,11 @@ class GpuLane:
 
     def status(self, call: int) -> int:
         """As Ring.status."""
-        return 0 if self._is_closed else self._ring.status(call)
+        return 0 if self.is_closed else self._ring.status(call)
 
     def close(self) -> None:
         """The page stays mapped while something refers to this."""
-        if not self._is_closed:
-            self._is_closed = True
-            if self._doorbell >= 0:
-                os.close(self._doorbell)
+        if not self.is_closed:
+            self.is_closed = True
+            if self.doorbell >= 0:
+                os.close(self.doorbell)

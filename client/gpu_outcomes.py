@@ -90,18 +90,18 @@ class Outcomes:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._failed: deque[Enqueued] = deque()
-        self._late: dict[int, Enqueued] = {}
+        self.failed: deque[Enqueued] = deque()
+        self.late: dict[int, Enqueued] = {}
         self._kept: dict[int, Enqueued] = {}
         link.on_late = self._answer_late
 
     @property
     def has_failure(self) -> bool:
-        return bool(self._failed)
+        return bool(self.failed)
 
     def expect(self, seq: int, enqueued: Enqueued) -> None:
         """There may be an answer, or another one, after the call has returned."""
-        late = self._late
+        late = self.late
         late[seq] = enqueued
         if len(late) >= 2 * MAX_LATE:  # those that are done get no answer any more
             for known in list(late)[:MAX_LATE]:
@@ -117,20 +117,20 @@ class Outcomes:
         self._kept.pop(seq, None)
 
     def _answer_late(self, header: Header, body: bytes) -> None:
-        enqueued = self._late.get(header.seq) or self._kept.get(header.seq)
+        enqueued = self.late.get(header.seq) or self._kept.get(header.seq)
         if enqueued is not None:
             enqueued.answer_again(header, body)
 
     def note_failure(self, enqueued: Enqueued) -> None:
         """It is raised by the next call, which is waited for if it is on the same route."""
         enqueued.route.is_armed = False
-        if enqueued not in self._failed:  # a graph that is replayed fails each time
-            self._failed.append(enqueued)
+        if enqueued not in self.failed:  # a graph that is replayed fails each time
+            self.failed.append(enqueued)
 
     def raise_failure(self) -> None:
         """That of the oldest call that failed after it had returned, if there is one; once."""
         with contextlib.suppress(IndexError):  # another thread has raised it
-            enqueued = self._failed.popleft()
+            enqueued = self.failed.popleft()
             error, outcome = error_of(enqueued.body)
             error.message = f"an earlier call on the GPU, {enqueued.op}, failed: {error.message}"
             error.args = (error.message,)

@@ -110,7 +110,7 @@ class Link:
         self._pending: dict[int, Pending] = {}
         self._waiting: dict[int, threading.Event] = {}
         self._lent: dict[int, Any] = {}  # memory that a worker out of reach may write to, by call
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._heard = 0  # frames so far
         self._is_closed = False
         _links.add(self)
@@ -131,7 +131,7 @@ class Link:
 
     def reserve(self) -> int:
         """A sequence number for a call that the broker may answer although it was not sent to it."""
-        return next(self._numbers)
+        return next(self.numbers)
 
     def submit(self, pending: Pending, make_frame: Callable[[int], bytes]) -> int:
         """Send a frame whose answer finishes `pending`; `make_frame` gets the sequence number.
@@ -144,7 +144,7 @@ class Link:
             if len(self._pending) >= self.welcome.max_in_flight:
                 limit = self.welcome.max_in_flight
                 raise Busy(f"{len(self._pending)} calls are open; allowed: {limit}; wait for some", limit=limit)
-        seq = next(self._numbers)
+        seq = next(self.numbers)
         frame = make_frame(seq)
         self._pending[seq] = pending
         try:
@@ -154,6 +154,14 @@ class Link:
             self._pending.pop(seq, None)
             raise
         return seq
+
+    def abandon(self, seq: int) -> None:
+        """Nobody waits for a call any more, and there may be no answer. Its memory is kept until the broker has read
+        what it was sent so far: that memory is given up it hears by the other socket, perhaps earlier."""
+        pending = self._pending.get(seq)
+        if pending is not None:
+            self.submit(Pending(pending.hold), _ping)
+            self._pending.pop(seq, None)
 
     def _send(self, frame: bytes) -> None:
         if self.lost is not None:
@@ -248,9 +256,8 @@ class Link:
                     self._lose()
 
     def _ask_for_a_sign(self) -> None:
-        body = messages.encode(messages.Request(method="ping", params={}))
         with self._lock, contextlib.suppress(LayerZeroError):  # a full queue, or a session that is being closed
-            self._send(wire.pack(Kind.REQUEST, seq=next(self._numbers), body=body))
+            self._send(_ping(next(self.numbers)))
 
     def _unresponsive(self, silent_s: float) -> BrokerLost:
         return BrokerLost(
@@ -332,8 +339,7 @@ class Link:
     def check_alive(self) -> None:
         """Raises BrokerLost when the broker says nothing, although it is asked."""
         pending = Pending(patience_s=0.0)
-        body = messages.encode(messages.Request(method="ping", params={}))
-        self.submit(pending, lambda seq: wire.pack(Kind.REQUEST, seq=seq, body=body))
+        self.submit(pending, _ping)
         self.wait(pending)
         if pending.error is not None:
             raise pending.error
@@ -416,6 +422,10 @@ class Link:
             self._control.close()
         self._context.term()
         os.close(self._wake)
+
+
+def _ping(seq: int) -> bytes:
+    return wire.pack(Kind.REQUEST, seq=seq, body=messages.encode(messages.Request(method="ping", params={})))
 
 
 def _answers(answer: messages.Message, shown: _Shown) -> bool:

@@ -27,7 +27,6 @@ from layerzero.client.call import (
 from layerzero.client.express import Ran
 from layerzero.client.gpu_arrays import device_of
 from layerzero.client.gpu_calls import GpuCalls
-from layerzero.client.gpu_known import MISS
 from layerzero.client.gpu_memory import uuid_of
 from layerzero.client.gpu_outcomes import Enqueued
 from layerzero.client.lanes import Lanes, Ticket
@@ -37,6 +36,7 @@ from layerzero.client.local import Local
 from layerzero.client.plans import Plan
 from layerzero.client.preparation import prepare
 from layerzero.client.record import Record, attempts_of, explanation, failure, report_of
+from layerzero.client.repeats import MISS
 from layerzero.client.report import Attempt, Copy, SelectionReport
 from layerzero.client.routes import Routes, route_message
 from layerzero.client.shadow import Shadow
@@ -67,7 +67,7 @@ class Session:
         self._package = package
         self._key = key
         self._lock = threading.RLock()
-        self._last = threading.local()
+        self.last = threading.local()
         self.shadow = Shadow(self)
         self._open()
         _sessions.add(self)
@@ -131,7 +131,7 @@ class Session:
         """Run one op and return its result. Raises what client/ops.py documents."""
         start_ns = time.perf_counter_ns()
         if self.link:  # of this very process
-            result = self.gpus.run_known(request, start_ns)
+            result = self.gpus.run_again(request, start_ns)
             if result is not MISS:
                 return result
         arrays, out = describe_all(request)
@@ -187,7 +187,7 @@ class Session:
         self, route: Route, ran: Ran, decision: messages.Decision, start_ns: int, copies: Sequence[Copy] = ()
     ) -> None:
         end_ns = time.perf_counter_ns()
-        self._last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), decision, (), route.stays_out)
+        self.last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), decision, (), route.stays_out)
 
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
@@ -209,7 +209,7 @@ class Session:
         """Result of a call whose answer is here."""
         pending = submitted.pending
         if pending.error is not None:
-            self._last.record = None
+            self.last.record = None
             raise pending.error
         header = pending.header
         assert header is not None
@@ -233,7 +233,7 @@ class Session:
                 submitted.route.needs_digest = True
                 number = submitted.route.number
                 self._link.send(wire.pack(Kind.POISONED, route=number, body=submitted.digest()))
-            self._last.record = report = failure(submitted, outcome)
+            self.last.record = report = failure(submitted, outcome)
             error.report = report  # type: ignore[attr-defined]
             raise error
         body = pending.body
@@ -245,7 +245,7 @@ class Session:
         if submitted.sample is not None:
             self.shadow.check(submitted, submitted.sample, decision)
         plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
-        self._last.record = (
+        self.last.record = (
             plan,
             copies,
             submitted.start_ns,
@@ -276,7 +276,7 @@ class Session:
         record = self.last_record
         report = self.report_of(record)
         if not isinstance(record, Enqueued):  # such a call may yet move to another worker
-            self._last.record = report
+            self.last.record = report
         return report
 
     def report_of(self, record: Record | SelectionReport | Enqueued | None) -> SelectionReport | None:
@@ -286,12 +286,12 @@ class Session:
     @property
     def last_record(self) -> Record | SelectionReport | Enqueued | None:
         """What `report_of` makes a report of, for this thread's last call; None before the first one."""
-        record: Record | SelectionReport | Enqueued | None = getattr(self._last, "record", None)
+        record: Record | SelectionReport | Enqueued | None = getattr(self.last, "record", None)
         return record
 
     def note(self, record: SelectionReport | Enqueued) -> None:
         """Of this thread's last call, which was on a GPU."""
-        self._last.record = record
+        self.last.record = record
 
     def signature(self, request: Request) -> bytes:
         """The encoded Route message of a call; a TensorSpec may stand for an array."""

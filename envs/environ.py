@@ -18,7 +18,7 @@ _PASSED_PREFIXES = (
 # kernel wait for each other asleep, and were at times put on one core (silu on 16 MiB and two
 # threads: 0.6 or 0.9 ms without, 0.6 ms with).
 # A GPU worker has a stream for each stream of its clients, which may all wait for words: streams that share one of the
-# GPU's connections, 8 by default, hold each other up.
+# GPU's connections, 8 by default, hold each other up. Under MPS all processes have some hundred of them together.
 _DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "10000",
@@ -29,10 +29,11 @@ _DEFAULTS = {
 _PYTHON_STATE = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"})
 
 
-def worker_environ(own: Mapping[str, str], parent: Mapping[str, str]) -> dict[str, str]:
+def worker_environ(own: Mapping[str, str], parent: Mapping[str, str], *, has_mps: bool = False) -> dict[str, str]:
     """The whole environment of a worker or probe: defaults, the passed part of `parent`, then `own` (Env.environ)."""
+    defaults = {**_DEFAULTS, "CUDA_DEVICE_MAX_CONNECTIONS": "8"} if has_mps else _DEFAULTS
     passed = {k: v for k, v in parent.items() if k in _PASSED or k.startswith(_PASSED_PREFIXES)}
-    return {**_DEFAULTS, **passed, **own}
+    return {**defaults, **passed, **own}
 
 
 def tool_environ(parent: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 import uuid
 from collections.abc import Callable
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 
 from layerzero.ipc import cuda_abi as abi
 from layerzero.ipc.errors import CudaError
@@ -44,6 +46,19 @@ class Pointer:
     is_legacy_ipc: bool  # cuIpcGetMemHandle takes its allocation
     is_managed: bool
     is_pooled: bool  # from cudaMallocAsync
+
+
+def _has_mps_daemon() -> bool:
+    """Where processes find it: https://docs.nvidia.com/deploy/mps (CUDA_MPS_PIPE_DIRECTORY)."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+    try:
+        pid = int((folder / "nvidia-cuda-mps-control.pid").read_text(encoding="ascii"))
+        os.kill(pid, 0)
+    except PermissionError:
+        return True  # it is another user's
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 class _Batch(threading.local):
@@ -77,6 +92,13 @@ class Driver:
         function.restype = c_int
         self._functions[name] = function
         return function  # type: ignore[no-any-return]
+
+    def entries(self) -> dict[str, int]:
+        """Addresses of the functions that client/_repeats.c calls, by its names; none where the driver lacks one."""
+        found = {own: getattr(self._library, name, None) for own, name in abi.ENTRIES.items()}
+        if None in found.values():
+            return {}
+        return {own: ctypes.cast(function, c_void_p).value or 0 for own, function in found.items()}  # type: ignore[arg-type]
 
     def _code(self, name: str, *arguments: object) -> int:
         return (self._functions.get(name) or self._bind(name))(*arguments)
@@ -151,6 +173,12 @@ class Driver:
 
     def multiprocessors(self, ordinal: int) -> int:
         return self._int("cuDeviceGetAttribute", abi.MULTIPROCESSORS, ordinal)
+
+    def has_mps(self, ordinal: int) -> bool:
+        """Whether this process shares the GPU with others by MPS: the driver says so, or MPS's daemon runs here."""
+        value = c_int()
+        is_told = not self._code("cuDeviceGetAttribute", byref(value), abi.MPS_ENABLED, ordinal) and bool(value.value)
+        return is_told or _has_mps_daemon()
 
     def retain_context(self, ordinal: int) -> int:
         """The primary context, which all libraries of this process share; made if need be (about 500 MiB)."""

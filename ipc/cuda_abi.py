@@ -17,7 +17,7 @@ INVALID_VALUE, NEWER_DRIVER_NEEDED, INVALID_DEVICE, ALREADY_MAPPED, ILLEGAL_STAT
 STICKY = frozenset({214, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
 
 # CUdevice_attribute
-MULTIPROCESSORS, MAJOR, MINOR = 16, 75, 76
+MULTIPROCESSORS, MAJOR, MINOR, MPS_ENABLED = 16, 75, 76, 133
 # CUpointer_attribute
 MEMORY_TYPE, BUFFER_ID, IS_MANAGED, ORDINAL, IS_LEGACY_IPC, MEMPOOL = 2, 7, 8, 9, 10, 17
 DEVICE_MEMORY = 2  # CUmemorytype
@@ -30,9 +30,17 @@ GEQ, EQ = 0, 1  # CUstreamWaitValue_flags
 CAPTURE_ACTIVE = 1  # CUstreamCaptureStatus
 CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED = 0, 1, 2  # CUstreamCaptureMode
 NO_DESTRUCTOR_SYNC, MOVE = 1, 1  # CUuserObject_flags, CUuserObjectRetain_flags
+# What client/_repeats.c calls, by its own names.
+ENTRIES = {
+    "get_current": "cuCtxGetCurrent",
+    "is_capturing": "cuStreamIsCapturing",
+    "get_attribute": "cuPointerGetAttribute",
+    "batch": "cuStreamBatchMemOp_v2",
+}
 WAIT_32, WRITE_32 = 1, 2  # CUstreamBatchMemOpType
 # CUstreamBatchMemOpParams, one that waits for or writes a word: operation, address, value, flags, alias (the driver's).
 _WORD_OP = "i4xQQI4xQ8x"
+WORD_OP = struct.Struct("@" + _WORD_OP)
 TWO_WORD_OPS, THREE_WORD_OPS = struct.Struct("@" + 2 * _WORD_OP), struct.Struct("@" + 3 * _WORD_OP)
 
 

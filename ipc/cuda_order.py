@@ -40,7 +40,7 @@ class _Words:
         if has_memops:
             try:
                 with context:
-                    self._base = context.driver.host_register(self.page.address, PAGE_BYTES, self.page)
+                    self.base = context.driver.host_register(self.page.address, PAGE_BYTES, self.page)
             except CudaError:
                 self.page.close()
                 raise
@@ -50,7 +50,7 @@ class _Words:
         return self._has_memops
 
     def _at(self, turn: Turn, word: int) -> int:
-        return self._base + index(turn, word) * 4
+        return self.base + index(turn, word) * 4
 
     def close(self) -> None:
         """To be called once no stream waits for a word of the page."""
@@ -67,9 +67,9 @@ class ClientOrder(_Words):
         """`first`: number of the first call of each lane."""
         super().__init__(context, fd, has_memops=has_memops)
         self._lock = threading.Lock()
-        self._lanes: dict[Any, int] = {}  # stream -> lane
-        self._next = [first] * LANES
-        self._errors = [0] * LANES  # as last taken
+        self.lanes: dict[Any, int] = {}  # by stream
+        self.next_numbers = [first] * LANES
+        self.failures_seen = [0] * LANES
         for lane in range(LANES):  # cyclically, zero is ahead of half of all numbers
             self.page.store_ready(Turn(lane, first - 1 & MASK))
             self.page.store_done(Turn(lane, first - 1 & MASK))
@@ -87,18 +87,18 @@ class ClientOrder(_Words):
             else:
                 self._driver.synchronize_stream(stream)
                 self.page.store_ready(turn)
-            self._next[turn.lane] = turn.number + 1 & MASK
+            self.next_numbers[turn.lane] = turn.number + 1 & MASK
         return turn
 
     def reserve(self, stream: int) -> Turn:
         """The number of the stream's next call; nothing is enqueued. `enter` follows, or `abandon`, in the order of the
         numbers, and one thread at a time. Needs memops. Raises Busy as `begin` does."""
         key = stream if stream != PER_THREAD else _key(stream)
-        lane = self._lanes.get(key)
+        lane = self.lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = self._free_lane()
-        turn = _turn((lane, self._next[lane]))
-        self._next[lane] = turn[1] + 1 & MASK  # last: an interrupt before it has reserved nothing
+            lane = self.lanes[key] = self._free_lane()
+        turn = _turn((lane, self.next_numbers[lane]))
+        self.next_numbers[lane] = turn[1] + 1 & MASK  # last: an interrupt before it has reserved nothing
         return turn
 
     def enter(self, stream: int, turn: Turn) -> None:
@@ -107,18 +107,18 @@ class ClientOrder(_Words):
         When it raises, nothing of it is on the stream: `abandon` ends the turn, or the page's `store_ready` and
         whoever has been told of it.
         """
-        ready, number = self._base + turn[0] * LANE_BYTES, turn[1]
+        ready, number = self.base + turn[0] * LANE_BYTES, turn[1]
         self._driver.write_and_wait(stream, ready, number, ready + DONE, number)
 
     def ring(self, stream: int, bell: int) -> None:
         """Ring a bell and hold the stream until that call is done: at each replay, when the stream is captured. Needs
         memops. Raises ProtocolError for a bell that is none."""
         at, done = bell_words(bell)
-        self._driver.ring_and_wait(stream, self._base + at, self._base + done)
+        self._driver.ring_and_wait(stream, self.base + at, self.base + done)
 
     def await_bell(self, stream: int, bell: int) -> None:
         """As `ring`, for a bell that somebody else rings."""
-        self._driver.wait_value(stream, self._base + bell_words(bell)[1], 1, equal=True)
+        self._driver.wait_value(stream, self.base + bell_words(bell)[1], 1, equal=True)
 
     def await_done(self, stream: int, turn: Turn) -> None:
         """Hold the stream until the call is done or has failed; the caller goes on at once.
@@ -141,37 +141,41 @@ class ClientOrder(_Words):
 
     def has_news(self, stream: int) -> bool:
         """Whether a call of the stream has failed since `take_news`."""
-        lane = self._lanes.get(_key(stream))
-        return lane is not None and self.page.last_error(lane) != self._errors[lane]
+        lane = self.lanes.get(_key(stream))
+        return lane is not None and self.page.last_error(lane) != self.failures_seen[lane]
 
     def take_news(self) -> None:
         """What has failed so far is known."""
-        self._errors = [self.page.last_error(lane) for lane in range(LANES)]
+        self.failures_seen[:] = [self.page.last_error(lane) for lane in range(LANES)]
 
     def last_turns(self) -> list[Turn]:
         """The last one of each lane. Takes no lock: `begin` may wait for a full stream with it."""
-        return [Turn(lane, self._next[lane] - 1 & MASK) for lane in list(self._lanes.values())]
+        return [Turn(lane, self.next_numbers[lane] - 1 & MASK) for lane in list(self.lanes.values())]
+
+    def lane(self, stream: int) -> int:
+        """The stream's; -1 while it has none."""
+        return self.lanes.get(_key(stream), -1)
 
     def is_quiet(self, stream: int) -> bool:
         """Whether no call of the stream is open."""
-        lane = self._lanes.get(_key(stream))
-        return lane is None or self.page.is_done(Turn(lane, self._next[lane] - 1 & MASK))
+        lane = self.lanes.get(_key(stream))
+        return lane is None or self.page.is_done(Turn(lane, self.next_numbers[lane] - 1 & MASK))
 
     def _next_turn(self, stream: int) -> Turn:
         key = _key(stream)
-        lane = self._lanes.get(key)
+        lane = self.lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = self._free_lane()
-        return Turn(lane, self._next[lane])
+            lane = self.lanes[key] = self._free_lane()
+        return Turn(lane, self.next_numbers[lane])
 
     def _free_lane(self) -> int:
-        taken = set(self._lanes.values())
+        taken = set(self.lanes.values())
         for lane in range(LANES):
             if lane not in taken:
                 return lane
-        for stream, lane in self._lanes.items():
-            if self.page.is_done(Turn(lane, self._next[lane] - 1 & MASK)):
-                del self._lanes[stream]
+        for stream, lane in self.lanes.items():
+            if self.page.is_done(Turn(lane, self.next_numbers[lane] - 1 & MASK)):
+                del self.lanes[stream]
                 return lane
         raise Busy(f"{LANES} streams have open calls to one worker; no more can", limit=LANES)
 
@@ -203,11 +207,11 @@ class WorkerOrder(_Words):
 
     def answer_bell(self, stream: int, bell: int) -> None:
         """Let the client's graph go on after all that this stream did so far. Needs memops."""
-        self._driver.write_value(stream, self._base + bell_words(bell)[1], 1)
+        self._driver.write_value(stream, self.base + bell_words(bell)[1], 1)
 
     def ring(self, stream: int, bell: int) -> None:
         """Ring another worker's bell after all that this stream did so far. Needs memops."""
-        self._driver.write_value(stream, self._base + bell_words(bell)[0], RUNG)
+        self._driver.write_value(stream, self.base + bell_words(bell)[0], RUNG)
 
 
 def probe(context: Context) -> str:

@@ -300,6 +300,7 @@ class WorkerEnded(Message):
     generation: int
     code: int  # exit code; negative: the signal it died of
     stderr_tail: str
+    oom: str = ""  # where the kernel killed it for lack of memory, and the limit there
 
 
 @dataclass(frozen=True, kw_only=True)

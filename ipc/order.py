@@ -31,6 +31,7 @@ MAX_ERROR = MASK
 # by the number of the binding a worker that has not heard yet that its call is over leaves the bell to others.
 SILENT, RUNG, TAKEN = range(3)
 _RUNG = RUNG.to_bytes(4, "little")
+LAYOUT = (LANES, LANE_BYTES, DONE, _ERROR)  # what client/_repeats.c writes to
 _NEXT = 0xFFFF  # of a link: the next bell + 1, and the previous one + 1 in the upper half; 0 for none
 
 
@@ -183,6 +184,11 @@ def index(turn: Turn, word: int) -> int:
     if not (0 <= turn.lane < LANES and 0 <= turn.number <= MASK):
         raise ProtocolError(f"turn {turn.number} of lane {turn.lane}; allowed: lanes below {LANES}, 32-bit numbers")
     return (turn.lane * LANE_BYTES + word) // 4
+
+
+def is_before(one: int, other: int) -> bool:
+    """Whether one number of a lane comes before another. They wrap around."""
+    return 0 < other - one & MASK < 1 << 31
 
 
 def _reached(word: int, number: int) -> bool:

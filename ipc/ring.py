@@ -9,6 +9,7 @@ docs/protocol.md has the layout.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import NamedTuple
 
@@ -33,6 +34,10 @@ _TAKEN, _IS_ASLEEP = 32, 33  # worker
 _TIMED, _PLAN, _KERNEL_NS = 48, 49, 50  # worker
 
 
+# What client/_repeats.c writes to: bytes.
+LAYOUT = (SLOTS, SLOT_BYTES, _SLOTS, _SLOT_HEAD, 8 * _EPOCH, 8 * _IS_ENDED, 8 * _HEAD, 8 * _IS_ASLEEP)
+
+
 class RingCall(NamedTuple):
     """What the client wrote; whoever reads it checks it."""
 
@@ -51,6 +56,7 @@ class Ring:
         """Does not keep `fd`. Raises ProtocolError for a descriptor that is no such page."""
         memory.check_memfd(fd, PAGE_BYTES)
         self._map = memory.map_fd(fd, PAGE_BYTES, writable=True, populate=True)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("Q")
         self._taken = 0
@@ -135,6 +141,16 @@ class Ring:
             raise ProtocolError(f"call {one.call} lies in a ring where call {call} should")
         self._taken = self._words[_TAKEN] = call
         return one
+
+    def ahead(self) -> list[Turn]:
+        """Of the calls that `take` would return, as far as they make sense."""
+        found = []
+        for call in range(self._taken + 1, min(self._words[_HEAD], self._taken + SLOTS) + 1):
+            one = self._read(call)
+            if one.call != call:
+                break
+            found.append(one.turn)
+        return found
 
     @property
     def has_call(self) -> bool:

@@ -23,7 +23,8 @@ who writes which memory until when, and raises Violation, with the seed, where t
 - kernels that compile run no call that they are not compiled for, backends compile one thing at a time and none twice;
   a call waits for a compilation only when nobody else is left, and for no longer than its timeout;
 - turns of a lane end once and in their order, those of a client that is there all do, and none fails that a worker may
-  still finish; what is done never runs again; a call on a GPU that must run again gets another answer, no other does.
+  still finish; what is done never runs again; a call on a GPU that must run again gets another answer, no other does;
+- of a worker that begins anew, since it got a call of a new kernel behind later ones, no call is blamed and no kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layerzero.broker import actions as act
@@ -51,7 +52,7 @@ from layerzero.broker.selection import CallSpec
 from layerzero.broker.settling import WATCH_S
 from layerzero.broker.shadow import Comparison
 from layerzero.broker.state import BrokerState
-from layerzero.broker.turns import STICKY_EXIT
+from layerzero.broker.turns import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.compile_unit import Unit, unit_of
@@ -87,7 +88,7 @@ SLOTS = 6
 ARENA_BYTES = 2 * SLOT * SLOTS
 DEADLY = 3  # number of the input that kills the workers it deserves
 GPU = "GPU-1"
-STREAMS = 3  # of a client on a GPU
+STREAMS = 3  # of a client on a GPU, at most
 
 PRIORITY = {"alpha": 60, "beta": 50, "gamma": 40, "delta": 30}
 SERVES = {"silu": PRIORITY.keys(), "gelu": ("alpha", "beta")}
@@ -363,7 +364,16 @@ RING_FATES = {
 BELL_FATES = {"bound", "bound_again", "failed", "late", "muted", "replayed", "taken_over", "unbound", "unsafe"}
 # What a GPU makes of a call, and what else becomes of turns.
 GPU_FATES = ("gpu_runs", "gpu_is_slow", "gpu_hangs", "gpu_dies")
-TURN_FATES = {"turn_failed", "turn_held", "turn_released", "turn_rerun", "turn_late", "deaf", "offered_again"}
+TURN_FATES = {
+    "turn_failed",
+    "turn_held",
+    "turn_released",
+    "turn_rerun",
+    "turn_late",
+    "turn_renewed",
+    "deaf",
+    "offered_again",
+}
 COMPILE_FATES = {"compiled", "compile_failed", "compile_awaited"}
 LANE_ENDS = {"sends_garbage": "broken", "lies_dispatch": "broken", "lies_attempt": ""}  # the last one never says
 LANE_ENDS |= dict.fromkeys(("raises", "refuses", "too_small"), "raised")
@@ -383,6 +393,7 @@ class Process:
         self.killed_during = -1
         self.killed_for = 0  # the mark of a lane's call; 0: for its head
         self.was_ready = False  # the broker got its READY in time
+        self.exit_code: int | None = None
         self.lent: set[tuple[int, int]] = set()
         self.gpus: set[int] = set()  # clients whose GPU it was told of
         self.slot = 0
@@ -391,6 +402,7 @@ class Process:
         self.enqueued: dict[int, Dispatch] = {}  # what the broker believes of that
         self.bells: dict[tuple[int, int], Dispatch] = {}  # by client's number
         self.replaying: dict[tuple[int, int], Dispatch] = {}
+        self.last_turns: dict[tuple[int, int], int] = {}  # enqueued, by client and lane
         self.bound: dict[int, Dispatch] = {}  # what the broker believes
         self.late: Dispatch | None = None  # that it is killed for
         self.prepared: set[int] = set()
@@ -399,6 +411,7 @@ class Process:
         self._inbox: deque[tuple[str, Any]] = deque()
         self._arenas: set[tuple[int, int]] = set()
         self._plans: set[int] = set()
+        self._loaded: set[int] = set()  # plans whose kernels have run
         self._current: Dispatch | None = None
         self.page = (0, "idle")
         self.began_s = 0.0  # when it began what the page says
@@ -413,6 +426,16 @@ class Process:
     def is_over(self) -> bool:
         """For the core."""
         return self.is_confirmed_dead or self.is_given_up
+
+    @property
+    def has_renewed(self) -> bool:
+        """It ended to begin anew, and was not to be killed."""
+        return self.exit_code == RENEWAL_EXIT and not self.kill_reason
+
+    @property
+    def has_crashed(self) -> bool:
+        """It ended by itself, and something may be to blame."""
+        return not self.kill_reason and not self.has_renewed
 
     @property
     def held(self) -> list[Dispatch]:
@@ -481,6 +504,7 @@ class Process:
                 self._plans.add(value)
             elif kind == "drop":
                 self._plans.discard(value)
+                self._loaded.discard(value)
             elif kind == "allow":
                 self._allowed.add(value)
             elif kind == "mute":
@@ -546,10 +570,24 @@ class Process:
             self.die(-11)
             return
         self.page, self.began_s = (dispatch.number, "executing"), world.now_s
+        if self._is_out_of_order(dispatch):
+            world.coverage.fates["turn_renewed"] += 1
+            self.die(RENEWAL_EXIT)
+            return
         if fate == "hangs":
             return
         slow_s = call.timeout_s * world.rng.uniform(0.8, 1.2) if fate == "is_slow" else 0.0
         world.push(world.now_s + world.rng.expovariate(world.pace) + slow_s, self._end, dispatch, fate)
+
+    def _is_out_of_order(self, dispatch: Dispatch) -> bool:
+        """To load its kernel might wait for later calls of its lane, which wait for it."""
+        turn = dispatch.call.turn
+        if turn is None:
+            return False
+        lane = (dispatch.call.client.number, turn.lane)
+        last = self.last_turns.get(lane, 0)
+        self.last_turns[lane] = max(last, turn.number)
+        return self.world.renews and turn.number < last and dispatch.plan not in self._loaded
 
     def _end(self, dispatch: Dispatch, fate: str) -> None:
         if not self.is_alive:
@@ -632,6 +670,7 @@ class Process:
     def _bind(self, dispatch: Dispatch) -> None:
         call = dispatch.call
         assert call.bell is not None
+        self._loaded.add(dispatch.plan)
         key = (call.client.number, call.bell)
         self.bells[key] = dispatch
         bell = call.client.bells[call.bell]
@@ -681,6 +720,7 @@ class Process:
         world = self.world
         dispatch.gpu_fate = "gpu_runs" if world.is_calm else world.rng.choices(GPU_FATES, world.gpu_weights)[0]
         world.coverage.fates[dispatch.gpu_fate] += 1
+        self._loaded.add(dispatch.plan)
         self.gpu.append(dispatch)
         self.pump_gpu()
 
@@ -810,7 +850,7 @@ class Client:
                 self._execute()
 
     def _define(self) -> None:
-        signature = self.world.rng.choice(SIGNATURES[self.world.device])
+        signature = self.world.rng.choice(self.world.signatures)
         number, self.next_route = self.next_route, self.next_route + 1
         self.routes[number] = signature
         self.frames.send(self.world.from_client, self, ev.RouteDefined(self.identity, number, signature.body))
@@ -859,8 +899,11 @@ class Client:
         self.world.coverage.fates["bell_unbound"] += 1
         del self.bound[call.bell]
         call.is_unbound = True
-        self.free.append(call.slot)
         self.frames.send(self.world.from_client, self, ev.CallUnbound(self.identity, call.seq))
+        if call.has_word:
+            self.free.append(call.slot)
+        else:  # interrupted: once the broker has answered what came behind it
+            self.frames.send(self.inbound.send, self.free.append, call.slot)
 
     def _bell_failed(self, call: Call) -> None:
         """It ends the waits of its graph itself."""
@@ -1014,7 +1057,7 @@ class Client:
         self.seq += 1
         call.seq = self.seq
         if self.world.device:
-            lane = self.world.rng.randrange(STREAMS)
+            lane = self.world.rng.randrange(self.world.streams)
             stream = self.streams[lane]
             stream.issued += 1
             call.turn = Turn(lane, stream.issued)
@@ -1187,11 +1230,19 @@ class World:
         self._p_deaf = own.choice((0.0, 0.0, 0.2))
         self.compiles = own.random() < 0.3
         self._p_compile_fails, self._compile_s = own.choice((0.0, 0.3)), own.choice((0.1, 1.0, 6.0))
+        self.renews = own.random() < 0.8  # whether workers care in which order they load kernels
         self.start_weights = (20, rng.choice((0, 1, 4)), rng.choice((0, 0, 1)))
         self._p_probe_fails, self._p_spawn_fails = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.1))
         self._p_full = rng.choice((0.0, 0.0, 0.005))  # a peer's queue is full
         self.pace = rng.choice((1000, 100, 3))  # kernels per second
         self.has_deadly_input = rng.random() < 0.4
+        self.signatures, self.streams, self._kills, self._acts = SIGNATURES[self.device], STREAMS, 0, 0
+        if self.device and own.random() < 0.25:  # workers die that share a stream: calls come behind later ones
+            self.signatures += tuple(one for one in self.signatures if one.pinned in ("alpha", "beta")) * 6
+            self.streams, self._kills, self._acts = 1, own.choice((4, 8, 16)), 100
+            self.pace = own.choice((10, 100))
+            express = self.limits.express and own.random() < 0.5
+            self.limits = replace(self.limits, max_in_flight=64, restart_budget=50, express=express)
 
         self.clients: dict[bytes, Client] = {}
         self.processes: dict[tuple[str, int], Process] = {}
@@ -1271,11 +1322,11 @@ class World:
             client = self._new_client(number)
             client.is_asleep = rng.random() < 0.3
             self.push(rng.uniform(0.0, 1.0), self._join, client)
-            for _ in range(rng.randrange(4, 30)):
+            for _ in range(rng.randrange(4, 30) + self._acts):
                 self.push(rng.uniform(1.0, BUSY_S), client.act)
         for _ in range(rng.choice((0, 1, 4, 8))):
             self.push(rng.uniform(0.0, BUSY_S), self._reset, rng.choice(list(PRIORITY)))
-        for _ in range(rng.choice((0, 0, 2))):
+        for _ in range(rng.choice((0, 0, 2)) + self._kills):
             self.push(rng.uniform(0.0, BUSY_S), self._kill_one)
         if rng.random() < 0.4:
             self.push(rng.uniform(1.0, BUSY_S), self._shut_down_busy)
@@ -1646,10 +1697,12 @@ class World:
         """Its exit is confirmed, some time after it died."""
         backend = process.backend
         self.look_at_turns()
+        process.exit_code = exit_code
+        executing = 0 if process.has_renewed else page[0]
         lanes = [lane for lane in self.lanes.values() if lane.process is process]
         for lane in lanes:
             self._look_at(lane)
-            lane.blamed = process.killed_for if process.kill_reason else page[0]
+            lane.blamed = process.killed_for if process.kill_reason else executing
             if lane.dispatch is not None:
                 lane.dispatch.is_over = True
         heads = list(process.sent)[:1]
@@ -1666,27 +1719,35 @@ class World:
             if n not in lane.left and one.call.turn in {c.turn for c in looks[lane.number].calls}
         ]
         stranded = [(one, is_ready) for one, is_ready in stranded if not one.call.client.has_left]
-        wanted = process.killed_for if process.kill_reason else page[0] if exit_code != STICKY_EXIT else 0
+        wanted = process.killed_for if process.kill_reason else executing if exit_code != STICKY_EXIT else 0
         guilty = next((one for one, _ in stranded if one.number == wanted), None)
-        is_sticky = self._lose_enqueued(process, exit_code, page[0] if guilty is None else -1)
-        in_running = exit_code != STICKY_EXIT and any(d.number == page[0] for d in process.sent)
-        if guilty is None and not is_sticky and not process.kill_reason and not in_running:
+        is_sticky = self._lose_enqueued(process, exit_code, executing if process.has_crashed and guilty is None else -1)
+        in_running = exit_code != STICKY_EXIT and any(d.number == executing for d in process.sent)
+        if guilty is None and not is_sticky and process.has_crashed and not in_running:
             guilty = next((one for one, is_ready in stranded if is_ready), None)
         if self.device:
             self._handle(ev.BellsSeen(self._see_bells()))
-        may_be_bell = not is_sticky and guilty is None and not process.kill_reason and not in_running
+        may_be_bell = not is_sticky and guilty is None and process.has_crashed and not in_running
         is_sticky |= self._lose_bound(process, may_be_bell) or guilty is not None
         self._strand(process, [one for one, _ in stranded], guilty)
         for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
             is_first = position == 0 and not process.killed_for and process.late is None
-            is_blamed = is_first if process.kill_reason else dispatch.number == page[0] and not is_sticky
+            is_blamed = is_first if process.kill_reason else dispatch.number == executing and not is_sticky
             if is_blamed:
                 dispatch.call.failed_on.add(backend)
                 dispatch.call.deaths += not process.kill_reason
         process.sent.clear()
         self._count_exit(process)
+        failures = self._failures(backend)
         self._deliver(self._exit_event(process, exit_code, page, looks))
+        is_well = not process.has_renewed or self._failures(backend) == failures
+        self.require(is_well, f"the kernels of {backend} are blamed although it only began anew")
+
+    def _failures(self, backend: str) -> int:
+        """What counts against its kernels."""
+        health = self.state.engine.health
+        return sum(health.view(*place, self.now_s).failures for place in health.places() if place[0] == backend)
 
     def _exit_event(
         self, process: Process, exit_code: int, page: tuple[int, str], looks: Mapping[int, ev.RingLook]
@@ -1742,7 +1803,7 @@ class World:
 
     def _lose_enqueued(self, process: Process, exit_code: int, executing: int) -> bool:
         """What its GPU was not done with runs again. Whether its end is to blame on one of them."""
-        is_open = not process.kill_reason and executing >= 0
+        is_open = executing >= 0
         if is_open and exit_code != STICKY_EXIT and any(d.number == executing for d in process.sent):
             is_open = False
         has_blamed = False
@@ -1952,6 +2013,8 @@ class World:
         self.require(action.slot > 0 and action.slot not in taken, "two starts of workers have one slot")
         process.slot = action.slot
         process.gpus.add(action.client)
+        for lane in range(STREAMS):
+            process.last_turns.pop((action.client, lane), None)
         process.deaf.discard(action.client)
         if not self.is_calm and self.rng.random() < self._p_deaf:
             self.coverage.fates["deaf"] += 1
@@ -1976,7 +2039,8 @@ class World:
             return
         stream = client.streams[action.turn.lane]
         call = stream.calls.get(action.turn.number)
-        if call is None and (client.has_offended or self.exits):
+        is_stale = call is None or action.turn.number <= stream.done
+        if (is_stale and client.has_offended) or (call is None and self.exits):
             return  # its offence was not even looked at; or it came when the broker had ended its stream
         self.require(call is not None, "a turn fails that was not taken")
         assert call is not None
@@ -2233,7 +2297,13 @@ class World:
         client.inbound.send(client.refused, call, error)
 
     def _check_blame(self, call: Call, attempts: list[dict[str, Any]]) -> None:
-        """A call that its lane's worker was not killed for, and did not die in, only lost its place."""
+        """A call that its lane's worker was not killed for, and did not die in, only lost its place. So did all calls
+        of a worker that began anew."""
+        renewed = {process.pid for process in self.processes.values() if process.has_renewed}
+        is_right = all(
+            one["exit_code"] is None or one["phase"] == "queued" for one in attempts if one["worker_pid"] in renewed
+        )
+        self.require(is_right, "a call is blamed for the end of a worker that only began anew")
         if call.is_innocent_of and attempts:
             is_it = attempts[0]["worker_pid"] == call.is_innocent_of
             self.require(not is_it or attempts[0]["phase"] in ("queued", ""), "a call of a ring is blamed for another")

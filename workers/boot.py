@@ -66,6 +66,8 @@ def point_stdout_at_stderr() -> None:
     os.dup2(2, 1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # for workers/gpu.py; what the broker was started with is inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 
 
 def import_provider(name: str) -> Provider:

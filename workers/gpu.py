@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from layerzero.workers.steady import BUDGET_BYTES, Graphs, OnStream, State, tell
 
 EXIT_CODE = 70  # of a worker whose GPU context is lost
 RENEWAL_CODE = 71  # of one that must begin anew, through nobody's fault
+STALL_S = 1.0  # then SIGALRM ends one that is blocked by streams which wait for the call that it is in
 WATCH_S = 0.02  # how late a lost context may be noticed
 _PAUSE_S = 0.001  # how often to look for what is expected soon
 SETTLE_S = 1.0  # for what a failed kernel left on its stream
@@ -41,6 +43,11 @@ def end(reason: str, code: int = EXIT_CODE) -> NoReturn:
     """The process can do nothing more on its GPU; ending at once is what tells the broker."""
     print(f"the worker ends: {reason}", file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def _set_alarm(seconds: float) -> None:
+    """The kernel ends the process then, also while a library holds the interpreter's lock; with 0 it does not."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 class Gpus:
@@ -54,6 +61,7 @@ class Gpus:
         graph_bytes: int = BUDGET_BYTES,
         load: Callable[[], cuda.Driver] = cuda.load,
         end: Callable[..., NoReturn] = end,
+        set_alarm: Callable[[float], object] = _set_alarm,
     ) -> None:
         """`on_stream`: Loaded.on_stream. `hear(waits=...)` takes one message from the control socket, which calls the
         methods below; without `waits` only one that is there. Returns whether it did. `graph_bytes`: memory that
@@ -61,7 +69,7 @@ class Gpus:
         self._on_stream = on_stream
         self._hear = hear
         self._load = load
-        self._end = end
+        self._end, self._set_alarm = end, set_alarm
         self._contexts: dict[str, Context] = {}
         self._mappings = Mappings(self._context)
         self._graphs = Graphs(on_stream, graph_bytes)
@@ -180,13 +188,30 @@ class Gpus:
 
     def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints | None) -> Enqueued:
         """`run`, for a client whose context is current."""
-        if not plan.has_run and link.is_behind(turn):
-            # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this call.
-            self._end(
-                f"the first {plan.call.kernel_id} came behind later calls of its client's stream, which wait for it: "
-                "a new process loads it before them",
-                RENEWAL_CODE,
+        if link.is_behind(turn):
+            if not plan.has_run:
+                # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this.
+                self._end(
+                    f"the first {plan.call.kernel_id} came behind later calls of its client's stream, which wait for "
+                    "it: a new process loads it before them",
+                    RENEWAL_CODE,
+                )
+            print(
+                f"call {turn.number} of lane {turn.lane} came behind later ones; if their streams block "
+                f"{plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process",
+                file=sys.stderr,
+                flush=True,
             )
+            self._set_alarm(STALL_S)  # a library may wait for all streams in one that is new to it: cuDNN did
+            try:
+                return self._enqueue_in_turn(plan, task, link, turn, failpoints)
+            finally:
+                self._set_alarm(0)
+        return self._enqueue_in_turn(plan, task, link, turn, failpoints)
+
+    def _enqueue_in_turn(
+        self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints | None
+    ) -> Enqueued:
         stream = link.stream(turn, self._new_stream)
         if plan.is_graph_safe and task.steady.state is State.WARMUP:
             reason = self._graphs.advance(task.steady, task.bound, link.context, stream)
@@ -400,6 +425,7 @@ class Gpus:
     def _settle(self, link: Link, turn: Turn, stream: int, error: Exception) -> None:
         """Wait until what a failed kernel left on a stream is over: another worker will write to the same outputs."""
         driver = link.context.driver
+        self._set_alarm(0)  # this may take its time
         self.check(error)
         try:
             event = driver.create_event()

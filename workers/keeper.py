@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from layerzero.ipc import memory, messages
+from layerzero.ipc import memory, messages, oom
 from layerzero.ipc.errors import ConfigError, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.plain import pack_body
@@ -101,6 +101,8 @@ class Children:
         self._probe: _Tool | None = None
         self._compiler: _Tool | None = None
         self._worker: subprocess.Popen[bytes] | None = None
+        self._oom_kills = oom.OomKills()
+        self._oom_watch: oom.Watch | None = None
         self._generation = 0
         self._said_fd = -1  # what the worker prints
         self._tail = b""
@@ -172,7 +174,7 @@ class Children:
             os.close(boot_fd)
             os.close(out_fd)
         self._said_fd = said_fd
-        self._worker = popen
+        self._worker, self._oom_watch = popen, self._oom_kills.watch(popen.pid)
         log("worker.started", backend=self._place.backend, generation=message.generation, pid=popen.pid)
         self._send(messages.WorkerStarted(generation=message.generation, pid=popen.pid))
 
@@ -225,7 +227,8 @@ class Children:
             self._close_said()
             log("worker.exited", backend=self._place.backend, generation=self._generation, code=code)
             tail = self._tail.decode(errors="replace")
-            self._send(messages.WorkerEnded(generation=self._generation, code=code, stderr_tail=tail))
+            killed = self._oom_watch.explain() if self._oom_watch is not None and code == -signal.SIGKILL else ""
+            self._send(messages.WorkerEnded(generation=self._generation, code=code, stderr_tail=tail, oom=killed))
         elif probe is not None and pid == probe.popen.pid:
             self._probe = None
             self._tell(messages.Probed, probe, code, (probe.out_fd,))

@@ -256,8 +256,11 @@ class _Loop:
     def _call_on_gpu(self, header: Header, body: bytes) -> Enqueued:
         page, failpoints = self._page, self._failpoints
         plan = self._gpu_plan(header, body, TURN_BYTES)
-        task = self._gpus.task(plan, header.aux, body[:-TURN_BYTES])
         turn = Turn._make(TURN.unpack_from(body, len(body) - TURN_BYTES))
+        if self._rings:
+            self._rings.catch_up(header.aux, plan.gpu, turn)
+            page.write(header.seq, MAPPED)
+        task = self._gpus.task(plan, header.aux, body[:-TURN_BYTES])
         if failpoints:
             failpoints.hit("mapped")
         page.write(header.seq, EXECUTING)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from layerzero.ipc import lane
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.memory import ControlPage
+from layerzero.ipc.order import Turn, is_before
 from layerzero.ipc.ring import ENQUEUED, LEFT, REPLAYED, Ring, RingCall
 from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu import Gpus
@@ -108,6 +109,16 @@ class Rings:
                 self._serve(one)
         return came
 
+    def catch_up(self, client: int, gpu: str, turn: Turn) -> None:
+        """Enqueue what the client put onto its ring before this call of the broker, as far as its lane's earlier calls
+        show that: in our streams a lane's calls must come in their order. What came after it may wait for it."""
+        for one in self._whole:
+            if (one.client, one.gpu) == (client, gpu):
+                ahead = one.ring.ahead()
+                own = [n for n, of in enumerate(ahead, 1) if of.lane == turn.lane and is_before(of.number, turn.number)]
+                if own:
+                    self._serve(one, own[-1])
+
     def sleep(self, is_asleep: bool) -> None:
         """Whether clients must ring."""
         for one in self._whole:
@@ -119,18 +130,18 @@ class Rings:
             if fd in self._by_bell:
                 lane.take(fd)
 
-    def _serve(self, one: _Lane) -> None:
+    def _serve(self, one: _Lane, count: int = BURST) -> None:
         link = self._gpus.link((one.client, one.gpu))
         if link is None:
-            self._take(one, None)
+            self._take(one, None, count)
         else:
             with link.context:  # once for all of them
-                self._take(one, link)
+                self._take(one, link, count)
         self._page.write(0, IDLE)
 
-    def _take(self, one: _Lane, link: Link | None) -> None:
+    def _take(self, one: _Lane, link: Link | None, count: int) -> None:
         ring = one.ring
-        for _ in range(BURST):
+        for _ in range(count):
             try:
                 call = ring.take()
             except ProtocolError as exc:

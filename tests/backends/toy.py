@@ -22,8 +22,11 @@ from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 if TYPE_CHECKING:
     import numpy as np
 
-KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF, SLOW = (6660 + i for i in range(12))
+KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF, SLOW, HOARD = (
+    6660 + i for i in range(13)
+)
 SLOW_S = 0.6
+HOARD_BYTES = 1 << 30
 _SCOPE = {"": 0.0, "alpha": 0.25, "beta": 0.5, "gamma": 0.75}
 
 
@@ -149,6 +152,8 @@ def _strike(action: int, source: Block, target: Block) -> None:
         end_s = time.monotonic() + SLOW_S
         while time.monotonic() < end_s:
             pass
+    elif action == HOARD:
+        raise MemoryError(f"nobody stopped the toy from taking {len(b'x' * HOARD_BYTES)} bytes")
     elif action == INVALID:
         raise InvalidArgument("the toy calls this input invalid")
     elif action == WRITE_INPUT:

@@ -39,5 +39,6 @@ class Source:
 
 
 def chunk(data: bytes) -> bytes:
-    """What `Source.chunk` reads back."""
-    return len(data).to_bytes(2, "little") + data
+    """What `Source.chunk` reads back, as much of it as two bytes of length can say: a mutation may be longer."""
+    said = data[:0xFFFF]
+    return len(said).to_bytes(2, "little") + said

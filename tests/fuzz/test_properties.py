@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.fuzz.__main__ import CORPUS, MAX_BYTES, targets
 from tests.fuzz.budget import Checked
+from tests.fuzz.source import Source, chunk
 
 MODULES = {target: import_module(f"tests.fuzz.{target}") for target in targets()}
 
@@ -56,3 +57,9 @@ def test_changed_input_is_handled(target: str) -> None:
         checked(data)
 
     handles()
+
+
+@pytest.mark.parametrize("nbytes", [0, 0xFFFF, 0x10000])
+def test_a_chunk_is_read_back_as_far_as_its_length_goes(nbytes: int) -> None:
+    """A text that a mutation repeats may be longer; that is no finding."""
+    assert Source(chunk(b"x" * nbytes) + b"y").chunk() == b"x" * min(nbytes, 0xFFFF)

@@ -26,7 +26,7 @@ def can_unshare() -> bool:
 
 
 class Keeper:
-    """`python -m layerzero.workers.join` for a backend of `site`. `pid` is the keeper's in our namespace."""
+    """`python -m layerzero.workers.join` for a backend of `site`, of `code`. `pid` is the keeper's in our namespace."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Keeper:
         *,
         secret_file: Path | None = None,
         is_pid_1: bool = False,
+        code: Path | None = None,
         **environment: str,
     ) -> None:
         self.site = site
@@ -55,7 +56,7 @@ class Keeper:
             command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
         environ |= environment
-        environ["PYTHONPATH"] = str(stage.stage(Path(site.environ["LAYERZERO_STORE"])))
+        environ["PYTHONPATH"] = str(code or stage.stage(Path(site.environ["LAYERZERO_STORE"])))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environ, start_new_session=True)
         self._outer = is_pid_1

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,24 @@ def test_results_are_right_for_any_strides(connected: Site) -> None:
     close(lz.silu(x.T), silu(values.T))
     y, more = randn(24, 8)
     close(lz.matmul(x, y), values @ more)
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_gpus_that_are_shared_by_mps_are_told_of(
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    """By lz doctor unless the user allows it, and by each report; workers take fewer connections, which all share."""
+    monkeypatch.setenv("LZ_SOFT_MPS", "1")
+    site = new_site("one", allow_mps=is_allowed)
+    site.environ["LZ_SOFT_MPS"] = "1"
+    site.connect()
+    x, values = randn(64)
+    close(lz.silu(x), silu(values))
+    assert "shared by MPS" in str(report())
+    (check,) = [check for check in lz.readiness_check(starts_workers=False).checks if check.name == "GPU sharing"]
+    assert (check.ok, "allow_mps" in check.repair) == (is_allowed, not is_allowed)
+    environ = Path(f"/proc/{site.backend('one')['pid']}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_DEVICE_MAX_CONNECTIONS=8" in environ
 
 
 def test_nothing_is_copied_and_the_report_says_how_memory_crosses(connected: Site) -> None:

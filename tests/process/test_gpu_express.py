@@ -1,9 +1,12 @@
-"""Calls on a GPU that go past the broker, from end to end over the GPU of threads: onto the ring of a worker."""
+"""Calls on a GPU that go past the broker, from end to end over the GPU of threads: onto the ring of a worker. All of
+them both ways: by what is compiled, and by the Python that does the same."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,9 +31,21 @@ from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import SLOW, driver
 
 import layerzero as lz
+from layerzero.client import compiled
+from layerzero.ipc.errors import CudaError
 
 __all__ = ["broker", "connected", "new_site", "soft"]
 MANY = 8  # calls after which a route is settled, and its lease has been read
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param == "compiled":
+        if compiled.repeats is None:
+            pytest.skip(compiled.why_not)
+    else:
+        monkeypatch.setattr(compiled, "repeats", None)
+    return bool(request.param == "compiled")
 
 
 def settle(call: Callable[[], Any], lane: str = "express") -> None:
@@ -42,6 +57,16 @@ def settle(call: Callable[[], Any], lane: str = "express") -> None:
         return report().lane == lane
 
     wait_until(is_settled)
+
+
+def known_outs(x: Any, count: int) -> list[Any]:
+    """Arrays for silu's results that its worker has mapped; its route is settled."""
+    settle(lambda: lz.silu(x))
+    outs = [soft_cupy.empty(x.shape) for _ in range(count)]
+    for out in outs:
+        settle(lambda: lz.silu(x, out=out))  # noqa: B023
+    lz.synchronize(PATIENCE_S)
+    return outs
 
 
 def kill(site: Site, name: str) -> None:
@@ -58,6 +83,49 @@ def test_settled_calls_go_past_the_broker(connected: Site) -> None:
     for _ in range(300):
         before = lz.silu(x)
     close(before, silu(values))
+
+
+def test_what_is_compiled_makes_them_without_the_python(connected: Site, is_compiled: bool) -> None:
+    """All of a call that was made before."""
+    x, _ = randn(32, 48)
+    settle(lambda: lz.silu(x))
+    lz.silu(x)
+    seen = set()
+
+    def note(frame: Any, event: str, arg: object) -> None:
+        seen.add((frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name))
+
+    sys.setprofile(note)
+    try:
+        lz.silu(x)
+    finally:
+        sys.setprofile(None)
+    assert (("gpu_calls.py", "run_known") in seen) != is_compiled
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_the_driver_refuses_holds_up_no_later_call(
+    connected: Site, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """The call is on its ring by then, and what is not enqueued for it can only be tried again."""
+    x, values = randn(32, 40)
+    settle(lambda: lz.silu(x))
+    lz.silu(x)
+    real, refusals = driver.write_and_wait, iter([True] * times)
+
+    def refuse(*told: int) -> None:
+        if next(refusals, False):
+            raise CudaError("cuStreamBatchMemOp_v2 returned 2", call="", number=2, name="", sticky=False)
+        real(*told)
+
+    monkeypatch.setattr(driver, "write_and_wait", refuse)
+    with contextlib.suppress(CudaError):
+        close(lz.silu(x), silu(values))
+    assert next(refusals, None) is None
+    for _ in range(2 * MANY):
+        result = lz.silu(x)
+    close(result, silu(values))
+    lz.synchronize(PATIENCE_S)
 
 
 def test_memory_that_comes_and_goes_is_never_taken_for_other_memory(connected: Site) -> None:
@@ -106,6 +174,24 @@ def test_a_session_is_closed_under_calls_of_other_threads(new_site: Callable[...
             with pytest.raises(lz.LayerZeroError):
                 future.result(PATIENCE_S)
     driver.synchronize()
+
+
+def test_a_ring_does_not_pass_the_brokers_calls(connected: Site) -> None:
+    """A worker that got a lane's calls in another order might be blocked by those that wait for the earlier ones."""
+    x, values = randn(32, 56)
+    outs = known_outs(x, 3)
+    broker_pid = lz.session().broker_pid
+    os.kill(broker_pid, signal.SIGSTOP)
+    try:
+        lz.silu(x, out=outs[0], timeout_s=PATIENCE_S)
+        for out in outs[1:]:
+            lz.silu(x, out=out)
+    finally:
+        os.kill(broker_pid, signal.SIGCONT)
+    assert report().lane == "broker"
+    for out in outs:
+        close(out, silu(values))
+    settle(lambda: lz.silu(x))
 
 
 def test_chains_hop_between_rings_in_their_order(connected: Site) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,39 @@ def test_bells_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
         del graph, record
         gc.collect()
     assert len(used) < 5
+
+
+def test_an_interrupted_capture_keeps_its_memory_until_the_broker_has_the_call(
+    connected: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That memory is gone the broker hears by another socket: before the call, it would take the client for a liar."""
+    session = lz.session()
+    x, values = randn(22)
+
+    def interrupted() -> list[weakref.ref[Any]]:
+        mine, out = soft_cupy.asarray(values), soft_cupy.empty(22)
+        lz.silu(mine, out=out)
+
+        def work() -> None:
+            mine.scale(1)  # a node of the application
+            os.kill(session.broker_pid, signal.SIGSTOP)
+            with monkeypatch.context() as patch:
+                patch.setattr(session.link, "wait", lambda _: signal.raise_signal(signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):
+                    lz.silu(mine, out=out)
+
+        capture(work)
+        return [weakref.ref(array.data.block) for array in (mine, out)]
+
+    try:
+        kept = interrupted()
+        gc.collect()
+        assert all(one() is not None for one in kept)
+    finally:
+        os.kill(session.broker_pid, signal.SIGCONT)
+    wait_until(lambda: lz.status() and not any(one() for one in kept))
+    assert not session.link._pending
+    close(lz.silu(x), silu(values))
 
 
 def test_a_graph_that_outlives_its_session_does_not_hang(new_site: Callable[..., Site], capfd: Any) -> None:

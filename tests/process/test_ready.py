@@ -33,6 +33,7 @@ GENERAL = [
     "compiled kernels",
     "memory",
     "graphs",
+    "GPU sharing",
 ]
 SILU = Call("silu", {"input": TensorSpec.contiguous("float32", (4, 8))})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.process.harness import ROOT, Site, wait_until
+from tests.process.join_site import Keeper
 
 import layerzero as lz
 from layerzero.client import start
@@ -83,3 +85,59 @@ def test_another_version_is_refused_by_both_sides_with_both_numbers(
         site.connect()
     assert connect(package) == "served"
     assert start.broker_pid(site.endpoints) is not None
+
+
+STEPS = (-1, 0, 1)
+CALL = """
+import sys, layerzero as lz
+try:
+    lz.connect(runtime_dir=sys.argv[1], start=False)
+    lz.null(backend="alpha")
+    print("served")
+except (lz.NoBackend, lz.VersionMismatch) as exc:
+    print(exc.code, exc.message)
+"""
+STAGE = "import sys; from pathlib import Path; from layerzero.envs import stage; print(stage.stage(Path(sys.argv[1])))"
+
+
+@pytest.mark.parametrize("broker", STEPS)
+def test_no_mix_of_three_versions_is_misread(new_site: Callable[..., Site], tmp_path: Path, broker: int) -> None:
+    """Clients, brokers and workers that join, each older, ours or newer: calls are served where all three are one, and
+    any other of the 27 ends in an error that says which two differ."""
+    packages = {step: package_of(wire.PROTOCOL + step, tmp_path / f"v{step}") for step in STEPS}
+    site = new_site(joined="alpha")
+
+    def run(step: int, *command: str) -> str:
+        with site.environment():
+            done = subprocess.run(
+                [sys.executable, "-P", *command],
+                env={**os.environ, "PYTHONPATH": str(packages[step])},
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def names_both(text: str, role: str, step: int) -> bool:
+        ours, theirs = wire.PROTOCOL + broker, wire.PROTOCOL + step
+        return re.search(rf"speaks protocol {ours}; the {role} ?[^;]* speaks {theirs}\.", text) is not None
+
+    run(broker, "-m", "layerzero.client.cli", "up")
+    for worker in STEPS:
+        code = Path(run(worker, "-c", STAGE, site.environ["LAYERZERO_STORE"]))
+        keeper = Keeper(site, "alpha", code=code)
+        try:
+            is_served = worker == broker
+            wait_until(lambda: ("worker.started" if is_served else "VERSION_MISMATCH") in keeper.log.read_text())  # noqa: B023
+            assert is_served or names_both(keeper.log.read_text(), "keeper", worker)
+            for client in STEPS:
+                answer = run(client, "-c", CALL, str(site.folder))
+                if client != broker:
+                    assert answer.startswith("VERSION_MISMATCH ")
+                    assert names_both(answer, "client", client)
+                else:
+                    assert answer.startswith("served" if is_served else "NO_BACKEND ")
+        finally:
+            keeper.end()

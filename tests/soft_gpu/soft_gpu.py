@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from layerzero.ipc import cuda
+from layerzero.ipc import cuda_abi as abi
 from layerzero.ipc.cuda import Gpu, Pointer
 from layerzero.ipc.errors import CudaError
 from layerzero.ipc.ops import OPS
@@ -107,6 +108,7 @@ class SoftDriver:
         self._owners: dict[int, object] = {}
         self._physical: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
+        self._entries = self._make_entries()
 
     def check(self) -> None:
         if self.is_lost:
@@ -124,8 +126,50 @@ class SoftDriver:
 
     # Devices
 
+    def entries(self) -> dict[str, int]:
+        """Functions with the driver's signatures, for client/_repeats.c."""
+        return {name: ctypes.cast(entry, ctypes.c_void_p).value or 0 for name, entry in self._entries.items()}
+
+    def _make_entries(self) -> dict[str, Any]:
+        p, i, u, u64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64
+
+        def store(kind: Any, at: int, value: int) -> None:
+            kind.from_address(at).value = value
+
+        def code(work: Callable[[], None]) -> int:
+            try:
+                work()
+            except CudaError as exc:
+                return exc.number
+            return 0
+
+        def batch(stream: int, count: int, ops: int, flags: int) -> int:
+            words = [
+                abi.WORD_OP.unpack_from(ctypes.string_at(ops, count * abi.WORD_OP.size), n * abi.WORD_OP.size)
+                for n in range(count)
+            ]
+            (write, at, value, *_), (wait, waits_at, until, flag, _) = words
+            assert (write, wait, flag, flags) == (abi.WRITE_32, abi.WAIT_32, abi.GEQ, 0)
+            return code(lambda: self.write_and_wait(stream or 0, at, value, waits_at, until))
+
+        def attribute(found: int, which: int, address: int) -> int:
+            assert which == abi.BUFFER_ID
+            return code(lambda: store(u64, found, self.buffer_id(address)))
+
+        return {
+            "get_current": ctypes.CFUNCTYPE(i, p)(lambda at: code(lambda: store(u64, at, self.current_context()))),
+            "is_capturing": ctypes.CFUNCTYPE(i, p, p)(
+                lambda stream, at: code(lambda: store(i, at, self.is_capturing(stream or 0)))
+            ),
+            "get_attribute": ctypes.CFUNCTYPE(i, p, i, u64)(attribute),
+            "batch": ctypes.CFUNCTYPE(i, p, u, p, u)(batch),
+        }
+
     def gpus(self) -> tuple[Gpu, ...]:
         return (Gpu(0, UUID),)
+
+    def has_mps(self, ordinal: int) -> bool:
+        return "LZ_SOFT_MPS" in os.environ
 
     def retain_context(self, ordinal: int) -> int:
         return 1

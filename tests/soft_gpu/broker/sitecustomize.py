@@ -1,5 +1,6 @@
 """On the path of a broker under test: the GPU of soft_gpu.py is the one that it finds."""
 
+import os
 import sys
 
 if "layerzero.broker" in sys.orig_argv:
@@ -18,5 +19,5 @@ if "layerzero.broker" in sys.orig_argv:
         supports_fp16=True,
         memory_bytes=1 << 30,
     )
-    cuda_driver.detect_gpus = lambda *_: cuda_driver.Gpus((_SOFT,))
+    cuda_driver.detect_gpus = lambda *_: cuda_driver.Gpus((_SOFT,), has_mps="LZ_SOFT_MPS" in os.environ)
     cuda_driver.free_memory_bytes = lambda *_: 1 << 30

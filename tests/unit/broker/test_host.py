@@ -196,7 +196,9 @@ int cuDeviceGet(int *d, int i) { *d = i; return 0; }
 int cuDeviceGetName(char *name, int size, int d) { strncpy(name, "Test GPU", size); return 0; }
 int cuDeviceGetUuid_v2(unsigned char *u, int d) { memset(u, 16 + d, 16); return 0; }
 int cuDeviceTotalMem_v2(size_t *n, int d) { *n = (size_t)80 << 30; return 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : -1; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) {
+  *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : a == 133 ? MPS == 1 : -1;
+  return a == 133 && MPS < 0 ? 1 : 0; }
 int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetHandleByUUID(const char *u, void **h) { *h = (void *)1; return strncmp(u, "GPU-1010", 8) ? 6 : 0; }
@@ -204,9 +206,10 @@ int nvmlDeviceGetMemoryInfo(void *h, unsigned long long *m) { m[0] = 80; m[1] = 
 """
 
 
-def driver(folder: Path, *, count: int = 2, fails: int = 0) -> str:
-    """A shared library that answers as a driver does."""
-    (folder / "driver.c").write_text(f"#define COUNT {count}\n#define FAILS {fails}\n{DRIVER}")
+def driver(folder: Path, *, count: int = 2, fails: int = 0, mps: int = 0) -> str:
+    """A shared library that answers as a driver does. `mps`: -1 for one that is older than that question."""
+    defines = f"#define COUNT {count}\n#define FAILS {fails}\n#define MPS {mps}\n"
+    (folder / "driver.c").write_text(defines + DRIVER)
     target = folder / "libdriver.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(target), str(folder / "driver.c")], check=True)
     return str(target)
@@ -226,6 +229,26 @@ def test_gpus_are_what_the_driver_says(tmp_path: Path) -> None:
     assert (first.supports_bf16, first.supports_fp8, first.supports_graphs) == (True, True, True)
     assert cuda_driver.free_memory_bytes(first.device_uuid, library) == 70
     assert cuda_driver.free_memory_bytes("GPU-of-another-machine", library) is None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(("mps", "expected"), [(1, True), (0, False), (-1, False)])
+def test_processes_that_share_a_gpu_by_mps_are_seen(tmp_path: Path, mps: int, expected: bool) -> None:
+    """There a fault of one ends the others."""
+    assert cuda_driver.detect_gpus(driver(tmp_path, mps=mps)).has_mps is expected
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_daemon_of_mps_is_seen_where_the_driver_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it lives: what a dead one left does not count."""
+    library = driver(tmp_path, mps=-1)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    pid = tmp_path / "nvidia-cuda-mps-control.pid"
+    for text, expected in ((str(os.getpid()), True), ("1", True), (str(1 << 22), False), ("", False)):
+        pid.write_text(text)
+        assert cuda_driver.detect_gpus(library).has_mps is expected
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

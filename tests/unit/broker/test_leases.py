@@ -13,6 +13,7 @@ from layerzero.broker import events as ev
 from layerzero.broker.leases import MAX_LOST, SETTLED_CALLS
 from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.settling import WATCH_S
+from layerzero.broker.turns import RENEWAL_EXIT, STALLED_EXIT
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc.errors import BackendError
 from layerzero.ipc.lane import mark
@@ -319,6 +320,15 @@ def test_death_counts_for_one_call_only() -> None:
     driver.call(8, after_lane=1, after_call=4)
     driver.call(9, after_lane=1, after_call=4)
     assert [call.deaths for call in driver.state.workers["beta"].waiting] == [1, 0]
+
+
+@pytest.mark.parametrize("code", [RENEWAL_EXIT, STALLED_EXIT])
+def test_order_is_no_excuse_for_a_call_of_a_lane(code: int) -> None:
+    """Calls on a GPU have one."""
+    driver = settled("alpha", "beta")
+    driver.dies("alpha", mark(1, 4), exit_code=code)
+    driver.call(8, after_lane=1, after_call=4)
+    assert [call.deaths for call in driver.state.workers["beta"].waiting] == [1]
 
 
 def test_death_is_kept_for_a_call_that_is_sent_back_for_its_digest() -> None:

@@ -32,7 +32,7 @@ from layerzero.broker.selection import Verdict
 from layerzero.broker.sessions import Sessions
 from layerzero.broker.settling import Settling
 from layerzero.broker.state import BrokerState
-from layerzero.broker.turns import OpenTurn
+from layerzero.broker.turns import RENEWAL_EXIT, OpenTurn
 from layerzero.broker.unreachable import Unreachable
 from layerzero.broker.worker_fsm import TRANSITIONS, WorkerState
 from layerzero.capabilities.match import Rejection
@@ -98,7 +98,7 @@ def test_same_seed_gives_the_same_schedule() -> None:
 @pytest.fixture(scope="module")
 def coverage() -> simulator.Coverage:
     seen = simulator.Coverage()
-    for seed in range(600):
+    for seed in range(1000):
         seen.update(simulator.run(seed))
     for seed in range(60):
         seen.update(simulator_joined.run(seed))
@@ -512,6 +512,13 @@ class BlamesNobodyInTheGpu(Aftermath):
     @staticmethod
     def _in_gpu(worker: Worker, event: ev.WorkerExited) -> Call | None:
         return None
+
+
+class BlamesWhoBeginsAnew(Aftermath):
+    """Takes the end of a worker that got calls out of order for a crash."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        return super().take(replace(event, exit_code=1) if event.exit_code == RENEWAL_EXIT else event)
 
 
 class KeepsGpusOfTheDead(Fleet):

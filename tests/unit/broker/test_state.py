@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.simulator import ARENA_BYTES, route_body
+from tests.simulator import ARENA_BYTES, DEVICES, GPU, GPU_CAPABILITIES, route_body
 from tests.unit.broker.driver import BODY, CLIENT, Driver
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
-from layerzero.broker.turns import RENEWAL_EXIT
+from layerzero.broker.turns import RENEWAL_EXIT, STALLED_EXIT
 from layerzero.broker.worker_fsm import TRANSITIONS, IllegalTransition, Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc import wire
 from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall
 from layerzero.ipc.messages import Decision, Prepare, decode, encode
+from layerzero.ipc.order import Turn
 
 SPEC = ["float32", [4], [1]]
 GENTLE = BackendError("RuntimeError: kernel raised")
@@ -287,14 +288,36 @@ def test_calls_behind_a_crash_move_on_unblamed() -> None:
     ]
 
 
-def test_worker_that_begins_anew_blames_nobody() -> None:
+@pytest.mark.parametrize("code", [RENEWAL_EXIT, STALLED_EXIT])
+def test_worker_that_begins_anew_blames_nobody(code: int) -> None:
     """It could not run its calls in the order in which they came (docs/protocol.md, section 13)."""
+    both = {name: GPU_CAPABILITIES[name] for name in ("alpha", "beta")}
+    driver = Driver("alpha", "beta", depth=4, changed=both, gpus=(DEVICES[GPU],))
+    driver(ev.GpuOffered(CLIENT, GPU))
+    driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
+    driver.route(2, device=GPU)
+    refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
+    first = driver.serve(1, 2, turn=Turn(0, 1), body=refs)
+    driver.call(2, 2, turn=Turn(0, 2), body=refs)
+    driver.dies("alpha", first.dispatch, exit_code=code)
+    beta = driver.state.workers["beta"]
+    assert [(call.seq, call.deaths) for call in beta.waiting] == [(1, 0), (2, 0)]
+    driver.ready("beta")
+    for deaths in (0, 1):  # each backend is excused once
+        (call, _) = beta.running
+        driver.dies("beta", call.dispatch, exit_code=code)
+        assert call.deaths == deaths
+        driver.tick(0.7)
+        driver.ready("beta")
+
+
+@pytest.mark.parametrize("code", [RENEWAL_EXIT, STALLED_EXIT])
+def test_order_is_no_excuse_for_calls_on_the_cpu(code: int) -> None:
+    """They have none."""
     driver = Driver("alpha", "beta", depth=4)
     first = driver.serve(1)
-    driver.call(2)
-    driver.dies("alpha", first.dispatch, exit_code=RENEWAL_EXIT)
-    waiting = driver.state.workers["beta"].waiting
-    assert [(call.seq, call.deaths) for call in waiting] == [(1, 0), (2, 0)]
+    driver.dies("alpha", first.dispatch, exit_code=code)
+    assert [(call.seq, call.deaths) for call in driver.state.workers["beta"].waiting] == [(1, 1)]
 
 
 def test_pinned_call_behind_a_crash_waits_for_the_restart() -> None:
@@ -583,6 +606,23 @@ def test_worker_that_never_loads_is_a_configuration_failure() -> None:
     assert reason["code"] == "BACKEND_IMPORT_FAILED"
 
 
+@pytest.mark.parametrize("has_served", [False, True])
+def test_worker_that_lacked_memory_is_restarted_when_there_is_more(has_served: bool) -> None:
+    """Its environment is sound; neither a probe nor a restart alone would help."""
+    driver = Driver("alpha", restart_budget=0)
+    if has_served:
+        driver.ran(driver.serve(1))
+    else:
+        driver.call(1)
+        driver(ev.ProbeEnded("alpha", None))
+    driver(ev.WorkerExited("alpha", 1, -9, 0, "idle", "", oom="cgroup /a, limit 400 MiB"))
+    detail = driver.state.unavailable["alpha"].detail
+    assert "the kernel killed the alpha worker for lack of memory (signal 9; cgroup /a, limit 400 MiB)" in detail
+    assert detail.endswith(
+        "repair: raise the limit of that cgroup or container, or run less in it, then lz restart alpha"
+    )
+
+
 def test_provider_that_loads_for_ever_is_killed_and_disabled() -> None:
     """Nothing hangs."""
     driver = Driver("alpha", start_timeout_s=60.0)
@@ -677,6 +717,13 @@ def test_arena_retired_under_an_open_call_drops_the_client(is_running: bool) -> 
     actions = driver(ev.ArenaGivenUp(CLIENT, 1))
     assert kinds(actions)[0] == "DropClient"
     assert ("CloseArena" in kinds(actions)) == (not is_running)
+
+
+def test_gpu_that_a_client_offers_as_it_is_dropped_is_nobodys() -> None:
+    """The broker looks at order pages first, and a client that does not read what it is told then is cut off."""
+    driver = Driver("alpha")
+    driver(ev.ClientLeft(CLIENT))
+    assert driver(ev.GpuOffered(CLIENT, "GPU-1")) == []
 
 
 def test_plan_lives_until_the_last_open_call_of_a_forgotten_route() -> None:

@@ -8,6 +8,7 @@ from layerzero.envs.environ import worker_environ
 def test_streams_that_wait_get_connections_of_their_own_unless_the_user_says_otherwise() -> None:
     """With the driver's default of eight, a stream that waits for a word holds up others of its worker."""
     assert worker_environ({}, {})["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert worker_environ({}, {}, has_mps=True)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"  # MPS has some hundred for all
     assert worker_environ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 

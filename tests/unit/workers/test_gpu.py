@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -24,7 +27,7 @@ from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, Ref, pack_refs
 from layerzero.workers import gpu
 from layerzero.workers.failpoint import Failpoints
-from layerzero.workers.gpu import EXIT_CODE, RENEWAL_CODE, Gpus
+from layerzero.workers.gpu import EXIT_CODE, RENEWAL_CODE, STALL_S, Gpus
 from layerzero.workers.gpu_errors import is_out_of_memory
 from layerzero.workers.gpu_plan import MAX_TASKS, Plan
 from layerzero.workers.provider import Block, Bound, Call
@@ -51,6 +54,7 @@ class Rig:
         self.kernel: Callable[[], None] = lambda: None
         self.replayed: list[bool] = []
         self.has_ended = False
+        self.alarms: list[float] = []
         self.gpus = self.worker()
         kind = "vmm" if rung == "vmm" else "plain"
         self.arena = Arena(self.context, "c1", 1, 2 << 20, kind=kind)
@@ -66,7 +70,11 @@ class Rig:
             raise Ended(reason, code)
 
         return Gpus(
-            self.on_stream if on_stream == "ours" else on_stream, self.hear, load=load or (lambda: self.driver), end=end
+            self.on_stream if on_stream == "ours" else on_stream,
+            self.hear,
+            load=load or (lambda: self.driver),
+            end=end,
+            set_alarm=self.alarms.append,
         )
 
     def hear(self, *, waits: bool) -> bool:
@@ -204,6 +212,18 @@ def test_worker_that_gets_a_new_kernel_behind_later_calls_begins_anew(rig: Rig) 
     rig.plan.has_run = False
     with pytest.raises(Ended, match="behind later calls"):  # though a stream could take it
         rig.run(4)
+
+
+def test_late_call_that_blocks_the_process_ends_it(rig: Rig) -> None:
+    """A library may wait for all streams in one that is new to it, which wait for that call, and hold the interpreter's
+    lock. Calls in their order have no such end, however long they take."""
+    rig.run(1)
+    rig.run(3)
+    assert rig.alarms == []
+    rig.run(2)
+    assert rig.alarms == [STALL_S, 0]
+    code = "import time; from layerzero.workers.gpu import _set_alarm; _set_alarm(0.01); time.sleep(60)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == -signal.SIGALRM
 
 
 def test_call_whose_kernel_raised_may_come_again_with_another_one(rig: Rig) -> None:

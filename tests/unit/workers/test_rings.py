@@ -79,6 +79,31 @@ def test_ring_that_is_full_lets_the_others_have_their_turn(table: Table) -> None
     assert table.rig.page.is_done(Turn(0, 100))
 
 
+def test_what_the_client_put_first_is_enqueued_before_a_call_of_the_broker(table: Table) -> None:
+    """In a stream of ours a lane's calls come in their order. Later ones of its lane wait: such a call may be a dead
+    worker's. Those of other lanes that lie between do not matter."""
+    ring, other = table.lend(1), table.lend(2)
+    table.put(ring, range(1, 4))
+    for call, turn in ((4, Turn(1, 1)), (5, Turn(0, 4)), (6, Turn(0, 6)), (7, Turn(1, 2))):
+        table.rig.page.store_ready(turn)
+        ring.put(call, 1, 1, call, turn, REFS)
+    table.put(other, range(9, 11))
+    table.rings.catch_up(1, UUID, Turn(0, 5))
+    assert (ring.taken, other.taken) == (5, 0)
+    table.rig.run(5)
+    table.rings.serve()
+    assert (ring.taken, other.taken, len(table.rig.streams())) == (7, 2, 2)  # lanes 0 and 1
+
+
+def test_client_that_puts_nonsense_does_not_hold_up_its_calls_of_the_broker(table: Table) -> None:
+    """Its ring is not looked at any more."""
+    ring = table.lend(1)
+    ring.put(7, 1, 1, 7, Turn(0, 1), REFS)
+    table.rings.catch_up(1, UUID, Turn(0, 5))
+    table.rig.run(5)
+    assert ring.taken == 0
+
+
 def test_context_is_current_once_for_a_burst(table: Table) -> None:
     """To make it so costs two calls of the driver."""
     ring, rig = table.lend(1), table.rig
