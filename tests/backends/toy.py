@@ -8,6 +8,7 @@ A worker serves the backend that LZ_TOY_NAME names, or alpha, beta and gamma. `f
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import signal
@@ -22,11 +23,12 @@ from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 if TYPE_CHECKING:
     import numpy as np
 
-KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF, SLOW, HOARD = (
-    6660 + i for i in range(13)
+KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF, SLOW, HOARD, COUNT = (
+    6660 + i for i in range(14)
 )
 SLOW_S = 0.6
 HOARD_BYTES = 1 << 30
+_counted = itertools.count(1)
 _SCOPE = {"": 0.0, "alpha": 0.25, "beta": 0.5, "gamma": 0.75}
 
 
@@ -89,6 +91,9 @@ def _silu(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) 
     def run() -> None:
         x = read()
         if x.size and 6660 <= (first := float(x.flat[0])) < 6680 and first % 1 in (0.0, scope):
+            if first == COUNT:  # the answer is the place of this call among those that this worker has counted
+                write(np.full(x.shape, next(_counted)))
+                return
             _strike(int(first), source, target)
         with np.errstate(over="ignore"):
             write(x / (1 + np.exp(-x)))

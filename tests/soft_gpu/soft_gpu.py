@@ -107,6 +107,7 @@ class SoftDriver:
         self._pinned: dict[int, int] = {}
         self._owners: dict[int, object] = {}
         self._physical: dict[int, tuple[int, int]] = {}
+        self._touched: dict[int, int] = {}  # words that streams will read or write
         self._lock = threading.Lock()
         self._entries = self._make_entries()
 
@@ -270,6 +271,10 @@ class SoftDriver:
         return address
 
     def host_unregister(self, address: int) -> None:
+        """Waits for streams that are to read or write a word there, as the driver does for all that unmaps."""
+        words = range(address, address + self._pinned[address])
+        while not self.is_lost and any(at in words for at in list(self._touched.values())):
+            time.sleep(0.0001)
         del self._pinned[address], self._owners[address]
 
     @property
@@ -403,13 +408,28 @@ class SoftDriver:
     def clear(self, address: int, nbytes: int, stream: int) -> None:
         self.put(stream, lambda: ctypes.memset(address, 0, nbytes))
 
+    def _put_memop(self, stream: int, address: int, work: Callable[[], None]) -> None:
+        if stream in self._captures:
+            self.put(stream, work)
+            return
+        number = next(self._ids)
+        self._touched[number] = address
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                del self._touched[number]
+
+        self.put(stream, run)
+
     def write_value(self, stream: int, address: int, value: int) -> None:
         word = ctypes.c_uint32.from_address(address)
 
         def store() -> None:
             word.value = value
 
-        self.put(stream, store)
+        self._put_memop(stream, address, store)
 
     def wait_value(self, stream: int, address: int, value: int, *, equal: bool = False) -> None:
         word = ctypes.c_uint32.from_address(address)
@@ -420,7 +440,7 @@ class SoftDriver:
                     return
                 time.sleep(0.0001)
 
-        self.put(stream, wait)
+        self._put_memop(stream, address, wait)
 
     def write_and_wait(self, stream: int, address: int, value: int, waits_at: int, until: int) -> None:
         self.write_value(stream, address, value)
