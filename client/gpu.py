@@ -38,6 +38,7 @@ LOST_LOOK_S = 0.02
 NEWS_S = 0.05  # while graphs may be replayed, when nobody of this process may be reading answers
 FAILED_LOOK_S = 0.001  # for bells that nobody answers
 STALE_AFTER = 256  # new arenas; then those whose memory is gone are given up
+_NONE: frozenset[int] = frozenset()
 
 
 class Gpu:
@@ -60,6 +61,7 @@ class Gpu:
         self._link, self._lent = link, lent
         self._numbers: weakref.WeakKeyDictionary[Arena, tuple[str, int]] = weakref.WeakKeyDictionary()
         self._signed: set[tuple[str, int]] = set()
+        self._reached: dict[int, set[int]] = {}  # slot of a worker -> arenas on which it has run a call
         self._trials: list[Trial] = []  # workers may have each of them mapped
         self._fresh = 0
         self._page = create_page()
@@ -140,6 +142,14 @@ class Gpu:
         self._signed.add(key)
         return True
 
+    def note_reached(self, slot: int, arenas: frozenset[int]) -> None:
+        """The worker of that slot has enqueued a call on them."""
+        self._reached.setdefault(slot, set()).update(arenas)
+
+    def has_reached(self, slot: int, arenas: frozenset[int]) -> bool:
+        """Whether that worker has all of them mapped."""
+        return arenas <= self._reached.get(slot, _NONE)
+
     def number(self, arena: Arena, rung: str) -> int:
         """By which the broker knows an arena on a rung; shows it one that is new."""
         known = self._numbers.get(arena)
@@ -166,6 +176,8 @@ class Gpu:
         for arena in stale:
             known = self._numbers.pop(arena, None)
             if known is not None:
+                for reached in list(self._reached.values()):
+                    reached.discard(known[1])
                 self._link.retire_arena(known[1])
 
     def wait_for_room(self, turn: Turn) -> None:

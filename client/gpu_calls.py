@@ -39,7 +39,7 @@ from layerzero.ipc.errors import (
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.order import Turn
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import AFTER_LANE, HAS_TURN, TURN, Kind
+from layerzero.ipc.wire import AFTER_LANE, HAS_TURN, TURN, Kind, arenas_of
 
 if TYPE_CHECKING:
     from layerzero.client.session import Session
@@ -200,7 +200,8 @@ class GpuCalls:
                     if self.is_closing:
                         raise NotConnected("the session is being closed; lz.connect() opens another")
                     may_pass = request.timeout_s is None and not is_first and not gpu.is_behind()
-                    place = self._lane_of(gpu, route) if may_pass else None
+                    arenas = arenas_of(memory.refs)
+                    place = self._lane_of(gpu, route, arenas) if may_pass else None
                     if place is not None:
                         lane, lease = place
                         put = OnRing(self.outcomes, gpu, lane, lease, request.op, route, memory.copies, start_ns)
@@ -208,7 +209,7 @@ class GpuCalls:
                         turn = self._put(put, stream, memory.refs, hold)
                     else:
                         enqueued = sent = Sent(self.outcomes, gpu, rung, request.op, route, memory.copies, start_ns)
-                        sent.is_awaited = is_first
+                        sent.is_awaited, sent.arenas = is_first, arenas
                         turn = self._send(request, sent, stream, memory.refs, hold)
                 placing.take_outputs(route.plan, arrays, address)
             finally:  # in the stream's order
@@ -322,10 +323,13 @@ class GpuCalls:
             _end_turn(enqueued, stream, hold, is_out=True)
             raise
 
-    def _lane_of(self, gpu: Gpu, route: Route) -> tuple[GpuLane, Lease] | None:
-        """The ring that a route's calls may be put on, if any."""
+    def _lane_of(self, gpu: Gpu, route: Route, arenas: frozenset[int]) -> tuple[GpuLane, Lease] | None:
+        """The ring that a call may be put on, if any. A worker leaves a call on memory that is new to it to the broker,
+        and later ones of its lane would pass it: the first on such memory goes there at once."""
         lease = route.lease
         if lease is None or gpu.memory.why_no_memops or not route.is_armed or not gpu.is_signed(lease.decision.slot):
+            return None
+        if not gpu.has_reached(lease.decision.slot, arenas):
             return None
         lane = self._lanes.get(lease.lane)
         if lane is None:

@@ -78,10 +78,17 @@ class Sent(Enqueued, Pending):
         Enqueued.__init__(self, outcomes, gpu, op, route, copies, start_ns)
         self.rung = rung
         self.is_awaited = False  # its caller raises its error
+        self.arenas: frozenset[int] = frozenset()
 
     def finish(self) -> None:
         super().finish()
-        if self.header is not None and self.header.kind == _FAILED and not self.is_awaited:
+        if self.header is None:
+            return
+        if self.header.kind != _FAILED:
+            decision = self.route.decisions.get(self.header.aux)
+            if decision is not None:
+                self.gpu.note_reached(decision.slot, self.arenas)
+        elif not self.is_awaited:
             self.outcomes.note_failure(self)
 
 

@@ -123,6 +123,11 @@ def pack_refs(refs: Sequence[Ref]) -> bytes:
     return b"".join([REF.pack(*ref) for ref in refs])
 
 
+def arenas_of(refs: bytes) -> frozenset[int]:
+    """The arenas that a body of references names."""
+    return frozenset(ref.arena for ref in unpack_refs(refs, len(refs) // REF_BYTES) if ref.arena != NO_ARENA)
+
+
 def unpack_refs(body: bytes, count: int) -> list[Ref]:
     """The first `count` references of a body. Raises ProtocolError when they are not there."""
     if len(body) < count * REF_BYTES:

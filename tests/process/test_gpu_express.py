@@ -194,6 +194,26 @@ def test_a_ring_does_not_pass_the_brokers_calls(connected: Site) -> None:
     settle(lambda: lz.silu(x))
 
 
+def test_the_first_call_on_memory_that_a_worker_has_not_mapped_goes_by_the_broker(connected: Site) -> None:
+    """The worker would leave it to the broker, and the calls after it would pass it on the ring."""
+    x, values = randn(32, 72)
+    known = known_outs(x, 1)[0]
+    fresh = soft_cupy.empty((32, 72))
+    log, pid = connected.folder / "worker-one.log", connected.backend("one")["pid"]
+    before = log.read_text().count("came behind later ones")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        lz.silu(x, out=fresh)
+        lz.silu(x, out=known)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert report().lane == "broker"
+    for out in (fresh, known):
+        close(out, silu(values))
+    settle(lambda: lz.silu(x, out=fresh))
+    assert log.read_text().count("came behind later ones") == before
+
+
 def test_chains_hop_between_rings_in_their_order(connected: Site) -> None:
     """Each call of a lane waits for the one before, whichever worker has it, and several lanes run side by side."""
 
