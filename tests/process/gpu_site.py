@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.harness import ROOT, Site, wait_until
+from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
 
@@ -74,11 +74,18 @@ def broker(soft: None, store: Path) -> Iterator[Site]:
 @pytest.fixture
 def connected(broker: Site) -> Iterator[Site]:
     session = broker.connect()
-    for name in ("one", "two"):
-        session.ask("reset", backend=name)
+
+    def serves(name: str) -> bool:
+        try:  # the broker may not have seen yet that the last test killed a worker
+            session.ask("reset", backend=name)
+            lz.silu(soft_cupy.empty(1), backend=name)
+            lz.synchronize(PATIENCE_S)
+        except lz.LayerZeroError:
+            return False
+        return bool(broker.backend(name)["state"] == "ready")
+
     for name in ("one", "two"):  # one that becomes ready later would take leases of the other back
-        wait_until(lambda: broker.backend(name)["state"] in ("absent", "ready"))  # noqa: B023
-        lz.silu(soft_cupy.empty(1), backend=name)
+        wait_until(lambda: serves(name))  # noqa: B023
     yield broker
     lz.disconnect()
 
