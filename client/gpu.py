@@ -84,6 +84,7 @@ class Gpu:
             os.close(self._page)
             raise
         self._is_ending = self._is_orphaned = False
+        self._has_rung = threading.Event()  # for the last time
         self._wake = lane.create_doorbell()
         self._watcher = threading.Thread(target=self._watch, name="lz-gpu", daemon=True)
         self._watcher.start()
@@ -262,6 +263,7 @@ class Gpu:
         while True:
             self.bells.gone()
             if not self.bells:
+                self._has_rung.wait()
                 os.close(self._wake)
                 return
             if self.bells.end_failed() and not is_told:
@@ -275,6 +277,7 @@ class Gpu:
         self._is_orphaned = bool(self.bells)
         self._is_ending = True
         os.eventfd_write(self._wake, 1)
+        self._has_rung.set()
         if not self._is_orphaned:
             self._watcher.join()
             os.close(self._wake)
