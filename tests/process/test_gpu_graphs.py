@@ -343,6 +343,28 @@ def test_a_graph_that_outlives_its_session_does_not_hang(new_site: Callable[...,
     wait_until(is_told)
 
 
+def test_a_session_is_closed_as_its_last_graph_goes(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that attends to its graphs may be through with them before it is rung for the last time."""
+    x, _ = randn(26)
+    lz.silu(x)
+    graph, _ = capture(lambda: lz.silu(x))
+    replay(graph)
+    watcher = lz.session().gpus.gpu(0)._watcher
+    ring = os.eventfd_write
+
+    def ring_late(fd: int, value: int) -> None:
+        nonlocal graph
+        graph = None  # type: ignore[assignment]
+        gc.collect()
+        watcher.join(0.5)
+        ring(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", ring_late)
+    lz.disconnect()
+    watcher.join(PATIENCE_S)
+    assert not watcher.is_alive()
+
+
 def test_a_client_that_dies_in_a_replay_leaves_its_worker_well(connected: Site) -> None:
     """Its bells are muted; others are served."""
     script = (
