@@ -315,6 +315,7 @@ class Attention:
         self.descriptor = descriptor
         self.gpu = gpu
         self.kernels = kernels(triton, tl)
+        self.ready: set[tuple[Any, int]] = set()
 
     def prefill(self, views: Sequence[Any], call: Call) -> Run:
         q, k, v, _ = views
@@ -356,6 +357,7 @@ class Attention:
         if keys <= 0:
             return lambda out: out.zero_()
         torch, tile, group = self.torch, decode_tile(dim), heads // kv_heads
+        self.ready_combine(q.dtype, dim)
         rows, width = queries * group, up(dim)
         row_tiles = -(-rows // ROWS)
         slots = RESIDENT * torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -389,6 +391,15 @@ class Attention:
                 )
 
         return run
+
+    def ready_combine(self, dtype: Any, dim: int) -> None:
+        """Compile it whether this call needs it or not: its unit has calls that do."""
+        if (dtype, dim) in self.ready:
+            return
+        single, width = self.torch.float32, up(dim)
+        sizes = (1, 1, 1, 1, 2, 1, 1, 1, 1, ROWS, dim, width, COMBINED_ELEMENTS // width)
+        self.kernels.combine.warmup(single, single, dtype, *sizes, grid=(1,))
+        self.ready.add((dtype, dim))
 
     def described(self, tensor: Any) -> Callable[[], Any]:
         """The tensor as TMA can load it, a copy where it does not lie so."""
