@@ -71,7 +71,7 @@ def check(out: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(("kernel", "queries"), [("decode", 1), ("decode", 5), ("prefill", 5), ("prefill", 1111)])
 def test_lengths_groups_and_widths(bind: Callable[..., Bound], kernel: str, queries: int, dim: int, dtype: str) -> None:
-    """No length is a multiple of a tile, and 7 heads a group fill none; 33 keys are one part or two, 40000 more than one
+    """No length is a multiple of a tile, and 7 heads a group fill none. 33 keys are a part or two, 40000 more than one
     program adds up."""
     lengths = (33, 1000, 5000, 40000) if queries < 1000 else (500, 1500)
     for keys in lengths:
