@@ -37,6 +37,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     is_split: bool = False  # prefill: tiles that need no mask have a loop of their own
+    registers: int | None = None  # of a thread, at most: with 128 an SM runs two programs of 8 warps
 
 
 def prefill_tile(dim: int, tiles: int, keys: int) -> Tile:
@@ -44,7 +45,7 @@ def prefill_tile(dim: int, tiles: int, keys: int) -> Tile:
     if dim <= 64:
         return Tile(64, 64, 4, 4) if tiles <= 256 else Tile(128, 64, 4, 4, keys > 1024)
     if dim <= 128:
-        return Tile(64, 64, 4, 3) if tiles <= 256 else Tile(128, 64, 8, 3, keys > 1024)
+        return Tile(64, 64, 4, 3) if tiles <= 256 else Tile(128, 64, 8, 2, keys > 1024, 128)
     return Tile(64, 32, 4, 3) if tiles <= 256 else Tile(128, 64, 8, 2, keys > 1024)
 
 
@@ -340,6 +341,7 @@ class Attention:
                 *(tile.rows, tile.keys, width, is_causal, tile.is_split),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
+                maxnreg=tile.registers,
             )
             if target is not out:
                 out.copy_(target)
@@ -384,6 +386,7 @@ class Attention:
                 *(*strides, *out.stride(), ROWS, tile.keys, dim, width, FUSED_ELEMENTS // (ROWS * width)),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
+                maxnreg=tile.registers,
             )
             if splits > 1 and not is_fused:
                 self.kernels.combine[(batch * kv_heads * rows,)](
