@@ -26,6 +26,7 @@ RESIDENT = 2  # programs of decode that one SM runs at a time, as their tiles fi
 FUSED_SPLITS = 16  # parts that the last program to end adds up itself; more are left to a kernel of their own
 FUSED_ELEMENTS = 4096  # that it holds at a time
 COMBINED_ELEMENTS = 4096  # likewise, of one row
+OVERLAPS = False  # that kernel is launched while decode still runs, and waits for its end (PDL)
 CAPTURED = -1  # in place of a stream
 
 
@@ -158,6 +159,7 @@ def kernels(triton: Any, tl: Any) -> Kernels:
         q_b: tl.int64, q_h: tl.int64, q_s: tl.int64, k_b: tl.int64, k_h: tl.int64, k_s: tl.int64,
         v_b: tl.int64, v_h: tl.int64, v_s: tl.int64, out_b: tl.int64, out_h: tl.int64, out_s: tl.int64, out_d: tl.int64,
         ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+        OVERLAPS: tl.constexpr,
     ):  # fmt: skip
         """Row r is of query r // group and head r % group of a group. It sees the keys up to r // group + offset.
 
@@ -215,6 +217,8 @@ def kernels(triton: Any, tl: Any) -> Kernels:
             tl.store(targets, acc.to(out.dtype.element_ty), mask=stored)
         else:
             numbers = tl.arange(0, ROWS)
+            if OVERLAPS:
+                tl.extra.cuda.gdc_launch_dependents()
             part = slot.to(tl.int64) * splits + split
             inner = numbers[:, None] * WIDTH + lanes[None, :]
             tl.store(partial + part * (ROWS * WIDTH) + inner, acc, mask=stored)
@@ -259,9 +263,11 @@ def kernels(triton: Any, tl: Any) -> Kernels:
     def combine(  # type: ignore[no-untyped-def]
         partial, lse, out, kv_heads: tl.int32, group: tl.int32, rows: tl.int32, row_tiles: tl.int32, splits: tl.int32,
         out_b: tl.int64, out_h: tl.int64, out_s: tl.int64, out_d: tl.int64,
-        ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+        ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
     ):  # fmt: skip
         """One row of what `decode` leaves."""
+        if OVERLAPS:
+            tl.extra.cuda.gdc_wait()
         place = tl.program_id(0)
         row = place % rows
         head = place // rows
@@ -383,14 +389,16 @@ class Attention:
             strides = [stride // UNIT for tensor in given for stride in tensor.stride()[:3]]
             self.kernels.decode[(programs * splits,)](
                 *(*given, out, partial, lse, counters, scale, *counts, keys, offset, splits, int(is_fused)),
-                *(*strides, *out.stride(), ROWS, tile.keys, dim, width, FUSED_ELEMENTS // (ROWS * width)),
+                *(*strides, *out.stride(), ROWS, tile.keys, dim, width, FUSED_ELEMENTS // (ROWS * width), OVERLAPS),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 maxnreg=tile.registers,
             )
             if splits > 1 and not is_fused:
                 self.kernels.combine[(batch * kv_heads * rows,)](
-                    *(partial, lse, out, *counts, splits, *out.stride(), ROWS, dim, width, COMBINED_ELEMENTS // width)
+                    *(partial, lse, out, *counts, splits, *out.stride()),
+                    *(ROWS, dim, width, COMBINED_ELEMENTS // width, OVERLAPS),
+                    launch_pdl=OVERLAPS,
                 )
 
         return run
@@ -400,8 +408,8 @@ class Attention:
         if (dtype, dim) in self.ready:
             return
         single, width = self.torch.float32, up(dim)
-        sizes = (1, 1, 1, 1, 2, 1, 1, 1, 1, ROWS, dim, width, COMBINED_ELEMENTS // width)
-        self.kernels.combine.warmup(single, single, dtype, *sizes, grid=(1,))
+        sizes = (1, 1, 1, 1, 2, 1, 1, 1, 1, ROWS, dim, width, COMBINED_ELEMENTS // width, OVERLAPS)
+        self.kernels.combine.warmup(single, single, dtype, *sizes, grid=(1,), launch_pdl=OVERLAPS)
         self.ready.add((dtype, dim))
 
     def described(self, tensor: Any) -> Callable[[], Any]:
