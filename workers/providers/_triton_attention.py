@@ -24,7 +24,7 @@ MAX_ROUNDS = 4  # of programs whose results are parts, for their memory
 BEGIN_STEPS = 2  # a program's begin and end take as long as so many tiles of keys
 RESIDENT = 2  # programs of decode that one SM runs at a time, as their tiles fill its shared memory
 FUSED_SPLITS = 16  # parts that the last program to end adds up itself; more are left to a kernel of their own
-FUSED_ELEMENTS = 4096  # that it holds at a time
+FUSED_ELEMENTS = 8192  # that it holds at a time
 COMBINED_ELEMENTS = 4096  # likewise, of one row
 OVERLAPS = False  # that kernel is launched while decode still runs, and waits for its end (PDL)
 CAPTURED = -1  # in place of a stream
@@ -378,9 +378,9 @@ class Attention:
         inputs = [self.gpu.aligned(tensor) for tensor in (q, k, v)]
         counts = [kv_heads, group, rows, row_tiles]
         # Zero whenever no call runs. By stream, because two calls may run at the same time; graphs of a Bound do not.
-        arrivals: dict[int, Any] = {}
-        arrivals[CAPTURED] = torch.zeros(counted, dtype=torch.int32, device=q.device)
-        torch.cuda.current_stream().synchronize()  # graphs are replayed on other streams
+        arrivals: dict[int, Any] = {CAPTURED: torch.zeros(counted, dtype=torch.int32, device=q.device)}
+        if counted:
+            torch.cuda.current_stream().synchronize()  # graphs are replayed on other streams
 
         def run(out: Any) -> None:
             given = [give() for give in inputs]
