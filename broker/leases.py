@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
-from layerzero.broker.records import Client, Route, Worker
+from layerzero.broker.records import Call, Client, Route, Worker
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.lane import mark
 from layerzero.ipc.messages import Lease, encode
@@ -28,8 +28,8 @@ MAX_LEFT = 2 * SLOTS  # calls of a ring that were left to the broker: when so ma
 class Lane:
     """Between a client and one start of a worker, for the CPU or for a GPU, where it is a ring. `routes` and `plans`
     hold the leases in force, `kernels` also what earlier ones named: a call may be on its way under those. All are by
-    route number. `left`: calls of a ring that came to the broker; `begun`: others of it that the GPU may be in, and
-    since when."""
+    route number. `told`: the plans that the worker was told of, each with the last dispatch before. `left`: calls
+    of a ring that came to the broker; `begun`: others of it that the GPU may be in, and since when."""
 
     number: int
     client: Client
@@ -41,6 +41,7 @@ class Lane:
     routes: dict[int, Route] = field(default_factory=dict)
     plans: dict[int, int] = field(default_factory=dict)  # routes of equal signatures share one
     kernels: dict[int, str] = field(default_factory=dict)
+    told: dict[int, int] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     begun: dict[int, float] = field(default_factory=dict)
 
@@ -88,18 +89,30 @@ class Leases:
     def __bool__(self) -> bool:
         return bool(self.lanes)
 
-    def grant(self, client: Client, route: Route, worker: Worker, plan: int, kernel_id: str) -> Iterator[act.Action]:
-        gpu = route.signature.spec.device
-        lane = next((one for one in self.of(client) if one.worker is worker and one.gpu == gpu), None)
+    def tell(self, call: Call, worker: Worker, plan: int) -> Iterator[act.Action]:
+        """Let the worker know, once, that calls of this plan may come by a lane. It has just answered `call`."""
+        lane = self._lane(call, worker)
         if lane is None:
             number = next(self._numbers)
-            lane = self.lanes[number] = Lane(number, client, worker, worker.generation, gpu)
+            lane = self.lanes[number] = Lane(number, call.client, worker, worker.generation, call.gpu)
+        if plan not in lane.told:
+            lane.told = {one: since for one, since in lane.told.items() if one in worker.plans}
+            lane.told[plan] = worker.running[-1].dispatch if worker.running else call.dispatch
+            yield act.SendAllow(worker.identity, plan, lane.number)
+
+    def grant(self, call: Call, worker: Worker, plan: int) -> Iterator[act.Action]:
+        """The worker has just answered `call`. Nothing, when it may have done so before it was told of the plan."""
+        client, route, lane = call.client, call.route, self._lane(call, worker)
+        if lane is None or call.dispatch <= lane.told[plan]:
+            return
         lane.routes[route.number], lane.plans[route.number] = route, plan
-        lane.kernels[route.number] = kernel_id
+        lane.kernels[route.number] = call.kernel_id
         route.is_leased = True
-        yield act.SendAllow(worker.identity, plan, lane.number)
         lease = Lease(lane=lane.number, plan=plan, epoch=lane.epoch)
         yield act.SendLease(client.identity, route.number, route.decision, encode(lease))
+
+    def _lane(self, call: Call, worker: Worker) -> Lane | None:
+        return next((one for one in self.of(call.client) if one.worker is worker and one.gpu == call.gpu), None)
 
     def open(self, client: Client, number: int, gpu: str = "") -> Iterator[act.Action]:
         """The client has made the lane's page, or its ring. Raises ProtocolError when it was never told to."""

@@ -46,11 +46,14 @@ class Settling:
         if route.settled_on != server:
             route.settled_on, route.settled = server, 0
         route.settled += 1
-        if route.settled >= SETTLED_CALLS and worker.state is WorkerState.READY and not self._agenda.stopping:
-            self.revoke_outdated()
-            if self._is_settled(signature, call.kernel_id):
-                plan = self._signatures.plan_of(call)
-                self._agenda.do(*self._leases.grant(call.client, route, worker, plan, call.kernel_id))
+        if route.settled < SETTLED_CALLS - 1 or worker.state is not WorkerState.READY or self._agenda.stopping:
+            return
+        self.revoke_outdated()
+        if self._is_settled(signature, call.kernel_id):
+            plan = self._signatures.plan_of(call)
+            self._agenda.do(*self._leases.tell(call, worker, plan))
+            if route.settled >= SETTLED_CALLS:
+                self._agenda.do(*self._leases.grant(call, worker, plan))
 
     def _is_settled(self, signature: Signature, kernel_id: str) -> bool:
         """The next call of this signature would go to the same kernel, without a look at it."""

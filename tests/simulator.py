@@ -519,11 +519,15 @@ class Process:
         lane.is_rung = False
         dispatch = lane.dispatch
         assert dispatch is not None
-        is_allowed = (lane.number, dispatch.plan) in self._allowed and dispatch.plan in self._plans
-        if is_allowed and dispatch.arenas <= self._arenas:
+        if self._knows(lane, dispatch) and dispatch.arenas <= self._arenas:
             self._begin(dispatch)
         else:
             self.world.lane_done(lane, "declined")
+
+    def _knows(self, lane: Lane, dispatch: Dispatch) -> bool:
+        """The plan. Else it has been dropped since: a worker hears of it before the client may call."""
+        self.world.require((lane.number, dispatch.plan) in self._allowed, "a call of a lane came before its ALLOW")
+        return dispatch.plan in self._plans
 
     def _take(self, lane: Lane) -> None:
         """The next call of a ring."""
@@ -533,9 +537,8 @@ class Process:
         call = dispatch.call
         world.require(not call.is_done and not call.has_failed, "a call of a ring was ended before its worker took it")
         world.require(call.on_ring is dispatch and not call.dispatches, "a call of a ring is elsewhere, too")
-        is_allowed = (lane.number, dispatch.plan) in self._allowed and dispatch.plan in self._plans
         is_heard = call.client.number in self.gpus and call.client.number not in self.deaf
-        if is_allowed and is_heard and dispatch.arenas <= self._arenas:
+        if self._knows(lane, dispatch) and is_heard and dispatch.arenas <= self._arenas:
             self._begin(dispatch)
         else:
             world.coverage.fates["ring_left"] += 1
@@ -1402,11 +1405,11 @@ class World:
         """New lanes are there once they are decided, also for what happens while the actions are performed."""
         for action in actions:
             if isinstance(action, act.SendAllow) and action.lane not in self.lanes:
-                self.lanes[action.lane] = Lane(action.lane, self._worker(action.identity, "Allow"))
+                lane = self.lanes[action.lane] = Lane(action.lane, self._worker(action.identity, "Allow"))
+                lane.client = self.clients[self.state.leases.lanes[action.lane].client.identity]
             elif isinstance(action, act.SendLease):
                 lane, client = self.lanes[decode(action.body, Lease).lane], self.clients[action.identity]
-                self.require(lane.client in (None, client), "a lane has two clients")
-                lane.client = client
+                self.require(lane.client is client, "a lane has two clients")
 
     def plan_look(self) -> None:
         is_awaited = self.state.is_awaited

@@ -57,15 +57,25 @@ def settled(*backends: str, is_open: bool = True, **limits: object) -> Driver:
 
 
 def test_route_that_one_worker_served_three_times_gets_a_lease() -> None:
-    """The worker must know before the client may call; the answer comes last, with its decision known."""
+    """The worker is told first; its next answer shows that it knows. The client has its answer last, decision known."""
     driver = Driver(express=True)
-    assert not of(served(driver, SETTLED_CALLS - 1), act.SendLease)
-    allow, lease, answer = served(driver, 1, first=SETTLED_CALLS)
+    assert not of(served(driver, SETTLED_CALLS - 2), act.SendAllow)
+    told = of(served(driver, 1, first=SETTLED_CALLS - 1), act.SendAllow, act.SendLease)
+    assert told == [act.SendAllow(driver.state.workers["alpha"].identity, 1, 1)]
+    lease, answer = served(driver, 1, first=SETTLED_CALLS)
     assert isinstance(answer, act.Answer)
-    assert allow == act.SendAllow(driver.state.workers["alpha"].identity, 1, 1)
     assert isinstance(lease, act.SendLease)
     assert (lease.identity, lease.route, lease.decision) == (CLIENT, 1, answer.decision)
     assert decode(lease.body, Lease) == Lease(lane=1, plan=1, epoch=0)
+
+
+def test_calls_that_were_sent_before_the_worker_was_told_bring_no_lease() -> None:
+    """They may be answered before it reads that; the client's first call on the lane would come too early."""
+    driver = Driver("alpha", express=True, depth=4)
+    runs = [driver.serve(1), *(driver.run_of(driver.call(seq)) for seq in range(2, 5))]
+    steps = [names(of(driver.ran(run), act.SendAllow, act.SendLease)) for run in runs]
+    assert steps == [[], ["SendAllow"], [], []]
+    assert names(served(driver, 1, first=5)) == ["SendLease", "Answer"]
 
 
 def test_route_has_one_lease_at_a_time() -> None:
@@ -112,7 +122,7 @@ def test_route_forgotten_under_its_last_call_gets_no_lease() -> None:
     run = driver.serve(7)
     driver(ev.RouteForgotten(CLIENT, 1))
     assert names(driver.ran(run)) == ["Answer", "SendDrop"]
-    assert not driver.state.leases
+    assert not any(lane.routes for lane in driver.state.leases.lanes.values())
 
 
 @pytest.mark.parametrize("policy", [Policy(tune_budget=1), Policy(shadow_rate=0.5)])

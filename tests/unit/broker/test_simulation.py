@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from layerzero.broker.closing import Closing
 from layerzero.broker.decisions import Decisions
 from layerzero.broker.enqueued import Enqueued
 from layerzero.broker.fleet import Fleet
-from layerzero.broker.leases import Lost
+from layerzero.broker.leases import Leases, Lost
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.rings import Rings
 from layerzero.broker.selection import Verdict
@@ -381,6 +382,15 @@ class LeasesForgottenRoutes(Settling):
         super().settle(call, worker)
         if not is_known:
             del routes[number]
+
+
+class LeasesUnknownPlans(Leases):
+    """Does not wait until the worker has been told."""
+
+    def grant(self, call: Call, worker: Worker, plan: int) -> Iterator[act.Action]:
+        told = next(lane.told for lane in self.of(call.client) if lane.worker is worker and lane.gpu == call.gpu)
+        told[plan] = 0
+        return super().grant(call, worker, plan)
 
 
 class LeavesLanesOpen(Aftermath):
