@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 from layerzero.ipc.ops import OPS, heads
 from layerzero.ipc.tensors import TensorSpec
 
-Facet = Literal["dtypes", "attrs", "heads", "head_dims", "row", "sizes", "steps", "shapes", "strides"]
+Facet = Literal["dtypes", "attrs", "heads", "head_dims", "row", "steps", "shapes", "strides"]
 EXACT: tuple[Facet, ...] = ("dtypes", "shapes", "strides", "attrs")
 _STEP = 16  # Triton compiles anew where an integer stops or starts being a multiple of it, being 1, or fitting 32 bits
 
@@ -86,11 +86,6 @@ def _row(call: Call) -> str:
     return str(math.prod(first.shape[max(first.ndim - ndim, 0) :]))
 
 
-def _sizes(call: Call) -> str:
-    """Extents to the next power of two."""
-    return _each(call, lambda spec: _joined([1 << (n - 1).bit_length() if n else 0 for n in spec.shape]))
-
-
 def _steps(call: Call) -> str:
     return _each(call, lambda spec: _joined([_step(n) for n in (*spec.shape, *spec.strides)]))
 
@@ -107,7 +102,6 @@ _FACETS: dict[Facet, Callable[[Call], str]] = {
     "heads": _heads,
     "head_dims": _head_dims,
     "row": _row,
-    "sizes": _sizes,
     "steps": _steps,
     "shapes": lambda call: _each(call, lambda spec: _joined(spec.shape)),
     "strides": lambda call: _each(call, lambda spec: _joined(spec.strides)),

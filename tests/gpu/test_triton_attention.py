@@ -84,7 +84,7 @@ def test_lengths_groups_and_widths(bind: Callable[..., Bound], kernel: str, quer
 
 @pytest.mark.parametrize("batch", [1, 16, 300])
 def test_every_replay_of_decode_is_right(bind: Callable[..., Bound], batch: int) -> None:
-    """The last program to end adds the parts up and sets the counter back, for the next replay to count on."""
+    """The kernel that adds the parts up is launched before they are there."""
     tensors = [random(batch, heads, n, 64) for heads, n in ((16, 1), (2, 3000), (2, 3000))]
     out = torch.empty_like(tensors[0])
     bound = bind("decode", tensors, out)
@@ -107,7 +107,7 @@ def test_every_replay_of_decode_is_right(bind: Callable[..., Bound], batch: int)
         assert torch.equal(out, first)
 
 
-def test_calls_on_two_streams_do_not_share_counters(bind: Callable[..., Bound], loaded: Loaded) -> None:
+def test_calls_on_two_streams_do_not_share_parts(bind: Callable[..., Bound], loaded: Loaded) -> None:
     """They may run at the same time."""
     tensors = [random(1, heads, n, 128) for heads, n in ((32, 1), (4, 4096), (4, 4096))]
     out = torch.empty_like(tensors[0])
@@ -162,6 +162,7 @@ def test_nothing_is_compiled_for_another_length(bind: Callable[..., Bound]) -> N
     try:
         run(31, 1, 100, 513, 8)
         run(17, 17, 65, 1000, 16)
+        run(64, 4, 1024, 1024, 0)
         for heads, keys in ((1, 1), (7, 100), (32, 4096), (32, 50000)):
             run(heads, 1, 1, keys, 8)
             run(heads, heads, 16, keys, 0)

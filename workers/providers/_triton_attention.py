@@ -1,14 +1,16 @@
 """Attention in Triton for Hopper: one kernel for prompts, and one that splits the keys for few queries over many of
 them. Used by triton.py.
 
-What Triton compiles anew for is dtypes, head_dim and what `prefill_tile` and `decode_tile` choose, and nothing else:
-tensors come to it aligned (TMA wants it, too), and no integer is specialised on. Strides are in units of 16 bytes, so
-that the compiler knows of their alignment. Sources: Dao 2023, algorithm 1 (FlashAttention-2); Dao et al. 2023, "Flash-
-Decoding for long-context inference".
+What Triton compiles anew for is dtypes, head_dim, the causal rule and the tile, and nothing else: tensors come to it
+aligned (TMA wants it, too), and no integer is specialised on. The first call of a dtype and head_dim has all of that
+compiled. Strides are in units of 16 bytes, so that the compiler knows of their alignment. The tables hold what was
+fastest on an H200. Sources: Dao 2023, algorithm 1 (FlashAttention-2); Dao et al. 2023, "Flash-Decoding for long-context
+inference".
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,14 +22,8 @@ from layerzero.workers.providers._torch_ops import Run
 ROWS = 16  # of queries times grouped heads, that a program of decode has: the least that a tensor core multiplies
 UNIT = 8  # elements in 16 bytes
 MAX_SPLITS = 128
-MAX_ROUNDS = 4  # of programs whose results are parts, for their memory
-BEGIN_STEPS = 2  # a program's begin and end take as long as so many tiles of keys
-RESIDENT = 2  # programs of decode that one SM runs at a time, as their tiles fill its shared memory
-FUSED_SPLITS = 16  # parts that the last program to end adds up itself; more are left to a kernel of their own
-FUSED_ELEMENTS = 8192  # that it holds at a time
-COMBINED_ELEMENTS = 4096  # likewise, of one row
-OVERLAPS = False  # that kernel is launched while decode still runs, and waits for its end (PDL)
-CAPTURED = -1  # in place of a stream
+COMBINED_ELEMENTS = 4096  # of parts that `combine` holds at a time
+SHORT = 1024  # keys, up to which a prompt's tiles come in plain order
 
 
 class Tile(NamedTuple):
@@ -38,28 +34,31 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     is_split: bool = False  # prefill: tiles that need no mask have a loop of their own
-    registers: int | None = None  # of a thread, at most: with 128 an SM runs two programs of 8 warps
+
+
+def prefill_tiles(dim: int) -> tuple[Tile, ...]:
+    """What `prefill_tile` chooses from."""
+    if dim <= 64:
+        return Tile(64, 128, 4, 2, True), Tile(64, 64, 4, 2, True)
+    if dim <= 128:
+        return (Tile(64, 64, 4, 3, True),)
+    return Tile(64, 64, 4, 3), Tile(128, 64, 8, 2, True)
 
 
 def prefill_tile(dim: int, tiles: int, keys: int) -> Tile:
-    """`tiles`, of 128 queries over all heads, and `keys` are of powers of two, as the facet `sizes` has them."""
-    if dim <= 64:
-        return Tile(64, 64, 4, 4) if tiles <= 256 else Tile(128, 64, 4, 4, keys > 1024)
-    if dim <= 128:
-        return Tile(64, 64, 4, 3) if tiles <= 256 else Tile(128, 64, 8, 2, keys > 1024, 128)
-    return Tile(64, 32, 4, 3) if tiles <= 256 else Tile(128, 64, 8, 2, keys > 1024)
+    """`tiles`: of 128 queries, over all heads."""
+    few, many = prefill_tiles(dim)[0], prefill_tiles(dim)[-1]
+    return many if (tiles > 256 and keys <= SHORT if dim <= 64 else tiles > 128) else few
 
 
 def decode_tile(dim: int) -> Tile:
-    return {64: Tile(ROWS, 128, 4, 3), 128: Tile(ROWS, 64, 4, 3)}.get(dim, Tile(ROWS, 32, 4, 3))
+    return {64: Tile(ROWS, 128, 4, 3), 128: Tile(ROWS, 64, 4, 4)}.get(dim, Tile(ROWS, 64, 4, 3))
 
 
-def splits_for(programs: int, tiles: int, slots: int) -> int:
-    """Parts of the keys that take the fewest steps: rounds of programs, times what each does."""
-    most = min(tiles, MAX_SPLITS, MAX_ROUNDS * slots // programs)
-    return min(
-        range(1, most + 1), key=lambda n: (-(-programs * n // slots) * (-(-tiles // n) + BEGIN_STEPS), n), default=1
-    )
+def splits_for(programs: int, tiles: int, dim: int, sms: int) -> int:
+    """Parts of the keys. The tiles of one program keep an SM's memory busy, but for small ones where many SMs wait."""
+    slots = 2 * sms if dim <= 64 and programs <= sms // 2 else sms
+    return max(min(tiles, MAX_SPLITS, slots // programs), 1)
 
 
 class Kernels(NamedTuple):
@@ -147,19 +146,18 @@ def kernels(triton: Any, tl: Any) -> Kernels:
 
     @triton.jit(  # type: ignore[untyped-decorator]
         do_not_specialize=[
-            *("scale", "kv_heads", "group", "rows", "row_tiles", "keys", "offset", "splits", "is_fused"),
+            *("scale", "kv_heads", "group", "rows", "row_tiles", "keys", "offset", "splits"),
             *("q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "out_b", "out_h", "out_s", "out_d"),
         ],
         do_not_specialize_on_alignment=["out"],
     )
     def decode(  # type: ignore[no-untyped-def]
-        q, k, v, out, partial, lse, arrivals,
+        q, k, v, out, partial, lse,
         scale: tl.float32, kv_heads: tl.int32, group: tl.int32, rows: tl.int32, row_tiles: tl.int32,
-        keys: tl.int32, offset: tl.int32, splits: tl.int32, is_fused: tl.int32,
+        keys: tl.int32, offset: tl.int32, splits: tl.int32,
         q_b: tl.int64, q_h: tl.int64, q_s: tl.int64, k_b: tl.int64, k_h: tl.int64, k_s: tl.int64,
         v_b: tl.int64, v_h: tl.int64, v_s: tl.int64, out_b: tl.int64, out_h: tl.int64, out_s: tl.int64, out_d: tl.int64,
-        ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-        OVERLAPS: tl.constexpr,
+        ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
         """Row r is of query r // group and head r % group of a group. It sees the keys up to r // group + offset.
 
@@ -217,44 +215,11 @@ def kernels(triton: Any, tl: Any) -> Kernels:
             tl.store(targets, acc.to(out.dtype.element_ty), mask=stored)
         else:
             numbers = tl.arange(0, ROWS)
-            if OVERLAPS:
-                tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_launch_dependents()  # `combine` waits for the end of all of this
             part = slot.to(tl.int64) * splits + split
             inner = numbers[:, None] * WIDTH + lanes[None, :]
             tl.store(partial + part * (ROWS * WIDTH) + inner, acc, mask=stored)
             tl.store(lse + part * ROWS + numbers, tl.where(total == 0.0, float("-inf"), top + tl.log2(total)))
-            if is_fused != 0:
-                tl.debug_barrier()  # the stores of all threads come before the one that tells of them
-                arrived = tl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
-                if arrived == splits - 1:
-                    tl.store(arrivals + slot, 0)  # for the next call, or replay
-                    part = slot.to(tl.int64) * splits
-                    total = tl.zeros([ROWS], dtype=tl.float32)
-                    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-                    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-                    for first in tl.range(0, splits, PARTS):
-                        parts = first + tl.arange(0, PARTS)
-                        ends = tl.load(
-                            lse + part * ROWS + parts[:, None] * ROWS + numbers[None, :],
-                            mask=(parts < splits)[:, None],
-                            other=float("-inf"),
-                            cache_modifier=".cg",
-                        )
-                        values = tl.load(
-                            partial + part * (ROWS * WIDTH) + parts[:, None, None] * (ROWS * WIDTH) + inner[None, :, :],
-                            mask=(parts < splits)[:, None, None] & stored[None, :, :],
-                            other=0.0,
-                            cache_modifier=".cg",
-                        )
-                        top_next = tl.maximum(top, tl.max(ends, 0))
-                        base = tl.where(top_next == float("-inf"), 0.0, top_next)
-                        shares = tl.exp2(ends - base[None, :])
-                        fade = tl.exp2(top - base)
-                        total = total * fade + tl.sum(shares, 0)
-                        acc = acc * fade[:, None] + tl.sum(values * shares[:, :, None], 0)
-                        top = top_next
-                    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                    tl.store(targets, acc.to(out.dtype.element_ty), mask=stored)
 
     @triton.jit(  # type: ignore[untyped-decorator]
         do_not_specialize=["kv_heads", "group", "rows", "row_tiles", "splits", "out_b", "out_h", "out_s", "out_d"],
@@ -263,11 +228,10 @@ def kernels(triton: Any, tl: Any) -> Kernels:
     def combine(  # type: ignore[no-untyped-def]
         partial, lse, out, kv_heads: tl.int32, group: tl.int32, rows: tl.int32, row_tiles: tl.int32, splits: tl.int32,
         out_b: tl.int64, out_h: tl.int64, out_s: tl.int64, out_d: tl.int64,
-        ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
+        ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     ):  # fmt: skip
-        """One row of what `decode` leaves."""
-        if OVERLAPS:
-            tl.extra.cuda.gdc_wait()
+        """One row of what `decode` leaves. It is launched while that still runs."""
+        tl.extra.cuda.gdc_wait()
         place = tl.program_id(0)
         row = place % rows
         head = place // rows
@@ -322,7 +286,7 @@ class Attention:
         self.descriptor = descriptor
         self.gpu = gpu
         self.kernels = kernels(triton, tl)
-        self.ready: set[tuple[Any, int]] = set()
+        self.ready: set[tuple[str, Any, int]] = set()
 
     def prefill(self, views: Sequence[Any], call: Call) -> Run:
         q, k, v, _ = views
@@ -330,24 +294,24 @@ class Attention:
             return lambda out: out.zero_()
         (batch, heads, queries, dim), keys, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
         is_causal, scale = bool(call.attrs["is_causal"]), float(call.attrs["scale"])
-        width, tile = up(dim), prefill_tile(dim, up(batch) * up(heads) * max(up(queries) // 128, 1), up(keys))
+        width, tile = up(dim), prefill_tile(dim, batch * heads * -(-queries // 128), keys)
+        self.ready_prefill(q, width)
         give_q, give_k, give_v = (self.described(tensor) for tensor in (q, k, v))
         sms = self.torch.cuda.get_device_properties(q.device).multi_processor_count
-        blocks = [[1, 1, rows, width] for rows in (tile.rows, tile.keys, tile.keys, tile.rows)]
         offset = keys - queries if is_causal and call.attrs["causal_alignment"] == "bottom_right" else 0
         grid = (-(-queries // tile.rows) * batch * heads,)
+        wave = grid[0] if keys <= SHORT else sms
 
         def run(out: Any) -> None:
             target = out if is_described(out) else self.torch.empty(out.shape, dtype=out.dtype, device=out.device)
             # Scores are scaled after their largest is taken, which a negative scale would make the smallest.
             given = [-give_q() if scale < 0 else give_q(), give_k(), give_v(), target]
             self.kernels.prefill[grid](
-                *(self.tiles(tensor, block) for tensor, block in zip(given, blocks, strict=True)),
-                *(abs(scale) * math.log2(math.e), batch * heads, heads, group, queries, keys, offset, sms),
+                *self.tiles(given, tile, width),
+                *(abs(scale) * math.log2(math.e), batch * heads, heads, group, queries, keys, offset, wave),
                 *(tile.rows, tile.keys, width, is_causal, tile.is_split),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
-                maxnreg=tile.registers,
             )
             if target is not out:
                 out.copy_(target)
@@ -365,52 +329,60 @@ class Attention:
         if keys <= 0:
             return lambda out: out.zero_()
         torch, tile, group = self.torch, decode_tile(dim), heads // kv_heads
-        self.ready_combine(q.dtype, dim)
         rows, width = queries * group, up(dim)
+        self.ready_combine(q, width)
         row_tiles = -(-rows // ROWS)
-        slots = RESIDENT * torch.cuda.get_device_properties(q.device).multi_processor_count
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         programs = batch * kv_heads * row_tiles
-        splits = splits_for(programs, -(-keys // tile.keys), slots)
-        is_fused = splits <= FUSED_SPLITS
+        splits = splits_for(programs, -(-keys // tile.keys), dim, sms)
         parts = programs * splits if splits > 1 else 0
-        counted = programs if splits > 1 and is_fused else 0
         scale = float(call.attrs["scale"]) * math.log2(math.e)
         inputs = [self.gpu.aligned(tensor) for tensor in (q, k, v)]
         counts = [kv_heads, group, rows, row_tiles]
-        # Zero whenever no call runs. By stream, because two calls may run at the same time; graphs of a Bound do not.
-        arrivals: dict[int, Any] = {CAPTURED: torch.zeros(counted, dtype=torch.int32, device=q.device)}
-        if counted:
-            torch.cuda.current_stream().synchronize()  # graphs are replayed on other streams
 
         def run(out: Any) -> None:
             given = [give() for give in inputs]
             partial, lse = (torch.empty(parts * ROWS * n, dtype=torch.float32, device=q.device) for n in (width, 1))
-            counters = self.counters(arrivals, counted, q.device)
             strides = [stride // UNIT for tensor in given for stride in tensor.stride()[:3]]
             self.kernels.decode[(programs * splits,)](
-                *(*given, out, partial, lse, counters, scale, *counts, keys, offset, splits, int(is_fused)),
-                *(*strides, *out.stride(), ROWS, tile.keys, dim, width, FUSED_ELEMENTS // (ROWS * width), OVERLAPS),
+                *(*given, out, partial, lse, scale, *counts, keys, offset, splits),
+                *(*strides, *out.stride(), ROWS, tile.keys, dim, width),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
-                maxnreg=tile.registers,
             )
-            if splits > 1 and not is_fused:
+            if splits > 1:
                 self.kernels.combine[(batch * kv_heads * rows,)](
                     *(partial, lse, out, *counts, splits, *out.stride()),
-                    *(ROWS, dim, width, COMBINED_ELEMENTS // width, OVERLAPS),
-                    launch_pdl=OVERLAPS,
+                    *(ROWS, dim, width, COMBINED_ELEMENTS // width),
+                    launch_pdl=True,
                 )
 
         return run
 
-    def ready_combine(self, dtype: Any, dim: int) -> None:
-        """Compile it whether this call needs it or not: its unit has calls that do."""
-        if (dtype, dim) in self.ready:
+    def ready_prefill(self, q: Any, width: int) -> None:
+        """Compile all that calls of this dtype and head_dim may come to, which one compilation stands for."""
+        if ("prefill", q.dtype, q.shape[3]) in self.ready:
             return
-        single, width = self.torch.float32, up(dim)
-        sizes = (1, 1, 1, 1, 2, 1, 1, 1, 1, ROWS, dim, width, COMBINED_ELEMENTS // width, OVERLAPS)
-        self.kernels.combine.warmup(single, single, dtype, *sizes, grid=(1,), launch_pdl=OVERLAPS)
-        self.ready.add((dtype, dim))
+        sample = self.torch.empty((1, 1, 1, q.shape[3]), dtype=q.dtype, device=q.device)
+        for tile, is_causal in itertools.product(prefill_tiles(q.shape[3]), (False, True)):
+            self.kernels.prefill.warmup(
+                *self.tiles([sample] * 4, tile, width),
+                *(1.0, 1, 1, 1, 1, 1, 0, 1),
+                *(tile.rows, tile.keys, width, is_causal, tile.is_split),
+                grid=(1,),
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
+        self.ready.add(("prefill", q.dtype, q.shape[3]))
+
+    def ready_combine(self, q: Any, width: int) -> None:
+        """As ready_prefill."""
+        if ("decode", q.dtype, q.shape[3]) in self.ready:
+            return
+        single = self.torch.float32
+        sizes = (1, 1, 1, 1, 2, 1, 1, 1, 1, ROWS, q.shape[3], width, COMBINED_ELEMENTS // width)
+        self.kernels.combine.warmup(single, single, q.dtype, *sizes, grid=(1,), launch_pdl=True)
+        self.ready.add(("decode", q.dtype, q.shape[3]))
 
     def described(self, tensor: Any) -> Callable[[], Any]:
         """The tensor as TMA can load it, a copy where it does not lie so."""
@@ -418,17 +390,13 @@ class Attention:
             return lambda: tensor
         return lambda: tensor.clone(memory_format=self.torch.contiguous_format)
 
-    def tiles(self, tensor: Any, block: list[int]) -> Any:
-        """Strides of extents of 1, which may be anything, are set as if outermost: TMA checks them, too."""
-        pairs = list(zip(tensor.shape, tensor.stride(), strict=True))
-        span = max(extent * stride for extent, stride in pairs if extent > 1)
-        strides = [stride if extent > 1 else span for extent, stride in pairs]
-        return self.descriptor(tensor, list(tensor.shape), strides, block)
-
-    def counters(self, kept: dict[int, Any], count: int, device: Any) -> Any:
-        torch = self.torch
-        stream = torch.cuda.current_stream().cuda_stream
-        key = CAPTURED if torch.cuda.is_current_stream_capturing() else stream
-        if key not in kept:
-            kept[key] = torch.zeros(count, dtype=torch.int32, device=device)
-        return kept[key]
+    def tiles(self, tensors: Sequence[Any], tile: Tile, width: int) -> list[Any]:
+        """Descriptors for TMA of q, k, v and out. It checks the strides of extents of 1, too, which may be anything:
+        they are set as if outermost."""
+        made = []
+        for tensor, rows in zip(tensors, (tile.rows, tile.keys, tile.keys, tile.rows), strict=True):
+            pairs = list(zip(tensor.shape, tensor.stride(), strict=True))
+            span = max(extent * stride for extent, stride in pairs if extent > 1)
+            strides = [stride if extent > 1 else span for extent, stride in pairs]
+            made.append(self.descriptor(tensor, list(tensor.shape), strides, [1, 1, rows, width]))
+        return made
