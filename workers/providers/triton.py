@@ -9,6 +9,7 @@ from typing import Any
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
 from layerzero.workers.providers._torch_ops import Run
+from layerzero.workers.providers._triton_attention import Attention
 
 ROPE_BLOCK = 2048  # pairs of elements that one program turns, of several heads
 SWIGLU_BLOCK = 1024
@@ -19,6 +20,7 @@ def load() -> Loaded:
     import torch
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     gpu = TorchCuda(torch)
 
@@ -124,8 +126,16 @@ def load() -> Loaded:
 
         return run
 
+    attention = Attention(torch, triton, tl, TensorDescriptor, gpu)
+    builders = {
+        "triton.attention.decode": attention.decode,
+        "triton.attention.prefill": attention.prefill,
+        "triton.rms_norm": rms_norm,
+        "triton.rope": rope,
+        "triton.swiglu": swiglu,
+    }
     return Loaded(
         versions={"triton": triton.__version__, "torch": torch.__version__},
-        kernels=gpu.binds({"triton.rms_norm": rms_norm, "triton.rope": rope, "triton.swiglu": swiglu}),
+        kernels=gpu.binds(builders),
         on_stream=gpu.on_stream,
     )
