@@ -18,6 +18,7 @@ RUNS = 16  # of a kernel; its worker times the first eight that are launched as 
 WARM_RUNS = 10  # on memory that takes turns; then its worker has graphs of it
 FLOOR_RUNS = 25
 PLAIN, MAX_SCORES = "torch-cuda.attention.math", 1 << 28  # which keeps all scores at once: not for more than these
+COMPILE_S = 300.0  # a kernel that is asked for alone waits until it is compiled
 WALL_FROM_US = 200.0  # calls this long are timed as a pipeline, too: there the way through the broker is hidden
 
 
@@ -75,18 +76,23 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
     is_causal = q.shape[2] > 1
     ours, floor = attention(q, k, v, is_causal=is_causal)
 
-    def times() -> dict[str, float]:
-        """Of the kernels that may serve it, 0 for one that is not measured."""
-        said = lz.explain(lz.attention, q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
-        return {c.kernel_id: c.measured_us or 0.0 for c in said.candidates if c.accepted}
+    options = {"is_causal": is_causal, "enable_gqa": q.shape[1] != k.shape[1]}
+
+    def times(and_uncompiled: bool = False) -> dict[str, float]:
+        """Of the kernels that may serve it, 0 for one that is not measured. Those that must be compiled first have a
+        score, too."""
+        said = lz.explain(lz.attention, q, k, v, **options)
+        found = (c for c in said.candidates if c.accepted or (and_uncompiled and c.score is not None))
+        return {c.kernel_id: c.measured_us or 0.0 for c in found}
 
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     left_out = [*without, *([PLAIN] if scores > MAX_SCORES else [])]
     with lz.avoid(*left_out) if left_out else nullcontext():
-        candidates = list(times())
+        candidates = list(times(and_uncompiled=True))
     for candidate in candidates:
         try:
             with lz.prefer(candidate, only=True):
+                lz.attention(q, k, v, **options, timeout_s=COMPILE_S)
                 behind_gate(ours, RUNS, times)
         except lz.LayerZeroError as exc:
             print(f"{name}: {candidate}: {exc.message}", flush=True)

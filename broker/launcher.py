@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
@@ -23,6 +24,8 @@ from layerzero.envs.manifest import EnvManifest, Problem, Source
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
 
+FACTS_S = 0.2  # so long `facts` are taken as they were: to look at every environment's files takes a millisecond
+
 
 class Launcher:
     """Reads all manifests and descriptors once; a broken one disables its own backend and is a problem.
@@ -36,6 +39,7 @@ class Launcher:
         self.has_mps = has_mps
         self._held: dict[str, ExitStack] = {}
         self._plans: dict[str, build.Env] = {}
+        self._facts: dict[str, tuple[float, dict[str, object]]] = {}  # and until when they hold
         self._joined_envs: dict[str, str] = {}
         self._checked: set[str] = set()  # of their files, for the start that follows
         self._allowed: Mapping[str, Allowed] = {}
@@ -146,6 +150,7 @@ class Launcher:
 
     def _unbuilt(self, backend: str, files: bool) -> str | None:
         self._plans.pop(backend, None)
+        self._facts.pop(backend, None)
         try:
             env = self._plan(backend)
             changed = build.drift(env) if files else build.base_drift(env)
@@ -249,9 +254,18 @@ class Launcher:
     def note_joined(self, backend: str, env: str) -> None:
         """What is installed where the worker of this backend runs from now on."""
         self._joined_envs[backend] = env
+        self._facts.pop(backend, None)
 
     def facts(self, backend: str) -> dict[str, object]:
-        """For `lz status`: what this backend is and where it runs."""
+        """For `lz status`: what this backend is and where it runs. What is built is up to FACTS_S old."""
+        until_s, facts = self._facts.get(backend, (0.0, {}))
+        now_s = time.monotonic()
+        if now_s >= until_s:
+            facts = self._read_facts(backend)
+            self._facts[backend] = (now_s + FACTS_S, facts)
+        return facts
+
+    def _read_facts(self, backend: str) -> dict[str, object]:
         manifest = self.manifests[backend]
         if backend in self.joined:
             return {"summary": manifest.summary, "env": self._joined_envs.get(backend), "built": None, "joined": True}

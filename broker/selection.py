@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -173,14 +174,20 @@ class Signature:
     users: int = 0  # routes and open calls
 
 
+@functools.lru_cache(maxsize=64)
+def _unknown(backend: str, known: tuple[str, ...]) -> str:
+    """Kept, because to look for what is meant costs as much as the rest of a refusal."""
+    near = difflib.get_close_matches(backend, known, n=1)
+    hint = f"; did you mean {near[0]!r}" if near else ""
+    return f"no backend is called {backend!r}{hint}. Known: {', '.join(sorted(known))}"
+
+
 def no_backend(
     spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
 ) -> NoBackend | InvalidArgument:
     """The error for a call that nobody can take: which candidates there are, and why each refuses."""
     if spec.pinned and spec.pinned not in known:
-        near = difflib.get_close_matches(spec.pinned, known, n=1)
-        hint = f"; did you mean {near[0]!r}" if near else ""
-        return InvalidArgument(f"no backend is called {spec.pinned!r}{hint}. Known: {', '.join(sorted(known))}")
+        return InvalidArgument(_unknown(spec.pinned, tuple(known)))
     if not ranked:
         return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
     relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]

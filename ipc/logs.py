@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_BYTES = 16 << 20  # then the file is moved to `.log.1`, over the one before
-_last = ""
+_last: tuple[str, dict[str, Any]] | None = None
 _repeats = 0
 _file: Path | None = None
 
@@ -21,14 +21,13 @@ _file: Path | None = None
 def log(event: str, **facts: Any) -> None:
     """Write one line; never raises on facts that JSON does not know, they are written as text."""
     global _last, _repeats
-    record = json.dumps({"event": event, **facts}, default=str)
-    if record == _last:
+    if _last == (event, facts):
         _repeats += 1
         return
-    if _repeats:
-        _write(json.dumps({"event": "record.repeated", "times": _repeats, "record": json.loads(_last)["event"]}))
-    _last, _repeats = record, 0
-    _write(record)
+    if _repeats and _last is not None:
+        _write(json.dumps({"event": "record.repeated", "times": _repeats, "record": _last[0]}))
+    _last, _repeats = (event, facts), 0
+    _write(json.dumps({"event": event, **facts}, default=str))
 
 
 def keep_in(path: Path) -> None:
