@@ -17,7 +17,7 @@ from common import backend_versions, save
 
 import layerzero as lz
 
-CALLS, ROUNDS, LIMIT = 1000, 3, 1.5
+CALLS, ROUNDS, LIMIT = 1000, 5, 1.5
 FLOOR = "two processes compute, and call nothing (the floor)"
 FLOODS = {
     FLOOR: """

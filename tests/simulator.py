@@ -771,7 +771,8 @@ class Process:
         self.is_alive = False
         world = self.world
         self._loses_output = world.rng.random() < 0.3
-        page = self.page if world.rng.random() < 0.98 else (world.rng.randrange(100), "unknown")
+        is_damaged = world.rng.random() >= 0.98 and exit_code != RENEWAL_EXIT  # one that ends itself is not that ill
+        page = (world.rng.randrange(100), "unknown") if is_damaged else self.page
         world.push(world.now_s + world.delay_s(), world.exited, self, exit_code, page)
 
 

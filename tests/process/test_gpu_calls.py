@@ -397,6 +397,18 @@ def test_the_brokers_death_lets_streams_go(new_site: Callable[..., Site]) -> Non
     wait_ended(pid)
 
 
+def test_a_call_on_its_way_to_a_broker_that_dies_is_told_by_the_next_wait(new_site: Callable[..., Site]) -> None:
+    """It has returned, as the broker was there."""
+    session = new_site("one").connect()
+    x, _ = randn(20)
+    lz.silu(x)
+    os.kill(session.broker_pid, signal.SIGSTOP)
+    lz.silu(x)
+    os.kill(session.broker_pid, signal.SIGKILL)
+    with pytest.raises(lz.BrokerLost):
+        lz.synchronize(PATIENCE_S)
+
+
 def test_a_clients_death_harms_nobody(connected: Site) -> None:
     """Calls whose inputs will never be there end, and the workers serve others."""
     x, values = randn(64)
