@@ -38,7 +38,7 @@ class Launcher:
         self._settings = settings
         self.has_mps = has_mps
         self._held: dict[str, ExitStack] = {}
-        self._plans: dict[str, build.Env] = {}
+        self._plans: dict[str, build.Env | EnvError | ConfigError] = {}
         self._facts: dict[str, tuple[float, dict[str, object]]] = {}  # and until when they hold
         self._joined_envs: dict[str, str] = {}
         self._checked: set[str] = set()  # of their files, for the start that follows
@@ -124,19 +124,25 @@ class Launcher:
             raise EnvError(refused.refusal, env=backend, cause=refused.refusal, repair=refused.repair)
 
     def _plan(self, backend: str) -> build.Env:
-        """What the manifest and its lock describe; read again by `missing`, so after every reset."""
-        env = self._plans.get(backend)
-        if env is None:
+        """What the manifest and its lock describe; read again by `missing`, so after every reset. Raises EnvError or
+        ConfigError, for as long too: to look for a Python that is not here takes long."""
+        found = self._plans.get(backend)
+        if found is None:
             settings = self._settings
-            env = build.find(
-                self.manifests[backend],
-                variant=settings.variant,
-                store=settings.store,
-                base=settings.overlay,
-                wheelhouse=settings.wheelhouse,
-            )
-            self._plans[backend] = env
-        return env
+            try:
+                found = build.find(
+                    self.manifests[backend],
+                    variant=settings.variant,
+                    store=settings.store,
+                    base=settings.overlay,
+                    wheelhouse=settings.wheelhouse,
+                )
+            except (EnvError, ConfigError) as exc:
+                found = exc
+            self._plans[backend] = found
+        if isinstance(found, build.Env):
+            return found
+        raise found.with_traceback(None)
 
     def missing(self, backend: str, *, files: bool = False) -> Rejection | None:
         """Why this backend cannot be used as it is, with the command that builds or allows it; None if it can. Its
