@@ -13,6 +13,7 @@ from tests.unit.capabilities.test_descriptor import GOOD
 
 from layerzero.broker.launcher import Launcher
 from layerzero.broker.settings import Settings
+from layerzero.ipc.errors import EnvError
 
 BACKENDS = ("first", "second", "third")
 MANIFEST = 'summary = "test"\nprovider = "provider.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
@@ -89,3 +90,34 @@ def test_broken_descriptor_disables_its_backend_alone(tmp_path: Path, name: str)
     assert usable(one) == ["first", "third"]
     (problem,) = one.problems
     assert problem.startswith(text.format(path=tmp_path / "manifests" / "second.json"))
+
+
+def test_status_does_not_look_for_what_is_not_here_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look for a Python takes as long as a hundred calls, which would wait for it. A reset looks again."""
+    one = launcher(tmp_path)
+    looks = []
+
+    def find(*_: object, **__: object) -> None:
+        looks.append(1)
+        raise EnvError("no Python 3.11 here", env="first", repair="install it")
+
+    monkeypatch.setattr("layerzero.envs.build.find", find)
+    monkeypatch.setattr("layerzero.broker.launcher.FACTS_S", 0.0)
+    assert one.missing("first") is not None
+    assert {str(one.facts("first")["error"]) for _ in range(3)} == {"no Python 3.11 here"}
+    assert len(looks) == 1
+    assert one.missing("first") is not None
+    assert len(looks) == 2
+
+
+def test_status_tells_of_an_environment_that_is_built_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has seen is not kept for longer than it says."""
+    one = launcher(tmp_path)
+    monkeypatch.setattr("layerzero.broker.launcher.FACTS_S", 0.0)
+    assert one.facts("first")["built"] is True
+    monkeypatch.setattr("layerzero.envs.build.Env.is_built", False)
+    assert one.facts("first")["built"] is False
