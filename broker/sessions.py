@@ -103,7 +103,8 @@ class Sessions:
         if client is None or event.arena not in client.arenas:
             return
         users = self._closing.users(client, event.arena)
-        if any(call.bell is None for call in users):  # the bell of a graph that is gone may be unbound a moment later
+        # The bell of a graph that is gone may be unbound a moment later, and a call that a GPU is done with be answered.
+        if any(call.bell is None and call.turn is None for call in users):
             self.drop(client, f"arena {event.arena} was retired with open calls that use it")
         elif users:
             client.retiring.add(event.arena)

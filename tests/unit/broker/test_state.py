@@ -719,6 +719,21 @@ def test_arena_retired_under_an_open_call_drops_the_client(is_running: bool) -> 
     assert ("CloseArena" in kinds(actions)) == (not is_running)
 
 
+def test_arena_of_a_call_on_a_gpu_stays_until_its_worker_has_answered() -> None:
+    """A client whose call was on a ring knows by its turn alone that it is done. Another worker may have run it since,
+    and the broker not have read that answer yet."""
+    driver = Driver("alpha", changed={"alpha": GPU_CAPABILITIES["alpha"]}, gpus=(DEVICES[GPU],))
+    driver(ev.GpuOffered(CLIENT, GPU))
+    driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
+    driver.route(2, device=GPU)
+    refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
+    run = driver.serve(1, 2, turn=Turn(0, 1), body=refs)
+    assert driver(ev.ArenaGivenUp(CLIENT, 2)) == []
+    assert "CloseArena" not in kinds(driver.ran(run))
+    ended = driver(ev.TurnsSeen("alpha", 1, done=[run.dispatch], ready=set()))
+    assert kinds(ended) == ["TakeBackArena", "CloseArena"]
+
+
 def test_gpu_that_a_client_offers_as_it_is_dropped_is_nobodys() -> None:
     """The broker looks at order pages first, and a client that does not read what it is told then is cut off."""
     driver = Driver("alpha")
