@@ -103,7 +103,7 @@ class Sessions:
         if client is None or event.arena not in client.arenas:
             return
         users = self._closing.users(client, event.arena)
-        # The bell of a graph that is gone may be unbound a moment later, and a call that a GPU is done with be answered.
+        # The bell of a graph that is gone may be unbound a moment later; what a GPU is done with, answered.
         if any(call.bell is None and call.turn is None for call in users):
             self.drop(client, f"arena {event.arena} was retired with open calls that use it")
         elif users:
