@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def deaths(quick: bool) -> Iterator[Row]:
         )
         return
     others = [b["name"] for b in lz.status()["backends"] if b["name"] not in backends]
-    with lz.avoid(*others):  # one that has to compile first could come in later
-        yield kills(quick, ours, right, backends)
+    with lz.avoid(*others) if others else nullcontext():  # one that has to compile first could come in later
+        row = kills(quick, ours, right, backends)
+    yield row
 
 
 def kills(quick: bool, ours: Any, right: Any, backends: list[str]) -> Row:

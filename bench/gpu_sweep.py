@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import backend_versions, save
-from gpu_common import Gate, Row, attention, kernel, pipelined, qkv, torch
+from gpu_common import Gate, Row, attention, kernel, pipelined, qkv, torch, wait_until
 
 import layerzero as lz
 
@@ -90,6 +90,7 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
     with lz.avoid(*left_out) if left_out else nullcontext():
         candidates = list(times(and_uncompiled=True))
     for candidate in candidates:
+        wait_until(lambda: not lz.status()["selection"]["compiled"]["running"], "no compiler is at work", COMPILE_S)
         try:
             with lz.prefer(candidate, only=True):
                 lz.attention(q, k, v, **options, timeout_s=COMPILE_S)

@@ -24,7 +24,9 @@ from layerzero.envs.manifest import EnvManifest, Problem, Source
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
 
-FACTS_S = 0.2  # so long `facts` are taken as they were: to look at every environment's files takes a millisecond
+# So long `facts` are taken as they were: to look at every environment's files takes a millisecond, and to look for a
+# Python that is not here, ten.
+FACTS_S, PROBLEM_S = 0.2, 5.0
 
 
 class Launcher:
@@ -38,7 +40,7 @@ class Launcher:
         self._settings = settings
         self.has_mps = has_mps
         self._held: dict[str, ExitStack] = {}
-        self._plans: dict[str, build.Env | EnvError | ConfigError] = {}
+        self._plans: dict[str, build.Env] = {}
         self._facts: dict[str, tuple[float, dict[str, object]]] = {}  # and until when they hold
         self._joined_envs: dict[str, str] = {}
         self._checked: set[str] = set()  # of their files, for the start that follows
@@ -124,25 +126,19 @@ class Launcher:
             raise EnvError(refused.refusal, env=backend, cause=refused.refusal, repair=refused.repair)
 
     def _plan(self, backend: str) -> build.Env:
-        """What the manifest and its lock describe; read again by `missing`, so after every reset. Raises EnvError or
-        ConfigError, for as long too: to look for a Python that is not here takes long."""
-        found = self._plans.get(backend)
-        if found is None:
+        """What the manifest and its lock describe; read again by `missing`, so after every reset."""
+        env = self._plans.get(backend)
+        if env is None:
             settings = self._settings
-            try:
-                found = build.find(
-                    self.manifests[backend],
-                    variant=settings.variant,
-                    store=settings.store,
-                    base=settings.overlay,
-                    wheelhouse=settings.wheelhouse,
-                )
-            except (EnvError, ConfigError) as exc:
-                found = exc
-            self._plans[backend] = found
-        if isinstance(found, build.Env):
-            return found
-        raise found.with_traceback(None)
+            env = build.find(
+                self.manifests[backend],
+                variant=settings.variant,
+                store=settings.store,
+                base=settings.overlay,
+                wheelhouse=settings.wheelhouse,
+            )
+            self._plans[backend] = env
+        return env
 
     def missing(self, backend: str, *, files: bool = False) -> Rejection | None:
         """Why this backend cannot be used as it is, with the command that builds or allows it; None if it can. Its
@@ -263,12 +259,13 @@ class Launcher:
         self._facts.pop(backend, None)
 
     def facts(self, backend: str) -> dict[str, object]:
-        """For `lz status`: what this backend is and where it runs. What is built is up to FACTS_S old."""
+        """For `lz status`: what this backend is and where it runs. What is built is up to FACTS_S old, and what
+        keeps an environment from being there, PROBLEM_S."""
         until_s, facts = self._facts.get(backend, (0.0, {}))
         now_s = time.monotonic()
         if now_s >= until_s:
             facts = self._read_facts(backend)
-            self._facts[backend] = (now_s + FACTS_S, facts)
+            self._facts[backend] = (now_s + (PROBLEM_S if "error" in facts else FACTS_S), facts)
         return facts
 
     def _read_facts(self, backend: str) -> dict[str, object]:

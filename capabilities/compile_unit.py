@@ -42,6 +42,8 @@ def unit_of(kernel_id: str, facets: Sequence[Facet] | None, call: Call, sm_versi
     facets = EXACT if facets is None else facets
     words = [] if sm_version is None else [f"sm_{sm_version}"]
     words += [f"{facet}={_FACETS[facet](call)}" for facet in facets]
+    if any(spec is not None and not spec.numel for spec in _tensors(call)):
+        words.append("empty")  # it may end before it compiles anything
     return Unit(kernel_id, " ".join(words) or "any call")
 
 

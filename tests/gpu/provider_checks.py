@@ -119,7 +119,8 @@ def pairs(op: str, kernel: Claims) -> Iterator[tuple[Case, Case]]:
     """For each dtype a call that the kernel takes, and the same one on other numbers."""
     full = [p for p in PROBLEMS[op](kernel) if all(v is None or v.flat for v in p.inputs)]
     for dtype in dtypes(op, kernel):
-        problem = next(p for p in full if any(True for _ in cases(op, kernel, [p], dtype)))
+        problem = next((p for p in full if any(True for _ in cases(op, kernel, [p], dtype))), None)
+        assert problem is not None, f"{kernel['kernel_id']} takes no problem in {dtype}"
         inputs = [
             values if values is None or kind else Values(values.shape, [-v / 2 for v in values.flat])
             for values, kind in zip(problem.inputs, problem.kinds, strict=False)

@@ -31,13 +31,17 @@ def block(tensor: Any) -> Block:
     return Block(DeviceMemory(tensor.data_ptr(), spec.span_bytes, tensor.device.index), spec)
 
 
-@pytest.fixture
-def bind(loaded: Loaded) -> Callable[..., Bound]:
-    def make(kernel: str, tensors: list[Any], out: Any, alignment: str | None = None) -> Bound:
+Bind = Callable[..., Bound]
+
+
+def binder(loaded: Loaded) -> Bind:
+    def make(
+        kernel: str, tensors: list[Any], out: Any, alignment: str | None = None, scale: float | None = None
+    ) -> Bound:
         inputs, outputs = [block(tensor) for tensor in tensors], [block(out)]
         attrs = {
             "is_causal": alignment is not None,
-            "scale": tensors[0].shape[3] ** -0.5,
+            "scale": tensors[0].shape[3] ** -0.5 if scale is None else scale,
             "causal_alignment": alignment or "top_left",
             "layout": "BHSD",
         }
@@ -48,14 +52,19 @@ def bind(loaded: Loaded) -> Callable[..., Bound]:
     return make
 
 
+@pytest.fixture
+def bind(loaded: Loaded) -> Bind:
+    return binder(loaded)
+
+
 def random(*shape: int, dtype: str = "bfloat16") -> Any:
     return torch.randn(shape, device="cuda", dtype=torch.float32).to(getattr(torch, dtype))
 
 
-def expected(q: Any, k: Any, v: Any, alignment: str | None) -> Any:
+def expected(q: Any, k: Any, v: Any, alignment: str | None, scale: float | None = None) -> Any:
     queries, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (k, v))
-    scores = q.double() @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    scores = q.double() @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
     if alignment:
         visible = torch.ones(queries, keys, dtype=torch.bool, device="cuda")
         scores.masked_fill_(~visible.tril(keys - queries if alignment == "bottom_right" else 0), -torch.inf)
@@ -70,7 +79,7 @@ def check(out: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("dtype", ALLOWED)
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(("kernel", "queries"), [("decode", 1), ("decode", 5), ("prefill", 5), ("prefill", 1111)])
-def test_lengths_groups_and_widths(bind: Callable[..., Bound], kernel: str, queries: int, dim: int, dtype: str) -> None:
+def test_lengths_groups_and_widths(bind: Bind, kernel: str, queries: int, dim: int, dtype: str) -> None:
     """No length is a multiple of a tile, and 7 heads a group fill none. 33 keys are a part or two, 40000 more than one
     program adds up."""
     lengths = (33, 1000, 5000, 40000) if queries < 1000 else (500, 1500)
@@ -83,7 +92,7 @@ def test_lengths_groups_and_widths(bind: Callable[..., Bound], kernel: str, quer
 
 
 @pytest.mark.parametrize("batch", [1, 16, 300])
-def test_every_replay_of_decode_is_right(bind: Callable[..., Bound], batch: int) -> None:
+def test_every_replay_of_decode_is_right(bind: Bind, batch: int) -> None:
     """The kernel that adds the parts up is launched before they are there."""
     tensors = [random(batch, heads, n, 64) for heads, n in ((16, 1), (2, 3000), (2, 3000))]
     out = torch.empty_like(tensors[0])
@@ -107,7 +116,7 @@ def test_every_replay_of_decode_is_right(bind: Callable[..., Bound], batch: int)
         assert torch.equal(out, first)
 
 
-def test_calls_on_two_streams_do_not_share_parts(bind: Callable[..., Bound], loaded: Loaded) -> None:
+def test_calls_on_two_streams_do_not_share_parts(bind: Bind, loaded: Loaded) -> None:
     """They may run at the same time."""
     tensors = [random(1, heads, n, 128) for heads, n in ((32, 1), (4, 4096), (4, 4096))]
     out = torch.empty_like(tensors[0])
@@ -125,7 +134,7 @@ def test_calls_on_two_streams_do_not_share_parts(bind: Callable[..., Bound], loa
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("is_bshd", [False, True])
-def test_prefill_writes_in_place(bind: Callable[..., Bound], dim: int, is_bshd: bool) -> None:
+def test_prefill_writes_in_place(bind: Bind, dim: int, is_bshd: bool) -> None:
     """A copy of the result, or of an input, would take memory."""
     tensors = [random(2, 8, 300, dim) for _ in "qkv"]
     out = torch.zeros_like(tensors[0])
@@ -139,33 +148,51 @@ def test_prefill_writes_in_place(bind: Callable[..., Bound], dim: int, is_bshd: 
     check(out, expected(*tensors, "top_left"))
 
 
-def test_nothing_is_compiled_for_another_length(bind: Callable[..., Bound]) -> None:
-    """What `compiled_for` promises: of a dtype, head_dim and size nothing that a call changes makes Triton compile."""
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_what_lies_as_tma_does_not_take_it(bind: Bind, kernel: str, dim: int) -> None:
+    """Keys that all batches and heads share, an output that starts between two words, and scores whose largest was the
+    smallest."""
+    q, v = random(2, 4, 70, dim), random(2, 4, 300, dim)
+    k = random(1, 1, 300, dim).expand(2, 4, 300, dim)
+    out = torch.empty(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape)
+    for scale in (0.1, -0.1):
+        bind(kernel, [q, k, v], out, "bottom_right", scale)()
+        check(out, expected(q, k, v, "bottom_right", scale))
+
+
+def test_nothing_is_compiled_for_another_length(loaded: Loaded) -> None:
+    """What `compiled_for` promises: of a dtype and head_dim nothing that a call changes makes Triton compile."""
     import triton
 
+    from layerzero.workers.providers import triton as provider
+
+    bind = binder(provider.load())  # one that has compiled nothing
     seen: list[str] = []
 
     def tell(*, fn: Any, **_: Any) -> None:
         seen.append(fn.name)
 
-    def run(heads: int, kv_heads: int, queries: int, keys: int, extra: int) -> None:
+    def run(
+        heads: int, kv_heads: int, queries: int, keys: int, extra: int = 0, *, is_causal: bool = True, start: int = 0
+    ) -> None:
         q, k, v = (
             random(1, n, length, 64 + extra)[..., :64]
             for n, length in ((heads, queries), (kv_heads, keys), (kv_heads, keys))
         )
-        bind("prefill" if queries > 20 else "decode", [q, k, v], torch.empty_like(q), "bottom_right")()
+        out = torch.empty(q.numel() + start, device="cuda", dtype=q.dtype)[start:].view(q.shape)
+        bind("prefill" if queries > 20 else "decode", [q, k, v], out, "bottom_right" if is_causal else None)()
 
-    run(32, 4, 128, 1024, 0)
-    run(32, 4, 1, 1024, 0)
-    run(32, 4, 1, 40000, 0)
+    run(32, 4, 128, 1024)
+    run(32, 4, 1, 100)  # in one part
     triton.knobs.runtime.jit_cache_hook = tell  # called for what this process has not loaded yet
     try:
         run(31, 1, 100, 513, 8)
-        run(17, 17, 65, 1000, 16)
-        run(64, 4, 1024, 1024, 0)
+        run(17, 17, 65, 1000, 16, is_causal=False)
+        run(64, 4, 1024, 1024, start=1)
         for heads, keys in ((1, 1), (7, 100), (32, 4096), (32, 50000)):
             run(heads, 1, 1, keys, 8)
-            run(heads, heads, 16, keys, 0)
+            run(heads, heads, 16, keys, is_causal=False, start=1)
     finally:
         triton.knobs.runtime.jit_cache_hook = None
     assert seen == []

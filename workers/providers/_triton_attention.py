@@ -286,7 +286,7 @@ class Attention:
         self.descriptor = descriptor
         self.gpu = gpu
         self.kernels = kernels(triton, tl)
-        self.ready: set[tuple[str, Any, int]] = set()
+        self.ready: set[tuple[str, Any, int, Any]] = set()
 
     def prefill(self, views: Sequence[Any], call: Call) -> Run:
         q, k, v, _ = views
@@ -361,7 +361,8 @@ class Attention:
 
     def ready_prefill(self, q: Any, width: int) -> None:
         """Compile all that calls of this dtype and head_dim may come to, which one compilation stands for."""
-        if ("prefill", q.dtype, q.shape[3]) in self.ready:
+        key = ("prefill", q.dtype, q.shape[3], q.device)
+        if key in self.ready:
             return
         sample = self.torch.empty((1, 1, 1, q.shape[3]), dtype=q.dtype, device=q.device)
         for tile, is_causal in itertools.product(prefill_tiles(q.shape[3]), (False, True)):
@@ -373,16 +374,17 @@ class Attention:
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
-        self.ready.add(("prefill", q.dtype, q.shape[3]))
+        self.ready.add(key)
 
     def ready_combine(self, q: Any, width: int) -> None:
         """As ready_prefill."""
-        if ("decode", q.dtype, q.shape[3]) in self.ready:
+        key = ("combine", q.dtype, q.shape[3], q.device)
+        if key in self.ready:
             return
         single = self.torch.float32
         sizes = (1, 1, 1, 1, 2, 1, 1, 1, 1, ROWS, q.shape[3], width, COMBINED_ELEMENTS // width)
         self.kernels.combine.warmup(single, single, q.dtype, *sizes, grid=(1,), launch_pdl=True)
-        self.ready.add(("decode", q.dtype, q.shape[3]))
+        self.ready.add(key)
 
     def described(self, tensor: Any) -> Callable[[], Any]:
         """The tensor as TMA can load it, a copy where it does not lie so."""

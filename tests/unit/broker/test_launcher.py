@@ -105,11 +105,14 @@ def test_status_does_not_look_for_what_is_not_here_again_and_again(
 
     monkeypatch.setattr("layerzero.envs.build.find", find)
     monkeypatch.setattr("layerzero.broker.launcher.FACTS_S", 0.0)
+    monkeypatch.setattr("layerzero.broker.launcher.PROBLEM_S", 60.0)
     assert one.missing("first") is not None
+    looks.clear()
     assert {str(one.facts("first")["error"]) for _ in range(3)} == {"no Python 3.11 here"}
     assert len(looks) == 1
     assert one.missing("first") is not None
-    assert len(looks) == 2
+    one.facts("first")
+    assert len(looks) == 3
 
 
 def test_status_tells_of_an_environment_that_is_built_meanwhile(

@@ -42,6 +42,7 @@ def norm(rows: int = 32, columns: int = 4096, ndim: int = 1, weight: bool = True
         (["strides"], norm(weight=False), "strides=4096x1,-,4096x1"),
         (["steps"], norm(1, 36), "steps=1xnxnx1,nx1,1xnxnx1"),
         (["steps"], call("silu", TensorSpec("float32", (2, 48), (1 << 31, 0))), "steps=nx16xwidex0,nx16xwidex0"),
+        (["dtypes"], call("silu", tensor(0, 3)), "dtypes=bfloat16,bfloat16 empty"),
         (None, call("silu", tensor(3)), "dtypes=bfloat16,bfloat16 shapes=3,3 strides=1,1 attrs="),
     ],
 )
@@ -68,6 +69,7 @@ def test_a_gpu_is_part_of_the_unit() -> None:
         (["steps"], norm(32), norm(33), False),
         (["steps"], norm(2), norm(1), False),
         (["shapes"], norm(32), norm(33), False),
+        (["dtypes", "head_dims"], attention(), attention(0), False),
     ],
 )
 def test_calls_that_agree_in_the_facets_share_a_unit(
