@@ -11,8 +11,6 @@ from layerzero.broker.descriptors import Descriptors
 from layerzero.ipc import sockets
 
 BATCH = 16  # messages taken from one socket before the other one gets its turn
-SHARED_BATCH = 4  # likewise, where several peers send: an answer to one waits for what another has sent meanwhile
-ALONE = 256  # messages of one peer in a row, after which it is taken to be the only one
 MAX_PASSES = 16  # over both sockets before deaths and deadlines get their turn
 # pyzmq's enums cost a microsecond a use, and these are used on every message.
 _NOBLOCK, _SNDMORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.RCVMORE)
@@ -43,7 +41,6 @@ class _Side:
     ) -> None:
         self._sock = sockets.bind_router(context, path, queue, uids)
         self._take = take
-        self._sender, self._in_row = b"", 0
         self.may_have_input = True
         descriptors.watch(sockets.poll_fd(self._sock), self._wake)
 
@@ -56,12 +53,9 @@ class _Side:
         if not sockets.has_input(sock):
             return False
         try:
-            for _ in range(BATCH if self._in_row > ALONE else SHARED_BATCH):
+            for _ in range(BATCH):
                 identity = sock.recv(_NOBLOCK)
                 frame = sock.recv()
-                self._in_row += 1
-                if identity != self._sender:
-                    self._sender, self._in_row = identity, 0
                 if not sock.get(_RCVMORE):
                     take(identity, frame)
                 else:  # nobody of ours sends several frames

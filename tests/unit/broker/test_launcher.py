@@ -6,12 +6,13 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.unit.capabilities.test_descriptor import GOOD
 
-from layerzero.broker.launcher import Launcher
+from layerzero.broker.launcher import FACTS_S, Launcher
 from layerzero.broker.settings import Settings
 from layerzero.ipc.errors import EnvError
 
@@ -118,9 +119,14 @@ def test_status_does_not_look_for_what_is_not_here_again_and_again(
 def test_status_tells_of_an_environment_that_is_built_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has seen is not kept for longer than it says."""
+    """What it has seen is kept for as long as it says, and no longer."""
     one = launcher(tmp_path)
-    monkeypatch.setattr("layerzero.broker.launcher.FACTS_S", 0.0)
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("layerzero.broker.launcher.time", clock)
+    now_s = 100.0
     assert one.facts("first")["built"] is True
     monkeypatch.setattr("layerzero.envs.build.Env.is_built", False)
+    now_s += 0.9 * FACTS_S
+    assert one.facts("first")["built"] is True
+    now_s += 0.2 * FACTS_S
     assert one.facts("first")["built"] is False
