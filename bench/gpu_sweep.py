@@ -32,6 +32,7 @@ class Found:
     floor_us: float  # launched as ours is
     default_us: float  # torch's default, as ours: in a worker, its copy to the caller's output included
     walls: tuple[float, float] | None  # ours and the floor's
+    runner_up: str  # the kernel that measured best but for the one that served
 
     @property
     def ratio(self) -> float:
@@ -44,7 +45,8 @@ class Found:
     def row(self) -> list[str]:
         wall = f"{self.walls[0] / self.walls[1]:.2f}" if self.walls else ""
         times = [f"{us:,.1f} us" for us in (self.ours_us, self.floor_us, self.eager_us)]
-        return [self.shape, *times, self.floor, f"{self.ratio:.2f}", f"{self.choice:.2f}", wall, self.served]
+        ratios = [f"{self.ratio:.2f}", f"{self.choice:.2f}", wall]
+        return [self.shape, *times, self.floor, *ratios, self.served, self.runner_up]
 
 
 def sweep(quick: bool, without: Sequence[str] = ()) -> Iterator[Row]:
@@ -116,7 +118,10 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
             walls = (statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs))
     measured, default = times(), default_kernel(q, k, v, is_causal)
     alike = [us for kernel_id, us in measured.items() if kernel_id.startswith(f"torch-cuda.attention.{default}") and us]
-    found = Found(name, served, measured[served], default, eager_us, floor_us, min(alike, default=0.0), walls)
+    others = sorted((us, kernel_id) for kernel_id, us in measured.items() if us and kernel_id != served)
+    runner_up = f"{others[0][1]} {others[0][0]:,.1f} us" if others else ""
+    default_us = min(alike, default=0.0)
+    found = Found(name, served, measured[served], default, eager_us, floor_us, default_us, walls, runner_up)
     print(" | ".join(found.row()), flush=True)
     return found
 
@@ -185,6 +190,7 @@ def save_shapes(found: Sequence[Found], without: Sequence[str]) -> None:
             "alike",
             "wall",
             "served by",
+            "next best",
         ),
         [one.row() for one in found],
         (

@@ -38,7 +38,8 @@ MAX_CELLS = 4096
 MAX_POLICIES = 256  # overlays of clients that were merged with the broker's policy
 MIB = 1 << 20
 # Times that differ by less are equal: the rest is noise, and priority decides. A GPU's are told by its own clock.
-TIE_SHARE, TIE_US, GPU_TIE_US = 0.02, 3.0, 0.25
+TIE_SHARE, TIE_US = 0.02, 3.0
+GPU_TIE_SHARE, GPU_TIE_US = 0.005, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +298,9 @@ class Engine:
             verdicts.append(verdict)
         fastest_us = min((v.measured_us for v in verdicts if v.is_accepted and v.measured_us), default=None)
         if fastest_us is not None:
-            tie_us = max(TIE_SHARE * fastest_us, GPU_TIE_US if spec.device else TIE_US)
+            ties = (GPU_TIE_SHARE * fastest_us, GPU_TIE_US) if spec.device else (TIE_SHARE * fastest_us, TIE_US)
             for verdict in filter(lambda v: v.is_accepted or v.uncompiled is not None, verdicts):
-                share = _share(verdict.measured_us or fastest_us, fastest_us, tie_us)
+                share = _share(verdict.measured_us or fastest_us, fastest_us, max(ties))
                 verdict.terms["perfdb"] = policy.weights.perfdb * share
         if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
             detail = f"{spec.pinned} serves {', '.join(sorted(self.capabilities[spec.pinned].ops))}"

@@ -36,19 +36,21 @@ class Tile(NamedTuple):
     is_split: bool = False  # prefill: tiles that need no mask have a loop of their own
 
 
-def prefill_tiles(dim: int) -> tuple[Tile, ...]:
-    """What `prefill_tile` chooses from."""
+def prefill_tiles(dim: int) -> tuple[Tile, Tile]:
+    """What `prefill_tile` chooses from: for few programs and for many."""
     if dim <= 64:
         return Tile(64, 128, 4, 2, True), Tile(64, 64, 4, 2, True)
     if dim <= 128:
-        return (Tile(64, 64, 4, 3, True),)
+        return Tile(64, 64, 4, 3, True), Tile(64, 32, 4, 2, True)
     return Tile(64, 64, 4, 3), Tile(128, 64, 8, 2, True)
 
 
-def prefill_tile(dim: int, tiles: int, keys: int) -> Tile:
+def prefill_tile(dim: int, tiles: int, keys: int, group: int) -> Tile:
     """`tiles`: of 128 queries, over all heads."""
-    few, many = prefill_tiles(dim)[0], prefill_tiles(dim)[-1]
-    return many if (tiles > 256 and keys <= SHORT if dim <= 64 else tiles > 128) else few
+    few, many = prefill_tiles(dim)
+    if dim > 128:
+        return many if tiles > 128 else few
+    return many if tiles > 256 and keys <= SHORT and (dim <= 64 or group > 1) else few
 
 
 def decode_tile(dim: int) -> Tile:
@@ -294,7 +296,7 @@ class Attention:
             return lambda out: out.zero_()
         (batch, heads, queries, dim), keys, group = q.shape, k.shape[2], q.shape[1] // k.shape[1]
         is_causal, scale = bool(call.attrs["is_causal"]), float(call.attrs["scale"])
-        width, tile = up(dim), prefill_tile(dim, batch * heads * -(-queries // 128), keys)
+        width, tile = up(dim), prefill_tile(dim, batch * heads * -(-queries // 128), keys, group)
         self.ready_prefill(q, width)
         give_q, give_k, give_v = (self.described(tensor) for tensor in (q, k, v))
         sms = self.torch.cuda.get_device_properties(q.device).multi_processor_count

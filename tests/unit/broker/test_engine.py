@@ -84,6 +84,8 @@ def test_noise_is_less_on_a_gpu() -> None:
     assert order(one, body)[0] == "alpha"
     measured(one, body, alpha=8.5, beta=6.0)
     assert order(one, body)[0] == "beta"
+    measured(one, body, alpha=36.5, beta=36.0)
+    assert order(one, body)[0] == "beta"
 
 
 def test_a_kernel_that_was_never_measured_gets_its_chance() -> None:
