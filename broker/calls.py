@@ -33,6 +33,7 @@ from layerzero.ipc.errors import (
 
 IN_PROCESS_LEASE_S = 1.0  # a client that runs a backend itself asks again after so long: policy may have changed
 SHARED_S = 0.1  # so long after calls of two clients a worker counts as theirs
+LONE_S = 0.01  # so long after a call of a client that had no other open, a worker is kept free for its next one
 S = WorkerState
 
 
@@ -169,14 +170,18 @@ class Calls:
             if last is not None and not last.has_left and now_s - worker.last_use_s < SHARED_S:
                 worker.shared_until_s = now_s + SHARED_S
             worker.last_client = client
+        if client.open_calls == 1:
+            worker.lone_until_s = now_s + LONE_S
         worker.last_use_s = now_s
 
     def _has_room(self, worker: Worker, client: int) -> bool:
-        """What was sent ahead runs first. So while others call a worker, too, a client has few calls there."""
-        count, share = len(worker.running), self._limits.share
+        """What was sent ahead runs first. So while others call a worker, too, a client has few calls there, and one
+        while some of them wait for each of theirs."""
+        count, now_s = len(worker.running), self._agenda.now_s
         if count >= self._limits.depth:
             return False
-        if count < share or self._agenda.now_s >= worker.shared_until_s:
+        share = 1 if now_s < worker.lone_until_s else self._limits.share
+        if count < share or now_s >= worker.shared_until_s:
             return True
         return sum(call.client.number == client for call in worker.running) < share
 

@@ -162,6 +162,7 @@ class Worker:
     last_client: Client | None = None
     last_use_s: float = 0.0
     shared_until_s: float = 0.0  # so long it counts as serving several clients
+    lone_until_s: float = 0.0  # so long it counts as serving one that has one call open at a time
     lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
     lane_call_since_s: float = 0.0
     started_s: float = 0.0

@@ -103,17 +103,38 @@ def test_client_has_few_calls_at_a_worker_that_others_call() -> None:
     driver = Driver("alpha", depth=4, share=2)
     runs = [driver.serve(1)]
     driver.join(b"C2", 2)
-    for seq, identity in ((11, b"C2"), (2, CLIENT), (3, CLIENT), (4, CLIENT), (12, b"C2")):
+    for seq, identity in ((11, b"C2"), (12, b"C2"), (2, CLIENT), (3, CLIENT), (4, CLIENT)):
         runs += [action for action in driver.call(seq, identity=identity) if isinstance(action, act.Run)]
+        driver.tick(0.01)
     running = driver.state.workers["alpha"].running
-    assert [call.seq for call in running] == [1, 11, 2, 12]
+    assert [call.seq for call in running] == [1, 11, 12, 2]
     runs.append(driver.run_of(driver.ran(runs.pop(0))))
-    assert [call.seq for call in running] == [11, 2, 12, 3]
+    assert [call.seq for call in running] == [11, 12, 2, 3]
     driver.ran(runs.pop(0))
-    assert [call.seq for call in running] == [2, 12, 3]
+    assert [call.seq for call in running] == [12, 2, 3]
     driver.tick(0.2)  # nobody else has called meanwhile
     driver.ran(runs.pop(0))
-    assert [call.seq for call in running] == [12, 3, 4]
+    assert [call.seq for call in running] == [2, 3, 4]
+
+
+def test_one_that_waits_for_each_call_finds_one_of_a_flood_before_it() -> None:
+    """A client that keeps many open does not notice: another of its calls is on the way."""
+    driver = Driver("alpha", depth=4, share=2)
+    runs = [driver.serve(1)]
+    driver.join(b"C2", 2)
+    for seq, identity in ((11, b"C2"), (2, CLIENT), (3, CLIENT)):
+        runs += [action for action in driver.call(seq, identity=identity) if isinstance(action, act.Run)]
+    running = driver.state.workers["alpha"].running
+    assert [call.seq for call in running] == [1, 11]
+    runs.append(driver.run_of(driver.ran(runs.pop(0))))
+    assert [call.seq for call in running] == [11, 2]
+    driver.ran(runs.pop(0))
+    assert [call.seq for call in running] == [2]
+    driver.call(12, identity=b"C2")
+    assert [call.seq for call in running] == [2, 12]
+    driver.tick(0.02)  # it has not called again meanwhile
+    driver.ran(runs.pop(0))
+    assert [call.seq for call in running] == [12, 3]
 
 
 def test_client_of_a_moment_ago_takes_nothing_from_the_next_one() -> None:
