@@ -3,6 +3,7 @@ replayed graphs, is in test_providers.py."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,29 @@ def expected(q: Any, k: Any, v: Any, *, is_causal: bool) -> Any:
 def allocations() -> int:
     """How often torch's allocator was asked for memory so far."""
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+
+def test_a_graph_outlives_the_memory_of_plans(bind: Callable[..., Bound], monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN unloads a plan's code with the plan, and graphs do not keep it: the Bound that was captured does."""
+    from layerzero.workers.providers import cudnn
+
+    monkeypatch.setattr(cudnn, "MAX_KEPT", 1)
+    tensors = [random(*SHAPE) for _ in "qkv"]
+    out = torch.zeros_like(tensors[0])
+    bound = bind(tensors, out, is_causal=True)
+    bound()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bound()
+    for rows in (32, 48, 64):
+        others = [random(1, 1, rows, 64) for _ in "qkv"]
+        bind(others, torch.empty_like(others[0]), is_causal=True)()
+    gc.collect()
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (out.double() - expected(*tensors, is_causal=True)).abs().max().item() < 0.03
 
 
 @pytest.mark.parametrize("dim", [64, 128])
