@@ -102,7 +102,7 @@ class Aftermath:
             if event.is_departure:
                 self._fleet.replace(worker, error)
             else:
-                self._fleet.plan_restart(worker, error, event.stderr_tail)
+                self._fleet.plan_restart(worker, error, event.stderr_tail, is_renewal=is_renewal)
             moves = self._moves_of_enqueued(worker, enqueued, in_gpu, error, event)
             if in_gpu is not None or on_ring is not None:  # nobody else is to blame
                 event = replace(event, executing=0)

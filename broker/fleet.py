@@ -212,12 +212,12 @@ class Fleet:
         self._agenda.wake_by(worker.retry_at_s)
         self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, cause.message))
 
-    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
-        """It has ended: try again after a back-off, or give it up."""
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        """It has ended: try again after a back-off, or give it up. `is_renewal`: only to begin anew."""
         limits, now_s = self._limits, self._agenda.now_s
         worker.cause = error
-        is_crash = worker.fault is None or worker.fault.code != DeadlineExceeded.code
-        if is_crash:
+        is_late = worker.fault is not None and worker.fault.code == DeadlineExceeded.code
+        if not (is_late or is_renewal):
             worker.deaths_s.append(now_s)
         while worker.deaths_s and worker.deaths_s[0] < now_s - limits.restart_window_s:
             worker.deaths_s.popleft()

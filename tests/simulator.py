@@ -1762,7 +1762,7 @@ class World:
     def _count_exit(self, process: Process) -> None:
         """What the restart budget must be."""
         backend, crashes = process.backend, self._crashes[process.backend]
-        if process.kill_reason != "deadline":
+        if process.kill_reason != "deadline" and not process.has_renewed:
             crashes.append(self.now_s)
         recent = [at_s for at_s in crashes if at_s >= self.now_s - self.limits.restart_window_s]
         if backend not in self._has_served:

@@ -251,21 +251,28 @@ class MissesDeadlines(Calls):
 
 
 class MissesBackoff(Fleet):
-    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         wakeup_s = self._agenda.wakeup_s
-        super().plan_restart(worker, error, stderr_tail)
+        super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
         self._agenda.wakeup_s = wakeup_s
 
 
 class RestartsForEver(Fleet):
-    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         worker.deaths_s.clear()
-        super().plan_restart(worker, error, stderr_tail)
+        super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
+
+
+class CountsRenewals(Fleet):
+    """Gives up a worker that only began anew for the order of its calls."""
+
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        super().plan_restart(worker, error, stderr_tail, is_renewal=False)
 
 
 class RestartsAtOnce(Fleet):
-    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str) -> None:
-        super().plan_restart(worker, error, stderr_tail)
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
         worker.retry_at_s = self._agenda.now_s
         self._agenda.wake_by(self._agenda.now_s)
 

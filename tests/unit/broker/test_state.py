@@ -332,6 +332,28 @@ def test_worker_that_begins_anew_blames_nobody(code: int) -> None:
         driver.ready("beta")
 
 
+def test_worker_that_begins_anew_is_not_given_up_for_it() -> None:
+    """It is well, however often the order of calls is against it."""
+    driver = Driver(
+        "alpha", depth=4, restart_budget=1, changed={"alpha": GPU_CAPABILITIES["alpha"]}, gpus=(DEVICES[GPU],)
+    )
+    driver(ev.GpuOffered(CLIENT, GPU))
+    driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
+    driver.route(2, device=GPU)
+    refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
+    run = driver.serve(1, 2, turn=Turn(0, 1), body=refs)
+    driver.ran(run)
+    for seq in (2, 3, 4):
+        run = driver.run_of(driver.call(seq, 2, turn=Turn(0, seq), body=refs))
+        driver.dies("alpha", run.dispatch, exit_code=RENEWAL_EXIT)
+        assert driver.tick(0.7) == [act.Spawn("alpha", seq)]
+        for again in [action for action in driver.ready("alpha") if isinstance(action, act.Run)]:
+            driver.ran(again)
+    run = driver.run_of(driver.call(5, 2, turn=Turn(0, 5), body=refs))
+    driver.dies("alpha", run.dispatch)
+    assert driver.tick(0.7) == [act.Spawn("alpha", 5)]  # the first death that counts
+
+
 @pytest.mark.parametrize("code", [RENEWAL_EXIT, STALLED_EXIT])
 def test_order_is_no_excuse_for_calls_on_the_cpu(code: int) -> None:
     """They have none."""
