@@ -1,4 +1,5 @@
-"""What clients can ask the broker besides calls: one function per method, plain values in and out."""
+"""What clients can ask the broker besides calls: one function per method, plain values in and out. One that takes as
+long as a call is a generator: its answer is made in steps (questions.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,24 @@ from layerzero.ipc.lane import lane_of
 if TYPE_CHECKING:
     from layerzero.broker.server import Server
 
+BACKENDS_A_STEP = 4
+Steps = Generator[None, None, dict[str, Any]]
+
 
 def answer(server: Server, method: str, params: Mapping[str, Any]) -> Any:
     """Run one method. Raises LayerZeroError."""
+    begun = begin(server, method, params)
+    if isinstance(begun, Generator):
+        while True:
+            try:
+                next(begun)
+            except StopIteration as end:
+                return end.value
+    return begun
+
+
+def begin(server: Server, method: str, params: Mapping[str, Any]) -> Any:
+    """As `answer`, or the Steps to it."""
     function = METHODS.get(method)
     if function is None:
         near = difflib.get_close_matches(method, METHODS, n=1)
@@ -46,36 +62,20 @@ def ping(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     return {"pid": os.getpid()}
 
 
-def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+def status(server: Server, _: Mapping[str, Any]) -> Steps:
     """The broker, its clients and every backend with its state, cause and repair."""
     state = server.state
     server.look_at_lanes()
+    yield
     server.look_at_turns()
+    yield
     backends = []
-    for name, worker in state.workers.items():
-        reason = state.unavailable.get(name)
-        process = server.processes.get((name, worker.generation))
-        running = len(worker.running) + bool(process is not None and lane_of(process.page.read()[0]))
-        backends.append(
-            {
-                "name": name,
-                "state": "busy" if running and worker.state.value == "ready" else worker.state.value,
-                "pid": worker.pid if worker.state.value in ("starting", "ready", "killing", "stopping") else None,
-                "ops": sorted(server.launcher.capabilities[name].ops),
-                "versions": worker.versions,
-                "answered": worker.answered,
-                "failed": worker.failed,
-                "restarts": worker.restarts,
-                "running": running,
-                "waiting": len(worker.waiting),
-                "enqueued": len(worker.enqueued),
-                "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
-                "cause": worker.cause.message if worker.cause else None,
-                **server.launcher.facts(name),
-                **server.joined.facts(name),
-            }
-        )
-    return {
+    for name in list(state.workers):
+        backends.append(_backend(server, name))
+        if not len(backends) % BACKENDS_A_STEP:
+            yield
+    yield
+    facts = {
         "broker": {
             "pid": os.getpid(),
             "package": layerzero.__version__,
@@ -109,6 +109,31 @@ def status(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
             *server.perfdb.problems,
             *filter(None, (server.policy.problem, server.table_problem)),
         ],
+    }
+    yield
+    return facts
+
+
+def _backend(server: Server, name: str) -> dict[str, Any]:
+    worker, reason = server.state.workers[name], server.state.unavailable.get(name)
+    process = server.processes.get((name, worker.generation))
+    running = len(worker.running) + bool(process is not None and lane_of(process.page.read()[0]))
+    return {
+        "name": name,
+        "state": "busy" if running and worker.state.value == "ready" else worker.state.value,
+        "pid": worker.pid if worker.state.value in ("starting", "ready", "killing", "stopping") else None,
+        "ops": sorted(server.launcher.capabilities[name].ops),
+        "versions": worker.versions,
+        "answered": worker.answered,
+        "failed": worker.failed,
+        "restarts": worker.restarts,
+        "running": running,
+        "waiting": len(worker.waiting),
+        "enqueued": len(worker.enqueued),
+        "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
+        "cause": worker.cause.message if worker.cause else None,
+        **server.launcher.facts(name),
+        **server.joined.facts(name),
     }
 
 

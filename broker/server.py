@@ -33,6 +33,7 @@ from layerzero.broker.planner import Planner
 from layerzero.broker.policy_source import PolicySource
 from layerzero.broker.probe_jobs import ProbeJobs
 from layerzero.broker.processes import AnyWorker, Processes
+from layerzero.broker.questions import Questions
 from layerzero.broker.remote import Remote
 from layerzero.broker.routers import Routers, Unreachable
 from layerzero.broker.settings import Settings
@@ -43,7 +44,7 @@ from layerzero.broker.worker_links import WorkerLinks
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc import messages, wire
 from layerzero.ipc.endpoints import Endpoints
-from layerzero.ipc.errors import ConfigError, LayerZeroError, ProtocolError
+from layerzero.ipc.errors import ConfigError, ProtocolError
 from layerzero.ipc.logs import log
 
 STOP_GRACE_S = 5.0
@@ -84,6 +85,7 @@ class Server:
         self._kill_at_s: float | None = None
         self._check_s = 0.0
         self._look_at_s = 0.0
+        self._questions = Questions(partial(requests.begin, self), self._to_client)
         self._from_threads: deque[ev.Event] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._descriptors = Descriptors()
@@ -195,8 +197,9 @@ class Server:
                     self._housekeeping(now_s)
                 else:
                     self._times.save(now_s)
-                    self._descriptors.wait(0.0 if self._may_have_input else self._timeout_s(now_s))
+                    self._descriptors.wait(0.0 if self._may_have_input or self._questions else self._timeout_s(now_s))
                     self._look_around(time.monotonic())  # before the calls that woke us
+                    self._questions.go_on()
         finally:
             signal.set_wakeup_fd(-1)
             self._close()
@@ -305,7 +308,7 @@ class Server:
         try:
             event = frames.of_client(identity, frame)
             if isinstance(event, frames.Asked):
-                self._answer_request(identity, event)
+                self._questions.take(identity, event)
                 return
             if isinstance(event, ev.LaneOverdue):
                 try:
@@ -317,13 +320,6 @@ class Server:
             self._connections.drop_client(act.DropClient(identity, str(exc)))
             return
         self.handle(event)
-
-    def _answer_request(self, identity: bytes, asked: frames.Asked) -> None:
-        try:
-            frame = frames.response(asked.seq, requests.answer(self, asked.request.method, asked.request.params))
-        except LayerZeroError as exc:
-            frame = frames.refused_request(asked.seq, exc)
-        self._to_client(identity, frame)
 
     def _from_worker(self, identity: bytes, frame: bytes) -> None:
         peer = self._links.of(identity)

@@ -2388,7 +2388,7 @@ class World:
                     due_s = worker.head_deadline_s if worker.running else math.inf
                     sent = Counter(call.client.number for call in worker.running)
                     is_full = len(worker.running) == self.limits.depth
-                    have_theirs = all(sent[call.client.number] >= self.limits.share for call in worker.waiting)
+                    have_theirs = all(sent[call.client.number] for call in worker.waiting)
                     self.require(is_full or have_theirs, f"calls wait for {name}, which is free")
                 case WorkerState.STARTING:
                     due_s = worker.started_s + self.limits.start_timeout_s
