@@ -173,7 +173,8 @@ class Server:
 
     # --- the loop ------------------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def run(self, started: Callable[[], None]) -> None:
+        """`started` is called when a signal ends it in order, and clients may connect."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
         # The system may hand a signal to another thread, and Python handles it in this one, which may be asleep.
@@ -181,6 +182,7 @@ class Server:
         signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
         self._descriptors.watch(signalled, lambda: _drain_pipe(signalled))
         try:
+            started()
             while not self._ended:
                 self._routers.take()
                 if self._remote is not None:

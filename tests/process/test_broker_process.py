@@ -6,7 +6,10 @@ import ctypes
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -79,3 +82,33 @@ def test_a_signal_that_another_thread_gets_ends_the_broker_all_the_same(new_site
     others = [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir() if int(entry.name) != pid]
     assert ctypes.CDLL(None).tgkill(pid, max(others), signal.SIGTERM) == 0
     wait_ended(pid, 10)
+
+
+def test_a_signal_ends_a_broker_in_order_from_when_it_says_that_it_is_ready(new_site: Callable[..., Site]) -> None:
+    """Else it leaves sockets, and a lock that a watchdog takes for a crash's. Its word is held up by a full pipe."""
+    site = new_site()
+    ready, told = os.pipe2(os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(told, b"." * 4096)
+    os.set_blocking(told, True)
+    command = [sys.executable, "-m", "layerzero.broker", "--runtime-dir", str(site.folder), "--ready-fd", str(told)]
+    broker = subprocess.Popen(
+        [*command, "--stays"], pass_fds=[told], stderr=subprocess.PIPE, env={**os.environ, **site.environ}
+    )
+    with broker:
+        assert broker.stderr is not None
+        for line in broker.stderr:
+            if b"broker.started" in line:
+                break
+        wait_until(lambda: "pipe_write" in Path(f"/proc/{broker.pid}/wchan").read_text())
+        broker.send_signal(signal.SIGTERM)
+        os.set_blocking(ready, True)
+        os.close(told)
+        while os.read(ready, 65536):  # until the broker has closed its end
+            pass
+        os.close(ready)
+        broker.stderr.read()
+    assert broker.returncode == 0
+    assert [path.name for path in site.folder.iterdir() if path.is_socket()] == []
+    assert (site.folder / "broker.lock").read_bytes() == b"ended"
