@@ -716,7 +716,8 @@ class Process:
         call, bell = dispatch.call, dispatch.call.client.bells[key[1]]
         self.world.contents[call.place] = call
         bell.is_done, bell.since_s = True, self.world.now_s
-        call.forgive()
+        if dispatch.number in self.bound:  # else nobody can know it, should this worker die before its answer is read
+            call.forgive()
         self.world.coverage.fates["bell_replayed"] += 1
 
     def _enqueue(self, dispatch: Dispatch) -> None:
