@@ -75,19 +75,18 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
         return _refuse(exc, ready_fd)
     for problem in launcher.problems:
         log("backend.unusable", detail=problem)
-    log("broker.started", pid=os.getpid(), package=layerzero.__version__, backends=sorted(launcher.capabilities))
-    server.run(lambda: _tell(ready_fd))
+
+    def started() -> None:
+        log("broker.started", pid=os.getpid(), package=layerzero.__version__, backends=sorted(launcher.capabilities))
+        if ready_fd is not None:
+            os.write(ready_fd, b"1")
+            os.close(ready_fd)
+
+    server.run(started)
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, b"ended", 0)  # a watchdog starts no other
     log("broker.ended", pid=os.getpid())
     return 0
-
-
-def _tell(ready_fd: int | None) -> None:
-    """Those who wait for it that clients may connect."""
-    if ready_fd is not None:
-        os.write(ready_fd, b"1")
-        os.close(ready_fd)
 
 
 def _refuse(error: LayerZeroError, ready_fd: int | None) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import pytest
+from tests.fuzz.requests import _server
 
-from layerzero.broker import frames, questions
+from layerzero.broker import frames, questions, requests
 from layerzero.broker.questions import Questions
 from layerzero.ipc import messages
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
@@ -88,3 +89,13 @@ def test_who_asks_without_waiting_takes_no_memory_without_bound(
     for seq in range(10):
         open_questions.take(b"C1", asked(seq, "status", count=50))
     assert sent == [(b"C1", frames.response(seq, {"steps": 50})) for seq in range(6)]
+
+
+def test_status_is_answered_in_steps_of_a_few_backends() -> None:
+    """Calls of others would wait for all of it."""
+    server = _server()
+    begun = requests.begin(server, "status", {})
+    assert isinstance(begun, Generator)
+    assert sum(1 for _ in begun) > len(server.state.workers) / requests.BACKENDS_A_STEP
+    answer = requests.answer(server, "status", {})
+    assert [backend["name"] for backend in answer["backends"]] == list(server.state.workers)
