@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "layerzero.client._repeats",
-            ["src/layerzero/client/_repeats.c"],
+            "layerzero.client.gpu._fastpath",
+            ["src/layerzero/client/gpu/_fastpath.c"],
             py_limited_api=True,
             optional=True,  # without a C compiler the same steps run in Python, and reports say so
         )

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 import layerzero as lz
-from layerzero.client.api import session
+from layerzero.client.facade.api import session
 
 HERE = Path(__file__).parent
 NULL_BYTES = 64  # of an echoed message: our own null call has 32

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import layerzero as lz
-from layerzero.ipc import cuda
+from layerzero.ipc.cuda import driver
 
 try:
     import torch
@@ -56,7 +56,7 @@ class Gate:
     this process would make the GPU switch to it and back, which takes 0.15 ms."""
 
     def __init__(self) -> None:
-        self._driver = cuda.load()
+        self._driver = driver.load()
         self._word = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._number = 0
 

@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 import msgpack
 
-from layerzero.ipc import cuda
-from layerzero.ipc.cuda_handles import ArenaHandle
-from layerzero.ipc.cuda_mappings import Mapping, Mappings
-from layerzero.ipc.cuda_memory import Arena
-from layerzero.ipc.cuda_order import ClientOrder, WorkerOrder
-from layerzero.ipc.order import Turn, create_page
+from layerzero.ipc.cuda import driver as cuda
+from layerzero.ipc.cuda.handles import ArenaHandle
+from layerzero.ipc.cuda.mappings import Mapping, Mappings
+from layerzero.ipc.cuda.memory import Arena
+from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
+from layerzero.ipc.shm.timeline_page import Turn, create_page
 
 RESULTS = Path(__file__).parent / "results" / "gpu_transport.md"
 NBYTES = 64 << 10  # of the copy that stands for a kernel: a few microseconds

@@ -19,14 +19,14 @@ from common import save
 from rich.console import Console
 from rich.table import Table
 
-from layerzero.broker.engine import Engine
-from layerzero.broker.host import detect_cpu
-from layerzero.broker.selection import CallSpec, Signature
-from layerzero.broker.settings import Settings
-from layerzero.broker.state import BrokerState
+from layerzero.broker.configuration.settings import Settings
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.processes.host import detect_cpu
+from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.selection.signature import CallSpec, Signature
 from layerzero.capabilities.descriptor import Capability
-from layerzero.ipc import messages
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.transport import messages
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 BACKENDS, KERNELS = 10, 10
 ATTRS = {"is_causal": True, "scale": 0.125, "causal_alignment": "top_left", "layout": "BHSD"}

@@ -13,7 +13,7 @@ import pytest
 from tests.process.harness import PREFIX, Site, arena_files, open_files, processes, wait_until
 
 import layerzero as lz
-from layerzero.client import arena
+from layerzero.client.connection import arena
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a background job: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

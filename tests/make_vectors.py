@@ -1,8 +1,9 @@
-"""Write workers/vectors.json: cases of tokenizers, with results from tests/reference.py. Run it after changing that.
+"""Write workers/certify/vectors.json: cases of tokenizers, with results from tests/reference.py. Run it after
+changing that.
 
     python -m tests.make_vectors  (at the top of the repository)
 
-Cases of tensor ops are made where they run: workers/problems.py.
+Cases of tensor ops are made where they run: workers/certify/problems.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from tests import reference
 
-VECTORS = Path(__file__).parents[1] / "workers" / "vectors.json"
+VECTORS = Path(__file__).parents[1] / "src" / "layerzero" / "workers" / "certify" / "vectors.json"
 
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 PIECES = ["[UNK]", "[CLS]", "[SEP]", "kernel", "##s", "##el", "run", "un", "##run", "##ning", "in", "env", "##ir"]

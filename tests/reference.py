@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerzero.ipc.numerics import TOLERANCE as TOLERANCE
+from layerzero.ipc.vocabulary.numerics import TOLERANCE as TOLERANCE
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]

@@ -37,30 +37,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layerzero.broker import actions as act
-from layerzero.broker import events as ev
-from layerzero.broker.certification import Subject
-from layerzero.broker.engine import Engine
-from layerzero.broker.leases import MAX_LOST
-from layerzero.broker.limits import Limits
-from layerzero.broker.looks import AWAITED_LOOK_S, LOOK_S
-from layerzero.broker.perf import PerfRow, Stat
-from layerzero.broker.poison import MAX_DEATHS_PER_CALL
-from layerzero.broker.policy import Policy, Weights
-from layerzero.broker.records import Worker
-from layerzero.broker.selection import CallSpec
-from layerzero.broker.settling import WATCH_S
-from layerzero.broker.shadow import Comparison
-from layerzero.broker.state import BrokerState
-from layerzero.broker.turns import RENEWAL_EXIT, STICKY_EXIT
-from layerzero.broker.worker_fsm import Signal, WorkerState
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.lease_policy import WATCH_S
+from layerzero.broker.core.leases import MAX_LOST
+from layerzero.broker.core.limits import Limits
+from layerzero.broker.core.model import Worker
+from layerzero.broker.core.quarantine import MAX_DEATHS_PER_CALL
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.core.stream_order import RENEWAL_EXIT, STICKY_EXIT
+from layerzero.broker.core.worker_fsm import Signal, WorkerState
+from layerzero.broker.io.page_poller import AWAITED_LOOK_S, LOOK_S
+from layerzero.broker.selection.certification import Subject
+from layerzero.broker.selection.policy import Policy, Weights
+from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.selection.shadow import Comparison
+from layerzero.broker.selection.signature import CallSpec
+from layerzero.broker.selection.timings import PerfRow, Stat
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.compile_unit import Unit, unit_of
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs.probe import ProbeRecord
-from layerzero.ipc import wire
+from layerzero.envs.probe.probe import ProbeRecord
 from layerzero.ipc.errors import (
     BackendError,
     CudaGraphUnsafe,
@@ -72,11 +71,12 @@ from layerzero.ipc.errors import (
     OutputTooSmall,
     from_wire,
 )
-from layerzero.ipc.lane import EXECUTING, mark
-from layerzero.ipc.messages import Decision, Lease, Route, decode, encode
-from layerzero.ipc.order import RUNG, SILENT, TAKEN, Turn
-from layerzero.ipc.ring import RingCall
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.shm.lane import EXECUTING, mark
+from layerzero.ipc.shm.ring import RingCall
+from layerzero.ipc.shm.timeline_page import RUNG, SILENT, TAKEN, Turn
+from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.messages import Decision, Lease, Route, decode, encode
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 LATE_S = 0.2  # a tick may be that late
 STOP_GRACE_S = 5.0

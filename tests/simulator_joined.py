@@ -11,10 +11,10 @@ from typing import Any
 
 from tests.simulator import BUSY_S, STOP_GRACE_S, Call, Channel, Client, Coverage, Process, Violation, World
 
-from layerzero.broker import actions as act
-from layerzero.broker import events as ev
-from layerzero.broker.state import BrokerState
-from layerzero.broker.worker_fsm import WorkerState
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import EnvError, LayerZeroError

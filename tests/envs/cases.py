@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tests import reference
 
-from layerzero.ipc.tensors import NARROW_DTYPES, TensorSpec
+from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 
 
 @dataclass(frozen=True)

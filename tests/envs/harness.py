@@ -16,9 +16,9 @@ from typing import Any
 import platformdirs
 import pytest
 
-from layerzero.envs.build import ensure, resolve
-from layerzero.envs.environ import worker_environ
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.envs.build.build import ensure, resolve
+from layerzero.envs.build.environ import worker_environ
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 STORE = Path(os.environ.get("LAYERZERO_STORE") or platformdirs.user_cache_path("layerzero"))
 SCRIPT = Path(__file__).with_name("provider_harness.py")

@@ -13,10 +13,10 @@ import struct
 import sys
 from typing import Any, BinaryIO
 
-from layerzero.ipc import memory
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.shm import memory
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.boot import import_provider
 from layerzero.workers.provider import Block, Call, Loaded
 

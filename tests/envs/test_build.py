@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.envs.build import ensure, ensure_all, hold, plan
-from layerzero.envs.gc import collect
-from layerzero.envs.installers import InstallerName, find_uv, pick
-from layerzero.envs.lock import lock, read_lock
+from layerzero.envs.build.build import ensure, ensure_all, hold, plan
+from layerzero.envs.build.installers import InstallerName, find_uv, pick
+from layerzero.envs.build.lock import lock, read_lock
 from layerzero.envs.manifest import EnvManifest, load
+from layerzero.envs.transfer.gc import collect
 from layerzero.ipc.errors import EnvError
 
 SAMPLES = Path(__file__).parents[1] / "samples" / "manifests"
@@ -26,8 +26,8 @@ needs_uv = pytest.mark.skipif(find_uv() is None, reason="uv is not installed")
 BUILDER = """
 import sys
 from pathlib import Path
-from layerzero.envs.build import ensure
-from layerzero.envs.installers import pick
+from layerzero.envs.build.build import ensure
+from layerzero.envs.build.installers import pick
 from layerzero.envs.manifest import load
 
 class Watched:
@@ -86,7 +86,7 @@ def test_build_has_exactly_the_locked_versions(tmp_path: Path, tiny: EnvManifest
     """Both installers must give the same environment, and what runs must be what was locked."""
     env = ensure(tiny, store=tmp_path, installer=pick(installer))
     code = (
-        "import importlib.metadata as m, json, msgpack, zmq, layerzero.ipc.ops, sys;"
+        "import importlib.metadata as m, json, msgpack, zmq, layerzero.ipc.vocabulary.ops, sys;"
         "print(json.dumps([m.version('pyzmq'), m.version('msgpack'), sys.prefix]))"
     )
     ran = subprocess.run([env.python, "-c", code], env=dict(env.environ), cwd=tmp_path, capture_output=True, check=True)

@@ -20,13 +20,13 @@ from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.descriptor import load as load_descriptor
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import match
-from layerzero.envs.build import ensure, resolve
-from layerzero.envs.probe import probe
-from layerzero.ipc.numerics import tolerance
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.envs.build.build import ensure, resolve
+from layerzero.envs.probe.probe import probe
+from layerzero.ipc.vocabulary.numerics import tolerance
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-FOLDER = Path(__file__).parents[2] / "capabilities" / "descriptors"
+FOLDER = Path(__file__).parents[2] / "src" / "layerzero" / "capabilities" / "descriptors"
 DESCRIPTORS = [path for path in sorted(FOLDER.glob("*.json")) if load_descriptor(path).platform == "cpu"]
 MIN_RUN = 8  # cases per kernel; fewer mean that the descriptor refuses what the cases cover
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import layerzero as lz
-from layerzero.broker import settings
-from layerzero.envs import build, manifest
+from layerzero.broker.configuration import settings
+from layerzero.envs import manifest
+from layerzero.envs.build import build
 
 ROOT = Path(__file__).parents[2]
 

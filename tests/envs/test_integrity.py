@@ -17,12 +17,12 @@ from tests.envs.wheels import make_wheel, pack
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
-from layerzero.envs.build import Env, drift, ensure, resolve
-from layerzero.envs.installers import find_uv
+from layerzero.envs.build.build import Env, drift, ensure, resolve
+from layerzero.envs.build.installers import find_uv
+from layerzero.envs.build.overlay import site_packages
+from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.manifest import EnvManifest, load
-from layerzero.envs.overlay import site_packages
-from layerzero.envs.probe import probe
-from layerzero.envs.wheelhouse import Wheelhouse
+from layerzero.envs.probe.probe import probe
 
 SAMPLES = Path(__file__).parents[1] / "samples" / "manifests"
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.envs.harness import STORE
 
-from layerzero.envs.installers import find_uv
-from layerzero.envs.store import locked
+from layerzero.envs.build.installers import find_uv
+from layerzero.envs.build.store import locked
 
 pytestmark = pytest.mark.skipif(find_uv() is None, reason="uv is not installed")
 
@@ -26,7 +26,7 @@ def command(store: Path, *words: str) -> dict[str, Any]:
     """Arguments of subprocess for an `lz matrix` of this very checkout."""
     environ = {**os.environ, "LAYERZERO_STORE": str(store), "PYTHONPATH": str(SOURCE)}
     return {
-        "args": [sys.executable, "-P", "-m", "layerzero.client.cli", "matrix", *words],
+        "args": [sys.executable, "-P", "-m", "layerzero.client.cli.app", "matrix", *words],
         "env": environ,
         "text": True,
     }

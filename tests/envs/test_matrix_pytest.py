@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.envs.harness import STORE
 
-from layerzero.envs.installers import find_uv
+from layerzero.envs.build.installers import find_uv
 
 pytest_plugins = ("pytester",)
 pytestmark = pytest.mark.skipif(find_uv() is None, reason="uv is not installed")

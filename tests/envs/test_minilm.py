@@ -22,9 +22,9 @@ from tests.envs.harness import STORE
 from tests.process.harness import ROOT, Site
 
 import layerzero as lz
-from layerzero.envs.build import ensure, resolve
-from layerzero.envs.environ import worker_environ
-from layerzero.envs.lock import read_lock
+from layerzero.envs.build.build import ensure, resolve
+from layerzero.envs.build.environ import worker_environ
+from layerzero.envs.build.lock import read_lock
 from layerzero.envs.manifest import load
 
 MANIFEST = ROOT / "tests" / "samples" / "reference-env" / "minilm-reference.toml"

@@ -22,13 +22,13 @@ from tests.envs.wheels import make_wheel, pack, unpack
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
-from layerzero.envs.base import inspect
-from layerzero.envs.build import Env, drift, ensure, find, hold, plan
-from layerzero.envs.gc import collect
-from layerzero.envs.installers import InstallerName, find_uv, pick
+from layerzero.envs.build.base import inspect
+from layerzero.envs.build.build import Env, drift, ensure, find, hold, plan
+from layerzero.envs.build.installers import InstallerName, find_uv, pick
+from layerzero.envs.build.overlay import site_packages
+from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.manifest import EnvManifest, load
-from layerzero.envs.overlay import site_packages
-from layerzero.envs.wheelhouse import Wheelhouse
+from layerzero.envs.transfer.gc import collect
 from layerzero.ipc.errors import EnvError
 
 SAMPLES = Path(__file__).parents[1] / "samples" / "manifests"

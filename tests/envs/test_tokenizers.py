@@ -15,8 +15,8 @@ from tests import reference
 from tests.envs.harness import Harnesses
 from tests.make_vectors import BPE, WORD_PIECE, with_pairs
 
-from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.tokenizer_format import EXTENDED, MERGES_PAIRS, tokenizer_format
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tokenizer_format import EXTENDED, MERGES_PAIRS, tokenizer_format
 
 OLD, NEW = "tokenizers-0.13", "tokenizers-0.23"
 BOTH = pytest.mark.parametrize("backend", [OLD, NEW])

@@ -20,17 +20,17 @@ from pathlib import Path
 import pytest
 from tests.envs.wheels import make_wheel, pack
 
-from layerzero.envs.build import check, drift, ensure, find, plan
-from layerzero.envs.downloads import of_lock
-from layerzero.envs.gc import collect
-from layerzero.envs.installers import Pip, Uv, find_uv
-from layerzero.envs.interpreters import available, host
-from layerzero.envs.lock import read_lock
+from layerzero.envs.build.build import check, drift, ensure, find, plan
+from layerzero.envs.build.downloads import of_lock
+from layerzero.envs.build.installers import Pip, Uv, find_uv
+from layerzero.envs.build.interpreters import available, host
+from layerzero.envs.build.lock import read_lock
+from layerzero.envs.build.overlay import site_packages
+from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.manifest import EnvManifest, load
-from layerzero.envs.overlay import site_packages
-from layerzero.envs.probe import probe_cached
-from layerzero.envs.transfer import export, import_, lost
-from layerzero.envs.wheelhouse import Wheelhouse
+from layerzero.envs.probe.probe import probe_cached
+from layerzero.envs.transfer.gc import collect
+from layerzero.envs.transfer.transfer import export, import_, lost
 from layerzero.ipc.errors import ConfigError, EnvError
 
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"

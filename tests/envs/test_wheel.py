@@ -8,13 +8,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from layerzero.client import compiled
+from layerzero.client.gpu import fastpath_library
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_wheel_installs_and_runs_in_an_empty_venv(tmp_path: Path) -> None:
-    """The checkout's links must become real packages, with their data, that need no checkout."""
+    """The packages come with their data, and need no checkout."""
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT], check=True, capture_output=True
     )
@@ -22,7 +22,9 @@ def test_wheel_installs_and_runs_in_an_empty_venv(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"layerzero", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
-    assert (compiled.repeats is not None) == any(name.startswith("layerzero/client/_repeats.") for name in names)
+    assert (fastpath_library.repeats is not None) == any(
+        name.startswith("layerzero/client/gpu/_fastpath.") for name in names
+    )
     for needed in (
         "layerzero/py.typed",
         "layerzero/envs/manifests/torch.toml",
@@ -33,7 +35,7 @@ def test_wheel_installs_and_runs_in_an_empty_venv(tmp_path: Path) -> None:
         "layerzero/envs/matrix/probes/torch.py",
         "layerzero/envs/matrix/subjects.toml",
         "layerzero/capabilities/descriptors/torch.json",
-        "layerzero/workers/vectors.json",
+        "layerzero/workers/certify/vectors.json",
         "layerzero/workers/providers/torch_cpu.py",
     ):
         assert needed in names

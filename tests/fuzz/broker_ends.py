@@ -12,23 +12,23 @@ from tests.fuzz import scratch
 from tests.simulator import GPU
 from tests.unit.broker.driver import Driver
 
-from layerzero.broker import actions as act
-from layerzero.broker import events as ev
+from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.connections import Connections
-from layerzero.broker.descriptors import Descriptors
-from layerzero.broker.gate import Gate
-from layerzero.broker.joined import Joined
-from layerzero.broker.lane_ends import LaneEnds
-from layerzero.broker.launcher import Launcher
-from layerzero.broker.looks import Looks
-from layerzero.broker.offers import Offers
-from layerzero.broker.order_pages import OrderPages
-from layerzero.broker.peers import Peer
-from layerzero.broker.processes import Processes
-from layerzero.broker.settings import Settings
-from layerzero.broker.supervisor import Process
-from layerzero.broker.worker_links import WorkerLinks
-from layerzero.ipc import control, messages
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.io.authentication import Gate
+from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.offers import Offers
+from layerzero.broker.io.page_poller import Looks
+from layerzero.broker.io.peers import Peer
+from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.timeline_pages import OrderPages
+from layerzero.broker.io.worker_links import WorkerLinks
+from layerzero.broker.processes.launcher import Launcher
+from layerzero.broker.processes.registry import Processes
+from layerzero.broker.processes.self_registered import Joined
+from layerzero.broker.processes.supervisor import Process
+from layerzero.ipc.transport import control, messages
 
 _FOLDER = scratch.folder()
 TICKET = b"ticket of alpha.."

@@ -14,10 +14,11 @@ from tests.fuzz.broker_ends import JOINED, TICKET, BrokerEnds, open_descriptors
 from tests.fuzz.source import Source, chunk
 from tests.simulator import GPU
 
-from layerzero.ipc import lane, memory, messages, order, ring
-from layerzero.ipc.cuda_handles import ArenaHandle
-from layerzero.ipc.cuda_pair import PATTERN_BYTES
-from layerzero.ipc.messages import (
+from layerzero.ipc.cuda.handles import ArenaHandle
+from layerzero.ipc.cuda.pair import PATTERN_BYTES
+from layerzero.ipc.shm import lane, memory, ring, timeline_page
+from layerzero.ipc.transport import messages
+from layerzero.ipc.transport.messages import (
     AddArena,
     AddGpu,
     AddGpuArena,
@@ -53,7 +54,7 @@ _MAKE: tuple[Callable[[], int], ...] = (
     _sealed(128),
     _sealed(4096),
     _sealed(memory.PAGE_BYTES),
-    _sealed(order.PAGE_BYTES),
+    _sealed(timeline_page.PAGE_BYTES),
     _sealed(ring.PAGE_BYTES),
     lane.create_doorbell,
     lambda: os.eventfd(0, os.EFD_CLOEXEC),

@@ -9,15 +9,15 @@ from functools import cache
 from tests.fuzz import values
 from tests.simulator import route_body
 
-from layerzero.broker.engine import Engine
-from layerzero.broker.explain import explain
-from layerzero.broker.selection import CallSpec
+from layerzero.broker.selection.explain import explain
+from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.envs.manifest import package_folder
 from layerzero.ipc.errors import ConfigError
-from layerzero.ipc.messages import Route, encode
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.transport.messages import Route, encode
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 TYPED = (ConfigError,)
 

@@ -7,13 +7,13 @@ import random
 from tests.fuzz import values
 from tests.simulator import route_body
 
-from layerzero.broker import frames
-from layerzero.broker.selection import CallSpec
-from layerzero.ipc import wire
+from layerzero.broker.io import frame_codec
+from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import BackendError, InvalidArgument, ProtocolError
-from layerzero.ipc.messages import RanHere, Ready, Request, encode
-from layerzero.ipc.plain import pack_body
-from layerzero.ipc.wire import Kind
+from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.messages import RanHere, Ready, Request, encode
+from layerzero.ipc.transport.plain import pack_body
+from layerzero.ipc.transport.wire import Kind
 
 TYPED = (ProtocolError, InvalidArgument)
 FROM_CLIENT, FROM_WORKER = b"C", b"W"
@@ -21,7 +21,7 @@ FROM_CLIENT, FROM_WORKER = b"C", b"W"
 
 def run(data: bytes) -> None:
     side, frame = data[:1], data[1:]
-    said = frames.of_worker(b"W1", frame) if side == FROM_WORKER else frames.of_client(b"C1", frame)
+    said = frame_codec.of_worker(b"W1", frame) if side == FROM_WORKER else frame_codec.of_client(b"C1", frame)
     body = getattr(said, "body", b"")
     if type(said).__name__ == "RouteDefined":
         spec = CallSpec.parse(body)

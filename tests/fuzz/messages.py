@@ -6,10 +6,10 @@ import random
 
 from tests.fuzz import values
 
-from layerzero.ipc.cuda_handles import ArenaHandle
-from layerzero.ipc.cuda_pair import PATTERN_BYTES, Offer
+from layerzero.ipc.cuda.handles import ArenaHandle
+from layerzero.ipc.cuda.pair import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import BackendError, InvalidArgument, ProtocolError, from_wire
-from layerzero.ipc.messages import (
+from layerzero.ipc.transport.messages import (
     MESSAGES,
     AddArena,
     AddGpu,
@@ -29,7 +29,7 @@ from layerzero.ipc.messages import (
     decode,
     encode,
 )
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 TYPED = (ProtocolError, InvalidArgument)
 _KINDS = tuple(MESSAGES.values())

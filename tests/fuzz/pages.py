@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 from tests.fuzz.source import Source
 
-from layerzero.broker.lane_ends import LaneEnds
-from layerzero.broker.leases import Leases
-from layerzero.ipc import lane, memory, order, ring
+from layerzero.broker.core.leases import Leases
+from layerzero.broker.io.lane_pages import LaneEnds
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.order import OrderPage, Turn
-from layerzero.ipc.ring import Ring
+from layerzero.ipc.shm import lane, memory, ring, timeline_page
+from layerzero.ipc.shm.ring import Ring
+from layerzero.ipc.shm.timeline_page import OrderPage, Turn
 
 TYPED = (ProtocolError,)
 _LANE, _RING, _ORDER, _CONTROL = range(4)
@@ -24,7 +24,12 @@ _WORDS = {  # places in which there is something
     _ORDER: (0, 128, 256, 512, 1024, 64 * 512 - 256, 64 * 512, 64 * 512 + 4 * 4095, 64 * 512 + 4 * 4096, 65_536),
     _CONTROL: (0, 8),
 }
-_SIZES = {_LANE: memory.PAGE_BYTES, _RING: ring.PAGE_BYTES, _ORDER: order.PAGE_BYTES, _CONTROL: memory.PAGE_BYTES}
+_SIZES = {
+    _LANE: memory.PAGE_BYTES,
+    _RING: ring.PAGE_BYTES,
+    _ORDER: timeline_page.PAGE_BYTES,
+    _CONTROL: memory.PAGE_BYTES,
+}
 
 
 def run(data: bytes) -> None:
@@ -103,7 +108,7 @@ def _read_order(fd: int, number: int) -> None:
     page = OrderPage(fd)
     try:
         page.rung()
-        for bell in (number % order.BELLS, number):
+        for bell in (number % timeline_page.BELLS, number):
             page.bell(bell)
             page.is_bell_done(bell)
             for linked in (page.next_bell(bell), page.previous_bell(bell)):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tests.fuzz import scratch, values
 
-from layerzero.broker.perf_rows import Failure, Identity, Measurement
-from layerzero.broker.perf_store import Damaged, Store, Unavailable
-from layerzero.broker.perfdb import perf_rows
+from layerzero.broker.storage.perf_rows import Failure, Identity, Measurement
+from layerzero.broker.storage.perf_store import Damaged, Store, Unavailable
+from layerzero.broker.storage.perfdb import perf_rows
 
 TYPED = (Damaged, Unavailable)
 _FOLDER = scratch.folder()

@@ -9,15 +9,15 @@ import yaml
 from tests.fuzz import values
 from tests.simulator import CAPABILITIES
 
-from layerzero.broker import policy_source
-from layerzero.broker.policy import Layer, Policy
-from layerzero.broker.policy_values import Known
+from layerzero.broker.configuration import policy_source
+from layerzero.broker.selection.policy import Layer, Policy
+from layerzero.broker.selection.policy_values import Known
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.ipc.errors import ConfigError, InvalidArgument, ProtocolError
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.plain import unpack_body
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.transport.plain import unpack_body
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 TYPED = (ConfigError, InvalidArgument, ProtocolError)
 _FILE, _OVERLAY, _VARIABLE = b"F", b"O", b"V"

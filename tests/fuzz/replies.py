@@ -10,16 +10,16 @@ from tests.fuzz import values
 from tests.fuzz.source import Source, chunk
 from tests.unit.broker.driver import BODY, CLIENT, Driver
 
-from layerzero.broker import actions as act
-from layerzero.broker import events as ev
-from layerzero.broker import frames
-from layerzero.ipc import wire
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.io import frame_codec
 from layerzero.ipc.errors import BackendError, ProtocolError
-from layerzero.ipc.messages import Ready, encode
-from layerzero.ipc.order import Turn
-from layerzero.ipc.plain import pack_body
-from layerzero.ipc.ring import RingCall
-from layerzero.ipc.wire import HEADER_BYTES, Kind
+from layerzero.ipc.shm.ring import RingCall
+from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.messages import Ready, encode
+from layerzero.ipc.transport.plain import pack_body
+from layerzero.ipc.transport.wire import HEADER_BYTES, Kind
 
 TYPED = ()
 _CALLS = 6
@@ -52,15 +52,15 @@ class _World:
         for action in actions:
             if isinstance(action, (act.Answer, act.Refuse)):
                 self.ended[action.seq] += 1
-                frames.TO_CLIENT[type(action)](action)
+                frame_codec.TO_CLIENT[type(action)](action)
             elif isinstance(action, act.Probe):
                 self.take(self.driver.ready(action.backend))
             elif isinstance(action, act.Kill):
                 self.killed.add(action.backend)
-            elif type(action) in frames.TO_CLIENT:
-                frames.TO_CLIENT[type(action)](action)
-            elif type(action) in frames.TO_WORKER:
-                frames.TO_WORKER[type(action)](action)
+            elif type(action) in frame_codec.TO_CLIENT:
+                frame_codec.TO_CLIENT[type(action)](action)
+            elif type(action) in frame_codec.TO_WORKER:
+                frame_codec.TO_WORKER[type(action)](action)
 
     def hear(self, step: int, frame: bytes) -> None:
         """A frame of alpha, into which the true numbers are put by most steps, so that it gets past the first check."""
@@ -76,13 +76,13 @@ class _World:
         if not identity:
             return
         try:
-            said = frames.of_worker(identity, frame)
+            said = frame_codec.of_worker(identity, frame)
         except ProtocolError as exc:
             event: ev.Event = ev.WorkerMisbehaved("alpha", worker.generation, str(exc))
         else:
             if isinstance(said, Ready):
                 event = ev.WorkerReady(identity, "alpha", worker.generation, said.versions)
-            elif isinstance(said, frames.Left):
+            elif isinstance(said, frame_codec.Left):
                 event = ev.CallLeft(identity, said.lane, RingCall(said.call, 1, 1, 1, Turn(0, 1), BODY), said.error)
             else:
                 event = said

@@ -10,22 +10,23 @@ from pathlib import Path
 from tests.fuzz import scratch, values
 from tests.simulator import route_body
 
-from layerzero.broker import frames, requests
-from layerzero.broker.engine import Engine
-from layerzero.broker.gate import Gate
-from layerzero.broker.launcher import Launcher
-from layerzero.broker.policy_source import PolicySource
-from layerzero.broker.policy_values import Known
+from layerzero.broker.configuration.policy_source import PolicySource
+from layerzero.broker.configuration.settings import Settings
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io import frame_codec
+from layerzero.broker.io.authentication import Gate
+from layerzero.broker.processes.launcher import Launcher
+from layerzero.broker.queries import methods
+from layerzero.broker.selection.policy_values import Known
+from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.server import Server
-from layerzero.broker.settings import Settings
-from layerzero.broker.state import BrokerState
 from layerzero.capabilities.device import DeviceSpec
-from layerzero.ipc import wire
-from layerzero.ipc.endpoints import open_endpoints
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.messages import Request, encode
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.wire import Kind
+from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.endpoints import open_endpoints
+from layerzero.ipc.transport.messages import Request, encode
+from layerzero.ipc.transport.wire import Kind
+from layerzero.ipc.vocabulary.ops import OPS
 
 TYPED = (LayerZeroError,)
 _BACKENDS = Path(__file__).parents[1] / "backends"
@@ -47,11 +48,11 @@ def _server() -> Server:
 
 def run(data: bytes) -> None:
     server = _server()
-    asked = frames.of_client(b"C1", wire.pack(Kind.REQUEST, seq=1, body=data))
-    assert isinstance(asked, frames.Asked)
+    asked = frame_codec.of_client(b"C1", wire.pack(Kind.REQUEST, seq=1, body=data))
+    assert isinstance(asked, frame_codec.Asked)
     if asked.request.method in ("shutdown", "readiness"):  # ends it; looks at this machine for a while
         return
-    frames.response(1, requests.answer(server, asked.request.method, asked.request.params))
+    frame_codec.response(1, methods.answer(server, asked.request.method, asked.request.params))
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes | None:

@@ -8,17 +8,17 @@ from functools import cache
 
 from tests.fuzz import values
 
-from layerzero.broker.engine import Engine
-from layerzero.broker.explain import explain
-from layerzero.broker.selection import CallSpec
+from layerzero.broker.selection.explain import explain
+from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.envs.manifest import package_folder
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.messages import Route, encode
-from layerzero.ipc.ops import OPS, Op
-from layerzero.ipc.plain import pack_body
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.transport.messages import Route, encode
+from layerzero.ipc.transport.plain import pack_body
+from layerzero.ipc.vocabulary.ops import OPS, Op
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 TYPED = (LayerZeroError,)
 GPU = "GPU-1"

@@ -8,12 +8,12 @@ from dataclasses import replace
 from tests.fuzz.source import Source
 from tests.unit.broker.driver import Driver
 
-from layerzero.broker.records import Arena, Route
-from layerzero.broker.selection import CallSpec
-from layerzero.ipc import wire
-from layerzero.ipc.cuda_handles import check_span
+from layerzero.broker.core.model import Arena, Route
+from layerzero.broker.selection.signature import CallSpec
+from layerzero.ipc.cuda.handles import check_span
 from layerzero.ipc.errors import InvalidArgument, ProtocolError
-from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
+from layerzero.ipc.transport import wire
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
 TYPED = (ProtocolError, InvalidArgument)
 _ARENAS = (0, 1, 63, 64, 4096, 1 << 21, (1 << 46) + 1, (1 << 63) - 1)

@@ -10,13 +10,13 @@ import msgpack
 from tests.fuzz import scratch, values
 from tests.unit.broker.driver import Driver
 
-from layerzero.broker import actions as act
-from layerzero.broker import events as ev
-from layerzero.broker import frames
-from layerzero.broker.launcher import Launcher
-from layerzero.broker.perf_rows import Identity
-from layerzero.envs import probe
-from layerzero.envs.child import Ended
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.io import frame_codec
+from layerzero.broker.processes.launcher import Launcher
+from layerzero.broker.storage.perf_rows import Identity
+from layerzero.envs.probe import probe
+from layerzero.envs.probe.child import Ended
 
 TYPED = ()
 _PATH = scratch.folder() / "probes" / "alpha-key.json"
@@ -35,7 +35,7 @@ def run(data: bytes) -> None:
     failure = Launcher.failure(record)
     for action in driver(ev.ProbeEnded("alpha", failure, record)):
         if isinstance(action, act.Refuse):
-            frames.TO_CLIENT[act.Refuse](action)
+            frame_codec.TO_CLIENT[act.Refuse](action)
     worker = driver.state.workers["alpha"]
     driver(ev.WorkerSpawned("alpha", worker.generation, 1))
     if record.ok:

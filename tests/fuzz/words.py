@@ -8,14 +8,15 @@ import random
 from tests.fuzz import values
 from tests.fuzz.source import Source, chunk
 
-from layerzero.client.call import error_of
-from layerzero.client.express import _outcome
-from layerzero.client.report import Candidate
-from layerzero.client.tokenizer import read_offsets, read_texts, read_token_ids
-from layerzero.ipc import lane, messages
+from layerzero.client.connection.call import error_of
+from layerzero.client.connection.express import _outcome
+from layerzero.client.connection.report import Candidate
+from layerzero.client.planning.tokenizer import read_offsets, read_texts, read_token_ids
 from layerzero.ipc.errors import BackendError, LayerZeroError, OutputTooSmall, ProtocolError
-from layerzero.ipc.messages import Decision, Outcome, encode
-from layerzero.ipc.plain import pack_body
+from layerzero.ipc.shm import lane
+from layerzero.ipc.transport import messages
+from layerzero.ipc.transport.messages import Decision, Outcome, encode
+from layerzero.ipc.transport.plain import pack_body
 
 TYPED = (ProtocolError,)
 _LANE, _FAILED, _DECISION, _TOKENS, _TEXTS = range(5)

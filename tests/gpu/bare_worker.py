@@ -19,16 +19,18 @@ import zmq
 from tests.gpu.conftest import finish, load, store, until
 from tests.gpu.peer import PATIENCE_S, ROOT
 
-from layerzero.ipc import control, cuda, lane, memory, messages, sockets, wire
-from layerzero.ipc.cuda_memory import Arena
-from layerzero.ipc.cuda_order import ClientOrder
-from layerzero.ipc.cuda_pair import Offer, Trial
+from layerzero.ipc.cuda import driver
+from layerzero.ipc.cuda.memory import Arena
+from layerzero.ipc.cuda.pair import Offer, Trial
+from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import LayerZeroError, from_wire
-from layerzero.ipc.order import BELLS, LANES, MASK, Turn, create_page
-from layerzero.ipc.ring import Ring
-from layerzero.ipc.ring import create_page as create_ring
-from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import HEADER_BYTES, Header, Kind, Ref
+from layerzero.ipc.shm import lane, memory
+from layerzero.ipc.shm.ring import Ring
+from layerzero.ipc.shm.ring import create_page as create_ring
+from layerzero.ipc.shm.timeline_page import BELLS, LANES, MASK, Turn, create_page
+from layerzero.ipc.transport import control, messages, sockets, wire
+from layerzero.ipc.transport.wire import HEADER_BYTES, Header, Kind, Ref
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 NBYTES = 64 << 10
 SPEC = TensorSpec.contiguous("uint8", (NBYTES,))
@@ -149,7 +151,7 @@ class Worker:
 class Client:
     """A client's memory, order page and streams."""
 
-    context: cuda.Context
+    context: driver.Context
     number: int
     rung: str = "ipc"
 
@@ -296,7 +298,7 @@ def call(worker: Worker, client: Client, source: int, target: int, *, lane: int 
 
 
 @contextmanager
-def clients(context: cuda.Context, spawn: Spawn) -> Iterator[Connect]:
+def clients(context: driver.Context, spawn: Spawn) -> Iterator[Connect]:
     """Makes clients. Their memory is freed once no worker has it mapped."""
     made: list[Client] = []
 

@@ -15,10 +15,10 @@ from tests.gpu.conftest import finish, until
 from tests.gpu.peer import PATIENCE_S
 from tests.gpu.ring_checks import run
 
-from layerzero.ipc import messages
 from layerzero.ipc.errors import from_wire
-from layerzero.ipc.order import RUNG, TAKEN
-from layerzero.ipc.wire import Kind
+from layerzero.ipc.shm.timeline_page import RUNG, TAKEN
+from layerzero.ipc.transport import messages
+from layerzero.ipc.transport.wire import Kind
 
 
 def bind(worker: Worker, client: Client, bell: int, source: int, target: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.gpu.peer import PATIENCE_S, Peer
 
-from layerzero.ipc import cuda
+from layerzero.ipc.cuda import driver as cuda
 from layerzero.ipc.errors import CudaError
 
 _never = threading.Event()

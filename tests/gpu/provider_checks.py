@@ -18,17 +18,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerzero.ipc.numerics import difference, gather, scatter, tolerance, unpack
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.numerics import difference, gather, scatter, tolerance, unpack
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers import boot
-from layerzero.workers.bench import FILL, GpuBench, placed
-from layerzero.workers.cases import Case, cases
-from layerzero.workers.claims import Claims, dtypes
+from layerzero.workers.certify.cases import Case, cases
+from layerzero.workers.certify.claims import Claims, dtypes
+from layerzero.workers.certify.memory import FILL, GpuBench, placed
+from layerzero.workers.certify.problems import PROBLEMS, Problem
+from layerzero.workers.certify.reference import Values
 from layerzero.workers.probe import probe
-from layerzero.workers.problems import PROBLEMS, Problem
 from layerzero.workers.provider import Block, Bound, Call, Loaded
-from layerzero.workers.reference import Values
 
 RANDOM_PROBLEMS = 12  # per kernel; each in every dtype and up to six layouts
 EXTENTS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 64, 65, 127, 128, 130)

@@ -16,11 +16,12 @@ from tests.gpu.bare_worker import NBYTES, PLANS, Client, Connect, Spawn, Worker,
 from tests.gpu.conftest import finish, until
 from tests.gpu.peer import PATIENCE_S
 
-from layerzero.ipc import lane, messages
 from layerzero.ipc.errors import from_wire
-from layerzero.ipc.order import Turn
-from layerzero.ipc.ring import ENQUEUED, LEFT, REPLAYED
-from layerzero.ipc.wire import Kind, Ref, pack_refs
+from layerzero.ipc.shm import lane
+from layerzero.ipc.shm.ring import ENQUEUED, LEFT, REPLAYED
+from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.transport import messages
+from layerzero.ipc.transport.wire import Kind, Ref, pack_refs
 
 
 def left(worker: Worker) -> tuple[int, int, Any]:

@@ -17,7 +17,7 @@ from tests.gpu.gpu_site import gpu_site
 from tests.process.harness import PATIENCE_S, Site, is_running, wait_ended, wait_until
 
 import layerzero as lz
-from layerzero.client.gpu import REQUIRED
+from layerzero.client.gpu.device import REQUIRED
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():

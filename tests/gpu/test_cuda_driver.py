@@ -1,4 +1,4 @@
-"""The driver as it is: numbers, errors and contexts that ipc/cuda.py takes for granted."""
+"""The driver as it is: numbers, errors and contexts that ipc/cuda/driver.py takes for granted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from tests.gpu.conftest import finish, load, store, until
 from tests.gpu.peer import Peer
 
-from layerzero.ipc import cuda, cuda_abi
+from layerzero.ipc.cuda import abi
+from layerzero.ipc.cuda import driver as cuda
 from layerzero.ipc.errors import CudaError
 
 
@@ -53,8 +54,8 @@ def test_numbers_and_structures_are_those_of_cuda_bindings(driver: cuda.Driver) 
         "ALREADY_MAPPED": theirs.CUresult.CUDA_ERROR_ALREADY_MAPPED,
         "NOT_READY": theirs.CUresult.CUDA_ERROR_NOT_READY,
     }
-    assert {name: getattr(cuda_abi, name) for name in expected} == {name: int(n) for name, n in expected.items()}
-    assert ctypes.sizeof(cuda_abi.IpcHandle) == theirs.CU_IPC_HANDLE_SIZE
+    assert {name: getattr(abi, name) for name in expected} == {name: int(n) for name, n in expected.items()}
+    assert ctypes.sizeof(abi.IpcHandle) == theirs.CU_IPC_HANDLE_SIZE
 
 
 def test_capability_and_memory_agree_with_each_other(driver: cuda.Driver, current: cuda.Context) -> None:
@@ -163,7 +164,7 @@ def test_time_between_two_events_is_the_gpus(driver: cuda.Driver, current: cuda.
     assert not driver.is_event_done(second)
     with pytest.raises(CudaError) as caught:
         driver.elapsed_ns(first, second)
-    assert caught.value.number == cuda_abi.NOT_READY
+    assert caught.value.number == abi.NOT_READY
     threading.Event().wait(0.02)
     ctypes.c_uint32.from_address(start).value = 1
     finish(driver, stream)
@@ -224,9 +225,9 @@ def test_capture_mode_of_this_thread_is_exchanged(driver: cuda.Driver, current: 
     """In a relaxed thread calls that a capture forbids are let through, and the capture stays whole."""
     stream = driver.create_stream()
     driver.begin_capture(stream)
-    before = driver.exchange_capture_mode(cuda_abi.CAPTURE_RELAXED)
+    before = driver.exchange_capture_mode(abi.CAPTURE_RELAXED)
     address = driver.allocate(2 << 20)
-    assert driver.exchange_capture_mode(before) == cuda_abi.CAPTURE_RELAXED
+    assert driver.exchange_capture_mode(before) == abi.CAPTURE_RELAXED
     assert driver.end_capture(stream) == 0
     driver.free(address)
     driver.destroy_stream(stream)

@@ -12,11 +12,23 @@ import pytest
 from tests.gpu.conftest import finish, load, store, until
 from tests.gpu.peer import Peer
 
-from layerzero.ipc import cuda, cuda_order
-from layerzero.ipc.cuda_handles import RUNGS
-from layerzero.ipc.cuda_memory import Arena
-from layerzero.ipc.cuda_order import ClientOrder, WorkerOrder
-from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, TAKEN, OrderPage, Turn, create_page, index
+from layerzero.ipc.cuda import driver as cuda
+from layerzero.ipc.cuda import streams as cuda_order
+from layerzero.ipc.cuda.handles import RUNGS
+from layerzero.ipc.cuda.memory import Arena
+from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
+from layerzero.ipc.shm.timeline_page import (
+    DONE,
+    LANES,
+    MASK,
+    PAGE_BYTES,
+    READY,
+    TAKEN,
+    OrderPage,
+    Turn,
+    create_page,
+    index,
+)
 
 NBYTES = 64 << 10
 

@@ -16,9 +16,9 @@ import pytest
 from tests.gpu.conftest import load, store
 from tests.gpu.peer import Peer
 
-from layerzero.ipc import cuda
-from layerzero.ipc.cuda_handles import RUNGS, STAGED
-from layerzero.ipc.cuda_memory import Arena, InPlace, Pool
+from layerzero.ipc.cuda import driver as cuda
+from layerzero.ipc.cuda.handles import RUNGS, STAGED
+from layerzero.ipc.cuda.memory import Arena, InPlace, Pool
 from layerzero.ipc.errors import CudaError, ProtocolError
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, DeviceMemory, Loaded
 
 torch = pytest.importorskip("torch", reason="the backend's tensors are torch's")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 570  # the first run of a library that compiles its kernels takes minutes
 DESCRIPTORS = {
     path.stem: json.loads(path.read_text(encoding="utf-8"))
-    for path in sorted((ROOT / "capabilities" / "descriptors").glob("*.json"))
+    for path in sorted((ROOT / "src" / "layerzero" / "capabilities" / "descriptors").glob("*.json"))
 }
 GPU = {name: descriptor for name, descriptor in DESCRIPTORS.items() if descriptor["platform"] == "cuda"}
 KERNELS = [
@@ -37,7 +37,9 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 30)
 @cache
 def checked(backend: str) -> dict[str, Any]:
     """What provider_checks.py says of a backend; skips where the library or the GPU is missing."""
-    manifest = tomllib.loads((ROOT / "envs" / "manifests" / f"{backend}.toml").read_text(encoding="utf-8"))
+    manifest = tomllib.loads(
+        (ROOT / "src" / "layerzero" / "envs" / "manifests" / f"{backend}.toml").read_text(encoding="utf-8")
+    )
     site, caches = sysconfig.get_path("purelib"), str(ROOT / ".gpu-caches")
     variables = {
         name: value.replace("{cache}", f"{caches}/{backend}").replace("{site}", site)
@@ -47,7 +49,7 @@ def checked(backend: str) -> dict[str, Any]:
         [
             *(sys.executable, str(Path(__file__).with_name("provider_checks.py"))),
             f"layerzero.workers.providers.{manifest['provider']}",
-            str(ROOT / "capabilities" / "descriptors" / f"{backend}.json"),
+            str(ROOT / "src" / "layerzero" / "capabilities" / "descriptors" / f"{backend}.json"),
         ],
         env={**os.environ, **variables, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,

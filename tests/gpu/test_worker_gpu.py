@@ -14,23 +14,24 @@ from tests.gpu.bare_worker import NBYTES, Connect, Spawn, call, clients, numbers
 from tests.gpu.conftest import finish, until
 from tests.gpu.peer import PATIENCE_S
 
-from layerzero.ipc import cuda, messages, wire
-from layerzero.ipc.cuda_handles import RUNGS
-from layerzero.ipc.cuda_memory import Arena
-from layerzero.ipc.cuda_pair import Trial
-from layerzero.ipc.order import Turn
-from layerzero.ipc.wire import Kind
+from layerzero.ipc.cuda import driver
+from layerzero.ipc.cuda.handles import RUNGS
+from layerzero.ipc.cuda.memory import Arena
+from layerzero.ipc.cuda.pair import Trial
+from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.transport.wire import Kind
 
 
 @pytest.fixture
-def spawn(context: cuda.Context, tmp_path: Path) -> Iterator[Spawn]:
+def spawn(context: driver.Context, tmp_path: Path) -> Iterator[Spawn]:
     spawn = Spawn(tmp_path, context.gpu)
     yield spawn
     spawn.close()
 
 
 @pytest.fixture
-def connect(current: cuda.Context, spawn: Spawn) -> Iterator[Connect]:
+def connect(current: driver.Context, spawn: Spawn) -> Iterator[Connect]:
     with clients(current, spawn) as make:
         yield make
 

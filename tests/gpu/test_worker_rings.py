@@ -10,18 +10,18 @@ from tests.gpu.bare_worker import Connect, Spawn, clients
 from tests.gpu.bell_checks import BellChecks
 from tests.gpu.ring_checks import RingChecks
 
-from layerzero.ipc import cuda
+from layerzero.ipc.cuda import driver
 
 
 @pytest.fixture
-def spawn(context: cuda.Context, tmp_path: Path) -> Iterator[Spawn]:
+def spawn(context: driver.Context, tmp_path: Path) -> Iterator[Spawn]:
     spawn = Spawn(tmp_path, context.gpu)
     yield spawn
     spawn.close()
 
 
 @pytest.fixture
-def connect(current: cuda.Context, spawn: Spawn) -> Iterator[Connect]:
+def connect(current: driver.Context, spawn: Spawn) -> Iterator[Connect]:
     with clients(current, spawn) as make:
         yield make
 

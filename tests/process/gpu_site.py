@@ -15,8 +15,8 @@ from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
 
 import layerzero as lz
-from layerzero.client import gpu_memory
-from layerzero.ipc import cuda
+from layerzero.client.gpu import memory
+from layerzero.ipc.cuda import driver as cuda
 
 SOFT = ROOT / "tests" / "soft_gpu"
 OPS = ("silu", "matmul", "gelu", "layer_norm", "append_kv")
@@ -56,7 +56,7 @@ def soft() -> Iterator[None]:
     if cupy is not None:
         sys.modules["cupy"] = cupy
     cuda.Driver = real  # type: ignore[misc]
-    for cache in (cuda.load, gpu_memory.uuid_of, gpu_memory.memory_of):
+    for cache in (cuda.load, memory.uuid_of, memory.memory_of):
         cache.cache_clear()
     driver.reset()
     soft_cupy.reset()

@@ -22,8 +22,8 @@ from unittest import mock
 import zmq
 
 import layerzero as lz
-from layerzero.client import link, start
-from layerzero.ipc import control, messages, wire
+from layerzero.client.connection import link, start
+from layerzero.ipc.transport import control, messages, wire
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.process.harness import Site, wait_until
 
-from layerzero.envs import stage
+from layerzero.envs.build import stage
 
 
 @functools.cache

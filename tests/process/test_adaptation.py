@@ -10,7 +10,7 @@ import pytest
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
-from layerzero.client.report import ADAPTED
+from layerzero.client.connection.report import ADAPTED
 
 Make = Callable[..., Site]
 

@@ -68,7 +68,7 @@ def watchdog(new_site: Callable[..., Site]) -> Iterator[tuple[Site, subprocess.P
     site = new_site()
     with site.environment():
         process = subprocess.Popen(
-            [sys.executable, "-m", "layerzero.client.cli", "up", "--watchdog", "--json"],
+            [sys.executable, "-m", "layerzero.client.cli.app", "up", "--watchdog", "--json"],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
@@ -116,7 +116,7 @@ def test_a_watchdog_ends_with_a_broker_that_was_told_to_end(watchdog: tuple[Site
     _, pid = said(process)
     with site.environment():
         subprocess.run(
-            [sys.executable, "-m", "layerzero.client.cli", "down"],
+            [sys.executable, "-m", "layerzero.client.cli.app", "down"],
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
             stdout=subprocess.DEVNULL,
             check=True,
@@ -141,7 +141,7 @@ def test_a_watchdog_takes_over_a_broker_that_a_client_has_started(new_site: Call
     pid = site.connect().broker_pid
     with site.environment():
         process = subprocess.Popen(
-            [sys.executable, "-m", "layerzero.client.cli", "up", "--watchdog", "--json"],
+            [sys.executable, "-m", "layerzero.client.cli.app", "up", "--watchdog", "--json"],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},

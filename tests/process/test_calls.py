@@ -12,7 +12,7 @@ from tests.backends.toy import INVALID, RAISE, fault
 from tests.process.harness import Site
 
 import layerzero as lz
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 pytestmark = pytest.mark.usefixtures("connected")
 TOLERANCE = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-14}
@@ -159,7 +159,7 @@ def test_report_prints_as_text_and_as_html() -> None:
 
 def test_report_belongs_to_the_thread_and_keeps_no_memory() -> None:
     """A report that kept the last call's tensors alive would hold gigabytes in idle threads."""
-    from layerzero.client.arena import pool
+    from layerzero.client.connection.arena import pool
 
     before = pool.stats()["slots"]
     result = lz.silu(numbers(5))

@@ -20,7 +20,7 @@ LOST_S = 3.0  # a call that was open when the broker was killed knows; 1 s where
 
 def lz(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "layerzero.client.cli", *words],
+        [sys.executable, "-m", "layerzero.client.cli.app", *words],
         env=environ,
         capture_output=True,
         text=True,

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from tests.process.harness import ROOT, Site, wait_ended
 
-from layerzero.client import cli_calls, inputs, ops
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.client.cli import calls
+from layerzero.client.facade import ops
+from layerzero.client.tools import inputs
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 DONE, FAILED, USAGE, NO_BROKER = 0, 1, 2, 3
 Sites = Callable[..., Site]
@@ -27,7 +29,7 @@ def command(site: Site, words: tuple[str, ...], **variables: str) -> dict[str, A
     """Arguments of subprocess for `lz WORDS`, with the settings of this site only."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
     environ |= {**site.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "100", **variables}
-    return {"args": [sys.executable, "-P", "-m", "layerzero.client.cli", *words], "env": environ, "text": True}
+    return {"args": [sys.executable, "-P", "-m", "layerzero.client.cli.app", *words], "env": environ, "text": True}
 
 
 def lz(site: Site, *words: str, **variables: str) -> Finished:
@@ -353,10 +355,11 @@ def test_version_loads_next_to_nothing(site: Site) -> None:
     """Shell prompts and completion call it; it must not cost what a call costs."""
     code = (
         "import sys; sys.argv = ['lz', '--version']\n"
-        "from layerzero.client import cli\n"
-        "try: cli.main()\n"
+        "from layerzero.client.cli import app\n"
+        "try: app.main()\n"
         "except SystemExit as end: assert not end.code\n"
-        "print({'zmq', 'msgpack', 'numpy', 'rich.table', 'pydantic', 'layerzero.ipc.wire'} & set(sys.modules))"
+        "heavy = {'zmq', 'msgpack', 'numpy', 'rich.table', 'pydantic', 'layerzero.ipc.transport.wire'}\n"
+        "print(heavy & set(sys.modules))"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     version, loaded = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True).splitlines()
@@ -370,12 +373,12 @@ def test_help_documents_the_exit_codes(site: Site) -> None:
         assert code in text
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name not in cli_calls.TEXT_OPS])
+@pytest.mark.parametrize("name", [name for name in OPS if name not in calls.TEXT_OPS])
 def test_words_become_the_tensor_arguments_of_every_op(name: str) -> None:
     """The command line reads op signatures; a new op must not fall out of it."""
     function = getattr(ops, name)
     assert len(inputs.tensor_names(function)) == len(OPS[name].inputs)
-    known = {*inputs.tensor_names(function), *cli_calls.scalar_names(function), *cli_calls.CALL_OPTIONS}
+    known = {*inputs.tensor_names(function), *calls.scalar_names(function), *calls.CALL_OPTIONS}
     assert set(inspect.signature(function).parameters) <= known
 
 
@@ -390,7 +393,7 @@ def test_words_become_the_tensor_arguments_of_every_op(name: str) -> None:
 )
 def test_shapes_are_written_with_x_and_a_dtype(text: str, wanted: TensorSpec | None) -> None:
     """Empty and zero-dimensional arrays are calls, too."""
-    assert cli_calls.parse_spec(text) == wanted
+    assert calls.parse_spec(text) == wanted
 
 
 # --- policy

@@ -10,9 +10,9 @@ import pytest
 from tests.process.harness import Site
 
 import layerzero as lz
-from layerzero.client.dry_run import find_attention
-from layerzero.client.overlay import Overlay, Scope
-from layerzero.client.trace import imagine
+from layerzero.client.connection.overlay import Overlay, Scope
+from layerzero.client.tools.dry_run import find_attention
+from layerzero.client.tools.trace import imagine
 
 X = np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6)
 W = np.ones((6, 6), np.float32)

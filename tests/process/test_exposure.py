@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.process.harness import Site
 
-from layerzero.ipc import secret
+from layerzero.ipc.transport import secret
 
 
 @pytest.fixture

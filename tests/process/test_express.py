@@ -17,8 +17,9 @@ from tests.backends.toy import HANG, KILL, RAISE, SLOW, fault
 from tests.process.harness import PATIENCE_S, Site, bare_client, is_running, wait_ended, wait_until
 
 import layerzero as lz
-from layerzero.client.arena import pool
-from layerzero.ipc import control, lane, memory, messages, wire
+from layerzero.client.connection.arena import pool
+from layerzero.ipc.shm import lane, memory
+from layerzero.ipc.transport import control, messages, wire
 
 X = np.linspace(-3, 3, 8, dtype=np.float32)
 PHASES = ("received", "mapped", "executing", "written", "sent")

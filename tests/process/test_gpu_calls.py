@@ -32,8 +32,8 @@ from tests.soft_gpu import soft_cupy, soft_gpu
 from tests.soft_gpu.soft_gpu import ILLEGAL, RAISE, SLOW, STUCK, driver
 
 import layerzero as lz
-from layerzero.client import gpu
-from layerzero.client.gpu import REQUIRED
+from layerzero.client.gpu import device
+from layerzero.client.gpu.device import REQUIRED
 
 __all__ = ["broker", "connected", "new_site", "soft"]
 
@@ -523,7 +523,7 @@ def test_a_failure_is_told_by_the_very_next_call(new_site: Callable[..., Site]) 
 
 def test_closing_a_session_does_not_wait_for_workers_to_end(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own hang-up is not the broker's death."""
-    monkeypatch.setattr(gpu, "WORKERS_END_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(device, "WORKERS_END_S", 2 * PATIENCE_S)
     x, values = randn(64)
     close(lz.silu(x), silu(values))
     start_s = time.monotonic()

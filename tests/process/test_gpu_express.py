@@ -31,7 +31,7 @@ from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import SLOW, driver
 
 import layerzero as lz
-from layerzero.client import compiled
+from layerzero.client.gpu import fastpath_library
 from layerzero.ipc.errors import CudaError
 
 __all__ = ["broker", "connected", "new_site", "soft"]
@@ -41,10 +41,10 @@ MANY = 8  # calls after which a route is settled, and its lease has been read
 @pytest.fixture(params=["compiled", "python"], autouse=True)
 def is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "compiled":
-        if compiled.repeats is None:
-            pytest.skip(compiled.why_not)
+        if fastpath_library.repeats is None:
+            pytest.skip(fastpath_library.why_not)
     else:
-        monkeypatch.setattr(compiled, "repeats", None)
+        monkeypatch.setattr(fastpath_library, "repeats", None)
     return bool(request.param == "compiled")
 
 

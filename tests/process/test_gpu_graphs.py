@@ -23,7 +23,7 @@ from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import SLOW, driver
 
 import layerzero as lz
-from layerzero.client import api
+from layerzero.client.facade import api
 
 __all__ = ["broker", "connected", "new_site", "soft"]
 

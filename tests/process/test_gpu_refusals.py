@@ -14,10 +14,11 @@ import zmq
 from tests.process.harness import Site, bare_client
 
 import layerzero as lz
-from layerzero.ipc import control, memory, messages, order, wire
-from layerzero.ipc.cuda_handles import ARENA_STEP_BYTES, ArenaHandle
-from layerzero.ipc.cuda_pair import PATTERN_BYTES, Offer
+from layerzero.ipc.cuda.handles import ARENA_STEP_BYTES, ArenaHandle
+from layerzero.ipc.cuda.pair import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import LayerZeroError, from_wire
+from layerzero.ipc.shm import memory, timeline_page
+from layerzero.ipc.transport import control, messages, wire
 
 NOWHERE = "GPU-of-another-machine"
 HANDLE = ArenaHandle(NOWHERE, "c", 1, 1, "staged", ARENA_STEP_BYTES)
@@ -41,7 +42,7 @@ def bare(connected: Site) -> Iterator[Bare]:
 
 
 def page() -> int:
-    return order.create_page()
+    return timeline_page.create_page()
 
 
 def staging(nbytes: int = ARENA_STEP_BYTES) -> int:

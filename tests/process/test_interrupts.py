@@ -14,7 +14,7 @@ from tests.backends.toy import HANG, fault
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
-from layerzero.client.arena import pool
+from layerzero.client.connection.arena import pool
 
 X = np.array([1, 2, 3], np.float32)
 

@@ -19,8 +19,8 @@ from tests.process.harness import Site, wait_ended, wait_until
 from tests.process.join_site import Keeper, can_unshare
 
 import layerzero as lz
-from layerzero.client import arena, start
-from layerzero.ipc import control, messages, secret
+from layerzero.client.connection import arena, start
+from layerzero.ipc.transport import control, messages, secret
 
 SILENCE_S = 1.0
 SERVED = np.linspace(-3, 3, 8, dtype=np.float32)
@@ -360,7 +360,7 @@ def test_other_users_connect_where_the_broker_allows_it(
         from pathlib import Path
         from layerzero.ipc import control, messages, secret
         from layerzero.ipc.errors import NotAllowed
-        from layerzero.ipc.hello import greet
+        from layerzero.ipc.transport.hello import greet
         key = secret.read(Path({str(tmp_path / "secret")!r}))
         os.setuid({uid})
         sock = control.connect(Path({str(site.endpoints.control)!r}), timeout_s=10)
@@ -384,8 +384,9 @@ def test_lz_down_leaves_a_broker_of_another_namespace_alone(new_site: Callable[.
     if not can_unshare():
         pytest.skip("this user may not make pid namespaces")
     code = (
-        "from pathlib import Path; import sys; from layerzero.client import start; from layerzero.ipc.endpoints import"
+        "from pathlib import Path; import sys; from layerzero.client.connection import start;"
+        "from layerzero.ipc.transport.endpoints import Endpoints;"
+        "print(start.is_foreign(Endpoints(Path(sys.argv[1]))))"
     )
-    code += " Endpoints; print(start.is_foreign(Endpoints(Path(sys.argv[1]))))"
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, str(site.folder)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "True"

@@ -19,10 +19,11 @@ import zmq
 from tests.process.harness import PATIENCE_S, Site, bare_client, is_running, wait_ended, wait_until
 
 import layerzero as lz
-from layerzero.broker.sessions import MAX_ARENAS
-from layerzero.client import routes
-from layerzero.client.call import Submitted
-from layerzero.ipc import control, memory, messages, wire
+from layerzero.broker.core.clients import MAX_ARENAS
+from layerzero.client.connection import routes
+from layerzero.client.connection.call import Submitted
+from layerzero.ipc.shm import memory
+from layerzero.ipc.transport import control, messages, wire
 
 X = np.array([1, 2, 3], np.float32)
 SILU = messages.Route(

@@ -14,7 +14,7 @@ from tests.backends.toy import HALF, KILL, WRITE_INPUT, fault
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
-from layerzero.client.arena import pool
+from layerzero.client.connection.arena import pool
 
 
 def silu(x: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import pytest
 from tests.process.harness import Site
 
 import layerzero as lz
-from layerzero.client import overlay
+from layerzero.client.connection import overlay
 
 X = np.ones((2, 3), np.float32)
 

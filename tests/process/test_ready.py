@@ -16,12 +16,12 @@ from tests.process.test_cli import lz as run_lz
 from tests.process.test_tune import provider
 
 import layerzero as lz
-from layerzero.broker import dispatch_table
-from layerzero.broker.dispatch_table import Hardware, Header, Measurement
-from layerzero.broker.host import detect_cpu
-from layerzero.client.ready import Check, ReadinessReport
-from layerzero.client.tune import Call
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.broker.processes.host import detect_cpu
+from layerzero.broker.selection import dispatch_table
+from layerzero.broker.selection.dispatch_table import Hardware, Header, Measurement
+from layerzero.client.tools.ready import Check, ReadinessReport
+from layerzero.client.tools.tune import Call
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 TOYS = ["alpha", "beta", "gamma"]
 GENERAL = [

@@ -17,8 +17,8 @@ import zmq
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
-from layerzero.client import remote
-from layerzero.ipc import keys
+from layerzero.client.connection import remote
+from layerzero.ipc.transport import keys
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from tests.backends.toy import HANG, RAISE, fault
 from tests.process.harness import Site, bare_client, is_running, wait_ended, wait_until
 
 import layerzero as lz
-from layerzero.ipc import control, memory, messages, wire
+from layerzero.ipc.shm import memory
+from layerzero.ipc.transport import control, messages, wire
 
 X = np.array([1, 2, 3], np.float32)
 may_fork = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns in threaded processes
@@ -405,7 +406,7 @@ def test_disconnect_ends_open_calls_as_cancelled(connected: Site) -> None:
     lz.disconnect()
     connected.connect()
     check(X, lz.silu(X))
-    from layerzero.client import link
+    from layerzero.client.connection import link
 
     assert len(link._quarantine) == 3
     wait_until(lambda: connected.backend("gamma")["running"] == 0)
@@ -430,7 +431,7 @@ def test_disconnecting_under_load_neither_hangs_nor_crashes(connected: Site) -> 
             lz.disconnect()
             assert {c.result(timeout=20) for c in calls} <= {"CANCELLED", "NOT_CONNECTED"}
             connected.connect()
-    from layerzero.client import link
+    from layerzero.client.connection import link
 
     wait_until(lambda: all(b["running"] + b["waiting"] == 0 for b in lz.status()["backends"]))
     link._quarantine.clear()

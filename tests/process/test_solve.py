@@ -13,11 +13,11 @@ from tests.process.test_cli import lz as run_lz
 from tests.process.test_tune import provider, waiting
 
 import layerzero as lz
-from layerzero.broker import dispatch_table
-from layerzero.client import api
-from layerzero.client import solve as solving
-from layerzero.client.tune import Progress
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.broker.selection import dispatch_table
+from layerzero.client.facade import api
+from layerzero.client.tools import solve as solving
+from layerzero.client.tools.tune import Progress
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
 def silu(rows: int, cols: int = 8) -> lz.Call:

@@ -19,8 +19,8 @@ from tests.backends.toy import HANG, KILL, fault
 from tests.process.harness import Site, is_running, processes, wait_ended, wait_until
 
 import layerzero as lz
-from layerzero.client import link
-from layerzero.client.arena import pool
+from layerzero.client.connection import link
+from layerzero.client.connection.arena import pool
 
 X = np.array([1, 2, 3], np.float32)
 

@@ -16,12 +16,12 @@ from tests.process.test_cli import command, data
 from tests.process.test_cli import lz as run_lz
 
 import layerzero as lz
-from layerzero.client import tune as tuning
-from layerzero.client.arrays import describe
-from layerzero.client.inputs import random_inputs
-from layerzero.client.tune_report import Times, TunedCall, TunedKernel, TuneReport
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.client.arrays.arrays import describe
+from layerzero.client.tools import tune as tuning
+from layerzero.client.tools.inputs import random_inputs
+from layerzero.client.tools.tune_report import Times, TunedCall, TunedKernel, TuneReport
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 SPEC = TensorSpec.contiguous("float32", (4, 8))
 SILU = tuning.Call("silu", {"input": SPEC})
@@ -239,7 +239,7 @@ def test_ctrl_c_prints_what_was_measured(new_site: Callable[..., Site]) -> None:
 
 def test_tokenizing_is_tuned_with_the_text_that_was_given(tmp_path: Path) -> None:
     """There are no random texts."""
-    from layerzero.client.cli_tune import parse_calls
+    from layerzero.client.cli.tune import parse_calls
 
     file = tmp_path / "tokenizer.json"
     [call] = parse_calls(["tokenize", "hello"], [], file)

@@ -15,8 +15,8 @@ from tests.process.harness import ROOT, Site, wait_until
 from tests.process.join_site import Keeper
 
 import layerzero as lz
-from layerzero.client import start
-from layerzero.ipc import wire
+from layerzero.client.connection import start
+from layerzero.ipc.transport import wire
 
 CONNECT = """
 import sys, layerzero as lz
@@ -75,7 +75,7 @@ def test_another_version_is_refused_by_both_sides_with_both_numbers(
     # Our client, their broker.
     with site.environment():
         subprocess.run(
-            [sys.executable, "-P", "-m", "layerzero.client.cli", "up"],
+            [sys.executable, "-P", "-m", "layerzero.client.cli.app", "up"],
             env={**os.environ, "PYTHONPATH": str(package)},
             stdout=subprocess.DEVNULL,
             check=True,
@@ -124,7 +124,7 @@ def test_no_mix_of_three_versions_is_misread(new_site: Callable[..., Site], tmp_
         ours, theirs = wire.PROTOCOL + broker, wire.PROTOCOL + step
         return re.search(rf"speaks protocol {ours}; the {role} ?[^;]* speaks {theirs}\.", text) is not None
 
-    run(broker, "-m", "layerzero.client.cli", "up")
+    run(broker, "-m", "layerzero.client.cli.app", "up")
     for worker in STEPS:
         code = Path(run(worker, "-c", STAGE, site.environ["LAYERZERO_STORE"]))
         keeper = Keeper(site, "alpha", code=code)

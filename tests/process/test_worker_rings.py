@@ -12,7 +12,7 @@ from tests.gpu.peer import ROOT
 from tests.gpu.ring_checks import RingChecks
 from tests.soft_gpu import soft_gpu
 
-from layerzero.ipc import cuda
+from layerzero.ipc.cuda import driver
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def spawn(tmp_path: Path) -> Iterator[Spawn]:
 
 @pytest.fixture
 def connect(spawn: Spawn) -> Iterator[Connect]:
-    context = cuda.Context(soft_gpu.driver, soft_gpu.UUID)  # type: ignore[arg-type]
+    context = driver.Context(soft_gpu.driver, soft_gpu.UUID)  # type: ignore[arg-type]
     with clients(context, spawn) as make:
         yield make
 

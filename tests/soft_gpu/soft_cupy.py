@@ -14,7 +14,7 @@ import numpy as np
 from tests.soft_gpu import soft_gpu
 from tests.soft_gpu.soft_gpu import driver
 
-from layerzero.ipc.tensors import TensorSpec, contiguous_strides
+from layerzero.ipc.vocabulary.tensors import TensorSpec, contiguous_strides
 
 
 class _Pointer(NamedTuple):

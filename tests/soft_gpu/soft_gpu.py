@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from layerzero.ipc import cuda
-from layerzero.ipc import cuda_abi as abi
-from layerzero.ipc.cuda import Gpu, Pointer
+from layerzero.ipc.cuda import abi
+from layerzero.ipc.cuda import driver as cuda
+from layerzero.ipc.cuda.driver import Gpu, Pointer
 from layerzero.ipc.errors import CudaError
-from layerzero.ipc.ops import OPS
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 UUID = "GPU-50f70000-0000-0000-0000-000000000000"
@@ -91,7 +91,7 @@ class _Capture:
 
 
 class SoftDriver:
-    """What layerzero.ipc.cuda.Driver has, as far as calls use it."""
+    """What layerzero.ipc.cuda.driver.Driver has, as far as calls use it."""
 
     def __init__(self) -> None:
         self.is_lost = False
@@ -128,7 +128,7 @@ class SoftDriver:
     # Devices
 
     def entries(self) -> dict[str, int]:
-        """Functions with the driver's signatures, for client/_repeats.c."""
+        """Functions with the driver's signatures, for client/gpu/_fastpath.c."""
         return {name: ctypes.cast(entry, ctypes.c_void_p).value or 0 for name, entry in self._entries.items()}
 
     def _make_entries(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from layerzero.envs.lock import Lock
+from layerzero.envs.build.lock import Lock
 from layerzero.envs.manifest import discover
 
 ROOT = Path(__file__).parents[2]

@@ -26,76 +26,76 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 }
 # Files that may import more than their package.
 EXTRA: dict[str, set[str]] = {
-    "client/cli.py": {"layerzero.envs", "platformdirs", "typer"},
-    "client/cli_bisect.py": {"layerzero.envs"},
-    "client/cli_matrix.py": {"layerzero.envs"},
+    "client/cli/app.py": {"layerzero.envs", "platformdirs", "typer"},
+    "client/cli/bisect.py": {"layerzero.envs"},
+    "client/cli/matrix.py": {"layerzero.envs"},
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.
-    "client/cli_policy.py": {"layerzero.broker"},
+    "client/cli/policy.py": {"layerzero.broker"},
     # Which backends from outside may be built is a matter of policy, which the broker's code reads; their descriptors
     # are checked before they are recorded.
-    "envs/additions.py": {"layerzero.broker", "layerzero.capabilities"},
-    "client/facade/__init__.py": {"layerzero.client"},
-    "client/in_process.py": {"layerzero.workers"},
+    "envs/cli/additions.py": {"layerzero.broker", "layerzero.capabilities"},
+    "__init__.py": {"layerzero.client"},
+    "client/session/in_process.py": {"layerzero.workers"},
     "envs/matrix/child_tests.py": {"pytest"},
     "envs/matrix/inside/lz_matrix_inside.py": {"pytest"},
     "envs/matrix/pytest_plugin.py": {"pytest"},
-    "client/isolated.py": {"layerzero.envs"},
-    "client/local.py": {"layerzero.workers"},
+    "client/tools/isolated.py": {"layerzero.envs"},
+    "client/session/local.py": {"layerzero.workers"},
 }
 # Modules that only these files of a package may import.
 ONLY_IN: dict[tuple[str, str], set[str]] = {
-    ("ipc", "zmq"): {"ipc/keys.py", "ipc/sockets.py"},
-    ("ipc", "msgpack"): {"ipc/plain.py"},
-    ("client", "zmq"): {"client/link.py", "client/remote.py"},
-    ("broker", "yaml"): {"broker/policy_source.py"},
-    ("broker", "zmq"): {"broker/remote.py", "broker/routers.py"},
-    ("broker", "subprocess"): {"broker/supervisor.py"},
-    ("broker", "sqlite3"): {"broker/perf_store.py"},
+    ("ipc", "zmq"): {"ipc/transport/keys.py", "ipc/transport/sockets.py"},
+    ("ipc", "msgpack"): {"ipc/transport/plain.py"},
+    ("client", "zmq"): {"client/connection/link.py", "client/connection/remote.py"},
+    ("broker", "yaml"): {"broker/configuration/policy_source.py"},
+    ("broker", "zmq"): {"broker/io/tcp_queries.py", "broker/io/routers.py"},
+    ("broker", "subprocess"): {"broker/processes/supervisor.py"},
+    ("broker", "sqlite3"): {"broker/storage/perf_store.py"},
 }
 # The core decides and does nothing else: no clock, no files, no sockets.
 PURE = (
-    "broker/actions.py",
-    "broker/admission.py",
-    "broker/aftermath.py",
-    "broker/agenda.py",
-    "broker/answers.py",
-    "broker/bells.py",
-    "broker/blocks.py",
-    "broker/calls.py",
-    "broker/certification.py",
-    "broker/closing.py",
-    "broker/compilation.py",
-    "broker/compiling.py",
-    "broker/decisions.py",
-    "broker/dispatch_table.py",
-    "broker/engine.py",
-    "broker/enqueued.py",
-    "broker/events.py",
-    "broker/explain.py",
-    "broker/fleet.py",
-    "broker/health.py",
-    "broker/leases.py",
-    "broker/limits.py",
-    "broker/loans.py",
-    "broker/perf.py",
-    "broker/planner.py",
-    "broker/poison.py",
-    "broker/policy.py",
-    "broker/policy_rules.py",
-    "broker/policy_values.py",
-    "broker/records.py",
-    "broker/rings.py",
-    "broker/selection.py",
-    "broker/sessions.py",
-    "broker/settling.py",
-    "broker/shadow.py",
-    "broker/signatures.py",
-    "broker/state.py",
-    "broker/tuning.py",
-    "broker/turns.py",
-    "broker/waiting.py",
-    "broker/unreachable.py",
-    "broker/worker_fsm.py",
+    "broker/core/actions.py",
+    "broker/core/admission.py",
+    "broker/core/worker_exit.py",
+    "broker/core/effects.py",
+    "broker/core/completion.py",
+    "broker/core/graph_calls.py",
+    "broker/selection/blocks.py",
+    "broker/core/dispatch.py",
+    "broker/selection/certification.py",
+    "broker/core/release.py",
+    "broker/selection/compile_queue.py",
+    "broker/core/compile_waits.py",
+    "broker/core/decisions.py",
+    "broker/selection/dispatch_table.py",
+    "broker/selection/ranking.py",
+    "broker/core/gpu_in_flight.py",
+    "broker/core/events.py",
+    "broker/selection/explain.py",
+    "broker/core/worker_lifecycle.py",
+    "broker/selection/breaker.py",
+    "broker/core/leases.py",
+    "broker/core/limits.py",
+    "broker/core/grants.py",
+    "broker/selection/timings.py",
+    "broker/selection/planner.py",
+    "broker/core/quarantine.py",
+    "broker/selection/policy.py",
+    "broker/selection/policy_rules.py",
+    "broker/selection/policy_values.py",
+    "broker/core/model.py",
+    "broker/core/ring_calls.py",
+    "broker/selection/signature.py",
+    "broker/core/clients.py",
+    "broker/core/lease_policy.py",
+    "broker/selection/shadow.py",
+    "broker/core/prepared.py",
+    "broker/core/state.py",
+    "broker/selection/tuning.py",
+    "broker/core/stream_order.py",
+    "broker/core/fair_queue.py",
+    "broker/core/worker_unreachable.py",
+    "broker/core/worker_fsm.py",
     "capabilities/backend.py",
     "capabilities/compile_unit.py",
     "capabilities/context.py",
@@ -130,7 +130,7 @@ PURE_STDLIB = {
 BANNED_MODULES = {"cloudpickle", "dill", "imp", "joblib", "jsonpickle", "marshal", "pickle", "shelve"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput"}
 LOADS_CODE = {"import_module", "spec_from_file_location", "exec_module"}
-MAY_LOAD_CODE = {"client/facade/__init__.py", "envs/matrix/runner.py", "workers/boot.py"}
+MAY_LOAD_CODE = {"__init__.py", "envs/matrix/runner.py", "workers/boot.py"}
 
 DRIVER_FUNCTION = re.compile(r"libcuda\.so.*|cu[A-Z][a-z]\w*")
 
@@ -214,7 +214,7 @@ def test_nothing_turns_bytes_into_code(file: str) -> None:
             assert not is_shell, f"{file}:{node.lineno}: shell=True"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in ("ipc/cuda.py", "ipc/cuda_abi.py")])
+@pytest.mark.parametrize("file", [file for file in FILES if file not in ("ipc/cuda/driver.py", "ipc/cuda/abi.py")])
 def test_one_module_calls_the_cuda_driver(file: str) -> None:
     """The rest speaks of memory and order; a second caller would need all the care of the first."""
     for node in ast.walk(tree(file)):

@@ -6,13 +6,13 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from layerzero.broker.policy import Policy, Weights
-from layerzero.broker.policy_rules import FIELDS, PREFER_BONUS
-from layerzero.broker.policy_source import parse_layer
-from layerzero.broker.policy_values import Known, RuleValues
+from layerzero.broker.configuration.policy_source import parse_layer
+from layerzero.broker.selection.policy import Policy, Weights
+from layerzero.broker.selection.policy_rules import FIELDS, PREFER_BONUS
+from layerzero.broker.selection.policy_values import Known, RuleValues
 from layerzero.capabilities import descriptor
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.policy import KEYS
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.policy import KEYS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
@@ -20,7 +20,7 @@ TEXT = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
 
 def test_example_is_a_policy_for_the_backends_that_come_with_layerzero() -> None:
     """What people copy must work."""
-    files = (ROOT / "capabilities" / "descriptors").glob("*.json")
+    files = (ROOT / "src" / "layerzero" / "capabilities" / "descriptors").glob("*.json")
     known = Known.of({found.backend: found for found in map(descriptor.load, files)}, OPS)
     examples = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     assert [len(Policy.of(parse_layer(example, "docs"), known=known).rules) for example in examples] == [2]

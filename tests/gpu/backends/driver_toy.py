@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tests.gpu.peer import launch
 
-from layerzero.ipc import cuda
+from layerzero.ipc.cuda import driver
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
 
@@ -24,7 +24,7 @@ def load() -> Loaded:
         x = inputs[0]
         assert x is not None
         source, target, nbytes = x.device.pointer, outputs[0].device.pointer, x.spec.span_bytes
-        return lambda: cuda.load().copy_on_device(target, source, nbytes, current[-1])
+        return lambda: driver.load().copy_on_device(target, source, nbytes, current[-1])
 
     def after_copy(strike: Callable[[], None]) -> Bind:
         def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
@@ -44,7 +44,7 @@ def load() -> Loaded:
     kernels = {
         "toy.copy": copy,
         "toy.raise": after_copy(refuse),
-        "toy.synchronize": after_copy(lambda: cuda.load().synchronize_stream(current[-1])),
-        "toy.illegal": after_copy(lambda: launch(cuda.load(), "illegal_address", current[-1])),
+        "toy.synchronize": after_copy(lambda: driver.load().synchronize_stream(current[-1])),
+        "toy.illegal": after_copy(lambda: launch(driver.load(), "illegal_address", current[-1])),
     }
     return Loaded(versions={"toy": "1"}, kernels=kernels, on_stream=on_stream)

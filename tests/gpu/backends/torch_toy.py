@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero.ipc import cuda
+from layerzero.ipc.cuda import driver
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
 from layerzero.workers.providers._torch_ops import Run, TorchOps
@@ -45,7 +45,7 @@ def load() -> Loaded:
                 sys.path.insert(0, os.environ["LZ_TESTS"])
                 from tests.gpu.peer import launch
 
-                launch(cuda.load(), "illegal_address", torch.cuda.current_stream().cuda_stream)
+                launch(driver.load(), "illegal_address", torch.cuda.current_stream().cuda_stream)
             elif eps == ASSERT:
                 x.flatten()[torch.full((1,), 1 << 40, device=x.device)]
             elif eps == RAISE:

@@ -4,7 +4,7 @@ import os
 import sys
 
 if "layerzero.broker" in sys.orig_argv:
-    from layerzero.broker import cuda_driver
+    from layerzero.broker.processes import cuda_driver
     from layerzero.capabilities.device import DeviceSpec
 
     _SOFT = DeviceSpec(

@@ -7,16 +7,16 @@ from typing import Any
 
 from tests.simulator import CAPABILITIES, route_body
 
-from layerzero.broker import actions as act
-from layerzero.broker import events as ev
-from layerzero.broker.engine import Engine
-from layerzero.broker.limits import Limits
-from layerzero.broker.state import BrokerState
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.limits import Limits
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.selection.ranking import Engine
 from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
-from layerzero.ipc import wire
 from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.transport import wire
 
 LIMITS: dict[str, Any] = {
     "timeout_s": 10.0,

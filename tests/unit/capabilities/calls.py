@@ -8,7 +8,7 @@ from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection, match
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 ATTENTION = {
     "requires_layouts": ["BHSD"],

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from layerzero.broker.selection import CallSpec
+from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities.compile_unit import Facet, unit_of
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
 def call(op: str, *inputs: TensorSpec | None, **attrs: Any) -> CallSpec:

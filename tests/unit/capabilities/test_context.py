@@ -17,7 +17,7 @@ from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import match
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 DESCRIPTORS = sorted((Path(descriptor.__file__).parent / "descriptors").glob("*.json"))
 SHIPPED: dict[str, list[KernelCapability]] = {}

@@ -13,7 +13,7 @@ import pytest
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.descriptor import Capability, DescriptorError
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.ops import OPS
+from layerzero.ipc.vocabulary.ops import OPS
 
 DESCRIPTORS = sorted((Path(descriptor.__file__).parent / "descriptors").glob("*.json"))
 GOOD: dict[str, Any] = {

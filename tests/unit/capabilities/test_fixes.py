@@ -15,8 +15,8 @@ from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.fixes import NOTHING, adaptation, copied_bytes, counterfactual
 from layerzero.capabilities.match import Rejection, match, memory_rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 X = spec(2, 8)
 GAPS = spec(2, 8, strides=(9, 1))

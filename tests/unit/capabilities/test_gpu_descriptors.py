@@ -13,14 +13,17 @@ from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import match
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs.manifest import discover
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
-from layerzero.workers.cases import cases
-from layerzero.workers.problems import PROBLEMS
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.certify.cases import cases
+from layerzero.workers.certify.problems import PROBLEMS
 
 H200 = DeviceSpec(device_type="cuda", device_name="NVIDIA H200", device_vendor="nvidia", sm_version=90, cores=132)
 T4 = DeviceSpec(device_type="cuda", device_name="Tesla T4", device_vendor="nvidia", sm_version=75, cores=40)
-CAPABILITIES = [load(path) for path in sorted((Path(__file__).parents[3] / "capabilities" / "descriptors").glob("*"))]
+CAPABILITIES = [
+    load(path)
+    for path in sorted((Path(__file__).parents[3] / "src" / "layerzero" / "capabilities" / "descriptors").glob("*"))
+]
 GPU = [capability for capability in CAPABILITIES if capability.platform == "cuda"]
 KERNELS = [
     pytest.param(op, kernel, id=kernel.kernel_id)

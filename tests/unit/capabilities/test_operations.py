@@ -13,12 +13,15 @@ from layerzero.capabilities.descriptor import TOKENIZER_OPS
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import match
 from layerzero.capabilities.operations import OPERATIONS, TOKENIZER_METADATA, OperationSpec
-from layerzero.ipc.numerics import tolerance
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import FLOAT_DTYPES, TensorSpec
+from layerzero.ipc.vocabulary.numerics import tolerance
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 ROOT = Path(descriptor.__file__).resolve().parents[1]
-SHIPPED = [descriptor.load(path) for path in sorted((ROOT / "capabilities" / "descriptors").glob("*.json"))]
+SHIPPED = [
+    descriptor.load(path)
+    for path in sorted((ROOT / "src" / "layerzero" / "capabilities" / "descriptors").glob("*.json"))
+]
 ALL = [pytest.param(spec, id=spec.op_id) for spec in OPERATIONS.values()]
 
 

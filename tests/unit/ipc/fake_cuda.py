@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.ipc.cuda import Gpu, Pointer
+from layerzero.ipc.cuda.driver import Gpu, Pointer
 from layerzero.ipc.errors import CudaError
 
 UUID = "GPU-10101010-1010-1010-1010-101010101010"

@@ -13,9 +13,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from layerzero.ipc import wire
 from layerzero.ipc.errors import BY_CODE, ProtocolError, from_wire
-from layerzero.ipc.messages import MESSAGES, decode, encode
+from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.messages import MESSAGES, decode, encode
 
 PATH = Path(__file__).parents[2] / "samples" / "protocol_vectors.json"
 VECTORS: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))

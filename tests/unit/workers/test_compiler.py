@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from layerzero.ipc.numerics import gather, unpack
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
-from layerzero.workers.bench import HostBench, room_for
+from layerzero.ipc.vocabulary.numerics import gather, unpack
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.certify.memory import HostBench, room_for
 from layerzero.workers.compiler import synthetic
 from layerzero.workers.provider import Call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layerzero.envs import stage
+from layerzero.envs.build import stage
 from layerzero.workers.keeper import describe_place, source_hash
 
 

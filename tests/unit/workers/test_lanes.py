@@ -7,9 +7,9 @@ import select
 
 import pytest
 
-from layerzero.ipc import lane
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.memory import PAGE_BYTES, create_memfd
+from layerzero.ipc.shm import lane
+from layerzero.ipc.shm.memory import PAGE_BYTES, create_memfd
 from layerzero.workers.lanes import Lanes
 
 

@@ -137,7 +137,9 @@ def test_descriptor_that_is_no_descriptor_is_named(tmp_path: Path) -> None:
 
 def test_null_provider_passes_on_any_python() -> None:
     """It has no library, so nothing but our own code is probed."""
-    verdict = run("layerzero.workers.providers.null", ROOT / "capabilities" / "descriptors" / "null.json")
+    verdict = run(
+        "layerzero.workers.providers.null", ROOT / "src" / "layerzero" / "capabilities" / "descriptors" / "null.json"
+    )
     assert verdict["error"] is None
 
 

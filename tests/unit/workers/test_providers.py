@@ -12,15 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.capabilities.descriptor import load
-from layerzero.ipc.ops import OPS
-from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, DeviceMemory
 from layerzero.workers.providers import _dlpack, zentorch
 from layerzero.workers.providers.mlx import _runs
 
 ROOT = Path(__file__).parents[3]
-DESCRIPTORS = sorted((ROOT / "capabilities" / "descriptors").glob("*.json"))
-PROVIDERS = sorted(path.stem for path in (ROOT / "workers" / "providers").glob("*.py") if path.stem != "__init__")
+DESCRIPTORS = sorted((ROOT / "src" / "layerzero" / "capabilities" / "descriptors").glob("*.json"))
+PROVIDERS = sorted(
+    path.stem for path in (ROOT / "src" / "layerzero" / "workers" / "providers").glob("*.py") if path.stem != "__init__"
+)
 
 
 def test_modules_import_without_their_libraries() -> None:

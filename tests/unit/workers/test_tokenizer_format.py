@@ -1,4 +1,4 @@
-"""ipc/tokenizer_format.py. That the names are true of the releases is in tests/envs/test_tokenizers.py."""
+"""ipc/vocabulary/tokenizer_format.py. That the names are true of the releases is in tests/envs/test_tokenizers.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.ipc.tokenizer_format import EXTENDED, MERGES_PAIRS, MERGES_STRINGS, PLAIN, tokenizer_format
+from layerzero.ipc.vocabulary.tokenizer_format import EXTENDED, MERGES_PAIRS, MERGES_STRINGS, PLAIN, tokenizer_format
 
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}}
 METASPACE = {"type": "Metaspace", "replacement": "_"}

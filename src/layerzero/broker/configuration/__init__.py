@@ -1,0 +1,1 @@
+"""What the user has set: settings, policy, dispatch table, sources of kernels."""

@@ -1,0 +1,196 @@
+"""Where the broker's policy comes from: a YAML file, which may change while the broker runs, and its environment.
+
+The only file that reads YAML, with PyYAML's SafeLoader and less than that allows: no tags, no anchors, no key twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from layerzero.broker.selection.policy import Layer, Policy, compose
+from layerzero.broker.selection.policy_values import Known, Place
+from layerzero.ipc.errors import ConfigError
+
+MAX_FILE_BYTES = 64 * 1024  # half a second of PyYAML at worst, and the broker's loop reads it
+MAX_DEPTH = 32  # of brackets
+CHECK_S = 1.0  # how often the file is looked at
+_HINT = "quote what begins with > < ! = * & or %"
+_SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
+
+Stamp = tuple[int, int, int]  # mtime_ns, size, inode
+
+
+class PolicySource:
+    """The policy in force. Raises ConfigError when there is none to begin with.
+
+    file: the policy file. is_optional: it need not exist. variables: layers of the environment
+    (ipc/vocabulary/policy.py), which do not change. known: the names that a policy may use. record: what `lz env add`
+    has written, if there is any; all else goes before it.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        is_optional: bool,
+        variables: Sequence[Mapping[str, Any]],
+        known: Known,
+        record: Path | None = None,
+    ) -> None:
+        self.file = file
+        self.problem = ""  # why the file as it is now is not in force
+        self._is_optional = is_optional
+        self._variables = tuple(Layer(one["origin"], one["values"]) for one in variables)
+        self._known = known
+        self._check_at_s = 0.0
+        self._record = record
+        self._stamp = self._stamps()
+        self.policy = self._read()
+
+    def describe(self, overlay: Mapping[str, Any]) -> dict[str, Any]:
+        """The policy with a caller's overlay on top, as plain values. Raises InvalidArgument for a wrong overlay."""
+        effective, known = self.policy.with_overlay(overlay), self._known
+        return {
+            "hash": effective.hash,
+            "file": str(self.file),
+            "problem": self.problem,
+            "values": effective.describe(),
+            "known": {"ops": list(known.ops), "kernels": dict(known.kernels), "backends": list(known.backends)},
+        }
+
+    def refresh(self, now_s: float) -> Policy | None:
+        """The new policy when the file has changed, else None. A file that is broken now leaves the policy as it is and
+        is a `problem`. Cheap enough for every turn of a loop: it looks once in CHECK_S."""
+        if now_s < self._check_at_s:
+            return None
+        self._check_at_s = now_s + CHECK_S
+        stamp = self._stamps()
+        if stamp == self._stamp:
+            return None
+        self._stamp = stamp
+        try:
+            self.policy = self._read()
+        except ConfigError as exc:
+            self.problem = f"{exc.message}\nthe policy from before stays in force"
+            return None
+        self.problem = ""
+        return self.policy
+
+    def _stamps(self) -> tuple[Stamp | None, Stamp | None]:
+        """Of the record and the file."""
+        return None if self._record is None else _stamp(self._record), _stamp(self.file)
+
+    def _read(self) -> Policy:
+        recorded, written = self._stamp
+        if written is None and not self._is_optional:
+            raise ConfigError(f"the policy file {self.file} does not exist")
+        layers = [] if recorded is None or self._record is None else [load_layer(self._record)]
+        layers += [] if written is None else [load_layer(self.file)]
+        policy, problems = compose((*layers, *self._variables), self._known)
+        if policy is None:
+            raise ConfigError("the policy is wrong\n" + "\n".join(problems), problems=problems)
+        return policy
+
+
+def _stamp(file: Path) -> Stamp | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def load_layer(file: Path) -> Layer:
+    """A policy file as a layer, not yet checked. Raises ConfigError for what is not YAML."""
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{file}: larger than {MAX_FILE_BYTES:,} bytes, the most that a policy may have")
+        return parse_layer(data.decode(), str(file))
+    except OSError as exc:
+        raise ConfigError(f"{file}: cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{file}: not UTF-8: {exc}") from exc
+
+
+def parse_layer(text: str, origin: str) -> Layer:
+    """As `load_layer`, of text. `origin` names the file in messages."""
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return Layer(origin, {})
+        reader = _Reader(loader)
+        values = reader.value(root, ())
+    except yaml.MarkedYAMLError as exc:
+        line = f":{exc.problem_mark.line + 1}" if exc.problem_mark is not None else ""
+        raise ConfigError(f"{origin}{line}: not YAML: {exc.problem or exc.context}; {_HINT}") from exc
+    except yaml.YAMLError as exc:  # characters that YAML does not allow
+        raise ConfigError(f"{origin}: not YAML: {str(exc).splitlines()[0]}") from exc
+    except RecursionError as exc:
+        raise ConfigError(f"{origin}: nested too deeply") from exc
+    return Layer(origin, values, reader.lines, tuple(reader.flaws))
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML looks ahead over all open brackets at each token; so many are none of a policy's."""
+
+    def fetch_flow_collection_start(self, kind: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(kind)
+
+
+class _Reader:
+    """From YAML nodes to plain values, with the line of each place. What is not plain is a flaw, and left out."""
+
+    def __init__(self, loader: yaml.SafeLoader) -> None:
+        self.lines: dict[Place, int] = {}
+        self.flaws: list[tuple[int, str]] = []
+        self._loader = loader
+        self._seen: set[int] = set()
+
+    def value(self, node: yaml.Node, place: Place) -> Any:
+        self.lines.setdefault(place, _line(node))
+        if id(node) in self._seen:
+            self._complain(node, "anchors and aliases are not allowed; write the value again")
+            return None
+        self._seen.add(id(node))
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            return dict(self._entries(node, place))
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            return [self.value(item, (*place, i)) for i, item in enumerate(node.value)]
+        if node.tag in _SCALARS:
+            try:
+                return self._loader.construct_object(node)
+            except (ValueError, OverflowError) as exc:
+                self._complain(node, f"{node.value!r:.80}: {exc}")
+                return None
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        self._complain(node, f"a value of YAML's kind {kind!r:.80} is not allowed; {_HINT}")
+        return None
+
+    def _entries(self, node: yaml.MappingNode, place: Place) -> Iterator[tuple[str, Any]]:
+        first_lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in _SCALARS:
+                self._complain(key_node, "a key that is not a name")
+                continue
+            key = key_node.value
+            if key in first_lines:
+                self._complain(key_node, f"key {key!r:.80} is given twice, first in line {first_lines[key]}")
+                continue
+            first_lines[key] = self.lines[(*place, key)] = _line(key_node)
+            yield key, self.value(value_node, (*place, key))
+
+    def _complain(self, node: yaml.Node, message: str) -> None:
+        self.flaws.append((_line(node), message))
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

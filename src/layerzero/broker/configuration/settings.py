@@ -1,0 +1,135 @@
+"""Every knob of the broker, declared once: name, default, unit, meaning. Variable: LAYERZERO_<NAME>.
+
+Precedence: command line > environment > config.toml in the user's configuration folder > default.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import platformdirs
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from layerzero.broker.core.limits import Limits
+from layerzero.envs.trust.allowed import record_path
+from layerzero.ipc.errors import ConfigError
+from layerzero.ipc.transport.endpoints import default_runtime_dir
+from layerzero.ipc.vocabulary.policy import variables
+
+APP = "layerzero"
+CONFIG_FILE = platformdirs.user_config_path(APP) / "config.toml"
+KEYS = platformdirs.user_config_path(APP) / "keys"
+POLICY_FILE = platformdirs.user_config_path(APP) / "policy.yaml"
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class Settings(BaseSettings):
+    """Read with `load()`, which turns a wrong value into a ConfigError."""
+
+    model_config = SettingsConfigDict(env_prefix="LAYERZERO_", toml_file=CONFIG_FILE, extra="forbid")
+
+    runtime_dir: Path = Field(
+        default_factory=lambda: default_runtime_dir(os.environ), description="sockets, locks and logs"
+    )
+    store: Path = Field(platformdirs.user_cache_path(APP), description="built environments and probe records")
+    perf_db: Path | None = Field(None, description="file of measured times; default: perf.db in the store")
+    manifest_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
+        (), description="more folders with env manifests, separated by ':'"
+    )
+    backends_dir: Path = Field(
+        platformdirs.user_config_path(APP) / "backends", description="backends from outside that lz env add has allowed"
+    )
+    policy: Path | None = Field(
+        None, description="policy file; default policy.yaml in the user's configuration folder, if it exists"
+    )
+    variant: Literal["cpu", "cu12", "cu13"] = Field("cpu", description="accelerator variant of the environments")
+    overlay: Path | None = Field(
+        None, description="interpreter whose overlays serve the backends that have one (lz env build --overlay)"
+    )
+    wheelhouse: Path | None = Field(
+        None, description="folder of wheels that lz env build uses in place of a network; the broker only names it"
+    )
+    timeout_s: Seconds = Field(60.0, description="how long one attempt of a call may run, when the call does not say")
+    start_timeout_s: Seconds = Field(120.0, description="how long a provider may take to load")
+    compile_timeout_s: Seconds = Field(600.0, description="how long a kernel may compile for one kind of calls")
+    linger_s: Annotated[float, Field(ge=0)] = Field(1.0, description="life of an idle broker after its last client")
+    max_in_flight: Annotated[int, Field(ge=1)] = Field(1024, description="open calls per client; more are BUSY")
+    depth: Annotated[int, Field(ge=1, le=256)] = Field(16, description="calls sent ahead to one worker")
+    share: Annotated[int, Field(ge=1, le=256)] = Field(2, description="of them one client's, while others call it, too")
+    standby: Annotated[int, Field(ge=0, le=8)] = Field(1, description="runners-up kept warm for fallback")
+    restart_budget: Annotated[int, Field(ge=0)] = Field(3, description="crashes of a worker within restart_window_s")
+    restart_window_s: Seconds = Field(30.0, description="window of restart_budget")
+    backoff_s: Seconds = Field(0.5, description="delay of the first restart; doubles with each crash in the window")
+    backoff_max_s: Seconds = Field(30.0, description="longest delay of a restart")
+    poison_quarantine_s: Seconds = Field(600.0, description="how long inputs that killed two workers are refused")
+    express: bool = Field(True, description="lend settled routes a lane straight to their worker")
+    allow_mps: bool = Field(
+        False, description="lz doctor finds MPS in order, although a fault of one process ends others"
+    )
+    joined: str = Field("", description="backends whose workers join by themselves: names separated by ',', or all")
+    joined_silence_s: Seconds = Field(2.5, description="so long a joined worker's keeper may not answer")
+    secret_file: Path | None = Field(None, description="the stack's secret; who connects must prove that they know it")
+    remote: str = Field("", description="tcp://ADDRESS:PORT for questions (status, health); needs keys")
+    keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")
+    allow_uids: str = Field("", description="other users who may connect, by number, separated by ','; needs a secret")
+    failpoints: str = Field("", description="faults for tests: backend:phase=action[@N], separated by ';'")
+
+    @field_validator("manifest_dirs", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(Path(p) for p in value.split(os.pathsep) if p) if isinstance(value, str) else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    def limits(self) -> Limits:
+        """The part that the core needs."""
+        return Limits(**{name: getattr(self, name) for name in Limits.__dataclass_fields__})
+
+    def policy_file(self) -> tuple[Path, bool]:
+        """The policy file, and whether it need not exist."""
+        return (POLICY_FILE, True) if self.policy is None else (self.policy, False)
+
+    def source_record(self) -> Path:
+        """What `lz env add` has recorded, in the form of a policy file; it need not exist."""
+        return record_path(self.backends_dir)
+
+    def policy_variables(self) -> list[dict[str, Any]]:
+        """The layers of policy that the environment sets."""
+        return variables(os.environ)
+
+    def failpoints_of(self, backend: str) -> str:
+        """This backend's part of `failpoints`, in the worker's form."""
+        items = (item.partition(":") for item in self.failpoints.split(";") if item)
+        return ",".join(point for name, _, point in items if name == backend)
+
+
+def load(**overrides: object) -> Settings:
+    """Settings from all sources. Raises ConfigError naming the setting, the value and what is allowed."""
+    try:
+        return Settings(**{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        known = ", ".join(Settings.model_fields)
+        hint = f"; known settings: {known}" if first["type"] == "extra_forbidden" else ""
+        raise ConfigError(
+            f"setting {name} (LAYERZERO_{name.upper()}): {first['msg']}, got {first['input']!r}{hint}"
+        ) from exc

@@ -1,0 +1,27 @@
+"""The dispatch table that policy names, as it lies in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import layerzero
+from layerzero.broker.selection import dispatch_table
+from layerzero.broker.selection.ranking import Engine
+from layerzero.ipc.errors import ConfigError
+
+
+def read(path: Path, engine: Engine, env_ids: Mapping[str, str]) -> dispatch_table.DispatchTable:
+    """Raises ConfigError for one that cannot be used here."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"the dispatch table {path} cannot be read: {exc}") from exc
+    return dispatch_table.load(
+        text,
+        str(path),
+        dispatch_table.Hardware.of(engine.device),
+        {name: capability.hash for name, capability in engine.capabilities.items()},
+        env_ids,
+        layerzero_version=layerzero.__version__,
+    )

@@ -1,0 +1,207 @@
+"""Control sockets of clients, workers and keepers: accept and greet them, take what comes through them, close them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io.authentication import Gate
+from layerzero.broker.io.offers import KINDS, Offers
+from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, refuse
+from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.worker_links import WorkerLinks, close_all
+from layerzero.broker.processes.registry import Processes
+from layerzero.broker.processes.self_registered import Joined, RemoteWorker
+from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError
+from layerzero.ipc.logs import log
+from layerzero.ipc.transport import control, messages
+
+FIRST_CLIENT_S = 10.0  # the client that started us gets so long to say hello, whatever the linger
+MAX_STRANGERS = 64  # connections that have not said hello
+
+
+class Connections:
+    """`welcome` says what a peer that may stay is told. `handle` takes what the core must hear; `note_change` is told
+    when `idle_since_s` or `due_s` may be others."""
+
+    def __init__(
+        self,
+        path: Path,
+        state: BrokerState,
+        descriptors: Descriptors,
+        links: WorkerLinks,
+        offers: Offers,
+        processes: Processes,
+        joined: Joined,
+        gate: Gate,
+        *,
+        welcome: Callable[[Peer], messages.Welcome],
+        handle: Callable[[ev.Event], None],
+        note_change: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._descriptors = descriptors
+        self._links = links
+        self._offers = offers
+        self._processes = processes
+        self._joined = joined
+        self._gate = gate
+        self._welcome = welcome
+        self._handle = handle
+        self._note_change = note_change
+        self._peers: dict[int, Peer] = {}  # by descriptor
+        self._numbers = itertools.count(1)
+        self.clients: dict[bytes, Peer] = {}
+        self.idle_since_s: float | None = time.monotonic() + FIRST_CLIENT_S  # None while there are clients
+        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._listener = control.listen(path, is_shared=gate.is_shared)
+        descriptors.watch(self._listener.fileno(), self._accept)
+
+    @property
+    def due_s(self) -> float:
+        """When the next hello is overdue."""
+        return min((peer.since_s + HELLO_TIMEOUT_S for peer in self._strangers()), default=math.inf)
+
+    def _strangers(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if not peer.role]
+
+    def end_silent(self, now_s: float) -> None:
+        """Close those whose hello is overdue."""
+        for peer in self._strangers():
+            if now_s >= peer.since_s + HELLO_TIMEOUT_S:
+                self.close(peer)
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as exc:
+                if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                # Out of descriptors: turn the caller away with the spare one, or its call would wake us for ever.
+                log("peer.refused", error="the broker has no file descriptors left; raise its limit (ulimit -n)")
+                os.close(self._spare_fd)
+                self._listener.accept()[0].close()
+                self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                return
+            sock.setblocking(False)
+            peer = Peer(sock, since_s=time.monotonic())
+            self._peers[sock.fileno()] = peer
+            self._descriptors.watch(sock.fileno(), lambda: self._receive(peer))
+            strangers = self._strangers()
+            if len(strangers) > MAX_STRANGERS:  # the oldest, of users who may not connect as long as there are any
+                self.close(min(strangers, key=self._gate.knows))
+            self._note_change()
+
+    def _receive(self, peer: Peer) -> None:
+        try:
+            if not peer.role:
+                self._hear_hello(peer)
+            elif peer.role == "client":
+                message, fds = control.receive(peer.sock, *KINDS)
+                self._offers.take(peer, message, fds)
+            elif peer.role == "keeper":
+                self._joined.take(peer)
+            else:
+                if peer.backlog:
+                    self._links.flush(peer)
+                control.receive(peer.sock)
+        except BlockingIOError:
+            return
+        except (control.Closed, OSError):
+            self.close(peer)
+        except LayerZeroError as exc:
+            if isinstance(self._processes.get((peer.backend, peer.generation)), RemoteWorker):
+                # Not closed: the end of this connection is what will tell that the worker has ended.
+                self._handle(ev.WorkerMisbehaved(peer.backend, peer.generation, exc.message))
+                return
+            refuse(peer, exc)
+            log("peer.refused", role=peer.role, pid=peer.pid, error=exc.message)
+            self.close(peer)
+
+    def _hear_hello(self, peer: Peer) -> None:
+        if peer.hello is None:
+            hello, fds = control.receive(peer.sock, messages.Hello)
+            close_all(fds)
+            challenge = self._gate.examine(peer, hello)
+            if challenge is None:
+                self._greet(peer, hello)
+            else:
+                control.send(peer.sock, challenge)
+        else:
+            proof, fds = control.receive(peer.sock, messages.Proof)
+            close_all(fds)
+            self._gate.verify(peer, proof)
+            self._greet(peer, peer.hello)
+
+    def _greet(self, peer: Peer, hello: messages.Hello) -> None:
+        fds: tuple[int, ...] = ()
+        if hello.role == "worker":
+            process = self._processes.of_ticket(hello.ticket)
+            if process is None or self._links.get(process.backend, process.generation) is not None:
+                raise ProtocolError("unknown worker ticket")
+            peer.backend, peer.generation = process.backend, process.generation
+            fds = (process.page_fd,)
+        elif hello.role not in ("client", "keeper"):
+            raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, keeper, worker")
+        elif self._state.stopping:
+            raise BrokerLost("the broker is shutting down")
+        elif hello.role == "keeper":
+            self._joined.check(hello)
+        peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)
+        self._note_change()
+        if peer.role == "client":
+            self.clients[peer.identity] = peer
+            self.idle_since_s = None
+            self._handle(ev.ClientJoined(peer.identity, peer.number))
+        elif peer.role == "worker":
+            self._links.add(peer)
+        control.send(peer.sock, self._welcome(peer), fds)
+        if peer.role == "keeper":
+            self._joined.add(peer, hello)
+
+    def drop_client(self, action: act.DropClient) -> None:
+        peer = self.clients.get(action.identity)
+        if peer is not None:
+            refuse(peer, ProtocolError(action.detail))
+            log("client.dropped", client=peer.number, pid=peer.pid, detail=action.detail)
+            self.close(peer)
+
+    def close(self, peer: Peer) -> None:
+        """More than once does no harm."""
+        fd = peer.sock.fileno()
+        if self._peers.pop(fd, None) is None:
+            return
+        self._descriptors.unwatch(fd)
+        peer.close()
+        if peer.role == "client":
+            del self.clients[peer.identity]
+            if not self.clients:
+                self.idle_since_s = time.monotonic()
+                self._note_change()
+            self._handle(ev.ClientLeft(peer.identity))
+        elif peer.role == "worker":
+            self._links.remove(peer)
+            if not self._state.stopping or peer.backend in self._joined.names:
+                self._processes.hung_up(peer.backend, peer.generation)
+        elif peer.role == "keeper":
+            self._joined.part(peer)
+
+    def stop_listening(self) -> None:
+        self._listener.close()
+
+    def close_all(self) -> None:
+        """The core hears nothing of it."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        os.close(self._spare_fd)

@@ -1,0 +1,1 @@
+"""The broker's decisions, pure: events in, actions out, no clock, no socket, no process."""

@@ -1,0 +1,171 @@
+"""Calls as they come to the broker: from clients, and back from lanes whose worker ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.clients import Sessions
+from layerzero.broker.core.dispatch import Calls
+from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.graph_calls import Bells
+from layerzero.broker.core.lease_policy import Settling
+from layerzero.broker.core.leases import Lost
+from layerzero.broker.core.limits import Limits
+from layerzero.broker.core.model import Call, Client, Route
+from layerzero.broker.core.prepared import Signatures
+from layerzero.broker.core.quarantine import Quarantine
+from layerzero.broker.core.stream_order import OpenTurn, Turns
+from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, ProtocolError
+
+
+class Admission:
+    """`clients` are by identity."""
+
+    def __init__(
+        self,
+        clients: Mapping[bytes, Client],
+        sessions: Sessions,
+        fleet: Fleet,
+        signatures: Signatures,
+        calls: Calls,
+        settling: Settling,
+        turns: Turns,
+        bells: Bells,
+        quarantine: Quarantine,
+        limits: Limits,
+        agenda: Agenda,
+    ) -> None:
+        self._clients = clients
+        self._sessions = sessions
+        self._fleet = fleet
+        self._signatures = signatures
+        self._calls = calls
+        self._settling = settling
+        self._turns = turns
+        self._bells = bells
+        self._quarantine = quarantine
+        self._limits = limits
+        self._agenda = agenda
+
+    def take(self, event: ev.CallArrived) -> None:
+        client = self._clients[event.identity]
+        lost = client.lost.get(event.after_lane)
+        if lost is not None and lost.has_taken(event.after_call):
+            return
+        call = self.admit(event)
+        if call is None:
+            return
+        if lost is None:
+            self._calls.place(call)
+        elif lost.is_ring:  # it was put when nobody would take it any more
+            self.resume(call, lost, is_blamed=False)
+        else:
+            del client.lost[event.after_lane]
+            self.resume(call, lost, is_blamed=lost.blames(event.after_lane, event.after_call))
+
+    def admit(self, event: ev.CallArrived, *, is_bounded: bool = True) -> Call | None:
+        """A call comes to the broker. None when it has ended in an error, or its client is dropped for it."""
+        client = self._clients[event.identity]
+        route = client.routes.get(event.route)
+        if route is None:
+            missing = client.refused_routes.get(event.route)
+            if missing is not None:
+                self._agenda.do(act.Refuse(client.identity, event.seq, missing))
+            else:
+                self._sessions.drop(client, f"call on unknown route {event.route}")
+            return None
+        try:
+            turn = self._begin_turn(client, route, event)
+            if self._agenda.stopping:
+                self._refuse(client, event.seq, turn, BrokerLost("the broker is shutting down"))
+                return None
+            limit = self._limits.max_in_flight
+            if is_bounded and client.open_calls >= limit:
+                error = Busy(f"{client.open_calls} calls are open; allowed: {limit}", limit=client.open_calls)
+                self._refuse(client, event.seq, turn, error)
+                return None
+            arenas = route.checked.get(event.body)
+            if arenas is None:
+                arenas = route.check(event.body, client.arenas)
+        except ProtocolError as exc:
+            self._sessions.drop(client, str(exc))
+            return None
+        refusal = self._quarantine.refusal(route.signature.key, event.digest, self._agenda.now_s)
+        if refusal is not None:
+            self._refuse(client, event.seq, turn, refusal)
+            return None
+        client.open_calls += 1
+        route.signature.users += 1
+        timeout_s = event.timeout_s or self._limits.timeout_s
+        call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
+        if turn is not None:
+            call.turn, turn.call = turn, call
+        if event.bell is not None:
+            call.take_bell(event.bell, event.binding)
+        if call.gpu:
+            self._pass_by_the_deaf(call)
+        return call
+
+    def _refuse(self, client: Client, seq: int, turn: OpenTurn | None, error: LayerZeroError) -> None:
+        """It never becomes a call."""
+        refusal = act.Refuse(client.identity, seq, error)
+        if turn is None:
+            self._agenda.do(refusal)
+        else:
+            self._turns.fail(turn, refusal)
+
+    def _begin_turn(self, client: Client, route: Route, event: ev.CallArrived) -> OpenTurn | None:
+        """None for a call on the CPU, or with a bell. Raises ProtocolError for a call without the turn or bell that its
+        device asks for, or with a senseless one."""
+        gpu = route.signature.spec.device
+        places = (event.turn is not None) + (event.bell is not None)
+        if places != bool(gpu):
+            has = {0: "without a turn", 1: "with a turn or a bell", 2: "with a turn and a bell"}[places]
+            raise ProtocolError(f"a call on {gpu or 'the CPU'} comes {has}")
+        if not gpu:
+            return None
+        if gpu not in client.gpus:
+            raise ProtocolError(f"a call on {gpu}, which the client has not added")
+        if event.turn is None:
+            assert event.bell is not None
+            self._bells.check(client, gpu, event.bell)
+            return None
+        return self._turns.begin(client, gpu, event.turn)
+
+    def _pass_by_the_deaf(self, call: Call) -> None:
+        """The call goes past workers that its client's memory is known not to reach, and is not run by the client."""
+        call.may_run_here = False
+        workers = self._fleet.workers
+        if any(worker.deaf for worker in workers.values()):
+            for verdict in self._signatures.order(call.route.signature):
+                error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
+                if error is not None:
+                    call.tried.add(verdict.backend)
+                    call.last_error = error
+
+    def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
+        """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
+        worker = self._fleet.workers[lost.backend]
+        if call.route.number not in lost.kernels:
+            self._calls.place(call)
+            return
+        call.kernel_id = lost.kernels[call.route.number]
+        call.attempt = 1
+        if is_blamed:
+            call.deaths += lost.is_crash
+            error, code = lost.error, lost.exit_code
+            self._calls.attempt_failed(call, worker, error, exit_code=code, phase=lost.phase, pid=lost.worker_pid)
+        elif worker.state in (WorkerState.BACKOFF, WorkerState.DISABLED):
+            self._calls.requeue(call, worker, lost.exit_code, lost.worker_pid)
+        else:  # the worker is back already
+            self._calls.place(call)
+
+    def poison(self, event: ev.CallPoisoned) -> None:
+        route = self._clients[event.identity].routes.get(event.route)
+        if route is not None:
+            self._quarantine.add(route.signature.key, event.digest, self._agenda.now_s)
+            self._settling.revoke()  # calls of this signature must show what they bring

@@ -1,0 +1,176 @@
+"""Compilations as calls meet them: which ones they start, which calls wait for one, and what then becomes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.model import Call, Client
+from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.selection.compile_queue import Job
+from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.selection.signature import CallSpec, Verdict
+from layerzero.capabilities.compile_unit import Unit
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.errors import DeadlineExceeded
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A call that only this unit's kernel can serve."""
+
+    call: Call
+    unit: Unit
+    since_s: float
+
+    @property
+    def due_s(self) -> float:
+        return self.since_s + self.call.timeout_s
+
+
+class Compiling:
+    def __init__(self, engine: Engine, fleet: Fleet, agenda: Agenda) -> None:
+        self._engine = engine
+        self._fleet = fleet
+        self._agenda = agenda
+        self.held: list[Held] = []
+
+    def start(self, spec: CallSpec, verdicts: Iterable[Verdict], *, is_urgent: bool = False) -> None:
+        """Have kernels compiled for calls of this signature, beside all calls; probe those that nobody has yet."""
+        for verdict in verdicts:
+            if verdict.uncompiled is None:
+                self._fleet.need(self._fleet.workers[verdict.backend])
+                continue
+            self._do(self._engine.compilation.ask(_job(spec, verdict), is_urgent=is_urgent))
+
+    def _do(self, job: Job | None) -> None:
+        if job is not None and not self._agenda.stopping:
+            self._agenda.do(act.Compile(job.backend, job.unit, job.body))
+
+    def start_asked(self, event: ev.CompileAsked) -> None:
+        """Somebody warms up."""
+        wanted = [v for v in self.missing(event.spec, self._agenda.now_s) if v.backend in event.backends]
+        self.start(event.spec, wanted, is_urgent=True)
+
+    def missing(self, spec: CallSpec, now_s: float) -> list[Verdict]:
+        """Kernels that would serve such calls were they compiled, or probed before that. Changes nothing."""
+        ranked = self._engine.rank(spec, self._engine.context(spec), self._fleet.unavailable, now_s)
+        return [verdict for verdict in ranked if verdict.uncompiled is not None or self._is_unseen(verdict)]
+
+    def _is_unseen(self, verdict: Verdict) -> bool:
+        """Its probe is to come."""
+        if verdict.kernel is None or not verdict.is_accepted or not verdict.kernel.needs_jit:
+            return False
+        is_known = self._engine.certification.is_known(verdict.kernel_id)
+        state = self._fleet.workers[verdict.backend].state
+        return not is_known and state in (WorkerState.ABSENT, WorkerState.PROBING)
+
+    def end(self, event: ev.CompileEnded) -> list[Call]:
+        """A compilation is over. Returns the calls that waited for it."""
+        unit, agenda = event.unit, self._agenda
+        self._do(self._engine.compilation.end(event.backend, unit, event.failure))
+        self._engine.epoch += 1
+        facts = {"backend": event.backend, "kernel_id": unit.kernel_id, "calls": unit.calls}
+        if event.failure:
+            agenda.do(act.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
+        else:
+            agenda.do(act.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
+        waiting = self._take([held for held in self.held if held.unit == unit])
+        if not event.failure:
+            for held in waiting:
+                held.call.attempts.append(waited(held, event.backend, agenda.now_s))
+        return [held.call for held in waiting]
+
+    # --- calls that wait -----------------------------------------------------------------------------------
+
+    def hold(self, call: Call) -> bool:
+        """Keep a call that nobody else can serve until a kernel is compiled for it. False: none will be."""
+        signature = call.route.signature
+        for verdict in signature.ranked:
+            if verdict.uncompiled is not None and verdict.backend not in call.tried:
+                self.start(signature.spec, (verdict,), is_urgent=True)
+                if not self._engine.compilation.is_under_way(_job(signature.spec, verdict)):
+                    continue  # there is no room for it
+                self.held.append(Held(call, verdict.uncompiled, self._agenda.now_s))
+                self._wake()
+                return True
+        return False
+
+    def calls(self) -> list[Call]:
+        """Those that are held."""
+        return [held.call for held in self.held]
+
+    def take(self, client: Client | None = None) -> list[Call]:
+        """The held calls of a client, or all, which are held no more."""
+        return [held.call for held in self._take([h for h in self.held if client in (None, h.call.client)])]
+
+    def drop(self, call: Call) -> bool:
+        """Hold it no more. False when it is not held."""
+        return bool(self._take([held for held in self.held if held.call is call]))
+
+    def take_overdue(self) -> list[Held]:
+        """Those that have waited for as long as they may run, which are held no more."""
+        overdue = self._take([held for held in self.held if self._agenda.now_s >= held.due_s])
+        self._wake()
+        return overdue
+
+    def _take(self, wanted: list[Held]) -> list[Held]:
+        self.held = [held for held in self.held if held not in wanted]
+        return wanted
+
+    def _wake(self) -> None:
+        self._agenda.wake_by(min((held.due_s for held in self.held), default=math.inf))
+
+
+def _job(spec: CallSpec, verdict: Verdict) -> Job:
+    assert verdict.uncompiled is not None
+    return Job(verdict.backend, verdict.uncompiled, spec.prepare(verdict.kernel_id, is_graph_safe=False))
+
+
+def to_compile(ranked: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """The kernels that would be ahead of the best accepted one were they compiled; of those that no probe has seen, the
+    probe comes first. None where nothing is accepted: then a call is held for one after the other."""
+    best = next((verdict for verdict in ranked if verdict.is_accepted), None)
+    if best is None:
+        return ()
+    return tuple(
+        verdict
+        for verdict in ranked
+        if verdict is not best
+        and (verdict.uncompiled is not None or (verdict.is_accepted and "jit" in verdict.terms))
+        and _score(verdict) > _score(best)
+    )
+
+
+def _score(verdict: Verdict) -> float:
+    """What it will be once the kernel is compiled."""
+    return verdict.score - verdict.terms.get("jit", 0.0)
+
+
+def waited(held: Held, backend: str, now_s: float) -> dict[str, Any]:
+    """For the report of a call that was held: its first attempt."""
+    return {
+        "backend": backend,
+        "kernel_id": held.unit.kernel_id,
+        "worker_pid": 0,
+        "code": Reason.NOT_COMPILED.value,
+        "detail": f"it waited {now_s - held.since_s:.1f} s until the kernel was compiled for {held.unit.calls}",
+        "exit_signal": None,
+        "exit_code": None,
+        "phase": "queued",
+    }
+
+
+def overdue(held: Held) -> DeadlineExceeded:
+    """The error of a call that waited for as long as it may run."""
+    text = (
+        f"{held.unit.kernel_id} is being compiled for {held.unit.calls}, no other kernel serves the call, and it "
+        f"waited for {held.call.timeout_s:g} s. The compilation goes on: call again later, or warm up first (lz.warmup)"
+    )
+    return DeadlineExceeded(text, timeout_s=held.call.timeout_s, kernel_id=held.unit.kernel_id)

@@ -1,0 +1,40 @@
+"""Decisions as clients hear of them: each route's has a number, and is sent when it is a new one."""
+
+from __future__ import annotations
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.model import Call, Worker
+from layerzero.broker.selection.ranking import Engine
+from layerzero.ipc.transport.messages import Decision, encode
+
+
+class Decisions:
+    def __init__(self, engine: Engine, agenda: Agenda) -> None:
+        self._engine = engine
+        self._agenda = agenda
+
+    def number(self, call: Call, worker: Worker) -> int:
+        """Of the decision that the worker's answer to this call follows."""
+        route, signature = call.route, call.route.signature
+        decided_for = (call.kernel_id, worker.generation, signature.seen[0])
+        if route.decided_for != decided_for:
+            route.decided_for = decided_for
+            route.decision = call.client.next_decision
+            call.client.next_decision += 1
+            kernel = self._engine.kernel(call.kernel_id)
+            body = encode(
+                Decision(
+                    kernel_id=call.kernel_id,
+                    backend=worker.backend,
+                    worker_pid=worker.pid,
+                    copies_inputs=kernel.copies_inputs,
+                    copies_outputs=kernel.copies_outputs,
+                    candidates=[v.to_wire() for v in signature.ranked],
+                    shadow_rate=self._engine.policy_for(signature.spec).shadow_rate,
+                    offers_samples=self._engine.policy.tune_budget > 0,
+                    slot=worker.slot if signature.spec.device else 0,
+                )
+            )
+            self._agenda.do(act.SendDecision(call.client.identity, route.number, route.decision, body))
+        return route.decision

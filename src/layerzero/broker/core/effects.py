@@ -1,0 +1,28 @@
+"""What the core is at: the time, what must be done for the present event, when to look again."""
+
+from __future__ import annotations
+
+import math
+
+from layerzero.broker.core import actions as act
+
+
+class Agenda:
+    """Shared by the core's parts."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.wakeup_s = math.inf  # the server sends a Tick at this time
+        self.stopping = False  # the broker takes no more calls
+        self.actions: list[act.Action] = []
+
+    def begin(self, now_s: float) -> None:
+        """Another event."""
+        self.now_s = now_s
+        self.actions = []
+
+    def do(self, *actions: act.Action) -> None:
+        self.actions += actions
+
+    def wake_by(self, at_s: float) -> None:
+        self.wakeup_s = min(self.wakeup_s, at_s)

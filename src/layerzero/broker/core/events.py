@@ -1,0 +1,404 @@
+"""What can happen to the broker's core; actions.py has what it can ask for. Plain data, no I/O.
+
+Byte strings named `identity` are the routing ids of ZeroMQ peers: one per start of a process, never reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from layerzero.broker.selection.policy import Policy
+from layerzero.broker.selection.shadow import Comparison
+from layerzero.broker.selection.signature import CallSpec
+from layerzero.broker.selection.timings import PerfRow
+from layerzero.capabilities.compile_unit import Unit
+from layerzero.capabilities.match import Rejection
+from layerzero.envs.probe.probe import ProbeRecord
+from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.shm.ring import RingCall
+from layerzero.ipc.shm.timeline_page import Turn
+
+
+@dataclass(slots=True)
+class ClientJoined:
+    identity: bytes
+    number: int
+
+
+@dataclass(slots=True)
+class ClientLeft:
+    identity: bytes
+
+
+@dataclass(slots=True)
+class ArenaOffered:
+    identity: bytes
+    arena: int
+    nbytes: int
+    gpu: str = ""  # UUID of the GPU that it is on
+
+
+@dataclass(slots=True)
+class GpuOffered:
+    """The client brings an order page and a memory offer for its calls on a GPU, for the first time or again."""
+
+    identity: bytes
+    gpu: str
+    has_new_page: bool = True  # False: the page is the one of its last offer
+
+
+@dataclass(slots=True)
+class ArenaGivenUp:
+    identity: bytes
+    arena: int
+
+
+@dataclass(slots=True)
+class RouteDefined:
+    """`body` is the encoded Route message: equal bodies are equal signatures."""
+
+    identity: bytes
+    route: int
+    body: bytes
+
+
+@dataclass(slots=True)
+class RouteForgotten:
+    identity: bytes
+    route: int
+
+
+@dataclass(slots=True)
+class CallArrived:
+    identity: bytes
+    route: int
+    seq: int
+    timeout_s: float  # 0: the default
+    body: bytes
+    digest: bytes = b""
+    may_run_here: bool = False
+    after_lane: int = 0  # the express lane that ended with this call on it
+    after_call: int = 0  # the low half of that call's number on the lane
+    turn: Turn | None = None  # its place in a lane of the order page; a call on a GPU has one, or
+    bell: int | None = None  # of the order page: it is in a CUDA graph of the client
+    binding: int = 0  # of the bell
+
+
+@dataclass(slots=True)
+class CallUnbound:
+    """The graph that a bound call is in is gone, or its client does not want it in any more."""
+
+    identity: bytes
+    seq: int
+
+
+@dataclass(slots=True)
+class BellsSeen:
+    """Bells of bound calls that are rung, or taken and not done, by dispatches: the words. Comes once a second while
+    there are bound calls, and just before WorkerExited."""
+
+    busy: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class LaneOpened:
+    """The client made the page of a lane that a lease named, on a GPU its ring."""
+
+    identity: bytes
+    lane: int
+    gpu: str = ""
+
+
+@dataclass(slots=True)
+class LaneOverdue:
+    """A call on a lane has run longer than its client allows, and has not ended. `nonsense`: what is wrong with the end
+    that the worker gave it instead."""
+
+    identity: bytes
+    lane: int
+    route: int
+    timeout_s: float
+    call: int = 0  # of the lane
+    nonsense: str = ""
+
+
+@dataclass(slots=True)
+class LaneSeen:
+    """`calls` more have ended on a lane; the last one took `kernel_ns` on `plan`, 0 when it did not run to its end."""
+
+    lane: int
+    calls: int
+    plan: int
+    kernel_ns: int
+
+
+@dataclass(slots=True)
+class CallLeft:
+    """A worker does not enqueue a call of a ring: it is the broker's from here on. `error`: the kernel raised it."""
+
+    identity: bytes  # of the worker
+    lane: int
+    call: RingCall
+    error: LayerZeroError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RingLook:
+    """What is on a ring: calls whose turns are not done, oldest first, and which of them have their inputs. Some may
+    have been left to the broker. `head`: the last call that was put; `taken`: that the worker has taken."""
+
+    head: int
+    taken: int
+    calls: Sequence[RingCall]
+    ready: Collection[int] = ()  # numbers of calls
+
+
+@dataclass(slots=True)
+class RingsSeen:
+    """All rings at one time, by lanes. Comes once a second while there are any, and more often while the broker ends
+    those of a client that has left."""
+
+    looks: Mapping[int, RingLook]
+
+
+@dataclass(slots=True)
+class TurnsReached:
+    """Streams of clients have come to these turns, which were refused: client's number, GPU, place."""
+
+    keys: Sequence[tuple[int, str, Turn]]
+
+
+@dataclass(slots=True)
+class TurnsSeen:
+    """What order pages say of the calls that a worker has enqueued on a GPU, by their dispatches: which are done, and
+    of which the inputs are there. Comes once a second while there are any, before each Tick, and just before
+    WorkerExited, for that worker; then `done` has calls, too, that it could not answer any more."""
+
+    backend: str
+    generation: int
+    done: Sequence[int]
+    ready: Collection[int] = ()
+
+
+@dataclass(slots=True)
+class CallPoisoned:
+    identity: bytes
+    route: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class ProbeEnded:
+    """`error` is None when the environment works; `record` says what of it is certified, and is None when no probe
+    could run."""
+
+    backend: str
+    error: LayerZeroError | None
+    record: ProbeRecord | None = None
+
+
+@dataclass(slots=True)
+class CompileAsked:
+    """Somebody wants kernels compiled before calls of this signature come."""
+
+    spec: CallSpec
+    backends: Collection[str]
+
+
+@dataclass(slots=True)
+class CompileEnded:
+    """`failure` is empty when the kernel is compiled for these calls now; else the compiler's last lines."""
+
+    backend: str
+    unit: Unit
+    failure: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class WorkerSpawned:
+    backend: str
+    generation: int
+    pid: int
+
+
+@dataclass(slots=True)
+class SpawnFailed:
+    """`vacancy`: of a joined backend, why nobody was there to start it."""
+
+    backend: str
+    generation: int
+    error: LayerZeroError
+    vacancy: Rejection | None = None
+
+
+@dataclass(slots=True)
+class BackendOffered:
+    """Of a joined backend: someone is there who can start its worker, or why nobody is."""
+
+    backend: str
+    vacancy: Rejection | None
+
+
+@dataclass(slots=True)
+class WorkerLost:
+    """A joined worker that was to be killed cannot be reached: it may yet write, and nobody knows until when. Comes
+    after Kill; WorkerGone follows when its end is confirmed, if ever."""
+
+    backend: str
+    generation: int
+
+
+@dataclass(slots=True)
+class WorkerGone:
+    """The end of a worker that was lost is confirmed."""
+
+    backend: str
+    generation: int
+
+
+@dataclass(slots=True)
+class WorkerReady:
+    identity: bytes
+    backend: str
+    generation: int
+    versions: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class CallRan:
+    identity: bytes
+    dispatch: int
+    attempt: int
+    kernel_ns: int
+    body: bytes
+    is_replayed: bool = False  # from a CUDA graph
+
+
+@dataclass(slots=True)
+class CallRaised:
+    identity: bytes
+    dispatch: int
+    attempt: int
+    error: LayerZeroError
+
+
+@dataclass(slots=True)
+class WorkerMisbehaved:
+    """It sent bytes that break the protocol. `is_silent`: it says nothing, in place of that."""
+
+    backend: str
+    generation: int
+    detail: str
+    is_silent: bool = False
+
+
+@dataclass(slots=True)
+class WorkerExited:
+    """Its exit is confirmed: no write of this process can come any more. `executing` is what its control page
+    said at the end, 0 when idle. Calls that it had enqueued are not done, or TurnsSeen has just said so. `rings`: what
+    was on its rings after their clients were told of the end, by lanes."""
+
+    backend: str
+    generation: int
+    exit_code: int  # negative: killed by that signal
+    executing: int
+    phase: str
+    stderr_tail: str
+    rings: Mapping[int, RingLook] = field(default_factory=dict)
+    is_departure: bool = False  # of a joined worker: who had started it has ended, too
+    oom: str = ""  # where the kernel killed it for lack of memory, if it did
+
+
+@dataclass(slots=True)
+class BackendReset:
+    """Someone repaired it: forget its failures. `missing` says why it still cannot start, or is None."""
+
+    backend: str
+    missing: Rejection | None
+
+
+@dataclass(slots=True)
+class ShadowCompared:
+    """A client ran a call again on a reference kernel, and compared."""
+
+    comparison: Comparison
+
+
+@dataclass(slots=True)
+class TimesLoaded:
+    """Measured times of a backend that an earlier broker stored."""
+
+    rows: Sequence[PerfRow]
+
+
+@dataclass(slots=True)
+class Tick:
+    """Time has passed `BrokerState.wakeup_s`. `executing`: what the workers' control pages say, by backend and
+    generation."""
+
+    executing: Mapping[tuple[str, int], int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PolicyChanged:
+    policy: Policy
+
+
+@dataclass(slots=True)
+class RanInClient:
+    """A kernel that policy wants in the client's process ran there."""
+
+    identity: bytes
+    route: int
+    kernel_id: str
+    kernel_ns: int
+    error: LayerZeroError | None = None
+
+
+@dataclass(slots=True)
+class ShutdownAsked:
+    pass
+
+
+Event = (
+    ClientJoined
+    | ClientLeft
+    | ArenaOffered
+    | GpuOffered
+    | ArenaGivenUp
+    | RouteDefined
+    | RouteForgotten
+    | CallArrived
+    | CallUnbound
+    | BellsSeen
+    | LaneOpened
+    | LaneOverdue
+    | LaneSeen
+    | CallLeft
+    | RingsSeen
+    | TurnsReached
+    | TurnsSeen
+    | CallPoisoned
+    | ProbeEnded
+    | CompileAsked
+    | CompileEnded
+    | WorkerSpawned
+    | SpawnFailed
+    | WorkerReady
+    | CallRan
+    | CallRaised
+    | WorkerMisbehaved
+    | WorkerExited
+    | WorkerLost
+    | WorkerGone
+    | BackendOffered
+    | BackendReset
+    | ShadowCompared
+    | TimesLoaded
+    | Tick
+    | PolicyChanged
+    | RanInClient
+    | ShutdownAsked
+)

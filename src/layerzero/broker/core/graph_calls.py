@@ -1,0 +1,134 @@
+"""Calls in clients' CUDA graphs (docs/protocol.md, section 15) as the core sees them: which are bound to bells at which
+worker, and which take too long there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.compile_waits import Compiling
+from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.limits import Limits
+from layerzero.broker.core.model import Call, Client, Worker
+from layerzero.broker.core.prepared import Signatures
+from layerzero.broker.core.release import Closing
+from layerzero.broker.core.worker_lifecycle import Fleet, too_long
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.shm.timeline_page import BELLS, TAKEN
+
+
+class Bells:
+    """A bound call counts as enqueued. `clients` are by identity."""
+
+    def __init__(
+        self,
+        clients: Mapping[bytes, Client],
+        fleet: Fleet,
+        signatures: Signatures,
+        compiling: Compiling,
+        closing: Closing,
+        limits: Limits,
+        agenda: Agenda,
+    ) -> None:
+        self._clients = clients
+        self._fleet = fleet
+        self._signatures = signatures
+        self._compiling = compiling
+        self._closing = closing
+        self._limits = limits
+        self._agenda = agenda
+        self.is_awaited = False  # somebody waits for the broker to look at bells closely
+
+    def holds(self, identity: bytes, gpu: str) -> bool:
+        """Whether a client has bells on a GPU: then its memory must stay as workers reach it."""
+        return any(its == gpu for its, _ in self._clients[identity].bells)
+
+    @staticmethod
+    def check(client: Client, gpu: str, bell: int) -> None:
+        """Raises ProtocolError for a bell that is not there or is taken."""
+        if not 0 <= bell < BELLS:
+            raise ProtocolError(f"bell {bell}; allowed: below {BELLS}")
+        if (gpu, bell) in client.bells:
+            raise ProtocolError(f"bell {bell} is bound already")
+
+    def bind(self, call: Call, worker: Worker) -> None:
+        """The worker has answered: it serves the bell from here on."""
+        self.is_awaited |= bool(call.tried)
+        worker.bells[call.dispatch] = call
+        call.busy_since_s = call.watched_since_s = math.inf
+        call.client.open_calls -= 1
+        call.client.enqueued += 1
+        call.is_enqueued = call.was_answered = True
+
+    def unbind(self, event: ev.CallUnbound) -> None:
+        call = self._clients[event.identity].bound.get(event.seq)
+        if call is None:
+            return  # it has just ended in an error
+        call.free_bell()
+        call.is_unbound = True
+        if self._compiling.drop(call):
+            self._closing.close(call)
+        for worker in self._fleet.workers.values():
+            if call in worker.waiting:
+                worker.waiting.remove(call)
+                self._closing.close(call)
+            elif call in worker.running:  # at once: the bell's next call may go to this worker
+                self._mute(worker, call)
+            elif worker.bells.get(call.dispatch) is call:
+                self._release(worker, call)
+
+    def end_client(self, client: Client) -> None:
+        for worker in self._fleet.workers.values():
+            for call in [call for call in worker.bells.values() if call.client is client]:
+                self._release(worker, call)
+
+    @staticmethod
+    def take_all(worker: Worker) -> list[Call]:
+        """The worker is dead: these are to be bound elsewhere."""
+        calls = list(worker.bells.values())
+        worker.bells.clear()
+        for call in calls:
+            call.client.open_calls += 1
+            call.client.enqueued -= 1
+            call.is_enqueued = False
+        return calls
+
+    def see(self, event: ev.BellsSeen) -> None:
+        """A bell that is seen busy twice may be in another replay by then: one that has been busy for half the time is
+        watched closely for the other half. So is one that was moved: what was tried for one replay does not count for
+        all later ones."""
+        now_s, timeout_s = self._agenda.now_s, self._limits.timeout_s
+        self.is_awaited = False
+        for worker in self._fleet.workers.values():
+            for call in worker.bells.values():
+                word = event.busy.get(call.dispatch)
+                if call.tried and (word is None or (call.bell_word >= TAKEN and call.bell_word != word)):
+                    call.deaths, call.attempts, call.last_error = 0, [], None  # it came through
+                    call.tried.clear()
+                self.is_awaited |= bool(call.tried)
+                if word is None or word != call.bell_word or call.busy_since_s == math.inf:
+                    call.busy_since_s = now_s if word is not None else math.inf
+                    call.bell_word, call.watched_since_s = word or 0, math.inf
+                elif now_s - call.busy_since_s >= timeout_s / 2:
+                    call.watched_since_s = min(call.watched_since_s, now_s)
+                    self.is_awaited = True
+                    if now_s - call.watched_since_s >= timeout_s / 2 and worker.fault is None:
+                        worker.late = call
+                        self._fleet.fault(worker, too_long(call.kernel_id, worker, timeout_s))
+
+    @staticmethod
+    def in_gpu(worker: Worker) -> Call | None:
+        """One that the GPU may have been in."""
+        return next((call for call in worker.bells.values() if call.busy_since_s < math.inf), None)
+
+    def _release(self, worker: Worker, call: Call) -> None:
+        del worker.bells[call.dispatch]
+        self._mute(worker, call)
+        self._closing.close(call)
+
+    def _mute(self, worker: Worker, call: Call) -> None:
+        if worker.identity and call.bell is not None:
+            plan = self._signatures.plan_of(call)
+            self._agenda.do(act.SendMute(worker.identity, plan, call.client.number, call.bell))

@@ -1,0 +1,196 @@
+"""What the broker's core remembers: clients, calls, workers. Plain records; the core's parts change them."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from layerzero.broker.core.fair_queue import Waiting
+from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.broker.selection.signature import Signature
+from layerzero.ipc.errors import LayerZeroError, ProtocolError
+from layerzero.ipc.transport import wire
+
+if TYPE_CHECKING:
+    from layerzero.broker.core.leases import Lost
+    from layerzero.broker.core.stream_order import OpenTurn
+
+MAX_CHECKED_BODIES = 256
+
+
+class Arena(NamedTuple):
+    nbytes: int
+    gpu: str = ""  # UUID of the GPU that it is on; empty for shared memory
+
+
+@dataclass
+class Route:
+    """A client's use of a signature. `decision` numbers change when what serves it changes."""
+
+    number: int
+    signature: Signature
+    checked: OrderedDict[bytes, tuple[int, ...]] = field(default_factory=OrderedDict)  # valid bodies -> arenas
+    decision: int = 0
+    decided_for: tuple[str, int, int] | None = None  # kernel id, worker generation, epoch
+    is_leased: bool = False
+    settled: int = 0  # calls in a row that `settled_on` answered
+    settled_on: tuple[str, int] | None = None  # kernel id, worker generation
+
+    def check(self, body: bytes, arenas: Mapping[int, Arena]) -> tuple[int, ...]:
+        """The arenas that the references in `body` use; `arenas` has the client's.
+
+        Raises ProtocolError for a reference that does not hold its tensor. Bodies that passed are remembered.
+        """
+        spec = self.signature.spec
+        specs = (*spec.inputs, *spec.outputs)
+        if len(body) != len(specs) * wire.REF_BYTES:
+            raise ProtocolError(f"a call of {spec.op} has {len(specs)} references, got {len(body)} bytes")
+        used = set()
+        for tensor, ref in zip(specs, wire.unpack_refs(body, len(specs)), strict=True):
+            if tensor is None:
+                continue
+            arena = arenas.get(ref.arena)
+            if arena is None:
+                raise ProtocolError(f"unknown arena {ref.arena}")
+            size, gpu = arena
+            if gpu != spec.device:
+                raise ProtocolError(
+                    f"arena {ref.arena} is in memory of {gpu or 'the CPU'}; the call is on {spec.device or 'the CPU'}"
+                )
+            if ref.nbytes < tensor.span_bytes or ref.offset + ref.nbytes > size:
+                raise ProtocolError(
+                    f"{tensor} does not lie in bytes {ref.offset}+{ref.nbytes} of arena {ref.arena} ({size})"
+                )
+            used.add(ref.arena)
+        if len(self.checked) >= MAX_CHECKED_BODIES:
+            self.checked.popitem(last=False)
+        self.checked[body] = result = tuple(sorted(used))
+        return result
+
+
+@dataclass
+class Client:
+    identity: bytes
+    number: int
+    arenas: dict[int, Arena] = field(default_factory=dict)
+    retiring: set[int] = field(default_factory=set)  # arenas that go with the calls that they are for
+    gpus: set[str] = field(default_factory=set)  # UUIDs of those that it has offered
+    routes: dict[int, Route] = field(default_factory=dict)
+    refused_routes: dict[int, LayerZeroError] = field(default_factory=dict)  # on GPUs that are not here
+    open_calls: int = 0  # not answered
+    enqueued: int = 0  # answered calls that a GPU is not done with
+    has_left: bool = False
+    next_decision: int = 1
+    lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
+    bells: set[tuple[str, int]] = field(default_factory=set)  # of order pages, by GPU, that calls have
+    bound: dict[int, Call] = field(default_factory=dict)  # those calls, by seq
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call from arrival to its single answer, on a GPU to its end there, in a client's CUDA graph until that is
+    gone. It is in exactly one worker's `running`, `waiting`, `enqueued` or `bells`, or refused and held back until its
+    client's stream has come to it."""
+
+    client: Client
+    route: Route
+    seq: int
+    timeout_s: float
+    body: bytes
+    arenas: tuple[int, ...]
+    dispatch: int = 0  # id of the present attempt
+    attempt: int = 0
+    deaths: int = 0  # workers that died while executing it
+    kernel_id: str = ""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    tried: set[str] = field(default_factory=set)
+    last_error: LayerZeroError | None = None
+    may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
+    turn: OpenTurn | None = None  # of a call on a GPU
+    bell: int | None = None  # of a call in a client's CUDA graph
+    binding: int = 0  # of the bell
+    bell_word: int = 0  # as it was seen
+    busy_since_s: float = math.inf  # when it was first seen so, with something to do
+    watched_since_s: float = math.inf  # when it was looked at closely for that
+    is_unbound: bool = False  # its client wants it no more
+    is_enqueued: bool = False  # a worker has answered it, and the GPU is not done with it
+    was_answered: bool = False  # its client has gone on
+    excused: set[str] = field(default_factory=set)  # backends whose worker began anew in it for the order of its calls
+
+    @property
+    def gpu(self) -> str:
+        return self.route.signature.spec.device
+
+    def take_bell(self, bell: int, binding: int) -> None:
+        """It is in a CUDA graph of its client, which rings."""
+        self.bell, self.binding = bell, binding
+        self.client.bells.add((self.gpu, bell))
+        self.client.bound[self.seq] = self
+
+    def free_bell(self) -> None:
+        """The bell, if it has one, may be bound anew. More than once does no harm."""
+        if self.bell is not None and self.client.bound.get(self.seq) is self:
+            del self.client.bound[self.seq]
+            self.client.bells.discard((self.gpu, self.bell))
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Nobody waits for its answer."""
+        return self.is_unbound or self.client.has_left
+
+
+@dataclass(eq=False)
+class Worker:
+    """The one worker of a backend. `running` was sent to it, oldest first; `waiting` was not. `enqueued`: what it has
+    answered and the GPU is not known to be done with, by dispatch, oldest first; `bells`: likewise what it has bound.
+    """
+
+    backend: str
+    state: WorkerState = WorkerState.ABSENT
+    generation: int = 0
+    identity: bytes = b""
+    pid: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    running: deque[Call] = field(default_factory=deque)
+    waiting: Waiting = field(default_factory=Waiting)
+    enqueued: dict[int, Call] = field(default_factory=dict)
+    bells: dict[int, Call] = field(default_factory=dict)
+    head_since_s: float = 0.0  # when the oldest running call became the oldest
+    last_client: Client | None = None
+    last_use_s: float = 0.0
+    shared_until_s: float = 0.0  # so long it counts as serving several clients
+    lone_until_s: float = 0.0  # so long it counts as serving one that has one call open at a time
+    lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
+    lane_call_since_s: float = 0.0
+    started_s: float = 0.0
+    retry_at_s: float = 0.0
+    is_joined: bool = False  # not started by the broker: it cannot always be killed, and gets no express lanes
+    is_vacant: bool = False  # disabled, as nobody could start it; who comes to do so ends that
+    was_ready: bool = False  # in this generation
+    has_served: bool = False  # in any generation
+    fault: LayerZeroError | None = None  # why the broker kills it
+    fault_call: int = 0  # the call of an express lane that it is killed for, as lane.mark says; 0: for its head
+    late: Call | None = None  # the enqueued call that it is killed for
+    cause: LayerZeroError | None = None  # why it is not serving
+    deaths_s: deque[float] = field(default_factory=deque)
+    restarts: int = 0
+    answered: int = 0
+    failed: int = 0
+    arenas: set[tuple[int, int]] = field(default_factory=set)
+    plans: set[int] = field(default_factory=set)
+    slot: int = 0  # of this start, on offers of GPU memory; 0 for a backend of the CPU
+    gpus: set[tuple[int, str]] = field(default_factory=set)  # clients' GPUs that it was told of
+    deaf: dict[tuple[int, str], LayerZeroError] = field(default_factory=dict)  # those whose memory does not reach it
+
+    @property
+    def head_deadline_s(self) -> float:
+        return self.head_since_s + self.running[0].timeout_s
+
+    def take_waiting(self) -> list[Call]:
+        """Those that wait do so no more."""
+        calls = list(self.waiting)
+        self.waiting.clear()
+        return calls

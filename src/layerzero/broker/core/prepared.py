@@ -1,0 +1,74 @@
+"""Call signatures that routes and open calls use, their candidates in order, and the plans workers have for them."""
+
+from __future__ import annotations
+
+import itertools
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core.compile_waits import to_compile
+from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.model import Call, Worker
+from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
+
+
+class Signatures:
+    def __init__(self, engine: Engine, fleet: Fleet, agenda: Agenda) -> None:
+        self._engine = engine
+        self._fleet = fleet
+        self._agenda = agenda
+        self.known: dict[bytes, Signature] = {}  # by the encoded Route message
+        self.plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
+        self._numbers = itertools.count(1)
+
+    def add(self, body: bytes, spec: CallSpec) -> Signature:
+        """Nobody uses it yet. Raises LayerZeroError for a bad one."""
+        context = self._engine.context(spec)
+        signature = Signature(body, spec, context, self._engine.cell(context), self._engine.kernels(spec.op))
+        self.known[body] = signature
+        return signature
+
+    def release(self, signature: Signature) -> None:
+        """One route or open call less uses it; with the last one its plans go."""
+        signature.users -= 1
+        if signature.users:
+            return
+        del self.known[signature.key]
+        for kernel_id, backend in signature.kernels:
+            plan = self.plans.pop((signature.key, kernel_id), None)
+            worker = self._fleet.workers.get(backend)
+            if plan is not None and worker is not None and plan in worker.plans:
+                worker.plans.discard(plan)
+                self._agenda.do(act.SendDrop(worker.identity, plan))
+
+    def order(self, signature: Signature) -> tuple[Verdict, ...]:
+        """Accepted candidates, best first; kept until something that could change them does."""
+        engine, cell = self._engine, signature.cell
+        if signature.seen != (engine.epoch, cell.generation):
+            if signature.seen[0] != engine.epoch:  # the policy may be another
+                signature.context = engine.context(signature.spec)
+            unavailable = self._fleet.unavailable
+            signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self._agenda.now_s)
+            signature.order = tuple(v for v in signature.ranked if v.is_accepted)
+            signature.to_compile = to_compile(signature.ranked)
+            signature.seen = (engine.epoch, cell.generation)
+        return signature.order
+
+    def prepare(self, worker: Worker, call: Call) -> int:
+        """The plan for a call's kernel, which the worker has from now on."""
+        signature = call.route.signature
+        key = (signature.key, call.kernel_id)
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = next(self._numbers)
+        if plan not in worker.plans:
+            worker.plans.add(plan)
+            is_graph_safe = self._engine.kernel(call.kernel_id).is_cuda_graph_safe
+            body = signature.spec.prepare(call.kernel_id, is_graph_safe=is_graph_safe)
+            self._agenda.do(act.SendPrepare(worker.identity, plan, body))
+        return plan
+
+    def plan_of(self, call: Call) -> int:
+        """Of a call that a worker has or has just answered."""
+        return self.plans[call.route.signature.key, call.kernel_id]

@@ -1,0 +1,118 @@
+"""Ends of calls and of clients: what each has taken is given back when nobody needs it any more."""
+
+from __future__ import annotations
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core.compile_waits import Compiling
+from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.grants import Loans
+from layerzero.broker.core.leases import Leases
+from layerzero.broker.core.model import Call, Client, Route
+from layerzero.broker.core.prepared import Signatures
+from layerzero.broker.core.stream_order import OpenTurn, Turns
+from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.ipc.errors import BrokerLost, LayerZeroError
+
+
+class Closing:
+    def __init__(
+        self,
+        fleet: Fleet,
+        signatures: Signatures,
+        loans: Loans,
+        leases: Leases,
+        turns: Turns,
+        compiling: Compiling,
+        agenda: Agenda,
+    ) -> None:
+        self._fleet = fleet
+        self._signatures = signatures
+        self._loans = loans
+        self._leases = leases
+        self._turns = turns
+        self._compiling = compiling
+        self._agenda = agenda
+
+    # --- calls ---------------------------------------------------------------------------------------
+
+    def close(self, call: Call) -> None:
+        """The call is over for the broker: its client has its answer or has left, and no worker has it."""
+        if call.is_enqueued:
+            call.client.enqueued -= 1
+        else:
+            call.client.open_calls -= 1
+        self._signatures.release(call.route.signature)
+        if call.turn is not None:
+            self._turns.end(call.turn)
+        call.free_bell()
+        for arena in call.client.retiring.intersection(call.arenas):
+            if not self.users(call.client, arena):
+                self._loans.close_arena(call.client, arena)
+        self.release_if_done(call.client)
+
+    def refuse(self, call: Call, error: LayerZeroError) -> None:
+        """It has failed for good."""
+        facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
+        self._agenda.do(act.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
+        self.end_in_error(call, error)
+
+    def end_in_error(self, call: Call, error: LayerZeroError) -> None:
+        """One on a GPU ends when its client's stream has come to it."""
+        candidates = [v.to_wire() for v in call.route.signature.ranked]
+        refusal = act.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
+        if call.turn is None:
+            self._agenda.do(refusal)
+            self.close(call)
+        else:
+            self._turns.fail(call.turn, refusal)
+
+    def end_for_shutdown(self, call: Call) -> None:
+        if call.is_unwanted:
+            self.close(call)
+        else:
+            self.refuse(call, BrokerLost("the broker was shut down before the call ended"))
+
+    def tell(self, failed: list[OpenTurn]) -> None:
+        """These turns have ended in errors, and their streams have come to them: their clients may know."""
+        for turn in failed:
+            refusal = turn.refusal
+            assert refusal is not None
+            if not turn.client.has_left:
+                self._agenda.do(act.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
+                self._agenda.do(refusal)
+            if turn.call is not None:
+                self.close(turn.call)
+
+    def users(self, client: Client, arena: int) -> list[Call]:
+        """Open calls that refer to it."""
+        calls = self._compiling.calls()
+        for w in self._fleet.workers.values():
+            calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.bells.values()]
+        return [call for call in calls if call.client is client and arena in call.arenas]
+
+    # --- clients that have left ------------------------------------------------------------------------
+
+    def has_rings(self, client: Client) -> bool:
+        """Whether something may be on rings of a client that has left."""
+        return bool(self._leases.of(client))
+
+    def finish_leaving(self, client: Client) -> None:
+        """What is on its rings needs the plans of its routes."""
+        if client.has_left and not self.has_rings(client):
+            for route in list(client.routes.values()):
+                self.drop_route(client, route)
+            self.release_if_done(client)
+
+    def drop_route(self, client: Client, route: Route) -> None:
+        del client.routes[route.number]
+        self._leases.drop_route(client, route)
+        self._signatures.release(route.signature)
+
+    def release_if_done(self, client: Client) -> None:
+        """A client's memory is given back when it has left and no worker may write into it any more."""
+        if client.has_left and client.open_calls == client.enqueued == 0 and not self.has_rings(client):
+            for arena in list(client.arenas):
+                self._loans.close_arena(client, arena)
+            for gpu in list(client.gpus):
+                self._turns.forget(client, gpu)
+                self._loans.close_gpu(client, gpu)

@@ -1,0 +1,132 @@
+"""Turns: which calls on a GPU the broker has in each lane of each client's order page.
+
+Decides nothing about kernels. A lane is one stream of a client (docs/protocol.md, section 13). The broker does not
+know of calls that are on rings (section 14), and may hear of one after later ones of its lane. But the client's stream
+writes READY of a turn only when all before it have ended: so that is when a turn that was refused may be told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core.model import Call, Client, Worker
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.shm.timeline_page import LANES, Turn, is_before
+
+MAX_OPEN = 4096  # in one lane; ours keeps to 256 that the GPU is not done with
+STICKY_EXIT = 70  # of a worker whose GPU context is lost: what its GPU was in is to blame
+RENEWAL_EXIT = 71  # of one that got calls in an order in which it could not run them: nobody is to blame
+STALLED_EXIT = -14  # SIGALRM: of one that noticed that too late to end by itself
+
+Key = tuple[int, str, Turn]  # client's number, GPU, place
+
+
+@dataclass(eq=False)
+class OpenTurn:
+    """A place in a lane that nobody has ended yet."""
+
+    client: Client
+    gpu: str
+    turn: Turn
+    call: Call | None = None  # none for one that was refused as it came
+    worker: Worker | None = None  # that has enqueued it
+    began_s: float = math.inf  # when the GPU was seen to be able to run it: its READY was there
+    refusal: act.Refuse | None = None  # held back
+
+    @property
+    def has_begun(self) -> bool:
+        return self.began_s < math.inf
+
+    @property
+    def due_s(self) -> float:
+        return self.began_s + self.call.timeout_s if self.call is not None else math.inf
+
+    @property
+    def key(self) -> Key:
+        return self.client.number, self.gpu, self.turn
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[int, str, int], list[OpenTurn]] = {}  # client's number, GPU, lane; in their order
+        self._held: dict[Key, OpenTurn] = {}
+
+    @property
+    def held(self) -> tuple[Key, ...]:
+        """Those that were refused, and that their clients' streams have not come to."""
+        return tuple(self._held)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the broker to see a word of a page: a client for its error, or the next call of a
+        client that has left."""
+        return bool(self._held) or any(turn.client.has_left for turn in self.first())
+
+    def begin(self, client: Client, gpu: str, turn: Turn) -> OpenTurn:
+        """Raises ProtocolError for a place that is not there or is taken."""
+        if not 0 <= turn.lane < LANES:
+            raise ProtocolError(f"turn {turn.number} of lane {turn.lane}; allowed: lanes below {LANES}")
+        lane = self._lanes.setdefault((client.number, gpu, turn.lane), [])
+        at = len(lane)
+        while at and is_before(turn.number, lane[at - 1].turn.number):
+            at -= 1
+        if at and lane[at - 1].turn.number == turn.number:
+            raise ProtocolError(f"turn {turn.number} of lane {turn.lane} is open already")
+        if len(lane) >= MAX_OPEN:
+            raise ProtocolError(f"more than {MAX_OPEN} open turns in lane {turn.lane}")
+        opened = OpenTurn(client, gpu, turn)
+        lane.insert(at, opened)
+        return opened
+
+    def fail(self, turn: OpenTurn, refusal: act.Refuse) -> None:
+        """A turn ends in an error, which is told when its client's stream has come to it."""
+        turn.refusal = refusal
+        self._held[turn.key] = turn
+
+    def reach(self, keys: Iterable[Key]) -> list[OpenTurn]:
+        """Streams have come to these. Returns those of them that were refused: they are over."""
+        reached = [turn for key in keys if (turn := self._held.get(key)) is not None]
+        for turn in reached:
+            self.end(turn)
+        return reached
+
+    def end(self, turn: OpenTurn) -> None:
+        """A turn is done, or was told of, or nobody waits for it. More than once does no harm."""
+        lane = self._lanes.get((turn.client.number, turn.gpu, turn.turn.lane), [])
+        if turn in lane:
+            lane.remove(turn)
+        if self._held.get(turn.key) is turn:
+            del self._held[turn.key]
+
+    def drop_held(self, client: Client | None = None) -> list[OpenTurn]:
+        """A client has left, or without any all workers have ended: no stream will come to what was refused. Returns
+        those, in their order."""
+        held = [turn for lane in self._lanes.values() for turn in lane if turn.refusal is not None]
+        dropped = [turn for turn in held if client is None or turn.client is client]
+        for turn in dropped:
+            self.end(turn)
+        return dropped
+
+    def first(self) -> Iterator[OpenTurn]:
+        """The oldest open turn of each lane that the broker knows of."""
+        for lane in self._lanes.values():
+            if lane:
+                yield lane[0]
+
+    def of(self, client: Client, gpu: str | None = None) -> list[OpenTurn]:
+        """All open ones of a client, on one GPU or on all."""
+        return [
+            turn
+            for (number, uuid, _), lane in self._lanes.items()
+            if number == client.number and gpu in (None, uuid)
+            for turn in lane
+        ]
+
+    def forget(self, client: Client, gpu: str) -> None:
+        """The page is closed, or another takes its place."""
+        for key in [key for key in self._lanes if key[:2] == (client.number, gpu)]:
+            for turn in self._lanes.pop(key):
+                self._held.pop(turn.key, None)

@@ -1,0 +1,313 @@
+"""The workers' life as the core leads it: probed and started when needed, killed when wrong, restarted within a budget,
+disabled beyond it. What becomes of their calls is others' to decide (calls.py, aftermath.py)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Mapping
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.limits import Limits
+from layerzero.broker.core.model import Worker
+from layerzero.broker.core.worker_fsm import Signal, WorkerState, step
+from layerzero.broker.selection.ranking import Engine
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.cuda.pair import SLOTS
+from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvChanged, EnvError, LayerZeroError, ProtocolError
+
+S = WorkerState
+
+
+class Fleet:
+    """`unusable`: why some backends cannot start. `joined`: those whose workers the broker does not start."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        unusable: Mapping[str, Rejection],
+        limits: Limits,
+        rng: random.Random,
+        agenda: Agenda,
+        joined: Collection[str] = (),
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._rng = rng
+        self._agenda = agenda
+        self.workers = {name: Worker(name, is_joined=name in joined) for name in engine.capabilities}
+        self.unavailable = dict(unusable)
+        self.stale = 0  # messages that came too late to count
+        self.by_identity: dict[bytes, Worker] = {}
+        self._slots = itertools.count(1)  # of starts of GPU workers
+
+    # --- which one -----------------------------------------------------------------------------------
+
+    def current(self, backend: str, generation: int) -> Worker | None:
+        """None when what was said is about an earlier start."""
+        worker = self.workers[backend]
+        return worker if worker.generation == generation else None
+
+    def answering(self, identity: bytes) -> Worker | None:
+        """The worker that a message is from, unless it has ended or is being killed."""
+        worker = self.by_identity.get(identity)
+        return None if worker is None or worker.fault is not None else worker
+
+    def is_back_by(self, backend: str, at_s: float) -> bool:
+        """Its back-off, if it is in one, ends in time; loading has a timeout of its own."""
+        worker = self.workers[backend]
+        return worker.state is not S.BACKOFF or worker.retry_at_s <= at_s
+
+    # --- starts --------------------------------------------------------------------------------------
+
+    def need(self, worker: Worker) -> None:
+        if worker.state is S.ABSENT:
+            self._signal(worker, Signal.NEEDED)
+            self._agenda.do(act.Probe(worker.backend))
+
+    def end_probe(self, event: ev.ProbeEnded) -> Worker | None:
+        """The worker that waited for it, if any: it is started now, or disabled."""
+        worker = self.workers[event.backend]
+        if worker.state is not S.PROBING:
+            return None
+        if event.error is None:
+            self._signal(worker, Signal.PROBE_PASSED)
+            self._spawn(worker)
+        else:
+            self._signal(worker, Signal.PROBE_FAILED)
+            self._disable(worker, event.error, _reason(event.error))
+        return worker
+
+    def _spawn(self, worker: Worker) -> None:
+        worker.generation += 1
+        worker.started_s = self._agenda.now_s
+        worker.was_ready = False
+        worker.fault = worker.late = None
+        worker.pid = 0
+        if self._engine.capabilities[worker.backend].platform == "cuda":
+            worker.slot = next(self._slots)
+            if worker.slot >= SLOTS:
+                self._signal(worker, Signal.SPAWN_FAILED)
+                text = f"this broker has started {SLOTS} workers for GPUs; offers of memory have no room for more signs"
+                self._disable(worker, BackendError(text, repair="lz down"), Reason.BACKEND_DISABLED)
+                return
+        self._agenda.wake_by(self._agenda.now_s + self._limits.start_timeout_s)
+        self._agenda.do(act.Spawn(worker.backend, worker.generation))
+
+    def note_spawned(self, event: ev.WorkerSpawned) -> None:
+        worker = self.current(event.backend, event.generation)
+        if worker is not None:
+            worker.pid = event.pid
+
+    def fail_spawn(self, event: ev.SpawnFailed) -> Worker | None:
+        """The worker, which is disabled now, or stopped when it was to stop."""
+        worker = self.current(event.backend, event.generation)
+        if worker is None:
+            return None
+        if worker.state is S.STOPPING:
+            self._signal(worker, Signal.EXITED)
+        else:
+            self._signal(worker, Signal.SPAWN_FAILED)
+            self._disable(worker, event.error, _reason(event.error))
+            if event.vacancy is not None:
+                worker.is_vacant = True
+                self.set_unavailable(worker.backend, event.vacancy)
+        return worker
+
+    def take_offer(self, event: ev.BackendOffered) -> None:
+        """Somebody can start a joined worker that is not there, or nobody can. It is started at once: its container is
+        there for that alone."""
+        worker = self.workers[event.backend]
+        is_idle = worker.state is S.ABSENT or (worker.state is S.DISABLED and worker.is_vacant)
+        if not is_idle or self._agenda.stopping:
+            return
+        if event.vacancy is not None:
+            if self.unavailable.get(event.backend) != event.vacancy:
+                self.set_unavailable(event.backend, event.vacancy)
+            return
+        if worker.state is S.DISABLED:
+            self._signal(worker, Signal.RESET)
+        worker.cause, worker.is_vacant = None, False
+        self.set_unavailable(event.backend, None)
+        self.need(worker)
+
+    def note_ready(self, event: ev.WorkerReady) -> Worker | None:
+        """The worker, if that is what was awaited of it."""
+        worker = self.current(event.backend, event.generation)
+        if worker is None or worker.state is not S.STARTING:
+            return None
+        self._signal(worker, Signal.LOADED)
+        worker.identity = event.identity
+        worker.versions = dict(event.versions)
+        self._engine.note_versions(worker.backend, worker.versions)
+        worker.was_ready = worker.has_served = True
+        self.by_identity[event.identity] = worker
+        self.set_unavailable(worker.backend, None)
+        start_s = round(self._agenda.now_s - worker.started_s, 3)
+        facts = {"backend": worker.backend, "pid": worker.pid, "start_s": start_s}
+        self._agenda.do(act.Note("worker.ready", facts))
+        return worker
+
+    def tick(self, worker: Worker) -> None:
+        """One that is starting or backing off may be due."""
+        now_s = self._agenda.now_s
+        if worker.state is S.STARTING:
+            due_s = worker.started_s + self._limits.start_timeout_s
+            if now_s >= due_s:
+                text = f"the provider did not load within {self._limits.start_timeout_s:g} s"
+                self.fault(worker, EnvError(text, env=worker.backend, repair=f"lz env probe {worker.backend}"))
+            else:
+                self._agenda.wake_by(due_s)
+        elif worker.state is S.BACKOFF:
+            if now_s >= worker.retry_at_s:
+                self._signal(worker, Signal.RETRY_DUE)
+                self._spawn(worker)
+            else:
+                self._agenda.wake_by(worker.retry_at_s)
+
+    # --- ends ----------------------------------------------------------------------------------------
+
+    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+        """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before. `call`: as
+        Worker.fault_call."""
+        if worker.state in (S.STARTING, S.READY, S.STOPPING) and worker.fault is None:
+            self._signal(worker, Signal.FAULT)
+            worker.fault, worker.fault_call = error, call
+            self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}"))
+            self._agenda.do(act.Kill(worker.backend, worker.generation))
+
+    def note_misbehaviour(self, event: ev.WorkerMisbehaved) -> None:
+        worker = self.current(event.backend, event.generation)
+        if worker is not None:
+            self.fault(worker, BackendError(event.detail) if event.is_silent else ProtocolError(event.detail))
+
+    def take_exit(self, event: ev.WorkerExited) -> Worker | None:
+        """The worker that has ended, and has nothing of clients any more; None when that is known."""
+        worker = self.current(event.backend, event.generation)
+        if worker is None or worker.state in (S.STOPPED, S.BACKOFF, S.DISABLED, S.ABSENT):
+            return None
+        self.part_from(worker)
+        return worker
+
+    def part_from(self, worker: Worker) -> None:
+        """It is no more, or as good as that."""
+        self._signal(worker, Signal.EXITED)
+        self.by_identity.pop(worker.identity, None)
+        worker.identity = b""
+        worker.arenas.clear()
+        worker.plans.clear()
+        worker.gpus.clear()
+        worker.deaf.clear()
+        worker.lane_call = 0
+
+    def replace(self, worker: Worker, cause: LayerZeroError) -> None:
+        """One that has joined is lost, and nothing is known to be wrong with it: whoever else can starts another at
+        once."""
+        worker.cause = cause
+        worker.retry_at_s = self._agenda.now_s
+        worker.restarts += 1
+        self._agenda.wake_by(worker.retry_at_s)
+        self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, cause.message))
+
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        """It has ended: try again after a back-off, or give it up. `is_renewal`: only to begin anew."""
+        limits, now_s = self._limits, self._agenda.now_s
+        worker.cause = error
+        is_late = worker.fault is not None and worker.fault.code == DeadlineExceeded.code
+        if not (is_late or is_renewal):
+            worker.deaths_s.append(now_s)
+        while worker.deaths_s and worker.deaths_s[0] < now_s - limits.restart_window_s:
+            worker.deaths_s.popleft()
+        needs = error.facts.get("repair") if worker.fault is None else None
+        repair = f"{needs}, then lz restart {worker.backend}" if needs else ""
+        if not worker.has_served:
+            self._signal(worker, Signal.GIVEN_UP)
+            cause = EnvError(
+                f"the {worker.backend} worker never became ready: {error.message}"
+                + (f"; its last words: {stderr_tail.strip().splitlines()[-1][:300]}" if stderr_tail.strip() else ""),
+                env=worker.backend,
+                cause=error.message,
+                repair=repair or f"lz env probe {worker.backend}",
+            )
+            self._disable(worker, cause, Reason.BACKEND_IMPORT_FAILED)
+        elif len(worker.deaths_s) > limits.restart_budget:
+            self._signal(worker, Signal.GIVEN_UP)
+            text = f"died {len(worker.deaths_s)} times in {limits.restart_window_s:g} s; the last time: {error.message}"
+            spent = BackendError(text, repair=repair or f"lz restart {worker.backend}")
+            self._disable(worker, spent, Reason.BACKEND_DISABLED)
+        else:
+            exponent = max(len(worker.deaths_s) - 1, 0)
+            delay_s = min(limits.backoff_s * 2**exponent, limits.backoff_max_s) * self._rng.uniform(0.75, 1.25)
+            worker.retry_at_s = now_s + delay_s
+            worker.restarts += 1
+            self._agenda.wake_by(worker.retry_at_s)
+            detail = f"{error.message}; restarts in {delay_s:.1f} s"
+            self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, detail))
+
+    def _disable(self, worker: Worker, cause: LayerZeroError, reason: Reason) -> None:
+        """Calls that wait for it are the caller's."""
+        worker.cause = cause
+        repair = _repair(worker.backend, cause)
+        self.set_unavailable(worker.backend, Rejection(reason, f"{cause.message}; repair: {repair}"))
+        facts = {"backend": worker.backend, "cause": cause.message, "repair": repair}
+        self._agenda.do(act.Note("backend.disabled", facts))
+
+    def reset(self, event: ev.BackendReset) -> None:
+        """Somebody repaired it."""
+        worker = self.workers[event.backend]
+        if worker.state in (S.DISABLED, S.BACKOFF, S.ABSENT):
+            self._signal(worker, Signal.RESET)
+            worker.cause = None
+            worker.deaths_s.clear()
+            self.set_unavailable(worker.backend, event.missing)
+            if worker.waiting:
+                self.need(worker)
+
+    def stop(self, worker: Worker) -> None:
+        if worker.state is not S.STOPPED:
+            self._signal(worker, Signal.STOP)
+        if worker.state is S.STOPPING:
+            self._agenda.do(act.StopWorker(worker.backend, worker.generation, worker.identity))
+
+    @property
+    def is_stopped(self) -> bool:
+        return all(worker.state is S.STOPPED for worker in self.workers.values())
+
+    def set_unavailable(self, backend: str, reason: Rejection | None) -> None:
+        if reason is None:
+            self.unavailable.pop(backend, None)
+        else:
+            self.unavailable[backend] = reason
+        self._engine.epoch += 1
+
+    @staticmethod
+    def _signal(worker: Worker, signal: Signal) -> None:
+        worker.state = step(worker.state, signal)
+
+
+def too_long(what: str, worker: Worker, timeout_s: float) -> DeadlineExceeded:
+    """Why a worker is killed whose call takes too long."""
+    text = (
+        f"{what} ran longer than {timeout_s:g} s, and its worker was killed; pass a larger timeout_s if it needs longer"
+    )
+    return DeadlineExceeded(text, timeout_s=timeout_s, backend=worker.backend)
+
+
+def disabled(worker: Worker) -> BackendError:
+    """For calls that waited for a worker that will not come."""
+    assert worker.cause is not None
+    error = BackendError(f"the {worker.backend} backend is disabled: {worker.cause.message}")
+    error.facts = {**worker.cause.facts, "repair": _repair(worker.backend, worker.cause)}
+    return error
+
+
+def _reason(cause: LayerZeroError) -> Reason:
+    """Why a backend whose environment does not serve is unavailable."""
+    return Reason.ENV_CHANGED if isinstance(cause, EnvChanged) else Reason.BACKEND_IMPORT_FAILED
+
+
+def _repair(backend: str, cause: LayerZeroError) -> str:
+    return cause.facts.get("repair") or f"lz env probe {backend}"

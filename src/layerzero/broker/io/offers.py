@@ -1,0 +1,184 @@
+"""What clients offer over their control sockets (arenas, GPUs, the pages of lanes) and what workers are lent of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.page_poller import Looks
+from layerzero.broker.io.peers import Peer
+from layerzero.broker.io.timeline_pages import Gpu, OrderPages, check_handle_fds
+from layerzero.broker.io.worker_links import WorkerLinks, close_all
+from layerzero.ipc.cuda.handles import ArenaHandle
+from layerzero.ipc.errors import LayerZeroError, NoTransport, ProtocolError
+from layerzero.ipc.shm import memory
+from layerzero.ipc.transport import control, messages, wire
+from layerzero.ipc.transport.messages import AddArena, AddGpu, AddGpuArena, AddLane, RetireArena
+
+KINDS = (AddArena, AddGpu, AddGpuArena, AddLane, RetireArena)
+
+
+@dataclass(frozen=True)
+class _Arena:
+    """What came with a client's arena: a memfd, or the handle of GPU memory with a descriptor if its rung has one."""
+
+    fd: int | None
+    handle: ArenaHandle | None = None
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+
+
+class Offers:
+    """Owns the descriptors of arenas; those of GPUs and lanes are `pages`' and `lanes`'. `handle` is the core's."""
+
+    def __init__(
+        self,
+        state: BrokerState,
+        handle: Callable[[ev.Event], None],
+        links: WorkerLinks,
+        lanes: LaneEnds,
+        pages: OrderPages,
+        looks: Looks,
+    ) -> None:
+        self._state = state
+        self._handle = handle
+        self._links = links
+        self._lanes = lanes
+        self._pages = pages
+        self._looks = looks
+        self._arenas: dict[tuple[int, int], _Arena] = {}  # by client's number, also after it has left, and its own
+
+    # --- what clients bring ----------------------------------------------------------------------------
+
+    def take(self, peer: Peer, message: messages.Message, fds: list[int]) -> None:
+        """One of KINDS, with its descriptors. Raises ProtocolError."""
+        if isinstance(message, AddArena):
+            self._add_arena(peer, message, fds)
+        elif isinstance(message, AddGpu):
+            self._add_gpu(peer, message, fds)
+        elif isinstance(message, AddGpuArena):
+            self._add_gpu_arena(peer, message, fds)
+        elif isinstance(message, AddLane):
+            self._add_lane(peer, message.lane, message.gpu, fds)
+        elif isinstance(message, RetireArena):
+            close_all(fds)
+            self._looks.at_turns()  # what has just ended uses it no more
+            self._handle(ev.ArenaGivenUp(peer.identity, message.arena))
+
+    def _add_arena(self, peer: Peer, message: AddArena, fds: list[int]) -> None:
+        try:
+            if len(fds) != 1:
+                raise ProtocolError(f"add_arena carries one descriptor, got {len(fds)}")
+            memory.check_memfd(fds[0], message.nbytes)
+            _check_number(peer, message.arena)
+        except BaseException:  # also for lack of memory for one more map
+            close_all(fds)
+            raise
+        self._keep_arena(peer, message.arena, _Arena(fds[0]), message.nbytes)
+
+    def _add_gpu_arena(self, peer: Peer, message: AddGpuArena, fds: list[int]) -> None:
+        try:
+            handle = ArenaHandle.from_wire(message.handle)
+            check_handle_fds(handle, fds)
+            if handle.arena != message.arena:
+                raise ProtocolError(f"arena {message.arena} comes with the handle of arena {handle.arena}")
+            _check_number(peer, message.arena)
+        except BaseException:  # also for lack of memory for one more map
+            close_all(fds)
+            raise
+        arena = _Arena(fds[0] if fds else None, handle)
+        self._keep_arena(peer, message.arena, arena, handle.nbytes, handle.gpu)
+
+    def _keep_arena(self, peer: Peer, number: int, arena: _Arena, nbytes: int, gpu: str = "") -> None:
+        peer.last_arena = number
+        self._arenas[peer.number, number] = arena
+        self._handle(ev.ArenaOffered(peer.identity, number, nbytes, gpu))
+        if peer.is_closed:  # it was dropped for this one
+            self._arenas.pop((peer.number, number)).close()
+            return
+        control.send(peer.sock, messages.ArenaAdded(arena=number))
+
+    def _add_gpu(self, peer: Peer, message: AddGpu, fds: list[int]) -> None:
+        try:
+            gpu = Gpu.of(message, fds)
+        except BaseException:  # also for lack of memory for one more map
+            close_all(fds)
+            raise
+        refusal: LayerZeroError | None = self._state.engine.missing(message.gpu)
+        if refusal is None and self._state.bells.holds(peer.identity, message.gpu):
+            text = "calls in captured graphs hold the GPU's memory as it is offered; drop those graphs first"
+            refusal = NoTransport(text, rung=gpu.rung, reason=text)
+        if refusal is not None:  # nothing is wrong with the client: it goes on without this
+            gpu.close()
+            control.send(peer.sock, messages.Refused(error=refusal.to_wire()))
+            return
+        before = self._pages.get(peer.number, message.gpu)
+        self._looks.at_turns()
+        self._handle(ev.GpuOffered(peer.identity, message.gpu, before is None or not gpu.has_page_of(before)))
+        if peer.is_closed:  # it was dropped for this one
+            gpu.close()
+            return
+        self._pages.put(peer.number, gpu)
+        control.send(peer.sock, messages.GpuAdded(gpu=message.gpu))
+
+    def _add_lane(self, peer: Peer, number: int, gpu: str, fds: list[int]) -> None:
+        try:
+            self._lanes.add(number, fds, is_ring=bool(gpu))
+        except BaseException:  # also for lack of memory for one more map
+            close_all(fds)
+            raise
+        self._handle(ev.LaneOpened(peer.identity, number, gpu))
+        if not peer.is_closed:
+            control.send(peer.sock, messages.LaneAdded(lane=number, is_open=number in self._lanes))
+
+    # --- what workers are lent -------------------------------------------------------------------------
+
+    def lend_arena(self, action: act.LendArena) -> None:
+        arena = self._arenas[action.client, action.arena]
+        fds: tuple[int, ...] = () if arena.fd is None else (arena.fd,)
+        if arena.handle is not None:
+            handle = arena.handle.to_wire()
+            message: messages.Message = messages.MapGpuArena(client=action.client, arena=action.arena, handle=handle)
+        else:
+            message = messages.MapArena(client=action.client, arena=action.arena, nbytes=os.fstat(fds[0]).st_size)
+        self._links.tell(action.backend, action.generation, message, fds)
+
+    def take_back_arena(self, action: act.TakeBackArena) -> None:
+        message = messages.UnmapArena(client=action.client, arena=action.arena)
+        self._links.tell(action.backend, action.generation, message)
+
+    def close_arena(self, action: act.CloseArena) -> None:
+        self._arenas.pop((action.client, action.arena)).close()
+
+    def lend_gpu(self, action: act.LendGpu) -> None:
+        message, fds = self._pages.lend(action.client, action.gpu, action.slot)
+        self._links.tell(action.backend, action.generation, message, fds)
+
+    def take_back_gpu(self, action: act.TakeBackGpu) -> None:
+        message = messages.UnmapGpu(client=action.client, gpu=action.gpu)
+        self._links.tell(action.backend, action.generation, message)
+
+    def lend_lane(self, action: act.LendLane) -> None:
+        message = messages.MapLane(client=action.client, lane=action.lane, gpu=action.gpu)
+        self._links.tell(action.backend, action.generation, message, self._lanes.fds(action.lane))
+
+    def take_back_lane(self, action: act.TakeBackLane) -> None:
+        self._links.tell(action.backend, action.generation, messages.UnmapLane(lane=action.lane))
+        self._lanes.drop(action.lane)
+
+    def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+
+def _check_number(peer: Peer, arena: int) -> None:
+    if not peer.last_arena < arena < wire.NO_ARENA:
+        raise ProtocolError(f"arena {arena} is out of range; numbers grow, the last was {peer.last_arena}")

@@ -1,0 +1,111 @@
+"""Looks at memory that clients and workers share, to tell the core what happened there without a message: what express
+lanes carried, what is on rings, which calls GPUs are done with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.leases import Lane
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.timeline_pages import OrderPages
+
+LOOK_S = 1.0
+AWAITED_LOOK_S = 0.02  # at order pages, while somebody waits for the broker to see a call's end
+
+
+class Looks:
+    """`handle` takes what was seen. `stop_if_idle` is asked about the workers whose calls were looked at."""
+
+    def __init__(
+        self,
+        state: BrokerState,
+        handle: Callable[[ev.Event], None],
+        lanes: LaneEnds,
+        pages: OrderPages,
+        stop_if_idle: Callable[[str], None],
+    ) -> None:
+        self._state = state
+        self._handle = handle
+        self._lanes = lanes
+        self._pages = pages
+        self._stop_if_idle = stop_if_idle
+        self._looked_s = 0.0  # at all order pages
+
+    @property
+    def has_silent(self) -> bool:
+        """Whether there may be calls that wake nobody here."""
+        return bool(self._lanes) or any(worker.bells for worker in self._state.workers.values())
+
+    @property
+    def due_s(self) -> float:
+        """When to look at order pages next."""
+        if not self._pages:
+            return math.inf
+        is_awaited = self._state.is_awaited
+        if not is_awaited and not any(worker.enqueued for worker in self._state.workers.values()):
+            return math.inf
+        return self._looked_s + (AWAITED_LOOK_S if is_awaited or self._state.stopping else LOOK_S)
+
+    def at_lanes(self) -> None:
+        """Count the calls that did not pass through here."""
+        for seen in list(self._lanes.seen()):
+            self._handle(seen)
+
+    def at_rings(self) -> None:
+        looks = self._rings(self._state.leases.rings())
+        if looks:
+            self._handle(ev.RingsSeen(looks))
+
+    def at_bells(self) -> None:
+        calls = [call for worker in self._state.workers.values() for call in worker.bells.values()]
+        if calls or self._state.bells.is_awaited:
+            self._handle(ev.BellsSeen(self._pages.busy_bells(calls)))
+
+    def at_turns(self) -> None:
+        """See which calls GPUs are done with."""
+        for name in self._state.workers:
+            self.at_turns_of(name)
+        self._looked_s = time.monotonic()
+        reached = self._pages.reached(self._state.turns.held)
+        if reached:
+            self._handle(ev.TurnsReached(reached))
+        if self._state.is_awaited:
+            self.at_rings()
+            self.at_bells()
+
+    def at_turns_of(self, backend: str, *, has_ended: bool = False) -> None:
+        """Of one worker; of one that has ended also those that it has not answered."""
+        worker = self._state.workers[backend]
+        calls = [*worker.enqueued.values(), *(worker.running if has_ended else ())]
+        if calls and self._pages:
+            done, ready = self._pages.look(calls)
+            self._handle(ev.TurnsSeen(backend, worker.generation, done, set(ready)))
+            if self._state.stopping:
+                self._stop_if_idle(backend)
+
+    def at_what_is_left(self, backend: str) -> dict[int, ev.RingLook]:
+        """A worker has ended: see all that it did. Returns what is on its rings."""
+        self.at_lanes()
+        rings = self._state.leases.rings(self._state.workers[backend])
+        for ring in rings:  # first: what a client puts after it has seen this, it brings here itself
+            self._lanes.tell_end(ring.number)
+        self.at_turns()  # in which of its calls the GPU was depends on those before them, whoever had these
+        self.at_turns_of(backend, has_ended=True)
+        looks = self._rings(rings)
+        self.at_bells()
+        return looks
+
+    def _rings(self, rings: Iterable[Lane]) -> dict[int, ev.RingLook]:
+        looks = {}
+        for ring in rings:
+            gpu = self._pages.get(ring.client.number, ring.gpu)
+            look = self._lanes.look(ring.number, gpu.page) if gpu is not None else None
+            if look is not None:
+                looks[ring.number] = look
+            if ring.client.has_left:
+                self._lanes.wake(ring.number)
+        return looks

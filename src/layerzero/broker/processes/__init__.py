@@ -1,0 +1,1 @@
+"""Workers as processes, and the machine that they run on."""

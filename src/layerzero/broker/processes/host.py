@@ -1,0 +1,150 @@
+"""What this machine is: CPU, instruction sets, usable cores and memory. Detected, never assumed.
+
+`root` is there for tests: a folder that stands for the file system.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from layerzero.broker.processes import cuda_driver
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.ipc.errors import ConfigError
+
+ROOT = Path("/")
+# What kernel libraries choose their code by; /proc/cpuinfo lists a hundred more.
+_ISA = frozenset(
+    {"sse2", "sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"}
+    | {"avx512_fp16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16"}
+    | {"asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"}
+)
+_VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "HygonGenuine": "hygon", "0x41": "arm", "0x61": "apple"}
+
+
+def detect_device(variant: str) -> DeviceSpec:
+    """What kernels of an environment variant ("cpu", "cu12", "cu13") run on: the CPU, or the first GPU.
+
+    Raises ConfigError, with the reason, where a GPU variant finds none that its CUDA version can use.
+    """
+    if variant == "cpu":
+        return detect_cpu()
+    gpus = cuda_driver.detect_gpus()
+    if not gpus.devices:
+        raise ConfigError(f"variant {variant!r} needs an NVIDIA GPU: {gpus.reason}; use the variant 'cpu'")
+    device, wanted = gpus.devices[0], int(variant.removeprefix("cu"))
+    if int(device.cuda_version.partition(".")[0]) < wanted:
+        raise ConfigError(
+            f"variant {variant!r} needs a driver for CUDA {wanted}; this one ({device.driver_version}) serves CUDA "
+            f"{device.cuda_version}; update it or use an older variant"
+        )
+    return device
+
+
+def free_memory_bytes(device: DeviceSpec, root: Path = ROOT) -> int | None:
+    """What can still be had on a device; None where nobody tells.
+
+    CPU: the system's estimate, or what the control groups of this process leave, whichever is lower.
+    """
+    if device.device_type == "cuda":
+        return cuda_driver.free_memory_bytes(device.device_uuid)
+    if device.device_type != "cpu":
+        return None
+    available = [_meminfo(root, "MemAvailable")]
+    for limit, used in _memory_groups(root):
+        available.append(max(limit - used, 0))
+    return min((n for n in available if n is not None), default=None)
+
+
+def detect_cpu(root: Path = ROOT) -> DeviceSpec:
+    """The CPU as this process may use it: affinity and control groups count."""
+    text = _read(root / "proc/cpuinfo")
+    total = [_meminfo(root, "MemTotal"), *(limit for limit, _ in _memory_groups(root))]
+    cores = min(len(os.sched_getaffinity(0)), *_core_quotas(root), os.cpu_count() or 1)
+    return parse_cpu(text, cores=cores, memory_bytes=min((n for n in total if n is not None), default=0))
+
+
+def parse_cpu(cpuinfo: str, *, cores: int, memory_bytes: int) -> DeviceSpec:
+    """From the text of /proc/cpuinfo (x86 and ARM); its first processor stands for all."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    isa = tuple(sorted(flags & _ISA))
+    vendor = fields.get("vendor_id") or fields.get("CPU implementer") or ""
+    name = fields.get("model name") or fields.get("CPU part") or platform.machine()
+    digest = hashlib.blake2b(f"{vendor}\0{name}\0{isa}\0{cores}".encode(), digest_size=8).hexdigest()
+    return DeviceSpec(
+        device_type="cpu",
+        device_name=name,
+        device_vendor=_VENDORS.get(vendor, vendor.lower()),
+        device_uuid=f"cpu-{digest}",
+        supports_bf16=bool({"avx512_bf16", "amx_bf16", "bf16"} & flags),
+        supports_fp16=bool({"avx512_fp16", "asimdhp"} & flags),
+        isa=isa,
+        cores=cores,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's; empty where it does not exist."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    for line in _read(root / "proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024  # always in kB
+    return None
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of the control groups that bind this process, inner first. Version 2 has one tree, version 1 one for
+    each controller. In a container the outer part of the path may not be visible; what is, counts."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = mount
+        elif controller in controllers.split(","):
+            top = mount / controller
+        else:
+            continue
+        inner = top / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_dir():
+                yield folder
+            if folder == top:
+                break
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, use) in bytes of each control group that limits memory."""
+    for folder in _groups(root, "memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with suppress(ValueError):  # absent, or "max"
+                yield int(_read(folder / limit)), int(_read(folder / used))
+
+
+def _core_quotas(root: Path) -> Iterator[int]:
+    """Cores that each control group's time quota amounts to, rounded up."""
+    for folder in _groups(root, "cpu"):
+        text = _read(folder / "cpu.max") or (
+            f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        )
+        with suppress(ValueError, ZeroDivisionError):  # absent, or "max"
+            quota, period = (int(word) for word in text.split())
+            if quota > 0:
+                yield max(math.ceil(quota / period), 1)

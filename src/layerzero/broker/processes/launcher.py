@@ -1,0 +1,321 @@
+"""From manifests to what the core and the supervisor need: capabilities, reasons, probes, launches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+
+from layerzero.broker.configuration import kernel_sources
+from layerzero.broker.configuration.settings import Settings
+from layerzero.broker.core import actions as act
+from layerzero.broker.processes.supervisor import Launch
+from layerzero.capabilities import descriptor, vetting
+from layerzero.capabilities.compile_unit import Unit
+from layerzero.capabilities.descriptor import Capability, DescriptorError
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.envs.build import build, stage
+from layerzero.envs.build.base import inspect
+from layerzero.envs.build.environ import worker_environ
+from layerzero.envs.manifest import EnvManifest, Problem, Source
+from layerzero.envs.probe import caches, compilation, probe
+from layerzero.envs.probe.probe import ProbeRecord
+from layerzero.envs.trust import third_party
+from layerzero.envs.trust.allowed import Allowed
+from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError
+
+# So long `facts` are taken as they were: to look at every environment's files takes a millisecond, and to look for a
+# Python that is not here, ten.
+FACTS_S, PROBLEM_S = 0.2, 5.0
+
+
+class Launcher:
+    """Reads all manifests and descriptors once; a broken one disables its own backend and is a problem.
+
+    `probe` and `compile` may be called from other threads; the rest only from the broker's own.
+    """
+
+    def __init__(self, settings: Settings, *, has_mps: bool = False) -> None:
+        """`has_mps`: workers share their GPU by MPS."""
+        self._settings = settings
+        self.has_mps = has_mps
+        self._held: dict[str, ExitStack] = {}
+        self._plans: dict[str, build.Env] = {}
+        self._facts: dict[str, tuple[float, dict[str, object]]] = {}  # and until when they hold
+        self._joined_envs: dict[str, str] = {}
+        self._checked: set[str] = set()  # of their files, for the start that follows
+        self._allowed: Mapping[str, Allowed] = {}
+        self._read_allowed()
+        found, problems = self._discover()
+        self.manifests: dict[str, EnvManifest] = {}
+        self.capabilities: dict[str, Capability] = {}
+        self.unusable: dict[str, Rejection] = {}
+        self.problems = [problem.message for problem in problems]
+        if settings.overlay is not None:
+            try:
+                inspect(settings.overlay)
+            except EnvError as exc:
+                self.problems.append(exc.message)
+        # A worker that joins with sources that are not allowed is turned away like one that nobody expects.
+        expected = _joined(settings.joined, found)
+        self.joined = frozenset(name for name in expected if found[name].is_allowed)
+        for name in sorted(expected - self.joined):
+            source = found[name].source
+            if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
+                text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
+                self.problems.append(text)
+        owners: dict[str, str] = {}  # kernel id -> backend
+        # Those from outside come last: none of them can take a kernel id of ours.
+        for name, manifest in sorted(found.items(), key=lambda one: (one[1].source is not None, one[0])):
+            try:
+                capability = _capability(manifest)
+                if capability.backend != name:
+                    text = f"{manifest.descriptor_path}: backend is {capability.backend!r}, the manifest says {name!r}"
+                    raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
+                taken = sorted(kernel_id for kernel_id in capability.kernel_ids if kernel_id in owners)
+                if taken:
+                    text = f"{manifest.descriptor_path}: kernel id {taken[0]!r} belongs to backend {owners[taken[0]]!r}"
+                    raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
+            except DescriptorError as exc:
+                self.problems.append(f"{exc.reason.value}: {exc.message}")
+                continue
+            owners.update(dict.fromkeys(capability.kernel_ids, name))
+            self.manifests[name] = manifest
+            self.capabilities[name] = capability
+            if name in self.joined:
+                self.unusable[name] = Rejection(Reason.NOT_JOINED, not_joined(name))
+            elif (missing := self.missing(name)) is not None:
+                self.unusable[name] = missing
+
+    def _read_allowed(self) -> None:
+        with suppress(ConfigError):  # a broken policy file leaves the policy as it was, and lets no broker start
+            self._allowed = kernel_sources.allowed(self._settings)
+
+    def _discover(self) -> tuple[dict[str, EnvManifest], list[Problem]]:
+        settings = self._settings
+        return third_party.discover(
+            settings.manifest_dirs, backends=settings.backends_dir, store=settings.store, allowed=self._allowed
+        )
+
+    def _refusal(self, backend: str) -> Source | None:
+        """Why a backend from outside may not be used, as its sources and the policy are now; None when it may."""
+        known = self.manifests[backend].source
+        if known is None:
+            return None
+        self._read_allowed()
+        settings = self._settings
+        try:
+            source = third_party.judge_now(
+                backend, backends=settings.backends_dir, store=settings.store, allowed=self._allowed
+            )
+        except ConfigError as exc:
+            text = f"backend {backend!r} is no longer what the broker has read: {exc.message}"
+            return Source(known.origin, known.sha256, text, "install or add it again, then lz down", is_changed=True)
+        if source.refusal:
+            return source
+        if source.sha256 != known.sha256:
+            text = f"the sources of backend {backend!r} have changed since the broker started, and are allowed"
+            return Source(source.origin, source.sha256, text, "lz down", is_changed=True)
+        self.manifests[backend] = self.manifests[backend].model_copy(update={"source": source})
+        return None
+
+    def _demand_allowed(self, backend: str) -> None:
+        """Raises EnvError with cause and repair for sources that may not be run."""
+        refused = self._refusal(backend)
+        if refused is not None:
+            raise EnvError(refused.refusal, env=backend, cause=refused.refusal, repair=refused.repair)
+
+    def _plan(self, backend: str) -> build.Env:
+        """What the manifest and its lock describe; read again by `missing`, so after every reset."""
+        env = self._plans.get(backend)
+        if env is None:
+            settings = self._settings
+            env = build.find(
+                self.manifests[backend],
+                variant=settings.variant,
+                store=settings.store,
+                base=settings.overlay,
+                wheelhouse=settings.wheelhouse,
+            )
+            self._plans[backend] = env
+        return env
+
+    def missing(self, backend: str, *, files: bool = False) -> Rejection | None:
+        """Why this backend cannot be used as it is, with the command that builds or allows it; None if it can. Its
+        files are looked at with `files`, and when a worker starts."""
+        refused = self._refusal(backend)
+        if refused is not None:
+            reason = Reason.SOURCE_CHANGED if refused.is_changed else Reason.SOURCE_NOT_ALLOWED
+            return Rejection(reason, f"{refused.refusal}; repair: {refused.repair}")
+        why = self._unbuilt(backend, files)
+        return Rejection(Reason.NOT_INSTALLED, why) if why else None
+
+    def _unbuilt(self, backend: str, files: bool) -> str | None:
+        self._plans.pop(backend, None)
+        self._facts.pop(backend, None)
+        try:
+            env = self._plan(backend)
+            changed = build.drift(env) if files else build.base_drift(env)
+        except (EnvError, ConfigError) as exc:
+            return exc.message
+        if changed:
+            return f"{changed}; run: {build.command('build', env)}"
+        return None if env.is_built else f"its environment is not built; run: {build.command('build', env)}"
+
+    def records(self) -> dict[str, ProbeRecord]:
+        """The probes that are known without running one, by backend."""
+        found = {}
+        for backend in self.manifests.keys() - self.joined:
+            with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
+                env = self._plan(backend)
+                record = probe.cached_probe(env, self.manifests[backend]) if env.is_built else None
+                if record is not None:
+                    found[backend] = record
+        return found
+
+    def probe(self, backend: str) -> ProbeRecord:
+        """What the environment's probe has shown; runs it where that is not known. It may have failed.
+
+        Raises EnvError with cause and repair when there is nothing to probe, EnvChanged when it is not what was
+        built, ConfigError.
+        """
+        self._demand_allowed(backend)
+        env = self._plan(backend)
+        if not env.is_built:
+            repair = build.command("build", env)
+            raise EnvError(f"its environment is not built; run: {repair}", env=backend, repair=repair)
+        build.check(env)  # here, beside the broker's own thread; a restart is checked by `launch`
+        self._checked.add(backend)
+        stage.stage(env.store)
+        record = probe.probe_cached(env, self.manifests[backend], timeout_s=self._settings.start_timeout_s)
+        return record
+
+    def compiled(self) -> dict[str, list[Unit]]:
+        """What kernels are compiled for in the environments as they are, by backend."""
+        found = {}
+        for backend, manifest in self.manifests.items():
+            if backend in self.joined:
+                continue
+            with suppress(EnvError, ConfigError):
+                env = self._plan(backend)
+                found[backend] = [Unit(*unit) for unit in compilation.compiled(env, manifest)] if env.is_built else []
+        return found
+
+    def compile(self, action: act.Compile, on_start: Callable[[int], None]) -> str:
+        """Compile a kernel in a process of its environment, whose pid `on_start` gets. Returns why it failed, or "".
+        Raises LayerZeroError."""
+        env = self._plan(action.backend)
+        if not env.is_built:
+            return f"its environment is not built; run: {build.command('build', env)}"
+        timeout_s = self._settings.compile_timeout_s
+        manifest = self.manifests[action.backend]
+        return compilation.compile_kernel(
+            env, manifest, action.unit, action.body, timeout_s=timeout_s, on_start=on_start
+        )
+
+    @staticmethod
+    def failure(record: ProbeRecord) -> EnvError | None:
+        """The error of a backend whose probe failed, with cause and repair; None when it passed."""
+        if record.ok:
+            return None
+        return (EnvChanged if record.kind == "changed" else EnvError)(
+            f"the probe of {record.env} failed: {record.cause}",
+            env=record.env,
+            cause=record.message,
+            missing=record.missing,
+            wheel=record.wheel,
+            repair=record.repair,
+            stderr_tail=record.stderr_tail[-1000:],
+        )
+
+    def launch(self, backend: str) -> Launch:
+        """How to start the worker. Its environment is kept from being collected from now on. Raises LayerZeroError,
+        for one EnvChanged."""
+        self._demand_allowed(backend)
+        env = self._plan(backend)
+        stage.stage(env.store)
+        if backend in self._held:
+            self._held.pop(backend).close()
+        is_checked = backend in self._checked
+        self._checked.discard(backend)
+        self._held[backend] = build.hold(env, checks=not is_checked)
+        caches.make_folder(env)
+        manifest = self.manifests[backend]
+        return Launch(
+            env.python, worker_environ(env.environ, os.environ, has_mps=self.has_mps), manifest.provider_target
+        )
+
+    def env_ids(self) -> dict[str, str]:
+        """What is locked for each backend, as the name of its environment."""
+        ids = dict(self._joined_envs)
+        for backend in self.manifests.keys() - ids.keys():
+            with suppress(LayerZeroError):
+                ids[backend] = self._plan(backend).id
+        return ids
+
+    def note_joined(self, backend: str, env: str) -> None:
+        """What is installed where the worker of this backend runs from now on."""
+        self._joined_envs[backend] = env
+        self._facts.pop(backend, None)
+
+    def facts(self, backend: str) -> dict[str, object]:
+        """For `lz status`: what this backend is and where it runs. What is built is up to FACTS_S old, and what
+        keeps an environment from being there, PROBLEM_S."""
+        until_s, facts = self._facts.get(backend, (0.0, {}))
+        now_s = time.monotonic()
+        if now_s >= until_s:
+            facts = self._read_facts(backend)
+            self._facts[backend] = (now_s + (PROBLEM_S if "error" in facts else FACTS_S), facts)
+        return facts
+
+    def _read_facts(self, backend: str) -> dict[str, object]:
+        manifest = self.manifests[backend]
+        if backend in self.joined:
+            return {"summary": manifest.summary, "env": self._joined_envs.get(backend), "built": None, "joined": True}
+        try:
+            env = self._plan(backend)
+            return {
+                "summary": manifest.summary,
+                "env": env.id,
+                "built": env.is_built,
+                "on_host": env.on_host,
+                "overlay": str(env.base) if env.base else None,
+            }
+        except LayerZeroError as exc:
+            return {"summary": manifest.summary, "env": None, "built": False, "error": exc.message}
+
+
+ALL = "all"  # of the setting `joined`
+
+
+def join_command(backend: str) -> str:
+    return f"python -m layerzero.workers.join --backend {backend}"
+
+
+def not_joined(backend: str) -> str:
+    """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
+    return f"no worker has joined; run, where it is: {join_command(backend)}"
+
+
+def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str]:
+    """The backends that `joined` names. Raises ConfigError."""
+    if setting.strip() == ALL:
+        return frozenset(manifests)
+    names = frozenset(filter(None, (name.strip() for name in setting.split(","))))
+    unknown = sorted(names - manifests.keys())
+    if unknown:
+        known = ", ".join(sorted(manifests))
+        raise ConfigError(
+            f"setting joined (LAYERZERO_JOINED): {unknown[0]!r:.60}; allowed: {ALL}, or names of: {known}"
+        )
+    return names
+
+
+def _capability(manifest: EnvManifest) -> Capability:
+    """Raises DescriptorError."""
+    path = manifest.descriptor_path
+    if manifest.source is None:
+        return descriptor.load(path)
+    return vetting.vet(path.read_text(encoding="utf-8", errors="replace"), str(path), manifest.name)

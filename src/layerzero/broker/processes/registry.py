@@ -1,0 +1,120 @@
+"""The worker processes that there are now, by backend and generation: ours (supervisor.py has the mechanism), and those
+that have joined (joined.py)."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+
+import layerzero
+from layerzero.broker.configuration.settings import Settings
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.processes import supervisor
+from layerzero.broker.processes.launcher import Launcher
+from layerzero.broker.processes.self_registered import Joined, RemoteWorker
+from layerzero.ipc import oom
+from layerzero.ipc.errors import EnvError, LayerZeroError
+from layerzero.ipc.logs import log
+from layerzero.ipc.transport import control
+from layerzero.ipc.transport.endpoints import Endpoints
+
+AnyWorker = supervisor.Process | RemoteWorker
+
+
+class Processes:
+    """`handle` takes what became of starts; `on_end` takes a process that has ended and is none of these any more."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        endpoints: Endpoints,
+        launcher: Launcher,
+        descriptors: Descriptors,
+        joined: Joined,
+        handle: Callable[[ev.Event], None],
+        on_end: Callable[[supervisor.Process], None],
+    ) -> None:
+        self._settings = settings
+        self._endpoints = endpoints
+        self._launcher = launcher
+        self._descriptors = descriptors
+        self._joined = joined
+        self._handle = handle
+        self._on_end = on_end
+        self._live: dict[tuple[str, int], supervisor.Process] = {}
+        self._oom_kills = oom.OomKills()
+
+    def get(self, key: tuple[str, int]) -> AnyWorker | None:
+        return self._live.get(key) or self._joined.get(key)
+
+    def _all(self) -> list[AnyWorker]:
+        return [*self._live.values(), *self._joined.workers()]
+
+    def of_ticket(self, ticket: bytes) -> AnyWorker | None:
+        return next((process for process in self._all() if hmac.compare_digest(process.ticket, ticket)), None)
+
+    def executing(self) -> dict[tuple[str, int], int]:
+        """What their control pages say."""
+        return {(process.backend, process.generation): process.page.read()[0] for process in self._all()}
+
+    def spawn(self, action: act.Spawn) -> None:
+        backend, generation = action.backend, action.generation
+        if backend in self._joined.names:
+            self._joined.start(backend, generation, self._settings.failpoints_of(backend))
+            return
+        try:
+            process = supervisor.spawn(
+                backend,
+                generation,
+                self._launcher.launch(backend),
+                control_path=self._endpoints.control,
+                log=self._endpoints.worker_log(backend),
+                package=layerzero.__version__,
+                failpoints=self._settings.failpoints_of(backend),
+                oom_kills=self._oom_kills,
+            )
+        except (OSError, LayerZeroError) as exc:
+            error = exc if isinstance(exc, LayerZeroError) else EnvError(f"cannot start the worker: {exc}", env=backend)
+            self._handle(ev.SpawnFailed(backend, generation, error))
+            return
+        self._live[backend, generation] = process
+        self._descriptors.watch(process.pidfd, lambda: self._end(process))
+        log("worker.started", backend=backend, generation=generation, pid=process.pid)
+        self._handle(ev.WorkerSpawned(backend, generation, process.pid))
+
+    def _end(self, process: supervisor.Process) -> None:
+        if not control.is_readable(process.pidfd):
+            return  # an event of another descriptor that had this number before
+        self._descriptors.unwatch(process.pidfd)
+        del self._live[process.backend, process.generation]
+        self._on_end(process)
+
+    def kill(self, backend: str, generation: int) -> None:
+        """Its end is seen later. Nothing happens when it has ended already."""
+        process = self.get((backend, generation))
+        if isinstance(process, RemoteWorker):
+            self._joined.kill(process)
+        elif process is not None:
+            process.kill()
+
+    def hung_up(self, backend: str, generation: int) -> None:
+        """It has closed its connection: it is ending, or of no more use; one that is ending keeps its exit code."""
+        process = self.get((backend, generation))
+        if isinstance(process, RemoteWorker):
+            self._joined.hung_up(process)
+        elif process is not None:
+            process.kill()
+
+    def kill_all(self) -> None:
+        for process in self._all():
+            self.kill(process.backend, process.generation)
+
+    def close(self) -> None:
+        """Kill all of ours and wait for their ends. Those that joined end with the connections of their keepers."""
+        for process in self._live.values():
+            process.kill()
+            process.reap()
+        self._live.clear()
+        self._joined.close()

@@ -1,0 +1,146 @@
+"""Worker processes: start, watch by pidfd, kill, reap. Mechanism only; when to do what is the core's decision."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+
+from layerzero.ipc import oom
+from layerzero.ipc.shm import memory
+
+STDERR_TAIL_BYTES = 2048
+LOG_LIMIT_BYTES = 16 << 20
+PHASES = ("idle", "mapped", "executing", "written")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a backend's worker."""
+
+    python: Path
+    environ: Mapping[str, str]
+    provider: str
+
+
+@dataclass
+class Process:
+    """A started worker and what the broker holds of it. `pidfd` becomes readable when it has ended."""
+
+    backend: str
+    generation: int
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+    ticket: bytes
+    page_fd: int
+    page: memory.ControlPage
+    log: Path
+    log_start: int
+    oom_watch: oom.Watch
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and everything it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> Exit:
+        """Collect an ended worker, end what it left behind, release what the broker holds of it."""
+        self.kill()
+        exit_code = self.popen.wait()
+        executing, phase = self.page.read()
+        self.page.close()
+        os.close(self.page_fd)
+        os.close(self.pidfd)
+        killed = self.oom_watch.explain() if exit_code == -signal.SIGKILL else ""
+        return Exit(exit_code, executing, phase_name(phase), stderr_tail(self), killed)
+
+
+@dataclass(frozen=True)
+class Exit:
+    exit_code: int  # negative: the signal that killed it
+    executing: int
+    phase: str
+    stderr_tail: str
+    oom: str = ""  # where the kernel killed it for lack of memory, if it did
+
+
+def phase_name(phase: int) -> str:
+    """Of what a control page says."""
+    return PHASES[phase] if phase < len(PHASES) else "unknown"
+
+
+def spawn(
+    backend: str,
+    generation: int,
+    launch: Launch,
+    *,
+    control_path: Path,
+    log: Path,
+    package: str,
+    failpoints: str,
+    oom_kills: oom.OomKills,
+) -> Process:
+    """Start a worker. Call it from a thread that lives as long as the broker: the kernel ties the worker's life to
+    the thread that started it. Raises OSError."""
+    ticket = secrets.token_bytes(16)
+    boot = msgpack.packb(
+        {
+            "control_path": str(control_path),
+            "ticket": ticket,
+            "provider": launch.provider,
+            "backend": backend,
+            "parent_pid": os.getpid(),
+            "package": package,
+            "failpoints": failpoints,
+        }
+    )
+    boot_fd = memory.create_memfd("boot", len(boot))
+    os.pwrite(boot_fd, boot, 0)
+    page_fd = memory.create_memfd("page", memory.PAGE_BYTES)
+    if log.exists() and log.stat().st_size > LOG_LIMIT_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        log_start = os.fstat(log_fd).st_size
+        popen = subprocess.Popen(
+            [str(launch.python), "-m", "layerzero.workers", "--boot-fd", str(boot_fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            env=dict(launch.environ),
+            cwd="/",
+            pass_fds=(boot_fd,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(page_fd)
+        raise
+    finally:
+        os.close(boot_fd)
+        os.close(log_fd)
+    page = memory.ControlPage(page_fd, writable=False)
+    pidfd = os.pidfd_open(popen.pid)
+    watch = oom_kills.watch(popen.pid)
+    return Process(backend, generation, popen, pidfd, ticket, page_fd, page, log, log_start, watch)
+
+
+def stderr_tail(process: Process) -> str:
+    """The last lines that this start of the worker wrote."""
+    try:
+        with process.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(process.log_start, size - STDERR_TAIL_BYTES))
+            return file.read(STDERR_TAIL_BYTES).decode(errors="replace")
+    except OSError as exc:
+        return f"(log unreadable: {exc})"

@@ -1,0 +1,1 @@
+"""Answers to `lz status`, `lz explain`, `lz doctor` and their like."""

@@ -1,0 +1,389 @@
+"""What clients can ask the broker besides calls: one function per method, plain values in and out. One that takes as
+long as a call is a generator: its answer is made in steps (questions.py)."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import layerzero
+from layerzero.broker.core import events as ev
+from layerzero.broker.queries.readiness import examine, wanted_backends
+from layerzero.broker.selection import dispatch_table
+from layerzero.broker.selection.blocks import Link, Ranked, block_of
+from layerzero.broker.selection.certification import Subject
+from layerzero.broker.selection.planner import fixed_plan
+from layerzero.broker.selection.shadow import Comparison
+from layerzero.broker.selection.signature import CallSpec, no_backend
+from layerzero.broker.selection.tuning import Usage, next_sample
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.shm.lane import lane_of
+from layerzero.ipc.transport import wire
+
+if TYPE_CHECKING:
+    from layerzero.broker.server import Server
+
+BACKENDS_A_STEP = 4
+Steps = Generator[None, None, dict[str, Any]]
+
+
+def answer(server: Server, method: str, params: Mapping[str, Any]) -> Any:
+    """Run one method. Raises LayerZeroError."""
+    begun = begin(server, method, params)
+    if isinstance(begun, Generator):
+        while True:
+            try:
+                next(begun)
+            except StopIteration as end:
+                return end.value
+    return begun
+
+
+def begin(server: Server, method: str, params: Mapping[str, Any]) -> Any:
+    """As `answer`, or the Steps to it."""
+    function = METHODS.get(method)
+    if function is None:
+        near = difflib.get_close_matches(method, METHODS, n=1)
+        raise InvalidArgument(
+            f"unknown method {method!r:.60}; known: {', '.join(METHODS)}{f'; near: {near}' if near else ''}"
+        )
+    return function(server, params)
+
+
+def ping(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """A sign of life."""
+    return {"pid": os.getpid()}
+
+
+def status(server: Server, _: Mapping[str, Any]) -> Steps:
+    """The broker, its clients and every backend with its state, cause and repair."""
+    state = server.state
+    server.look_at_lanes()
+    yield
+    server.look_at_turns()
+    yield
+    backends = []
+    for name in list(state.workers):
+        backends.append(_backend(server, name))
+        if not len(backends) % BACKENDS_A_STEP:
+            yield
+    yield
+    facts = {
+        "broker": {
+            "pid": os.getpid(),
+            "package": layerzero.__version__,
+            "protocol": wire.PROTOCOL,
+            "incarnation": server.incarnation,
+            "up_s": round(time.monotonic() - server.started_s, 1),
+            "stays": server.stays,
+            "runtime_dir": str(server.endpoints.folder),
+            "store": str(server.settings.store),
+            "stale_answers": state.fleet.stale,
+        },
+        "clients": [
+            {
+                "number": c.number,
+                "open_calls": c.open_calls,
+                "arenas": len(c.arenas),
+                "bytes": sum(arena.nbytes for arena in c.arenas.values()),
+                "gpus": sorted(c.gpus),
+            }
+            for c in state.clients.values()
+        ],
+        "devices": [
+            {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}
+            for spec in state.engine.devices.values()
+        ],
+        "backends": backends,
+        "selection": server.state.engine.facts(),
+        "times": server.perfdb.facts(),
+        "problems": [
+            *server.launcher.problems,
+            *server.perfdb.problems,
+            *filter(None, (server.policy.problem, server.table_problem)),
+        ],
+    }
+    yield
+    return facts
+
+
+def _backend(server: Server, name: str) -> dict[str, Any]:
+    worker, reason = server.state.workers[name], server.state.unavailable.get(name)
+    process = server.processes.get((name, worker.generation))
+    running = len(worker.running) + bool(process is not None and lane_of(process.page.read()[0]))
+    return {
+        "name": name,
+        "state": "busy" if running and worker.state.value == "ready" else worker.state.value,
+        "pid": worker.pid if worker.state.value in ("starting", "ready", "killing", "stopping") else None,
+        "ops": sorted(server.launcher.capabilities[name].ops),
+        "versions": worker.versions,
+        "answered": worker.answered,
+        "failed": worker.failed,
+        "restarts": worker.restarts,
+        "running": running,
+        "waiting": len(worker.waiting),
+        "enqueued": len(worker.enqueued),
+        "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
+        "cause": worker.cause.message if worker.cause else None,
+        **server.launcher.facts(name),
+        **server.joined.facts(name),
+    }
+
+
+def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Can this very backend serve? `ok`: it does, or starts when it is needed; `state`; `detail`: why not."""
+    name = params.get("backend")
+    worker = server.state.workers.get(name) if isinstance(name, str) else None
+    if worker is None:
+        raise InvalidArgument(f"no backend is called {name!r:.60}; known: {', '.join(sorted(server.state.workers))}")
+    reason = server.state.unavailable.get(worker.backend)
+    detail = f"{reason.code.value}: {reason.detail}" if reason else worker.state.value
+    return {"ok": reason is None, "state": worker.state.value, "detail": detail}
+
+
+def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Who would serve a call signature (an encoded Route message) now."""
+    body = params.get("route")
+    if not isinstance(body, bytes):
+        raise InvalidArgument("explain needs `route`: an encoded route message")
+    server.look_at_lanes()  # for times that workers have told by now
+    spec, ranked, candidates = server.state.explain(body, time.monotonic())
+    if spec.pinned and spec.pinned not in server.state.capabilities:
+        raise no_backend(spec, ranked, server.state.capabilities)
+    return {"candidates": candidates}
+
+
+def compile_ahead(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Have all kernels of `backends` compiled that would serve a call signature (an encoded Route message) then.
+
+    `pending`: those that are not compiled yet; ask again until there are none.
+    """
+    body, backends = params.get("route"), params.get("backends")
+    if not isinstance(body, bytes) or not isinstance(backends, list):
+        raise InvalidArgument("compile needs `route`, an encoded route message, and `backends`, a list of names")
+    spec = CallSpec.parse(body)
+    server.handle(ev.CompileAsked(spec, backends))
+    left = server.state.compiling.missing(spec, time.monotonic())
+    return {"pending": [verdict.kernel_id for verdict in left if verdict.backend in backends]}
+
+
+def plan(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernels for calls that feed each other, chosen together, and what they cost when each is chosen by itself.
+
+    routes: encoded Route messages; calls: for each call its route's position; links: [source, target, argument];
+    rewrites: [positions of calls, route's position] of single calls that do the same. Chooses and changes nothing.
+    """
+    now_s, engine, unavailable = time.monotonic(), server.state.engine, server.state.unavailable
+    try:
+        specs = [CallSpec.parse(body) for body in params["routes"]]
+        links = [Link(*link) for link in params["links"]]
+
+        @functools.cache
+        def ranked(number: int, next_ops: tuple[str, ...]) -> Ranked:
+            spec = replace(specs[number], next_ops=next_ops)
+            verdicts = engine.rank(spec, engine.context(spec), unavailable, now_s)
+            return Ranked(spec, verdicts, engine.policy_for(spec).weights.perfdb)
+
+        after = [
+            tuple(sorted({specs[params["calls"][link.target]].op for link in links if link.source == n}))
+            for n in range(len(params["calls"]))
+        ]
+        calls = [ranked(number, next_ops) for number, next_ops in zip(params["calls"], after, strict=True)]
+        rewrites = [(tuple(covered), ranked(number, ())) for covered, number in params["rewrites"]]
+        block = block_of(calls, links, rewrites)
+    except (KeyError, IndexError, TypeError, ValueError) as exc:
+        if isinstance(exc, LayerZeroError):
+            raise
+        raise InvalidArgument(f"plan takes routes, calls, links and rewrites: {type(exc).__name__}: {exc}") from exc
+    joint = server.planner.plan(block)
+    alone = fixed_plan(block, [node.choices[0].kernel_id for node in block.nodes])
+    return {
+        "steps": [{"kernel_id": step.kernel_id, "calls": list(step.nodes), "us": step.us} for step in joint.steps],
+        "cost_us": joint.cost_us,
+        "runner_up_us": joint.runner_up_us,
+        "alone_us": alone.cost_us,
+        "transforms": [{"source": t.source, "target": t.target, "us": t.us} for t in joint.transforms],
+        "unmeasured": [number for number, call in enumerate(calls) if not call.is_measured],
+        "is_exact": joint.is_exact,
+    }
+
+
+def policy(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy in force, with a caller's `overlay` on top, which is checked: every value and its origin."""
+    overlay = params.get("overlay", {})
+    if not isinstance(overlay, dict):
+        raise InvalidArgument(f"policy takes `overlay`: a map, not a {type(overlay).__name__}")
+    return server.policy.describe(overlay)
+
+
+def readiness(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Is everything that `backends` (default: all that the policy allows) need in order?
+    broker/queries/readiness.py."""
+    names = params.get("backends")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InvalidArgument(f"readiness takes `backends`: names, or nothing for all; got {names!r:.80}")
+    wanted = wanted_backends(server, names)
+    isolation = {name: server.policy.policy.isolation(name) for name in wanted}
+    checks = [check.to_wire() for check in examine(server, names)]
+    return {"checks": checks, "backends": wanted, "isolation": isolation}
+
+
+def solve(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """A dispatch table from measurements, as the `text` of a file. Nothing is kept.
+
+    measured: list of {"route": encoded Route message, "us": map of kernel id to microseconds}; command: what makes the
+    table anew.
+    """
+    engine, measured, backends = server.state.engine, [], set()
+    try:
+        for one in params["measured"]:
+            spec = CallSpec.parse(one["route"])
+            if spec.device:
+                raise InvalidArgument(f"dispatch tables are of the CPU; a measured call is on {spec.device!r:.80}")
+            context, times = engine.context(spec), dict(one["us"])
+            if not all(type(us) in (int, float) and 0 <= us < math.inf for us in times.values()):
+                raise InvalidArgument(f"solve takes times as numbers of microseconds, got {times!r:.200}")
+            backend_of = dict(engine.kernels(spec.op))
+            backends |= {backend_of[kernel_id] for kernel_id in times}
+            group, features = dispatch_table.group_of(context), dispatch_table.features_of(context)
+            measured.append(dispatch_table.Measurement(group, features, times))
+        command = str(params["command"])
+    except (KeyError, TypeError, ValueError) as exc:
+        if isinstance(exc, LayerZeroError):
+            raise
+        raise InvalidArgument(f"solve takes measured and command: {type(exc).__name__}: {exc}") from exc
+    env_ids = server.launcher.env_ids()
+    header = dispatch_table.Header(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        layerzero_version=layerzero.__version__,
+        hardware=dispatch_table.Hardware.of(engine.device),
+        capability_hashes={name: engine.capabilities[name].hash for name in sorted(backends)},
+        env_ids={name: env_ids[name] for name in sorted(backends) if name in env_ids},
+        command=command,
+    )
+    table = dispatch_table.build(measured, header)
+    return {"text": table.save(), "kinds": len(table.groups), "buckets": table.buckets}
+
+
+def load_table(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the dispatch table that the policy names again: `path`, None where it names none, and its `problem`."""
+    server.load_table()
+    path = server.policy.policy.dispatch_table
+    return {"path": None if path is None else str(path), "problem": server.table_problem}
+
+
+def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Forget a backend's failures, or those of all, after a repair."""
+    name = params.get("backend")
+    if name is not None and (not isinstance(name, str) or name not in server.state.workers):
+        near = difflib.get_close_matches(str(name), server.state.workers, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(sorted(server.state.workers))
+        raise InvalidArgument(f"no backend is called {name!r:.60}{hint or '.'} Known: {known}")
+    names = [name] if name is not None else list(server.state.workers)
+    for backend in names:
+        if backend in server.joined.names:
+            server.handle(ev.BackendReset(backend, None))
+            server.joined.offer(backend)
+        else:
+            server.handle(ev.BackendReset(backend, server.launcher.missing(backend)))
+    return {"reset": names}
+
+
+def stay(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Do not end with the last client: `lz up` finds a broker that a client has started."""
+    server.stays = True
+    return {"pid": os.getpid()}
+
+
+def shutdown(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Finish what runs, refuse the rest, end."""
+    server.post(ev.ShutdownAsked())
+    return {"pid": os.getpid()}
+
+
+def provider(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client needs to run a backend in its own process."""
+    name = params.get("backend")
+    manifest = server.launcher.manifests.get(name) if isinstance(name, str) else None
+    if manifest is None:
+        raise InvalidArgument(f"no backend is called {name!r:.60}")
+    return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
+
+
+def shadow(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a shadow check: how far a kernel's output was from a reference kernel's on the same inputs.
+
+    route: the call's encoded Route message; kernel_id, reference: kernel ids; error: as in ipc/vocabulary/numerics.py.
+    """
+    body, kernel_id, reference, error = (params.get(name) for name in ("route", "kernel_id", "reference", "error"))
+    if not isinstance(body, bytes) or type(error) is not float or error < 0:
+        raise InvalidArgument("shadow needs `route`, an encoded route message, and `error`, a float of 0 or more")
+    spec = CallSpec.parse(body)
+    kernels = {k.kernel_id for c in server.state.capabilities.values() for k in c.ops.get(spec.op, ())}
+    for name, given in (("kernel_id", kernel_id), ("reference", reference)):
+        if not isinstance(given, str) or given not in kernels:
+            known = ", ".join(sorted(kernels)) or "none"
+            raise InvalidArgument(f"{name} is {given!r:.80}; kernels of {spec.op}: {known}")
+    comparison = Comparison(Subject.of(str(kernel_id), spec), str(reference), error)
+    server.handle(ev.ShadowCompared(comparison))
+    return {"is_beyond": comparison.is_beyond}
+
+
+def sample(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the inputs of a call should run once more, beside it, on a kernel that is little known: its backend, or
+    "" when policy gives no time for that (`tune_budget`), it is used up, or nothing is left to learn.
+
+    route: the call's encoded Route message.
+    """
+    body = params.get("route")
+    if not isinstance(body, bytes):
+        raise InvalidArgument("sample needs `route`: an encoded route message")
+    engine, now_s = server.state.engine, time.monotonic()
+    spec, ranked, _ = server.state.explain(body, now_s)
+    accepted = {v.kernel_id: v for v in ranked if v.is_accepted and not v.transforms and not v.is_last_resort}
+    if len(accepted) < 2 or spec.pinned:
+        return {"backend": ""}
+    chosen, *others = accepted
+    key = engine.context(spec).perf_key()
+    tuning = server.tuning
+    found = next_sample(
+        [Usage(body, key, 1, chosen, tuple(others))],
+        engine.perf,
+        now_s,
+        share=engine.policy.tune_budget,
+        spent_s=tuning.spent_s,
+        elapsed_s=now_s - tuning.since_s,
+    )
+    if found is None:
+        return {"backend": ""}
+    known = engine.perf.stat(found.kernel_id, key) or engine.perf.stat(chosen, key)
+    tuning.spent_s += known.median_us / 1e6 if known is not None else 0.0
+    return {"backend": accepted[found.kernel_id].backend}
+
+
+METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
+    "status": status,
+    "compile": compile_ahead,
+    "explain": explain,
+    "health": health,
+    "load_table": load_table,
+    "policy": policy,
+    "provider": provider,
+    "readiness": readiness,
+    "reset": reset,
+    "sample": sample,
+    "shadow": shadow,
+    "stay": stay,
+    "shutdown": shutdown,
+    "solve": solve,
+    "ping": ping,
+    "plan": plan,
+}

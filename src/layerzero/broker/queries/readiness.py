@@ -1,0 +1,218 @@
+"""Is this broker fit for production? One function per question; client/tools/ready.py adds what only a client can
+try."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from layerzero.broker.processes.host import free_memory_bytes
+from layerzero.broker.selection.dispatch_table import DispatchTable
+from layerzero.capabilities.reasons import Reason
+from layerzero.envs.probe.probe import ProbeRecord
+from layerzero.ipc.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from layerzero.broker.server import Server
+
+
+class Check(NamedTuple):
+    """`detail`: what was found. `repair`: the command or change that helps; empty when `is_ok`."""
+
+    name: str
+    is_ok: bool
+    detail: str
+    repair: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"name": self.name, "ok": self.is_ok, "detail": self.detail, "repair": self.repair}
+
+
+def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
+    """Those named, or all that the policy allows. Raises InvalidArgument for a name that does not exist."""
+    known = sorted(server.state.capabilities)
+    for name in names or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidArgument(f"no backend is called {name!r:.60}{hint} Known: {', '.join(known)}")
+    if names is not None:
+        return sorted(set(names))
+    return [name for name in known if not _is_denied(server, name) and not _is_refused(server, name)]
+
+
+def _is_refused(server: Server, backend: str) -> bool:
+    """It comes from outside, and may not be used; `_sources` tells."""
+    if server.launcher.manifests[backend].source is None:
+        return False
+    missing = server.launcher.missing(backend)
+    return missing is not None and missing.code in (Reason.SOURCE_NOT_ALLOWED, Reason.SOURCE_CHANGED)
+
+
+def _is_denied(server: Server, backend: str) -> bool:
+    """The policy's lists forbid every kernel of it, whatever the call."""
+    limits = server.policy.policy.limits
+    kernels = server.state.capabilities[backend].kernel_ids
+    return all(any(limit.objection(kernel, backend) for limit in limits) for kernel in kernels)
+
+
+def examine(server: Server, names: Sequence[str] | None) -> list[Check]:
+    """All checks, environments first."""
+    records = server.launcher.records()
+    checks = [_environment(server, name, records.get(name)) for name in wanted_backends(server, names)]
+    return [*checks, *(question(server) for question in QUESTIONS)]
+
+
+def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Check:
+    """Built, its probe passed, and nothing has disabled it since."""
+    name = f"environment {backend}"
+    missing = server.launcher.missing(backend, files=True)
+    if missing is not None:
+        return Check(name, False, *_split_repair(missing.detail))
+    reason = server.state.unavailable.get(backend)
+    if reason is not None:
+        return Check(name, False, f"{reason.code.value}: {reason.detail}", f"lz restart {backend}")
+    if record is None:
+        return Check(name, False, "built, and not probed yet", f"lz env probe {backend}")
+    if not record.ok:
+        return Check(name, False, record.cause, record.repair)
+    certified, refused = record.counts
+    more = f", {refused} refused" if refused else ""
+    return Check(name, True, f"built and probed; {certified} classes of calls certified{more}")
+
+
+def _split_repair(text: str) -> tuple[str, str]:
+    """The launcher says "...; run: COMMAND" or "...; repair: WHAT"."""
+    detail, *command = re.split("; (?:run|repair): ", text, maxsplit=1)
+    return detail, command[0] if command else "lz env list"
+
+
+def _descriptors(server: Server) -> Check:
+    problems = server.launcher.problems
+    if problems:
+        return Check("descriptors", False, _lines(problems), "mend what the text names, then lz down and lz up")
+    return Check("descriptors", True, f"{len(server.launcher.capabilities)} valid, schema 1.0")
+
+
+def _sources(server: Server) -> Check:
+    """Backends from outside are what was allowed. One that nobody has allowed is left alone, and no fault."""
+    name, told = "kernel sources", []
+    for backend, manifest in sorted(server.launcher.manifests.items()):
+        missing = server.launcher.missing(backend) if manifest.source is not None else None
+        if missing is not None and missing.code is Reason.SOURCE_CHANGED:
+            return Check(name, False, *_split_repair(missing.detail))
+        if missing is not None and missing.code is Reason.SOURCE_NOT_ALLOWED:
+            told.append(missing.detail)
+        elif manifest.source is not None:
+            told.append(f"{backend} of {manifest.source.origin}: allowed, {manifest.source.sha256}")
+    return Check(name, True, _lines(told) if told else "no backend comes from outside")
+
+
+def _policy(server: Server) -> Check:
+    source = server.policy
+    if source.problem:
+        return Check("policy", False, source.problem, f"lz policy check {source.file}")
+    return Check("policy", True, f"valid, hash {source.policy.hash}")
+
+
+def _table(server: Server) -> Check:
+    """Where the policy names one: readable, of this machine and these environments."""
+    name, policy = "dispatch table", server.policy.policy
+    path = policy.dispatch_table
+    if path is None and policy.plan_mode:
+        return Check(name, False, "plan_mode is on, and no dispatch_table is set", "lz solve, then set dispatch_table")
+    if path is None:
+        return Check(name, True, "none is set; calls are ranked as they come")
+    table = server.state.engine.table
+    if server.table_problem or not isinstance(table, DispatchTable):
+        return Check(name, False, server.table_problem, "lz solve")
+    return Check(
+        name, True, f"{path}: {len(table.groups)} kinds of calls, {table.buckets} buckets; made for this machine"
+    )
+
+
+def _times(server: Server) -> Check:
+    problems = server.perfdb.problems
+    if problems:
+        return Check("measured times", False, _lines(problems), f"a writable {server.perfdb.path.parent}, then lz down")
+    return Check("measured times", True, f"{server.perfdb.path}, {len(server.state.engine.perf)} known")
+
+
+def _memory(server: Server) -> Check:
+    """Where the policy wants some to stay free: it is free now."""
+    headroom = server.policy.policy.memory_headroom_bytes
+    if headroom is None:
+        return Check("memory", True, "memory_headroom_bytes is not set: memory is not looked at")
+    free = free_memory_bytes(server.state.engine.device)
+    if free is None:
+        return Check(
+            "memory", False, "how much is free cannot be told here", "take memory_headroom_bytes out of the policy"
+        )
+    text = f"{free:,} bytes free, memory_headroom_bytes is {headroom:,}"
+    return Check("memory", free > headroom, text, "" if free > headroom else "free memory, or a lower headroom")
+
+
+def _compiled(server: Server) -> Check:
+    """No kernel has failed to compile; those that are compiled now say so."""
+    name, compilation = "compiled kernels", server.state.engine.compilation
+    if compilation.failures:
+        lines = [f"{unit.kernel_id} for {unit.calls}: {why}" for unit, why in compilation.failures.items()]
+        return Check(name, False, _lines(lines), "mend what the compiler names, then lz restart BACKEND")
+    going = [f"{unit.kernel_id} is being compiled for {unit.calls}" for unit in compilation.running()]
+    return Check(name, True, _lines([f"{compilation.count()} are kept, for one kind of calls each", *going]))
+
+
+def _graphs(server: Server) -> Check:
+    """Where the policy is strict about graphs: this device captures some, and kernels are declared safe in them."""
+    if not server.policy.policy.graph_strict_mode:
+        return Check("graphs", True, "graph_strict_mode is off")
+    devices = server.state.engine.devices.values()
+    if not any(device.supports_graphs for device in devices):
+        name = " or ".join(device.device_name for device in devices)
+        return Check(
+            "graphs", False, f"graph_strict_mode is on, and {name} captures no graphs", "graph_strict_mode: false"
+        )
+    safe = sorted(
+        kernel.kernel_id
+        for capability in server.state.capabilities.values()
+        for kernels in capability.ops.values()
+        for kernel in kernels
+        if kernel.is_cuda_graph_safe
+    )
+    if not safe:
+        return Check(
+            "graphs", False, "graph_strict_mode is on, and no kernel is safe in a graph", "graph_strict_mode: false"
+        )
+    return Check("graphs", True, f"{len(safe)} kernels are declared safe in a graph")
+
+
+def _sharing(server: Server) -> Check:
+    """Faults of one process on a GPU stay there."""
+    name, allowed = "GPU sharing", server.settings.allow_mps
+    if not server.launcher.has_mps:
+        return Check(name, True, "MPS is off: a fault on a GPU ends the process that made it, and no other")
+    text = (
+        "MPS is on: a fault on a GPU, such as an illegal address, ends all processes that use it, applications included"
+    )
+    if allowed:
+        return Check(name, True, f"{text}; allow_mps is set")
+    return Check(name, False, text, "echo quit | nvidia-cuda-mps-control, then lz down; or allow_mps = true")
+
+
+def _lines(texts: Iterable[str]) -> str:
+    return "\n".join(texts)
+
+
+QUESTIONS: tuple[Callable[[Server], Check], ...] = (
+    _descriptors,
+    _sources,
+    _policy,
+    _table,
+    _times,
+    _compiled,
+    _memory,
+    _graphs,
+    _sharing,
+)

@@ -1,0 +1,120 @@
+"""From settings to a running broker: the lock that makes it the only one, its parts, the loop."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import sys
+import time
+
+import msgpack
+
+import layerzero
+from layerzero.broker.configuration import settings as knobs
+from layerzero.broker.configuration.policy_source import PolicySource
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io.authentication import Gate
+from layerzero.broker.processes.cuda_driver import detect_gpus
+from layerzero.broker.processes.host import detect_cpu
+from layerzero.broker.processes.launcher import Launcher
+from layerzero.broker.selection.certification import Certification
+from layerzero.broker.selection.compile_queue import Compilation
+from layerzero.broker.selection.policy_values import Known
+from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.server import Server
+from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.logs import keep_in, log
+from layerzero.ipc.transport.endpoints import open_endpoints
+from layerzero.ipc.vocabulary.ops import OPS
+
+
+def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log: bool = False) -> int:
+    """Run one broker until it ends. Returns the exit code: 1 when another one holds the lock, or settings or policy are
+    wrong."""
+    try:
+        settings = knobs.load(runtime_dir=runtime_dir)
+        gate = Gate.of(settings)
+        endpoints = open_endpoints(settings.runtime_dir, is_shared=gate.is_shared)
+    except LayerZeroError as exc:
+        return _refuse(exc, ready_fd)
+    lock_fd = os.open(endpoints.broker_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if not _lock(lock_fd):
+        pid = os.pread(lock_fd, 32, 0).decode(errors="replace").strip()
+        print(
+            f"error: a broker runs already: pid {pid}, socket {endpoints.control}; end it with lz down", file=sys.stderr
+        )
+        return 1
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, str(os.getpid()).encode(), 0)
+    for stale in (*endpoints.folder.glob("client-*"), *endpoints.folder.glob("worker-*")):
+        if stale.is_socket():  # of a broker that was killed
+            stale.unlink(missing_ok=True)
+    if owns_log:  # a daemon's stderr is the log; one in the foreground writes to a terminal
+        keep_in(endpoints.log)
+    gpus = detect_gpus()
+    try:
+        launcher = Launcher(settings, has_mps=gpus.has_mps)
+        policy = _policy(settings, launcher)
+    except LayerZeroError as exc:
+        return _refuse(exc, ready_fd)
+    engine = Engine(
+        launcher.capabilities,
+        detect_cpu(),
+        gpus=gpus.devices,
+        no_gpus=gpus.reason,
+        policy=policy.policy,
+        envs=launcher.env_ids(),
+    )
+    engine.set_certification(Certification(launcher.records()))
+    engine.set_compilation(Compilation(launcher.compiled()))
+    state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random(), joined=launcher.joined)
+    try:
+        server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays)
+    except LayerZeroError as exc:
+        return _refuse(exc, ready_fd)
+    for problem in launcher.problems:
+        log("backend.unusable", detail=problem)
+
+    def started() -> None:
+        log("broker.started", pid=os.getpid(), package=layerzero.__version__, backends=sorted(launcher.capabilities))
+        if ready_fd is not None:
+            os.write(ready_fd, b"1")
+            os.close(ready_fd)
+
+    server.run(started)
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, b"ended", 0)  # a watchdog starts no other
+    log("broker.ended", pid=os.getpid())
+    return 0
+
+
+def _refuse(error: LayerZeroError, ready_fd: int | None) -> int:
+    """Say why no broker starts, to the log and to the client that waits for it. Returns the exit code."""
+    print(f"error: {error.message}", file=sys.stderr)
+    if ready_fd is not None:
+        os.write(ready_fd, msgpack.packb(error.to_wire()))
+    return 1
+
+
+def _policy(settings: knobs.Settings, launcher: Launcher) -> PolicySource:
+    file, is_optional = settings.policy_file()
+    known = Known.of(launcher.capabilities, OPS)
+    return PolicySource(
+        file,
+        is_optional=is_optional,
+        variables=settings.policy_variables(),
+        known=known,
+        record=settings.source_record(),
+    )
+
+
+def _lock(fd: int) -> bool:
+    """Take the broker's lock; False when another broker has it. Those who only ask for its pid hold it for a moment."""
+    for _ in range(50):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.02)
+    return False

@@ -1,0 +1,1 @@
+"""Which kernel serves a call, and why not the others. Pure."""

@@ -1,0 +1,447 @@
+"""Which kernels may serve a call, in which order, and why not the others. A function of its arguments and of what it
+was told: descriptors, policy, timings, health, certificates. No I/O, no clock.
+
+Three steps, each with a cache of its own:
+
+1. *validity*: which kernels' constraints the call meets. Keyed by every field of the context that can change that.
+2. *timings*: how fast each kernel was on calls of this size, bucketed (PerfTable). A `Cell` says when to look again.
+3. *ranking*: policy, availability, health and memory joined in, scored and sorted. Kept with the call's signature until
+   one of them changes (`Engine.epoch`); this is what a call costs in the steady state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from layerzero.broker.selection.breaker import Health, failure_signature
+from layerzero.broker.selection.certification import Certification, Subject
+from layerzero.broker.selection.compile_queue import Compilation
+from layerzero.broker.selection.policy import Policy, Ruling
+from layerzero.broker.selection.signature import CallSpec, Verdict
+from layerzero.broker.selection.timings import PerfRow, PerfTable
+from layerzero.capabilities.compile_unit import Unit, unit_of
+from layerzero.capabilities.context import SelectionContext
+from layerzero.capabilities.descriptor import Capability, KernelCapability
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.fixes import Adaptation, adaptation, copied_bytes
+from layerzero.capabilities.match import Rejection, memory_rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
+
+MAX_VALIDITY = 4096
+MAX_CELLS = 4096
+MAX_POLICIES = 256  # overlays of clients that were merged with the broker's policy
+MIB = 1 << 20
+# Times that differ by less are equal: the rest is noise, and priority decides. A GPU's are told by its own clock.
+TIE_SHARE, TIE_US = 0.02, 3.0
+GPU_TIE_SHARE, GPU_TIE_US = 0.005, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """One kernel against a call, by the descriptors alone: refused without an `adaptation`, which may be empty."""
+
+    kernel: KernelCapability
+    backend: str
+    adaptation: Adaptation | None
+
+
+@dataclass(slots=True, eq=False)
+class Cell:
+    """Timings of the calls that share a perf key. `generation` grows when a ranking made before may be out of date."""
+
+    key: str
+    generation: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class Table(Protocol):
+    """A solved dispatch table (broker/selection/dispatch_table.py)."""
+
+    def lookup(self, context: SelectionContext) -> str | None: ...
+
+
+class Engine:
+    """`device` is the CPU, which calls without a device run on. `gpus` are those that calls may name; `no_gpus` says
+    why there are none. `envs` has the lock hash of each backend's environment. What the broker learns later comes by
+    `set_*` and `note_*`; each of them that can change a ranking makes `epoch` grow."""
+
+    def __init__(
+        self,
+        capabilities: Mapping[str, Capability],
+        device: DeviceSpec,
+        *,
+        gpus: Iterable[DeviceSpec] = (),
+        no_gpus: str = "",
+        policy: Policy | None = None,
+        perf: PerfTable | None = None,
+        health: Health | None = None,
+        envs: Mapping[str, str] | None = None,
+    ) -> None:
+        self.capabilities = dict(capabilities)
+        self.device = device
+        self.devices = {"": device, **{gpu.device_uuid: gpu for gpu in gpus}}  # by Route.device
+        self._no_gpus = no_gpus
+        self.policy = policy or Policy.of()
+        self.perf = perf or PerfTable()
+        self.health = health or Health()
+        self._owners = {
+            kernel_id: backend for backend, capability in capabilities.items() for kernel_id in capability.kernel_ids
+        }
+        self.certification = Certification({}, owners=self._owners)
+        self.compilation = Compilation()
+        self.table: Table | None = None
+        self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
+        self.epoch = 0
+        self.hits = self.misses = 0  # of the validity cache
+        self._kernels: dict[str, list[tuple[str, KernelCapability]]] = {}
+        for backend, capability in self.capabilities.items():
+            for op, kernels in capability.ops.items():
+                self._kernels.setdefault(op, []).extend((backend, kernel) for kernel in kernels)
+        self._by_id = {kernel.kernel_id: kernel for found in self._kernels.values() for _, kernel in found}
+        self._thresholds = {op: _thresholds(kernel for _, kernel in found) for op, found in self._kernels.items()}
+        self._versions: dict[str, Mapping[str, str]] = {}
+        self._envs = dict(envs or {})
+        self._world = self._hash_world()
+        self._valid: OrderedDict[tuple[Any, ...], tuple[Static, ...]] = OrderedDict()
+        self._cells: OrderedDict[str, Cell] = OrderedDict()
+        self._policies: OrderedDict[bytes, Policy] = OrderedDict()
+
+    # --- what the broker learns ------------------------------------------------------------------------
+
+    def set_policy(self, policy: Policy) -> None:
+        self.policy = policy
+        self._policies.clear()
+        self.epoch += 1
+
+    def set_table(self, table: Table | None) -> None:
+        self.table = table
+        self.epoch += 1
+
+    def set_certification(self, certification: Certification) -> None:
+        self.certification = certification.owned_by(self._owners)
+        self.epoch += 1
+
+    def set_compilation(self, compilation: Compilation) -> None:
+        self.compilation = compilation
+        self.epoch += 1
+
+    def note_env(self, backend: str, env: str) -> None:
+        """Another environment serves this backend from now on."""
+        if self._envs.get(backend, "") != env:
+            self._envs[backend] = env
+            self._world = self._hash_world()
+            self.epoch += 1
+
+    def note_versions(self, backend: str, versions: Mapping[str, str]) -> None:
+        """A worker says what it loaded. Decisions and timings made for other versions count no more."""
+        before = self._versions.get(backend)
+        if before == versions:
+            return
+        self._versions[backend] = dict(versions)
+        self._world = self._hash_world()
+        if before is not None:
+            for kernel_id in self.capabilities[backend].kernel_ids:
+                self.perf.forget(kernel_id)
+            self.epoch += 1
+
+    def note_time(self, kernel_id: str, cell: Cell, kernel_ns: int, now_s: float, *, is_clean: bool) -> None:
+        """Keep a sample. The ranking is due again when a kernel is new here, and each time its samples double."""
+        count = cell.counts.get(kernel_id, 0) + 1
+        cell.counts[kernel_id] = count
+        self.perf.note(kernel_id, cell.key, kernel_ns / 1e3, now_s, is_warmup=count == 1, is_clean=is_clean)
+        if not count & (count - 1):
+            cell.generation += 1
+
+    def note_free_memory(self, nbytes: int | None, device: str = "") -> None:
+        """None: nobody tells, and then no candidate is refused for its memory."""
+        self.free_memory_bytes[device] = nbytes
+        self.epoch += 1
+
+    def load_times(self, rows: Iterable[PerfRow]) -> None:
+        """Times that an earlier broker stored."""
+        rows = list(rows)
+        self.perf.load(rows)
+        self.epoch += bool(rows)
+
+    def facts(self) -> dict[str, Any]:
+        """For `lz status`: how much is known, and how well the cache of verdicts serves."""
+        return {
+            "policy": self.policy.hash,
+            "times": len(self.perf),
+            "verdicts": {"entries": len(self._valid), "hits": self.hits, "misses": self.misses},
+            "compiled": {
+                "units": self.compilation.count(),
+                "running": [unit._asdict() for unit in self.compilation.running()],
+                "failed": [{**unit._asdict(), "why": why} for unit, why in self.compilation.failures.items()],
+            },
+            "quarantined": {str(subject): why for subject, why in self.certification.quarantined.items()},
+            "failing": [
+                {"backend": backend, "op": op, "kinds": self.health.signatures(backend, op, device)}
+                for backend, op, device in self.health.places()
+            ],
+        }
+
+    def note_success(self, backend: str, op: str, now_s: float, device: str = "") -> None:
+        before = self.health.epoch
+        self.health.succeeded(backend, op, self.devices[device].device_uuid, now_s)
+        if self.health.epoch != before:
+            self.epoch += 1
+
+    def note_failure(self, backend: str, op: str, error: LayerZeroError, now_s: float, device: str = "") -> None:
+        """A kernel raised, or its worker died in it."""
+        signature = failure_signature(error.code, error.message)
+        self.health.failed(backend, op, self.devices[device].device_uuid, signature, now_s)
+        self.epoch += 1
+
+    def reserve_trial(self, backend: str, op: str, now_s: float, device: str = "") -> bool:
+        """Take the one call that may try a kernel whose breaker is half open. False: another call has it."""
+        is_reserved = self.health.reserve_probe(backend, op, self.devices[device].device_uuid, now_s)
+        self.epoch += is_reserved
+        return is_reserved
+
+    def forgive(self, backend: str) -> None:
+        """Someone repaired it."""
+        self.health.reset(backend)
+        self.compilation.forgive(self.capabilities[backend].kernel_ids)
+        self.set_certification(self.certification.without_quarantine(self.capabilities[backend].kernel_ids))
+
+    # --- a decision --------------------------------------------------------------------------------------
+
+    def kernels(self, op: str) -> tuple[tuple[str, str], ...]:
+        """(kernel id, backend) of all that claim to serve an op."""
+        return tuple((kernel.kernel_id, backend) for backend, kernel in self._kernels.get(op, ()))
+
+    def kernel(self, kernel_id: str) -> KernelCapability:
+        return self._by_id[kernel_id]
+
+    def device_for(self, backend: str) -> DeviceSpec:
+        """What times of a backend are valid for: the CPU, or for a GPU backend the first GPU."""
+        platform = self.capabilities[backend].platform
+        return next((spec for spec in self.devices.values() if spec.device_type == platform), self.device)
+
+    def missing(self, device: str) -> InvalidArgument | None:
+        """The error of a call on a device that is not here."""
+        if device in self.devices:
+            return None
+        known = ", ".join(f"{uuid} ({spec.device_name})" for uuid, spec in self.devices.items() if uuid)
+        there_is = f"it has {known}" if known else f"it has none: {self._no_gpus or 'none was looked for'}"
+        return InvalidArgument(f"this broker has no GPU {device!r:.80}; {there_is}", device=device)
+
+    def policy_for(self, spec: CallSpec) -> Policy:
+        """The broker's policy with what the caller asked for on top. Raises InvalidArgument for a bad overlay."""
+        if not spec.policy:
+            return self.policy
+        policy = self._policies.get(spec.policy_key)
+        if policy is None:
+            policy = self._policies[spec.policy_key] = self.policy.with_overlay(spec.policy)
+            if len(self._policies) > MAX_POLICIES:
+                self._policies.popitem(last=False)
+        return policy
+
+    def context(self, spec: CallSpec) -> SelectionContext:
+        """Raises InvalidArgument for a bad overlay, and for a device that is not here."""
+        missing = self.missing(spec.device)
+        if missing is not None:
+            raise missing
+        policy = self.policy_for(spec)
+        return SelectionContext.of(
+            spec.op,
+            spec.inputs,
+            spec.outputs,
+            spec.attrs,
+            self.devices[spec.device],
+            policy_hash=policy.hash,
+            allow_fallback=not spec.pinned,
+            allow_jit_compile=policy.allow_jit_compile,
+            requires_deterministic=policy.requires_deterministic,
+            memory_headroom_bytes=policy.memory_headroom_bytes,
+            free_memory_bytes=(
+                self.free_memory_bytes.get(spec.device) if policy.memory_headroom_bytes is not None else None
+            ),
+            strict_mode=policy.strict_mode,
+        )
+
+    def cell(self, context: SelectionContext) -> Cell:
+        key = context.perf_key()
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = Cell(key)
+            if len(self._cells) > MAX_CELLS:
+                self._cells.popitem(last=False)  # signatures that use it keep it
+        return cell
+
+    def rank(
+        self, spec: CallSpec, context: SelectionContext, unavailable: Mapping[str, Rejection], now_s: float
+    ) -> tuple[Verdict, ...]:
+        """Every kernel of the op with its verdict: accepted ones first, best first."""
+        policy = self.policy_for(spec)
+        statics = self._static(context)
+        subject = (
+            class_dtype(context.op, context.inputs),
+            shape_class(context.op, context.inputs, context.attrs, context.outputs),
+        )
+        chosen, miss = self._planned(context, policy)
+        ruling = policy.ruling(context)
+        verdicts: list[Verdict] = []
+        for static in statics:
+            verdict = self._judge(spec, context, policy, ruling, static, unavailable, now_s, subject)
+            if miss is not None and (verdict.is_accepted or verdict.uncompiled is not None):
+                verdict = replace(verdict, others=(*verdict.others, miss), uncompiled=None)
+            elif verdict.kernel_id == chosen:
+                verdict.terms["table"] = policy.weights.table
+            verdicts.append(verdict)
+        fastest_us = min((v.measured_us for v in verdicts if v.is_accepted and v.measured_us), default=None)
+        if fastest_us is not None:
+            ties = (GPU_TIE_SHARE * fastest_us, GPU_TIE_US) if spec.device else (TIE_SHARE * fastest_us, TIE_US)
+            for verdict in filter(lambda v: v.is_accepted or v.uncompiled is not None, verdicts):
+                share = _share(verdict.measured_us or fastest_us, fastest_us, max(ties))
+                verdict.terms["perfdb"] = policy.weights.perfdb * share
+        if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
+            detail = f"{spec.pinned} serves {', '.join(sorted(self.capabilities[spec.pinned].ops))}"
+            unserved = Rejection(Reason.OP_UNSUPPORTED, detail)
+            verdicts.append(Verdict(f"{spec.pinned}.{spec.op}", spec.pinned, (unserved,)))
+        return tuple(sorted(verdicts, key=lambda v: (not v.is_accepted, v.is_last_resort, -v.score, v.kernel_id)))
+
+    def _static(self, context: SelectionContext) -> tuple[Static, ...]:
+        """What the descriptors say, from the validity cache."""
+        key = (self._world, context.validity_key(self._thresholds.get(context.op, ())))
+        found = self._valid.get(key)
+        if found is not None:
+            self.hits += 1
+            return found
+        self.misses += 1
+        statics = []
+        for backend, kernel in self._kernels.get(context.op, ()):
+            statics.append(Static(kernel, backend, adaptation(context, kernel)))
+        self._valid[key] = found = tuple(statics)
+        if len(self._valid) > MAX_VALIDITY:
+            self._valid.popitem(last=False)
+        return found
+
+    def _planned(self, context: SelectionContext, policy: Policy) -> tuple[str | None, Rejection | None]:
+        """The dispatch table's choice, and the rejection for all others when the plan must not be left. Tables are of
+        the CPU."""
+        if self.table is None:
+            return None, None
+        kernel_id = self.table.lookup(context) if context.device is self.device else None
+        if kernel_id is None and policy.plan_mode:
+            text = f"plan_mode is on and the dispatch table has no bucket for {context.perf_key()}"
+            return None, Rejection(Reason.PLAN_BUCKET_MISS, text)
+        return kernel_id, None
+
+    def _judge(
+        self,
+        spec: CallSpec,
+        context: SelectionContext,
+        policy: Policy,
+        ruling: Ruling,
+        static: Static,
+        unavailable: Mapping[str, Rejection],
+        now_s: float,
+        subject: tuple[str, str],
+    ) -> Verdict:
+        kernel, backend = static.kernel, static.backend
+        reasons: list[Rejection] = []
+        transforms: tuple[str, ...] = ()
+        if spec.pinned and backend != spec.pinned:
+            reasons.append(Rejection(Reason.NOT_PINNED, f"the call is pinned to {spec.pinned!r}"))
+        cost_bytes = 0
+        refused_in: SelectionContext | None = None
+        may_adapt = policy.allow_adaptation and not policy.strict_mode
+        if static.adaptation is None or (static.adaptation.transforms and not may_adapt):
+            refused_in = context
+        elif static.adaptation.transforms:
+            transforms = static.adaptation.transforms
+            cost_bytes = copied_bytes(context, transforms)
+        elif (certificate := self.certification.judge(Subject(kernel.kernel_id, *subject))) is not None:
+            reasons.append(certificate)
+        said = ruling.judge(kernel.kernel_id, backend)
+        reasons += said.rejections
+        memory = memory_rejection(context, kernel)
+        if memory is not None:
+            reasons.append(memory)
+        if backend in unavailable:
+            reasons.append(unavailable[backend])
+        unit = None
+        if kernel.needs_jit and not transforms and refused_in is None:
+            unit = unit_of(kernel.kernel_id, kernel.compiled_for, context, context.device.sm_version)
+        compiled = self._compiled(unit)
+        if compiled is not None:
+            reasons.append(compiled)
+        passing = {reason.code for reason in reasons} - {Reason.BACKEND_RESTARTING}
+        uncompiled = unit if passing == {Reason.NOT_COMPILED} else None
+        if refused_in is not None or (reasons and uncompiled is None):
+            return Verdict(kernel.kernel_id, backend, tuple(reasons), refused_in, kernel, transforms=transforms)
+        health = self.health.view(backend, context.op, context.device.device_uuid, now_s)
+        notes = said.why
+        if health.is_open:
+            when = (
+                "one call may try it now" if health.may_probe else f"until {health.retry_at_s - now_s:.1f} s from now"
+            )
+            notes = (*notes, f"last resort, {when}: failed {health.failures} times, last: {health.last_signature}")
+        weights = policy.weights
+        stat = self.perf.stat(kernel.kernel_id, context.perf_key(), now_s)
+        terms = {"priority": weights.priority * kernel.priority}
+        if said.bonus:
+            terms["policy"] = weights.policy * said.bonus
+        if stat is None and kernel.needs_jit and not self.certification.is_known(kernel.kernel_id):
+            terms["jit"] = -weights.jit
+        if health.penalty:
+            terms["reliability"] = -weights.reliability * health.penalty
+        cost = kernel.transform_cost_hint + cost_bytes / MIB
+        if cost:
+            terms["transform"] = -weights.transform * cost
+        fused = tuple(op for op in spec.next_ops if op in kernel.fuses_ops)
+        if fused:
+            terms["fusion"] = weights.fusion * len(fused)
+        time_us = stat.median_us if stat is not None else None
+        return Verdict(
+            kernel.kernel_id,
+            backend,
+            tuple(reasons),
+            None,
+            kernel,
+            terms,
+            time_us,
+            transforms,
+            notes,
+            fused,
+            is_on_trial=health.may_probe,
+            is_last_resort=health.is_open and not health.may_probe,
+            may_run_here=policy.isolation(backend) in ("in_process", "auto"),
+            uncompiled=uncompiled,
+        )
+
+    def _compiled(self, unit: Unit | None) -> Rejection | None:
+        """Why a kernel that compiles may not serve calls of this unit now. One that no probe has seen is not refused:
+        before that it is not known to be right, and need not be compiled."""
+        if unit is None or not self.certification.is_known(unit.kernel_id):
+            return None
+        return self.compilation.rejection(unit)
+
+    def _hash_world(self) -> str:
+        """Everything besides the call that a cached verdict depends on."""
+        digest = hashlib.blake2b(digest_size=16)
+        for backend in sorted(self.capabilities):
+            digest.update(f"{backend}\0{self.capabilities[backend].hash}\0{self._envs.get(backend, '')}\0".encode())
+            digest.update(f"{sorted(self._versions.get(backend, {}).items())}\0".encode())
+        digest.update(f"{self.device.driver_version}\0{self.device.device_uuid}".encode())
+        return digest.hexdigest()
+
+
+def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
+    return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))
+
+
+def _share(time_us: float, fastest_us: float, tie_us: float) -> float:
+    """1 for the fastest, half of it for one that takes twice as long.
+
+    One that was never measured counts as fast as the fastest: else the first kernel that ever ran would win for ever.
+    """
+    return 1.0 if time_us - fastest_us <= tie_us else fastest_us / time_us

@@ -1,0 +1,195 @@
+"""What a selection is about: a call's signature in canonical form, and the verdict on each of its candidates."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from layerzero.capabilities.compile_unit import Unit
+from layerzero.capabilities.context import SelectionContext
+from layerzero.capabilities.descriptor import Capability, KernelCapability
+from layerzero.capabilities.match import Rejection, match
+from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
+from layerzero.ipc.transport.messages import Prepare, Route, decode, encode
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from layerzero.broker.selection.ranking import Cell
+
+MAX_NAME = 64
+MAX_NEXT_OPS = 8
+ATTR_TYPES = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """A call signature in canonical form."""
+
+    op: str
+    inputs: tuple[TensorSpec | None, ...]
+    outputs: tuple[TensorSpec, ...]
+    attrs: Mapping[str, Any]
+    pinned: str  # backend the caller insists on, or ""
+    policy: Mapping[str, Any] = field(default_factory=dict)  # what the caller asks for beyond the broker's policy
+    next_ops: tuple[str, ...] = ()  # ops that take this one's result: a kernel that fuses them is worth more
+    device: str = ""  # UUID of the GPU that all tensors are on; "" for the CPU
+
+    @classmethod
+    def parse(cls, body: bytes) -> CallSpec:
+        """From an encoded Route message. Raises ProtocolError or InvalidArgument."""
+        message = decode(body, Route)
+        if len(message.backend) > MAX_NAME:
+            raise ProtocolError(f"backend name of {len(message.backend)} characters; allowed: {MAX_NAME}")
+        op = OPS.get(message.op)
+        if op is None:
+            near = difflib.get_close_matches(message.op, OPS, n=1)
+            raise InvalidArgument(f"unknown op {message.op!r:.80}{f'; did you mean {near[0]!r}?' if near else ''}")
+        if len(message.inputs) != len(op.inputs) or len(message.outputs) != len(op.outputs):
+            raise ProtocolError(f"{op.name} has {len(op.inputs)} inputs and {len(op.outputs)} outputs")
+        missing = [
+            n for n, spec in zip(op.inputs, message.inputs, strict=True) if spec is None and n not in op.optional
+        ]
+        if missing:
+            raise ProtocolError(f"{op.name} lacks {', '.join(missing)}")
+        if set(message.attrs) != set(op.attrs) or not all(type(v) in ATTR_TYPES for v in message.attrs.values()):
+            raise ProtocolError(
+                f"{op.name} takes exactly the attributes {', '.join(op.attrs) or '(none)'}, all scalars"
+            )
+        if message.device and (op.sized_output or not op.inputs):
+            raise InvalidArgument(f"{op.name} runs on the CPU; its route names the device {message.device!r:.80}")
+        inputs = tuple(None if spec is None else TensorSpec.from_wire(spec) for spec in message.inputs)
+        for name, spec, ndim in zip(op.inputs, inputs, op.ndims, strict=False):  # rules rely on it
+            if spec is not None and spec.ndim != ndim:
+                raise ProtocolError(f"{op.name} takes {name} with {ndim} dimensions, got {spec.ndim}")
+        outputs = tuple(TensorSpec.from_wire(spec) for spec in message.outputs)
+        for name, spec in zip(op.outputs, outputs, strict=True):
+            if name in op.in_place and spec != inputs[op.inputs.index(name)]:
+                raise ProtocolError(f"{op.name} writes {name} in place, and its input and output differ")
+            if name not in op.in_place and op.ndims and spec.ndim != op.ndims[0]:
+                raise ProtocolError(f"{op.name} gives {name} with {op.ndims[0]} dimensions, got {spec.ndim}")
+        return cls(
+            op.name,
+            inputs,
+            outputs,
+            message.attrs,
+            message.backend,
+            message.policy,
+            tuple(str(name) for name in message.next_ops[:MAX_NEXT_OPS]),
+            message.device,
+        )
+
+    @cached_property
+    def policy_key(self) -> bytes:
+        """Equal for overlays that say the same."""
+        return json.dumps(self.policy, sort_keys=True, default=str).encode()
+
+    def prepare(self, kernel_id: str, *, is_graph_safe: bool) -> bytes:
+        """The encoded Prepare message that tells a worker about this signature. `is_graph_safe`: of the kernel."""
+        return encode(
+            Prepare(
+                op=self.op,
+                kernel_id=kernel_id,
+                inputs=[None if spec is None else spec.to_wire() for spec in self.inputs],
+                outputs=[spec.to_wire() for spec in self.outputs],
+                attrs=dict(self.attrs),
+                device=self.device,
+                is_graph_safe=is_graph_safe,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One candidate: accepted with a score, or rejected with every reason. One that only has to be compiled has the
+    score that it would have.
+
+    `terms` are the parts of the score by name; `transforms` what the client must do to its inputs first; `notes` what
+    policy had to say.
+    """
+
+    kernel_id: str
+    backend: str
+    others: tuple[Rejection, ...]  # reasons besides the kernel's own constraints
+    refused_in: SelectionContext | None = None  # the call that the kernel's constraints refuse
+    kernel: KernelCapability | None = None
+    terms: dict[str, float] = field(default_factory=dict)
+    measured_us: float | None = None
+    transforms: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    fused_ops: tuple[str, ...] = ()  # ops after this one that it does in the same pass
+    is_on_trial: bool = False  # its breaker is half open: one call may try it
+    is_last_resort: bool = False  # its breaker is open: for calls that nobody else can take
+    may_run_here: bool = False  # policy wants it in the caller's own process
+    uncompiled: Unit | None = None  # it would be accepted were it compiled for this
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.refused_in is None and not self.others
+
+    @property
+    def reasons(self) -> tuple[Rejection, ...]:
+        """Every one there is, those of the kernel first. Their texts are made when somebody asks."""
+        if self.refused_in is None or self.kernel is None:
+            return self.others
+        return (*match(self.refused_in, self.kernel), *self.others)
+
+    @property
+    def score(self) -> float:
+        return sum(self.terms.values())
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "kernel_id": self.kernel_id,
+            "backend": self.backend,
+            "accepted": self.is_accepted,
+            "reasons": [{"code": r.code.value, "detail": r.detail} for r in self.reasons],
+            "score": round(self.score, 3) if self.is_accepted or self.uncompiled is not None else None,
+            "terms": {name: round(value, 3) for name, value in self.terms.items()},
+            "measured_us": self.measured_us,
+            "transforms": list(self.transforms),
+            "notes": list(self.notes),
+            "fused_ops": list(self.fused_ops),
+        }
+
+
+@dataclass
+class Signature:
+    """A call signature in use, shared by all clients' routes that have it."""
+
+    key: bytes
+    spec: CallSpec
+    context: SelectionContext
+    cell: Cell  # timings of calls of this kind and size
+    kernels: tuple[tuple[str, str], ...]  # (kernel id, backend) of every candidate, for what is kept per kernel
+    ranked: tuple[Verdict, ...] = ()
+    order: tuple[Verdict, ...] = ()  # the accepted part of `ranked`
+    to_compile: tuple[Verdict, ...] = ()  # those of `ranked` that would serve it were they compiled, or probed
+    seen: tuple[int, int] = (-1, -1)  # epochs of core and cell when `ranked` was computed
+    users: int = 0  # routes and open calls
+
+
+@functools.lru_cache(maxsize=64)
+def _unknown(backend: str, known: tuple[str, ...]) -> str:
+    """Kept, because to look for what is meant costs as much as the rest of a refusal."""
+    near = difflib.get_close_matches(backend, known, n=1)
+    hint = f"; did you mean {near[0]!r}" if near else ""
+    return f"no backend is called {backend!r}{hint}. Known: {', '.join(sorted(known))}"
+
+
+def no_backend(
+    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
+) -> NoBackend | InvalidArgument:
+    """The error for a call that nobody can take: which candidates there are, and why each refuses."""
+    if spec.pinned and spec.pinned not in known:
+        return InvalidArgument(_unknown(spec.pinned, tuple(known)))
+    if not ranked:
+        return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
+    relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]
+    lines = [f"  {v.kernel_id}: " + "; ".join(f"{r.code.value}: {r.detail}" for r in v.reasons) for v in relevant]
+    return NoBackend(f"{spec.op}: no kernel accepts this call\n" + "\n".join(lines))

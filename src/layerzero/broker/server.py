@@ -1,0 +1,487 @@
+"""The broker's loop: sockets and processes in, events to the core, its actions out. Puts together the parts that do the
+broker's I/O; `Server._perform` says which part does what the core asks for."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import layerzero
+from layerzero.broker.configuration import table_source
+from layerzero.broker.configuration.policy_source import PolicySource
+from layerzero.broker.configuration.settings import Settings
+from layerzero.broker.connections import Connections
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io import frame_codec
+from layerzero.broker.io.authentication import Gate
+from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.offers import Offers
+from layerzero.broker.io.page_poller import LOOK_S, Looks
+from layerzero.broker.io.peers import Peer
+from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.routers import Routers, Unreachable
+from layerzero.broker.io.tcp_queries import Remote
+from layerzero.broker.io.timeline_pages import OrderPages
+from layerzero.broker.io.worker_links import WorkerLinks
+from layerzero.broker.processes.compile_jobs import CompileJobs
+from layerzero.broker.processes.host import free_memory_bytes
+from layerzero.broker.processes.launcher import Launcher
+from layerzero.broker.processes.probe_jobs import ProbeJobs
+from layerzero.broker.processes.registry import AnyWorker, Processes
+from layerzero.broker.processes.self_registered import Joined, RemoteWorker
+from layerzero.broker.queries import methods
+from layerzero.broker.queries.incremental import Questions
+from layerzero.broker.selection.planner import Planner
+from layerzero.broker.selection.tuning import Spending
+from layerzero.broker.storage.stored_times import StoredTimes
+from layerzero.envs.probe.probe import ProbeRecord
+from layerzero.ipc.errors import ConfigError, ProtocolError
+from layerzero.ipc.logs import log
+from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.transport.endpoints import Endpoints
+
+STOP_GRACE_S = 5.0
+STALL_S = 0.2  # a deadline noticed so late says that this process was not running
+CATCH_UP_S = 0.2
+IDLE_CHECK_S = 3600.0
+LOOK_CALLS = 64  # a worker's enqueued calls are looked at each time they are so many more
+
+
+class Server:
+    """One broker. `run()` returns when it was told to stop, or when its last client left and `stays` is off. Raises
+    ConfigError when it cannot listen where it should."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        endpoints: Endpoints,
+        state: BrokerState,
+        launcher: Launcher,
+        policy: PolicySource,
+        gate: Gate,
+        *,
+        stays: bool,
+    ) -> None:
+        self.settings = settings
+        self.endpoints = endpoints
+        self.state = state
+        self.launcher = launcher
+        self.planner = Planner()
+        self.policy = policy
+        self.incarnation = os.urandom(8).hex()
+        self.started_s = time.monotonic()
+        self.stays = stays
+        self.tuning = Spending(time.monotonic())
+        self.table_problem = ""
+        self.load_table()
+        self._ended = False
+        self._kill_at_s: float | None = None
+        self._check_s = 0.0
+        self._look_at_s = 0.0
+        self._questions = Questions(partial(methods.begin, self), self._to_client)
+        self._from_threads: deque[ev.Event] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._descriptors = Descriptors()
+        self._descriptors.watch(self._wake, self._take_from_threads)
+        self._remote: Remote | None = None
+        if settings.remote:
+            self._remote = Remote(settings.remote, settings.keys, self._descriptors, partial(methods.answer, self))
+        self._times = StoredTimes(settings.perf_db or settings.store / "perf.db", state.engine, launcher, self.post)
+        self.perfdb = self._times.perfdb
+        self._probes = ProbeJobs(launcher, self.post)
+        self._compilers = CompileJobs(launcher, self.post)
+        self._zmq_paths = {side: endpoints.zmq_path(side, self.incarnation) for side in ("client", "worker")}
+        self._routers = Routers(
+            self._zmq_paths["client"],
+            self._zmq_paths["worker"],
+            self._descriptors,
+            queue=4 * settings.max_in_flight,
+            from_client=self._from_client,
+            from_worker=self._from_worker,
+            uids=gate.uids if gate.is_shared else (),
+        )
+        self._links = WorkerLinks(self._descriptors, self.handle)
+        self.joined = Joined(
+            settings,
+            launcher,
+            handle=self.handle,
+            on_end=self._worker_ended,
+            on_start=self._joined_starts,
+            is_linked=lambda backend, generation: self._links.get(backend, generation) is not None,
+            note_change=self._plan_check,
+        )
+        self.processes = Processes(
+            settings, endpoints, launcher, self._descriptors, self.joined, self.handle, self._worker_ended
+        )
+        self._lanes = LaneEnds()
+        self._pages = OrderPages()
+        self._looks = Looks(state, self.handle, self._lanes, self._pages, self._stop_if_idle)
+        self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._looks)
+        self._connections = Connections(
+            endpoints.control,
+            state,
+            self._descriptors,
+            self._links,
+            self._offers,
+            self.processes,
+            self.joined,
+            gate,
+            welcome=self._welcome,
+            handle=self.handle,
+            note_change=self._plan_check,
+        )
+        lanes, pages, offers = self._lanes, self._pages, self._offers
+        self._perform: dict[type, Callable[[Any], None]] = {
+            **{kind: partial(self._send_client, frame_of) for kind, frame_of in frame_codec.TO_CLIENT.items()},
+            **{kind: partial(self._send_worker, frame_of) for kind, frame_of in frame_codec.TO_WORKER.items()},
+            act.LendArena: offers.lend_arena,
+            act.TakeBackArena: offers.take_back_arena,
+            act.CloseArena: offers.close_arena,
+            act.LendGpu: offers.lend_gpu,
+            act.TakeBackGpu: offers.take_back_gpu,
+            act.CloseGpu: lambda action: pages.close(action.client, action.gpu),
+            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.turn, action.code),
+            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.turn),
+            act.LendLane: offers.lend_lane,
+            act.TakeBackLane: offers.take_back_lane,
+            act.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
+            act.EndLane: lambda action: lanes.end(action.lane),
+            act.Probe: self._probe,
+            act.Compile: self._compile,
+            act.Spawn: self.processes.spawn,
+            act.Kill: lambda action: self.processes.kill(action.backend, action.generation),
+            act.StopWorker: self._stop_worker,
+            act.DropClient: self._connections.drop_client,
+            act.Note: lambda action: log(action.event, **action.facts),
+            act.Exit: self._exit,
+        }
+
+    def look_at_lanes(self) -> None:
+        """Count the calls that did not pass through here."""
+        self._looks.at_lanes()
+
+    def look_at_turns(self) -> None:
+        """See which calls GPUs are done with."""
+        self._looks.at_turns()
+
+    # --- the loop ------------------------------------------------------------------------------------
+
+    def run(self, started: Callable[[], None]) -> None:
+        """`started` is called when a signal ends it in order, and clients may connect."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.post(ev.ShutdownAsked()))
+        # The system may hand a signal to another thread, and Python handles it in this one, which may be asleep.
+        signalled, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
+        self._descriptors.watch(signalled, lambda: _drain_pipe(signalled))
+        try:
+            started()
+            while not self._ended:
+                self._routers.take()
+                if self._remote is not None:
+                    self._remote.take()
+                now_s = time.monotonic()
+                if now_s >= self.state.wakeup_s:
+                    if now_s > self.state.wakeup_s + STALL_S:
+                        self._catch_up()
+                    self._looks.at_turns()
+                    self.handle(ev.Tick(self.processes.executing()))
+                elif now_s >= self._looks.due_s:
+                    self._looks.at_turns()
+                elif now_s >= self._check_s:
+                    self._housekeeping(now_s)
+                else:
+                    self._times.save(now_s)
+                    self._descriptors.wait(0.0 if self._may_have_input or self._questions else self._timeout_s(now_s))
+                    self._look_around(time.monotonic())  # before the calls that woke us
+                    self._questions.go_on()
+        finally:
+            signal.set_wakeup_fd(-1)
+            self._close()
+            os.close(signalled)
+            os.close(signal_fd)
+
+    @property
+    def _may_have_input(self) -> bool:
+        return self._routers.may_have_input or (self._remote is not None and self._remote.may_have_input)
+
+    def _catch_up(self) -> None:
+        """This process stood still, by SIGSTOP or suspend. Answers that came meanwhile count before deadlines do;
+        ZeroMQ's own thread needs a moment to read them."""
+        end_s = time.monotonic() + CATCH_UP_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            self._descriptors.wait(left_s)
+            self._routers.take()
+
+    def _look_around(self, now_s: float) -> None:
+        """Once a second while there is anything to do, and before it: has the policy file changed, how much memory is
+        left?"""
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        self._looks.at_lanes()
+        self._looks.at_rings()
+        self._looks.at_bells()
+        before = self.policy.problem
+        policy = self.policy.refresh(now_s)
+        if policy is not None:
+            self.handle(ev.PolicyChanged(policy))
+            self.load_table()
+        if self.policy.problem and self.policy.problem != before:
+            log("policy.refused", problem=self.policy.problem)
+        if self.state.engine.policy.memory_headroom_bytes is not None:
+            engine = self.state.engine
+            for device in ("", *self._pages.uuids()):
+                engine.note_free_memory(free_memory_bytes(engine.devices[device]), device)
+
+    def load_table(self) -> None:
+        """Take the dispatch table that policy names, or none. One that cannot be used is a problem, and is not used."""
+        engine, path = self.state.engine, self.policy.policy.dispatch_table
+        self.table_problem, table = "", None
+        if path is not None:
+            try:
+                table = table_source.read(path, engine, self.launcher.env_ids())
+            except ConfigError as exc:
+                self.table_problem = exc.message
+                log("table.refused", problem=self.table_problem)
+        engine.set_table(table)
+
+    def _timeout_s(self, now_s: float) -> float:
+        if self._ended:
+            return 0.0
+        look_at_s = self._look_at_s if self._looks.has_silent else math.inf
+        due_s = min(self.state.wakeup_s, self._check_s, self._times.due_s, look_at_s, self._looks.due_s)
+        return max(due_s - now_s, 0.0)
+
+    def _linger_ends_s(self) -> float:
+        """When this broker ends for lack of clients."""
+        idle_since_s = self._connections.idle_since_s
+        if idle_since_s is None or self.stays or self.state.stopping:
+            return math.inf
+        return idle_since_s + self.settings.linger_s
+
+    def _plan_check(self) -> None:
+        """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
+        grace."""
+        kill_at_s = math.inf if self._kill_at_s is None else self._kill_at_s
+        due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), kill_at_s)
+        self._check_s = min(due_s, IDLE_CHECK_S + time.monotonic())
+
+    def _housekeeping(self, now_s: float) -> None:
+        if now_s >= self._linger_ends_s():
+            self.handle(ev.ShutdownAsked())
+        if self._kill_at_s is not None and now_s >= self._kill_at_s:
+            self._kill_at_s = None
+            self.processes.kill_all()
+        self._connections.end_silent(now_s)
+        self.joined.look(now_s)
+        self._plan_check()
+
+    # --- events and actions --------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event) -> None:
+        for action in self.state.handle(event, time.monotonic()):
+            self._perform[type(action)](action)
+
+    def post(self, event: ev.Event) -> None:
+        """From another thread or a signal handler: let the loop handle this event."""
+        if not self._ended:
+            self._from_threads.append(event)
+            os.eventfd_write(self._wake, 1)
+
+    def _take_from_threads(self) -> None:
+        os.eventfd_read(self._wake)
+        while self._from_threads:
+            event = self._from_threads.popleft()
+            if isinstance(event, ev.ProbeEnded) and event.record is not None:
+                self._times.identify(event.backend, event.record.versions)
+            self.handle(event)
+
+    def _from_client(self, identity: bytes, frame: bytes) -> None:
+        if identity not in self._connections.clients:
+            return  # it was dropped, or was never welcomed
+        try:
+            event = frame_codec.of_client(identity, frame)
+            if isinstance(event, frame_codec.Asked):
+                self._questions.take(identity, event)
+                return
+            if isinstance(event, ev.LaneOverdue):
+                try:
+                    if self._lanes.has_ended(event.lane, event.call):
+                        return  # just now
+                except ProtocolError as exc:
+                    event.nonsense = str(exc)
+        except ProtocolError as exc:
+            self._connections.drop_client(act.DropClient(identity, str(exc)))
+            return
+        self.handle(event)
+
+    def _from_worker(self, identity: bytes, frame: bytes) -> None:
+        peer = self._links.of(identity)
+        if peer is None:
+            return
+        try:
+            event = self._event_of_worker(peer, frame)
+        except ProtocolError as exc:
+            event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
+        if event is None:
+            return
+        self.handle(event)
+        if self.state.stopping:
+            self._stop_if_idle(peer.backend)
+
+    def _event_of_worker(self, peer: Peer, frame: bytes) -> ev.Event | None:
+        """None when nobody is concerned any more. Raises ProtocolError."""
+        said = frame_codec.of_worker(peer.identity, frame)
+        if isinstance(said, ev.CallRan):
+            enqueued = len(self.state.workers[peer.backend].enqueued)
+            if enqueued and not enqueued % LOOK_CALLS:
+                self._looks.at_turns_of(peer.backend)
+            return said
+        if isinstance(said, ev.CallRaised):
+            return said
+        if isinstance(said, messages.Ready):
+            self._check_kernels(peer.backend, said)
+            return ev.WorkerReady(peer.identity, peer.backend, peer.generation, said.versions)
+        lane = self.state.leases.lanes.get(said.lane)
+        if lane is None or said.lane not in self._lanes:
+            self.state.fleet.stale += 1  # its client is gone
+            return None
+        try:
+            return ev.CallLeft(peer.identity, said.lane, self._lanes.call(said.lane, said.call), said.error)
+        except ProtocolError as exc:  # the client has written over it
+            self._connections.drop_client(act.DropClient(lane.client.identity, str(exc)))
+            return None
+
+    def _check_kernels(self, backend: str, ready: messages.Ready) -> None:
+        claimed = {k.kernel_id for kernels in self.state.capabilities[backend].ops.values() for k in kernels}
+        missing = claimed.difference(map(str, ready.kernels))
+        if missing:
+            raise ProtocolError(f"its provider lacks kernels of its descriptor: {', '.join(sorted(missing))}")
+
+    def _send_client(self, frame_of: Callable[[Any], bytes], action: Any) -> None:
+        self._to_client(action.identity, frame_of(action))
+
+    def _send_worker(self, frame_of: Callable[[Any], bytes], action: Any) -> None:
+        self._to_worker(action.identity, frame_of(action))
+
+    def _to_client(self, identity: bytes, frame: bytes) -> None:
+        try:
+            self._routers.send_client(identity, frame)
+        except Unreachable as exc:
+            peer = self._connections.clients.get(identity)
+            if peer is not None:
+                log("client.unreachable", client=peer.number, error=str(exc))
+                if exc.is_full:
+                    self._connections.drop_client(act.DropClient(identity, "it does not read its answers"))
+
+    def _to_worker(self, identity: bytes, frame: bytes) -> None:
+        try:
+            self._routers.send_worker(identity, frame)
+        except Unreachable as exc:  # one that is gone is dying: its exit is about to be seen
+            peer = self._links.of(identity)
+            if peer is not None and exc.is_full:
+                self.handle(ev.WorkerMisbehaved(peer.backend, peer.generation, "it does not read its queue"))
+
+    def _welcome(self, peer: Peer) -> messages.Welcome:
+        path = self._zmq_paths.get(peer.role)  # a keeper has none to connect to
+        return messages.Welcome(
+            protocol=wire.PROTOCOL,
+            package=layerzero.__version__,
+            broker=self.incarnation,
+            broker_pid=os.getpid(),
+            endpoint=f"ipc://{path}" if path else "",
+            identity=peer.identity,
+            number=peer.number,
+            max_in_flight=self.settings.max_in_flight,
+            timeout_s=self.settings.timeout_s,
+            mac=b"" if peer.proofs is None else peer.proofs.broker_mac,
+            has_joined=bool(self.joined.names),
+        )
+
+    def _probe(self, action: act.Probe) -> None:
+        if action.backend in self.joined.names:  # what a keeper's probe has shown comes with its worker's start
+            self.post(ev.ProbeEnded(action.backend, None))
+        else:
+            self._probes.start(action)
+
+    def _compile(self, action: act.Compile) -> None:
+        (self.joined.compile if action.backend in self.joined.names else self._compilers.start)(action)
+
+    def _joined_starts(self, backend: str, env: str, record: ProbeRecord) -> None:
+        """Certificates and times are those of where the worker runs."""
+        self.launcher.note_joined(backend, env)
+        self.state.engine.note_env(backend, env)
+        self._times.identify(backend, record.versions)
+        self.handle(ev.ProbeEnded(backend, None, record))
+
+    # --- ends ----------------------------------------------------------------------------------------
+
+    def _worker_ended(self, process: AnyWorker) -> None:
+        self._routers.take_workers()  # what it still said counts
+        backend, generation = process.backend, process.generation
+        peer = self._links.get(backend, generation)
+        if peer is not None:
+            self._connections.close(peer)
+        if self.state.unreachable.has_let_go(backend, generation):
+            process.reap()
+            self.handle(ev.WorkerGone(backend, generation))
+            return
+        rings = self._looks.at_what_is_left(backend)
+        ended = process.reap()
+        exited = ev.WorkerExited(
+            backend, generation, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, rings
+        )
+        exited.is_departure = isinstance(process, RemoteWorker) and not process.has_keeper
+        exited.oom = ended.oom
+        self.handle(exited)
+
+    def _stop_worker(self, action: act.StopWorker) -> None:
+        self._kill_at_s = time.monotonic() + STOP_GRACE_S
+        self._plan_check()
+        if action.identity:
+            self._stop_if_idle(action.backend)
+        else:
+            self.processes.kill(action.backend, action.generation)
+
+    def _stop_if_idle(self, backend: str) -> None:
+        """Not before: when the end of a process is seen, its last answers may still be in ZeroMQ's hands."""
+        worker = self.state.workers[backend]
+        if not worker.running and not worker.enqueued:
+            self._to_worker(worker.identity, frame_codec.STOP)
+
+    def _exit(self, _: act.Exit) -> None:
+        self._ended = True
+
+    def _close(self) -> None:
+        self._ended = True
+        self.processes.close()
+        self._times.close()
+        self._lanes.close()
+        self._pages.close_all()
+        self._connections.stop_listening()
+        if self._remote is not None:
+            self._remote.close()
+        self._routers.close()  # the last answers leave before the control sockets say that the broker is gone
+        self._connections.close_all()
+        self._offers.close()
+        for path in (self.endpoints.control, *self._zmq_paths.values()):
+            path.unlink(missing_ok=True)
+        self._probes.close()
+        self._compilers.close()
+        self._descriptors.close()
+        os.close(self._wake)
+
+
+def _drain_pipe(fd: int) -> None:
+    with suppress(BlockingIOError):
+        os.read(fd, 512)

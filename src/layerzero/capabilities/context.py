@@ -1,0 +1,451 @@
+"""SelectionContext: everything about a call that a selection may depend on, and the keys of the caches (spec 5.5, 7.3).
+
+The broker builds one per call signature; capabilities/match.py reads it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from layerzero.capabilities.device import DeviceSpec, DeviceType
+from layerzero.ipc.vocabulary.ops import OPS, Heads, heads
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
+
+ALIGNMENT_BYTES = 16  # what kernels mean by aligned: the widest load of a GPU thread, a vector register of any CPU
+_ATTENTION = "attention"
+# Attributes whose value is data: kernels take as long for one as for another.
+DATA_ATTRS = frozenset({"scale", "eps", "tokenizer_digest"})
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionContext:
+    """A call in canonical form (ipc/vocabulary/ops.py), the device it runs on, and the conditions that policy and
+    caller set.
+
+    Extents are counted in elements; a property is None (or empty) where the op or the call has no such thing. dtypes
+    are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (quantization, KV cache, packed
+    weights) are read from `attrs` under the name of their property.
+    """
+
+    op: str
+    inputs: tuple[TensorSpec | None, ...]
+    outputs: tuple[TensorSpec, ...]
+    attrs: Mapping[str, Any]
+    device: DeviceSpec
+    policy_hash: str = ""
+    allow_fallback: bool = True
+    allow_jit_compile: bool = True
+    requires_deterministic: bool = False
+    is_cuda_graph_capturing: bool = False
+    memory_headroom_bytes: int | None = None  # that must stay free; None: any use is fine
+    free_memory_bytes: int | None = None  # of the device, when last asked
+    strict_mode: bool = False
+    alignment_bytes: int | None = None  # that the start of every tensor has at least; None: not known
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        inputs: Sequence[TensorSpec | None],
+        outputs: Sequence[TensorSpec],
+        attrs: Mapping[str, Any],
+        device: DeviceSpec,
+        *,
+        policy_hash: str = "",
+        allow_fallback: bool = True,
+        allow_jit_compile: bool = True,
+        requires_deterministic: bool = False,
+        is_cuda_graph_capturing: bool = False,
+        memory_headroom_bytes: int | None = None,
+        free_memory_bytes: int | None = None,
+        strict_mode: bool = False,
+        alignment_bytes: int | None = None,
+    ) -> SelectionContext:
+        """`op` must be one of OPS, with its inputs and outputs in wire order."""
+        return cls(
+            op,
+            tuple(inputs),
+            tuple(outputs),
+            attrs,
+            device,
+            policy_hash,
+            allow_fallback,
+            allow_jit_compile,
+            requires_deterministic,
+            is_cuda_graph_capturing,
+            memory_headroom_bytes,
+            free_memory_bytes,
+            strict_mode,
+            alignment_bytes,
+        )
+
+    # --- the call
+
+    @property
+    def op_id(self) -> str:
+        """The op's name, as the spec calls it."""
+        return self.op
+
+    @property
+    def op_metadata(self) -> Mapping[str, Any]:
+        """All attributes of the call."""
+        return self.attrs
+
+    @property
+    def device_spec(self) -> DeviceSpec:
+        """The device, as the spec calls it."""
+        return self.device
+
+    @property
+    def device_type(self) -> DeviceType:
+        """Platform of the device."""
+        return self.device.device_type
+
+    @property
+    def sm(self) -> int | None:
+        """CUDA compute capability as 10 * major + minor."""
+        return self.device.sm_version
+
+    @cached_property
+    def given(self) -> dict[str, TensorSpec]:
+        """The tensors that were passed, by argument name, in wire order."""
+        return {name: spec for name, spec in zip(OPS[self.op].inputs, self.inputs, strict=True) if spec is not None}
+
+    @cached_property
+    def first(self) -> TensorSpec | None:
+        """The first tensor that was passed."""
+        return next(iter(self.given.values()), None)
+
+    @cached_property
+    def dtype(self) -> str | None:
+        """Of the data: of the first floating-point input, else of the first input."""
+        scales = OPS[self.op].scales
+        numbers = (s for name, s in self.given.items() if name not in scales and s.dtype in FLOAT_DTYPES)
+        data = next(numbers, self.first)
+        return None if data is None else data.dtype
+
+    # --- shapes
+
+    @cached_property
+    def batch_size(self) -> int | None:
+        """Attention: extent of the first dimension. Else: rows, the product of all dimensions but the last."""
+        if self.first is None or not self.first.ndim:
+            return None
+        return self.first.shape[0] if self.op == _ATTENTION else math.prod(self.first.shape[:-1])
+
+    @property
+    def seq_len_q(self) -> int | None:
+        """Queries of an attention call."""
+        return self._extent("q", 2)
+
+    @property
+    def seq_len_k(self) -> int | None:
+        """Keys of an attention call."""
+        return self._extent("k", 2)
+
+    @cached_property
+    def seq_len(self) -> int | None:
+        """The longer of queries and keys."""
+        q, k = self.seq_len_q, self.seq_len_k
+        return None if q is None or k is None else max(q, k)
+
+    @cached_property
+    def heads(self) -> Heads | None:
+        """Heads and their extents, of ops that have them."""
+        return heads(self.op, self.given)
+
+    @property
+    def num_heads(self) -> int | None:
+        """Query heads."""
+        return None if self.heads is None else self.heads.query
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        """Key and value heads."""
+        return None if self.heads is None else self.heads.key
+
+    @property
+    def head_dim(self) -> int | None:
+        """Of queries and keys."""
+        return None if self.heads is None else self.heads.dims[0][1]
+
+    @property
+    def head_dim_v(self) -> int | None:
+        """Of values and results; of rope, how much of a head is rotated."""
+        return None if self.heads is None else self.heads.dims[1][1]
+
+    @property
+    def enable_gqa(self) -> bool:
+        """Groups of query heads share a key head."""
+        return self.num_heads != self.num_kv_heads
+
+    def _extent(self, name: str, dim: int) -> int | None:
+        return self.given[name].shape[dim] if self.op == _ATTENTION else None
+
+    # --- memory
+
+    @property
+    def layout(self) -> str | None:
+        """BHSD or BSHD: the order of the caller's memory. The tensors here are BHSD views either way."""
+        return self.attrs.get("layout")
+
+    @property
+    def layout_hint(self) -> str | None:
+        """The layout that a result without given memory had best have; None: that of the inputs."""
+        return self.attrs.get("layout_hint")
+
+    @cached_property
+    def stride_last_dim(self) -> int | None:
+        """Of the first input, in elements."""
+        return self.first.strides[-1] if self.first is not None and self.first.ndim else None
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Every input is row-major without gaps."""
+        return all(spec.is_contiguous for spec in self.given.values())
+
+    @cached_property
+    def is_last_dim_contiguous(self) -> bool:
+        """No input has gaps between the elements of a row."""
+        return all(has_dense_rows(spec) for spec in self.given.values())
+
+    # --- attention
+
+    @property
+    def is_causal(self) -> bool:
+        """A query sees no later key."""
+        return bool(self.attrs.get("is_causal", False))
+
+    @property
+    def causal_alignment(self) -> str | None:
+        """top_left or bottom_right; what it means is in docs/ops.md."""
+        return self.attrs.get("causal_alignment")
+
+    @property
+    def scale(self) -> float | None:
+        """Multiplies q kᵀ."""
+        return self.attrs.get("scale")
+
+    @cached_property
+    def has_default_scale(self) -> bool:
+        """The scale is 1/√head_dim, to seven digits (the C ABI of libraries is float32), or the op has none."""
+        if self.scale is None or not self.head_dim:
+            return True
+        return math.isclose(self.scale, self.head_dim**-0.5, rel_tol=1e-7)
+
+    @property
+    def dropout_p(self) -> float:
+        """Share of the weights that are dropped; 0 unless the attribute says otherwise: calls serve inference."""
+        return float(self.attrs.get("dropout_p") or 0.0)
+
+    @cached_property
+    def attn_mask_type(self) -> str:
+        """none, bool (True: attend) or float (added to the scores)."""
+        mask = self._mask
+        return "none" if mask is None else "bool" if mask.dtype == "bool" else "float"
+
+    @cached_property
+    def attn_mask_layout(self) -> str | None:
+        """broadcast (one mask for all heads) or per_head. Our ops carry no block-sparse masks."""
+        mask = self._mask
+        if mask is None:
+            return None
+        return "per_head" if mask.ndim > 1 and mask.shape[1] > 1 and mask.strides[1] else "broadcast"
+
+    @cached_property
+    def attn_mask_problem(self) -> str | None:
+        """Why no kernel can take the mask: offending and allowed value; None for a good one and for none."""
+        mask = self._mask
+        if mask is None:
+            return None
+        q, k = self.given["q"], self.given["k"]
+        if mask.dtype not in ("bool", q.dtype):
+            return f"attn_mask is {mask.dtype}; allowed: bool, {q.dtype}"
+        full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if any(extent not in (1, n) for extent, n in zip(mask.shape, full, strict=True)):
+            return f"attn_mask has shape {list(mask.shape)}; allowed: 1 or the extent in each of {list(full)}"
+        return None
+
+    @property
+    def _mask(self) -> TensorSpec | None:
+        return self.given.get("attn_mask") if self.op == _ATTENTION else None
+
+    # --- training: never; the client refuses calls that need it
+
+    @property
+    def is_training(self) -> bool:
+        """Always False."""
+        return False
+
+    @property
+    def requires_grad(self) -> bool:
+        """Always False."""
+        return False
+
+    # --- attributes of ops with text
+
+    @property
+    def tokenizer_id(self) -> str | None:
+        """What identifies the tokenizer as a whole: the attribute, else the SHA-256 of its file."""
+        named: str | None = self.attrs.get("tokenizer_id")
+        return named if named is not None else self.attrs.get("tokenizer_digest")
+
+    @property
+    def vocab_hash(self) -> str | None:
+        """Of the vocabulary alone; a kernel limited to some vocabularies refuses calls that do not say theirs."""
+        return self.attrs.get("vocab_hash")
+
+    @property
+    def merges_hash(self) -> str | None:
+        """Of the merge rules."""
+        return self.attrs.get("merges_hash")
+
+    @property
+    def added_tokens_hash(self) -> str | None:
+        """Of the tokens added to the vocabulary."""
+        return self.attrs.get("added_tokens_hash")
+
+    @property
+    def special_tokens_hash(self) -> str | None:
+        """Of the special tokens."""
+        return self.attrs.get("special_tokens_hash")
+
+    @property
+    def normalizer_id(self) -> str | None:
+        """Name of the normalizer."""
+        return self.attrs.get("normalizer_id")
+
+    @property
+    def pretokenizer_id(self) -> str | None:
+        """Name of the pre-tokenizer."""
+        return self.attrs.get("pretokenizer_id")
+
+    @property
+    def return_offsets(self) -> bool:
+        """Character positions of each token are wanted."""
+        return bool(self.attrs.get("return_offsets", False))
+
+    # --- attributes that no op of ours has yet
+
+    @property
+    def quant_dtype(self) -> str | None:
+        """int8, fp8_e4m3, fp8_e5m2, mxfp4 or nvfp4."""
+        return self.attrs.get("quant_dtype")
+
+    @property
+    def quant_scale_granularity(self) -> str | None:
+        """per_tensor, per_channel, per_head or blockwise; None: no scales are given."""
+        return self.attrs.get("quant_scale_granularity")
+
+    @property
+    def quant_scale_layout(self) -> str | None:
+        """linear, or a library's own order such as swizzled_128x4."""
+        return self.attrs.get("quant_scale_layout")
+
+    @property
+    def quant_zero_point(self) -> bool:
+        """The quantization is asymmetric."""
+        return bool(self.attrs.get("quant_zero_point", False))
+
+    @property
+    def kv_cache_layout(self) -> str | None:
+        """Order of a paged cache: NHD or HND."""
+        return self.attrs.get("kv_cache_layout")
+
+    @property
+    def kv_cache_dtype(self) -> str | None:
+        """dtype of a paged cache."""
+        return self.attrs.get("kv_cache_dtype")
+
+    @property
+    def packed_weights_id(self) -> str | None:
+        """Which packing the weights have been through; None: they are plain."""
+        return self.attrs.get("packed_weights_id")
+
+    # --- keys
+
+    def validity_key(self, thresholds: tuple[int, ...] = ()) -> tuple[Any, ...]:
+        """Equal for two calls only if every kernel of the op gives both the same reason codes.
+
+        `thresholds`: the limits on sequence length (max_seq_len) of the op's kernels, ascending. Other extents that no
+        rule reads are left out, so that calls of many sizes share an entry.
+        """
+        shape: tuple[Any, ...] = ()
+        if self.op == _ATTENTION:
+            q, k = self.given["q"], self.given["k"]
+            is_square = q.shape[2] == k.shape[2]
+            length = bisect.bisect_left(thresholds, max(q.shape[2], k.shape[2]))
+            mask = (self.attn_mask_type, self.attn_mask_layout, self.attn_mask_problem is None)
+            shape = (is_square, length, mask)
+        elif self.op == "paged_attention":
+            shape = (self.given["k_cache"].shape[1],)
+        return (
+            self.op,
+            tuple(None if spec is None else _memory_key(spec) for spec in self.inputs),
+            tuple(_memory_key(spec) for spec in self.outputs),
+            self.heads,
+            shape,
+            # The type as well: True, 1 and 1.0 are equal to a dict and not to a kernel.
+            tuple((name, type(self.attrs[name]).__name__, self.attrs[name]) for name in sorted(self.attrs)),
+            self.device,
+            self.policy_hash,
+            self.allow_fallback,
+            self.allow_jit_compile,
+            self.requires_deterministic,
+            self.is_cuda_graph_capturing,
+            self.memory_headroom_bytes,
+            self.strict_mode,
+            self.alignment_bytes is not None and self.alignment_bytes % ALIGNMENT_BYTES == 0,
+        )
+
+    def perf_key(self) -> str:
+        """Equal for calls that should take about as long: extents rounded up to powers of two, memory as a class.
+
+        Stable across processes: PerfDB keeps it. Example: "silu x:float32[8x1024]".
+        """
+        return self._perf_key
+
+    @cached_property
+    def _perf_key(self) -> str:
+        parts = [self.op]
+        for name, spec in self.given.items():
+            extents = "x".join(str(_bucket(extent)) for extent in spec.shape)
+            memory = "" if spec.is_contiguous else "/rows" if has_dense_rows(spec) else "/strided"
+            parts.append(f"{name}:{spec.dtype}[{extents}]{memory}")
+        parts += (f"{name}={self.attrs[name]}" for name in sorted(self.attrs) if name not in DATA_ATTRS)
+        if self.device_type != "cpu":  # a machine has several, which need not be alike
+            parts.append(f"on {self.device.device_uuid}")
+        return " ".join(parts)
+
+
+def has_dense_rows(spec: TensorSpec) -> bool:
+    """The elements of a row lie side by side."""
+    return not spec.ndim or spec.shape[-1] <= 1 or spec.strides[-1] == 1
+
+
+def has_aligned_rows(spec: TensorSpec) -> bool:
+    """If the first element is aligned, so is the start of every row."""
+    rows = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
+    return all(extent <= 1 or stride * spec.itemsize % ALIGNMENT_BYTES == 0 for extent, stride in rows)
+
+
+def _memory_key(spec: TensorSpec) -> tuple[Any, ...]:
+    """All that a rule reads of a tensor besides the extents of attention."""
+    return (
+        spec.dtype,
+        spec.ndim,
+        spec.numel == 0,
+        spec.is_contiguous,
+        has_dense_rows(spec),
+        has_aligned_rows(spec),
+    )
+
+
+def _bucket(extent: int) -> int:
+    """The next power of two; 0 stays 0."""
+    return 1 << (extent - 1).bit_length() if extent > 0 else 0

@@ -1,0 +1,1 @@
+"""Arrays of the caller's libraries, from and to memory."""

@@ -1,0 +1,294 @@
+"""`lz up, down, status, restart`: the broker as seen from a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+import layerzero
+from layerzero.client.cli import keys as cli_keys
+from layerzero.client.cli.output import FAILED, note, out, print_json
+from layerzero.client.connection import remote as remote_broker
+from layerzero.client.connection import start
+from layerzero.client.session.session import Session
+from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, ProtocolError
+from layerzero.ipc.transport import control
+from layerzero.ipc.transport.endpoints import Endpoints
+
+STOP_TIMEOUT_S = 10.0
+ENDING_POLL_S = 0.1
+_STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cyan", "idle": ""}
+
+
+@contextmanager
+def connection(where: Endpoints) -> Iterator[Session]:
+    """A session with the broker that runs; starts none. Raises BrokerLost when there is none."""
+    key = start.secret_key()
+    pid = start.broker_pid(where) if key is None else 0  # of another container, maybe
+    if pid is None:
+        raise BrokerLost(f"no broker runs in {where.folder}", repair="lz up")
+    try:
+        session = Session(where.control, layerzero.__version__, key)
+    except (OSError, ProtocolError) as exc:
+        if key is not None and isinstance(exc, (FileNotFoundError, ConnectionRefusedError)):
+            raise BrokerLost(f"no broker runs in {where.folder}", repair="start the one of this stack") from exc
+        who = f"the broker (pid {pid})" if pid else "the broker"
+        raise BrokerLost(
+            f"{who} does not answer: {exc}", repair="try again; if it stays like this, lz down --force"
+        ) from exc
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def up(*, as_json: bool, foreground: bool, watchdog: bool, settings: Mapping[str, str]) -> int:
+    """`settings`: of the broker, by name; they win over the environment. Returns the exit code."""
+    if foreground and watchdog:
+        raise InvalidArgument("--foreground and --watchdog exclude each other: what started the former watches it")
+    os.environ.update({f"LAYERZERO_{name.upper()}": value for name, value in settings.items()})
+    if foreground:
+        start.become_broker()
+    where = start.endpoints()
+    if watchdog:
+        from layerzero.client.cli.watchdog import Watchdog
+
+        return Watchdog(where, as_json=as_json).main()
+    was_started = ensure_it_stays(where)
+    pid = start.broker_pid(where)
+    if as_json:
+        print_json({"started": was_started, "pid": pid, "socket": str(where.control), "log": str(where.log)})
+        return 0
+    verb = "broker started" if was_started else "a broker runs already"
+    out().print(f"{verb}: pid {pid}, socket {where.control}", soft_wrap=True, highlight=False)
+    note("it stays until lz down; lz status shows it")
+    return 0
+
+
+def ensure_it_stays(where: Endpoints) -> bool:
+    """True when a broker was started here; one that a client had started is told to stay."""
+    deadline_s = time.monotonic() + start.START_TIMEOUT_S
+    while not start.ensure_broker(where, stays=True):
+        try:
+            with connection(where) as session:
+                session.ask("stay")
+                return False
+        except BrokerLost as exc:
+            if isinstance(exc.__cause__, TimeoutError) or time.monotonic() > deadline_s:
+                raise
+            start.wait_for_end(where, ENDING_POLL_S)  # its last client has left just now
+    return True
+
+
+def down(*, force: bool, as_json: bool) -> None:
+    where = start.endpoints()
+    pid = stop(where, force=force)
+    if as_json:
+        print_json({"stopped": pid is not None, "pid": pid})
+    elif pid is None:
+        out().print(f"no broker runs in {where.folder}", soft_wrap=True, highlight=False)
+    else:
+        out().print(f"broker {'killed' if force else 'ended'}: pid {pid}", highlight=False)
+
+
+def stop(where: Endpoints, *, force: bool) -> int | None:
+    """End the broker and wait for it. Returns its pid, or None when none ran.
+
+    A signal, not a request: a broker of another version or one that is stuck must be reachable too, and SIGTERM means
+    to it what the request `shutdown` means.
+    """
+    pid = start.broker_pid(where)
+    if pid is None:
+        return None
+    if start.is_foreign(where):
+        raise LayerZeroError(
+            f"the broker in {where.folder} runs in another container or pid namespace; it is ended from there",
+            repair="docker compose stop, or lz down where it runs",
+        )
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        if start.broker_pid(where) != pid:  # it ended before we held it, and its number may be another's
+            return None
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL if force else signal.SIGTERM)
+        except ProcessLookupError:
+            return pid
+        if not control.is_readable(pidfd, STOP_TIMEOUT_S):
+            text = f"the broker (pid {pid}) has not ended within {STOP_TIMEOUT_S:g} s"
+            raise LayerZeroError(text, repair="wait for its calls and try again, or lz down --force to kill it")
+    finally:
+        os.close(pidfd)
+    return pid
+
+
+def restart(names: Sequence[str], *, as_json: bool) -> int:
+    """Forget failures. Returns the exit code: 1 when one of the backends still cannot start."""
+    with connection(start.endpoints()) as session:
+        for name in names:
+            session.ask("reset", backend=name)
+        rows = {row["name"]: row for row in session.ask("status")["backends"]}
+    chosen = [rows[name] for name in names]
+    if as_json:
+        print_json({"backends": chosen})
+    else:
+        for row in chosen:
+            out().print(Text(f"{row['name']}: {_after_reset(row)}"), soft_wrap=True)
+    return FAILED if any(row["unavailable"] for row in chosen) else 0
+
+
+def _after_reset(row: Mapping[str, Any]) -> str:
+    if row["unavailable"]:
+        return f"still unusable: {row['unavailable']['detail']}"
+    if row["state"] == "absent":
+        return "its failures are forgotten; it starts with the next call that needs it"
+    return f"{row['state']}{_pid(row)}; there was nothing to forget"
+
+
+def _pid(row: Mapping[str, Any]) -> str:
+    return f", pid {row['pid']}" if row["pid"] else ""
+
+
+def tell_about_environments(words: Sequence[str]) -> None:
+    """After `lz env build` or `probe`: a running broker looks again at the backends among `words`, or at all."""
+    try:
+        with connection(start.endpoints()) as session:
+            known = {row["name"] for row in session.ask("status")["backends"]}
+            for name in known.intersection(words) or known:
+                session.ask("reset", backend=name)
+            note(f"the broker (pid {session.broker_pid}) looks at them again")
+    except BrokerLost:
+        return  # one that starts later reads them anyway
+    except LayerZeroError as exc:
+        note(f"the running broker was not told: {exc.message}")
+
+
+# --- status
+
+
+def status(*, backend: str | None, remote: str | None, keys: Path | None, as_json: bool) -> int:
+    """Returns the exit code: with `backend` 1 when that one cannot serve."""
+    if remote is None:
+        where = start.endpoints()
+        with connection(where) as session:
+            answer = session.ask("status") if backend is None else session.ask("health", backend=backend)
+    else:
+        method, params = ("status", {}) if backend is None else ("health", {"backend": backend})
+        answer = remote_broker.ask(remote, cli_keys.where(keys), method, params)
+        where = Endpoints(Path(answer["broker"]["runtime_dir"] if backend is None else "."))
+    if backend is not None:
+        if as_json:
+            print_json({"backend": backend, **answer})
+        else:
+            out().print(f"{backend}: {'ok' if answer['ok'] else 'not ok'}: {answer['detail']}", soft_wrap=True)
+        return 0 if answer["ok"] else FAILED
+    workers = {row["name"]: str(where.worker_log(row["name"])) for row in answer["backends"]}
+    if as_json:
+        print_json({**answer, "logs": {"broker": str(where.log), "workers": workers}})
+        return 0
+    _print_head(answer, where)
+    out().print()
+    out().print(_table(answer["backends"]))
+    _print_wrong(answer)
+    return 0
+
+
+def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
+    broker, clients = answer["broker"], answer["clients"][:-1]  # the newest is this very command
+    devices = answer["devices"]
+    calls, nbytes = sum(c["open_calls"] for c in clients), sum(c["bytes"] for c in clients)
+    head = Table.grid(padding=(0, 2, 0, 0))
+    head.add_column(style="dim")
+    head.add_column(overflow="fold")
+    rows = {
+        "broker": f"pid {broker['pid']}, up {_duration(broker['up_s'])}, layerzero {broker['package']}, "
+        f"protocol {broker['protocol']}" + ("" if broker["stays"] else "; ends with its last client (lz up: stays)"),
+        "clients": f"{len(clients)} connected, {calls} open calls, {nbytes / 1e6:,.1f} MB lent",
+        "devices": ", ".join(
+            f"{d['name'] or d['type']}{' ' + d['uuid'] if d['type'] != 'cpu' else ''}" for d in devices
+        ),
+        "socket": str(where.control),
+        "store": broker["store"],
+        "logs": f"{where.log}; lz logs [BACKEND]",
+    }
+    for name, value in rows.items():
+        head.add_row(name, Text(value))
+    out().print(head)
+
+
+def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("backend", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("pid", "ops", "answered", "failed", "restarts"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("versions", overflow="fold")
+    for row in backends:
+        state = _state(row)
+        versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+        table.add_row(
+            Text(row["name"]),
+            Text(state, style=_STYLES.get(state, "yellow")),
+            str(row["pid"] or ""),
+            str(len(row["ops"])),
+            f"{row['answered']:,}",
+            Text(f"{row['failed']:,}", style="yellow" if row["failed"] else ""),
+            Text(str(row["restarts"]), style="yellow" if row["restarts"] else ""),
+            Text(versions),
+        )
+    return table
+
+
+_UNUSABLE = {
+    "NOT_INSTALLED": "not built",
+    "NOT_JOINED": "not joined",
+    "SOURCE_NOT_ALLOWED": "refused",
+    "SOURCE_CHANGED": "refused",
+}
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    is_vacant = (row["unavailable"] or {}).get("code") == "NOT_JOINED"
+    if row["state"] != "absent" and not (row["state"] == "disabled" and is_vacant):
+        return str(row["state"])
+    if not row["unavailable"]:
+        return "idle"
+    return _UNUSABLE.get(row["unavailable"]["code"], "unusable")
+
+
+def _print_wrong(answer: Mapping[str, Any]) -> None:
+    wrong = {row["name"]: row["unavailable"]["detail"] for row in answer["backends"] if row["unavailable"]}
+    lines = [*_joined(wrong), *answer["problems"]]
+    if lines:
+        out().print(Text("\nwhat is wrong", style="bold yellow"))
+        for line in lines:
+            shown = re.sub("; (run|repair): ", r"\n    \1: ", line)  # the command on a line of its own, to be copied
+            out().print(Text(f"  {shown}"), soft_wrap=True)
+
+
+def _joined(details: Mapping[str, str]) -> list[str]:
+    """One line for all backends of which the same is to be said: the commands of `lz env` take several names."""
+    alike: dict[str, list[str]] = {}
+    for name, detail in details.items():
+        alike.setdefault(detail.replace(f"lz env build {name}", "lz env build NAMES"), []).append(name)
+    return [f"{', '.join(names)}: {text.replace('NAMES', ' '.join(names))}" for text, names in alike.items()]
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

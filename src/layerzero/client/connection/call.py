@@ -1,0 +1,257 @@
+"""One call of an op: what was asked, its way to a kernel, and what the caller gets."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from layerzero.client.arrays.arrays import Array, copy_into, describe, wrap
+from layerzero.client.connection import overlay
+from layerzero.client.connection.express import Lease
+from layerzero.client.connection.link import Link, Pending
+from layerzero.client.connection.report import ADAPTED, Attempt, Copy
+from layerzero.client.planning.plans import Plan
+from layerzero.client.session.in_process import Here
+from layerzero.client.session.shadow import Sample
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
+from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+MAX_TIMEOUT_S = 86_400
+BACK = "it is written in place, and was copied to where a worker reaches it"
+
+
+@dataclass(slots=True)
+class Request:
+    """One public call before it runs. `params` are its scalars: with the specs of `args` they settle the plan."""
+
+    op: str
+    args: tuple[Any, ...]  # the op's tensor arguments as given, None where left out
+    params: dict[str, Any]
+    planner: Callable[..., Plan]  # of the specs of `args` and `params`
+    out: Any = None
+    backend: str | None = None
+    timeout_s: float | None = None
+    output_bytes: tuple[int, ...] | None = None  # ops with sized outputs: how much to allocate for each
+    finish: Callable[[list[memoryview], bytes], Any] | None = None  # what to make of those for the caller
+    is_rigid: bool = False  # copies did not help before: the broker must not ask for any
+
+    def shape_specs(self, specs: tuple[TensorSpec | None, ...]) -> tuple[TensorSpec | None, ...]:
+        """What settles the plan: for ops with sized outputs without the lengths, which travel with each call."""
+        if self.output_bytes is None:
+            return specs
+        return tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Route:
+    """A call signature that the broker knows under `number`."""
+
+    number: int
+    plan: Plan
+    body: bytes
+    overlay: str = ""  # the caller's policy, as text
+    decisions: dict[int, messages.Decision] = field(default_factory=dict)
+    needs_digest: bool = False
+    dense: frozenset[str] = frozenset()  # inputs that the chosen kernel takes only contiguous
+    dense_until_s: float = 0.0  # then the broker is asked again: policy or timings may have changed
+    here: Here | None = None  # what runs this route's calls in this process
+    worker_until_s: float = 0.0  # not here: its probe has not ended, or it failed here
+    stays_out: str = ""  # and what of that is to be said in a report
+    lease: Lease | None = None  # calls may go straight to the worker
+    slot: int = 0  # on a GPU: where the worker that serves it has left its sign
+    is_armed: bool = False  # on a GPU: a call has been answered well, and later ones are not waited for
+
+
+@dataclass(slots=True)
+class Submitted:
+    """A call on its way, with all that its answer needs."""
+
+    link: Link
+    route: Route
+    request: Request
+    pending: Pending
+    arrays: tuple[Array | None, ...]
+    blocks: list[memoryview]
+    outputs: list[memoryview]
+    result_spec: TensorSpec | None
+    out: Array | None
+    out_is_direct: bool
+    copies: list[Copy]
+    start_ns: int
+    refs: bytes
+    adapted: frozenset[str]
+    written: Sequence[tuple[str, Array, memoryview, TensorSpec]] = ()  # copies of what the op writes in place
+    sample: Sample | None = None
+    prior: tuple[Attempt, ...] = ()  # attempts that failed in this process or on an express lane
+    decision: messages.Decision | None = None  # of a call that ran in this process
+    after_lane: int = 0  # the express lane that ended with this call on it, and which call of the lane it was
+    after_call: int = 0
+
+    @property
+    def writes_to_caller(self) -> bool:
+        """Whether a worker writes straight into memory that is the caller's own."""
+        in_place = OPS[self.request.op].in_place
+        return self.out_is_direct or any(name not in {name for name, *_ in self.written} for name in in_place)
+
+    def digest(self) -> bytes:
+        """Of the inputs' contents: tells a poisonous call from a harmless one of the same signature. What the call
+        writes in place is left out: it is another one at each call."""
+        digest = hashlib.blake2b(digest_size=wire.DIGEST_BYTES)
+        op = OPS[self.request.op]
+        for name, array in zip(op.inputs, self.arrays, strict=True):
+            if array is not None and name not in op.in_place:
+                scratch = bytearray(array.nbytes)
+                copy_into(array, memoryview(scratch))
+                digest.update(scratch)
+        return digest.digest()
+
+    def result(self, body: bytes) -> Any:
+        """What the caller gets; `body` is what the kernel returned."""
+        if self.out is not None:
+            if not self.out_is_direct:
+                assert self.result_spec is not None
+                assign(self.out, self.outputs[0], self.result_spec)
+                reason = "out= does not lie in an arena, or shares memory with an input"
+                self.copies.append(Copy("out", self.out.nbytes, "client", reason))
+            return self.out.obj
+        if self.request.finish is not None:
+            return self.request.finish(self.outputs, body)
+        for name, array, memory, spec in self.written:
+            assign(array, memory, spec)
+            self.copies.append(Copy(name, array.nbytes, "client", BACK))
+        if self.result_spec is None:
+            return None
+        like = next(a for a in self.arrays if a is not None)
+        value, was_copied = wrap(self.outputs[0], self.result_spec, like)
+        if was_copied:
+            name = type(like.obj).__module__.partition(".")[0]
+            self.copies.append(Copy("out", self.result_spec.span_bytes, "client", f"{name} owns its arrays' memory"))
+        return value
+
+
+def assign(target: Array, memory: memoryview, result: TensorSpec) -> None:
+    """Write a result that lies in `memory` into the caller's own array."""
+    if not target.nbytes:
+        return
+    value, _ = wrap(memory, result, target)
+    match target.kind:
+        case "torch":
+            target.owner.copy_(value)
+        case "numpy":
+            target.owner[...] = value
+        case _:
+            target.owner.cast("B")[:] = memoryview(value).tobytes()
+
+
+def describe_all(request: Request) -> tuple[tuple[Array | None, ...], Array | None]:
+    """The arrays of `args` and of `out`."""
+    arrays = tuple([None if arg is None else describe(arg) for arg in request.args])
+    op = OPS[request.op]
+    for name in op.in_place:
+        target = arrays[op.inputs.index(name)]
+        if target is None:
+            raise InvalidArgument(f"{request.op}: {name} is None; pass the array that it writes to")
+        _check_writable(f"{request.op}: {name}", target)
+    if request.out is None:
+        return arrays, None
+    out = describe(request.out)
+    _check_writable("out=", out)
+    return arrays, out
+
+
+def _check_writable(what: str, array: Array) -> None:
+    kind = type(array.obj).__name__
+    is_torch_view = array.kind == "torch" and array.owner is not array.obj and array.obj.is_neg()
+    if is_torch_view or not (hasattr(array.obj, "__setitem__") or array.kind == "buffer"):
+        raise InvalidArgument(f"{what} is a {kind} that cannot be written to; pass an array of its own")
+    if not array.writable:
+        raise InvalidArgument(f"{what} is read-only ({array.spec}); pass a writable array")
+    if array.kind == "dlpack":
+        raise InvalidArgument(f"{what} is a {kind}, whose memory its library owns; pass an array that can be written")
+    if array.kind == "buffer" and not array.owner.c_contiguous:
+        raise InvalidArgument(f"{what} is a strided buffer; pass a contiguous one")
+    if array.requires_grad:
+        raise InvalidArgument(f"{what} requires gradients; pass a tensor without, or use torch.no_grad()")
+
+
+def refuse_sharing(op: str, arrays: Sequence[Array | None]) -> None:
+    """Raises InvalidArgument where a tensor that the op writes in place is in another one's memory: the call may be run
+    again on what a dead worker has left. Of two that are written only their strides can tell, which interleave in
+    caches of keys and values; the same one twice is refused."""
+    given = {name: array for name, array in zip(OPS[op].inputs, arrays, strict=True) if array is not None}
+    for name in OPS[op].in_place:
+        target = given[name]
+        for other, array in given.items():
+            is_written = other in OPS[op].in_place
+            is_same = array.address == target.address if is_written else overlap(array, target)
+            if other != name and is_same and array.nbytes and target.nbytes:
+                raise InvalidArgument(f"{op}: {other} shares memory with {name}, which is written; pass a copy")
+
+
+def place_key(
+    request: Request, arrays: tuple[Array | None, ...], out: Array | None, *, with_addresses: bool = True
+) -> tuple[Any, ...] | None:
+    """What makes two calls the same, their memory included unless told otherwise; None for calls that must be looked at
+    each time. Specs are interned, so that their ids stand for them as long as they are kept."""
+    if request.is_rigid or request.output_bytes is not None or overlay.baked.get() is not None:
+        return None
+    policy = overlay.current()
+    key: list[Any] = [request.op, request.backend, None if policy is None else policy.text]
+    if request.params:
+        key += [(type(value), value) for value in request.params.values()]
+    for array in (*arrays, out):
+        if array is None:
+            key.append(None)
+        elif array.needs_copy or array.requires_grad:
+            return None
+        else:
+            key += (array.address if with_addresses else array.device, id(array.spec))
+    return tuple(key)
+
+
+def seconds(request: Request, default_s: float) -> float:
+    """How long a call may take."""
+    return default_s if request.timeout_s is None else microseconds(request.timeout_s) / 1e6
+
+
+def microseconds(timeout_s: float) -> int:
+    """A caller's time limit as it travels. Raises InvalidArgument."""
+    if isinstance(timeout_s, Real) and not isinstance(timeout_s, bool) and 0 < timeout_s <= MAX_TIMEOUT_S:
+        return max(int(timeout_s * 1e6), 1)
+    raise InvalidArgument(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0 and at most {MAX_TIMEOUT_S:,}")
+
+
+def refuse_gradients(op: str, arrays: Sequence[Array | None]) -> None:
+    """Raises InvalidArgument for an input that would need a backward pass."""
+    for name, array in zip(OPS[op].inputs, arrays, strict=True):
+        if array is not None and array.requires_grad and sys.modules["torch"].is_grad_enabled():
+            raise InvalidArgument(
+                f"{op}: {name} requires gradients, and kernels here are forward only; call under torch.no_grad(), "
+                f"or pass {name}.detach()"
+            )
+
+
+def why_copied(array: Array, is_adapted: bool) -> str:
+    """For the report."""
+    if is_adapted:
+        return ADAPTED
+    if array.needs_copy:
+        return "its strides cannot be described to a worker"
+    return "it does not lie in an arena; lz.share() or lz.empty() avoid this"
+
+
+def overlap(one: Array, other: Array) -> bool:
+    """Whether two arrays may share memory."""
+    return one.address < other.address + other.spec.span_bytes and other.address < one.address + one.spec.span_bytes
+
+
+def error_of(body: bytes) -> tuple[LayerZeroError, messages.Outcome]:
+    """What a FAILED message says."""
+    outcome = messages.decode(body, messages.Outcome)
+    return from_wire(outcome.error), outcome

@@ -1,0 +1,104 @@
+"""From what is noted of a call to its report. Making one costs more than most calls: it waits until someone asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from layerzero.client.connection.call import Submitted
+from layerzero.client.connection.report import BROKER, IN_PROCESS, Attempt, Candidate, Copy, SelectionReport
+from layerzero.client.planning.plans import Plan
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.transport import messages
+
+# Of a call that ended well: plan, copies, start and end in ns, the kernel's ns, failed attempts as the broker tells
+# them, what served, attempts that failed before the broker was asked, a note or "". A tuple: every call makes one.
+Record: TypeAlias = tuple[Plan, Sequence[Copy], int, int, int, Sequence[Any], messages.Decision, Sequence[Attempt], str]
+
+
+def report_of(record: Record | SelectionReport | None) -> SelectionReport | None:
+    """The report of a call; None stays None."""
+    if record is None or isinstance(record, SelectionReport):
+        return record
+    plan, copies, start_ns, end_ns, kernel_ns, attempts, decision, prior, note = record
+    copies = list(copies)
+    where = "client" if decision.lane == IN_PROCESS else "worker"
+    for is_copied, name, specs in (
+        (decision.copies_inputs, "inputs", plan.inputs),
+        (decision.copies_outputs, "out", plan.outputs),
+    ):
+        nbytes = sum(spec.numel * spec.itemsize for spec in specs if spec is not None)
+        if is_copied and nbytes:
+            copies.append(Copy(name, nbytes, where, f"{decision.backend} owns its arrays' memory"))
+    good = Attempt(decision.backend, decision.kernel_id, None, worker_pid=decision.worker_pid)
+    return SelectionReport(
+        op=plan.op,
+        kernel_id=decision.kernel_id,
+        backend=decision.backend,
+        worker_pid=decision.worker_pid,
+        lane=decision.lane,
+        copies=tuple(copies),
+        elapsed_us=(end_ns - start_ns) / 1e3,
+        kernel_us=kernel_ns / 1e3,
+        attempts=(*prior, *(_attempt(a) for a in attempts), good),
+        candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
+        notes=(note,) if note else (),
+    )
+
+
+def failure(submitted: Submitted, outcome: messages.Outcome) -> SelectionReport:
+    """The report of a call that no kernel could serve."""
+    return failure_of(submitted.request.op, submitted.copies, submitted.start_ns, outcome, submitted.prior)
+
+
+def failure_of(
+    op: str, copies: Sequence[Copy], start_ns: int, outcome: messages.Outcome, prior: Sequence[Attempt] = ()
+) -> SelectionReport:
+    """As `failure`, from its parts."""
+    return SelectionReport(
+        op=op,
+        kernel_id=None,
+        backend=None,
+        worker_pid=None,
+        lane=BROKER,
+        copies=tuple(copies),
+        elapsed_us=(time.perf_counter_ns() - start_ns) / 1e3,
+        attempts=(*prior, *(_attempt(a) for a in outcome.attempts)),
+        candidates=tuple(Candidate.from_wire(c) for c in outcome.candidates),
+    )
+
+
+def attempts_of(outcome: messages.Outcome) -> tuple[Attempt, ...]:
+    """Those that failed, as the broker tells them."""
+    return tuple(_attempt(a) for a in outcome.attempts)
+
+
+def explanation(op: str, answer: Mapping[str, Any]) -> SelectionReport:
+    """The report of a call that was not made, from the broker's answer."""
+    candidates = tuple(Candidate.from_wire(c) for c in answer["candidates"])
+    best = next((c for c in candidates if c.accepted), None)
+    return SelectionReport(
+        op=op,
+        kernel_id=best.kernel_id if best else None,
+        backend=best.backend if best else None,
+        worker_pid=None,
+        lane=BROKER if best else None,
+        candidates=candidates,
+    )
+
+
+def _attempt(value: Any) -> Attempt:
+    try:
+        return Attempt(
+            value["backend"],
+            value["kernel_id"],
+            value["code"],
+            value["detail"],
+            value["exit_signal"],
+            value["exit_code"],
+            value["phase"],
+            value["worker_pid"],
+        )
+    except (KeyError, TypeError) as exc:
+        raise ProtocolError(f"not an attempt: {value!r:.200}") from exc

@@ -1,0 +1,155 @@
+"""The call signatures that a broker knows of this process, and what it has said of each: decisions and leases."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from layerzero.client.arrays.arrays import Array
+from layerzero.client.connection.call import Request, Route
+from layerzero.client.connection.express import Lease
+from layerzero.client.connection.link import Link
+from layerzero.client.connection.overlay import Overlay
+from layerzero.client.connection.report import EXPRESS
+from layerzero.client.planning.plans import Plan, plan_out
+from layerzero.client.session.shadow import Shadow
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.transport.wire import Header, Kind
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+MAX_ROUTES = 4096
+MAX_CHECKED = 4096
+MAX_DECISIONS = 2048  # kept per route, for futures that nobody has asked yet
+_BACKEND_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+
+
+class Routes:
+    """The routes of one connection. Threads may share it."""
+
+    def __init__(self, ask: Callable[..., Any], shadow: Shadow) -> None:
+        self._ask = ask  # the broker
+        self._shadow = shadow
+        self._lock = threading.RLock()
+        self._known: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
+        self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
+        self._numbers = itertools.count(1)
+        self._checked: set[str] = set()  # overlays that the broker has found to be right
+        self._forgotten: deque[int] = deque()  # routes to tell the broker of
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Look every call up anew."""
+        self._known.clear()
+
+    def find(
+        self,
+        link: Link,
+        request: Request,
+        specs: tuple[TensorSpec | None, ...],
+        out: Array | None,
+        policy: Overlay | None,
+        device: str = "",
+    ) -> Route:
+        """The route of a call; new ones are told to the broker. `device`: UUID of the GPU that it runs on."""
+        out_spec = None if out is None else out.spec
+        specs = request.shape_specs(specs)
+        params = tuple([(type(value), value) for value in request.params.values()])  # True, 1 and 1.0 are equal
+        asked = None if policy is None else policy.text
+        key = (request.op, specs, params, request.backend, out_spec, asked, device)
+        try:
+            route = self._known.get(key)
+        except TypeError:  # an argument that cannot be hashed: what checks it names it
+            route_message(request.planner(*specs, **request.params), request.backend, policy, device)
+            raise InvalidArgument(f"{request.op}: an argument is of a wrong type: {request.params!r:.200}") from None
+        if route is not None:
+            return route
+        plan = request.planner(*specs, **request.params)
+        if out is not None:
+            plan = plan_out(plan, out.spec)
+        if policy is not None:
+            self.check_policy(policy)
+        return self.define(link, key, plan, request.backend, policy, device)
+
+    def define(
+        self,
+        link: Link,
+        key: tuple[Any, ...],
+        plan: Plan,
+        backend: str | None,
+        policy: Overlay | None = None,
+        device: str = "",
+    ) -> Route:
+        """The route of a plan, told to the broker once; `key` finds it again."""
+        body = messages.encode(route_message(plan, backend, policy, device))
+        if len(body) > wire.MAX_MESSAGE_BYTES // 2:
+            raise InvalidArgument(f"{plan.op}: the call's description is {len(body)} bytes; pass data as tensors")
+        with self._lock:
+            route = self._known.get(key)
+            if route is None:
+                route = Route(next(self._numbers), plan, body, "" if policy is None else policy.text)
+                self._by_number[route.number] = route
+                link.send(wire.pack(Kind.ROUTE, route=route.number, body=body))
+                self._known[key] = route
+                weakref.finalize(route, self._forgotten.append, route.number).atexit = False
+                if len(self._known) > MAX_ROUTES:
+                    self._known.popitem(last=False)  # the oldest; a call in flight may still hold it
+            while self._forgotten:  # nobody can call on these any more
+                link.send(wire.pack(Kind.FORGET, route=self._forgotten.popleft()))
+        return route
+
+    def check_policy(self, policy: Overlay) -> None:
+        """Let the broker look at an overlay, once for each. Raises InvalidArgument with what is wrong and the nearest
+        names."""
+        if policy.text not in self._checked:
+            self._ask("policy", overlay=policy.to_wire())
+            if len(self._checked) >= MAX_CHECKED:
+                self._checked.clear()
+            self._checked.add(policy.text)
+
+    def stay_out(self, backend: str) -> None:
+        """No route's calls run on this backend in this process any more."""
+        for route in list(self._known.values()):
+            if route.here is not None and route.here.decision.backend == backend:
+                route.here = None
+
+    def note_decision(self, header: Header, body: bytes) -> None:
+        """The broker says what serves a route's calls."""
+        route = self._by_number.get(header.route)
+        if route is not None:
+            if len(route.decisions) >= MAX_DECISIONS:
+                del route.decisions[next(iter(route.decisions))]
+            decision = route.decisions[header.aux] = messages.decode(body, messages.Decision)
+            route.slot = decision.slot
+            self._shadow.follow(route.overlay, decision.shadow_rate, tunes=decision.offers_samples)
+
+    def note_lease(self, header: Header, body: bytes) -> None:
+        """The broker says that a route's calls may go straight to the worker."""
+        route = self._by_number.get(header.route)
+        decision = route.decisions.get(header.aux) if route is not None else None
+        if route is not None and decision is not None:
+            lease = messages.decode(body, messages.Lease)
+            route.lease = Lease(lease.lane, lease.plan, lease.epoch, replace(decision, lane=EXPRESS))
+
+
+def route_message(plan: Plan, backend: str | None, policy: Overlay | None, device: str = "") -> messages.Route:
+    """What the broker is told of a signature. Raises InvalidArgument for what cannot be a backend's name."""
+    if backend is not None and not (isinstance(backend, str) and _BACKEND_NAME.fullmatch(backend)):
+        raise InvalidArgument(f"backend is {backend!r:.80}; allowed: None or a name that lz.status() lists")
+    return messages.Route(
+        op=plan.op,
+        inputs=[None if s is None else s.to_wire() for s in plan.inputs],
+        outputs=[s.to_wire() for s in plan.outputs],
+        attrs=dict(plan.attrs),
+        backend=backend or "",
+        policy={} if policy is None else policy.to_wire(),
+        device=device,
+    )

@@ -1,0 +1,1 @@
+"""What users touch: the functions that `layerzero` exports."""

@@ -1,0 +1,1 @@
+"""Calls whose tensors lie on a GPU."""

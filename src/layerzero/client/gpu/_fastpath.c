@@ -1,0 +1,686 @@
+/* Calls on a GPU that are made again, in C: what GpuCalls.run_known does, for the plain case.
+
+   What is not plain (a stream's first call, a full ring, a capture, another GPU's context) is left to the Python; nothing
+   is enqueued then. Errors after the call was put on its ring end there, too. Layouts are those of ipc/shm/timeline_page.py,
+   ipc/shm/ring.py and ipc/cuda/abi.py: LAYOUT lets Python compare them. The interpreter's lock is let go of around calls of
+   the driver, which may block: what frees them may be another thread. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { LANE_BYTES = 512, DONE = 128, FAILURE = 256, LANES = 64 };                         /* bytes; ipc/shm/timeline_page.py */
+enum { SLOTS = 512, SLOT_BYTES = 512, FIRST_SLOT = 8192, SLOT_HEAD = 40 };                /* ipc/shm/ring.py */
+enum { EPOCH = 0, IS_ENDED = 8, HEAD = 128, IS_ASLEEP = 264 };                            /* bytes; ipc/shm/ring.py */
+enum { BUFFER_ID = 7, WAIT_32 = 1, WRITE_32 = 2, GEQ = 0 };                               /* ipc/cuda/abi.py */
+enum { READ_EVERY = 64, LOOK_EVERY = 16, MAX_AHEAD = 256, MAX_LATE = 8192, PER_THREAD = 2 };
+enum { KEY_BYTES = 1024 };
+
+typedef struct { /* CUstreamBatchMemOpParams */
+    int32_t operation, unused;
+    uint64_t address, value;
+    uint32_t flags, unused_too;
+    uint64_t alias, rest;
+} WordOp;
+
+/* --- objects of Python, each in a table, so that what owns them is written once */
+
+#define REPEATS(X) \
+    X(known) X(calls) X(outcomes) X(late) X(failed) X(numbers) X(last) X(record_type) X(turn_type) X(miss) X(policy) \
+    X(baked) X(dtypes) X(tensor) X(parameter) X(size) X(is_grad_enabled) X(array)
+#define SITE(X) \
+    X(gpu) X(lane) X(lease) X(route) X(rung) X(on_the_way) X(streams) X(next_numbers) X(seen_failures) X(turns) X(routes) X(acquire) \
+    X(release) X(stream_of) X(device) X(empty) X(form) X(make) X(places)
+#define NAMES(X) \
+    X(op) X(args) X(params) X(out) X(backend) X(timeout_s) X(output_bytes) X(is_rigid) X(text) X(site) X(requires_grad) \
+    X(is_neg) X(data_ptr) X(shape) X(stride) X(strides) X(dtype) X(data) X(ptr) X(lease) X(is_armed) X(rung) X(is_open) \
+    X(is_closed) X(is_closing) X(turn) X(call) X(end_ns) X(record) X(get) X(expect) X(look) X(run_known) \
+    X(wait_for_room) X(tell_and_enter) X(enter)
+
+#define FIELD(name) PyObject *name;
+#define NAME(name) static PyObject *s_##name;
+#define TEXT(name) #name,
+NAMES(NAME)
+static const char *const repeats_names[] = {REPEATS(TEXT)}, *const site_names[] = {SITE(TEXT)};
+enum { REPEATS_FIELDS = sizeof repeats_names / sizeof *repeats_names, SITE_FIELDS = sizeof site_names / sizeof *site_names };
+
+typedef union {
+    struct { REPEATS(FIELD) };
+    PyObject *of[REPEATS_FIELDS];
+} RepeatsFields;
+typedef struct {
+    PyObject_HEAD
+    RepeatsFields its;
+    uint64_t count;
+} Repeats;
+
+typedef union {
+    struct { SITE(FIELD) };
+    PyObject *of[SITE_FIELDS];
+} SiteFields;
+typedef struct {
+    PyObject_HEAD
+    SiteFields its;
+    uint64_t order, order_device, ring, epoch, context, plan, number, doorbell;
+    uint64_t get_current, is_capturing, get_attribute, batch; /* addresses of functions of the driver */
+} Site;
+static const char *const site_numbers[] = {"order", "order_device", "ring", "epoch", "context", "plan", "number",
+                                           "doorbell", "get_current", "is_capturing", "get_attribute", "batch"};
+enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
+
+static int take(PyObject *given, const char *name, PyObject **found) { /* borrowed */
+    *found = PyDict_GetItemString(given, name);
+    if (!*found) PyErr_Format(PyExc_TypeError, "%s is missing", name);
+    return *found != NULL;
+}
+
+static int take_all(PyObject *given, const char *const *names, int count, PyObject **of) {
+    PyObject *found;
+    for (int n = 0; n < count; n++) {
+        if (!take(given, names[n], &found)) return -1;
+        Py_INCREF(found);
+        of[n] = found;
+    }
+    return 0;
+}
+
+static PyObject *make(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
+
+static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Repeats *self = (Repeats *)make(type);
+    if (self && (!kwargs || take_all(kwargs, repeats_names, REPEATS_FIELDS, self->its.of) < 0)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
+        Py_CLEAR(self);
+    }
+    (void)args;
+    return (PyObject *)self;
+}
+
+static PyObject *Site_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Site *self = (Site *)make(type);
+    PyObject *found;
+    (void)args;
+    if (!self) return NULL;
+    if (!kwargs) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
+    if (!kwargs || take_all(kwargs, site_names, SITE_FIELDS, self->its.of) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    uint64_t *numbers = &self->order;
+    for (int n = 0; n < SITE_NUMBERS; n++) {
+        if (take(kwargs, site_numbers[n], &found)) numbers[n] = PyLong_AsUnsignedLongLong(found);
+        if (PyErr_Occurred()) {
+            Py_DECREF(self);
+            return NULL;
+        }
+    }
+    return (PyObject *)self;
+}
+
+#define LIFE(Type, FIELDS)                                                   \
+    static int Type##_traverse(Type *self, visitproc visit, void *arg) {    \
+        Py_VISIT(Py_TYPE((PyObject *)self));                                 \
+        for (int n = 0; n < FIELDS; n++) Py_VISIT(self->its.of[n]);          \
+        return 0;                                                            \
+    }                                                                        \
+    static int Type##_clear(Type *self) {                                   \
+        for (int n = 0; n < FIELDS; n++) Py_CLEAR(self->its.of[n]);          \
+        return 0;                                                            \
+    }                                                                        \
+    static void Type##_dealloc(Type *self) {                                \
+        PyTypeObject *type = Py_TYPE((PyObject *)self);                      \
+        PyObject_GC_UnTrack(self);                                           \
+        Type##_clear(self);                                                  \
+        ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                  \
+        Py_DECREF(type);                                                     \
+    }
+LIFE(Repeats, REPEATS_FIELDS)
+LIFE(Site, SITE_FIELDS)
+
+/* --- what a call is known by: the bytes of all that settles it */
+
+typedef enum { FAILED = -1, OTHERS, UNKNOWN, PLAIN } Verdict; /* OTHERS: the Python's; UNKNOWN: not made before */
+
+typedef struct {
+    size_t used;
+    char bytes[KEY_BYTES];
+} Key;
+
+static Verdict append(Key *key, const void *from, size_t count) {
+    if (count > KEY_BYTES - key->used) return OTHERS;
+    memcpy(key->bytes + key->used, from, count);
+    key->used += count;
+    return PLAIN;
+}
+
+static Verdict append_number(Key *key, char tag, int64_t number) {
+    char packed[9] = {tag};
+    memcpy(packed + 1, &number, 8);
+    return append(key, packed, 9);
+}
+
+/* After a call that raised: what cannot be looked at is left to the Python, whose checks name it. */
+static Verdict leave(void) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return FAILED;
+    PyErr_Clear();
+    return OTHERS;
+}
+
+static Verdict append_int(Key *key, char tag, PyObject *value) {
+    long long number = PyLong_AsLongLong(value);
+    return number == -1 && PyErr_Occurred() ? leave() : append_number(key, tag, number);
+}
+
+static Verdict append_text(Key *key, PyObject *value) {
+    Py_ssize_t count;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &count);
+    if (!text) return leave();
+    Verdict verdict = append_number(key, 's', count);
+    return verdict == PLAIN ? append(key, text, count) : verdict;
+}
+
+static Verdict append_ints(Key *key, PyObject *extents) { /* a tuple; takes the reference */
+    if (!extents) return leave();
+    Verdict verdict = PyTuple_Check(extents) ? append_number(key, '(', PyTuple_Size(extents)) : OTHERS;
+    for (Py_ssize_t n = 0; verdict == PLAIN && n < PyTuple_Size(extents); n++)
+        verdict = append_int(key, 'i', PyTuple_GetItem(extents, n));
+    Py_DECREF(extents);
+    return verdict;
+}
+
+static Verdict append_value(const Repeats *self, Key *key, PyObject *value) {
+    PyObject *type = (PyObject *)Py_TYPE(value);
+    if (value == Py_None) return append(key, "n", 1);
+    if (PyBool_Check(value)) return append(key, value == Py_True ? "t" : "f", 1);
+    if (PyLong_CheckExact(value)) return append_int(key, 'i', value);
+    if (PyUnicode_CheckExact(value)) return append_text(key, value);
+    if (PyFloat_CheckExact(value)) {
+        double number = PyFloat_AsDouble(value);
+        int64_t bits;
+        memcpy(&bits, &number, 8);
+        return append_number(key, 'd', bits);
+    }
+    if (PyTuple_CheckExact(value) || type == self->its.size) {
+        Py_INCREF(value);
+        Verdict verdict = append(key, type == self->its.size ? "S" : "T", 1);
+        if (verdict == PLAIN) return append_ints(key, value);
+        Py_DECREF(value);
+        return verdict;
+    }
+    return OTHERS;
+}
+
+static int is_true(PyObject *value) { /* takes the reference */
+    int truth = value ? PyObject_IsTrue(value) : -1;
+    Py_XDECREF(value);
+    return truth;
+}
+
+static int has(PyObject *owner, PyObject *name) { return is_true(PyObject_GetAttr(owner, name)); }
+
+static int is_none(PyObject *owner, PyObject *name) {
+    PyObject *value = PyObject_GetAttr(owner, name);
+    Py_XDECREF(value);
+    return value ? value == Py_None : -1;
+}
+
+static Verdict append_pointer(Key *key, char tag, PyObject *pointer) { /* takes the reference */
+    if (!pointer) return leave();
+    uint64_t address = PyLong_AsUnsignedLongLong(pointer);
+    Py_DECREF(pointer);
+    return PyErr_Occurred() ? leave() : append_number(key, tag, (int64_t)address);
+}
+
+static Verdict append_dtype(const Repeats *self, Key *key, PyObject *array) { /* by a number for each that is different */
+    PyObject *dtype = PyObject_GetAttr(array, s_dtype);
+    if (!dtype) return leave();
+    PyObject *number = PyDict_GetItemWithError(self->its.dtypes, dtype), *made = NULL;
+    if (!number && !PyErr_Occurred() && (made = PyLong_FromSsize_t(PyDict_Size(self->its.dtypes))) &&
+        PyDict_SetItem(self->its.dtypes, dtype, made) == 0)
+        number = made;
+    Verdict verdict = number ? append_int(key, ':', number) : leave();
+    Py_XDECREF(made);
+    Py_DECREF(dtype);
+    return verdict;
+}
+
+static Verdict append_tensor(const Repeats *self, Key *key, PyObject *tensor) {
+    int has_grad = has(tensor, s_requires_grad);
+    int is_refused = has_grad > 0 ? is_true(PyObject_CallNoArgs(self->its.is_grad_enabled)) : has_grad;
+    if (!is_refused) is_refused = is_true(PyObject_CallMethodObjArgs(tensor, s_is_neg, NULL));
+    if (is_refused) return is_refused < 0 ? leave() : OTHERS;
+    Verdict verdict = append_pointer(key, has_grad ? 'G' : 'P', PyObject_CallMethodObjArgs(tensor, s_data_ptr, NULL));
+    if (verdict == PLAIN) verdict = append_ints(key, PyObject_GetAttr(tensor, s_shape));
+    if (verdict == PLAIN) verdict = append_ints(key, PyObject_CallMethodObjArgs(tensor, s_stride, NULL));
+    return verdict == PLAIN ? append_dtype(self, key, tensor) : verdict;
+}
+
+static Verdict append_array(const Repeats *self, Key *key, PyObject *array) { /* of CuPy */
+    PyObject *data = PyObject_GetAttr(array, s_data);
+    if (!data) return leave();
+    Verdict verdict = append_pointer(key, 'C', PyObject_GetAttr(data, s_ptr));
+    Py_DECREF(data);
+    if (verdict == PLAIN) verdict = append_ints(key, PyObject_GetAttr(array, s_shape));
+    if (verdict == PLAIN) verdict = append_ints(key, PyObject_GetAttr(array, s_strides));
+    return verdict == PLAIN ? append_dtype(self, key, array) : verdict;
+}
+
+static Verdict append_argument(const Repeats *self, Key *key, PyObject *value) {
+    PyObject *type = (PyObject *)Py_TYPE(value);
+    if (value == Py_None) return append(key, "n", 1);
+    if (type == self->its.tensor || type == self->its.parameter) return append_tensor(self, key, value);
+    return type == self->its.array ? append_array(self, key, value) : UNKNOWN;
+}
+
+static Verdict append_policy(const Repeats *self, Key *key) {
+    PyObject *policy = PyObject_CallNoArgs(self->its.policy);
+    if (!policy) return leave();
+    PyObject *text = NULL;
+    Verdict verdict = PLAIN;
+    if (policy == Py_None)
+        verdict = append(key, "n", 1);
+    else if ((text = PyObject_GetAttr(policy, s_text)))
+        verdict = append_value(self, key, text);
+    else
+        verdict = leave();
+    Py_XDECREF(text);
+    Py_DECREF(policy);
+    return verdict;
+}
+
+/* One call on its way through the stages below. All but `site` and `refs` are its own references. */
+typedef struct {
+    PyObject *request, *start_ns, *op, *args, *params, *out, *backend, *known, *stream_key, *result, *place, *record, *turn;
+    Site *site;
+    PyObject *refs;
+    uint64_t stream;
+    long lane;
+    uint32_t number;
+} Call;
+
+static void drop(Call *call) {
+    PyObject *mine[] = {call->op,   call->args,   call->params,     call->out,    call->backend, (PyObject *)call->site,
+                        call->known, call->stream_key, call->result, call->place, call->record,  call->turn};
+    for (size_t n = 0; n < sizeof mine / sizeof *mine; n++) Py_XDECREF(mine[n]);
+}
+
+static Verdict write_key(const Repeats *self, Call *call, Key *key) {
+    PyObject *request = call->request, *name, *value, *baked = PyObject_CallMethodObjArgs(self->its.baked, s_get, NULL);
+    Py_ssize_t at = 0;
+    if (!baked) return leave();
+    Py_DECREF(baked);
+    int is_plain = baked == Py_None ? is_none(request, s_timeout_s) : 0;
+    if (is_plain > 0) is_plain = is_none(request, s_output_bytes);
+    int is_rigid = is_plain > 0 ? has(request, s_is_rigid) : 0;
+    if (is_plain < 0 || is_rigid < 0) return leave();
+    if (!is_plain || is_rigid) return OTHERS;
+    if (!(call->op = PyObject_GetAttr(request, s_op)) || !(call->args = PyObject_GetAttr(request, s_args)) ||
+        !(call->params = PyObject_GetAttr(request, s_params)) || !(call->out = PyObject_GetAttr(request, s_out)) ||
+        !(call->backend = PyObject_GetAttr(request, s_backend)))
+        return leave();
+    if (!PyTuple_CheckExact(call->args) || !PyTuple_Size(call->args) || !PyDict_CheckExact(call->params)) return OTHERS;
+    Verdict verdict = PLAIN; /* the arrays first: they tell a GPU's call from others */
+    for (Py_ssize_t n = 0; verdict == PLAIN && n < PyTuple_Size(call->args); n++)
+        verdict = append_argument(self, key, PyTuple_GetItem(call->args, n));
+    if (verdict == PLAIN) verdict = append_argument(self, key, call->out);
+    if (verdict == PLAIN) verdict = append_value(self, key, call->op);
+    if (verdict == PLAIN) verdict = append_value(self, key, call->backend);
+    if (verdict == PLAIN) verdict = append_policy(self, key);
+    while (verdict == PLAIN && PyDict_Next(call->params, &at, &name, &value)) verdict = append_value(self, key, value);
+    return verdict;
+}
+
+/* --- the stages of a call */
+
+static uint32_t load32(uint64_t at) { return __atomic_load_n((uint32_t *)at, __ATOMIC_ACQUIRE); }
+static uint64_t load64(uint64_t at) { return __atomic_load_n((uint64_t *)at, __ATOMIC_ACQUIRE); }
+
+static int is_done(const Site *site, uint64_t lane, uint32_t number) {
+    return (int32_t)(load32(site->order + lane * LANE_BYTES + DONE) - number) >= 0;
+}
+
+/* Its site, if the call was made before on the same addresses. */
+static Verdict find(Repeats *self, Call *call) {
+    Key key = {0};
+    Verdict verdict = write_key(self, call, &key);
+    if (verdict != PLAIN) return verdict;
+    PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
+    if (!bytes) return FAILED;
+    call->known = PyDict_GetItemWithError(self->its.known, bytes);
+    Py_XINCREF(call->known);
+    Py_DECREF(bytes);
+    if (!call->known) return PyErr_Occurred() ? FAILED : UNKNOWN;
+    call->site = (Site *)PyObject_GetAttr(call->known, s_site);
+    if (!call->site) return FAILED;
+    if ((PyObject *)call->site == Py_None) return OTHERS;
+    const SiteFields *its = &call->site->its;
+    PyObject *lease = PyObject_GetAttr(its->route, s_lease), *rung = PyObject_GetAttr(its->gpu, s_rung);
+    int is_armed = has(its->route, s_is_armed);
+    int is_current = lease == its->lease && is_armed > 0 && rung && PyUnicode_Compare(rung, its->rung) == 0;
+    Py_XDECREF(lease);
+    Py_XDECREF(rung);
+    if (PyErr_Occurred()) return FAILED;
+    return is_current ? PLAIN : OTHERS;
+}
+
+/* The caller's stream; errors of earlier calls are raised here. */
+static Verdict find_stream(Repeats *self, Call *call) {
+    const SiteFields *its = &call->site->its;
+    call->stream_key = its->device == Py_None ? PyObject_CallNoArgs(its->stream_of)
+                                              : PyObject_CallFunctionObjArgs(its->stream_of, its->device, NULL);
+    if (!call->stream_key) return FAILED;
+    call->stream = PyLong_AsUnsignedLongLong(call->stream_key);
+    if (PyErr_Occurred()) return FAILED;
+    int is_closing = has(self->its.calls, s_is_closing); /* then the pages may be gone */
+    if (is_closing) return is_closing < 0 ? FAILED : OTHERS;
+    PyObject *lane = PyDict_GetItemWithError(its->streams, call->stream_key), *seen;
+    if (!lane || call->stream == PER_THREAD) return PyErr_Occurred() ? FAILED : OTHERS;
+    call->lane = PyLong_AsLong(lane);
+    if (call->lane < 0 || call->lane >= LANES || !(seen = PyList_GetItem(its->seen_failures, call->lane)))
+        return PyErr_Occurred() ? FAILED : OTHERS;
+    uint64_t failure = load64(call->site->order + call->lane * LANE_BYTES + FAILURE);
+    int has_news = failure != PyLong_AsUnsignedLongLong(seen);
+    if (++self->count % READ_EVERY == 0 || has_news || PyObject_Size(self->its.failed) > 0) {
+        PyObject *looked = PyObject_CallMethodObjArgs(self->its.calls, s_look, its->gpu, NULL);
+        if (!looked) return FAILED;
+        Py_DECREF(looked);
+    }
+    return PyErr_Occurred() ? FAILED : PLAIN;
+}
+
+/* Whether the GPU's context is current, and the stream not captured. */
+static Verdict ask_driver(const Call *call) {
+    const Site *site = call->site;
+    void *context = NULL;
+    int error, status = 0;
+    Py_BEGIN_ALLOW_THREADS
+    error = ((int (*)(void **))site->get_current)(&context);
+    if (!error && (uint64_t)context == site->context)
+        error = ((int (*)(void *, int *))site->is_capturing)((void *)call->stream, &status);
+    Py_END_ALLOW_THREADS
+    return error || status || (uint64_t)context != site->context ? OTHERS : PLAIN;
+}
+
+/* The result, and the references of all memory if it is what it was. */
+static Verdict find_memory(Call *call) {
+    const SiteFields *its = &call->site->its;
+    PyObject *address = NULL, *ignored = NULL;
+    Py_ssize_t at = 0;
+    if (call->out != Py_None) { /* its address is in the key */
+        Py_INCREF(call->out);
+        call->result = call->out;
+        if (!PyDict_Next(its->places, &at, &address, &ignored)) return OTHERS;
+        Py_INCREF(address);
+    } else if (its->empty != Py_None) {
+        call->result = PyObject_CallObject(its->empty, its->form);
+        if (call->result) address = PyObject_CallMethodObjArgs(call->result, s_data_ptr, NULL);
+    } else { /* (result, address) */
+        PyObject *made = PyObject_CallFunctionObjArgs(its->make, PyTuple_GetItem(call->args, 0), NULL);
+        if (made && PyTuple_Check(made) && PyTuple_Size(made) == 2) {
+            call->result = PyTuple_GetItem(made, 0);
+            address = PyTuple_GetItem(made, 1);
+            Py_INCREF(call->result);
+            Py_INCREF(address);
+        }
+        Py_XDECREF(made);
+    }
+    if (!address) return PyErr_Occurred() ? FAILED : OTHERS;
+    call->place = PyDict_GetItemWithError(its->places, address);
+    Py_XINCREF(call->place);
+    Py_DECREF(address);
+    if (!call->place) return PyErr_Occurred() ? FAILED : OTHERS;
+    call->refs = PyTuple_GetItem(call->place, 0);
+    PyObject *owners = PyTuple_GetItem(call->place, 1); /* pairs of an address and the id of its allocation */
+    if (!call->refs || !owners) return FAILED;
+    uint64_t inside[8], expected[8], found = 0;
+    Py_ssize_t count = PyTuple_Size(owners);
+    if (count > 8) return OTHERS;
+    for (Py_ssize_t n = 0; n < count; n++) {
+        PyObject *pair = PyTuple_GetItem(owners, n);
+        inside[n] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(pair, 0));
+        if (PyErr_Occurred()) return FAILED;
+        expected[n] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(pair, 1));
+        if (PyErr_Occurred()) return FAILED;
+    }
+    int is_same = 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t n = 0; is_same && n < count; n++, found = 0)
+        is_same = !((int (*)(void *, int, uint64_t))call->site->get_attribute)(&found, BUFFER_ID, inside[n]) &&
+                  found == expected[n];
+    Py_END_ALLOW_THREADS
+    return is_same ? PLAIN : OTHERS;
+}
+
+/* Whether the lane may take a call now. The GPU's lock is held. */
+static Verdict ask_lane(const Repeats *self, const Call *call, uint64_t *number_on_ring) {
+    const Site *site = call->site;
+    if (PyDict_Size(site->its.on_the_way)) return OTHERS; /* it must not pass the broker's calls */
+    PyObject *now = PyDict_GetItemWithError(site->its.streams, call->stream_key); /* another stream's, perhaps */
+    if (!now || PyLong_AsLong(now) != call->lane) return PyErr_Occurred() ? FAILED : OTHERS;
+    int is_shut = has(self->its.calls, s_is_closing);
+    if (!is_shut) is_shut = has(site->its.lane, s_is_closed);
+    int is_open = is_shut ? 0 : has(site->its.lane, s_is_open);
+    if (is_shut < 0 || is_open < 0) return FAILED;
+    if (!is_open || load64(site->ring + EPOCH) != site->epoch || load64(site->ring + IS_ENDED)) return OTHERS;
+    *number_on_ring = load64(site->ring + HEAD) + 1;
+    PyObject *before = PyList_GetItem(site->its.turns, (*number_on_ring + 1) % SLOTS);
+    if (!before) return FAILED;
+    if (before == Py_None) return PLAIN; /* else one slot stays free: the broker may be reading it */
+    long lane = PyLong_AsLong(PyTuple_GetItem(before, 0));
+    uint32_t number = (uint32_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(before, 1));
+    if (PyErr_Occurred()) return FAILED;
+    return lane >= 0 && lane < LANES && is_done(site, lane, number) ? PLAIN : OTHERS;
+}
+
+static int set_item(PyObject *list, Py_ssize_t at, PyObject *value) {
+    Py_XINCREF(value);
+    return value ? PyList_SetItem(list, at, value) : -1;
+}
+
+/* Onto the ring, READY, and the stream waits for DONE. The GPU's lock is held. Until the line that is marked nothing has
+   happened that anybody sees; what may run Python comes before the ring and the lane are looked at. */
+static Verdict put(Repeats *self, Call *call) {
+    Site *site = call->site;
+    SiteFields *its = &site->its;
+    Verdict verdict = FAILED;
+    uint64_t on_ring, sequence = 0;
+    uint32_t number = 0;
+    char *refs;
+    Py_ssize_t nbytes;
+    PyObject *hold = NULL, *copies = NULL, *position = NULL, *next = NULL, *pair = NULL, *seq = NULL, *last, *left = NULL;
+    newfunc make_turn = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+    if (PyBytes_AsStringAndSize(call->refs, &refs, &nbytes) < 0) goto end;
+    if (nbytes > SLOT_BYTES - SLOT_HEAD) {
+        verdict = OTHERS;
+        goto end;
+    }
+    if (!(hold = PyTuple_Pack(2, call->args, call->result)) || !(copies = PyTuple_New(0))) goto end;
+    call->record = PyObject_CallFunctionObjArgs(self->its.record_type, self->its.outcomes, its->gpu, its->lane, its->lease,
+                                                call->op, its->route, copies, call->start_ns, NULL);
+    if (!call->record || !(seq = PyIter_Next(self->its.numbers))) goto end;
+    sequence = PyLong_AsUnsignedLongLong(seq);
+    if (PyErr_Occurred()) goto end;
+    if (PyDict_Size(self->its.late) >= MAX_LATE) {
+        PyObject *expected = PyObject_CallMethodObjArgs(self->its.outcomes, s_expect, seq, call->record, NULL);
+        if (!expected) goto end;
+        Py_DECREF(expected);
+    } else if (PyDict_SetItem(self->its.late, seq, call->record) < 0)
+        goto end;
+    verdict = ask_lane(self, call, &on_ring);
+    if (verdict != PLAIN) goto end;
+    verdict = FAILED;
+    if (!(last = PyList_GetItem(its->next_numbers, call->lane))) goto end;
+    number = call->number = (uint32_t)PyLong_AsUnsignedLongLong(last);
+    if (PyErr_Occurred()) goto end;
+    if (!(position = PyLong_FromUnsignedLongLong(on_ring)) || !(next = PyLong_FromUnsignedLong((uint32_t)(number + 1))) ||
+        !(pair = Py_BuildValue("((lk))", call->lane, (unsigned long)number)) ||
+        !(call->turn = make_turn((PyTypeObject *)self->its.turn_type, pair, NULL)))
+        goto end;
+    uint64_t slot = on_ring % SLOTS;
+    if (PyObject_SetAttr(call->record, s_turn, call->turn) < 0 || PyObject_SetAttr(call->record, s_call, position) < 0 ||
+        set_item(its->turns, slot, call->turn) < 0 || set_item(its->routes, slot, its->route) < 0 ||
+        set_item(its->next_numbers, call->lane, next) < 0)
+        goto end;
+    /* From here on the turn is taken: it must end. */
+    uint8_t *at = (uint8_t *)(site->ring + FIRST_SLOT + slot * SLOT_BYTES);
+    uint64_t length = (uint64_t)nbytes;
+    uint32_t words[] = {(uint32_t)site->number, (uint32_t)site->plan}, turn[] = {(uint32_t)call->lane, number};
+    memcpy(at, &on_ring, 8);
+    memcpy(at + 8, words, 8);
+    memcpy(at + 16, &sequence, 8);
+    memcpy(at + 24, turn, 8);
+    memcpy(at + 32, &length, 8);
+    memcpy(at + SLOT_HEAD, refs, nbytes);
+    __atomic_store_n((uint64_t *)(site->ring + HEAD), on_ring, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* what was put is seen before what follows is read */
+    if (load64(site->ring + IS_ASLEEP)) {
+        uint64_t one = 1;
+        if (write((int)site->doorbell, &one, 8) < 0) { /* it is rung already */
+        }
+    }
+    if (load64(site->ring + IS_ENDED)) { /* the broker may not have seen the call */
+        left = PyObject_CallMethodObjArgs(self->its.calls, s_tell_and_enter, call->record, seq, call->stream_key, call->refs,
+                                          hold, NULL);
+    } else {
+        uint64_t ready = site->order_device + (uint64_t)call->lane * LANE_BYTES;
+        WordOp ops[2] = {{.operation = WRITE_32, .address = ready, .value = number},
+                         {.operation = WAIT_32, .address = ready + DONE, .value = number, .flags = GEQ}};
+        int error;
+        Py_BEGIN_ALLOW_THREADS
+        error = ((int (*)(void *, unsigned, WordOp *, unsigned))site->batch)((void *)call->stream, 2, ops, 0);
+        Py_END_ALLOW_THREADS
+        left = error ? PyObject_CallMethodObjArgs(self->its.calls, s_enter, call->record, call->stream_key, hold, NULL)
+                     : (Py_INCREF(Py_None), Py_None);
+    }
+    verdict = left ? PLAIN : FAILED;
+end:
+    if (verdict == OTHERS && seq && PyDict_DelItem(self->its.late, seq) < 0) PyErr_Clear();
+    Py_XDECREF(hold);
+    Py_XDECREF(copies);
+    Py_XDECREF(position);
+    Py_XDECREF(next);
+    Py_XDECREF(pair);
+    Py_XDECREF(seq);
+    Py_XDECREF(left);
+    return verdict;
+}
+
+static Verdict put_locked(Repeats *self, Call *call) {
+    PyObject *locked = PyObject_CallNoArgs(call->site->its.acquire), *released, *type, *value, *trace;
+    if (!locked) return FAILED;
+    Py_DECREF(locked);
+    Verdict verdict = put(self, call);
+    PyErr_Fetch(&type, &value, &trace);
+    released = PyObject_CallNoArgs(call->site->its.release);
+    Py_XDECREF(released);
+    PyErr_Restore(type, value, trace);
+    return verdict;
+}
+
+/* The queues are finite; and what a report will be made of. */
+static Verdict finish(Repeats *self, Call *call) {
+    const SiteFields *its = &call->site->its;
+    if (call->number % LOOK_EVERY == 0 && !is_done(call->site, call->lane, call->number - MAX_AHEAD)) {
+        PyObject *waited = PyObject_CallMethodObjArgs(its->gpu, s_wait_for_room, call->turn, NULL);
+        if (!waited) return FAILED;
+        Py_DECREF(waited);
+    }
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    PyObject *end_ns = PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
+    int is_noted = end_ns && PyObject_SetAttr(call->record, s_end_ns, end_ns) == 0 &&
+                   PyObject_SetAttr(self->its.last, s_record, call->record) == 0;
+    Py_XDECREF(end_ns);
+    return is_noted ? PLAIN : FAILED;
+}
+
+static PyObject *Repeats_run(Repeats *self, PyObject *const *given, Py_ssize_t count) {
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "run(request, start_ns)");
+        return NULL;
+    }
+    Call call = {.request = given[0], .start_ns = given[1]};
+    Verdict verdict = PyDict_Size(self->its.known) ? find(self, &call) : UNKNOWN;
+    if (verdict == PLAIN) verdict = find_stream(self, &call);
+    if (verdict == PLAIN) verdict = ask_driver(&call);
+    if (verdict == PLAIN) verdict = find_memory(&call);
+    if (verdict == PLAIN) verdict = put_locked(self, &call);
+    if (verdict == PLAIN) verdict = finish(self, &call);
+    PyObject *result = NULL;
+    if (verdict == PLAIN) result = call.result;
+    if (verdict == UNKNOWN) result = self->its.miss;
+    Py_XINCREF(result);
+    drop(&call);
+    if (verdict == OTHERS) result = PyObject_CallMethodObjArgs(self->its.calls, s_run_known, given[0], given[1], NULL);
+    return result;
+}
+
+/* By which a call is known here; None for one that this file leaves to the Python. */
+static PyObject *Repeats_key(Repeats *self, PyObject *request) {
+    Call call = {.request = request};
+    Key key = {0};
+    Verdict verdict = write_key(self, &call, &key);
+    drop(&call);
+    if (verdict == FAILED) return NULL;
+    if (verdict == PLAIN) return PyBytes_FromStringAndSize(key.bytes, key.used);
+    Py_RETURN_NONE;
+}
+
+/* The types of arrays, once their library is imported; by the names of the fields. */
+static PyObject *Repeats_learn(Repeats *self, PyObject *args, PyObject *kwargs) {
+    PyObject *name, *value;
+    Py_ssize_t at = 0;
+    (void)args;
+    while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) {
+        int n = 0;
+        while (n < REPEATS_FIELDS && PyUnicode_CompareWithASCIIString(name, repeats_names[n])) n++;
+        if (n == REPEATS_FIELDS) return PyErr_Format(PyExc_TypeError, "%U is not known here", name);
+        PyObject *before = self->its.of[n];
+        Py_INCREF(value);
+        self->its.of[n] = value;
+        Py_XDECREF(before);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef repeats_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))Repeats_run, METH_FASTCALL, "run(request, start_ns): the result, or `miss`"},
+    {"key", (PyCFunction)Repeats_key, METH_O, "key(request): bytes, or None"},
+    {"learn", (PyCFunction)(void (*)(void))Repeats_learn, METH_VARARGS | METH_KEYWORDS, "learn(tensor=..., ...)"},
+    {NULL, NULL, 0, NULL},
+};
+
+#define SLOTS_OF(Type, ...)                                                                                    \
+    static PyType_Slot Type##_slots[] = {{Py_tp_new, Type##_new}, {Py_tp_traverse, Type##_traverse},            \
+                                         {Py_tp_clear, Type##_clear}, {Py_tp_dealloc, Type##_dealloc}, __VA_ARGS__ {0, NULL}}; \
+    static PyType_Spec Type##_spec = {"layerzero.client.gpu._fastpath." #Type, sizeof(Type), 0,                      \
+                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Type##_slots};
+SLOTS_OF(Repeats, {Py_tp_methods, repeats_methods},)
+SLOTS_OF(Site, )
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fastpath", "Calls on a GPU that are made again.", -1, NULL};
+
+PyMODINIT_FUNC PyInit__fastpath(void) {
+    PyObject *made = PyModule_Create(&module);
+    if (!made) return NULL;
+#define INTERN(name) \
+    if (!(s_##name = PyUnicode_InternFromString(#name))) return NULL;
+    NAMES(INTERN)
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiii)", LANES, LANE_BYTES, DONE, FAILURE, SLOTS, SLOT_BYTES, FIRST_SLOT,
+                                     SLOT_HEAD, EPOCH, IS_ENDED, HEAD, IS_ASLEEP, BUFFER_ID, WAIT_32, WRITE_32, GEQ);
+    PyObject *limits = Py_BuildValue("(iiiii)", READ_EVERY, LOOK_EVERY, MAX_AHEAD, MAX_LATE, PER_THREAD);
+    PyObject *repeats = PyType_FromSpec(&Repeats_spec), *site = PyType_FromSpec(&Site_spec);
+    if (!layout || !limits || !repeats || !site || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 ||
+        PyModule_AddObjectRef(made, "LIMITS", limits) < 0 ||
+        PyModule_AddObjectRef(made, "Repeats", repeats) < 0 || PyModule_AddObjectRef(made, "Site", site) < 0)
+        Py_CLEAR(made);
+    Py_XDECREF(layout);
+    Py_XDECREF(limits);
+    Py_XDECREF(repeats);
+    Py_XDECREF(site);
+    return made;
+}

@@ -1,0 +1,126 @@
+"""Arrays of torch, CuPy and JAX on a GPU: the stream that their library works on, and new ones for results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from layerzero.client.arrays.arrays import CPU, Array, array_namespace
+from layerzero.client.arrays.dlpack import CUDA, GpuExport
+from layerzero.client.gpu.memory import GpuMemory, memory_of
+from layerzero.ipc.cuda.memory import Block
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
+
+
+def device_of(op: str, arrays: Sequence[Array | None], out: Array | None) -> int:
+    """Where a call runs: the ordinal of a GPU, or CPU. Raises InvalidArgument when its arrays are not all there."""
+    names = (*OPS[op].inputs, "out")
+    given = [(name, array) for name, array in zip(names, (*arrays, out), strict=False) if array is not None]
+    device = given[0][1].device if given else CPU
+    for name, array in given:
+        if array.device != device:
+            raise InvalidArgument(
+                f"{op}: {given[0][0]} is on {device_name(device)}, {name} on {device_name(array.device)}; "
+                "move all arrays to one device"
+            )
+    return device
+
+
+def is_on_gpu(args: Sequence[Any]) -> bool:
+    """Whether one of these arguments is an array on a GPU."""
+    return any(_is_gpu_array(arg) for arg in args)
+
+
+def _is_gpu_array(arg: Any) -> bool:
+    if getattr(arg, "is_cuda", False) is True or type(arg).__module__ == "cupy":
+        return True
+    device = getattr(arg, "__dlpack_device__", None)
+    return type(arg).__module__.startswith("jax") and device is not None and int(device()[0]) == CUDA
+
+
+def device_name(device: int) -> str:
+    """As torch says it."""
+    return "cpu" if device == CPU else f"cuda:{device}"
+
+
+def current_stream(array: Array) -> int:
+    """The stream, as a CUDA handle, that this thread's work on arrays of this kind goes to."""
+    if array.kind == "dlpack":  # JAX has streams of its own, of which nothing is known outside
+        return memory_of(array.device).own_stream()
+    if array.kind == "torch":
+        torch = sys.modules["torch"]
+        raw = getattr(
+            torch._C, "_cuda_getCurrentRawStream", None
+        )  # what torch.compile's code calls; a tenth of the time
+        handle = raw(array.device) if raw is not None else torch.cuda.current_stream(array.device).cuda_stream
+        return int(handle)
+    return int(sys.modules["cupy"].cuda.get_current_stream(array.device).ptr)
+
+
+def new_like(array: Array, spec: TensorSpec) -> tuple[Any, int]:
+    """An array of the same kind, on the same GPU, contents undefined; and the address of its first element.
+
+    `give` makes it the caller's once the work that fills it is enqueued.
+    """
+    if array.kind == "dlpack":
+        memory = memory_of(array.device)
+        block = memory.pool("ipc").take(spec.span_bytes, memory.own_stream())
+        return _Lent(memory, block, spec), block.address
+    if array.kind == "torch":
+        torch = sys.modules["torch"]
+        device, dtype = torch.device("cuda", array.device), getattr(torch, spec.dtype)
+        made = torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device)
+        return made, made.data_ptr()
+    cupy = sys.modules["cupy"]
+    if spec.dtype in NARROW_DTYPES:
+        raise InvalidArgument(f"CuPy has no {spec.dtype} for the result; pass torch tensors")
+    dtype = array.owner.dtype if spec.dtype == array.spec.dtype else cupy.dtype(spec.dtype)
+    with cupy.cuda.Device(array.device):
+        flat = cupy.empty(max(spec.span_bytes // spec.itemsize, 1), dtype)
+    strides = tuple(step * spec.itemsize for step in spec.strides)
+    made = cupy.ndarray(spec.shape, dtype, memptr=flat.data, strides=strides)
+    return made, made.data.ptr
+
+
+def result_like(array: Array, out: Array | None, specs: Sequence[TensorSpec]) -> tuple[Any, int]:
+    """What a call returns and its address: `out`, a new array of the spec, or (None, 0) where there is no spec."""
+    if out is not None:
+        return out.obj, out.address
+    return new_like(array, specs[0]) if specs else (None, 0)
+
+
+def give(array: Array, made: Any) -> Any:
+    """What the caller gets of `new_like`."""
+    if not isinstance(made, _Lent):
+        return made
+    memory, spec = made.memory, made.spec
+    stream = memory.own_stream()
+
+    def ready(consumer: int | None) -> None:
+        driver = memory.context.driver
+        with memory.context:
+            if consumer is None:
+                driver.synchronize_stream(stream)
+            elif consumer >= 0:
+                event = driver.create_event()
+                driver.record_event(event, stream)
+                driver.wait_event(consumer, event)
+                driver.destroy_event(event)
+
+    export = GpuExport(made.block.address, spec.dtype, spec.shape, array.device, ready, made)
+    return array_namespace(array.obj).from_dlpack(export)
+
+
+class _Lent:
+    """A block of our own memory, for as long as a library's array needs it."""
+
+    def __init__(self, memory: GpuMemory, block: Block, spec: TensorSpec) -> None:
+        if not spec.is_contiguous:
+            raise InvalidArgument(f"a result {spec} with strides {list(spec.strides)} cannot be such an array")
+        self.memory, self.block, self.spec = memory, block, spec
+
+    def __del__(self) -> None:
+        self.memory.pool("ipc").give(self.block)

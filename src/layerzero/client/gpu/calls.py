@@ -1,0 +1,467 @@
+"""Calls on a GPU: enqueued in the caller's stream, not waited for. What goes wrong later is raised by the next call."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+from layerzero.client.arrays.arrays import Array
+from layerzero.client.connection import overlay
+from layerzero.client.connection.call import (
+    Request,
+    Route,
+    error_of,
+    microseconds,
+    overlap,
+    refuse_gradients,
+    refuse_sharing,
+)
+from layerzero.client.connection.express import Lease
+from layerzero.client.connection.link import Link
+from layerzero.client.connection.overlay import Overlay
+from layerzero.client.connection.record import failure_of
+from layerzero.client.gpu import torch_graphs
+from layerzero.client.gpu.arrays import current_stream, give, result_like
+from layerzero.client.gpu.call_cache import MAX_KNOWN, Known, key_of
+from layerzero.client.gpu.capture import Captures, unsettled
+from layerzero.client.gpu.device import Gpu
+from layerzero.client.gpu.fastpath import MISS, learn, repeats_of
+from layerzero.client.gpu.memory import memory_of, uuid_of
+from layerzero.client.gpu.outcomes import OnRing, Outcomes, Sent
+from layerzero.client.gpu.placement import Memory, Placing
+from layerzero.client.gpu.ring import GpuLane
+from layerzero.ipc.cuda import driver
+from layerzero.ipc.cuda.driver import Context
+from layerzero.ipc.errors import (
+    InvalidArgument,
+    LayerZeroError,
+    NoBackend,
+    NotConnected,
+    NoTransport,
+    OutOfMemory,
+)
+from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.wire import AFTER_LANE, HAS_TURN, TURN, Kind, arenas_of
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from layerzero.client.session.session import Session
+
+AS_IT_LIES = Overlay.of({"origin": "a call on a GPU is not sent back", "values": {"allow_adaptation": False}})
+LOOK_EVERY = 16  # calls of a lane; then it is seen whether too many are open
+CATCH_UP_S, LOOK_S = 0.002, 50e-6
+READ_EVERY, READ_OFTEN = 64, 8  # calls on rings, and by the broker; then the answers that are here are taken
+_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
+
+
+class _OtherRung(Exception):
+    """Memory crosses in another way by now."""
+
+
+class GpuCalls:
+    """Of one session's connection. Threads may share it."""
+
+    def __init__(self, session: Session, link: Link) -> None:
+        self._session, self._link = session, link
+        self._gpus: dict[int, Gpu] = {}
+        self._lock = threading.Lock()
+        self._count = itertools.count(1)
+        self._dense: set[tuple[Any, ...]] = set()  # signatures that no kernel takes as they lie
+        self.known: dict[Hashable, Known] = {}
+        self.is_closing = False  # no call is begun any more
+        self._lanes: dict[int, GpuLane] = {}
+        self.outcomes = Outcomes(link)
+        self._repeats = repeats_of(self, link, session.last)
+        self.run_again = self.run_known if self._repeats is None else self._repeats.run
+        self._captures = Captures(session, link, self.outcomes)
+
+    def gpu(self, ordinal: int) -> Gpu:
+        """Raises CudaError, NoTransport."""
+        gpu = self._gpus.get(ordinal)
+        if gpu is None:
+            with self._lock:
+                gpu = self._gpus.get(ordinal)
+                if gpu is None:
+                    on_failure, unbind = self.outcomes.note_failure, self._captures.unbind_gone
+                    gpu = Gpu(self._link, self._session.lent, memory_of(ordinal), on_failure, unbind)
+                    self._gpus[ordinal] = gpu
+        return gpu
+
+    def run_known(self, request: Request, start_ns: int) -> Any:
+        """As `run`, for a call that was made before on the same memory; MISS for others. Touches nothing then.
+
+        `run_again` is this, in C where that was compiled."""
+        if not self.known:
+            return MISS
+        try:
+            key = key_of(request, self._repeats)
+            known = self.known.get(key) if key is not None else None
+        except (TypeError, RuntimeError):  # what cannot be hashed, a tensor without memory: what checks it names it
+            return MISS
+        if known is None:
+            return MISS
+        if not known.is_current():
+            self.known.pop(key, None)
+            return MISS
+        gpu, stream = known.gpu, known.stream()
+        self._look(gpu, stream, READ_EVERY)
+        out, context = request.out, gpu.memory.context
+        is_pushed = not known.is_here()
+        if is_pushed:
+            context.__enter__()
+        try:
+            if known.is_capturing(stream):
+                return MISS
+            if out is None:
+                result, address = known.make(request.args[0])  # of no op it may be left out
+            else:
+                result, address = out, next(iter(known.places), 0)  # its address is in the key
+            refs = known.refs(address, context.driver)
+            if refs is None:
+                return MISS
+            enqueued = OnRing(self.outcomes, gpu, known.lane, known.lease, request.op, known.route, (), start_ns)
+            with gpu.lock:
+                # Another thread may have closed it meanwhile.
+                if self.is_closing or not known.lane.holds(known.lease) or gpu.is_behind():
+                    return MISS
+                turn = self._put(enqueued, stream, refs, (request.args, result))
+        finally:
+            if is_pushed:
+                context.__exit__()
+        if not turn.number % LOOK_EVERY:
+            gpu.wait_for_room(turn)
+        enqueued.end_ns = time.perf_counter_ns()
+        self._session.note(enqueued)
+        return result
+
+    def run(self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, start_ns: int) -> Any:
+        """The result, valid in the caller's current stream. Raises what the op raises, and the error of an earlier call
+        that failed after it had returned."""
+        like = next(array for array in arrays if array is not None)
+        _refuse_mixture(request.op, like, arrays, out)
+        refuse_gradients(request.op, arrays)
+        refuse_sharing(request.op, arrays)
+        stream = current_stream(like)
+        if like.device not in self._gpus:  # making it would break a capture
+            with Context(driver.load(), uuid_of(like.device)) as context:
+                if context.driver.is_capturing(stream):
+                    raise unsettled(request.op)
+        gpu = self.gpu(like.device)
+        if like.kind == "torch":
+            torch_graphs.follow(sys.modules["torch"].cuda, gpu.memory.context.driver)
+        self._look(gpu, stream, READ_OFTEN)
+        with gpu.memory.context as context:
+            if context.driver.is_capturing(stream):
+                route, specs = self._route(request, arrays, out, gpu)
+                return self._captures.add(request, route, specs, arrays, out, gpu, stream, start_ns)
+            while True:
+                rung = gpu.rung
+                try:
+                    return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)
+                except _OtherRung:
+                    continue
+
+    def _route(
+        self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, gpu: Gpu
+    ) -> tuple[Route, tuple[TensorSpec | None, ...]]:
+        """The call's route, and the specs of its inputs as a worker gets them."""
+        specs = tuple([None if array is None else array.spec for array in arrays])
+        if self._dense and _dense_key(request, specs) in self._dense:
+            specs = tuple([None if s is None else TensorSpec.contiguous(s.dtype, s.shape) for s in specs])
+        bake = overlay.baked.get()
+        policy = overlay.current() if bake is None else bake(request, specs)
+        policy = overlay.on_top(policy, AS_IT_LIES)
+        return self._session.routes.find(self._link, request, specs, out, policy, device=gpu.uuid), specs
+
+    def _run(
+        self,
+        request: Request,
+        arrays: tuple[Array | None, ...],
+        out: Array | None,
+        start_ns: int,
+        gpu: Gpu,
+        rung: str,
+        stream: int,
+        like: Array,
+    ) -> Any:
+        route, specs = self._route(request, arrays, out, gpu)
+        result, address = result_like(like, out, route.plan.results)
+        is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
+        is_first = not route.is_armed or not gpu.is_signed(route.slot)
+        placing = Placing(gpu, rung, stream)
+        if route.lease is not None and request.timeout_s is None:
+            self._catch_up(gpu, stream)
+        # First calls one by one: a worker that could not use an offer is given up until there is another offer.
+        with gpu.settling if is_first else contextlib.nullcontext():
+            if gpu.rung != rung:
+                raise _OtherRung
+            try:
+                memory = placing.place(route, arrays, specs, address if is_direct else 0)
+                placing.publish(route.plan.inputs)
+                hold = (arrays, result)
+                with gpu.lock:
+                    if self.is_closing:
+                        raise NotConnected("the session is being closed; lz.connect() opens another")
+                    may_pass = request.timeout_s is None and not is_first and not gpu.is_behind()
+                    arenas = arenas_of(memory.refs)
+                    place = self._lane_of(gpu, route, arenas) if may_pass else None
+                    if place is not None:
+                        lane, lease = place
+                        put = OnRing(self.outcomes, gpu, lane, lease, request.op, route, memory.copies, start_ns)
+                        enqueued: OnRing | Sent = put
+                        turn = self._put(put, stream, memory.refs, hold)
+                    else:
+                        enqueued = sent = Sent(self.outcomes, gpu, rung, request.op, route, memory.copies, start_ns)
+                        sent.is_awaited, sent.arenas = is_first, arenas
+                        turn = self._send(request, sent, stream, memory.refs, hold)
+                placing.take_outputs(route.plan, arrays, address)
+            finally:  # in the stream's order
+                placing.end()
+            try:
+                if is_first and isinstance(enqueued, Sent):
+                    self._settle(enqueued)
+            except NoTransport as exc:
+                gpu.step_down(rung, exc.facts.get("reason") or exc.message)
+                self._session.routes.clear()
+                raise _OtherRung from exc
+            except NoBackend:
+                if OPS[request.op].in_place or all(spec is None or spec.is_contiguous for spec in specs):
+                    raise
+                self._dense.add(_dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
+                return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)
+        if isinstance(enqueued, OnRing) and rung == "ipc":
+            self._remember(request, enqueued, like, address, memory)
+        if not turn.number % LOOK_EVERY:
+            gpu.wait_for_room(turn)
+        enqueued.end_ns = time.perf_counter_ns()
+        self._session.note(enqueued)
+        return result if out is not None else give(like, result)
+
+    def _remember(self, request: Request, enqueued: OnRing, like: Array, address: int, memory: Memory) -> None:
+        if like.kind == "dlpack" or not memory.is_in_place:
+            return
+        if self._repeats is not None:
+            learn(self._repeats, like)
+        key = key_of(request, self._repeats)
+        if key is None:
+            return
+        known = self.known.get(key)
+        if known is None or known.lease is not enqueued.lease:
+            if len(self.known) >= MAX_KNOWN:
+                self.known.clear()
+            known = self.known[key] = Known.of(enqueued, like, self._repeats)
+        known.remember(address, memory, enqueued.gpu.memory.context.driver)
+
+    # --- enqueueing. The GPU's lock is held: a lane's calls are told of in their order. Whatever happens, somebody ends
+    # the turn. `hold` keeps what a worker may write to although its caller was interrupted.
+
+    def _send(self, request: Request, enqueued: Sent, stream: int, refs: bytes, hold: object) -> Turn:
+        """READY, the call to the broker, and the stream waits for DONE."""
+        gpu, number = enqueued.gpu, enqueued.route.number
+        time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
+        turn = enqueued.turn = gpu.order.begin(stream)
+        is_out, body = False, refs + TURN.pack(*turn)
+
+        def frame(seq: int) -> bytes:
+            self.outcomes.expect(seq, enqueued)
+            gpu.on_the_way[turn.lane] = enqueued
+            return wire.pack(_EXECUTE, HAS_TURN, number, seq, 0, 0, time_us, body)
+
+        try:
+            self._link.submit(enqueued, frame)
+            is_out = True
+            if gpu.memory.why_no_memops:
+                self._link.wait(enqueued)  # the CPUs wait in place of the streams
+                gpu.wait_for(turn)
+            gpu.order.await_done(stream, turn)
+        except BaseException as exc:
+            if is_out and not gpu.memory.why_no_memops:  # somebody has it: as in _end_turn
+                _given_up.append(hold)
+                gpu.order.await_done(stream, turn)
+                raise
+            is_sent = is_out or not isinstance(exc, LayerZeroError)
+            if not is_sent:
+                gpu.on_the_way.pop(turn.lane, None)
+            _give_up(gpu, stream, turn, hold if is_sent else None)
+            raise
+        return turn
+
+    def _put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> Turn:
+        """The call onto its ring, READY, and the stream waits for DONE."""
+        lane, order, route = enqueued.lane, enqueued.gpu.order, enqueued.route
+        turn, before, is_told = order.reserve(stream), lane.head, False
+        try:
+            enqueued.turn, seq = turn, self._link.reserve()
+            self.outcomes.expect(seq, enqueued)
+            is_seen = lane.put(route, enqueued.lease.plan, seq, turn, refs)
+            enqueued.call = lane.head
+            if not is_seen:
+                self._tell(enqueued, seq, refs)
+            is_told = True
+            order.enter(stream, turn)
+        except BaseException:
+            _end_turn(enqueued, stream, hold, is_out=lane.head != before and (is_told or not lane.is_ended))
+            raise
+        return turn
+
+    def _tell(self, enqueued: OnRing, seq: int, refs: bytes) -> None:
+        """Of a call whose worker is gone: the broker may not have seen it on the ring."""
+        flags, body, call = HAS_TURN | AFTER_LANE, refs + TURN.pack(*enqueued.turn), enqueued.call & 0xFFFF_FFFF
+        self._link.send(wire.pack(_EXECUTE, flags, enqueued.route.number, seq, call, enqueued.lane.number, 0, body))
+
+    def tell_and_enter(self, enqueued: OnRing, seq: int, stream: int, refs: bytes, hold: object) -> None:
+        """As the end of `_put`, for a call that was put in C."""
+        try:
+            self._tell(enqueued, seq, refs)
+        except BaseException:
+            _end_turn(enqueued, stream, hold, is_out=False)
+            raise
+        self.enter(enqueued, stream, hold)
+
+    def enter(self, enqueued: OnRing, stream: int, hold: object) -> None:
+        """As the end of `_put`, for a call that was put in C and the driver refused."""
+        try:
+            enqueued.gpu.order.enter(stream, enqueued.turn)
+        except BaseException:
+            _end_turn(enqueued, stream, hold, is_out=True)
+            raise
+
+    def _lane_of(self, gpu: Gpu, route: Route, arenas: frozenset[int]) -> tuple[GpuLane, Lease] | None:
+        """The ring that a call may be put on, if any. A worker leaves a call on memory that is new to it to the broker,
+        and later ones of its lane would pass it: the first on such memory goes there at once."""
+        lease = route.lease
+        if lease is None or gpu.memory.why_no_memops or not route.is_armed or not gpu.is_signed(lease.decision.slot):
+            return None
+        if not gpu.has_reached(lease.decision.slot, arenas):
+            return None
+        lane = self._lanes.get(lease.lane)
+        if lane is None:
+            try:
+                lane = self._lanes[lease.lane] = GpuLane(self._link, lease.lane, gpu)
+            except (OSError, OutOfMemory):  # no memory or descriptors: the broker takes the calls
+                lane = None
+        if lane is not None and lane.holds(lease):
+            return lane, lease
+        route.lease = None
+        if lane is not None and lane.is_ended:
+            del self._lanes[lease.lane]
+            lane.close()
+        return None
+
+    def _catch_up(self, gpu: Gpu, stream: int) -> None:
+        """Wait a moment for the broker's answer to this stream's last call: a ring is faster, and a worker that gets a
+        lane's calls in another order may be blocked by it. Without, the next one goes the same way."""
+        sent, until_s = gpu.on_the_way.get(gpu.order.lane(stream)), time.monotonic() + CATCH_UP_S
+        while sent is not None and not sent.is_done and time.monotonic() < until_s:
+            self._link.read_nowait()  # not its wait, which is for one thread
+            if not sent.is_done:
+                time.sleep(LOOK_S)
+
+    def _settle(self, enqueued: Sent) -> None:
+        """Wait for the first call of a route: what is wrong is raised by the call itself. Its worker's sign is looked
+        for."""
+        self._link.wait(enqueued)
+        if enqueued.error is not None:
+            raise enqueued.error
+        header = enqueued.header
+        assert header is not None
+        route, gpu = enqueued.route, enqueued.gpu
+        if header.kind == _FAILED:
+            error, outcome = error_of(enqueued.body)
+            told = {attempt.get("code"): str(attempt.get("detail")) for attempt in outcome.attempts}
+            told = told or {error.code: error.message}
+            if list(told) == [NoTransport.code]:
+                raise NoTransport(error.message, reason=told[NoTransport.code])
+            error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
+            self._session.note(error.report)  # type: ignore[attr-defined]
+            raise error
+        decision = route.decisions.get(header.aux)
+        if decision is None or not gpu.is_signed(decision.slot):
+            text = f"{enqueued.rung}: the client saw other bytes than the worker wrote"
+            raise NoTransport(f"GPU memory does not reach the worker: {text}", reason=text)
+        route.is_armed = True
+        enqueued.is_awaited = False  # its worker may still die with it
+
+    def _look(self, gpu: Gpu, stream: int, every: int) -> None:
+        """Raises the error of a call that failed after it had returned."""
+        if next(self._count) % every == 0 or gpu.order.has_news(stream):
+            self.look(gpu)  # else it costs more than it is worth
+        elif self.outcomes.has_failure:
+            self._raise_failure(gpu)
+
+    def look(self, gpu: Gpu) -> None:
+        """As `_look`, now."""
+        self._link.read_nowait()
+        if self.outcomes.has_failure:
+            self._raise_failure(gpu)
+
+    def _raise_failure(self, gpu: Gpu) -> None:
+        gpu.order.take_news()
+        self.outcomes.raise_failure()
+
+    # --- the end
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Until all calls so far are done. Raises the error of one that failed, DeadlineExceeded."""
+        for gpu in list(self._gpus.values()):
+            gpu.wait_all(timeout_s)
+        if self._gpus:
+            self._session.ask("ping")  # what the broker has said of them is here when the answer is
+        self.outcomes.raise_failure()
+
+    def finish(self, timeout_s: float) -> None:
+        """Before the link is closed: what is enqueued needs the broker and its workers. No other call begins."""
+        self.is_closing = True
+        for gpu in list(self._gpus.values()):
+            with gpu.lock:  # who is at it has ended
+                pass
+        with contextlib.suppress(LayerZeroError):
+            self.synchronize(timeout_s)
+
+    def close(self) -> None:
+        """The link must have been closed."""
+        for gpu in self._gpus.values():
+            gpu.close()
+        self._gpus.clear()
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        self.known.clear()
+
+
+def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object) -> None:
+    """End a turn in its stream. A worker may have the call all the same, and write to the memory that `hold` keeps."""
+    if hold is not None:
+        _given_up.append(hold)
+    gpu.order.abandon(stream, turn)
+
+
+def _end_turn(enqueued: OnRing, stream: int, hold: object, *, is_out: bool) -> None:
+    """After an error. `is_out`: somebody has the call. Then its turn ends as any other, or DONE would go back later."""
+    if is_out:
+        _given_up.append(hold)
+        enqueued.gpu.order.enter(stream, enqueued.turn)
+    else:
+        _give_up(enqueued.gpu, stream, enqueued.turn, hold)
+
+
+def _dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
+    return (request.op, specs, tuple(request.params.items()))
+
+
+def _refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out: Array | None) -> None:
+    """Each library has a stream of its own, and a call has one. Raises InvalidArgument."""
+    for array in (*arrays, out):
+        if array is not None and array.kind != like.kind:
+            one, other = (f"{type(a.obj).__module__.partition('.')[0]} array" for a in (like, array))
+            raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")
+
+
+_given_up: list[object] = []

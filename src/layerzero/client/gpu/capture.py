@@ -1,0 +1,209 @@
+"""Calls that are made while the application captures a CUDA graph: a replay runs the remote kernels, with no message.
+
+The route must be settled: the call was made before, outside of the capture, and its worker is known to be reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from layerzero.client.arrays.arrays import Array
+from layerzero.client.connection.call import Request, Route, error_of, overlap
+from layerzero.client.connection.link import Link
+from layerzero.client.gpu import torch_graphs
+from layerzero.client.gpu.arrays import result_like
+from layerzero.client.gpu.device import Gpu
+from layerzero.client.gpu.outcomes import Outcomes, Sent
+from layerzero.client.gpu.placement import Placing
+from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
+from layerzero.ipc.errors import CudaGraphUnsafe, LayerZeroError
+from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.wire import BELL, HAS_BELL, Kind
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from layerzero.client.session.session import Session
+
+_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
+
+
+def unsettled(op: str) -> CudaGraphUnsafe:
+    return CudaGraphUnsafe(
+        f"{op}: the stream is being captured into a CUDA graph, and no kernel is known yet that serves this call; "
+        "make it once outside of the capture, as a warm-up"
+    )
+
+
+class Captured(Sent):
+    """A call in a graph of the application. It is answered once by who binds it, and again by each who takes over.
+    `hold` keeps its memory until the first answer."""
+
+    def __init__(
+        self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, start_ns: int, bell: int, hold: Any
+    ) -> None:
+        super().__init__(outcomes, gpu, gpu.rung, op, route, (), start_ns)
+        self.bell, self.seq, self.hold = bell, 0, hold
+        self.is_awaited = True
+
+    @property
+    def has_failed(self) -> bool:
+        return self.header is not None and self.header.kind == _FAILED
+
+    def answer_again(self, header: wire.Header, body: bytes) -> None:
+        """A worker has died, and another has taken the call over, or none can."""
+        self.header, self.body = header, body
+        if header.kind == _FAILED:
+            self.gpu.bells.fail(self.bell)
+        else:
+            self.gpu.bells.answered(self.bell)
+
+
+class _Tail(NamedTuple):
+    """The last bell that was added to a graph."""
+
+    gpu: Gpu
+    place: tuple[int, tuple[int, ...]]  # the capture and the bell's node
+    bell: int
+
+
+class Captures:
+    """Of one connection. Threads may share it."""
+
+    def __init__(self, session: Session, link: Link, outcomes: Outcomes) -> None:
+        self._session, self._link, self._outcomes = session, link, outcomes
+        self._tail: _Tail | None = None
+        self._lock = threading.Lock()
+
+    def add(
+        self,
+        request: Request,
+        route: Route,
+        specs: tuple[TensorSpec | None, ...],
+        arrays: tuple[Array | None, ...],
+        out: Array | None,
+        gpu: Gpu,
+        stream: int,
+        start_ns: int,
+    ) -> Any:
+        """Add a call to the graph. Returns its result, which each replay fills.
+
+        Raises CudaGraphUnsafe, and leaves the capture whole, for a call that is not settled, that would need a copy, or
+        that no kernel serves from a graph. Needs the GPU's context to be current.
+        """
+        op, driver = request.op, gpu.memory.context.driver
+        like = next(array for array in arrays if array is not None)
+        if gpu.memory.why_no_memops:
+            raise CudaGraphUnsafe(f"{op}: streams cannot wait for words here: {gpu.memory.why_no_memops}")
+        if like.kind == "dlpack":
+            raise CudaGraphUnsafe(f"{op}: graphs of arrays that are not torch's or CuPy's are not known")
+        if not route.is_armed or not gpu.is_signed(route.slot):
+            raise unsettled(op)
+        before = driver.exchange_capture_mode(CAPTURE_RELAXED)  # showing memory to others is no work
+        try:
+            result, address = result_like(like, out, route.plan.results)
+            refs = self._refs(request, route, specs, arrays, out, gpu, stream, address)
+            captured = self._bind(op, route, gpu, refs, (arrays, result), start_ns)
+        finally:
+            driver.exchange_capture_mode(before)
+        self._session.note(captured)
+        graph = torch_graphs.graph_of(driver.capture_id(stream)) if driver.has_context_events else None
+        if graph is not None:
+            torch_graphs.tell_end(graph, partial(gpu.bells.let_go, captured))
+        else:
+            try:
+                driver.retain_in_graph(stream, gpu.bells.counter(captured.bell))
+            except BaseException:  # nothing rings it
+                self._unbind(gpu, captured)
+                raise
+        self._enqueue(gpu, stream, captured.bell)
+        captured.end_ns = time.perf_counter_ns()
+        return result
+
+    def _enqueue(self, gpu: Gpu, stream: int, bell: int) -> None:
+        """Add the bell to the graph. Right behind another one and nothing else, the caller's GPU need not ring it: who
+        answers that one does, at once."""
+        driver, before = gpu.memory.context.driver, None
+        with self._lock:  # a bell is followed by one at most
+            tail = self._tail
+            if tail is not None and tail.gpu is gpu and driver.capture_tail(stream) == tail.place:
+                self._tail, before = None, tail.bell
+        if before is None:
+            gpu.order.ring(stream, bell)
+        else:
+            gpu.order.await_bell(stream, bell)
+            gpu.order.page.link_bells(before, bell)
+        place = driver.capture_tail(stream)
+        with self._lock:
+            self._tail = _Tail(gpu, place, bell) if place[1] else None
+
+    def _refs(
+        self,
+        request: Request,
+        route: Route,
+        specs: tuple[TensorSpec | None, ...],
+        arrays: tuple[Array | None, ...],
+        out: Array | None,
+        gpu: Gpu,
+        stream: int,
+        address: int,
+    ) -> bytes:
+        """Raises CudaGraphUnsafe for memory that a worker does not reach as it lies."""
+        op = request.op
+        if out is not None and any(overlap(out, array) for array in arrays if array is not None):
+            raise CudaGraphUnsafe(f"{op}: out= shares memory with an input, and a copy cannot be part of a graph here")
+        for array, spec in zip(arrays, specs, strict=True):
+            if array is not None and array.spec != spec:
+                raise CudaGraphUnsafe(f"{op}: no kernel takes an input with these strides; make it contiguous before")
+        ends = [(array.address, array.spec.span_bytes) for array in arrays if array is not None]
+        for at, nbytes in (*ends, *((address, spec.span_bytes) for spec in route.plan.results)):
+            found = gpu.memory.find(at, nbytes, gpu.rung) if nbytes else ""
+            if isinstance(found, str):
+                raise CudaGraphUnsafe(f"{op}: a tensor must be copied, which a graph cannot: {found or 'it is empty'}")
+        placing = Placing(gpu, gpu.rung, stream)
+        try:
+            return placing.place(route, arrays, specs, address).refs
+        finally:
+            placing.end()
+
+    def _bind(self, op: str, route: Route, gpu: Gpu, refs: bytes, hold: Any, start_ns: int) -> Captured:
+        """Have a worker answer a bell of the call. Raises what that ends in."""
+        self.unbind_gone(gpu)
+        bell, binding = gpu.bells.take()
+        captured = Captured(self._outcomes, gpu, op, route, start_ns, bell, hold)
+        body = refs + BELL.pack(bell, binding)
+        try:
+            self._link.submit(captured, lambda seq: self._frame(captured, seq, body, route.number))
+            self._link.wait(captured)
+            if captured.error is not None:
+                raise captured.error
+            assert captured.header is not None
+            if captured.header.kind == _FAILED:
+                raise error_of(captured.body)[0]
+        except BaseException:
+            self._unbind(gpu, captured)
+            raise
+        gpu.bells.bind(bell, captured)
+        gpu.watch_bells()
+        return captured
+
+    def unbind_gone(self, gpu: Gpu) -> None:
+        """Let go of calls whose graphs are gone. Thread-safe."""
+        for captured in gpu.bells.gone():
+            self._unbind(gpu, captured)
+
+    def _unbind(self, gpu: Gpu, captured: Captured) -> None:
+        self._outcomes.forget(captured.seq)
+        with contextlib.suppress(LayerZeroError):  # a broker that is gone knows no bells; a full queue costs this one
+            if captured.seq:
+                self._link.send(wire.pack(Kind.UNBIND, seq=captured.seq))
+                self._link.abandon(captured.seq)
+            gpu.bells.give_back(captured.bell)
+
+    def _frame(self, captured: Captured, seq: int, body: bytes, route: int) -> bytes:
+        captured.seq = seq
+        self._outcomes.keep(seq, captured)
+        return wire.pack(_EXECUTE, HAS_BELL, route, seq, body=body)

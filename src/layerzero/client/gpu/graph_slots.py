@@ -1,0 +1,160 @@
+"""Calls in CUDA graphs of the application: each is bound to a bell, which a worker answers at every replay.
+
+Nobody tells this process when a graph is replayed. That one is gone, Python tells of torch's (torch_graphs.py), and
+the driver of others: it counts a semaphore up. When no worker is left for a bell, or the broker is gone, a thread of
+ours ends what its graph waits for, with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from layerzero.ipc.cuda.driver import Context
+from layerzero.ipc.cuda.streams import ClientOrder
+from layerzero.ipc.errors import Busy, CudaError
+from layerzero.ipc.shm.timeline_page import BELLS, MASK, RUNG, SILENT, TAKEN
+
+if TYPE_CHECKING:
+    from layerzero.client.gpu.capture import Captured
+
+_COUNTER_BYTES = 32  # a sem_t
+
+
+class Bells:
+    """Of one order page. Threads may share it."""
+
+    def __init__(self, order: ClientOrder, context: Context) -> None:
+        self._page, self._context = order.page, context
+        self._lock = threading.Lock()
+        self._bound: dict[int, Captured] = {}
+        self._failed: dict[int, Captured] = {}
+        self._free = list(range(BELLS - 1, -1, -1))
+        self._counters: ctypes.Array[ctypes.c_char] | None = None
+        self._let_go: deque[Captured] = deque()  # a replay may be under way
+        self._leaving: list[Captured] = []  # until this event
+        self._event = 0
+
+    def __bool__(self) -> bool:
+        """Whether graphs of this process may wait for a bell."""
+        return bool(self._bound)
+
+    def take(self) -> tuple[int, int]:
+        """A bell that nobody uses, and the number of its binding. Raises Busy."""
+        with self._lock:
+            if self._counters is None:
+                self._counters = ctypes.create_string_buffer(_COUNTER_BYTES * BELLS)
+                _kept.append(self._counters)  # the driver counts when the process ends, too
+            if not self._free:
+                raise Busy(f"{BELLS} calls are in CUDA graphs of this process on one GPU; no more can", limit=BELLS)
+            bell = self._free.pop()
+            binding = self._page.binding(bell) + 1 & MASK
+            self._page.set_bell(bell, SILENT)
+            self._page.set_binding(bell, binding)
+            self._page.unlink_bell(bell)
+        ctypes.memset(self.counter(bell), 0, _COUNTER_BYTES)
+        return bell, binding
+
+    def counter(self, bell: int) -> int:
+        """The address of the semaphore that says when the bell's graph is gone."""
+        assert self._counters is not None
+        return ctypes.addressof(self._counters) + _COUNTER_BYTES * bell
+
+    def give_back(self, bell: int) -> None:
+        """Nobody answers it any more, and nobody rings it."""
+        with self._lock:
+            self._bound.pop(bell, None)
+            self._failed.pop(bell, None)
+            self._free.append(bell)
+
+    def bind(self, bell: int, enqueued: Captured) -> None:
+        """A worker answers it, or did a moment ago."""
+        with self._lock:
+            self._bound[bell] = enqueued
+            if enqueued.has_failed:
+                self._failed[bell] = enqueued
+
+    def let_go(self, enqueued: Captured) -> None:
+        """Its graph is not replayed anew. Takes no lock: the garbage collector may call it."""
+        self._let_go.append(enqueued)
+
+    def gone(self) -> list[Captured]:
+        """Calls whose graphs are gone since the last look. Their bells are free again when they are given back: the
+        broker must not hear of another call with one before it has heard that this one is over."""
+        if not self._bound:
+            return []
+        with self._lock:
+            gone = [bell for bell in self._bound if self._count(bell)]
+            gone += [one.bell for one in self._left() if self._bound.get(one.bell) is one]
+            for bell in gone:
+                self._failed.pop(bell, None)
+            return [self._bound.pop(bell) for bell in gone]
+
+    def fail(self, bell: int) -> None:
+        """No worker answers this one any more."""
+        with self._lock:
+            if bell in self._bound:
+                self._failed[bell] = self._bound[bell]
+
+    def answered(self, bell: int) -> None:
+        """A worker answers it again."""
+        with self._lock:
+            self._failed.pop(bell, None)
+
+    def fail_all(self) -> None:
+        with self._lock:
+            self._failed.update(self._bound)
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failed)
+
+    def end_failed(self) -> list[Captured]:
+        """Let the graphs go on that wait for bells which nobody answers. Returns what has failed by that."""
+        page, ended = self._page, []
+        for bell, enqueued in list(self._failed.items()):
+            before, following = page.previous_bell(bell), page.next_bell(bell)
+            has_turn = before is None or page.is_bell_done(before)  # first, as a worker looks
+            value = page.bell(bell)
+            if value == RUNG or (has_turn and value >= TAKEN and not page.is_bell_done(bell)):
+                page.set_bell(bell, TAKEN)
+                if following is not None:
+                    page.clear_bell_done(following)
+                    page.set_bell(following, SILENT)
+                page.store_bell_done(bell)
+                if following is not None:
+                    page.set_bell(following, RUNG)
+                ended.append(enqueued)
+        return ended
+
+    def _left(self) -> list[Captured]:
+        """Those that were let go of and whose last replay is over."""
+        if not self._leaving and not self._let_go:
+            return []
+        driver, left = self._context.driver, []
+        count = len(self._let_go)  # their replays were enqueued before; those of others may come after the event
+        with contextlib.suppress(CudaError), self._context:  # a stream is captured: later
+            if self._leaving and driver.is_event_done(self._event):
+                left, self._leaving = self._leaving, []
+            if not self._leaving and count:
+                self._event = self._event or driver.create_event()
+                driver.record_context(self._context.handle, self._event)
+                self._leaving = [self._let_go.popleft() for _ in range(count)]
+        return left
+
+    def _count(self, bell: int) -> int:
+        return ctypes.c_uint32.from_address(self.counter(bell)).value
+
+
+def tell_orphans() -> None:
+    """Onto the process's stderr: there is nobody left to raise it. Graphs go on where that is closed."""
+    text = "layerzero: a CUDA graph was replayed with calls of a session that was closed; their results are undefined\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+
+
+_kept: list[object] = []

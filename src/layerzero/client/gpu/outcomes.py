@@ -1,0 +1,202 @@
+"""What becomes of calls on a GPU after they have returned: answers that come later, errors, reports."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from layerzero.client.connection.call import Route, error_of
+from layerzero.client.connection.express import Lease
+from layerzero.client.connection.link import Link, Pending
+from layerzero.client.connection.record import failure_of, report_of
+from layerzero.client.connection.report import Copy, SelectionReport
+from layerzero.client.gpu.device import Gpu
+from layerzero.client.gpu.ring import GpuLane
+from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.shm import ring
+from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.transport.wire import Header, Kind
+
+MAX_LATE = 4096  # calls that may still get an answer after they have returned
+LOOK_S = 0.0002
+_FAILED = int(Kind.FAILED)
+_REPLAYED = "; the worker replayed a CUDA graph"
+
+
+class Enqueued:
+    """A call that its caller does not wait for."""
+
+    # What is not known of most, so that making one costs little.
+    header: Header | None = None
+    body = b""
+    error: LayerZeroError | None = None
+    end_ns = 0
+    turn = Turn(0, 0)
+    call = 0  # on a ring
+
+    def __init__(
+        self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, copies: Sequence[Copy], start_ns: int
+    ) -> None:
+        self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
+        self.start_ns = start_ns
+
+    def answer_again(self, header: Header, body: bytes) -> None:
+        """The worker died, or left the call to the broker: what counts is how the call ended elsewhere."""
+        self.header, self.body = header, body
+        if header.kind == _FAILED:
+            self.outcomes.note_failure(self)
+
+
+class OnRing(Enqueued):
+    """One that was put on a ring: the broker answers only if something went wrong there."""
+
+    def __init__(
+        self,
+        outcomes: Outcomes,
+        gpu: Gpu,
+        lane: GpuLane,
+        lease: Lease,
+        op: str,
+        route: Route,
+        copies: Sequence[Copy],
+        start_ns: int,
+    ) -> None:
+        self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
+        self.lane, self.lease, self.start_ns = lane, lease, start_ns
+
+
+class Sent(Enqueued, Pending):
+    """One that the broker answers once a worker has enqueued it."""
+
+    def __init__(
+        self, outcomes: Outcomes, gpu: Gpu, rung: str, op: str, route: Route, copies: Sequence[Copy], start_ns: int
+    ) -> None:
+        Pending.__init__(self)
+        Enqueued.__init__(self, outcomes, gpu, op, route, copies, start_ns)
+        self.rung = rung
+        self.is_awaited = False  # its caller raises its error
+        self.arenas: frozenset[int] = frozenset()
+
+    def finish(self) -> None:
+        super().finish()
+        if self.header is None:
+            return
+        if self.header.kind != _FAILED:
+            decision = self.route.decisions.get(self.header.aux)
+            if decision is not None:
+                self.gpu.note_reached(decision.slot, self.arenas)
+        elif not self.is_awaited:
+            self.outcomes.note_failure(self)
+
+
+class Outcomes:
+    """Of one connection. Threads may share it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.failed: deque[Enqueued] = deque()
+        self.late: dict[int, Enqueued] = {}
+        self._kept: dict[int, Enqueued] = {}
+        link.on_late = self._answer_late
+
+    @property
+    def has_failure(self) -> bool:
+        return bool(self.failed)
+
+    def expect(self, seq: int, enqueued: Enqueued) -> None:
+        """There may be an answer, or another one, after the call has returned."""
+        late = self.late
+        late[seq] = enqueued
+        if len(late) >= 2 * MAX_LATE:  # those that are done get no answer any more
+            for known in list(late)[:MAX_LATE]:
+                one = late.get(known)
+                if one is not None and one.gpu.order.page.is_done(one.turn):
+                    late.pop(known, None)
+
+    def keep(self, seq: int, enqueued: Enqueued) -> None:
+        """As `expect`, until `forget`."""
+        self._kept[seq] = enqueued
+
+    def forget(self, seq: int) -> None:
+        self._kept.pop(seq, None)
+
+    def _answer_late(self, header: Header, body: bytes) -> None:
+        enqueued = self.late.get(header.seq) or self._kept.get(header.seq)
+        if enqueued is not None:
+            enqueued.answer_again(header, body)
+
+    def note_failure(self, enqueued: Enqueued) -> None:
+        """It is raised by the next call, which is waited for if it is on the same route."""
+        enqueued.route.is_armed = False
+        if enqueued not in self.failed:  # a graph that is replayed fails each time
+            self.failed.append(enqueued)
+
+    def raise_failure(self) -> None:
+        """That of the oldest call that failed after it had returned, if there is one; once."""
+        with contextlib.suppress(IndexError):  # another thread has raised it
+            enqueued = self.failed.popleft()
+            error, outcome = error_of(enqueued.body)
+            error.message = f"an earlier call on the GPU, {enqueued.op}, failed: {error.message}"
+            error.args = (error.message,)
+            error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
+            raise error
+
+    def report_of(self, enqueued: Enqueued) -> SelectionReport:
+        """As far as it is known: waits until a worker has taken it, not for the GPU. Raises the link's error."""
+        decision = None
+        if isinstance(enqueued, OnRing):
+            self._wait_taken(enqueued, enqueued.lane)
+            decision = enqueued.lease.decision
+        elif isinstance(enqueued, Sent):
+            self._link.wait(enqueued)
+            self._link.read_nowait()
+        if enqueued.error is not None:
+            raise enqueued.error
+        header, body, note = enqueued.header, enqueued.body, enqueued.gpu.transport_note
+        attempts: Sequence[Any] = ()
+        kernel_ns, is_replayed = 0, False
+        if header is not None:
+            if header.kind == _FAILED:
+                return failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, error_of(body)[1])
+            if header.flags & wire.HAS_OUTCOME:
+                attempts = messages.decode(body, messages.Outcome).attempts
+            decision, kernel_ns = enqueued.route.decisions[header.aux], header.time
+            is_replayed = bool(header.flags & wire.REPLAYED)
+        elif isinstance(enqueued, OnRing):
+            is_replayed = enqueued.lane.status(enqueued.call) == ring.REPLAYED
+        assert decision is not None
+        if is_replayed:
+            note += _REPLAYED
+        record = (
+            enqueued.route.plan,
+            enqueued.copies,
+            enqueued.start_ns,
+            enqueued.end_ns,
+            kernel_ns,
+            attempts,
+            decision,
+            (),
+            note,
+        )
+        report = report_of(record)
+        assert report is not None
+        return report
+
+    def _wait_taken(self, enqueued: Enqueued, lane: GpuLane) -> None:
+        while True:
+            if lane.is_closed:
+                return  # with the session, which waits for what is enqueued
+            self._link.read_nowait()
+            status = lane.status(enqueued.call)
+            if enqueued.header is not None or status in (ring.ENQUEUED, ring.REPLAYED):
+                return
+            if enqueued.gpu.order.page.is_done(enqueued.turn) and status != ring.LEFT:
+                return  # its slot has a later call by now
+            if self._link.lost is not None:
+                enqueued.error = self._link.gone(None)
+                return
+            time.sleep(LOOK_S)

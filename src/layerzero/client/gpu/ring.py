@@ -1,0 +1,85 @@
+"""The express lane for calls on a GPU: calls of a settled route go into a ring that their worker reads, and nobody
+answers. What does not go well there, the broker brings to an end."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from layerzero.client.connection.call import Route
+from layerzero.client.connection.express import Lease
+from layerzero.client.connection.link import Link
+from layerzero.client.gpu.device import Gpu
+from layerzero.ipc.shm import lane, ring
+from layerzero.ipc.shm.ring import SLOTS, Ring
+from layerzero.ipc.shm.timeline_page import Turn
+
+
+class GpuLane:
+    """This process's end of a ring to one start of a worker. The GPU's lock is held by who uses it."""
+
+    def __init__(self, link: Link, number: int, gpu: Gpu) -> None:
+        """Raises OutOfMemory, and OSError when the process has no file descriptors left."""
+        self.number = number
+        self.gpu, self._page = gpu, gpu.order.page
+        self.turns: list[Turn | None] = [None] * SLOTS
+        self.routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
+        self._barrier = threading.Lock()
+        self.is_closed = False
+        self.doorbell = -1
+        fd = ring.create_page()
+        try:
+            self._ring = Ring(fd)
+            self.doorbell = lane.create_doorbell()
+            self.is_open = link.add_lane(number, (fd, self.doorbell), gpu.uuid)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(fd)
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether calls may be put under this lease now."""
+        return self._ring.holds(lease.epoch) and self.is_open and not self.is_closed
+
+    @property
+    def is_ended(self) -> bool:
+        return self.is_closed or not self.is_open or self._ring.is_ended
+
+    def put(self, route: Route, plan: int, seq: int, turn: Turn, refs: bytes) -> bool:
+        """Put the next call, number `head` from now on. False: the worker is gone, and the broker may not have seen
+        the call. Waits while the ring is full."""
+        call = self._ring.head + 1  # what an interrupt left half done is not there
+        slot = call % SLOTS
+        before = self.turns[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
+        if before is not None and not self._page.is_done(before):
+            self.gpu.wait_for(before)
+        self.turns[slot], self.routes[slot] = turn, route
+        ring = self._ring
+        ring.put(call, route.number, plan, seq, turn, refs)
+        with self._barrier:  # a locked instruction: what was put is seen before what follows is read
+            pass
+        if ring.is_asleep:
+            lane.ring(self.doorbell)
+        return not ring.is_ended
+
+    @property
+    def address(self) -> int:
+        """Of the ring's page in this process."""
+        return self._ring.address
+
+    @property
+    def head(self) -> int:
+        """The last call that was put."""
+        return self._ring.head
+
+    def status(self, call: int) -> int:
+        """As Ring.status."""
+        return 0 if self.is_closed else self._ring.status(call)
+
+    def close(self) -> None:
+        """The page stays mapped while something refers to this."""
+        if not self.is_closed:
+            self.is_closed = True
+            if self.doorbell >= 0:
+                os.close(self.doorbell)

@@ -1,0 +1,1 @@
+"""Arguments of an op, checked and put into canonical form."""

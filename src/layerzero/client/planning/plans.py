@@ -1,0 +1,437 @@
+"""From the arguments of a public op to its canonical call: checks, views and output shapes. Pure; no memory is touched.
+
+The rules and formulas are in docs/ops.md. Plans are remembered by their arguments: the functions run on every call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, TypeVar
+
+from layerzero.client.planning.checks import (
+    Shape,
+    attention_scale,
+    broadcast,
+    choice,
+    epsilon,
+    extents,
+    flag,
+    floating,
+    fresh,
+    listed,
+    normalized,
+    number,
+    refuse,
+    same_dtype,
+    same_float_dtype,
+)
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.tensors import TensorSpec, contiguous_strides
+
+Scalar = str | int | float | bool | None
+
+LAYOUTS = ("BHSD", "BSHD")
+CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
+GELU_APPROXIMATIONS = ("none", "tanh")
+INDEX_DTYPES = ("int32", "int64")
+# torch.finfo(t).eps of the type t that torch computes in: float32 for the half types.
+_RMS_EPS = {"float16": 2.0**-23, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-52}
+_BSHD_AXES = (0, 2, 1, 3)  # from BSHD to BHSD, and back
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Plan:
+    """One call in canonical form (ipc/vocabulary/ops.py). Compared and hashed by identity; equal arguments give the
+    same plan while it is remembered.
+
+    `inputs` are views of the arguments' memory: the first element is where the caller's is. A result lies
+    row-major in fresh memory: `results` is the caller's view of it, `outputs` the worker's. Outputs that are inputs as
+    well (ipc/vocabulary/ops.py) have the inputs' specs, and no result.
+    """
+
+    op: str
+    inputs: tuple[TensorSpec | None, ...]
+    attrs: dict[str, Scalar]
+    outputs: tuple[TensorSpec, ...]
+    results: tuple[TensorSpec, ...]
+
+
+_F = TypeVar("_F", bound=Callable[..., Plan])
+
+
+def remember(plan: _F) -> _F:
+    # typed: True, 1 and 1.0 are equal, but not all of them are allowed everywhere
+    remembered = functools.lru_cache(maxsize=_REMEMBERED, typed=True)(plan)
+
+    @functools.wraps(plan)
+    def planned(*args: Any, **kwargs: Any) -> Plan:
+        try:
+            return remembered(*args, **kwargs)
+        except TypeError:  # an argument that cannot be hashed, such as a list: the plan's own check names it
+            return plan(*args, **kwargs)
+
+    return planned  # type: ignore[return-value]
+
+
+@remember
+def plan_attention(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    attn_mask: TensorSpec | None = None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+) -> Plan:
+    """torch.nn.functional.scaled_dot_product_attention, with the memory order and the causal rule named."""
+    op = "attention"
+    is_causal = flag(op, "is_causal", is_causal)
+    enable_gqa = flag(op, "enable_gqa", enable_gqa)
+    choice(op, "layout", layout, LAYOUTS)
+    choice(op, "causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
+    if number(op, "dropout_p", dropout_p) != 0.0:
+        refuse(op, f"dropout_p is {dropout_p}", "0.0, because kernels serve inference only", "drop it, or call torch")
+    same_float_dtype(op, q=q, k=k, v=v)
+    q4, k4, v4 = (_bhsd(op, name, spec, layout) for name, spec in (("q", q), ("k", k), ("v", v)))
+    if not q.ndim == k.ndim == v.ndim:
+        refuse(
+            op,
+            f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions",
+            "the same number",
+            "unsqueeze the smaller",
+        )
+    _attention_shapes(op, q4, k4, v4, enable_gqa=enable_gqa)
+
+    batch, heads, seq_q, head_dim = q4.shape
+    seq_k = k4.shape[2]
+    if attn_mask is not None and is_causal:
+        refuse(op, "attn_mask and is_causal=True are both given", "one of them", "put the causal rule into the mask")
+    mask4 = None if attn_mask is None else _mask(op, attn_mask, q, (batch, heads, seq_q, seq_k))
+    attrs: dict[str, Scalar] = {
+        "is_causal": is_causal,
+        "scale": attention_scale(op, scale, head_dim),
+        # Without a mask to align, or with a square one, both rules say the same: one route serves them.
+        "causal_alignment": causal_alignment if is_causal and seq_q != seq_k else "top_left",
+        "layout": layout,
+    }
+    out_shape = (batch, heads, seq_q, v4.shape[3])
+    if layout == "BSHD":
+        result = fresh(op, q.dtype, tuple(out_shape[axis] for axis in _BSHD_AXES))
+        output = result.permute(*_BSHD_AXES)
+    else:
+        result = fresh(op, q.dtype, out_shape[4 - q.ndim :])
+        output = TensorSpec.contiguous(q.dtype, out_shape)
+    return Plan(op, (q4, k4, v4, mask4), attrs, (output,), (result,))
+
+
+def _bhsd(op: str, name: str, spec: TensorSpec, layout: str) -> TensorSpec:
+    """The (batch, heads, sequence, head_dim) view of an argument with 2 to 4 dimensions."""
+    dims = f"{name} has shape {list(spec.shape)}"
+    if layout == "BSHD":
+        if spec.ndim != 4:
+            refuse(op, dims, "(batch, sequence, heads, head_dim) with layout='BSHD'", "unsqueeze it to 4 dimensions")
+        return spec.permute(*_BSHD_AXES)
+    if spec.ndim < 2:
+        refuse(op, dims, "2 to 4 dimensions, the last two (sequence, head_dim)", "unsqueeze it")
+    if spec.ndim > 4:
+        refuse(op, dims, "2 to 4 dimensions", f"flatten the leading ones: {name}.flatten(0, {spec.ndim - 4})")
+    while spec.ndim < 4:
+        spec = spec.unsqueeze(0)
+    return spec
+
+
+def _attention_shapes(op: str, q: TensorSpec, k: TensorSpec, v: TensorSpec, *, enable_gqa: bool) -> None:
+    names = ("q batch", "k batch", "v batch")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        refuse(
+            op,
+            listed(names, (q.shape[0], k.shape[0], v.shape[0])),
+            "equal batches",
+            "expand the smaller; that copies nothing",
+        )
+    if k.shape[1] != v.shape[1]:
+        refuse(op, f"k has {k.shape[1]} heads and v {v.shape[1]}", "equal numbers", "expand the smaller")
+    if k.shape[2] != v.shape[2]:
+        refuse(op, f"k has sequence length {k.shape[2]} and v {v.shape[2]}", "equal lengths", "check the layout")
+    if q.shape[3] != k.shape[3]:
+        refuse(op, f"q has head_dim {q.shape[3]} and k {k.shape[3]}", "equal sizes", "check the layout")
+    heads_q, heads_k = q.shape[1], k.shape[1]
+    if heads_q == heads_k:
+        return
+    if not enable_gqa:
+        refuse(op, f"q has {heads_q} heads and k {heads_k}", "equal numbers", "pass enable_gqa=True to share key heads")
+    if heads_k == 0 or heads_q % heads_k:
+        refuse(op, f"q has {heads_q} heads and k {heads_k}", "a multiple of k's heads for q", "check the layout")
+
+
+def _mask(op: str, mask: TensorSpec, q: TensorSpec, target: Shape) -> TensorSpec:
+    """The mask with leading extents of 1 up to 4 dimensions; it broadcasts to (B, Hq, Sq, Sk) in either layout."""
+    if mask.dtype not in ("bool", q.dtype):
+        refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {q.dtype} like q", f"convert it to {q.dtype}")
+    shape = f"attn_mask has shape {list(mask.shape)}"
+    if mask.ndim > q.ndim:
+        refuse(op, shape, f"at most {q.ndim} dimensions, like q", "squeeze it")
+    while mask.ndim < 4:
+        mask = mask.unsqueeze(0)
+    if any(given not in (1, wanted) for given, wanted in zip(mask.shape, target, strict=True)):
+        refuse(op, shape, f"shapes that broadcast to (batch, heads, queries, keys) = {list(target)}", "check its order")
+    return mask
+
+
+@remember
+def plan_matmul(a: TensorSpec, b: TensorSpec) -> Plan:
+    """torch.matmul, 1-D arguments included."""
+    op = "matmul"
+    same_dtype(op, a=a, b=b)
+    if a.dtype == "bool":
+        refuse(op, "a is bool", "numbers", "convert it to an integer or float dtype")
+    if not a.ndim or not b.ndim:
+        refuse(op, f"a has {a.ndim} dimensions and b {b.ndim}", "at least 1 each", "multiply scalars with *")
+    a2 = a.unsqueeze(0) if a.ndim == 1 else a
+    b2 = b.unsqueeze(1) if b.ndim == 1 else b
+    if a2.shape[-1] != b2.shape[-2]:
+        refuse(
+            op,
+            f"a has shape {list(a.shape)} and b {list(b.shape)}",
+            f"a's last dimension ({a2.shape[-1]}) equal to b's {'second to last' if b.ndim > 1 else 'only'} "
+            f"({b2.shape[-2]})",
+            "transpose one of them",
+        )
+    batch = broadcast(op, a2.shape[:-2], b2.shape[:-2])
+    rows, columns = a2.shape[-2:-1], b2.shape[-1:]
+    result = fresh(op, a.dtype, batch + (rows if a.ndim > 1 else ()) + (columns if b.ndim > 1 else ()))
+    return Plan(op, (a2, b2), {}, (TensorSpec.contiguous(a.dtype, batch + rows + columns),), (result,))
+
+
+@remember
+def plan_linear(x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None = None) -> Plan:
+    """torch.nn.functional.linear: x @ weight.T + bias."""
+    op = "linear"
+    same_dtype(op, x=x, weight=weight, bias=bias)
+    if x.dtype == "bool":
+        refuse(op, "x is bool", "numbers", "convert it to an integer or float dtype")
+    if x.ndim == 0:
+        refuse(op, "x has no dimensions", "(..., in_features)", "unsqueeze it")
+    if weight.ndim not in (1, 2):
+        refuse(
+            op, f"weight has shape {list(weight.shape)}", "(out_features, in_features) or (in_features,)", "reshape it"
+        )
+    weight2 = weight.unsqueeze(0) if weight.ndim == 1 else weight
+    if weight2.shape[1] != x.shape[-1]:
+        refuse(
+            op,
+            f"x has shape {list(x.shape)} and weight {list(weight.shape)}",
+            f"{x.shape[-1]} in_features in both last dimensions",
+            "pass the weight as (out_features, in_features)",
+        )
+    out_features = weight.shape[:-1]  # () for a vector
+    if bias is not None and bias.shape != out_features:
+        refuse(op, f"bias has shape {list(bias.shape)}", f"{list(out_features)}, weight's out_features", "reshape it")
+    if bias is not None and bias.ndim == 0:
+        bias = bias.unsqueeze(0)
+    x2 = x.unsqueeze(0) if x.ndim == 1 else x
+    output = TensorSpec.contiguous(x.dtype, (*x2.shape[:-1], weight2.shape[0]))
+    return Plan(op, (x2, weight2, bias), {}, (output,), (fresh(op, x.dtype, x.shape[:-1] + out_features),))
+
+
+@remember
+def plan_softmax(x: TensorSpec, dim: int) -> Plan:
+    """torch.nn.functional.softmax; `dim` is required."""
+    op = "softmax"
+    floating(op, "x", x)
+    if isinstance(dim, bool) or not isinstance(dim, Integral):
+        refuse(op, f"dim is {dim!r}", "an integer", "pass dim=-1 for the last dimension")
+    ndim = max(x.ndim, 1)  # a scalar counts as a vector of one
+    if not -ndim <= dim < ndim:
+        refuse(op, f"dim is {dim} for shape {list(x.shape)}", f"{-ndim} to {ndim - 1}", "pass one of them")
+    x1 = x if x.ndim else x.unsqueeze(0)
+    output = TensorSpec.contiguous(x.dtype, x1.shape)
+    return Plan(op, (x1,), {"dim": int(dim) % ndim}, (output,), (fresh(op, x.dtype, x.shape),))
+
+
+def plan_layer_norm(
+    x: TensorSpec,
+    normalized_shape: Sequence[int],
+    weight: TensorSpec | None = None,
+    bias: TensorSpec | None = None,
+    eps: float = 1e-5,
+) -> Plan:
+    """torch.nn.functional.layer_norm."""
+    return _plan_layer_norm(x, extents("layer_norm", normalized_shape), weight, bias, eps)
+
+
+@remember
+def _plan_layer_norm(
+    x: TensorSpec, shape: Shape, weight: TensorSpec | None, bias: TensorSpec | None, eps: float
+) -> Plan:
+    op = "layer_norm"
+    same_float_dtype(op, x=x, weight=weight, bias=bias)
+    ndim = normalized(op, x, shape, weight=weight, bias=bias)
+    attrs: dict[str, Scalar] = {"ndim": ndim, "eps": epsilon(op, eps)}
+    return same_shape(op, (x, weight, bias), attrs)
+
+
+def plan_rms_norm(
+    x: TensorSpec,
+    normalized_shape: Sequence[int],
+    weight: TensorSpec | None = None,
+    eps: float | None = None,
+) -> Plan:
+    """torch.nn.functional.rms_norm."""
+    return _plan_rms_norm(x, extents("rms_norm", normalized_shape), weight, eps)
+
+
+@remember
+def _plan_rms_norm(x: TensorSpec, shape: Shape, weight: TensorSpec | None, eps: float | None) -> Plan:
+    op = "rms_norm"
+    same_float_dtype(op, x=x, weight=weight)
+    ndim = normalized(op, x, shape, weight=weight)
+    attrs: dict[str, Scalar] = {"ndim": ndim, "eps": _RMS_EPS[x.dtype] if eps is None else epsilon(op, eps)}
+    return same_shape(op, (x, weight), attrs)
+
+
+@remember
+def plan_gelu(x: TensorSpec, approximate: str = "none") -> Plan:
+    """torch.nn.functional.gelu."""
+    floating("gelu", "x", x)
+    choice("gelu", "approximate", approximate, GELU_APPROXIMATIONS)
+    return same_shape("gelu", (x,), {"approximate": approximate})
+
+
+@remember
+def plan_silu(x: TensorSpec) -> Plan:
+    """torch.nn.functional.silu."""
+    floating("silu", "x", x)
+    return same_shape("silu", (x,), {})
+
+
+QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+_SCALED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@remember
+def plan_quantize(x: TensorSpec, scale: TensorSpec, *, dtype: str) -> Plan:
+    """To 8 bits."""
+    op = "quantize"
+    choice(op, "dtype", dtype, QUANTIZED_DTYPES)
+    if x.dtype not in _SCALED_DTYPES:
+        refuse(op, f"x is {x.dtype}", ", ".join(_SCALED_DTYPES), "convert it to float32")
+    x1 = x if x.ndim else x.unsqueeze(0)
+    output = TensorSpec.contiguous(dtype, x1.shape)
+    inputs = (x1, _scale(op, scale, x1.shape))
+    return Plan(op, inputs, {"dtype": dtype}, (output,), (fresh(op, dtype, x.shape),))
+
+
+@remember
+def plan_dequantize(x: TensorSpec, scale: TensorSpec, *, dtype: str) -> Plan:
+    """From 8 bits, or from packed fp4."""
+    op = "dequantize"
+    choice(op, "dtype", dtype, _SCALED_DTYPES)
+    allowed = (*QUANTIZED_DTYPES, "float4_e2m1fn_x2")
+    if x.dtype not in allowed:
+        refuse(op, f"x is {x.dtype}", ", ".join(allowed), "quantize it first")
+    x1 = x if x.ndim else x.unsqueeze(0)
+    pairs = 2 if x.dtype == "float4_e2m1fn_x2" else 1
+    shape = (*x1.shape[:-1], pairs * x1.shape[-1])
+    output = TensorSpec.contiguous(dtype, shape)
+    result = fresh(op, dtype, shape if x.ndim or pairs == 2 else ())
+    return Plan(op, (x1, _scale(op, scale, shape)), {"dtype": dtype}, (output,), (result,))
+
+
+def _scale(op: str, scale: TensorSpec, shape: Shape) -> TensorSpec:
+    """With as many dimensions as the numbers that it is for."""
+    if scale.dtype != "float32":
+        refuse(op, f"scale is {scale.dtype}", "float32", "convert it")
+    found = scale
+    while scale.ndim < len(shape) and (not found.ndim or found.numel == 1):
+        scale = scale.unsqueeze(0)
+    is_fit = scale.ndim == len(shape) and scale.numel > 0
+    if is_fit:
+        is_fit = all(n in (1, wanted) for n, wanted in zip(scale.shape[:-1], shape[:-1], strict=True))
+    if not is_fit and scale.ndim == len(shape) and 0 in shape[:-1]:
+        is_fit = scale.shape[:-1] == shape[:-1] and scale.shape[-1] > 0
+    if not is_fit or shape[-1] % scale.shape[-1]:
+        refuse(
+            op,
+            f"scale has shape {list(found.shape)} for numbers of shape {list(shape)}",
+            "one number, or 1 or the same extents, and last a divisor of the numbers' last extent",
+            "pass (..., 1) for a scale of each row, (..., groups) for one of each group in it",
+        )
+    return scale
+
+
+@remember
+def plan_embedding(ids: TensorSpec, weight: TensorSpec) -> Plan:
+    """torch.nn.functional.embedding without its training arguments."""
+    op = "embedding"
+    if ids.dtype not in INDEX_DTYPES:
+        refuse(op, f"ids is {ids.dtype}", " or ".join(INDEX_DTYPES), "convert it to int64")
+    if weight.ndim != 2:
+        refuse(op, f"weight has shape {list(weight.shape)}", "(rows, features)", "reshape it to 2 dimensions")
+    result = fresh(op, weight.dtype, (*ids.shape, weight.shape[1]))
+    return Plan(op, (ids, weight), {}, (result,), (result,))
+
+
+@remember
+def plan_null() -> Plan:
+    """An op without arguments and effect: measures dispatch."""
+    return Plan("null", (), {}, (), ())
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def plan_out(plan: Plan, out: TensorSpec) -> Plan:
+    """The plan that writes its one result into the caller's `out`, which may be strided but must not overlap itself."""
+    if len(plan.results) != 1:
+        raise InvalidArgument(f"{plan.op} has {len(plan.results)} results; out= is for ops with one")
+    wanted = plan.results[0]
+    if (out.dtype, out.shape) != (wanted.dtype, wanted.shape):
+        refuse(plan.op, f"out is {out}", str(wanted), "pass an out of this dtype and shape; it is never resized")
+    refuse_overlapping(plan.op, "out", out)
+    output = plan.outputs[0]
+    view = out.permute(*_BSHD_AXES) if plan.attrs.get("layout") == "BSHD" else _padded(out, output.shape)
+    return replace(plan, outputs=(view,), results=(out,))
+
+
+def _padded(spec: TensorSpec, shape: Shape) -> TensorSpec:
+    """The view of `spec` in `shape`, which has the same extents and more of 1 among them."""
+    kept = iter([s for n, s in zip(spec.shape, spec.strides, strict=True) if n != 1])
+    plain = contiguous_strides(shape)  # of an extent of 1: any stride will do
+    return TensorSpec(spec.dtype, shape, tuple(next(kept) if n != 1 else s for n, s in zip(shape, plain, strict=True)))
+
+
+def refuse_overlapping(op: str, name: str, spec: TensorSpec) -> None:
+    """For what is written: an element must not share memory with another."""
+    if _may_overlap(spec):
+        refuse(
+            op,
+            f"{name} has shape {list(spec.shape)} and strides {list(spec.strides)}, so elements share memory",
+            "one place per element",
+            "pass a tensor that was not expanded",
+        )
+
+
+def _may_overlap(spec: TensorSpec) -> bool:
+    """False when each dimension steps over all that lies below it; exact for slices and transposes of dense memory."""
+    if spec.numel == 0:
+        return False
+    last = 0
+    for stride, extent in sorted((s, n) for n, s in zip(spec.shape, spec.strides, strict=True) if n > 1):
+        if stride <= last:
+            return True
+        last += (extent - 1) * stride
+    return False
+
+
+def same_shape(op: str, inputs: tuple[TensorSpec | None, ...], attrs: dict[str, Scalar]) -> Plan:
+    x = inputs[0]
+    assert x is not None
+    result = fresh(op, x.dtype, x.shape)
+    return Plan(op, inputs, attrs, (result,), (result,))

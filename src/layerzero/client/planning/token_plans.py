@@ -1,0 +1,207 @@
+"""Plans of the ops that work on tokens one after the other, and on what a transformer layer does around attention. As
+client/planning/plans.py, whose rules hold here too."""
+
+from __future__ import annotations
+
+from layerzero.client.planning.checks import (
+    attention_scale,
+    choice,
+    flag,
+    fresh,
+    listed,
+    refuse,
+    same_dtype,
+    same_float_dtype,
+)
+from layerzero.client.planning.plans import (
+    CAUSAL_ALIGNMENTS,
+    INDEX_DTYPES,
+    Plan,
+    Scalar,
+    refuse_overlapping,
+    remember,
+    same_shape,
+)
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+@remember
+def plan_attention_varlen(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    cu_seqlens_q: TensorSpec,
+    cu_seqlens_k: TensorSpec,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+) -> Plan:
+    """Attention of sequences of unequal lengths."""
+    op = "attention_varlen"
+    is_causal = flag(op, "is_causal", is_causal)
+    choice(op, "causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
+    same_float_dtype(op, q=q, k=k, v=v)
+    for name, spec in (("q", q), ("k", k), ("v", v)):
+        if spec.ndim != 3:
+            refuse(
+                op, f"{name} has shape {list(spec.shape)}", "(tokens, heads, head_dim)", "flatten batch and sequence"
+            )
+    for name, spec in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _indices(op, name, spec, 1)
+        if not spec.numel:
+            refuse(op, f"{name} is empty", "one more entry than there are sequences", "begin it with 0")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        refuse(
+            op,
+            f"cu_seqlens_q has {cu_seqlens_q.numel} entries and cu_seqlens_k {cu_seqlens_k.numel}",
+            "equal numbers",
+            "give a sequence without keys an entry that repeats the one before it",
+        )
+    if k.shape[0] != v.shape[0]:
+        refuse(op, f"k has {k.shape[0]} tokens and v {v.shape[0]}", "equal numbers", "check what was packed")
+    _heads(op, ("q", q.shape[1:]), ("k", k.shape[1:]), ("v", v.shape[1:]))
+    result = fresh(op, q.dtype, (*q.shape[:2], v.shape[2]))
+    attrs: dict[str, Scalar] = {
+        "is_causal": is_causal,
+        "scale": attention_scale(op, scale, q.shape[2]),
+        "causal_alignment": causal_alignment if is_causal else "top_left",
+    }
+    return Plan(op, (q, k, v, cu_seqlens_q, cu_seqlens_k), attrs, (result,), (result,))
+
+
+@remember
+def plan_paged_attention(
+    q: TensorSpec,
+    k_cache: TensorSpec,
+    v_cache: TensorSpec,
+    block_tables: TensorSpec,
+    seq_lens: TensorSpec,
+    *,
+    scale: float | None = None,
+) -> Plan:
+    """Attention of one query a sequence to the keys in a paged cache."""
+    op = "paged_attention"
+    same_float_dtype(op, q=q, k_cache=k_cache, v_cache=v_cache)
+    if q.ndim != 3:
+        refuse(op, f"q has shape {list(q.shape)}", "(sequences, heads, head_dim)", "pass one query for each sequence")
+    _caches(op, k_cache, v_cache)
+    _indices(op, "block_tables", block_tables, 2)
+    _indices(op, "seq_lens", seq_lens, 1)
+    counts = (q.shape[0], block_tables.shape[0], seq_lens.shape[0])
+    if len(set(counts)) > 1:
+        rows = listed(("q's first extent", "block_tables'", "seq_lens'"), counts)
+        refuse(op, rows, "one row of each for a sequence", "check the batch")
+    _heads(op, ("q", q.shape[1:]), ("k_cache", k_cache.shape[2:]), ("v_cache", v_cache.shape[2:]))
+    result = fresh(op, q.dtype, (*q.shape[:2], v_cache.shape[3]))
+    attrs: dict[str, Scalar] = {"scale": attention_scale(op, scale, q.shape[2])}
+    return Plan(op, (q, k_cache, v_cache, block_tables, seq_lens), attrs, (result,), (result,))
+
+
+@remember
+def plan_append_kv(
+    key: TensorSpec, value: TensorSpec, k_cache: TensorSpec, v_cache: TensorSpec, slots: TensorSpec
+) -> Plan:
+    """Keys and values into a paged cache."""
+    op = "append_kv"
+    same_dtype(op, key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+    for name, spec in (("key", key), ("value", value)):
+        if spec.ndim != 3:
+            refuse(
+                op, f"{name} has shape {list(spec.shape)}", "(tokens, heads, head_dim)", "flatten batch and sequence"
+            )
+    _caches(op, k_cache, v_cache)
+    for name, rows, cache in (("key", key, k_cache), ("value", value, v_cache)):
+        if rows.shape[1:] != cache.shape[2:]:
+            refuse(
+                op,
+                f"{name} has (heads, head_dim) {list(rows.shape[1:])} and {name[0]}_cache {list(cache.shape[2:])}",
+                "equal ones",
+                "check the layout",
+            )
+    if k_cache.shape[2] != v_cache.shape[2]:
+        refuse(
+            op, f"k_cache has {k_cache.shape[2]} heads and v_cache {v_cache.shape[2]}", "equal numbers", "check both"
+        )
+    if slots.dtype not in INDEX_DTYPES or slots.ndim != 1:
+        refuse(op, f"slots is {slots}", f"(tokens,) of {' or '.join(INDEX_DTYPES)}", "convert or flatten it")
+    counts = (key.shape[0], value.shape[0], slots.shape[0])
+    if len(set(counts)) > 1:
+        refuse(op, listed(("key's first extent", "value's", "slots'"), counts), "one row of each a token", "check them")
+    for name, spec in (("k_cache", k_cache), ("v_cache", v_cache)):
+        refuse_overlapping(op, name, spec)
+    return Plan(op, (key, value, k_cache, v_cache, slots), {}, (k_cache, v_cache), ())
+
+
+@remember
+def plan_rope(x: TensorSpec, cos: TensorSpec, sin: TensorSpec, *, interleaved: bool = False) -> Plan:
+    """Rotary position embedding."""
+    op = "rope"
+    interleaved = flag(op, "interleaved", interleaved)
+    same_float_dtype(op, x=x, cos=cos, sin=sin)
+    if x.ndim not in (3, 4):
+        allowed = "(sequence, heads, head_dim) or (batch, sequence, heads, head_dim)"
+        refuse(op, f"x has shape {list(x.shape)}", allowed, "move the heads behind the sequence: x.transpose(1, 2)")
+    if cos.shape != sin.shape:
+        refuse(op, f"cos has shape {list(cos.shape)} and sin {list(sin.shape)}", "equal shapes", "check both")
+    x4 = x if x.ndim == 4 else x.unsqueeze(0)
+    batch, sequence, _, head_dim = x4.shape
+    is_fit = cos.ndim == 2 or (cos.ndim == 3 and x.ndim == 4 and cos.shape[0] in (1, batch))
+    if not is_fit or cos.shape[-2] != sequence:
+        refuse(
+            op,
+            f"cos has shape {list(cos.shape)} and x {list(x.shape)}",
+            f"({sequence}, pairs){f' or (1 or {batch}, {sequence}, pairs)' if x.ndim == 4 else ''} for cos and sin",
+            "pass the rows of x's positions",
+        )
+    if not 2 <= 2 * cos.shape[-1] <= head_dim:
+        refuse(
+            op,
+            f"cos has {cos.shape[-1]} columns, one for each pair of elements, and x a head_dim of {head_dim}",
+            f"1 to {head_dim // 2} columns",
+            "where the columns are given twice, pass the first half: cos[..., : cos.shape[-1] // 2]",
+        )
+    tables = (cos, sin) if cos.ndim == 3 else (cos.unsqueeze(0), sin.unsqueeze(0))
+    output = TensorSpec.contiguous(x.dtype, x4.shape)
+    return Plan(op, (x4, *tables), {"interleaved": interleaved}, (output,), (fresh(op, x.dtype, x.shape),))
+
+
+@remember
+def plan_swiglu(gate: TensorSpec, up: TensorSpec) -> Plan:
+    """silu(gate) * up."""
+    op = "swiglu"
+    same_float_dtype(op, gate=gate, up=up)
+    if gate.shape != up.shape:
+        refuse(op, f"gate has shape {list(gate.shape)} and up {list(up.shape)}", "equal shapes", "expand the smaller")
+    return same_shape(op, (gate, up), {})
+
+
+def _caches(op: str, k_cache: TensorSpec, v_cache: TensorSpec) -> None:
+    for name, spec in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if spec.ndim != 4:
+            refuse(op, f"{name} has shape {list(spec.shape)}", "(blocks, block_size, heads, head_dim)", "reshape it")
+    if k_cache.shape[:2] != v_cache.shape[:2]:
+        refuse(
+            op,
+            f"k_cache has shape {list(k_cache.shape)} and v_cache {list(v_cache.shape)}",
+            "as many blocks of the same size",
+            "check the layout",
+        )
+
+
+def _heads(op: str, *tensors: tuple[str, tuple[int, ...]]) -> None:
+    """Names, and (heads, head_dim), of queries, keys and values."""
+    (q, (heads_q, dim_q)), (k, (heads_k, dim_k)), (v, (heads_v, _)) = tensors
+    if dim_q != dim_k:
+        refuse(op, f"{q} has head_dim {dim_q} and {k} {dim_k}", "equal sizes", "check the layout")
+    if heads_k != heads_v:
+        refuse(op, f"{k} has {heads_k} heads and {v} {heads_v}", "equal numbers", "expand the smaller")
+    if heads_q != heads_k and (heads_k == 0 or heads_q % heads_k):
+        refuse(op, f"{q} has {heads_q} heads and {k} {heads_k}", f"a multiple of {k}'s heads", "check the layout")
+
+
+def _indices(op: str, name: str, spec: TensorSpec, ndim: int) -> None:
+    if spec.dtype != "int32":
+        refuse(op, f"{name} is {spec.dtype}", "int32, which all libraries take", "convert it")
+    if spec.ndim != ndim:
+        refuse(op, f"{name} has shape {list(spec.shape)}", f"{ndim} dimension{'s' * (ndim > 1)}", "reshape it")

@@ -1,0 +1,1 @@
+"""The conductor of a call, from its arguments to its result."""

@@ -1,0 +1,230 @@
+"""The in-process lane: a backend's provider in this very interpreter, for stacks that agree.
+
+A backend is tried first in a throw-away process of the same interpreter, with the array libraries imported that this
+process has: what crashes or computes wrongly there never gets near the caller. Until that probe has passed, and for
+good when it fails, calls go to the backend's worker. As in a worker, a backend runs one call at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from layerzero.ipc.transport.messages import Decision
+from layerzero.ipc.transport.plain import pack_body
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.boot import import_provider
+from layerzero.workers.provider import Bind, Block, Bound, Call
+
+PROBE_TIMEOUT_S = 120.0
+MAX_BOUND = 64  # calls kept bound per route
+Place = tuple[int, int]
+"""Address and bytes."""
+# Libraries that disagree with others when both are in one process; those that are here are imported in the probe too.
+_NEIGHBOURS = ("numpy", "torch", "jax", "mlx", "onnxruntime", "tensorflow", "google.protobuf")
+_ABI_SIGNS = ("undefined symbol", "ABI version", "size changed", "compiled using NumPy", "cannot open shared object")
+_PROBE = """
+import importlib, sys
+for name in filter(None, sys.argv[1].split(",")):
+    importlib.import_module(name)
+from layerzero.workers import probe
+sys.exit(probe.main(sys.argv[2:]))
+"""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The broker's word that calls may run here. `provider` and `descriptor` are of the backend's manifest."""
+
+    backend: str
+    provider: str
+    descriptor: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why calls do not run here. `is_final`: and never will."""
+
+    why: str
+    is_final: bool
+
+
+@dataclass(eq=False)
+class _Backend:
+    """`kernels` once it may run here; `refusal` says why not (yet). `failed`: kernel id, dtype and shape class of what
+    the probe found wrong here."""
+
+    kernels: Mapping[str, Bind] | None = None
+    refusal: Refusal = Refusal("its probe in this interpreter has not ended yet", False)
+    failed: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while one of its kernels runs
+
+
+@dataclass(eq=False)
+class Lane:
+    """The backends of one session that may run in this process. Threads may share it."""
+
+    _backends: dict[str, _Backend] = field(default_factory=dict)
+    _kernels: dict[str, str] = field(default_factory=dict)  # single kernels that stay out, and why
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def runner(self, grant: Grant, call: Call) -> Runner | Refusal:
+        """What runs a route's calls here. Starts the backend's probe the first time; never waits for it."""
+        backend = self._backends.get(grant.backend)
+        if backend is None:
+            with self._lock:
+                backend = self._backends.get(grant.backend)
+                if backend is None:
+                    backend = self._backends[grant.backend] = _Backend()
+                    threading.Thread(
+                        target=self._prepare, args=(backend, grant), name=f"probe-{grant.backend}", daemon=True
+                    ).start()
+        if backend.kernels is None:
+            return backend.refusal
+        dtype, kind = class_dtype(call.op, call.inputs), shape_class(call.op, call.inputs, call.attrs, call.outputs)
+        wrong = backend.failed.get((call.kernel_id, dtype, kind))
+        if wrong is not None:
+            self._kernels[call.kernel_id] = f"its probe in this interpreter failed on {kind} in {dtype}: {wrong}"
+            return Refusal(self._kernels[call.kernel_id], True)
+        bind = backend.kernels.get(call.kernel_id)
+        if bind is None:
+            return Refusal(f"its provider has no kernel {call.kernel_id} here", True)
+        return Runner(call, bind, backend.lock)
+
+    def refuse(self, backend: str, why: str) -> None:
+        """Never again in this process: it failed in a way that other calls would share."""
+        self._backends[backend] = _Backend(None, Refusal(why, True))
+
+    def refusals(self) -> dict[str, str]:
+        """Backends, and single kernels, that policy wants here and that stay out for good, with the reason."""
+        backends = list(self._backends.items())
+        out = {name: one.refusal.why for name, one in backends if one.kernels is None and one.refusal.is_final}
+        return {**out, **self._kernels}
+
+    def _prepare(self, backend: _Backend, grant: Grant) -> None:
+        try:
+            failed = _probe(grant)
+            if isinstance(failed, str):
+                backend.refusal = Refusal(failed, True)
+                return
+            kernels = _load(grant.provider)
+        except Exception as exc:  # any library may raise anything on import
+            backend.refusal = Refusal(f"it does not load here: {type(exc).__name__}: {exc}", True)
+            return
+        backend.failed = failed
+        backend.kernels = kernels  # last: from now on calls run here
+
+
+def _probe(grant: Grant) -> dict[tuple[str, str, str], str] | str:
+    """Run the backend's probe under this interpreter in a process of its own. Returns what it found wrong, by kernel
+    id, dtype and shape class; or why the whole backend does not work here."""
+    neighbours = ",".join(name for name in _NEIGHBOURS if name in sys.modules)
+    argv = [sys.executable, "-c", _PROBE, neighbours, grant.provider, grant.descriptor, str(os.getpid())]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(
+            argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"its probe did not end within {PROBE_TIMEOUT_S:g} s"
+    except OSError as exc:
+        return f"its probe could not be started: {exc}"
+    last = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
+    try:
+        verdict = json.loads(last)
+    except ValueError:
+        verdict = None
+    if not isinstance(verdict, dict):
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"its probe ended with {how}: {words:.300}"
+    if verdict.get("ok") is True:
+        return {(f["kernel_id"], f["dtype"], f["shape_class"]): f["detail"] for f in verdict["failures"]}
+    error = verdict.get("error")
+    return f"its probe says: {error.get('message') if isinstance(error, dict) else error}"
+
+
+def _load(provider: str) -> Mapping[str, Bind]:
+    """Load the provider; a library's global switches are put back, they belong to the application."""
+    torch = sys.modules.get("torch")
+    grad = torch.is_grad_enabled() if torch is not None else True
+    try:
+        return import_provider(provider).load().kernels
+    finally:
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_grad_enabled(grad)
+
+
+class Runner:
+    """Runs one route's calls here, with the blocks of earlier calls kept bound."""
+
+    def __init__(self, call: Call, bind: Bind, lock: threading.Lock) -> None:
+        self._call = call
+        self._bind = bind
+        self._lock = lock
+        self._is_sized = OPS[call.op].sized_output
+        self._bound: OrderedDict[tuple[Place | None, ...], Bound] = OrderedDict()
+
+    def run(self, inputs: Sequence[Place | None], outputs: Sequence[Place]) -> tuple[int, bytes]:
+        """Returns the kernel's time in ns and what it returned, packed as a worker does. The caller keeps the memory
+        alive. Raises what the kernel raises."""
+        key = (*inputs, *outputs)
+        with self._lock:
+            bound = self._bound.get(key)
+            if bound is None:
+                bound = self._bound[key] = self._bind(self._call, *self._blocks(inputs, outputs))
+                if len(self._bound) > MAX_BOUND:
+                    self._bound.popitem(last=False)
+            start_ns = time.perf_counter_ns()
+            result = bound()
+            elapsed_ns = time.perf_counter_ns() - start_ns
+        return elapsed_ns, b"" if result is None else pack_body(result)
+
+    def _blocks(
+        self, inputs: Sequence[Place | None], outputs: Sequence[Place]
+    ) -> tuple[list[Block | None], list[Block]]:
+        sources = [
+            None if place is None or spec is None else self._block(place, spec, writable=False)
+            for place, spec in zip(inputs, self._call.inputs, strict=True)
+        ]
+        targets = [
+            self._block(place, spec, writable=True) for place, spec in zip(outputs, self._call.outputs, strict=True)
+        ]
+        return sources, targets
+
+    def _block(self, place: Place, spec: TensorSpec, *, writable: bool) -> Block:
+        address, nbytes = place
+        if self._is_sized:  # the leading extent is as long as the bytes given
+            row = spec.itemsize * math.prod(spec.shape[1:])
+            spec = TensorSpec.contiguous(spec.dtype, (nbytes // row, *spec.shape[1:]))
+        view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        return Block(view if writable else view.toreadonly(), spec)
+
+
+@dataclass(slots=True, eq=False)
+class Here:
+    """A grant to run a route's calls in this process, while it lasts."""
+
+    runner: Runner
+    decision: Decision
+    until_s: float
+
+
+def is_abi_failure(exc: BaseException) -> bool:
+    """Whether libraries of this process do not fit together: then no other call will fare better here."""
+    if isinstance(exc, (ImportError, OSError)):
+        return True
+    text = str(exc)
+    return any(sign in text for sign in _ABI_SIGNS)

@@ -1,0 +1,90 @@
+"""The express lanes of a connection: which calls may take one, and what follows when one does not end well there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from layerzero.client.connection.call import Route, Submitted
+from layerzero.client.connection.express import Lane, Lease, Lost
+from layerzero.client.connection.link import Link
+from layerzero.client.connection.report import EXPRESS, Attempt
+from layerzero.client.session.shadow import NEVER, Shadow
+from layerzero.ipc.errors import LayerZeroError, OutOfMemory
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+MAX_TICKETS = 1024
+
+
+class Ticket(NamedTuple):
+    """A call that needs no planning when it is made again on the same memory, all of which lies in arenas. `specs` are
+    those whose ids are in its key: they must not be another's. The arrays are let go."""
+
+    route: Route
+    refs: bytes
+    specs: tuple[TensorSpec | None, ...]
+
+
+class Lanes:
+    """Threads may share it. `tickets`: by what call.place_key says of a call."""
+
+    def __init__(self, link: Link, shadow: Shadow) -> None:
+        self._link = link
+        self._shadow = shadow
+        self._lock = threading.RLock()
+        self.tickets: dict[tuple[Any, ...] | None, Ticket] = {}
+        self.by_number: dict[int, Lane] = {}
+
+    def of(self, route: Route) -> tuple[Lane, Lease] | None:
+        """The lane that a route's calls may take, if any."""
+        lease = route.lease
+        if lease is None or route.needs_digest or self._shadow.next_seq != NEVER:
+            return None
+        lane = self.by_number.get(lease.lane) or self._open(lease.lane)
+        if lane is None or lane.is_ended or not lane.holds(lease):
+            route.lease = None
+            return None
+        return lane, lease
+
+    def _open(self, number: int) -> Lane | None:
+        """None when its worker is gone, or this process has no memory or descriptors left for it."""
+        with self._lock:
+            lane = self.by_number.get(number)
+            if lane is None:
+                try:
+                    lane = Lane(self._link, number)
+                except (OSError, OutOfMemory):
+                    return None
+                self.by_number[number] = lane
+            return lane
+
+    def remember(self, key: tuple[Any, ...], ticket: Ticket) -> None:
+        """For the next call that is the same."""
+        if len(self.tickets) >= MAX_TICKETS:
+            self.tickets.clear()
+        self.tickets[key] = ticket
+
+    def leave(self, submitted: Submitted, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None) -> None:
+        """What the broker, or the report, is to be told of a call that did not end well on a lane."""
+        if isinstance(end, Lost):
+            submitted.route.lease = None
+            submitted.after_lane, submitted.after_call = lane.number, end.call & 0xFFFF_FFFF
+            self.by_number.pop(lane.number, None)
+            lane.close()
+        elif end is not None:
+            made = lease.decision
+            attempt = Attempt(
+                made.backend, made.kernel_id, end.code, end.message, phase=EXPRESS, worker_pid=made.worker_pid
+            )
+            submitted.prior = (attempt,)
+
+    def close(self) -> None:
+        """Waits for the calls on them; the link must have been closed."""
+        for lane in list(self.by_number.values()):
+            lane.close()
+        self.by_number.clear()
+
+    def abandon(self) -> None:
+        """As `close`, in a forked child."""
+        for lane in list(self.by_number.values()):
+            lane.abandon()

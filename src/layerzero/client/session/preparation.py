@@ -1,0 +1,143 @@
+"""From a request to a call that can be sent: its route, and memory that whoever runs it can reach."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from layerzero.client.arrays.arrays import Array, copy_into
+from layerzero.client.connection import arena as arenas
+from layerzero.client.connection import overlay
+from layerzero.client.connection.call import Request, Submitted, overlap, refuse_gradients, refuse_sharing, why_copied
+from layerzero.client.connection.link import Pending
+from layerzero.client.connection.overlay import Overlay
+from layerzero.client.connection.report import Attempt, Copy
+from layerzero.client.planning.plans import refuse_overlapping
+from layerzero.client.session.in_process import Place
+from layerzero.ipc.transport.wire import NO_ARENA, REF
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from layerzero.client.session.session import Session
+
+NO_MORE_COPIES = Overlay.of({"origin": "copies did not help", "values": {"allow_adaptation": False}})
+_NO_REF = REF.pack(NO_ARENA, 0, 0, 0)
+
+
+def prepare(
+    session: Session,
+    request: Request,
+    prior: tuple[Attempt, ...],
+    arrays: tuple[Array | None, ...],
+    out: Array | None,
+    start_ns: int,
+) -> Submitted:
+    """A call that may run in this process has run on return, unless its kernel failed here: then it is ready to be sent
+    like any other. `prior`: attempts that failed so far."""
+    link = session.link
+    found = [None if a is None or a.needs_copy else arenas.pool.find(a.address, a.spec.span_bytes) for a in arrays]
+    specs: list[TensorSpec | None] = []
+    op = OPS[request.op]
+    names = op.inputs
+    if op.in_place:
+        refuse_sharing(request.op, arrays)
+    for name, array, place in zip(names, arrays, found, strict=True):
+        if array is None:
+            specs.append(None)
+        elif place is not None or array.spec.is_contiguous:
+            specs.append(array.spec)
+        else:
+            if name in op.in_place:
+                refuse_overlapping(request.op, name, array.spec)
+            specs.append(TensorSpec.contiguous(array.spec.dtype, array.spec.shape))
+    bake = overlay.baked.get()
+    policy = overlay.current() if bake is None else bake(request, tuple(specs))
+    if request.is_rigid:
+        policy = overlay.on_top(policy, NO_MORE_COPIES)
+    route = session.routes.find(link, request, tuple(specs), out, policy)
+    adapted: frozenset[str] = frozenset()
+    if route.dense and time.monotonic() < route.dense_until_s:
+        adapted = route.dense
+        for position, name in enumerate(names):
+            spec = specs[position]
+            if name in adapted and spec is not None:
+                found[position], specs[position] = None, TensorSpec.contiguous(spec.dtype, spec.shape)
+        route = session.routes.find(link, request, tuple(specs), out, policy)
+    refuse_gradients(request.op, arrays)
+    here, plan, lent = route.here, route.plan, session.lent
+    if here is not None and time.monotonic() >= here.until_s:
+        here = None
+    copies: list[Copy] = []
+    blocks: list[memoryview] = []
+    refs: list[bytes] = []  # for a worker
+    places: list[Place | None] = []  # for a kernel in this process, which reaches memory outside arenas too
+    written: list[tuple[str, Array, memoryview, TensorSpec]] = []
+    for name, array, place, spec in zip(names, arrays, found, specs, strict=True):
+        if array is None or spec is None:
+            refs.append(_NO_REF)
+            places.append(None)
+        elif here is not None and array.spec == spec and not array.needs_copy:
+            places.append((array.address, array.spec.span_bytes))
+        elif here is None and place is not None:
+            arena, offset = place
+            refs.append(REF.pack(lent[arena], 0, offset, array.spec.span_bytes))
+        else:
+            block, arena, offset = arenas.pool.allocate(array.nbytes)
+            copy_into(array, block)
+            blocks.append(block)
+            if array.nbytes:
+                copies.append(Copy(name, array.nbytes, "client", why_copied(array, name in adapted)))
+                if name in op.in_place:
+                    written.append((name, array, block, spec))
+            if here is None:
+                refs.append(REF.pack(lent[arena], 0, offset, array.nbytes))
+            else:
+                places.append((arena.address + offset, array.nbytes))
+    outputs: list[memoryview] = []
+    targets: list[Place] = []  # as `places`, for what the kernel writes
+    out_is_direct = False
+    if out is not None and not out.needs_copy and not any(overlap(out, a) for a in arrays if a is not None):
+        if here is not None:
+            targets.append((out.address, out.spec.span_bytes))
+            out_is_direct = True
+        elif (place := arenas.pool.find(out.address, out.spec.span_bytes)) is not None:
+            arena, offset = place
+            refs.append(REF.pack(lent[arena], 0, offset, out.spec.span_bytes))
+            out_is_direct = True
+    for name in op.in_place:
+        if here is None:
+            refs.append(refs[names.index(name)])
+        elif (target := places[names.index(name)]) is not None:
+            targets.append(target)
+    if not out_is_direct and not op.in_place:
+        for nbytes in request.output_bytes or [spec.span_bytes for spec in plan.outputs]:
+            block, arena, offset = arenas.pool.allocate(nbytes)
+            outputs.append(block)
+            if here is None:
+                refs.append(REF.pack(lent[arena], 0, offset, nbytes))
+            else:
+                targets.append((arena.address + offset, nbytes))
+    submitted = Submitted(
+        link,
+        route,
+        request,
+        Pending((arrays, blocks, outputs, out), request.timeout_s),
+        arrays,
+        blocks,
+        outputs,
+        plan.results[0] if plan.results else None,
+        out,
+        out_is_direct,
+        copies,
+        start_ns,
+        b"".join(refs),
+        adapted,
+        written,
+        prior=prior,
+    )
+    if here is not None:
+        attempt = session.local.run(submitted, here, places, targets)
+        if attempt is not None:
+            return prepare(session, request, (attempt,), arrays, out, start_ns)
+    return submitted

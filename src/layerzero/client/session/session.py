@@ -1,0 +1,346 @@
+"""A connection of this process to a broker, and the trip of a call: plan, lend, submit, wait, wrap."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from layerzero.client.arrays.arrays import CPU, describe
+from layerzero.client.connection import arena as arenas
+from layerzero.client.connection import overlay
+from layerzero.client.connection.arena_registry import Lent
+from layerzero.client.connection.call import (
+    Request,
+    Route,
+    Submitted,
+    describe_all,
+    error_of,
+    microseconds,
+    place_key,
+    seconds,
+)
+from layerzero.client.connection.express import Ran
+from layerzero.client.connection.link import Link, Pending
+from layerzero.client.connection.record import Record, attempts_of, explanation, failure, report_of
+from layerzero.client.connection.report import Attempt, Copy, SelectionReport
+from layerzero.client.connection.routes import Routes, route_message
+from layerzero.client.gpu.arrays import device_of
+from layerzero.client.gpu.calls import GpuCalls
+from layerzero.client.gpu.fastpath import MISS
+from layerzero.client.gpu.memory import uuid_of
+from layerzero.client.gpu.outcomes import Enqueued
+from layerzero.client.planning.plans import Plan
+from layerzero.client.session.lanes import Lanes, Ticket
+from layerzero.client.session.local import Local
+from layerzero.client.session.preparation import prepare
+from layerzero.client.session.shadow import Shadow
+from layerzero.ipc.errors import (
+    AdaptationRequired,
+    DigestRequired,
+    Poison,
+    ProtocolError,
+    RunInProcess,
+    WorkerUnreachable,
+)
+from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.transport.plain import unpack_body
+from layerzero.ipc.transport.wire import Kind
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+CLOSE_S = 10.0  # so long a session that is closed waits for its calls on GPUs
+ADAPTED_S = 1.0  # so long the copies that a kernel needs are made without asking the broker: policy may change
+_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
+
+
+class Session:
+    """Threads may share it. A forked child gets a connection of its own at its next call."""
+
+    def __init__(self, path: Path, package: str, key: bytes | None = None) -> None:
+        """`key`: the secret of the broker's stack."""
+        self.path = path
+        self._package = package
+        self._key = key
+        self._lock = threading.RLock()
+        self.last = threading.local()
+        self.shadow = Shadow(self)
+        self._open()
+        _sessions.add(self)
+
+    def _open(self) -> None:
+        routes = Routes(self.ask, self.shadow)
+        link = Link(self.path, self._package, routes.note_decision, routes.note_lease, self._key)
+        self.routes = routes
+        self._lanes = Lanes(link, self.shadow)
+        self.lent = Lent(link, self._lanes.tickets.clear)
+        self.local = Local(link, routes, self.ask)
+        self.gpus = GpuCalls(self, link)
+        self._link = link  # last: who sees that it is of this process goes on to use the others
+
+    @property
+    def link(self) -> Link:
+        """The connection of this very process."""
+        if self._link.forks != arenas.forks:
+            with self._lock:
+                if self._link.forks != arenas.forks:
+                    inherited = self._lanes
+                    self.shadow = Shadow(self, rate=self.shadow.own_rate, references=self.shadow.references)
+                    self._open()
+                    inherited.abandon()
+        return self._link
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the broker is known to be gone or the session was closed."""
+        return self._link.is_alive
+
+    def refusals(self) -> dict[str, str]:
+        """Backends (and single kernels) that the policy wants in this process and that cannot run here, with the
+        reason."""
+        return self.local.refusals()
+
+    @property
+    def broker_pid(self) -> int:
+        return self._link.welcome.broker_pid
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up. Open calls of other threads end as Cancelled; those that a GPU's streams wait for are waited for."""
+        is_own = self._link.forks == arenas.forks
+        if is_own:
+            self.gpus.finish(CLOSE_S)
+        self._link.close()
+        self._lanes.close()
+        self.lent.close()
+        if is_own:
+            self.gpus.close()
+
+    # --- a call --------------------------------------------------------------------------------------
+
+    def run(self, request: Request) -> Any:
+        """Run one op and return its result. Raises what client/facade/ops.py documents."""
+        start_ns = time.perf_counter_ns()
+        if self.link:  # of this very process
+            result = self.gpus.run_again(request, start_ns)
+            if result is not MISS:
+                return result
+        arrays, out = describe_all(request)
+        if device_of(request.op, arrays, out) != CPU:
+            return self.gpus.run(request, arrays, out, start_ns)
+        key = place_key(request, arrays, out)
+        try:
+            ticket = self._lanes.tickets.get(key)
+        except TypeError:  # an argument that cannot be hashed: what checks it names it
+            key = ticket = None
+        end = None
+        if ticket is not None:
+            place = self._lanes.of(ticket.route)
+            if place is not None:
+                lane, lease = place
+                hold = (request.args, request.out)
+                end = lane.run(lease, ticket.route.number, ticket.refs, seconds(request, lane.default_s), hold)
+                if isinstance(end, Ran):
+                    self._note_ran(ticket.route, end, lease.decision, start_ns)
+                    return request.out
+        submitted = prepare(self, request, (), arrays, out, start_ns)
+        place = None if submitted.pending.is_done else self._lanes.of(submitted.route)
+        if place is not None:
+            lane, lease = place
+            if end is None:
+                timeout_s = seconds(request, lane.default_s)
+                end = lane.run(lease, submitted.route.number, submitted.refs, timeout_s, submitted.pending.hold)
+            if isinstance(end, Ran):
+                if key is not None and not (submitted.blocks or submitted.outputs):
+                    specs = tuple([None if array is None else array.spec for array in (*arrays, out)])
+                    self._lanes.remember(key, Ticket(submitted.route, submitted.refs, specs))
+                submitted.pending.finish()
+                result = submitted.result(end.said)
+                self._note_ran(submitted.route, end, lease.decision, start_ns, submitted.copies)
+                return result
+            self._lanes.leave(submitted, lane, lease, end)
+        return self.wait(self._start(submitted))
+
+    def submit(self, request: Request, prior: tuple[Attempt, ...] = ()) -> Submitted:
+        """Send a call; `finish` takes its answer after `Link.wait`. `prior`: attempts that failed in this process."""
+        start_ns = time.perf_counter_ns()
+        return self._start(prepare(self, request, prior, *describe_all(request), start_ns))
+
+    def _start(self, submitted: Submitted) -> Submitted:
+        """Send a call to the broker, unless it ran in this process."""
+        if not submitted.pending.is_done:
+            seq = self._send(submitted)
+            if seq >= self.shadow.next_seq:
+                submitted.sample = self.shadow.take(submitted, seq)
+        return submitted
+
+    def _note_ran(
+        self, route: Route, ran: Ran, decision: messages.Decision, start_ns: int, copies: Sequence[Copy] = ()
+    ) -> None:
+        end_ns = time.perf_counter_ns()
+        self.last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), decision, (), route.stays_out)
+
+    def _send(self, submitted: Submitted) -> int:
+        route, timeout_s = submitted.route, submitted.request.timeout_s
+        body, flags = submitted.refs, 0
+        if not submitted.prior and time.monotonic() >= route.worker_until_s:
+            flags, route.stays_out = wire.MAY_RUN_HERE, ""
+        if route.needs_digest:
+            body, flags = body + submitted.digest(), flags | wire.HAS_DIGEST
+        time_us = 0 if timeout_s is None else microseconds(timeout_s)
+        number, lane, call = route.number, submitted.after_lane, submitted.after_call
+        if lane:
+            flags |= wire.AFTER_LANE
+        return submitted.link.submit(
+            submitted.pending,
+            lambda seq: wire.pack(_EXECUTE, flags, number, seq, call, lane, time_us, body),
+        )
+
+    def finish(self, submitted: Submitted) -> Any:
+        """Result of a call whose answer is here."""
+        pending = submitted.pending
+        if pending.error is not None:
+            self.last.record = None
+            raise pending.error
+        header = pending.header
+        assert header is not None
+        attempts: list[Any] = []
+        if header.kind == _FAILED:
+            error, outcome = error_of(pending.body)
+            if isinstance(error, AdaptationRequired):
+                return self.wait(self.submit(self._adapt(submitted, error), submitted.prior))
+            if isinstance(error, WorkerUnreachable) and not submitted.writes_to_caller:
+                return self.wait(self.submit(submitted.request, (*submitted.prior, *attempts_of(outcome))))
+            if isinstance(error, RunInProcess):
+                self.local.take_grant(submitted.route, error, outcome)
+                return self.run(submitted.request)
+            if isinstance(error, DigestRequired) and not submitted.route.needs_digest:
+                submitted.route.needs_digest = True
+                hold = (submitted.arrays, submitted.blocks, submitted.outputs, submitted.out)
+                submitted.pending = Pending(hold, submitted.request.timeout_s)
+                self._send(submitted)
+                return self.wait(submitted)
+            if isinstance(error, Poison) and not submitted.route.needs_digest:
+                submitted.route.needs_digest = True
+                number = submitted.route.number
+                self._link.send(wire.pack(Kind.POISONED, route=number, body=submitted.digest()))
+            self.last.record = report = failure(submitted, outcome)
+            error.report = report  # type: ignore[attr-defined]
+            raise error
+        body = pending.body
+        if header.flags & wire.HAS_OUTCOME:
+            outcome = messages.decode(body, messages.Outcome)
+            attempts, body = outcome.attempts, outcome.result
+        result = submitted.result(body)
+        decision = submitted.decision or submitted.route.decisions[header.aux]
+        if submitted.sample is not None:
+            self.shadow.check(submitted, submitted.sample, decision)
+        plan, copies = submitted.route.plan, submitted.copies  # not `submitted`: it would keep the arrays alive
+        self.last.record = (
+            plan,
+            copies,
+            submitted.start_ns,
+            time.perf_counter_ns(),
+            header.time,
+            attempts,
+            decision,
+            submitted.prior,
+            submitted.route.stays_out,
+        )
+        return result
+
+    def _adapt(self, submitted: Submitted, error: AdaptationRequired) -> Request:
+        """The same call with the copies that the chosen kernel asks for; without it, when they did not help."""
+        route, request = submitted.route, submitted.request
+        if request.is_rigid:
+            raise ProtocolError("the broker asks for copies that the call forbids")
+        found = {str(text).rpartition(" ")[2] for text in error.facts.get("transforms", ())}
+        if found and not submitted.adapted:
+            route.dense, route.dense_until_s = frozenset(found), time.monotonic() + ADAPTED_S
+            return request
+        return replace(request, is_rigid=True)
+
+    # --- reports and requests ------------------------------------------------------------------------
+
+    def last_report(self) -> SelectionReport | None:
+        """Of this thread's last call. Waits until a worker has taken one that was enqueued on a GPU."""
+        record = self.last_record
+        report = self.report_of(record)
+        if not isinstance(record, Enqueued):  # such a call may yet move to another worker
+            self.last.record = report
+        return report
+
+    def report_of(self, record: Record | SelectionReport | Enqueued | None) -> SelectionReport | None:
+        """The report of what `last_record` said of a call."""
+        return self.gpus.outcomes.report_of(record) if isinstance(record, Enqueued) else report_of(record)
+
+    @property
+    def last_record(self) -> Record | SelectionReport | Enqueued | None:
+        """What `report_of` makes a report of, for this thread's last call; None before the first one."""
+        record: Record | SelectionReport | Enqueued | None = getattr(self.last, "record", None)
+        return record
+
+    def note(self, record: SelectionReport | Enqueued) -> None:
+        """Of this thread's last call, which was on a GPU."""
+        self.last.record = record
+
+    def signature(self, request: Request) -> bytes:
+        """The encoded Route message of a call; a TensorSpec may stand for an array."""
+        arrays = tuple(None if arg is None or isinstance(arg, TensorSpec) else describe(arg) for arg in request.args)
+        specs = tuple(arg if array is None else array.spec for arg, array in zip(request.args, arrays, strict=True))
+        device = device_of(request.op, arrays, None)
+        plan = request.planner(*specs, **request.params)
+        return self.route_body(plan, request.backend, "" if device == CPU else uuid_of(device))
+
+    def explain(self, request: Request) -> SelectionReport:
+        """Which kernel would serve this call now, and why not the others. Runs nothing."""
+        return self.explain_route(request.op, self.signature(request))
+
+    def route_body(self, plan: Plan, backend: str | None, device: str = "") -> bytes:
+        """What the broker is told of a call with this plan, as policy is here and now."""
+        return messages.encode(route_message(plan, backend, overlay.current(), device))
+
+    def explain_route(self, op: str, body: bytes) -> SelectionReport:
+        """As `explain`, for what `route_body` made."""
+        return explanation(op, self.ask("explain", route=body))
+
+    def ask(self, method: str, **params: Any) -> Any:
+        """A request to the broker: status, explain, reset, shutdown. Returns plain values."""
+        link, pending = self.link, Pending()
+        body = messages.encode(messages.Request(method=method, params=params))
+        link.submit(pending, lambda seq: wire.pack(Kind.REQUEST, seq=seq, body=body))
+        link.wait(pending)
+        if pending.error is not None:
+            raise pending.error
+        assert pending.header is not None
+        if pending.header.kind == _FAILED:
+            raise error_of(pending.body)[0]
+        return unpack_body(pending.body)
+
+    def wait(self, submitted: Submitted) -> Any:
+        """Wait for a submitted call and take its result."""
+        submitted.link.wait(submitted.pending)
+        return self.finish(submitted)
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A thread of the parent may have held a lock, and nobody here would let go of it; a ticket leads to a lane of the
+    parent's, past all that looks whose connection this is."""
+    for session in list(_sessions):
+        session._lock = threading.RLock()
+        session._lanes.tickets.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

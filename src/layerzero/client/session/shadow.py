@@ -1,0 +1,259 @@
+"""Shadow checks: a sampled call runs once more on a reference backend, off the caller's path, and the two results are
+compared. The broker is told how far they were apart; broker/selection/shadow.py decides what follows.
+
+The same samples serve background tuning: where policy gives time for it (`tune_budget`), the broker may ask to run one
+on a kernel that it knows little about, and notes the time.
+
+Both are off by default; policy turns them on (`shadow_rate`, `tune_budget`), and `Shadow.rate` goes before it. A call
+that is not sampled pays for one comparison of integers. Calls that run in this process are not sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import queue
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from layerzero.client.connection import arena as arenas
+from layerzero.client.connection.link import Pending
+from layerzero.client.connection.report import Copy
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
+from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.transport.wire import NO_ARENA, REF, Kind
+from layerzero.ipc.vocabulary.numerics import difference, gather, unpack
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from layerzero.client.connection.call import Submitted
+    from layerzero.client.session.session import Session
+
+NEVER = 1 << 63  # above any sequence number
+REFERENCES = ("torch", "onnx-reference")  # backends whose results count as right, the most trusted first
+QUEUE = 4  # checks that wait; more are dropped, and counted
+MAX_SAMPLE_BYTES = 64 << 20  # of inputs and output of a call; larger ones are not sampled
+MAX_COMPARED = 1 << 16  # elements, evenly spread; others at each check
+MAX_OVERLAYS = 64  # whose rates are remembered
+TUNE_RATE = 1 / 32  # share of calls that are offered for background tuning, where policy gives time for it
+IDLE_S = 5.0  # the thread ends when nothing was sampled for so long
+REASON = "sampled shadow check"
+_Code = Literal["B", "H", "I", "Q"]
+_CODES: dict[int, _Code] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+@dataclass(slots=True)
+class Sample:
+    """A sampled call: its inputs as they were when it was sent, and later its output."""
+
+    blocks: list[memoryview]
+    refs: list[bytes]
+    is_checked: bool  # and not for tuning alone
+    output: bytes = b""
+    kernel_id: str = ""
+    reference: str = ""  # kernel id
+    backend: str = ""  # of the reference
+
+
+class Shadow:
+    """A session's shadow checks. `counts` says what became of the samples: compared, beyond (their tolerance), tuned
+    (run for background tuning), dropped (the queue was full), too_large, no_reference, failed (`last_error` says why).
+    """
+
+    def __init__(
+        self, session: Session, *, rate: float | None = None, references: tuple[str, ...] = REFERENCES
+    ) -> None:
+        self.next_seq = NEVER  # the first sequence number that is sampled again
+        self.references = references
+        self.counts: Counter[str] = Counter()
+        self.last_error = ""
+        self._session = session
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._queue: queue.Queue[tuple[Submitted, Sample]] = queue.Queue(QUEUE)
+        self._of_overlays: dict[str, float] = {}  # what policy says with each on top, where it is more than 0
+        self._rate = self._tune_rate = 0.0  # the highest in force
+        self.rate = rate
+
+    @property
+    def rate(self) -> float:
+        """Share of calls that are checked, 0 to 1. Set: for all calls of the session; None leaves it to policy, which
+        may differ by call: then this is the highest."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, rate: float | None) -> None:
+        if rate is not None and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
+            raise InvalidArgument(
+                f"shadow rate is {rate!r}; allowed: a number from 0 (never) to 1 (every call), or None (as policy says)"
+            )
+        self.own_rate = None if rate is None else float(rate)
+        self._settle(self._tune_rate)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether calls are offered to the broker for background tuning."""
+        return self._tune_rate > 0
+
+    def follow(self, overlay: str, rate: float, *, tunes: bool) -> None:
+        """What policy says of calls with this overlay; the broker tells it with each decision."""
+        if rate != self._of_overlays.get(overlay, 0.0) or tunes != self.tunes:
+            self._of_overlays.pop(overlay, None)
+            if rate:
+                self._of_overlays[overlay] = rate
+                if len(self._of_overlays) > MAX_OVERLAYS:
+                    del self._of_overlays[next(iter(self._of_overlays))]
+            self._settle(TUNE_RATE if tunes else 0.0)
+
+    def _settle(self, tune_rate: float) -> None:
+        before = self._rate, self._tune_rate
+        rates = list(self._of_overlays.values())
+        self._rate = self.own_rate if self.own_rate is not None else max(rates, default=0.0)
+        self._tune_rate = tune_rate
+        if before != (self._rate, tune_rate):
+            self.next_seq = 0 if self._rate or tune_rate else NEVER
+
+    def take(self, submitted: Submitted, seq: int) -> Sample | None:
+        """Copy the inputs of a call that was just sent, and settle which call is next. The caller waits for this."""
+        # 0: the rate was just set. The first sample is a gap away, like all others.
+        is_due, highest = self.next_seq > 0, max(self._rate, self._tune_rate)
+        self.next_seq = seq + gap(submitted.link.welcome.number, seq, highest)
+        rate = self.own_rate if self.own_rate is not None else self._of_overlays.get(submitted.route.overlay, 0.0)
+        is_checked = random.random() * highest < rate
+        return self._copy(submitted, is_checked=is_checked) if is_due and (is_checked or self.tunes) else None
+
+    def _copy(self, submitted: Submitted, *, is_checked: bool) -> Sample | None:
+        plan = submitted.route.plan
+        if OPS[plan.op].sized_output or OPS[plan.op].in_place or len(plan.outputs) != 1 or not plan.outputs[0].numel:
+            return None
+        refs = [REF.unpack_from(submitted.refs, i * REF.size) for i in range(len(plan.inputs) + 1)]
+        if sum(nbytes for number, _, _, nbytes in refs if number != NO_ARENA) > MAX_SAMPLE_BYTES:
+            self.counts["too_large"] += 1
+            return None
+        sample = Sample([], [], is_checked)
+        for name, (number, _, offset, nbytes) in zip(OPS[plan.op].inputs, refs[:-1], strict=True):
+            if number == NO_ARENA:
+                sample.refs.append(REF.pack(NO_ARENA, 0, 0, 0))
+                continue
+            block, arena, place = arenas.pool.allocate(nbytes)
+            block[:] = self._session.lent.arena(number).view[offset : offset + nbytes]
+            sample.blocks.append(block)
+            sample.refs.append(REF.pack(self._session.lent[arena], 0, place, nbytes))
+            submitted.copies.append(Copy(name, nbytes, "client", REASON))
+        return sample
+
+    def check(self, submitted: Submitted, sample: Sample, decision: messages.Decision) -> None:
+        """Queue the comparison of a call that ended well. Copies its output: the caller may change it from now on."""
+        reference = self._reference(decision) if sample.is_checked else None
+        if reference is None:
+            if sample.is_checked:
+                self.counts["no_reference"] += 1
+            if not self.tunes:
+                return
+        number, _, offset, nbytes = REF.unpack_from(submitted.refs, len(submitted.refs) - REF.size)
+        sample.output = bytes(self._session.lent.arena(number).view[offset : offset + nbytes])
+        submitted.copies.append(Copy("out", nbytes, "client", REASON))
+        sample.kernel_id = decision.kernel_id
+        if reference is not None:
+            sample.reference, sample.backend = reference
+        with self._lock:
+            try:
+                self._queue.put_nowait((submitted, sample))
+            except queue.Full:
+                self.counts["dropped"] += 1
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="lz-shadow", daemon=True)
+                self._thread.start()
+
+    def _reference(self, decision: messages.Decision) -> tuple[str, str] | None:
+        """Kernel and backend to compare with: it takes this call, and is trusted more than the one that served."""
+        for backend in self.references:
+            if backend == decision.backend:
+                return None
+            for candidate in decision.candidates:
+                reasons = {reason["code"] for reason in candidate["reasons"]}
+                if candidate["backend"] == backend and reasons <= {"NOT_PINNED"}:
+                    return candidate["kernel_id"], backend
+        return None
+
+    def _work(self) -> None:
+        while True:
+            try:
+                submitted, sample = self._queue.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._queue.empty():
+                        self._thread = None
+                        return
+                continue
+            try:
+                if sample.backend:
+                    self._compare(submitted, sample)
+                if self.tunes:
+                    self._tune(submitted, sample)
+            except LayerZeroError as exc:  # the reference failed, or the broker is gone
+                self.counts["failed"] += 1
+                self.last_error = f"{exc.code}: {exc.message}"
+            del submitted, sample  # what they hold is freed now, not at the next sample
+
+    def _compare(self, submitted: Submitted, sample: Sample) -> None:
+        spec = submitted.route.plan.outputs[0]
+        output = self._run(submitted, sample, sample.backend)
+        error = compare(memoryview(sample.output), output, spec, self.counts["compared"])
+        self.counts["compared"] += 1
+        answer = self._session.ask(
+            "shadow", route=submitted.route.body, kernel_id=sample.kernel_id, reference=sample.reference, error=error
+        )
+        self.counts["beyond"] += bool(answer["is_beyond"])
+
+    def _tune(self, submitted: Submitted, sample: Sample) -> None:
+        """Run the sample where the broker wants to learn the time; it notes that by itself."""
+        backend = self._session.ask("sample", route=submitted.route.body)["backend"]
+        if backend:
+            self._run(submitted, sample, str(backend))
+            self.counts["tuned"] += 1
+
+    def _run(self, submitted: Submitted, sample: Sample, backend: str) -> memoryview:
+        """The output of a sample on one backend, in memory of its own."""
+        plan, link = submitted.route.plan, submitted.link
+        spec = plan.outputs[0]
+        output, arena, place = arenas.pool.allocate(spec.span_bytes)
+        number = self._session.lent[arena]
+        body = b"".join([*sample.refs, REF.pack(number, 0, place, spec.span_bytes)])
+        route = self._session.routes.define(link, (plan, backend), plan, backend)
+        pending = Pending(hold=(sample.blocks, output))
+        link.submit(pending, lambda seq: wire.pack(Kind.EXECUTE, route=route.number, seq=seq, body=body))
+        link.wait(pending)
+        if pending.error is not None:
+            raise pending.error
+        if pending.header is not None and pending.header.kind == Kind.FAILED:
+            raise from_wire(messages.decode(pending.body, messages.Outcome).error)
+        return output
+
+
+def gap(seed: int, counter: int, rate: float) -> int:
+    """How many calls until the next sample, 1 or more. Geometric with mean 1 / rate, and the same for equal arguments:
+    a pattern in the calls cannot hide from it."""
+    digest = hashlib.blake2b(f"{seed}:{counter}".encode(), digest_size=8).digest()
+    uniform = (int.from_bytes(digest, "little") + 1) / (1 << 64)  # in (0, 1]
+    if rate >= 1:
+        return 1
+    calls = math.log(uniform) / math.log1p(-rate) if rate > 0 else math.inf
+    return 1 + int(calls) if calls < NEVER - 1 else NEVER
+
+
+def compare(result: memoryview, expected: memoryview, spec: TensorSpec, turn: int) -> float:
+    """Error of a result against another of the same spec (ipc/vocabulary/numerics.py), over at most MAX_COMPARED
+    elements."""
+    step = -(-spec.numel // MAX_COMPARED)
+    code = _CODES[spec.itemsize]
+    picked = []
+    for memory in (result, expected):
+        elements = memoryview(gather(memory, spec)).cast(code)
+        picked.append(unpack(elements[turn % step :: step].tobytes(), spec.dtype))
+    return difference(picked[0], picked[1], spec.dtype)

@@ -1,0 +1,80 @@
+"""Arguments for a call that nobody has data for: which parameters are arrays, and random ones in shared memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from layerzero.client.facade import api
+from layerzero.ipc.errors import EnvError
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
+
+
+def tensor_names(function: Callable[..., Any]) -> list[str]:
+    """The parameters of an op that are arrays, in order."""
+    parameters = inspect.signature(function).parameters
+    return [name for name, p in parameters.items() if p.annotation == "Any" and name != "out"]
+
+
+def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) -> dict[str, Any]:
+    """Seeded arrays in shared memory, with the strides of their specs: normal floats, small integers, coin flips; for
+    embedding, rows that exist; sequences of equal lengths, and as many keys in a paged cache as its tables have room
+    for. Raises EnvError without NumPy."""
+    if not any(specs.values()):
+        return dict(specs)
+    try:
+        import numpy as np
+    except ImportError as exc:
+        raise EnvError(
+            "random inputs are made with NumPy, which is not installed here",
+            cause=str(exc),
+            repair="pip install 'layerzero-broker[demo]'",
+        ) from exc
+    if any(spec is not None and spec.dtype in ("bfloat16", *NARROW_DTYPES) for spec in specs.values()):
+        try:
+            import ml_dtypes  # type: ignore[import-not-found,unused-ignore]  # noqa: F401  # teaches NumPy the name
+        except ImportError as exc:
+            raise EnvError(
+                "NumPy has neither bfloat16 nor 8-bit floats of its own, and ml_dtypes is not installed here",
+                cause=str(exc),
+                repair="pip install ml_dtypes, or use float16 or float32",
+            ) from exc
+    table = specs.get("weight") if op == "embedding" else None
+    top = table.shape[0] if table is not None and table.ndim else 8
+    rng = np.random.default_rng(seed)
+
+    def make(name: str, spec: TensorSpec) -> Any:
+        numel = spec.span_bytes // spec.itemsize
+        places = _places(name, specs) if name in OPS[op].indices else None
+        if places is not None:
+            start, stop = places
+            values: Any = np.linspace(start, stop, numel)
+        elif spec.dtype == "bool":
+            values = rng.random(numel) < 0.5
+        elif "int" in spec.dtype:
+            values = rng.integers(0, max(min(top, np.iinfo(spec.dtype).max), 1), numel)
+        else:
+            values = rng.standard_normal(numel)
+        memory = api.empty(numel, spec.dtype)
+        memory[...] = values.astype(spec.dtype)
+        strides = [step * spec.itemsize for step in spec.strides]
+        return np.lib.stride_tricks.as_strided(memory, spec.shape, strides)
+
+    return {name: None if spec is None else make(name, spec) for name, spec in specs.items()}
+
+
+def _places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int] | None:
+    """The first and the last of the evenly spaced values of an index tensor; None where random ones will do."""
+    tokens, cache, tables = specs.get(f"{name[-1]}"), specs.get("k_cache"), specs.get("block_tables")
+    if name == "slots" and cache is not None and cache.ndim > 1:
+        return 0, max(cache.shape[0] * cache.shape[1] - 1, 0)
+    if name.startswith("cu_seqlens_") and tokens is not None and tokens.ndim:
+        return 0, tokens.shape[0]
+    if cache is None or tables is None or min(cache.ndim, tables.ndim) < 2:
+        return None
+    if name == "block_tables":
+        return 0, max(cache.shape[0] - 1, 0)
+    length = cache.shape[1] * tables.shape[1]
+    return length, length

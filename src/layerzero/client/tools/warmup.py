@@ -1,0 +1,105 @@
+"""lz.warmup: run calls before they are needed, so that no caller waits for a start, an import or a compilation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from layerzero.client.connection.report import time_text
+from layerzero.client.facade import api
+from layerzero.client.tools.compiling import in_line
+from layerzero.client.tools.inputs import random_inputs
+from layerzero.client.tools.tune import Call, calls_of
+from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
+
+LIKELY = 2  # the chosen kernel, and the one that takes over when it fails
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """One call on one kernel. `first_us`: what its first run cost the caller, start and compilation included;
+    `later_us`: the kernel's own time in the run after it. `error`: why there are none."""
+
+    call: str
+    kernel_id: str
+    backend: str
+    first_us: float | None = None
+    later_us: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """`ok` when every call ran on every kernel that it was meant to."""
+
+    runs: tuple[Warmed, ...]
+    elapsed_s: float
+
+    @property
+    def ok(self) -> bool:
+        return not any(run.error for run in self.runs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"ok": self.ok, "elapsed_s": self.elapsed_s, "runs": [asdict(run) for run in self.runs]}
+
+    def __str__(self) -> str:
+        failed = sum(bool(run.error) for run in self.runs)
+        lines = [f"{len(self.runs) - failed} of {len(self.runs)} runs warm in {self.elapsed_s:.1f} s"]
+        for run in self.runs:
+            result = run.error
+            if run.first_us is not None and run.later_us is not None:
+                result = f"first call {time_text(run.first_us)}, kernel then {time_text(run.later_us)}"
+            lines.append(f"  {run.call} on {run.kernel_id or 'no kernel'}: {result}")
+        return "\n".join(lines)
+
+
+def warmup(
+    op: str | Callable[..., Any] | Sequence[str | Callable[..., Any] | Call] | None = None,
+    *args: Any,
+    every: bool = False,
+    **kwargs: Any,
+) -> WarmupReport:
+    """Run calls twice on the backend that would serve them and on the one that would take over; on all that accept
+    them with `every`. Kernels that compile are compiled for the call first.
+
+    Arguments as of lz.tune: lz.warmup("matmul", a, b), lz.warmup(["matmul", "silu"]), or calls made by lz.Call.of.
+    The broker keeps the times. A backend that fails is a line of the report.
+    Raises InvalidArgument, NotConnected, BrokerLost.
+    """
+    began_s = time.monotonic()
+    runs: list[Warmed] = []
+    for call in calls_of(op, args, kwargs):
+        runs += _warm(call, every=every)
+    return WarmupReport(tuple(runs), time.monotonic() - began_s)
+
+
+def _warm(call: Call, *, every: bool) -> list[Warmed]:
+    chosen: dict[str, str] = {}  # a call is pinned to a backend, which takes its best kernel
+    for candidate in in_line(call.explain()):
+        if every or len(chosen) < LIKELY:
+            chosen.setdefault(candidate.backend, candidate.kernel_id)
+    call.compile(chosen)
+    if not chosen:
+        return [Warmed(call.label, "", "", error="no kernel accepts it; lz explain says why")]
+    arguments = {**random_inputs(call.op, call.arrays, seed=0), **call.params}
+    return [_warm_on(call, arguments, kernel_id, backend) for backend, kernel_id in chosen.items()]
+
+
+def _warm_on(call: Call, arguments: dict[str, Any], kernel_id: str, backend: str) -> Warmed:
+    reports = []
+    for _ in range(2):
+        try:
+            call.function(**arguments, backend=backend)
+        except (BrokerLost, NotConnected):
+            raise
+        except LayerZeroError as exc:
+            text = f"{exc.code}: {exc.message.partition(chr(10))[0]}"
+            return Warmed(call.label, kernel_id, backend, error=text)
+        reports.append(api.last_report())
+    first, later = reports
+    assert first is not None, "a call that returned has a report"
+    assert later is not None, "likewise"
+    return Warmed(call.label, later.kernel_id or kernel_id, backend, first.elapsed_us, later.kernel_us)

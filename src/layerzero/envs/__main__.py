@@ -1,0 +1,211 @@
+"""`lz env` and `python -m layerzero.envs`: list, build, probe, lock, gc, add, remove, export and import. Data on
+stdout, progress on stderr.
+
+Exit codes: 0 done, 1 a build, probe or lock failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from layerzero.envs.build.build import Env, command, ensure_all, find
+from layerzero.envs.build.installers import pick
+from layerzero.envs.build.lock import lock as write_lock
+from layerzero.envs.cli import add_cli, transfer_cli
+from layerzero.envs.cli.options import (
+    STORE,
+    Base,
+    Folders,
+    InstallerChoice,
+    Json,
+    Minor,
+    Names,
+    StoreDir,
+    Timeout,
+    Variant,
+    VariantChoice,
+    WheelhouseDir,
+)
+from layerzero.envs.cli.rows import (
+    choose,
+    end_cleanly_on_sigterm,
+    failing_cleanly,
+    megabytes,
+    out,
+    print_json,
+    report,
+    row_of,
+    show_plans,
+    showing_progress,
+    verdict,
+)
+from layerzero.envs.manifest import VariantName
+from layerzero.envs.probe.probe import DEFAULT_TIMEOUT_S
+from layerzero.envs.transfer.gc import collect
+from layerzero.ipc.errors import ConfigError, EnvError
+
+app = typer.Typer(
+    help="Backend environments: list, build, probe, lock, gc, add, remove, export, import.", no_args_is_help=True
+)
+app.command("add")(add_cli.add)
+app.command("remove")(add_cli.remove)
+app.command("export")(transfer_cli.export)
+app.command("import")(transfer_cli.import_)
+
+
+@app.command("list")
+def list_(
+    store: StoreDir = STORE,
+    manifests: Folders = None,
+    variant: VariantChoice = Variant.CPU,
+    overlay: Base = None,
+    as_json: Json = False,
+) -> None:
+    """Show every environment: built or not, over which interpreter, and what its last probe said."""
+    found, problems = add_cli.site(store, manifests).discover()
+    rows = [row_of(manifest, variant.value, store, overlay) for manifest in found.values()]
+    rows += [{"name": p.name, "state": "disabled", "cause": p.message, "repair": f"edit {p.path}"} for p in problems]
+    if as_json:
+        print_json(rows)
+        return
+    table = Table("environment", "state", "python", "size", "probe", "about", box=None)
+    for row in rows:
+        size, about = megabytes(row.get("size_bytes")), row.get("cause") or row["summary"]
+        table.add_row(row["name"], row["state"], row.get("python", ""), size, row.get("probe", ""), escape(about))
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    out.print(table)
+    if overlay is not None:
+        out.print(f"overlay: over {overlay}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def build(
+    names: Names = None,
+    store: StoreDir = STORE,
+    manifests: Folders = None,
+    variant: VariantChoice = Variant.CPU,
+    installer: Annotated[InstallerChoice | None, typer.Option(help="Default: uv where there is one.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Build again even if it is there.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Builds side by side.")] = 2,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Use no network; needs --wheelhouse or --overlay, which imply it.")
+    ] = False,
+    wheelhouse: WheelhouseDir = None,
+    overlay: Base = None,
+    python: Minor = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what is built, what is cached and what would be downloaded.")
+    ] = False,
+    no_probe: Annotated[
+        bool, typer.Option("--no-probe", help="Build only: for an image that will run where the accelerator is.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Build environments from their locks, then probe them. With --overlay: a few wheels over an interpreter that has
+    a heavy stack already."""
+    end_cleanly_on_sigterm()
+    if offline and wheelhouse is None and overlay is None:
+        raise typer.BadParameter("needs --wheelhouse DIR, --overlay PYTHON or both", param_hint="--offline")
+    chosen = [
+        manifest
+        for manifest in choose(names, manifests, python, add_cli.site(store, manifests))
+        if names or manifest.interpreter == "host" or manifest.variant_for(variant.value) in manifest.variants
+    ]
+    with failing_cleanly():
+        tool = pick(installer.value if installer else None)
+    if dry_run:
+        show_plans(chosen, variant.value, store, tool, overlay, wheelhouse, jobs, as_json=as_json)
+        return
+    with showing_progress() as progress:
+        built = ensure_all(
+            chosen,
+            store=store,
+            variant=variant.value,
+            installer=tool,
+            progress=progress,
+            force=force,
+            jobs=jobs,
+            base=overlay,
+            wheelhouse=wheelhouse,
+        )
+    report([verdict(m, built[m.name], None if no_probe else timeout) for m in chosen], as_json)
+
+
+@app.command()
+def probe(
+    names: Names = None,
+    store: StoreDir = STORE,
+    manifests: Folders = None,
+    variant: VariantChoice = Variant.CPU,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    overlay: Base = None,
+    python: Minor = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every file: has it changed since the build?")] = False,
+    as_json: Json = False,
+) -> None:
+    """Probe built environments anew: import, compute, certify each kernel per dtype and shape class. Without names: all
+    that are built."""
+    end_cleanly_on_sigterm()
+    rows = []
+    for manifest in choose(names, manifests, python, add_cli.site(store, manifests)):
+        try:
+            env: Env | EnvError | ConfigError = find(manifest, variant=variant.value, store=store, base=overlay)
+        except (EnvError, ConfigError) as exc:
+            env = exc
+        if isinstance(env, Env) and not env.is_built:
+            repair = command("build", env)
+            env = EnvError(f"{manifest.name} is not built", env=manifest.name, cause="not built", repair=repair)
+        if names or isinstance(env, Env):
+            rows.append(verdict(manifest, env, timeout, verify=verify))
+    report(rows, as_json)
+
+
+@app.command()
+def lock(
+    names: Names = None,
+    manifests: Folders = None,
+    variant: Annotated[Variant | None, typer.Option("--variant", help="Default: all of the manifest's.")] = None,
+    python: Minor = None,
+    as_json: Json = False,
+) -> None:
+    """Resolve requirements afresh and write the locks. Needs uv; downloads metadata only."""
+    rows: list[dict[str, Any]] = []
+    for manifest in choose(names, manifests, python):
+        wanted: list[VariantName] = [variant.value] if variant else list(manifest.variants)
+        for name in wanted:
+            with failing_cleanly():
+                written = write_lock(manifest, name)
+            rows.append({"name": manifest.name, "variant": name, "path": str(written.path), "pins": written.pins})
+            if as_json:
+                continue
+            out.print(f"{written.path}: {len(written.pins)} packages", highlight=False, soft_wrap=True)
+    if as_json:
+        print_json(rows)
+
+
+@app.command()
+def gc(store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False) -> None:
+    """Remove environments and code that no manifest asks for and nobody uses."""
+    copies, undecided = add_cli.site(store, manifests).wanted()
+    result = collect(store, (*(manifests or ()), *copies), undecided)
+    if as_json:
+        removed = [{"path": str(item.path), "freed_bytes": item.freed_bytes} for item in result.removed]
+        in_use = [str(path) for path in result.in_use]
+        typer.echo(json.dumps({"schema": 1, "removed": removed, "in_use": in_use}, indent=1))
+        return
+    for item in result.removed:
+        out.print(f"removed {item.path} ({megabytes(item.freed_bytes)})", highlight=False, soft_wrap=True)
+    for path in result.in_use:
+        out.print(f"in use, kept: {path}", highlight=False, soft_wrap=True)
+    out.print(f"{result.freed_bytes} bytes freed", highlight=False)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m layerzero.envs")

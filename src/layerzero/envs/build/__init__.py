@@ -1,0 +1,1 @@
+"""Environments as they are planned, resolved, built and found again."""

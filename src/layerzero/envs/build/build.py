@@ -1,0 +1,491 @@
+"""Build environments: a manifest and its lock become a venv, named by the hash of everything that made it.
+
+Built aside and renamed into place under the kernel lock of its name (store.py): a kill at any moment leaves no half
+environment, and of several builders of one environment one works and the others wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from layerzero.envs.build import downloads, integrity, interpreters, overlay, stage, store
+from layerzero.envs.build.base import Base, inspect
+from layerzero.envs.build.installers import Installer, Runner, ToolFailed, pick
+from layerzero.envs.build.interpreters import Python
+from layerzero.envs.build.lock import Lock, find_lock, read_lock
+from layerzero.envs.build.progress import Progress, Quiet
+from layerzero.envs.build.resolution import Resolution, select
+from layerzero.envs.build.resolution import resolve as resolve_offline
+from layerzero.envs.build.wheelhouse import Wheelhouse
+from layerzero.envs.manifest import EnvManifest, VariantName, discover
+from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError
+
+BUILDER = 1  # part of every id; raise it when the way of building changes what is built
+RECORD = "lz-env.json"
+
+
+@dataclass(frozen=True)
+class Env:
+    """A place to run one backend. `environ` is to be merged over environ.worker_environ's passed variables."""
+
+    name: str
+    variant: VariantName
+    id: str  # of what is installed
+    python: Path
+    prefix: Path
+    environ: Mapping[str, str]
+    lock_hash: str  # of the lock, or of what an overlay was asked for; empty for the broker's own interpreter
+    source_hash: str  # of the staged worker code
+    store: Path
+    base: Path | None = None  # the interpreter that it is an overlay of
+    wheelhouse: Path | None = None  # where its wheels come from; None: the user's indexes
+    other_python: str = ""  # "3.12", where that is not the manifest's first choice
+
+    @property
+    def on_host(self) -> bool:
+        """Runs in the interpreter of the broker; nothing is built."""
+        return not self.lock_hash
+
+    @property
+    def lock_target(self) -> Path:
+        """What store.py's locks call this environment."""
+        return self.store / "envs" / f"{self.name}-{self.id}"
+
+    @property
+    def cache(self) -> Path:
+        """Where its compilers keep what they make. Named by what is installed: another environment compiles anew."""
+        return cache_folder(self.store, self.name, self.id)
+
+    @property
+    def is_built(self) -> bool:
+        # Not the record alone: bin/python dangles when the interpreter below the venv was removed.
+        return self.on_host or ((self.prefix / RECORD).is_file() and self.python.exists())
+
+    def record(self) -> dict[str, Any]:
+        """What lz-env.json says: id, versions, sizes, times. Empty for host environments."""
+        if self.on_host or not self.is_built:
+            return {}
+        found: dict[str, Any] = json.loads((self.prefix / RECORD).read_text(encoding="utf-8"))
+        return found
+
+
+def cache_folder(store: Path, name: str, env_id: str) -> Path:
+    """The folder of an environment's compiler caches."""
+    return store / "caches" / f"{name}-{env_id}"
+
+
+def resolve(name: str, folders: Sequence[Path] = ()) -> EnvManifest:
+    """The manifest of that name. Raises ConfigError naming those that exist, or why this one is disabled."""
+    found, problems = discover(folders)
+    if name in found:
+        return found[name]
+    broken = [problem.message for problem in problems if problem.name == name]
+    raise ConfigError(broken[0] if broken else f"no environment is called {name!r}; known: {', '.join(sorted(found))}")
+
+
+def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, base: Path | None = None) -> Env:
+    """The Env that a manifest and its lock describe, built or not; over the interpreter `base`, when given. Writes
+    nothing. Raises EnvError, ConfigError.
+
+    While no overlay is built its `id` is of what is asked for: what is installed is decided when it is built.
+    """
+    if base is not None and manifest.interpreter != "host":
+        return _plan_overlay(manifest, variant, store.absolute(), inspect(base))[0]
+    return _plan(manifest, variant, store.absolute())[0]
+
+
+def find(
+    manifest: EnvManifest,
+    *,
+    variant: VariantName = "cpu",
+    store: Path,
+    base: Path | None = None,
+    wheelhouse: Path | None = None,
+) -> Env:
+    """The Env to use on this machine: the overlay of `base` where it is built, else the one of the lock where that
+    is, with the first of the manifest's Pythons for which it is. When neither is, what `plan` says; its repair names
+    `wheelhouse`. A manifest with builds for no accelerator serves with its cpu one."""
+    variant = manifest.variant_for(variant)
+    if base is None or manifest.interpreter == "host":
+        return _find_own(manifest, variant, store)
+    with suppress(EnvError, ConfigError):
+        env = plan(manifest, variant=variant, store=store, base=base)
+        if env.is_built:
+            return env
+    with suppress(EnvError, ConfigError):
+        env = _find_own(manifest, variant, store)
+        if env.is_built:
+            return env
+    env = plan(manifest, variant=variant, store=store, base=base)
+    return replace(env, wheelhouse=wheelhouse.absolute() if wheelhouse else None)
+
+
+def built_with(root: Path, name: str) -> dict[str, list[str]]:
+    """The Pythons ("3.12") with which an environment is built in some version or other -> the names of its folders."""
+    found: dict[str, list[str]] = {}
+    for path in (root / "envs").glob(f"{name}-*/{RECORD}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["name"] == name:
+                found.setdefault(".".join(str(record["python"]).split(".")[:2]), []).append(path.parent.name)
+    return found
+
+
+def _find_own(manifest: EnvManifest, variant: VariantName, root: Path) -> Env:
+    """With the Python that was chosen (EnvManifest.with_python), else the first for which it is built."""
+    others = [] if manifest.own_python else list(manifest.pythons[1:])
+    if others:
+        built = built_with(root, manifest.name)  # looking for a Python that no build has takes seconds
+        others = [minor for minor in others if minor in built]
+    try:
+        first: Env | None = plan(manifest, variant=variant, store=root)
+    except EnvError:
+        if not others:
+            raise
+        first = None  # no such Python here, for one
+    if first is not None and first.is_built:
+        return first
+    for minor in others:
+        with suppress(EnvError, ConfigError):
+            env = plan(manifest.with_python(minor), variant=variant, store=root)
+            if env.is_built:
+                return env
+    return first if first is not None else plan(manifest, variant=variant, store=root)
+
+
+def _plan(manifest: EnvManifest, variant: VariantName, root: Path) -> tuple[Env, Python, Lock | None]:
+    lock: Lock | None = None
+    if manifest.interpreter == "host":
+        python, content = interpreters.host(), [importlib.metadata.version(dist) for dist in ("pyzmq", "msgpack")]
+    else:
+        lock = read_lock(manifest, variant)
+        python, content = interpreters.find(str(manifest.python), manifest.name), [variant, lock.text]
+    facts = [BUILDER, manifest.name, python.implementation, python.version, python.platform, manifest.platform]
+    env_id = hashlib.sha256(json.dumps([*facts, *content]).encode()).hexdigest()[:16]
+    return _env(manifest, variant, root, env_id, python, lock.sha256 if lock else ""), python, lock
+
+
+def _plan_overlay(manifest: EnvManifest, variant: VariantName, root: Path, base: Base) -> tuple[Env, str, Lock | None]:
+    """The overlay that is built, or the one to build; with the key of what is asked for and the lock, if there is
+    one."""
+    requirements, lock = manifest.requirements(variant), find_lock(manifest, variant)
+    facts = [BUILDER, manifest.name, variant, *manifest.variants[variant].without]
+    asked = overlay.key(facts, requirements, lock, base)
+    record = overlay.built(overlay.records(root, manifest.name, RECORD), asked, base)
+    env = _env(manifest, variant, root, record["id"] if record else asked, base.python, asked)
+    known = record["overlay"]["wheelhouse"] if record else None
+    return replace(env, base=base.python.path, wheelhouse=Path(known) if known else None), asked, lock
+
+
+def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, python: Python, lock_hash: str) -> Env:
+    prefix = root / "envs" / f"{manifest.name}-{env_id}" if lock_hash else python.path.parent.parent
+    site = str(overlay.site_packages(prefix, python.minor))
+    places = {"{store}": str(root), "{site}": site, "{cache}": str(cache_folder(root, manifest.name, env_id))}
+    environ = dict(manifest.env)
+    for name, place in itertools.product(environ, places):
+        environ[name] = environ[name].replace(place, places[place])
+    return Env(
+        name=manifest.name,
+        variant=variant,
+        id=env_id,
+        python=prefix / "bin" / "python" if lock_hash else python.path,
+        prefix=prefix,
+        environ={
+            **environ,
+            "PYTHONPATH": str(stage.staged_path(root)),
+            "PYTHONSAFEPATH": "1",  # no working directory on sys.path (since Python 3.11)
+            "PYTHONNOUSERSITE": "1",
+        },
+        lock_hash=lock_hash,
+        source_hash=stage.source_hash(),
+        store=root,
+        other_python=str(manifest.python) if manifest.python not in (*manifest.pythons[:1], None) else "",
+    )
+
+
+def ensure(
+    manifest: EnvManifest | str,
+    *,
+    store: Path,
+    variant: VariantName = "cpu",
+    folders: Sequence[Path] = (),
+    installer: Installer | None = None,
+    progress: Progress | None = None,
+    force: bool = False,
+    base: Path | None = None,
+    wheelhouse: Path | None = None,
+) -> Env:
+    """Return a built environment with its worker code staged, building what is missing. Cheap when nothing is.
+
+    `folders` are searched for a manifest given by name. `force` builds again, unless the environment is in use.
+    With `base` it is an overlay of that interpreter; with `base` or `wheelhouse` no network is used.
+    Raises EnvError (facts: env, cause, repair) and ConfigError.
+    """
+    found = resolve(manifest, folders) if isinstance(manifest, str) else manifest
+    root, below, asked = store.absolute(), None, ""
+    if base is not None and found.interpreter != "host":
+        below = inspect(base)
+        env, asked, lock = _plan_overlay(found, variant, root, below)
+        python = below.python
+    else:
+        env, python, lock = _plan(found, variant, root)
+    stage.stage(env.store)
+    if env.on_host or (env.is_built and not force and not drift(env)):
+        return env
+    progress = progress or Quiet()
+    start = time.monotonic()
+    progress.started(env.name)
+    env = replace(env, wheelhouse=wheelhouse.absolute() if wheelhouse else None)
+    try:
+        wheels: Resolution | None = None
+        if below is not None:
+            house = Wheelhouse(wheelhouse)
+            without = found.variants[variant].without
+            wheels = resolve_offline(env.name, found.requirements(variant), below, house, lock=lock, without=without)
+            env = replace(
+                _env(found, variant, root, overlay.content(asked, wheels), python, asked),
+                base=env.base,
+                wheelhouse=env.wheelhouse,
+            )
+        elif wheelhouse is not None and lock is not None:
+            wheels = select(env.name, lock, inspect(python.path), Wheelhouse(wheelhouse))
+        work = _Work(env, python, lock, wheels, below, asked, installer or pick(), progress)
+        nbytes = _build_locked(work, force)
+    except EnvError as exc:
+        progress.failed(env.name, time.monotonic() - start, str(exc.facts["cause"]))
+        raise
+    progress.done(env.name, time.monotonic() - start, nbytes)
+    return env
+
+
+def ensure_all(
+    manifests: Iterable[EnvManifest],
+    *,
+    store: Path,
+    variant: VariantName = "cpu",
+    installer: Installer | None = None,
+    progress: Progress | None = None,
+    force: bool = False,
+    jobs: int = 2,
+    base: Path | None = None,
+    wheelhouse: Path | None = None,
+) -> dict[str, Env | EnvError | ConfigError]:
+    """Ensure several environments, `jobs` at a time. A failure is a value, so that it hides no other result."""
+
+    def one(manifest: EnvManifest) -> Env | EnvError | ConfigError:
+        try:
+            return ensure(
+                manifest,
+                store=store,
+                variant=manifest.variant_for(variant),
+                installer=installer,
+                progress=progress,
+                force=force,
+                base=base,
+                wheelhouse=wheelhouse,
+            )
+        except (EnvError, ConfigError) as exc:
+            return exc
+
+    chosen = list(manifests)
+    with ThreadPoolExecutor(max_workers=max(1, jobs), thread_name_prefix="lz-env") as pool:
+        return dict(zip((m.name for m in chosen), pool.map(one, chosen), strict=True))
+
+
+def base_drift(env: Env) -> str:
+    """What has changed below an overlay since its build; empty for none, and for all other environments. Raises
+    EnvError when the interpreter below cannot be run."""
+    record = env.record() if env.base is not None else {}
+    return overlay.drift(record, inspect(Path(record["overlay"]["python"]))) if record else ""
+
+
+def drift(env: Env, *, verify: bool = False) -> str:
+    """What has changed since the build, below an overlay or in the environment's own files; empty for nothing. Takes
+    some milliseconds for each thousand files; `verify` hashes all of them. Raises EnvError like `base_drift`."""
+    if env.on_host or not env.is_built:
+        return ""
+    try:
+        found = base_drift(env) or integrity.describe(env.prefix, integrity.changes(env.prefix, verify=verify))
+    except OSError as exc:
+        if not env.is_built:
+            return ""  # removed at this moment
+        found = f"{exc.filename} cannot be read ({exc.strerror})"
+    return found
+
+
+def check(env: Env) -> None:
+    """Raises EnvChanged where there is drift."""
+    if changed := drift(env):
+        raise _error(env, "must be built again", changed, EnvChanged)
+
+
+def hold(env: Env, *, checks: bool = True) -> ExitStack:
+    """Keep gc and forced builds away from an environment and its staged code until `.close()`, or our end.
+
+    Raises EnvError when they are already gone, EnvChanged when there is drift; ensure() brings them back. Without
+    `checks` drift is not looked for.
+    """
+    stack = ExitStack()
+    for target in (env.lock_target, stage.staged_path(env.store)):
+        stack.callback(os.close, store.open_lock(target, shared=True))
+    with ExitStack() as failing:
+        failing.push(stack)
+        if not env.is_built or not stage.staged_path(env.store).is_dir():
+            raise _error(env, "is not built, or was removed since")
+        if checks:
+            check(env)
+        failing.pop_all()
+    return stack
+
+
+def command(verb: str, env: Env, *flags: str) -> str:
+    """The `lz env` command line that does `verb` to this very environment."""
+    words = ["lz", "env", verb, env.name]
+    if env.variant != "cpu":
+        words += ["--variant", env.variant]
+    if env.other_python:
+        words += ["--python", env.other_python]
+    if env.base is not None:
+        words += ["--overlay", str(env.base)]
+    house = env.wheelhouse or env.record().get("wheelhouse")
+    if house is not None and verb == "build" and Path(house).is_dir():
+        words += ["--offline", "--wheelhouse", str(house)]
+    return shlex.join([*words, *flags])
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One build."""
+
+    env: Env
+    python: Python
+    lock: Lock | None
+    wheels: Resolution | None  # None: what the lock lists, from the user's indexes
+    base: Base | None
+    asked: str
+    installer: Installer
+    progress: Progress
+
+    def say(self, text: str) -> None:
+        self.progress.phase(self.env.name, text)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return self.wheels.versions if self.wheels is not None else self.lock.pins if self.lock else {}
+
+
+def _build_locked(work: _Work, force: bool) -> int:
+    """Build under the lock, unless another builder was faster. Returns the size in bytes."""
+    env = work.env
+
+    def on_wait() -> None:
+        work.say("waiting for another process that builds or uses it")
+
+    must_replace = force or env.is_built  # built and yet here: it has drifted
+    taken = store.locked_now(env.lock_target) if must_replace else store.locked(env.lock_target, on_wait=on_wait)
+    try:
+        with taken as lock_fd:
+            if force or not env.is_built or drift(env):
+                _build(work, lock_fd)
+    except store.InUse as exc:
+        raise _error(env, "is in use; stop the broker that uses it first (lz down)") from exc
+    except ToolFailed as exc:
+        hint = _index_hint(work.versions, str(exc)) if work.wheels is None else ""
+        raise _error(env, "could not be built", str(exc) + hint) from exc
+    except OSError as exc:
+        raise _error(env, "could not be built", f"{exc.strerror or exc} ({exc.filename or env.prefix})") from exc
+    return int(env.record()["size_bytes"])
+
+
+def _build(work: _Work, lock_fd: int) -> None:
+    start = time.monotonic()
+    env, wheels = work.env, work.wheels
+    with store.built_aside(env.prefix) as folder:
+        run = Runner(env.prefix.parent, lock_fd, work.say)
+        work.say(f"creating a Python {work.python.version} environment with {work.installer.name}")
+        work.installer.create(folder, work.python.path, run)
+        if wheels is None:
+            assert work.lock is not None
+            planned = downloads.of_lock(work.lock, work.python, work.installer)
+            work.say(str(planned))
+            metered = replace(run, report=downloads.metered(planned, work.say))
+            work.installer.install(folder, work.lock.path, metered)
+        elif wheels.wheels:
+            work.say(f"installing {len(wheels.wheels)} wheels of {env.wheelhouse}")
+            for name in wheels.unlocked:
+                work.say(f"no lock has {name}: its hash is recorded, not verified")
+            listed = folder / "lz-wheels.txt"
+            listed.write_text(wheels.text, encoding="utf-8")
+            work.installer.install(folder, listed, run, env.wheelhouse)
+        record = {
+            "id": env.id,
+            "name": env.name,
+            "variant": env.variant,
+            "versions": work.versions,
+            "lock_hash": work.lock.sha256 if work.lock else "",
+            "python": work.python.version,
+            "platform": work.python.platform,
+            "installer": work.installer.name,
+            "builder": BUILDER,
+            "wheelhouse": str(env.wheelhouse) if env.wheelhouse else None,
+            "size_bytes": store.tree_size(folder),
+            "seconds": round(time.monotonic() - start, 3),
+            "built_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        }
+        if work.base is not None and wheels is not None:
+            work.say(f"{len(wheels.taken)} packages come from {env.base}")
+            overlay.link(folder, work.base)
+            record["overlay"] = overlay.facts(work.asked, work.base, env.wheelhouse, wheels)
+        _verify(work, folder, run)
+        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for verdict in (env.store / "probes").glob(f"{env.name}-*.json"):
+        verdict.unlink(missing_ok=True)  # on what was there before
+
+
+def _verify(work: _Work, folder: Path, run: Runner) -> None:
+    """Compare each file with the hash that its wheel has for it. An installer that links files from its cache gives
+    what the cache has now, and a file that someone changed in one environment is changed in the cache: then the
+    wheel is unpacked afresh."""
+    work.say("verifying files")
+    wrong = integrity.take(folder)
+    dists = sorted({change.dist.partition(" ")[0] for change in wrong})
+    if dists:
+        listed = folder / "lz-wheels.txt"
+        source = work.lock.path if work.wheels is None and work.lock is not None else listed
+        work.say(f"unpacking afresh, since {work.installer.name}'s cache has other files: {', '.join(dists)}")
+        work.installer.install(folder, source, run, work.env.wheelhouse, afresh=dists)
+        wrong = integrity.take(folder)
+    if wrong:  # the wheel is what the lock says; it contradicts itself
+        work.say(f"their own RECORD differs: {integrity.describe(folder, wrong)}")
+
+
+def _error(env: Env, what: str, cause: str = "", kind: type[EnvError] = EnvError) -> EnvError:
+    repair = command("build", env)
+    text = f"{what}: {cause}" if cause else what
+    return kind(
+        f"environment {env.name} {text}\nto repair it run: {repair}", env=env.name, cause=cause or what, repair=repair
+    )
+
+
+def _index_hint(pins: Mapping[str, str], output: str) -> str:
+    """Builds such as torch 2.13.0+cpu are on their project's own index only, which a user has to configure."""
+    local = [f"{name}=={version}" for name, version in pins.items() if "+" in version and name in output]
+    if not local:
+        return ""
+    return (
+        f"\n{', '.join(local)} must come from an index or folder that has this build: name it in pip's configuration "
+        "(extra-index-url or find-links) or in uv's"
+    )

@@ -1,0 +1,144 @@
+"""Locks: the full closure of an environment, each file by its SHA-256. They name no index, path or host."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from layerzero.envs.build.environ import tool_environ
+from layerzero.envs.build.installers import Uv, uv, without_passwords
+from layerzero.envs.manifest import EnvManifest, VariantName
+from layerzero.ipc.errors import EnvError
+
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+_PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?==([^\s;\\]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Lock:
+    path: Path
+    text: str
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @cached_property
+    def pins(self) -> dict[str, str]:
+        """Canonical distribution name -> version."""
+        return {canonicalize_name(name): version for name, version in _PIN.findall(self.text)}
+
+    @cached_property
+    def hashes(self) -> dict[str, frozenset[str]]:
+        """Canonical distribution name -> SHA-256 of every file that it may come from."""
+        starts = list(_PIN.finditer(self.text))
+        ends = [match.start() for match in starts[1:]] + [len(self.text)]
+        return {
+            canonicalize_name(match[1]): frozenset(_HASH.findall(self.text, match.start(), end))
+            for match, end in zip(starts, ends, strict=True)
+        }
+
+
+def lock_command(manifest: EnvManifest, variant: str) -> str:
+    python = f" --python {manifest.python}" if manifest.python not in manifest.pythons[:1] else ""
+    return f"lz env lock {manifest.name} --variant {variant}{python}"
+
+
+def find_lock(manifest: EnvManifest, variant: VariantName) -> Lock | None:
+    """The committed lock of a variant as it is, or None."""
+    path = manifest.lock_path(variant)
+    try:
+        return Lock(path, path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def read_lock(manifest: EnvManifest, variant: VariantName) -> Lock:
+    """The committed lock of a variant. Raises EnvError when it is absent or does not satisfy the manifest."""
+    wanted = manifest.requirements(variant)
+    path = manifest.lock_path(variant)
+    repair = lock_command(manifest, variant)
+    found = find_lock(manifest, variant)
+    if found is None:
+        raise EnvError(
+            f"{path}: environment {manifest.name} has no lock for {variant}; run: {repair}",
+            env=manifest.name,
+            cause=f"{path.name} does not exist",
+            repair=repair,
+        )
+    for requirement in map(Requirement, wanted):
+        pinned = found.pins.get(canonicalize_name(requirement.name))
+        if requirement.url is None and (pinned is None or not requirement.specifier.contains(pinned, prereleases=True)):
+            raise EnvError(
+                f"{path}: {requirement} is not satisfied by the lock, which has {pinned or 'no such package'}; "
+                f"run: {repair}",
+                env=manifest.name,
+                cause=f"{path.name} is older than its manifest",
+                repair=repair,
+            )
+    unwanted = [name for name in manifest.variants[variant].without if name in found.pins]
+    if unwanted:
+        raise EnvError(
+            f"{path}: {', '.join(unwanted)} is in the lock and in variants.{variant}.without; run: {repair}",
+            env=manifest.name,
+            cause=f"{path.name} is older than its manifest",
+            repair=repair,
+        )
+    return found
+
+
+def lock(manifest: EnvManifest, variant: VariantName, *, installer: Uv | None = None) -> Lock:
+    """Resolve a variant's requirements afresh on the user's indexes and write its lock. Downloads metadata only.
+
+    Raises EnvError when they do not resolve to wheels, or when uv is missing (pip cannot write hashes).
+    """
+    requirements = manifest.requirements(variant)
+    tool = installer or uv()
+    if tool is None:
+        raise EnvError(
+            f"locking {manifest.name} needs uv", env=manifest.name, cause="no uv", repair="python -m pip install uv"
+        )
+    argv = [
+        *(tool.binary, "pip", "compile", "-", "--quiet", "--generate-hashes", "--only-binary", ":all:"),
+        *("--python-version", manifest.python, "--python-platform", f"x86_64-{manifest.platform}"),
+        *("--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--no-python-downloads"),
+        *tool.flags,
+    ]
+    with tempfile.NamedTemporaryFile("w", prefix="lz-without-", suffix=".txt") as overrides:
+        # uv leaves out what is overridden for no interpreter at all.
+        overrides.writelines(f"{name}; python_version < '3'\n" for name in manifest.variants[variant].without)
+        overrides.flush()
+        answer = subprocess.run(
+            [*map(str, argv), "--override", overrides.name],
+            input="\n".join(requirements),
+            env=tool_environ(os.environ, tool.environ),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if answer.returncode != 0:
+        cause = without_passwords(answer.stderr.strip())
+        raise EnvError(
+            f"{manifest.path}: variants.{variant} does not resolve:\n{cause}",
+            env=manifest.name,
+            cause=cause,
+            repair=f"edit variants.{variant}.requirements in {manifest.path}, then: {lock_command(manifest, variant)}",
+        )
+    header = (
+        f"# {manifest.name}, {variant}: Python {manifest.python}, x86_64, {manifest.platform} or newer.\n"
+        f"# Do not edit. Regenerate: {lock_command(manifest, variant)}\n"
+    )
+    written = Lock(manifest.lock_path(variant), header + answer.stdout)
+    aside = written.path.with_name(f".{written.path.name}.{os.getpid()}")
+    aside.write_text(written.text, encoding="utf-8")
+    aside.replace(written.path)
+    return written

@@ -1,0 +1,224 @@
+"""What `lz env` shows of environments, as rows of a table or of JSON. Data on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from layerzero.envs.build.base import inspect
+from layerzero.envs.build.build import Env, base_drift, command, drift, find
+from layerzero.envs.build.downloads import Downloads, of_lock, of_wheels
+from layerzero.envs.build.installers import Installer
+from layerzero.envs.build.interpreters import find as find_python
+from layerzero.envs.build.lock import find_lock, read_lock
+from layerzero.envs.build.progress import Lines, Progress, Spinners
+from layerzero.envs.build.resolution import resolve, select
+from layerzero.envs.build.wheelhouse import Wheelhouse
+from layerzero.envs.cli.additions import Site
+from layerzero.envs.manifest import EnvManifest, VariantName, discover
+from layerzero.envs.probe.probe import ProbeRecord, cached_probe, probe_cached
+from layerzero.ipc.errors import ConfigError, EnvError
+
+out = Console()
+err = Console(stderr=True)
+
+
+def choose(
+    names: list[str] | None, folders: list[Path] | None, python: str | None = None, site: Site | None = None
+) -> list[EnvManifest]:
+    """The manifests of those names, or all that may be built; for another Python than their first choice. With `site`
+    those from outside, too."""
+    found, problems = discover(folders or ()) if site is None else site.discover()
+    for problem in problems:
+        err.print(f"disabled: {problem.message}", style="yellow", markup=False, soft_wrap=True)
+    unknown = [name for name in names or () if name not in found]
+    if unknown:
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(found))}", param_hint="NAME")
+    chosen = [found[name] for name in dict.fromkeys(names or (n for n, one in found.items() if one.is_allowed))]
+    if python is None:
+        return chosen
+    try:
+        return [manifest.with_python(python) for manifest in chosen if names or python in manifest.pythons]
+    except ConfigError as exc:
+        raise typer.BadParameter(exc.message, param_hint="--python") from exc
+
+
+def end_cleanly_on_sigterm() -> None:
+    """As an exception, so that processes and folders of this command go first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def failing_cleanly() -> Iterator[None]:
+    try:
+        yield
+    except (EnvError, ConfigError) as exc:
+        err.print(exc.message, style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from exc
+
+
+@contextlib.contextmanager
+def showing_progress() -> Iterator[Progress]:
+    if not err.is_terminal:
+        yield Lines()
+        return
+    with Spinners(err) as spinners:
+        yield spinners
+
+
+def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Path | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": manifest.name, "summary": manifest.summary, "variants": list(manifest.variants)}
+    if manifest.source is not None:
+        row |= {"origin": manifest.source.origin, "sha256": manifest.source.sha256}
+        if not manifest.is_allowed:
+            cause, repair = manifest.source.refusal, manifest.source.repair
+            return {**row, "state": "refused", "cause": f"{cause}; repair: {repair}", "repair": repair}
+    try:
+        env = find(manifest, variant=variant, store=store, base=overlay)
+        changed = drift(env)
+    except (EnvError, ConfigError) as exc:
+        return {**row, "state": "unavailable", "cause": exc.message, "repair": exc.facts.get("repair", "")}
+    state = "host" if env.on_host else "built" if env.is_built else "not built"
+    record = cached_probe(env, manifest)
+    said = "" if record is None else "ok" if record.ok else record.kind
+    python = env.other_python or manifest.python or "host"
+    if env.base is not None:
+        state, python = ("overlay" if env.is_built else state), inspect(env.base).python.minor
+        row["base"] = str(env.base)
+    if record is not None and not record.ok:
+        row |= {"cause": record.cause, "repair": record.repair}
+    if changed:
+        row |= {"cause": changed, "repair": command("build", env)}
+        state = "outdated" if base_drift(env) else "changed"
+    return {**env.record(), **row, "state": state, "id": env.id, "probe": said, "python": python}
+
+
+def show_plans(
+    chosen: Sequence[EnvManifest],
+    variant: VariantName,
+    store: Path,
+    installer: Installer,
+    overlay: Path | None,
+    wheelhouse: Path | None,
+    jobs: int,
+    *,
+    as_json: bool,
+) -> None:
+    """What `build` would do, and what it would download. Exits with 1 where one cannot be built."""
+
+    def plan_of(manifest: EnvManifest) -> dict[str, Any]:
+        try:
+            own = manifest.variant_for(variant)
+            env = find(manifest, variant=own, store=store, base=overlay, wheelhouse=wheelhouse)
+            if env.on_host or (env.is_built and not drift(env)):
+                return {"name": manifest.name, "state": "host" if env.on_host else "built", "text": "nothing to do"}
+            planned = _downloads(manifest, own, installer, overlay, wheelhouse)
+        except (EnvError, ConfigError) as exc:
+            return {"name": manifest.name, "state": "unavailable", "text": exc.message}
+        return {
+            "name": manifest.name,
+            "state": "to build",
+            "text": str(planned),
+            "wheels": planned.wheels,
+            "download": dict(planned.sizes),
+            "download_bytes": planned.nbytes,
+            "problem": planned.problem,
+        }
+
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        rows = list(pool.map(plan_of, chosen))
+    total = sum(row.get("download_bytes", 0) for row in rows)
+    if as_json:
+        print_json(rows)
+    else:
+        table = Table("environment", "state", "wheels", box=None)
+        for row in rows:
+            table.add_row(row["name"], row["state"], escape(row["text"]))
+        out.print(table)
+        free = shutil.disk_usage(next(path for path in (store, *store.absolute().parents) if path.exists())).free
+        text = f"to download: {megabytes(total)} in all; free in {store}: {megabytes(free)}"
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+    if any(row["state"] == "unavailable" for row in rows):
+        raise typer.Exit(1)
+
+
+def _downloads(
+    manifest: EnvManifest, variant: VariantName, installer: Installer, overlay: Path | None, wheelhouse: Path | None
+) -> Downloads:
+    if overlay is not None:
+        wanted, without = manifest.requirements(variant), manifest.variants[variant].without
+        house, lock = Wheelhouse(wheelhouse), find_lock(manifest, variant)
+        return of_wheels(resolve(manifest.name, wanted, inspect(overlay), house, lock=lock, without=without))
+    lock, python = read_lock(manifest, variant), find_python(str(manifest.python), manifest.name)
+    if wheelhouse is not None:
+        return of_wheels(select(manifest.name, lock, inspect(python.path), Wheelhouse(wheelhouse)))
+    return of_lock(lock, python, installer)
+
+
+def verdict(
+    manifest: EnvManifest, env: Env | EnvError | ConfigError, timeout_s: float | None, *, verify: bool = False
+) -> dict[str, Any]:
+    """A row of the report; without `timeout_s` of the build alone."""
+    if not isinstance(env, Env):
+        repair = env.facts.get("repair", f"edit {manifest.path}")
+        cause = env.facts.get("cause", env.message)
+        return {"name": manifest.name, "ok": False, "stage": "build", "cause": cause, "repair": repair}
+    size = env.record().get("size_bytes")
+    if timeout_s is None:
+        made = {"name": env.name, "ok": True, "stage": "build", "cause": "", "repair": ""}
+        return {**made, "id": env.id, "prefix": str(env.prefix), "size_bytes": size}
+    record: ProbeRecord = probe_cached(env, manifest, timeout_s=timeout_s, refresh=True, verify=verify)
+    return {
+        "name": env.name,
+        "ok": record.ok,
+        "stage": "probe",
+        "cause": record.cause,
+        "repair": record.repair,
+        "id": env.id,
+        "prefix": str(env.prefix),
+        "size_bytes": size,
+        "classes": record.counts,  # certified and refused triples of kernel, dtype and shape class
+        "probe": record.to_json(),
+    }
+
+
+def report(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(rows)
+    else:
+        table = Table("environment", "result", "certified", "refused", "size", "probe", box=None)
+        for row in rows:
+            seconds = f"{row['probe']['seconds']:.1f} s" if "probe" in row else ""
+            result = "ok" if row["ok"] else f"{row['stage']} failed"
+            counts = [f"{n:,}" if "probe" in row else "" for n in row.get("classes", (0, 0))]
+            table.add_row(row["name"], result, *counts, megabytes(row.get("size_bytes")), seconds)
+        out.print(table)
+        for failure in (failure for row in rows if "probe" in row for failure in row["probe"]["failures"]):
+            subject = f"{failure['kernel_id']} in {failure['dtype']}, class {failure['shape_class']}"
+            text = f"not certified: {subject}: {failure['detail']} (case {failure['case']!r})"
+            out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        for row in (row for row in rows if not row["ok"]):
+            text = f"{row['name']}: {row['cause']}\n  repair: {row['repair']}"
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
+    if not all(row["ok"] for row in rows):
+        raise typer.Exit(1)
+
+
+def print_json(rows: object) -> None:
+    typer.echo(json.dumps({"schema": 1, "environments": rows}, indent=1))
+
+
+def megabytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,1 @@
+"""Does an environment import, and compute right?"""

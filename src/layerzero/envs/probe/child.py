@@ -1,0 +1,101 @@
+"""Run a module of ours in a throw-away process of an environment, and end with it whatever it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from layerzero.envs.build.build import Env
+from layerzero.envs.build.environ import worker_environ
+from layerzero.envs.build.stage import stage
+from layerzero.envs.probe.caches import make_folder
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`code`: as of subprocess, None when it had to be ended after its time."""
+
+    code: int | None
+    out: bytes
+    err: bytes
+
+    @property
+    def death(self) -> str:
+        """The name of the signal that it died of; empty when it ended by itself or was ended."""
+        if self.code is None or self.code >= 0:
+            return ""
+        return signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
+
+
+def run(
+    env: Env,
+    module: str,
+    *args: str,
+    timeout_s: float,
+    data: bytes = b"",
+    on_start: Callable[[int], None] | None = None,
+) -> Ended:
+    """Run `python -m MODULE ARGS OUR_PID` with `data` on its stdin. Blocks up to `timeout_s`; the process and its group
+    are gone when this returns. `on_start` gets its pid, which is that of the group."""
+    stage(env.store)  # an env that was only planned may be older than today's code
+    make_folder(env)
+    return run_process(
+        [str(env.python), "-m", module, *args, str(os.getpid())],  # it ends with us, however we end
+        environ=worker_environ(env.environ, os.environ),
+        timeout_s=timeout_s,
+        data=data,
+        on_start=on_start,
+    )
+
+
+def run_process(
+    argv: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    data: bytes = b"",
+    on_start: Callable[[int], None] | None = None,
+    cwd: str = "/",
+) -> Ended:
+    """As `run`, for any command. A thread may end it early by `kill_group` of its pid."""
+    # Files and no pipes: a process that the library starts keeps those open after its parent has ended. Files without a
+    # name, in no folder of their own: whoever kills us leaves nothing behind.
+    with (
+        tempfile.TemporaryFile() as in_file,
+        tempfile.TemporaryFile() as out_file,
+        tempfile.TemporaryFile() as err_file,
+    ):
+        in_file.write(data)
+        in_file.seek(0)
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=environ,
+            stdin=in_file,
+            stdout=out_file,
+            stderr=err_file,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            if on_start is not None:
+                on_start(process.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout_s)
+        finally:
+            kill_group(process.pid)
+            process.wait()
+        out_file.seek(0)
+        err_file.seek(0)
+        return Ended(code, out_file.read(), err_file.read())
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL to a process that leads a group, and to all of that."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,247 @@
+"""Probe an environment: load its provider in a throw-away process there and keep the verdict.
+
+Metadata lies: an environment is usable when its library imported, computed and gave right numbers (workers/probe.py).
+A crash, a hang or a missing symbol ends the probe's process and is a verdict like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from layerzero.envs.build import integrity
+from layerzero.envs.build.build import Env, command, drift
+from layerzero.envs.manifest import EnvManifest
+from layerzero.envs.probe.child import Ended, run
+
+DEFAULT_TIMEOUT_S = 120.0  # the first import of torch from a cold disk takes most of a minute on a slow one
+_STDERR_TAIL = 4000
+_MENDED_BY_BUILDING = frozenset({"import", "abi", "version", "crash", "protocol"})
+
+# What extensions print when they then raise an ImportError without a word.
+_ABI_WORDS = re.compile(r"A module that was compiled using NumPy 1.*|.*_ARRAY_API not found.*")
+
+
+@dataclass(frozen=True)
+class ProbeRecord:
+    """The verdict on one environment. `kind` and `message` are empty when `ok`; kinds made here are crash, timeout,
+    changed and protocol, the others come from workers/probe.py.
+
+    ok: the environment works and some kernel is certified. certified: kernel id -> dtype -> shape class -> largest
+    error. failures: every (kernel, dtype, shape class) that did not pass, as workers.probe.Failure.
+    """
+
+    env: str
+    key: str
+    ok: bool
+    seconds: float
+    versions: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, Any] = field(default_factory=dict)
+    certified: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    failures: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    kind: str = ""
+    message: str = ""
+    missing: str | None = None
+    wheel: str = ""  # "NAME VERSION" of the distribution that the failure is about
+    changed: str = ""  # what has changed in the environment since its build
+    traceback: str = ""
+    stderr_tail: str = ""
+    repair: str = ""  # the command to run when not ok: mends it, or shows all that is known
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many (kernel, dtype, shape class) are certified, and how many are not."""
+        return sum(len(classes) for dtypes in self.certified.values() for classes in dtypes.values()), len(
+            self.failures
+        )
+
+    @property
+    def cause(self) -> str:
+        """Why it is not ok, what is missing and whose that is; empty when ok."""
+        if self.ok:
+            return ""
+        missing = f"; missing: {self.missing}" if self.missing and self.missing not in self.message else ""
+        wheel = f"; concerns the wheel of {self.wheel}" if self.wheel and self.wheel not in self.message else ""
+        return f"{self.kind}: {self.message}{missing}{wheel}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def probe_key(env: Env, manifest: EnvManifest) -> str:
+    """Everything the verdict depends on: what is installed, our code, the descriptor, the provider, the variables."""
+    digest = hashlib.sha256(f"{env.id}\0{env.source_hash}\0{json.dumps(manifest.env, sort_keys=True)}\0".encode())
+    provider = Path(manifest.provider_target)
+    for path in (manifest.descriptor_path, provider if provider.suffix == ".py" else None):
+        if path is not None and path.is_file():
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def probe(
+    env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S, verify: bool = False
+) -> ProbeRecord:
+    """Run the probe now. Blocks up to `timeout_s`; the process and its group are gone when this returns. `verify`
+    hashes every file; an environment of which one has changed since its build has failed, whatever it computes."""
+    start = time.monotonic()
+    targets = (manifest.provider_target, str(manifest.descriptor_path))
+    ended = run(env, "layerzero.workers.probe", *targets, timeout_s=timeout_s)
+    seconds = round(time.monotonic() - start, 3)
+    record = judge(ended, env.name, probe_key(env, manifest), seconds, timeout_s, lambda kind: _repair(env, kind))
+    return record if env.on_host else _with_files(record, env, drift(env, verify=verify))
+
+
+def _with_files(record: ProbeRecord, env: Env, changed: str) -> ProbeRecord:
+    """With what the environment's files say: what has changed, and the distribution that a failure is about."""
+    if record.ok and not changed:
+        return record
+    said = "\n".join((record.message, record.traceback, record.stderr_tail))
+    found = integrity.changes(env.prefix) if changed else []
+    wheel = next((one.dist for one in found if one.dist), "") or integrity.owner(env.prefix, record.missing, said)
+    if not changed:
+        return replace(record, wheel=wheel)
+    message, kind = (changed, "changed") if record.ok else (f"{record.message}; {changed}", record.kind)
+    # What only `verify` sees a plain build does not see either: it would find nothing to do.
+    repair = command("build", env, *(() if drift(env) else ("--force",)))
+    return replace(record, ok=False, kind=kind, message=message, wheel=wheel, changed=changed, repair=repair)
+
+
+def judge(
+    ended: Ended, name: str, key: str, seconds: float, timeout_s: float, repair: Callable[[str], str]
+) -> ProbeRecord:
+    """The verdict of a probe's process, whoever ran it. `repair` makes the command to run of the kind of failure."""
+    failure: dict[str, Any] = {}
+    if ended.code is None:
+        failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s"}
+    elif ended.death:
+        failure = {"kind": "crash", "message": f"the probe's process died of {ended.death}"}
+    verdict = failure or _parse(ended.out) or _no_answer(ended.code, ended.err)
+    if verdict.get("kind") == "import" and (words := _ABI_WORDS.search(ended.err.decode(errors="replace"))):
+        verdict |= {"kind": "abi", "message": f"{verdict['message'].rstrip(': ')}: {words[0]}"}
+    ok = not verdict.get("kind")
+    return ProbeRecord(
+        env=name,
+        key=key,
+        ok=ok,
+        seconds=seconds,
+        stderr_tail="" if ok else ended.err.decode(errors="replace")[-_STDERR_TAIL:],
+        repair="" if ok else repair(verdict["kind"]),
+        **verdict,
+    )
+
+
+def cached_probe(env: Env, manifest: EnvManifest) -> ProbeRecord | None:
+    """The verdict on exactly this environment and code, or None."""
+    return cached_record(record_path(env, manifest))
+
+
+def cached_record(path: Path) -> ProbeRecord | None:
+    """The verdict in a file, or None."""
+    try:
+        return parse_record(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def parse_record(text: bytes) -> ProbeRecord | None:
+    """What ProbeRecord.to_json made; None for what was cut short, or is of another version of us."""
+    try:
+        data = json.loads(text)
+        return ProbeRecord(**data) if _is_certificate(data["certified"], data["failures"]) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def probe_cached(
+    env: Env,
+    manifest: EnvManifest,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    refresh: bool = False,
+    verify: bool = False,
+) -> ProbeRecord:
+    """The kept verdict, or a new one that is then kept. `refresh` probes in any case."""
+    record = None if refresh else cached_probe(env, manifest)
+    if record is None:
+        record = probe(env, manifest, timeout_s=timeout_s, verify=verify)
+        if not record.changed:  # else it is no verdict on what the key names
+            keep_record(record_path(env, manifest), record)
+    return record
+
+
+def keep_record(path: Path, record: ProbeRecord) -> None:
+    """For `cached_record`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside.write_text(json.dumps(record.to_json()), encoding="utf-8")
+    aside.replace(path)
+
+
+def record_path(env: Env, manifest: EnvManifest) -> Path:
+    return env.store / "probes" / f"{env.name}-{probe_key(env, manifest)}.json"
+
+
+def _repair(env: Env, kind: str) -> str:
+    """Building again mends a damaged environment; it mends no provider, descriptor or numerics."""
+    if env.on_host or kind not in _MENDED_BY_BUILDING:
+        return command("probe", env, "--json")
+    return command("build", env, "--force")
+
+
+def _parse(out: bytes) -> dict[str, Any]:
+    """The last line of stdout is workers/probe.py's JSON object. Empty when it is anything else."""
+    try:
+        answer = json.loads(out.decode().strip().rpartition("\n")[2])
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(answer, dict) or not _is_certificate(answer.get("certified"), answer.get("failures")):
+        return {}
+    found = {name: answer.get(name) for name in ("versions", "kernels", "certified", "failures")}
+    versions, kernels = found["versions"], found["kernels"]
+    if not isinstance(versions, dict) or not isinstance(kernels, dict):
+        return {}
+    if not all(isinstance(version, str) for version in versions.values()):
+        return {}
+    match answer:
+        case {"ok": True}:
+            return found
+        case {"ok": False, "error": {"kind": str(kind), "message": str(message)} as error} if kind:
+            return {
+                **found,
+                "kind": kind,
+                "message": message,
+                "missing": error["missing"] if isinstance(error.get("missing"), str) else None,
+                "traceback": str(error.get("traceback") or ""),
+            }
+    return {}
+
+
+def _is_certificate(certified: Any, failures: Any) -> bool:
+    """Whether what another process or a file says of certificates has the form that ProbeRecord promises."""
+    if not isinstance(certified, dict) or not isinstance(failures, (list, tuple)):
+        return False
+    dtypes = [dtype for one in certified.values() if isinstance(one, dict) for dtype in one.values()]
+    errors = [error for classes in dtypes if isinstance(classes, dict) for error in classes.values()]
+    return (
+        all(isinstance(one, dict) for one in (*certified.values(), *dtypes, *failures))
+        and all(type(error) in (int, float) for error in errors)
+        and all(
+            isinstance(failure.get(name), str)
+            for failure in failures
+            for name in ("kernel_id", "dtype", "shape_class", "case", "detail")
+        )
+    )
+
+
+def _no_answer(code: int | None, err: bytes) -> dict[str, Any]:
+    last = err.decode(errors="replace").strip().rpartition("\n")[2]
+    if symbol := re.search(r"undefined symbol: ([\w@.]+)", last):  # found by the linker when it was called first
+        return {"kind": "abi", "message": f"the probe ended with exit code {code}: {last:.500}", "missing": symbol[1]}
+    return {"kind": "protocol", "message": f"the probe ended with exit code {code} and no verdict: {last:.200}"}

@@ -1,0 +1,1 @@
+"""Environments exported, imported and collected."""

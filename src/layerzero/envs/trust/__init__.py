@@ -1,0 +1,1 @@
+"""Backends that come from other packages, and which of them are allowed."""

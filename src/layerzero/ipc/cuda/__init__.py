@@ -1,0 +1,1 @@
+"""The CUDA driver, and memory and streams that two processes share."""

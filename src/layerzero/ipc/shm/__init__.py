@@ -1,0 +1,1 @@
+"""What processes share: arenas, and the pages of lanes, rings and timelines."""

@@ -1,0 +1,141 @@
+"""The express lane of one client and one worker: a page of words and two doorbells. docs/protocol.md has the layout.
+
+One call is on a lane at a time. The client writes it into its half of the page and rings the doorbell; the worker takes
+the ring, runs the call, writes its end into the other half and rings back. Taking the ring is what claims a call: an
+eventfd is emptied by exactly one reader, so that a client that empties its own doorbell has withdrawn its call, and
+one that finds it empty knows that the worker has it. The broker writes only its own line: the epoch, with which it
+takes all leases of the lane back at once, and the end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from contextlib import suppress
+
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.shm import memory
+
+MAX_CALL_BYTES = 1024  # references of a call
+MAX_WORD_BYTES = 1792  # of a worker's answer
+OK, RAISED, DECLINED = range(3)  # a declined call was not run: it must go through the broker
+EXECUTING = 1 << 63  # bit of a control page's dispatch word: the worker is in a call of a lane
+
+# Words of eight bytes. Each line of 128 bytes has one writer.
+_EPOCH, _IS_ENDED = 0, 1  # broker
+_CALL, _PLAN, _CALL_BYTES = 16, 17, 18  # client; the references follow
+_DONE, _STATUS, _KERNEL_NS, _WORD_BYTES, _DONE_PLAN = 256, 257, 258, 259, 260  # worker; what it says follows
+_CALL_BODY, _WORD_BODY = 32 * 8, 272 * 8
+_HEAD, _END = struct.Struct("@3Q"), struct.Struct("@4Q")  # native, so that each word is read whole
+
+
+def mark(lane: int, call: int) -> int:
+    """What a worker's control page says while it runs a lane's call."""
+    return EXECUTING | lane << 32 | call & 0xFFFF_FFFF
+
+
+def lane_of(dispatch: int) -> int:
+    """The lane that a control page names; 0 when it names none."""
+    return (dispatch & ~EXECUTING) >> 32 if dispatch & EXECUTING else 0
+
+
+def create_doorbell() -> int:
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+
+def check_doorbell(fd: int) -> None:
+    """Refuse a descriptor that is not a non-blocking eventfd. Raises ProtocolError."""
+    kind = os.readlink(f"/proc/self/fd/{fd}")
+    if kind != "anon_inode:[eventfd]" or not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK:
+        raise ProtocolError(f"a doorbell is a non-blocking eventfd, got {kind:.80}")
+
+
+def ring(doorbell: int) -> None:
+    with suppress(BlockingIOError):  # it has been rung 2**64 times and nobody listened
+        os.eventfd_write(doorbell, 1)
+
+
+def take(doorbell: int) -> bool:
+    """Whether it had been rung; it is silent again afterwards."""
+    try:
+        os.eventfd_read(doorbell)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class Page:
+    """The mapped page. Each method is for the side that its name says; words are read and written whole."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = memory.map_fd(fd, memory.PAGE_BYTES, writable=True)
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes.cast("Q")
+
+    # --- broker
+
+    def revoke(self, epoch: int) -> None:
+        """Leases of earlier epochs end."""
+        self._words[_EPOCH] = epoch
+
+    def end(self) -> None:
+        """The worker is gone for good, and no write of it can come any more."""
+        self._words[_IS_ENDED] = 1
+
+    @property
+    def epoch(self) -> int:
+        return self._words[_EPOCH]
+
+    @property
+    def is_ended(self) -> bool:
+        return bool(self._words[_IS_ENDED])
+
+    # --- client
+
+    def put_call(self, call: int, plan: int, refs: bytes) -> None:
+        """`call` counts from 1."""
+        words = self._words
+        self._bytes[_CALL_BODY : _CALL_BODY + len(refs)] = refs
+        words[_PLAN], words[_CALL_BYTES], words[_CALL] = plan, len(refs), call
+
+    def get_end(self, call: int) -> tuple[int, int, bytes] | None:
+        """(status, kernel_ns, what the worker says) of this call; None while it has not ended. Raises ProtocolError."""
+        done, status, kernel_ns, nbytes = _END.unpack_from(self._map, 8 * _DONE)
+        if done < call:
+            return None
+        if done > call or nbytes > MAX_WORD_BYTES or status > DECLINED:
+            raise ProtocolError(f"call {call} of the lane ends as {done}, with status {status} and {nbytes} bytes")
+        return status, kernel_ns, self._map[_WORD_BODY : _WORD_BODY + nbytes]
+
+    # --- worker
+
+    def get_call(self) -> tuple[int, int, bytes]:
+        """(call, plan, references), as far as the client wrote them; the caller checks them."""
+        call, plan, nbytes = _HEAD.unpack_from(self._map, 8 * _CALL)
+        nbytes = min(nbytes, MAX_CALL_BYTES)
+        return call, plan, self._map[_CALL_BODY : _CALL_BODY + nbytes]
+
+    def put_end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
+        words = self._words
+        if said:
+            self._bytes[_WORD_BODY : _WORD_BODY + len(said)] = said
+        words[_STATUS], words[_KERNEL_NS], words[_WORD_BYTES] = status, kernel_ns, len(said)
+        words[_DONE_PLAN], words[_DONE] = plan, call
+
+    # --- whoever watches
+
+    @property
+    def done(self) -> int:
+        """The last call that ended."""
+        return self._words[_DONE]
+
+    def last_time(self) -> tuple[int, int, int]:
+        """(call, plan, kernel_ns) of the last call; plan is 0 unless it ran to its end."""
+        words = self._words
+        return words[_DONE], words[_DONE_PLAN] if words[_STATUS] == OK else 0, words[_KERNEL_NS]
+
+    def close(self) -> None:
+        self._words.release()
+        self._bytes.release()
+        self._map.close()

@@ -1,0 +1,1 @@
+"""What crosses sockets: frames, messages, control connections, keys."""

@@ -1,0 +1,495 @@
+"""Every message with a msgpack body: its fields, who sends it and what answers it.
+
+A message is a frozen dataclass listed in MESSAGES. Unknown fields are ignored, unknown kinds and wrong types are
+refused by name. A change here is a change of docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
+
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.transport.plain import pack_body, unpack_body
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Message):
+    """peer -> broker, first message on the control socket. Answered by Welcome or Refused; by Challenge where the
+    broker has a secret."""
+
+    kind: ClassVar[str] = "hello"
+    protocols: list  # type: ignore[type-arg]  # of int, newest first
+    role: str  # "client", "worker" or "keeper"
+    package: str  # package version, for messages to people
+    pid: int
+    ticket: bytes = b""  # worker: the capability it was started with
+    nonce: bytes = b""  # client, keeper: 32 random bytes from one that has the secret
+    backend: str = ""  # keeper: whose worker it keeps
+    env: str = ""  # keeper: id of what is installed there, as lz-env.json says
+    source: str = ""  # keeper: hash of its copy of our code, and of a provider of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Challenge(Message):
+    """broker -> peer that has said hello. Answered by Proof."""
+
+    kind: ClassVar[str] = "challenge"
+    nonce: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof(Message):
+    """peer -> broker. Answered by Welcome or Refused."""
+
+    kind: ClassVar[str] = "proof"
+    mac: bytes  # ipc/transport/secret.py: Handshake.peer_mac
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome(Message):
+    """broker -> peer. For a worker the control page travels with it as a file descriptor."""
+
+    kind: ClassVar[str] = "welcome"
+    protocol: int
+    package: str
+    broker: str  # incarnation
+    broker_pid: int
+    endpoint: str  # ZeroMQ address
+    identity: bytes  # routing id to use there: 128 random bits, a capability
+    number: int  # of this client or worker in this broker
+    max_in_flight: int  # calls a client may have open at once
+    timeout_s: float  # default for calls that give none
+    mac: bytes = b""  # after a Challenge: ipc/transport/secret.py: Handshake.broker_mac
+    has_joined: bool = False  # some workers are not the broker's children: they may outlive it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Message):
+    """broker -> peer. The peer's last message was not accepted; after a Hello the socket closes."""
+
+    kind: ClassVar[str] = "refused"
+    error: dict  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddArena(Message):
+    """client -> broker, with the arena's memfd. Answered by ArenaAdded or Refused."""
+
+    kind: ClassVar[str] = "add_arena"
+    arena: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArenaAdded(Message):
+    """broker -> client."""
+
+    kind: ClassVar[str] = "arena_added"
+    arena: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetireArena(Message):
+    """client -> broker: no open call uses this arena and none will. Not answered."""
+
+    kind: ClassVar[str] = "retire_arena"
+    arena: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapArena(Message):
+    """broker -> worker, with the memfd, before the first RUN that uses it. Not answered."""
+
+    kind: ClassVar[str] = "map_arena"
+    client: int
+    arena: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmapArena(Message):
+    """broker -> worker. Not answered."""
+
+    kind: ClassVar[str] = "unmap_arena"
+    client: int
+    arena: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddGpu(Message):
+    """client -> broker, with the order page (ipc/shm/timeline_page.py) of its calls on a GPU, and the descriptor of
+    the offered memory if its rung has one. Again, with the next rung, when no worker could use the last. Answered by
+    GpuAdded or Refused."""
+
+    kind: ClassVar[str] = "add_gpu"
+    gpu: str  # UUID
+    has_memops: bool  # the client's streams can write and wait for words of the page
+    offer: dict  # type: ignore[type-arg]  # ipc/cuda/pair.py: Offer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuAdded(Message):
+    """broker -> client."""
+
+    kind: ClassVar[str] = "gpu_added"
+    gpu: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapGpu(Message):
+    """broker -> worker, with the descriptors of AddGpu, before the first MapGpuArena of that client and GPU. The worker
+    tries the offered memory and writes its sign at `slot` of it; a client on whose offer that fails gets NO_TRANSPORT
+    for its calls. Not answered."""
+
+    kind: ClassVar[str] = "map_gpu"
+    client: int
+    gpu: str
+    slot: int  # of this start of this worker; the client finds its sign there
+    has_memops: bool
+    offer: dict  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmapGpu(Message):
+    """broker -> worker: the client has left, or makes another offer. Not answered."""
+
+    kind: ClassVar[str] = "unmap_gpu"
+    client: int
+    gpu: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddGpuArena(Message):
+    """client -> broker, with a descriptor if the handle's rung has one. Answered by ArenaAdded or Refused. Numbers are
+    those of AddArena; `retire_arena` is for both."""
+
+    kind: ClassVar[str] = "add_gpu_arena"
+    arena: int
+    handle: dict  # type: ignore[type-arg]  # ipc/cuda/handles.py: ArenaHandle, of the same arena number
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapGpuArena(Message):
+    """broker -> worker, as MapArena. `unmap_arena` is for both."""
+
+    kind: ClassVar[str] = "map_gpu_arena"
+    client: int
+    arena: int
+    handle: dict  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddLane(Message):
+    """client -> broker, with the page, the doorbell and the answer bell; on a GPU with a ring and its doorbell. `lane`
+    is of a Lease. Answered by LaneAdded or Refused."""
+
+    kind: ClassVar[str] = "add_lane"
+    lane: int
+    gpu: str = ""  # UUID of the GPU that the lane's routes are on, or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneAdded(Message):
+    """broker -> client. `is_open` is false when the lane's worker is gone already."""
+
+    kind: ClassVar[str] = "lane_added"
+    lane: int
+    is_open: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapLane(Message):
+    """broker -> worker, with the descriptors of AddLane. Not answered."""
+
+    kind: ClassVar[str] = "map_lane"
+    client: int
+    lane: int
+    gpu: str = ""  # as in AddLane
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmapLane(Message):
+    """broker -> worker. Not answered."""
+
+    kind: ClassVar[str] = "unmap_lane"
+    lane: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(Message):
+    """broker -> keeper, after Welcome, with its backend's descriptor as a memfd. Answered by Probed if `probes`."""
+
+    kind: ClassVar[str] = "keep"
+    provider: str  # module name, or path of a .py file
+    environ: dict  # type: ignore[type-arg]  # variables of the worker; "{site}" and "{cache}" are places at the keeper's
+    defaults: dict  # type: ignore[type-arg]  # variables of the worker that the keeper's own win over
+    probes: bool
+    timeout_s: float  # of the probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed(Message):
+    """keeper -> broker, with what the probe's process wrote to its stdout as a memfd."""
+
+    kind: ClassVar[str] = "probed"
+    code: int  # exit code; negative: the signal it died of
+    is_late: bool  # it was killed after its time
+    seconds: float
+    stderr_tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileHere(Message):
+    """broker -> keeper: run a kernel once in a child, so that its caches have what the worker will need. One at a time.
+    Answered by CompiledHere."""
+
+    kind: ClassVar[str] = "compile_here"
+    call: bytes  # an encoded Prepare
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledHere(Message):
+    """keeper -> broker. Fields as in Probed."""
+
+    kind: ClassVar[str] = "compiled_here"
+    code: int
+    is_late: bool
+    seconds: float
+    stderr_tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartWorker(Message):
+    """broker -> keeper. Answered by WorkerStarted, or WorkerEnded when that fails; later by WorkerEnded."""
+
+    kind: ClassVar[str] = "start_worker"
+    generation: int
+    ticket: bytes
+    failpoints: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Message):
+    """keeper -> broker."""
+
+    kind: ClassVar[str] = "worker_started"
+    generation: int
+    pid: int  # in the keeper's own namespace: for people only
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillWorker(Message):
+    """broker -> keeper. The worker's WorkerEnded follows, unless that is on its way."""
+
+    kind: ClassVar[str] = "kill_worker"
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded(Message):
+    """keeper -> broker: the worker has been waited for, and what it had started was killed."""
+
+    kind: ClassVar[str] = "worker_ended"
+    generation: int
+    code: int  # exit code; negative: the signal it died of
+    stderr_tail: str
+    oom: str = ""  # where the kernel killed it for lack of memory, and the limit there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping(Message):
+    """broker -> keeper. Answered by Pong."""
+
+    kind: ClassVar[str] = "ping"
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pong(Message):
+    """keeper -> broker."""
+
+    kind: ClassVar[str] = "pong"
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route(Message):
+    """Body of ROUTE: a call signature in canonical form (ipc/vocabulary/ops.py), specs as TensorSpec.to_wire()."""
+
+    kind: ClassVar[str] = "route"
+    op: str
+    inputs: list  # type: ignore[type-arg]
+    outputs: list  # type: ignore[type-arg]
+    attrs: dict  # type: ignore[type-arg]
+    backend: str = ""  # pinned backend, or ""
+    policy: dict = field(default_factory=dict)  # type: ignore[type-arg]
+    next_ops: list = field(default_factory=list)  # type: ignore[type-arg]  # ops that take this one's result
+    device: str = ""  # UUID of the GPU that all tensors are on, or ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanHere(Message):
+    """Body of RAN_HERE: `kernel_ns` of a kernel that ran in the client's process, or the error it ended in."""
+
+    kind: ClassVar[str] = "ran_here"
+    kernel_id: str
+    kernel_ns: int = 0
+    error: dict = field(default_factory=dict)  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Message):
+    """Body of PREPARE: a call signature and the kernel that runs it."""
+
+    kind: ClassVar[str] = "prepare"
+    op: str
+    kernel_id: str
+    inputs: list  # type: ignore[type-arg]
+    outputs: list  # type: ignore[type-arg]
+    attrs: dict  # type: ignore[type-arg]
+    device: str = ""  # as in Route
+    is_graph_safe: bool = False  # is_cuda_graph_safe of the kernel's descriptor: the worker may capture and replay it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Message):
+    """Body of DECISION: who serves a route now. `candidates` as in SelectionReport."""
+
+    kind: ClassVar[str] = "decision"
+    kernel_id: str
+    backend: str
+    worker_pid: int
+    copies_inputs: bool
+    copies_outputs: bool
+    candidates: list  # type: ignore[type-arg]
+    lane: str = "broker"  # a client's own: "express" under a lease, "in_process" under a RUN_IN_PROCESS grant
+    shadow_rate: float = 0.0  # share of this route's calls that policy wants repeated on a reference
+    offers_samples: bool = False  # policy gives time for tuning in the background: offer calls by `sample`
+    slot: int = 0  # on a GPU: where the worker has left its sign (MapGpu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease(Message):
+    """Body of LEASE: calls of a route may go to `plan` on the express lane `lane`, as long as its page has `epoch`."""
+
+    kind: ClassVar[str] = "lease"
+    lane: int
+    plan: int
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Message):
+    """Body of FAILED, and of DONE when attempts failed before: the error, if any, and the attempts."""
+
+    kind: ClassVar[str] = "outcome"
+    error: dict = field(default_factory=dict)  # type: ignore[type-arg]
+    attempts: list = field(default_factory=list)  # type: ignore[type-arg]
+    candidates: list = field(default_factory=list)  # type: ignore[type-arg]
+    result: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Message):
+    """Body of REQUEST: a method of the broker and its parameters."""
+
+    kind: ClassVar[str] = "request"
+    method: str
+    params: dict = field(default_factory=dict)  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(Message):
+    """Body of READY: what the provider loaded."""
+
+    kind: ClassVar[str] = "ready"
+    versions: dict  # type: ignore[type-arg]
+    kernels: list  # type: ignore[type-arg]
+
+
+MESSAGES: dict[str, type[Message]] = {
+    cls.kind: cls
+    for cls in (
+        Hello,
+        Challenge,
+        Proof,
+        Welcome,
+        Refused,
+        AddArena,
+        ArenaAdded,
+        RetireArena,
+        MapArena,
+        UnmapArena,
+        AddGpu,
+        GpuAdded,
+        MapGpu,
+        UnmapGpu,
+        AddGpuArena,
+        MapGpuArena,
+        AddLane,
+        LaneAdded,
+        MapLane,
+        UnmapLane,
+        Keep,
+        Probed,
+        CompileHere,
+        CompiledHere,
+        StartWorker,
+        WorkerStarted,
+        KillWorker,
+        WorkerEnded,
+        Ping,
+        Pong,
+        Route,
+        RanHere,
+        Prepare,
+        Decision,
+        Lease,
+        Outcome,
+        Request,
+        Ready,
+    )
+}
+
+M = TypeVar("M", bound=Message)
+_HINTS: dict[type[Message], dict[str, type]] = {
+    cls: {f.name: get_origin(t) or t for f in fields(cls) for t in (get_type_hints(cls)[f.name],)}
+    for cls in MESSAGES.values()
+}
+
+
+def encode(message: Message) -> bytes:
+    """msgpack of the message's fields and its kind."""
+    return pack_body({"kind": message.kind, **{name: getattr(message, name) for name in _HINTS[type(message)]}})
+
+
+def decode(data: bytes, *expected: type[M]) -> M:
+    """The message in `data`, which must be one of `expected`. Raises ProtocolError saying what is wrong."""
+    value = unpack_body(data)
+    if not isinstance(value, dict):
+        raise ProtocolError(f"message must be a map, got {type(value).__name__}")
+    kind = value.get("kind")
+    wanted = {cls.kind: cls for cls in expected}
+    if not isinstance(kind, str) or kind not in wanted:
+        raise ProtocolError(f"unexpected message kind {kind!r:.80}; expected {' or '.join(wanted)}")
+    cls = wanted[kind]
+    given: dict[str, Any] = {}
+    for name, typ in _HINTS[cls].items():
+        if name in value:
+            item = value[name]
+            if typ is float and type(item) is int:
+                item = float(item)
+            if type(item) is not typ:
+                raise ProtocolError(f"{kind}.{name} must be {typ.__name__}, got {type(item).__name__}")
+            given[name] = item
+    try:
+        return cls(**given)
+    except TypeError as exc:
+        raise ProtocolError(f"{kind}: {exc}") from exc

@@ -1,0 +1,1 @@
+"""What all processes call things: ops, tensors, shape classes, policies."""

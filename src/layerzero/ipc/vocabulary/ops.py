@@ -1,0 +1,164 @@
+"""The op vocabulary: tensor arguments and attributes of each op in canonical form, as they cross the wire.
+
+The client turns a public call into this form (client/planning/plans.py); providers and capability rules see only this.
+docs/ops.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Op:
+    """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
+    `indices` hold integers that say where to look, whatever the dtype of the data.
+
+    An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
+    OutputTooSmall when the buffers are too small.
+
+    An output that has the name of an input is that tensor of the caller's, with the same spec in the same memory. A
+    kernel writes parts of it and leaves the rest as it was; it reads and writes it through the output's block, which
+    alone is writable. Such an op must be idempotent: when a worker dies, another runs the call on what the first has
+    left there.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ("out",)
+    optional: frozenset[str] = frozenset()
+    indices: frozenset[str] = frozenset()
+    scales: frozenset[str] = frozenset()  # float32, whatever the dtype of the data
+    attrs: tuple[str, ...] = ()
+    sized_output: bool = False
+    ndims: tuple[int, ...] = ()  # dimensions of each input, of ops that take no others
+
+    @cached_property
+    def in_place(self) -> tuple[str, ...]:
+        """The outputs that are inputs as well."""
+        return tuple(name for name in self.outputs if name in self.inputs)
+
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        # q (B,Hq,Sq,D), k (B,Hk,Sk,D), v (B,Hk,Sk,Dv) -> (B,Hq,Sq,Dv); Hq is a multiple of Hk.
+        # attn_mask (1|B, 1|Hq, 1|Sq, 1|Sk): bool (True = attend) or q's dtype (added). scale is a float.
+        # `layout` says how the caller's memory is ordered; the views are BHSD either way.
+        Op(
+            "attention",
+            ("q", "k", "v", "attn_mask"),
+            optional=frozenset({"attn_mask"}),
+            attrs=("is_causal", "scale", "causal_alignment", "layout"),
+            ndims=(4, 4, 4, 4),
+        ),
+        # Sequences one after the other: q (Tq,Hq,D), k (Tk,Hk,D), v (Tk,Hk,Dv) -> (Tq,Hq,Dv). cu_seqlens_q and
+        # cu_seqlens_k int32 (N+1): sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n+1], and those keys.
+        Op(
+            "attention_varlen",
+            ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+            indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
+            attrs=("is_causal", "scale", "causal_alignment"),
+            ndims=(3, 3, 3, 1, 1),
+        ),
+        # One query a sequence: q (B,Hq,D), k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv) -> (B,Hq,Dv). Key j of sequence b is
+        # in slot j % P of block block_tables[b, j // P], for j below seq_lens[b]. block_tables int32 (B,M), seq_lens
+        # int32 (B). Slots and table entries that no key is in may hold anything.
+        Op(
+            "paged_attention",
+            ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
+            indices=frozenset({"block_tables", "seq_lens"}),
+            attrs=("scale",),
+            ndims=(3, 4, 4, 2, 1),
+        ),
+        # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
+        # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
+        # InvalidArgument on the CPU and stores nothing on a GPU. Equal ones: one of their tokens. Idempotent: the same
+        # values go to the same slots.
+        Op(
+            "append_kv",
+            ("key", "value", "k_cache", "v_cache", "slots"),
+            ("k_cache", "v_cache"),
+            indices=frozenset({"slots"}),
+            ndims=(3, 3, 4, 4, 1),
+        ),
+        # x (B,S,H,D), cos and sin (1|B,S,R/2) -> (B,S,H,D); of each head the first R elements are rotated. Pairs are
+        # elements i and i + R/2, or 2i and 2i + 1 when interleaved.
+        Op("rope", ("x", "cos", "sin"), attrs=("interleaved",), ndims=(4, 3, 3)),
+        # a (...,M,K), b (...,K,N) -> (...,M,N); at least 2-D each, leading dimensions broadcast.
+        Op("matmul", ("a", "b")),
+        # x (...,K), weight (N,K), bias (N) -> (...,N)
+        Op("linear", ("x", "weight", "bias"), optional=frozenset({"bias"})),
+        # dim >= 0
+        Op("softmax", ("x",), attrs=("dim",)),
+        # normalized over the last `ndim` dimensions; weight and bias have their shape
+        Op("layer_norm", ("x", "weight", "bias"), optional=frozenset({"weight", "bias"}), attrs=("ndim", "eps")),
+        Op("rms_norm", ("x", "weight"), optional=frozenset({"weight"}), attrs=("ndim", "eps")),
+        # approximate: "none" (erf) or "tanh"
+        Op("gelu", ("x",), attrs=("approximate",)),
+        Op("silu", ("x",)),
+        # equal shapes
+        Op("swiglu", ("gate", "up")),
+        # x (...,K), scale float32 of as many dimensions: extents of 1 or x's, the last G a divisor of K -> x's shape in
+        # the dtype of the attribute: x / scale in float32, rounded to nearest, ties to even, and cut to the dtype's
+        # finite range; NaN stays, in int8 it is 0. Element k of a row is of scale k // (K / G).
+        Op("quantize", ("x", "scale"), scales=frozenset({"scale"}), attrs=("dtype",)),
+        # x (...,K) of 8-bit numbers or (...,K/2) of packed fp4, scale as above -> (...,K): x * scale in float32,
+        # rounded to the dtype of the attribute.
+        Op("dequantize", ("x", "scale"), scales=frozenset({"scale"}), attrs=("dtype",)),
+        # ids int32|int64 (...), weight (V,D) -> (...,D); an id outside [0, V) is InvalidArgument
+        Op("embedding", ("ids", "weight"), indices=frozenset({"ids"})),
+        # tokenizer: a tokenizer.json as bytes; text: UTF-8 of all texts, one after the other; text_splits
+        # (n+1) int64 byte offsets. Outputs: ids int32, splits (n+1) int64, offsets (len(ids), 2) int32
+        # character positions in each text, or shape (0, 2) unless return_offsets. The kernel returns
+        # {"sizes": [ids, splits, offsets]} in elements of dimension 0.
+        Op(
+            "tokenize",
+            ("tokenizer", "text", "text_splits"),
+            ("ids", "splits", "offsets"),
+            attrs=("tokenizer_digest", "tokenizer_format", "add_special_tokens", "max_length", "return_offsets"),
+            sized_output=True,
+        ),
+        # ids int32, splits (n+1) int64 -> text uint8 (UTF-8), text_splits (n+1) int64
+        Op(
+            "detokenize",
+            ("tokenizer", "ids", "splits"),
+            ("text", "text_splits"),
+            attrs=("tokenizer_digest", "tokenizer_format", "skip_special_tokens"),
+            sized_output=True,
+        ),
+        # does nothing: measures dispatch
+        Op("null", (), ()),
+    )
+}
+
+
+class Heads(NamedTuple):
+    """Heads of queries, keys and values, and the extents that limits on head_dim are about, by name."""
+
+    query: int
+    key: int
+    value: int
+    dims: tuple[tuple[str, int], ...]
+
+
+def heads(op: str, given: Mapping[str, TensorSpec]) -> Heads | None:
+    """What the tensors of a call have as heads; None for ops that have none."""
+    if op == "rope":
+        x = given["x"]
+        return Heads(x.shape[2], x.shape[2], x.shape[2], (("x", x.shape[3]), ("rotary", 2 * given["cos"].shape[2])))
+    if op not in _HEADS:
+        return None
+    q, k, v = (given[name] for name in OPS[op].inputs[:3])
+    own, shared = _HEADS[op]
+    dims = (("query and key", q.shape[-1]), ("value", v.shape[-1]))
+    return Heads(q.shape[own], k.shape[shared], v.shape[shared], dims)
+
+
+# The dimension that counts heads, in q and in keys and values.
+_HEADS = {"attention": (1, 1), "attention_varlen": (1, 1), "paged_attention": (1, 2)}

@@ -1,0 +1,185 @@
+"""Shape classes: which calls of an op one certificate covers. workers/certify/cases.py has a case for each; the
+broker asks for the class of a call.
+
+A class is `variant/size/memory`, or "empty" when an extent is 0:
+variant   what the kernel is asked to compute: causal rule, mask, grouped heads, weight, bias, broadcast ...
+size      of the extents that kernels cut into blocks: small (all below 16), aligned (those from 16 on are multiples of
+          16), ragged (some are not: there is a remainder to handle), long (one is above 256: several blocks)
+memory    the worst of all tensors: dense, rows (only the last dimension is without gaps), strided; bshd for attention
+          in that layout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+EMPTY = "empty"
+ANY = "any"  # the class of ops without tensors of a floating-point or integer kind, and their dtype
+REGISTER = 16  # elements: no vector register of a CPU holds more floats
+LONG = 256  # elements: above it libraries go on in blocks
+
+Inputs = Sequence[Any]  # of TensorSpec, None where an optional one is left out
+
+
+def shape_class(op: str, inputs: Inputs, attrs: Mapping[str, Any], outputs: Sequence[TensorSpec] = ()) -> str:
+    """The class of a call in canonical form (ipc/vocabulary/ops.py). Where no `outputs` are given they count as dense.
+
+    Total: an op without classes has the one class "any". So has a signature that breaks its op's rules, and no kernel
+    of an op with classes has a certificate for that.
+    """
+    facets = _FACETS.get(op)
+    given = [spec for spec in (*inputs, *outputs) if spec is not None]
+    try:
+        if facets is None:
+            return _TEXT_OPS[op](attrs) if op in _TEXT_OPS else ANY
+        if any(spec.numel == 0 for spec in given):
+            return EMPTY
+        variant, extents = facets(inputs, attrs)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return ANY
+    memory = "bshd" if attrs.get("layout") == "BSHD" else max(map(_memory, given), key=_MEMORY.index, default="dense")
+    return f"{variant}/{_size(extents)}/{memory}"
+
+
+def class_dtype(op: str, inputs: Inputs) -> str:
+    """The dtype a certificate is about: that of the call's data, or "any" where the op has none."""
+    position = {"embedding": 1}.get(op, 0)
+    if op not in _FACETS or len(inputs) <= position:
+        return ANY
+    spec = inputs[position]
+    return ANY if spec is None else spec.dtype
+
+
+_MEMORY = ("dense", "rows", "strided")
+
+
+def _memory(spec: TensorSpec) -> str:
+    if spec.is_contiguous:
+        return "dense"
+    return "strided" if spec.shape[-1] > 1 and spec.strides[-1] != 1 else "rows"
+
+
+def _size(extents: Sequence[int]) -> str:
+    if max(extents, default=0) > LONG:
+        return "long"
+    wide = [extent for extent in extents if extent >= REGISTER]
+    return "small" if not wide else "ragged" if any(extent % REGISTER for extent in wide) else "aligned"
+
+
+Facets = tuple[str, Sequence[int]]  # the variant, and the extents that decide on the size
+
+
+def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    q, k, v, mask = inputs
+    queries, keys = q.shape[2], k.shape[2]
+    parts = []
+    if attrs["is_causal"]:
+        parts.append("causal" if queries == keys else f"causal_{attrs['causal_alignment']}")
+    if mask is not None:
+        parts.append("bool_mask" if mask.dtype == "bool" else "float_mask")
+    if q.shape[1] != k.shape[1]:
+        parts.append("gqa")
+    return "+".join(parts) or "plain", (queries, keys, q.shape[3], v.shape[3])
+
+
+def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    q, k, v, _, _ = inputs
+    parts = [f"causal_{attrs['causal_alignment']}"] if attrs["is_causal"] else []
+    if q.shape[1] != k.shape[1]:
+        parts.append("gqa")
+    return "+".join(parts) or "plain", (q.shape[0], k.shape[0], q.shape[2], v.shape[2])
+
+
+def _paged_attention(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    q, k_cache, v_cache, block_tables, _ = inputs
+    page = k_cache.shape[1]
+    extents = (page, page * block_tables.shape[1], q.shape[2], v_cache.shape[3])
+    return ("plain" if q.shape[1] == k_cache.shape[2] else "gqa"), extents
+
+
+def _append_kv(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    key, value, k_cache, _, slots = inputs
+    return slots.dtype, (key.shape[0], k_cache.shape[1], key.shape[2], value.shape[2])
+
+
+def _rope(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, cos, _ = inputs
+    rotated = 2 * cos.shape[2]
+    parts = ["interleaved" if attrs["interleaved"] else "halves"]
+    if rotated < x.shape[3]:
+        parts.append("partial")
+    if cos.shape[0] > 1:
+        parts.append("batched")
+    return "+".join(parts), (rotated, x.shape[3])
+
+
+def _matmul(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    a, b = inputs
+    extents = (*a.shape[-2:], b.shape[-1])
+    if a.ndim == b.ndim == 2:
+        return "matrix", extents
+    return ("batched" if a.shape[:-2] == b.shape[:-2] else "broadcast"), extents
+
+
+def _linear(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    x, weight, bias = inputs
+    rows = x.numel // max(x.shape[-1], 1)
+    variant = "matrix" if x.ndim <= 2 else "batched"
+    return variant + ("+bias" if bias is not None else ""), (rows, *weight.shape)
+
+
+def _softmax(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    (x,) = inputs
+    dim = attrs["dim"]
+    return ("last" if dim == x.ndim - 1 else "inner"), (x.shape[dim],)
+
+
+def _norm(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, *parameters = inputs
+    names = [name for name, spec in zip(("weight", "bias"), parameters, strict=False) if spec is not None]
+    extent = 1
+    for n in x.shape[x.ndim - attrs["ndim"] :]:
+        extent *= n
+    return "+".join(["one" if attrs["ndim"] == 1 else "several", *names]), (extent,)
+
+
+def _elementwise(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    return str(attrs.get("approximate", "plain")), (inputs[0].numel,)
+
+
+def _quantization(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    x, scale = inputs
+    parts = [attrs["dtype"], "groups" if scale.shape[-1] > 1 else "rows" if scale.numel > 1 else "one"]
+    return "+".join(parts), (x.shape[-1],)
+
+
+def _embedding(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
+    ids, weight = inputs
+    return ids.dtype, (ids.numel, weight.shape[1])
+
+
+_FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
+    "attention": _attention,
+    "attention_varlen": _attention_varlen,
+    "paged_attention": _paged_attention,
+    "append_kv": _append_kv,
+    "rope": _rope,
+    "matmul": _matmul,
+    "linear": _linear,
+    "softmax": _softmax,
+    "layer_norm": _norm,
+    "rms_norm": _norm,
+    "gelu": _elementwise,
+    "silu": _elementwise,
+    "swiglu": _elementwise,
+    "quantize": _quantization,
+    "dequantize": _quantization,
+    "embedding": _embedding,
+}
+_TEXT_OPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "tokenize": lambda attrs: f"{attrs['tokenizer_format']}{'+offsets' if attrs['return_offsets'] else ''}",
+    "detokenize": lambda attrs: str(attrs["tokenizer_format"]),
+}

@@ -1,0 +1,85 @@
+"""The first steps of a worker process: its configuration, its tie to the broker, clean file descriptors."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from layerzero.ipc.errors import ConfigError
+from layerzero.ipc.transport.plain import unpack_body
+from layerzero.workers.gpu.graph_cache import BUDGET_BYTES
+from layerzero.workers.provider import Provider
+
+_PR_SET_PDEATHSIG = 1
+GRAPH_VARIABLE = "LAYERZERO_WORKER_GRAPH_MIB"
+
+
+@dataclass(frozen=True)
+class BootConfig:
+    """What a worker must know before it can say hello. Comes through an inherited descriptor: no secret in argv
+    or in the environment."""
+
+    control_path: str
+    ticket: bytes
+    provider: str  # module name, or path of a .py file
+    backend: str
+    parent_pid: int
+    package: str
+    failpoints: str
+
+
+def read_config(fd: int) -> BootConfig:
+    """Read and close the boot descriptor."""
+    with os.fdopen(fd, "rb") as file:
+        return BootConfig(**unpack_body(file.read()))
+
+
+def read_graph_bytes(environ: Mapping[str, str]) -> int:
+    """GPU memory that CUDA graphs of this worker may take. Raises ConfigError for what is no number of MiB."""
+    text = environ.get(GRAPH_VARIABLE, "")
+    if not text:
+        return BUDGET_BYTES
+    if not text.isdecimal():
+        raise ConfigError(f"{GRAPH_VARIABLE}={text!r}; allowed: a whole number of MiB, 0 for no graphs")
+    return int(text) << 20
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the broker ends, however it ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it ended before the call above took effect
+        os._exit(1)
+
+
+def point_stdout_at_stderr() -> None:
+    """Kernels print to stdout; here that must not reach anyone who parses it. Python stacks go to stderr: of a crash,
+    and when SIGUSR2 asks where a worker is stuck."""
+    os.dup2(2, 1)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
+    signal.signal(
+        signal.SIGALRM, signal.SIG_DFL
+    )  # for workers/gpu/executor.py; what the broker was started with is inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+
+
+def import_provider(name: str) -> Provider:
+    """Import a provider module by dotted name, or from a path that ends in .py."""
+    if not name.endswith(".py"):
+        return cast(Provider, importlib.import_module(name))
+    spec = importlib.util.spec_from_file_location("layerzero_provider", name)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"provider {name!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return cast(Provider, module)

@@ -1,0 +1,1 @@
+"""Calls with known answers, by which a probe certifies kernels."""

@@ -1,0 +1,107 @@
+"""Whether a kernel's descriptor claims a call: the rules of capabilities/match.py over the descriptor's plain JSON.
+
+Foreign environments have no pydantic, so the broker's matcher cannot run there; a test holds the two to one verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layerzero.ipc.vocabulary.ops import OPS, heads
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+Claims = Mapping[str, Any]  # one kernel of a descriptor
+
+
+def dtypes(op: str, claims: Claims) -> Sequence[str]:
+    """The dtypes that the kernel needs a certificate for; "any" for ops that have none."""
+    return list(claims.get("dtypes") or ()) or ["any"]
+
+
+def admits(
+    op: str,
+    claims: Claims,
+    inputs: Sequence[TensorSpec | None],
+    outputs: Sequence[TensorSpec],
+    attrs: Mapping[str, Any],
+) -> bool:
+    """True when the descriptor refuses nothing about this call."""
+    given = {name: spec for name, spec in zip(OPS[op].inputs, inputs, strict=True) if spec is not None}
+    if not _admits_arguments(op, claims, given, attrs):
+        return False
+    if OPS[op].sized_output:
+        is_readable = attrs["tokenizer_format"] in claims.get("tokenizer_formats", ())
+        return is_readable and (not attrs.get("return_offsets") or claims.get("supports_offsets", False))
+    if op == "null":
+        return True
+    if not all(_admits_tensor(op, claims, name, spec) for name, spec in given.items()):
+        return False
+    needs_dense_out = claims.get("requires_contiguous") and not claims.get("copies_outputs")
+    if needs_dense_out and not all(spec.is_contiguous for spec in outputs):
+        return False
+    ndim = next(iter(given.values())).ndim
+    if not claims.get("min_ndim", 0) <= ndim <= _limit(claims, "max_ndim"):
+        return False
+    if not _admits_heads(op, claims, given):
+        return False
+    if op == "attention_varlen":
+        return not attrs["is_causal"] or attrs["causal_alignment"] in claims.get("causal_alignments", ())
+    if op == "paged_attention":
+        page = given["k_cache"].shape[1]
+        return page % claims.get("page_size_multiple", 1) == 0 and page <= _limit(claims, "max_page_size")
+    return op != "attention" or _admits_attention(claims, given, attrs)
+
+
+def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:
+    required = claims.get("required_args", ())
+    allowed = {*claims.get("optional_args", ()), *required, "attn_mask"}
+    if not (OPS[op].optional & given.keys()) <= allowed or not given.keys() >= set(required):
+        return False
+    return all(name not in attrs or attrs[name] in values for name, values in (claims.get("attrs") or {}).items())
+
+
+def _admits_tensor(op: str, claims: Claims, name: str, spec: TensorSpec) -> bool:
+    allowed = claims.get("index_dtypes" if name in OPS[op].indices else "dtypes") or ()
+    if name in OPS[op].scales:
+        allowed = ("float32",)
+    if spec.dtype not in allowed and not (name == "attn_mask" and spec.dtype == "bool"):
+        return False
+    if spec.numel == 0 and not claims.get("supports_empty"):
+        return False
+    if claims.get("requires_contiguous"):
+        return spec.is_contiguous
+    is_last_dense = not spec.ndim or spec.shape[-1] <= 1 or spec.strides[-1] == 1
+    return is_last_dense or not claims.get("requires_last_dim_stride1")
+
+
+def _admits_heads(op: str, claims: Claims, given: Mapping[str, TensorSpec]) -> bool:
+    found = heads(op, given)
+    if found is None:
+        return True
+    low, high, step = claims.get("min_head_dim", 1), _limit(claims, "max_head_dim"), claims.get("head_dim_multiple", 1)
+    if any(not low <= dim <= high or dim % step for _, dim in found.dims):
+        return False
+    if claims.get("equal_head_dims") and len({dim for _, dim in found.dims}) > 1:
+        return False
+    return found.query == found.key or bool(claims.get("supports_gqa"))
+
+
+def _admits_attention(claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:
+    q, k, mask = given["q"], given["k"], given.get("attn_mask")
+    if attrs["layout"] not in claims.get("requires_layouts", ()):
+        return False
+    if max(q.shape[2], k.shape[2]) > _limit(claims, "max_seq_len"):
+        return False
+    if mask is not None:
+        kind = "bool" if mask.dtype == "bool" else "float"
+        if kind not in claims.get("attn_mask_types", ()):
+            return False
+    is_aligned = attrs["causal_alignment"] in claims.get("causal_alignments", ())
+    return is_aligned or not attrs["is_causal"] or q.shape[2] == k.shape[2]
+
+
+def _limit(claims: Claims, name: str) -> float:
+    limit = claims.get(name)
+    return math.inf if limit is None else float(limit)

@@ -1,0 +1,310 @@
+"""What each tensor op means, in plain Python: float64 arithmetic, or exact integers that the caller wraps.
+
+No library takes part, so a kernel in any environment can be compared with it. Tensors are flat row-major lists beside
+their shapes. tests/reference.py says the same in NumPy; a test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import Any
+
+from layerzero.ipc.vocabulary.numerics import MAGNITUDES, nearest
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor: its shape and its elements in row-major order."""
+
+    shape: Shape
+    flat: Sequence[Any]
+
+
+Attrs = Mapping[str, Any]
+
+
+def attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """softmax(q k^T * scale + mask) v; a row that sees no key is 0."""
+    q, k, v = _given(inputs[:3])
+    mask = inputs[3]
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys, wide = k.shape[1], k.shape[2], v.shape[3]
+    shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
+    out: list[float] = []
+    for b, h in itertools.product(range(batch), range(heads)):
+        head = b * kv_heads + h // (heads // kv_heads)
+        k_rows = _rows(k.flat, dim, head * keys, keys)
+        v_columns = [v.flat[head * keys * wide + c : (head + 1) * keys * wide : wide] for c in range(wide)]
+        for i in range(queries):
+            row = q.flat[((b * heads + h) * queries + i) * dim :][:dim]
+            scores = []
+            for j in range(keys):
+                bias = 0.0
+                if mask is not None:
+                    bias = _broadcast(mask, (b, h, i, j))
+                    bias = (0.0 if bias else -math.inf) if isinstance(bias, bool) else bias
+                if attrs["is_causal"] and j > i + shift:
+                    bias = -math.inf
+                scores.append(sum(map(mul, row, k_rows[j])) * attrs["scale"] + bias)
+            top = max(scores, default=-math.inf)
+            if top == -math.inf:
+                out += [0.0] * wide
+                continue
+            weights = [math.exp(score - top) for score in scores]
+            total = sum(weights)
+            out += [sum(map(mul, weights, column)) / total for column in v_columns]
+    return Values((batch, heads, queries, wide), out)
+
+
+def attention_varlen(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """As attention, within each sequence."""
+    q, k, v, ends_q, ends_k = _given(inputs)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    is_bottom_right = attrs["causal_alignment"] == "bottom_right"
+    out: list[float] = []
+    for n in range(len(ends_q.flat) - 1):
+        (first_q, last_q), (first_k, last_k) = ends_q.flat[n : n + 2], ends_k.flat[n : n + 2]
+        queries, keys = last_q - first_q, last_k - first_k
+        shift = keys - queries if is_bottom_right else 0
+        for i, h in itertools.product(range(queries), range(heads)):
+            seen = min(max(i + 1 + shift, 0), keys) if attrs["is_causal"] else keys
+            rows = [(first_k + j) * kv_heads + h // (heads // kv_heads) for j in range(seen)]
+            out += _attended(_row(q, (first_q + i) * heads + h), k, v, rows, attrs["scale"])
+    return Values((*q.shape[:2], v.shape[2]), out)
+
+
+def paged_attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """One query a sequence, to the keys that its block table leads to."""
+    q, k, v, tables, lengths = _given(inputs)
+    batch, heads, _ = q.shape
+    page, kv_heads, wide = k.shape[1], k.shape[2], tables.shape[1]
+    out: list[float] = []
+    for b, h in itertools.product(range(batch), range(heads)):
+        slots = [tables.flat[b * wide + j // page] * page + j % page for j in range(lengths.flat[b])]
+        rows = [slot * kv_heads + h // (heads // kv_heads) for slot in slots]
+        out += _attended(_row(q, b * heads + h), k, v, rows, attrs["scale"])
+    return Values((batch, heads, v.shape[3]), out)
+
+
+def append_kv(inputs: Sequence[Values | None], _: Attrs) -> tuple[Values, Values]:
+    """The caches with the rows of key and value in their slots."""
+    key, value, k_cache, v_cache, slots = _given(inputs)
+    made = []
+    for rows, cache in ((key, k_cache), (value, v_cache)):
+        flat, wide = list(cache.flat), math.prod(rows.shape[1:])
+        for token, slot in enumerate(slots.flat):
+            if slot >= 0:
+                flat[slot * wide : (slot + 1) * wide] = rows.flat[token * wide : (token + 1) * wide]
+        made.append(Values(cache.shape, flat))
+    return made[0], made[1]
+
+
+def rope(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """Each pair (a, b) of a head's first elements becomes (a cos - b sin, b cos + a sin)."""
+    x, cos, sin = _given(inputs)
+    _, sequence, heads, dim = x.shape
+    pairs, shared = cos.shape[2], cos.shape[0] == 1
+    out: list[float] = []
+    for number, row in enumerate(_rows(x.flat, dim, 0, len(x.flat) // dim if dim else 0)):
+        place = number // heads % sequence if shared else number // heads
+        turned = list(row)
+        for i, (c, s) in enumerate(zip(_row(cos, place), _row(sin, place), strict=True)):
+            one, other = (2 * i, 2 * i + 1) if attrs["interleaved"] else (i, i + pairs)
+            a, b = row[one], row[other]
+            turned[one], turned[other] = a * c - b * s, b * c + a * s
+        out += turned
+    return Values(x.shape, out)
+
+
+def matmul(inputs: Sequence[Values | None], _: Attrs) -> Values:
+    """a @ b with broadcast leading dimensions."""
+    a, b = _given(inputs)
+    (m, n), inner = a.shape[-2:], b.shape[-1]
+    lead = _broadcast_shape(a.shape[:-2], b.shape[:-2])
+    out: list[Any] = []
+    for index in itertools.product(*map(range, lead)):
+        a_rows = _rows(a.flat, n, _offset(a.shape[:-2], index) * m, m)
+        start = _offset(b.shape[:-2], index) * n * inner
+        b_columns = [b.flat[start + c : start + n * inner : inner] for c in range(inner)]
+        out += [sum(map(mul, row, column)) for row in a_rows for column in b_columns]
+    return Values((*lead, m, inner), out)
+
+
+def linear(inputs: Sequence[Values | None], _: Attrs) -> Values:
+    """x @ weight^T + bias."""
+    x, weight = _given(inputs[:2])
+    bias = inputs[2]
+    n, k = weight.shape
+    w_rows = _rows(weight.flat, k, 0, n)
+    rows = math.prod(x.shape[:-1])
+    added: Sequence[Any] = [0] * n if bias is None else bias.flat
+    out = [
+        sum(map(mul, row, w)) + more for row in _rows(x.flat, k, 0, rows) for w, more in zip(w_rows, added, strict=True)
+    ]
+    return Values((*x.shape[:-1], n), out)
+
+
+def softmax(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    (x,) = _given(inputs)
+    dim = attrs["dim"]
+    extent, step = x.shape[dim], math.prod(x.shape[dim + 1 :])
+    out = [0.0] * len(x.flat)
+    for start in range(len(x.flat)):
+        if (start // step) % extent:
+            continue  # not the first of its line
+        line = slice(start, start + extent * step, step)
+        powers = [math.exp(value - max(x.flat[line])) for value in x.flat[line]]
+        out[line] = [power / sum(powers) for power in powers]
+    return Values(x.shape, out)
+
+
+def layer_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    def normalize(row: Sequence[float]) -> list[float]:
+        mean = math.fsum(row) / len(row)
+        variance = math.fsum((value - mean) ** 2 for value in row) / len(row)
+        return [(value - mean) / math.sqrt(variance + attrs["eps"]) for value in row]
+
+    return _normalized(inputs, attrs, normalize)
+
+
+def rms_norm(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    def normalize(row: Sequence[float]) -> list[float]:
+        mean_square = math.fsum(value * value for value in row) / len(row)
+        return [value / math.sqrt(mean_square + attrs["eps"]) for value in row]
+
+    return _normalized(inputs, attrs, normalize)
+
+
+def gelu(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    (x,) = _given(inputs)
+    if attrs["approximate"] == "tanh":
+        c = math.sqrt(2 / math.pi)
+        return Values(x.shape, [v / 2 * (1 + math.tanh(c * (v + 0.044715 * v**3))) for v in x.flat])
+    return Values(x.shape, [v / 2 * math.erfc(-v / math.sqrt(2)) for v in x.flat])
+
+
+def silu(inputs: Sequence[Values | None], _: Attrs) -> Values:
+    (x,) = _given(inputs)
+    return Values(x.shape, [v / (1 + math.exp(-v)) for v in x.flat])
+
+
+def swiglu(inputs: Sequence[Values | None], _: Attrs) -> Values:
+    gate, up = _given(inputs)
+    return Values(gate.shape, [v / (1 + math.exp(-v)) * w for v, w in zip(gate.flat, up.flat, strict=True)])
+
+
+def quantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    x, scale = _given(inputs)
+    parts = [value / step for value, step in zip(x.flat, _steps(x.shape, scale), strict=True)]
+    if attrs["dtype"] == "int8":
+        return Values(x.shape, [max(min(round(value), 127), -128) for value in parts])
+    return Values(x.shape, [nearest(value, attrs["dtype"]) for value in parts])
+
+
+def dequantize(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
+    """`kind`: of the numbers; packed ones come as their bytes."""
+    x, scale = _given(inputs)
+    if attrs["kind"] == "float4_e2m1fn_x2":
+        known = MAGNITUDES["float4_e2m1fn_x2"]
+        codes = [code for byte in x.flat for code in (byte % 16, byte // 16)]
+        x = Values((*x.shape[:-1], 2 * x.shape[-1]), [-known[c - 8] if c > 7 else known[c] for c in codes])
+    return Values(x.shape, [value * step for value, step in zip(x.flat, _steps(x.shape, scale), strict=True)])
+
+
+def _steps(shape: Shape, scale: Values) -> list[float]:
+    """The scale of each element."""
+    each = shape[-1] // scale.shape[-1]
+    return [
+        _broadcast(scale, (*lead, column // each))
+        for lead in itertools.product(*map(range, shape[:-1]))
+        for column in range(shape[-1])
+    ]
+
+
+def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
+    ids, weight = _given(inputs)
+    wide = weight.shape[1]
+    out = [value for i in ids.flat for value in weight.flat[i * wide : (i + 1) * wide]]
+    return Values((*ids.shape, wide), out)
+
+
+OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values, ...]]] = {
+    "attention": attention,
+    "attention_varlen": attention_varlen,
+    "paged_attention": paged_attention,
+    "append_kv": append_kv,
+    "rope": rope,
+    "matmul": matmul,
+    "linear": linear,
+    "softmax": softmax,
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "gelu": gelu,
+    "silu": silu,
+    "swiglu": swiglu,
+    "quantize": quantize,
+    "dequantize": dequantize,
+    "embedding": embedding,
+}
+
+
+def _given(inputs: Sequence[Values | None]) -> list[Values]:
+    return [values for values in inputs if values is not None]
+
+
+def _rows(flat: Sequence[Any], width: int, first: int, count: int) -> list[Sequence[Any]]:
+    return [flat[(first + i) * width : (first + i + 1) * width] for i in range(count)]
+
+
+def _row(values: Values, number: int) -> Sequence[Any]:
+    """A row of the last dimension."""
+    width = values.shape[-1]
+    return values.flat[number * width : (number + 1) * width]
+
+
+def _attended(query: Sequence[float], k: Values, v: Values, rows: Sequence[int], scale: float) -> list[float]:
+    """The attention of one query to some rows of k and v; 0 where there are none."""
+    if not rows:
+        return [0.0] * v.shape[-1]
+    scores = [sum(map(mul, query, _row(k, row))) * scale for row in rows]
+    top = max(scores)
+    weights = [math.exp(score - top) for score in scores]
+    total = sum(weights)
+    return [sum(map(mul, weights, column)) / total for column in zip(*(_row(v, row) for row in rows), strict=True)]
+
+
+def _normalized(
+    inputs: Sequence[Values | None], attrs: Attrs, normalize: Callable[[Sequence[float]], list[float]]
+) -> Values:
+    x, weight, bias = (*inputs, None, None)[:3]
+    assert x is not None
+    width = math.prod(x.shape[len(x.shape) - attrs["ndim"] :])
+    out: list[float] = []
+    for row in _rows(x.flat, width, 0, math.prod(x.shape) // width if width else 0):
+        values = normalize(row)
+        values = values if weight is None else list(map(mul, values, weight.flat))
+        out += values if bias is None else [value + more for value, more in zip(values, bias.flat, strict=True)]
+    return Values(x.shape, out)
+
+
+def _broadcast_shape(one: Shape, other: Shape) -> Shape:
+    pairs = itertools.zip_longest(reversed(one), reversed(other), fillvalue=1)
+    return tuple(b if a == 1 else a for a, b in pairs)[::-1]
+
+
+def _offset(shape: Shape, index: Sequence[int]) -> int:
+    """The flat position of a broadcast index; extra leading dimensions of the index do not count."""
+    place = 0
+    for extent, i in zip(shape, index[len(index) - len(shape) :], strict=True):
+        place = place * extent + (0 if extent == 1 else i)
+    return place
+
+
+def _broadcast(values: Values, index: Sequence[int]) -> Any:
+    return values.flat[_offset(values.shape, index)]

@@ -1,0 +1,1 @@
+"""A worker's GPU: binding, enqueueing, graphs."""

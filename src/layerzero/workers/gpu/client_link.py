@@ -1,0 +1,67 @@
+"""What a worker has of one client on one GPU: its order page, and streams of ours for each lane of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from layerzero.ipc.cuda.driver import Context
+from layerzero.ipc.cuda.handles import Key
+from layerzero.ipc.cuda.streams import WorkerOrder
+from layerzero.ipc.shm.timeline_page import MASK, READY, Turn, index
+
+_HALF = 1 << 31
+
+
+@dataclass(eq=False)
+class Queue:
+    """A stream of ours, and the last call of a lane that was enqueued in it."""
+
+    stream: int
+    last: int
+
+
+@dataclass(eq=False)
+class Link:
+    """Calls that another worker could not finish come out of order: behind a later call of its lane, which the client's
+    stream lets begin only after it, such a call would wait for ever. In each stream the numbers of a lane grow."""
+
+    client: int
+    context: Context
+    order: WorkerOrder
+    offer: Key
+    lanes: dict[int, list[Queue]] = field(default_factory=dict)
+    bell_stream: int = 0  # once there are bells
+
+    @property
+    def streams(self) -> list[int]:
+        streams = [queue.stream for queues in self.lanes.values() for queue in queues]
+        return [*streams, self.bell_stream] if self.bell_stream else streams
+
+    def stream(self, turn: Turn, new: Callable[[Context], int]) -> int:
+        """The stream for a call; `new` makes one, or finds a free one. Raises ProtocolError for a turn that is none."""
+        queues = self.lanes.get(turn.lane)
+        if queues is None:
+            index(turn, READY)  # which raises
+            queues = self.lanes[turn.lane] = []
+        number = turn.number
+        for queue in queues:
+            if number - queue.last & MASK < _HALF:
+                queue.last = number
+                return queue.stream
+        queues.append(Queue(new(self.context), number))
+        return queues[-1].stream
+
+    def is_behind(self, turn: Turn) -> bool:
+        """Whether a stream of ours holds later calls of its lane, which wait for it."""
+        return any(turn.number - queue.last & MASK >= _HALF for queue in self.lanes.get(turn.lane, ()))
+
+    def release(self) -> None:
+        """The client is gone: its streams will not write READY any more, for which ours wait. What they compute nobody
+        reads. To be repeated while they work: a last write of the client's GPU may come yet, with a smaller number."""
+        page = self.order.page
+        for lane, queues in self.lanes.items():
+            for queue in queues:
+                turn = Turn(lane, queue.last)
+                if not page.is_ready(turn):
+                    page.store_ready(turn)

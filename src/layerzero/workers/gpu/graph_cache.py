@@ -1,0 +1,278 @@
+"""Calls that repeat become one launch: a kernel that runs on the same blocks again and again becomes a CUDA graph.
+
+Words that order streams stay outside of it, and so do copies to and from arenas that are not mapped.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from layerzero.ipc.cuda.driver import Context, Driver
+from layerzero.ipc.errors import CudaError
+from layerzero.workers.gpu.errors import is_out_of_memory
+from layerzero.workers.provider import Bound, Keeper
+
+FROZEN_AFTER = 4  # runs without a graph; a library may compile, load and tune in the first ones
+MAX_GRAPHS = 64
+MAX_PINNED = 4096  # besides
+BUDGET_BYTES = 256 << 20
+_PATIENCE = 8  # a graph that had to go comes back after so many times as many runs
+
+OnStream = Callable[[int], AbstractContextManager[None]]
+
+
+class State(Enum):
+    WARMUP = "warmup"  # each run is the kernel's own
+    SHAPES_FROZEN = "shapes_frozen"  # the same blocks came often enough: it is captured next
+    CAPTURED = "captured"
+    REPLAYING = "replaying"
+    EAGER = "eager"  # for good
+
+
+class Signal(Enum):
+    REPEATED = "repeated"
+    CAPTURED = "captured"
+    LAUNCHED = "launched"
+    REFUSED = "refused"
+    EVICTED = "evicted"
+
+
+TRANSITIONS: dict[tuple[State, Signal], State] = {
+    (State.WARMUP, Signal.REPEATED): State.SHAPES_FROZEN,
+    (State.SHAPES_FROZEN, Signal.CAPTURED): State.CAPTURED,
+    (State.SHAPES_FROZEN, Signal.REFUSED): State.EAGER,
+    (State.SHAPES_FROZEN, Signal.EVICTED): State.WARMUP,
+    (State.CAPTURED, Signal.LAUNCHED): State.REPLAYING,
+    (State.CAPTURED, Signal.REFUSED): State.EAGER,
+    (State.CAPTURED, Signal.EVICTED): State.WARMUP,
+    (State.REPLAYING, Signal.REFUSED): State.EAGER,
+    (State.REPLAYING, Signal.EVICTED): State.WARMUP,
+}
+
+
+@dataclass(eq=False)
+class Steady:
+    """How far a kernel that is bound to some blocks has come."""
+
+    state: State = State.WARMUP
+    runs: int = 0  # in WARMUP
+    needed: int = FROZEN_AFTER
+    graph: int = 0
+    stream: int = 0  # of the graph
+    nbytes: int = 0  # of GPU memory that the graph took
+    bound: Bound | None = None  # what the graph runs
+
+    def step(self, signal: Signal) -> None:
+        """Raises KeyError for a signal that this state does not know."""
+        self.state = TRANSITIONS[self.state, signal]
+
+
+@dataclass(eq=False)
+class Pinned:
+    """A graph that stays until it is let go of."""
+
+    context: Context
+    graph: int
+    nbytes: int
+    bound: Bound
+
+
+class _Doomed(NamedTuple):
+    context: Context
+    graph: int  # 0: a capture that failed
+    bound: Bound
+
+
+class Graphs:
+    """The graphs of a worker, bounded by count and memory. For one thread; needs the context to be current."""
+
+    def __init__(self, on_stream: OnStream | None, budget_bytes: int = BUDGET_BYTES) -> None:
+        """With a budget of 0 nothing is captured."""
+        self._on_stream = on_stream
+        self._budget_bytes = budget_bytes
+        self._live: dict[Steady, Context] = {}  # least recently launched first
+        self._pinned: dict[Pinned, None] = {}
+        self._doomed: list[_Doomed] = []
+        self._graphs_of: Counter[Bound] = Counter()  # doomed ones included
+
+    def advance(self, steady: Steady, bound: Bound, context: Context, stream: int) -> str:
+        """Count a run that comes now, and capture the kernel if it is due. Enqueues nothing.
+
+        Returns why this kernel must never be captured, if that was found now. Raises CudaError when it is sticky.
+        """
+        if steady.state is not State.WARMUP or not self._budget_bytes:
+            return ""
+        steady.runs += 1
+        if steady.runs <= steady.needed:
+            return ""
+        steady.step(Signal.REPEATED)
+        return self._capture(steady, bound, context, stream)
+
+    def launch(self, steady: Steady, stream: int) -> bool:
+        """Enqueue the captured kernel; whether there was one for this stream. Raises CudaError."""
+        if not steady.graph or steady.stream != stream:
+            return False
+        context = self._live.pop(steady)
+        self._live[steady] = context
+        try:
+            context.driver.launch_graph(steady.graph, stream)
+        except CudaError as exc:
+            self._release(steady, Signal.EVICTED if exc.is_out_of_memory else Signal.REFUSED)
+            raise
+        if steady.state is State.CAPTURED:
+            steady.step(Signal.LAUNCHED)
+        return True
+
+    def drop(self, steady: Steady) -> None:
+        """Its blocks are no longer used."""
+        if steady in self._live:
+            self._release(steady, Signal.EVICTED)
+
+    def clear(self) -> None:
+        """Memory is short."""
+        for steady in list(self._live):
+            self._release(steady, Signal.EVICTED)
+
+    @property
+    def has_doomed(self) -> bool:
+        return bool(self._doomed)
+
+    def reap(self) -> None:
+        """Destroy what was let go of. Only while no stream waits: the driver frees memory then."""
+        for context, graph, bound in self._doomed:
+            with context:
+                if graph:
+                    context.driver.destroy_graph(graph)
+                self._graphs_of[bound] -= 1
+                if not self._graphs_of[bound]:
+                    del self._graphs_of[bound]
+                    if isinstance(bound, Keeper):
+                        bound.release()
+        self._doomed.clear()
+
+    def pin(self, bound: Bound, context: Context, stream: int) -> Pinned:
+        """Capture a kernel into a graph that stays until `unpin`; enqueues nothing.
+
+        Raises ValueError with the reason where that cannot be, CudaError when it is sticky.
+        """
+        used = sum(one.nbytes for one in self._pinned)
+        if len(self._pinned) >= MAX_PINNED or used >= self._budget_bytes:
+            raise ValueError(
+                f"{len(self._pinned)} calls in graphs take {used} bytes of this worker's memory already; allowed: "
+                f"{MAX_PINNED} and {self._budget_bytes} (LAYERZERO_WORKER_GRAPH_MIB)"
+            )
+        try:
+            graph, nbytes = self._record(bound, context, stream)
+        except Exception as exc:  # whatever a library raises
+            if isinstance(exc, CudaError) and exc.is_sticky:
+                raise
+            raise ValueError(f"{type(exc).__name__}: {exc}"[:500]) from exc
+        pinned = Pinned(context, graph, nbytes, bound)
+        self._pinned[pinned] = None
+        self._make_room()
+        if used + nbytes > self._budget_bytes:
+            self.unpin(pinned)
+            raise ValueError(
+                f"it takes {nbytes} bytes, {used} of {self._budget_bytes} bytes for graphs of this worker are in use"
+            )
+        return pinned
+
+    def unpin(self, pinned: Pinned) -> None:
+        del self._pinned[pinned]
+        self._doomed.append(_Doomed(pinned.context, pinned.graph, pinned.bound))
+
+    def _capture(self, steady: Steady, bound: Bound, context: Context, stream: int) -> str:
+        try:
+            # On the lane's own stream: what a library keeps for each stream, such as the workspace of cuBLAS, is then
+            # used by calls in a row only, as without a graph.
+            graph, nbytes = self._record(bound, context, stream)
+        except Exception as exc:  # whatever a library raises
+            if isinstance(exc, CudaError) and exc.is_sticky:
+                raise
+            if is_out_of_memory(exc):
+                self._rest(steady, Signal.EVICTED)
+                return ""
+            steady.step(Signal.REFUSED)
+            return f"{type(exc).__name__}: {exc}"[:500]
+        steady.graph, steady.stream, steady.nbytes, steady.bound = graph, stream, nbytes, bound
+        steady.step(Signal.CAPTURED)
+        self._live[steady] = context
+        self._make_room()
+        return ""
+
+    def _record(self, bound: Bound, context: Context, stream: int) -> tuple[int, int]:
+        """A graph and its bytes of GPU memory."""
+        assert self._on_stream is not None
+        free, _ = context.driver.memory_info()
+        self._graphs_of[bound] += 1
+        try:
+            graph = _record(bound, context.driver, self._on_stream, stream)
+        except BaseException:
+            self._doomed.append(_Doomed(context, 0, bound))
+            raise
+        # Other processes' memory counts here, too. The worst that comes of it is a graph less.
+        return graph, max(0, free - context.driver.memory_info()[0])
+
+    def _make_room(self) -> None:
+        live, pinned = self._live, sum(one.nbytes for one in self._pinned)
+        while live and (len(live) > MAX_GRAPHS or pinned + sum(one.nbytes for one in live) > self._budget_bytes):
+            self._release(next(iter(live)), Signal.EVICTED)
+
+    def _release(self, steady: Steady, signal: Signal) -> None:
+        context = self._live.pop(steady)
+        assert steady.bound is not None
+        self._doomed.append(_Doomed(context, steady.graph, steady.bound))
+        steady.graph = steady.stream = steady.nbytes = 0
+        steady.bound = None
+        self._rest(steady, signal)
+
+    @staticmethod
+    def _rest(steady: Steady, signal: Signal) -> None:
+        steady.step(signal)
+        steady.runs, steady.needed = 0, steady.needed * _PATIENCE
+
+
+def _record(bound: Bound, driver: Driver, on_stream: OnStream, stream: int) -> int:
+    """The kernel as a graph. Raises ValueError where that would not do what the kernel does, and what it raises."""
+    driver.begin_capture(stream)
+    was_collecting = gc.isenabled()
+    gc.disable()  # what it finds may be freed on the GPU, which breaks a capture
+    try:
+        with on_stream(stream):
+            result = bound()
+    except BaseException:
+        _abandon(driver, stream)
+        raise
+    finally:
+        if was_collecting:
+            gc.enable()
+    graph = driver.end_capture(stream)
+    if not graph:
+        raise ValueError("it enqueues nothing on its stream")
+    if result is not None:
+        driver.destroy_graph(graph)
+        raise ValueError(f"it returns a {type(result).__name__}, which a graph cannot")
+    return graph
+
+
+def _abandon(driver: Driver, stream: int) -> None:
+    try:
+        graph = driver.end_capture(stream)
+    except CudaError as exc:
+        if exc.is_sticky:
+            raise
+        return  # broken by what the kernel did; the stream is usable again
+    if graph:
+        driver.destroy_graph(graph)
+
+
+def tell(kernel_id: str, reason: str) -> None:
+    """Into the worker's log."""
+    print(f"kernel {kernel_id} cannot be captured and stays eager: {reason}", file=sys.stderr)

@@ -1,0 +1,174 @@
+"""Calls in the clients' CUDA graphs, on a worker's side (docs/protocol.md, section 15): each has a bell in its client's
+order page, and its kernel is a graph here, which is launched when the bell rings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from layerzero.ipc.cuda.driver import Context
+from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, ProtocolError
+from layerzero.ipc.shm.timeline_page import SILENT, TAKEN, OrderPage
+from layerzero.workers.failpoint import Failpoints
+from layerzero.workers.gpu.client_link import Link
+from layerzero.workers.gpu.graph_cache import Graphs, Pinned
+from layerzero.workers.gpu.plan import Plan, Task
+
+AWAKE_S = 1.0  # after the last ring
+MAX_TAKINGS = 1 << 31
+NAP_S, DOZE_MS = 50e-6, 1  # between two looks until then, and later
+
+
+@dataclass(eq=False)
+class Bell:
+    number: int  # in its page
+    binding: int
+    plan: int
+    task: Task  # what the graph uses
+    refs: bytes
+    graph: Pinned
+    takings: int = 0  # whoever watches sees from the bell's word that it is not the same one all the time
+
+    def is_meant(self, page: OrderPage) -> bool:
+        """Whether it still rings for this call. MUTE may be under way, and the bell another call's by now."""
+        return page.binding(self.number) == self.binding
+
+    def take(self, page: OrderPage) -> None:
+        page.set_bell(self.number, TAKEN + self.takings % MAX_TAKINGS)
+        self.takings += 1
+
+
+@dataclass(eq=False)
+class _Board:
+    """A client's bells on a GPU. One stream launches them all: what a library keeps for each stream is then used by one
+    kernel at a time."""
+
+    link: Link
+    bells: dict[int, Bell] = field(default_factory=dict)
+    first: int = 0  # bells lie from this one
+    stop: int = 0  # to before this one
+
+    def meant(self, bell: int | None) -> Bell | None:
+        """What it launches here, if anything."""
+        one = self.bells.get(bell) if bell is not None else None
+        return one if one is not None and one.is_meant(self.link.order.page) else None
+
+    def bound(self) -> None:
+        self.first, self.stop = (min(self.bells), max(self.bells) + 1) if self.bells else (0, 0)
+
+
+class Bells:
+    """For the loop's thread."""
+
+    def __init__(self, graphs: Graphs, busy: dict[int, Context], end: Callable[[str], NoReturn]) -> None:
+        """`busy`: where streams are put that get work. `end` ends the process."""
+        self._graphs, self._busy, self._end = graphs, busy, end
+        self._boards: list[_Board] = []
+        self._served_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._boards)
+
+    def bind(self, link: Link, bell: int, binding: int, number: int, plan: Plan, task: Task, refs: bytes) -> None:
+        """Capture the kernel, and launch it when a worker that is gone had taken the bell. Needs the link's context.
+
+        `number`: of the plan. Raises CudaGraphUnsafe, and ProtocolError for a bell that is bound already.
+        """
+        board = next((board for board in self._boards if board.link is link), None)
+        if board is None:
+            board = _Board(link)
+        if bell in board.bells:
+            raise ProtocolError(f"bell {bell} of client {link.client} is bound already")
+        try:
+            graph = self._graphs.pin(task.bound, link.context, link.bell_stream)
+        except ValueError as exc:
+            raise refusal(plan, str(exc)) from exc
+        one = board.bells[bell] = Bell(bell, binding, number, task, refs, graph)
+        board.bound()
+        if board not in self._boards:
+            self._boards.append(board)
+        self._served_s = time.monotonic()  # it may ring soon
+        page = link.order.page
+        # Who answers the one before takes this one back first and rings it later. So look at that one first.
+        before = page.previous_bell(bell)
+        has_turn = before is None or page.is_bell_done(before)
+        if (taken := page.bell(bell)) >= TAKEN and one.is_meant(page):  # the next taking must not look like this one
+            one.takings = taken - TAKEN + 1
+            if has_turn and not page.is_bell_done(bell):
+                self._answer(board, bell, None)
+
+    def serve(self, failpoints: Failpoints | None) -> bool:
+        """Launch what was rung. Whether anything was. Bells that other workers serve are passed over."""
+        came = False
+        for board in self._boards:
+            page, bell = board.link.order.page, board.first
+            while (found := page.rung(bell, board.stop)) is not None:
+                one = board.meant(found)
+                if one is not None:
+                    one.take(page)
+                    self._answer(board, found, failpoints)
+                    came = True
+                bell = found + 1
+        if came:
+            self._served_s = time.monotonic()
+        return came
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether one was rung not long ago."""
+        return time.monotonic() - self._served_s < AWAKE_S
+
+    def drop(self, is_gone: Callable[[Link, int, Bell], bool]) -> list[tuple[str, Task]]:
+        """Let go of bells. Returns what their graphs may use yet, by GPU."""
+        dropped = []
+        for board in self._boards:
+            for bell, one in list(board.bells.items()):
+                if is_gone(board.link, bell, one):
+                    del board.bells[bell]
+                    self._graphs.unpin(one.graph)
+                    dropped.append((board.link.context.gpu, one.task))
+            board.bound()
+        self._boards = [board for board in self._boards if board.bells]
+        return dropped
+
+    def _answer(self, board: _Board, bell: int, failpoints: Failpoints | None) -> None:
+        """Launch a taken bell's kernel, and those of the bells that follow it, up to one that another worker serves."""
+        link, page = board.link, board.link.order.page
+        run, following = {bell: board.bells[bell]}, page.next_bell(bell)
+        # All are taken before the first is launched: who takes over must see what is not done.
+        while following is not None and following not in run and (one := board.meant(following)) is not None:
+            # One that is taken and not done is of this replay: a worker that is dead took it.
+            if page.is_bell_done(following) or page.bell(following) < TAKEN:
+                page.clear_bell_done(following)
+                one.take(page)
+            run[following] = one
+            following = page.next_bell(following)
+        if following in run:
+            following = None  # a circle: no graph of ours has one
+        if following is not None:
+            page.clear_bell_done(following)
+            page.set_bell(following, SILENT)
+        stream, driver = link.bell_stream, link.context.driver
+        self._busy[stream] = link.context
+        try:
+            with link.context:
+                for bell, one in run.items():
+                    if failpoints:
+                        failpoints.hit("executing")
+                    driver.launch_graph(one.graph.graph, stream)
+                    link.order.answer_bell(stream, bell)
+                    if failpoints:
+                        failpoints.hit("sent")
+                if following is not None:
+                    link.order.ring(stream, following)
+        except CudaError as exc:  # the client's graph waits: the next worker serves it when this one is gone
+            self._end(f"bell {bell} of client {link.client} was taken and cannot be served: {exc.message}")
+
+
+def refusal(plan: Plan, reason: str) -> CudaGraphUnsafe:
+    kernel_id = plan.call.kernel_id
+    return CudaGraphUnsafe(
+        f"kernel {kernel_id} cannot run within a CUDA graph of the caller: {reason}", kernel=kernel_id, reason=reason
+    )

@@ -1,0 +1,96 @@
+"""The express lanes of a worker's clients: which doorbells to watch, and what each lane may run."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.shm import lane
+from layerzero.workers.provider import Bound
+
+MAX_READY = 64  # calls of a lane that need no second look
+
+
+@dataclass(eq=False)
+class Lane:
+    """`ready` has the calls that were found to be allowed and whole, by plan and references."""
+
+    number: int
+    client: int
+    page: lane.Page
+    doorbell: int
+    answer: int
+    ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
+
+    def remember(self, plan: int, refs: bytes, bound: Bound) -> None:
+        if len(self.ready) >= MAX_READY:
+            del self.ready[next(iter(self.ready))]
+        self.ready[plan, refs] = bound
+
+
+class Lanes:
+    """Doorbells are watched by `poll`, which the worker waits on."""
+
+    def __init__(self, poll: select.poll) -> None:
+        self._poll = poll
+        self._lanes: dict[int, Lane] = {}
+        self._by_bell: dict[int, Lane] = {}
+        self._plans: dict[int, set[int]] = {}  # leases may come before their lane
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+    def open(self, number: int, client: int, fds: list[int]) -> None:
+        """`fds` are the page, the doorbell and the answer bell; they are the lane's from here on, or closed when it
+        cannot be opened."""
+        try:
+            if len(fds) != 3 or number in self._lanes:
+                raise ProtocolError(f"lane {number} comes with {len(fds)} descriptors; needed: 3, once")
+            page, doorbell, answer = fds
+            made = Lane(number, client, lane.Page(page), doorbell, answer)
+            self._poll.register(doorbell, select.POLLIN)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        os.close(page)
+        self._lanes[number] = self._by_bell[doorbell] = made
+
+    def close(self, number: int) -> None:
+        gone = self._lanes.pop(number, None)
+        self._plans.pop(number, None)
+        if gone is not None:
+            self._poll.unregister(gone.doorbell)
+            del self._by_bell[gone.doorbell]
+            gone.page.close()
+            os.close(gone.doorbell)
+            os.close(gone.answer)
+
+    def allow(self, number: int, plan: int) -> None:
+        self._plans.setdefault(number, set()).add(plan)
+
+    def allows(self, number: int, plan: int) -> bool:
+        return plan in self._plans.get(number, ())
+
+    def forget_plan(self, plan: int) -> None:
+        """It is gone. Numbers are not given again, so that what is not forgotten would be kept for ever."""
+        for number, plans in list(self._plans.items()):
+            plans.discard(plan)
+            if not plans:
+                del self._plans[number]
+        self.forget_ready()
+
+    def forget_ready(self) -> None:
+        """An arena, or a plan, is gone."""
+        for one in self._lanes.values():
+            one.ready.clear()
+
+    def rung(self, events: Iterable[tuple[int, int]]) -> Iterator[Lane]:
+        """Lanes, among what `poll` returned, with a call that this worker has claimed."""
+        for fd, _ in events:
+            found = self._by_bell.get(fd)
+            if found is not None and lane.take(fd):  # else its client has withdrawn the call
+                yield found

@@ -1,0 +1,453 @@
+"""The worker's life after boot: hello, load, then RUN -> kernel -> RAN or RAISED, one at a time and in order. Calls on
+express lanes and rings take turns with those of the broker."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+
+from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.shm import lane, memory
+from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.transport import control, messages, sockets, wire
+from layerzero.ipc.transport.wire import (
+    BELL,
+    BELL_BYTES,
+    HAS_BELL,
+    HAS_TURN,
+    HEADER_BYTES,
+    NO_ARENA,
+    REF_BYTES,
+    TURN,
+    TURN_BYTES,
+    Header,
+    Kind,
+)
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers import boot
+from layerzero.workers.boot import BootConfig, import_provider
+from layerzero.workers.failpoint import Failpoints
+from layerzero.workers.gpu.executor import Gpus
+from layerzero.workers.gpu.plan import Enqueued, Plan
+from layerzero.workers.gpu.polling import Spin
+from layerzero.workers.gpu.rings import Rings
+from layerzero.workers.lanes import Lane, Lanes
+from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
+
+IDLE, MAPPED, EXECUTING, WRITTEN = range(4)
+MAX_BOUND = 64  # sets of blocks kept bound per signature
+CONTROL_TIMEOUT_S = 10.0
+FINISH_PAUSE_S = 0.001
+HWM = 4096
+_CONTROL = (
+    messages.MapArena,
+    messages.UnmapArena,
+    messages.MapLane,
+    messages.UnmapLane,
+    messages.MapGpu,
+    messages.UnmapGpu,
+    messages.MapGpuArena,
+)
+_NOBLOCK, _RUN, _RAN = int(zmq.NOBLOCK), int(Kind.RUN), int(Kind.RAN)  # enums are slow
+
+
+@dataclass
+class _Arena:
+    """A client's arena: inputs are seen through the read-only map, outputs through the writable one."""
+
+    nbytes: int
+    read: memoryview
+    write: memoryview
+    problem: str = ""  # why it could not be mapped
+
+
+@dataclass
+class _Prepared:
+    call: Call
+    bind: Bind
+    is_sized: bool
+    gpu: Plan | None  # of a call on a GPU
+    bound: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
+
+
+def serve(config: BootConfig) -> int:
+    """Say hello, load the provider, serve until STOP or until the broker is gone. Returns the exit code."""
+    graph_bytes = boot.read_graph_bytes(os.environ)
+    sock = control.connect(Path(config.control_path), timeout_s=CONTROL_TIMEOUT_S)
+    hello = messages.Hello(
+        protocols=[wire.PROTOCOL], role="worker", package=config.package, pid=os.getpid(), ticket=config.ticket
+    )
+    control.send(sock, hello)
+    answer, fds = control.receive(sock, messages.Welcome, messages.Refused)
+    if isinstance(answer, messages.Refused):
+        raise from_wire(answer.error)
+    page = memory.ControlPage(fds[0], writable=True)
+    os.close(fds[0])
+    loaded = import_provider(config.provider).load()
+
+    context = zmq.Context()
+    dealer = sockets.connect_dealer(context, answer.endpoint, answer.identity, HWM)
+    ready = messages.Ready(versions=dict(loaded.versions), kernels=sorted(loaded.kernels))
+    dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
+    try:
+        _Loop(dealer, sock, page, loaded, Failpoints(config.failpoints) or None, graph_bytes).run()
+    finally:
+        dealer.close()
+        context.term()
+    return 0
+
+
+class _Loop:
+    def __init__(
+        self,
+        dealer: zmq.Socket[bytes],
+        sock: socket.socket,
+        page: memory.ControlPage,
+        loaded: Loaded,
+        failpoints: Failpoints | None,
+        graph_bytes: int,
+    ) -> None:
+        self._dealer = dealer
+        self._control = sock
+        self._page = page
+        self._kernels = loaded.kernels
+        self._failpoints = failpoints
+        self._arenas: dict[tuple[int, int], _Arena] = {}
+        self._prepared: dict[int, _Prepared] = {}
+        self._poll = select.poll()
+        self._lanes = Lanes(self._poll)
+        self._gpus = Gpus(loaded.on_stream, self._hear, graph_bytes=graph_bytes)
+        self._gpu_plans: dict[int, Plan] = {}
+        self._rings = Rings(self._poll, self._gpus, self._gpu_plans, page, failpoints, self._leave)
+        self._spin = Spin(self._poll, self._rings, self._gpus.bells, failpoints)
+
+    def run(self) -> None:
+        """Serve. Returns on STOP and when the broker's end of the control socket closes."""
+        poll = self._poll
+        poll.register(sockets.poll_fd(self._dealer), select.POLLIN)
+        poll.register(self._control, select.POLLIN)
+        control_fd = self._control.fileno()
+        while True:
+            while sockets.has_input(self._dealer):  # also after each send, which may eat the edge that announces input
+                frame = self._dealer.recv(_NOBLOCK)
+                header = wire.unpack(frame)
+                if header.kind == _RUN:
+                    self._run(header, frame[HEADER_BYTES:])
+                elif header.kind == Kind.PREPARE:
+                    self._prepare(header.route, frame[HEADER_BYTES:])
+                elif header.kind == Kind.DROP:
+                    self._drop(header.route)
+                elif header.kind == Kind.ALLOW:  # which kind of lane it is may not be known yet
+                    self._lanes.allow(header.aux, header.route)
+                    self._rings.allow(header.aux, header.route)
+                elif header.kind == Kind.MUTE:
+                    self._gpus.mute(header.aux, header.seq, header.route)
+                elif header.kind == Kind.STOP:
+                    self._finish()
+                    return
+                else:
+                    raise ProtocolError(f"a worker does not take kind {header.kind}")
+                if self._lanes:  # they take turns with the broker's calls
+                    self._serve_lanes(poll.poll(0))
+                self._spin.serve()
+                self._gpus.watch_if_due()
+            events = self._spin.wait(self._gpus.timeout_ms)
+            self._gpus.watch_if_due()
+            self._serve_lanes(events)
+            if any(fd == control_fd for fd, _ in events):
+                try:
+                    self._take_control()
+                except control.Closed:
+                    return
+
+    def _finish(self) -> None:
+        """Wait for what was enqueued on GPUs; not for longer than the broker does."""
+        while self._gpus.is_busy:
+            try:
+                if control.is_readable(self._control.fileno(), FINISH_PAUSE_S):
+                    self._take_control()
+            except control.Closed:
+                return
+            self._gpus.watch()
+
+    def _prepare(self, route: int, body: bytes) -> None:
+        message = messages.decode(body, messages.Prepare)
+        inputs = tuple(None if i is None else TensorSpec.from_wire(i) for i in message.inputs)
+        outputs = tuple(TensorSpec.from_wire(o) for o in message.outputs)
+        call = Call(message.op, message.kernel_id, inputs, outputs, message.attrs)
+        bind = self._kernels[message.kernel_id]
+        plan = Plan(call, bind, message.device, message.is_graph_safe) if message.device else None
+        self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, plan)
+        if plan is not None:
+            self._gpu_plans[route] = plan
+
+    def _drop(self, route: int) -> None:
+        prepared = self._prepared.pop(route, None)
+        if prepared is not None and prepared.gpu is not None:
+            del self._gpu_plans[route]
+            self._gpus.drop(prepared.gpu)
+        self._lanes.forget_plan(route)
+        self._rings.forget_plan(route)
+
+    def _run(self, header: Header, body: bytes) -> None:
+        dispatch, fault, how = header.seq, "", 0
+        self._page.write(dispatch, MAPPED)
+        try:
+            if self._failpoints:
+                self._failpoints.hit("received")
+            if header.flags & HAS_TURN:
+                elapsed_ns, result, fault, how = self._call_on_gpu(header, body)
+            elif header.flags & HAS_BELL:
+                self._bind_bell(header, body)
+                elapsed_ns, result = 0, None
+            else:
+                bound = self._bound(header.route, header.aux, body)
+                elapsed_ns, result, fault = self._call(dispatch, bound)
+            said = b"" if result is None else msgpack.packb(result)
+            reply = wire.pack(_RAN, seq=dispatch, attempt=header.attempt, aux=how, time=elapsed_ns, body=said)
+        except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
+            self._gpus.check(exc)
+            body = _error_body(exc)
+            reply = wire.pack(Kind.RAISED, seq=dispatch, attempt=header.attempt, body=body)
+        if fault:
+            reply = _spoil(reply, fault)
+        if reply:
+            self._dealer.send(reply)
+        if self._failpoints:
+            self._failpoints.hit("sent")
+        self._page.write(0, IDLE)
+
+    def _bound(self, plan: int, client: int, body: bytes) -> Bound:
+        prepared = self._prepared[plan]
+        key = (client, body)
+        bound = prepared.bound.get(key)
+        if bound is None:
+            bound = self._bind(prepared, client, body)
+            if len(prepared.bound) >= MAX_BOUND:
+                del prepared.bound[next(iter(prepared.bound))]
+            prepared.bound[key] = bound
+        return bound
+
+    def _call(self, dispatch: int, bound: Bound) -> tuple[int, Any, str]:
+        """Run a call: (time of the kernel in ns, what it returned, the fault that a failpoint wants in the answer)."""
+        page, failpoints = self._page, self._failpoints
+        if failpoints:
+            failpoints.hit("mapped")
+        page.write(dispatch, EXECUTING)
+        if failpoints:
+            failpoints.hit("executing")
+        start_ns = time.perf_counter_ns()
+        result = bound()
+        elapsed_ns = time.perf_counter_ns() - start_ns
+        page.write(dispatch, WRITTEN)
+        return elapsed_ns, result, failpoints.hit("written") if failpoints else ""
+
+    def _call_on_gpu(self, header: Header, body: bytes) -> Enqueued:
+        page, failpoints = self._page, self._failpoints
+        plan = self._gpu_plan(header, body, TURN_BYTES)
+        turn = Turn._make(TURN.unpack_from(body, len(body) - TURN_BYTES))
+        if self._rings:
+            self._rings.catch_up(header.aux, plan.gpu, turn)
+            page.write(header.seq, MAPPED)
+        task = self._gpus.task(plan, header.aux, body[:-TURN_BYTES])
+        if failpoints:
+            failpoints.hit("mapped")
+        page.write(header.seq, EXECUTING)
+        enqueued = self._gpus.run(plan, task, header.aux, turn, failpoints)
+        page.write(header.seq, WRITTEN)
+        return enqueued
+
+    def _bind_bell(self, header: Header, body: bytes) -> None:
+        plan = self._gpu_plan(header, body, BELL_BYTES)
+        bell, binding = BELL.unpack_from(body, len(body) - BELL_BYTES)
+        self._gpus.bind_bell(plan, header.route, header.aux, body[:-BELL_BYTES], bell, binding)
+
+    def _gpu_plan(self, header: Header, body: bytes, tail_bytes: int) -> Plan:
+        plan = self._prepared[header.route].gpu
+        if plan is None or len(body) < tail_bytes:
+            raise ProtocolError(
+                f"a call with a turn or a bell on plan {header.route}, which is not on a GPU, or without its bytes"
+            )
+        return plan
+
+    def _leave(self, number: int, call: int, error: Exception | None) -> None:
+        body = b"" if error is None else _error_body(error)
+        self._dealer.send(wire.pack(Kind.LEFT, seq=call, aux=number, body=body))
+
+    def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
+        """One call of each lane that has one."""
+        for rung in self._lanes.rung(events):
+            call, plan, body = rung.page.get_call()
+            bound = rung.ready.get((plan, body))
+            if bound is not None or (self._lanes.allows(rung.number, plan) and self._has_arenas(plan, rung, body)):
+                self._run_on_lane(rung, call, plan, body, bound)
+            else:
+                rung.page.put_end(call, lane.DECLINED)
+                lane.ring(rung.answer)
+
+    def _run_on_lane(self, rung: Lane, call: int, plan: int, body: bytes, bound: Bound | None) -> None:
+        dispatch, fault, said = lane.mark(rung.number, call), "", b""
+        self._page.write(dispatch, MAPPED)
+        try:
+            if self._failpoints:
+                self._failpoints.hit("received")
+            if bound is None:
+                bound = self._bound(plan, rung.client, body)
+                rung.remember(plan, body, bound)
+            elapsed_ns, result, fault = self._call(dispatch, bound)
+            status = lane.OK
+            if result is not None:
+                said = msgpack.packb(result)
+                if len(said) > lane.MAX_WORD_BYTES:
+                    status, said = lane.DECLINED, b""
+        except Exception as exc:  # as above; the broker hears of it when the client brings the call there
+            short = BackendError(f"{type(exc).__name__}: {exc}"[:400])
+            status, elapsed_ns, said = lane.RAISED, 0, msgpack.packb(short.to_wire())
+        if not fault:
+            rung.page.put_end(call, status, plan, elapsed_ns, said)
+            lane.ring(rung.answer)
+        elif fault == "stale":
+            rung.page.put_end(call + 1_000_000, status)
+            lane.ring(rung.answer)
+        elif fault != "silent":
+            rung.page.put_end(call, 99)
+            lane.ring(rung.answer)
+        if self._failpoints:
+            self._failpoints.hit("sent")
+        self._page.write(0, IDLE)
+
+    def _has_arenas(self, plan: int, rung: Lane, body: bytes) -> bool:
+        prepared = self._prepared.get(plan)
+        if prepared is None or prepared.gpu is not None:
+            return False
+        count = len(prepared.call.inputs) + len(prepared.call.outputs)
+        if len(body) != count * REF_BYTES:
+            return False
+        refs = wire.unpack_refs(body, count)
+        return all(ref.arena == NO_ARENA or (rung.client, ref.arena) in self._arenas for ref in refs)
+
+    def _bind(self, prepared: _Prepared, client: int, body: bytes) -> Bound:
+        call = prepared.call
+        if prepared.gpu is not None:
+            raise ProtocolError(f"a call on {prepared.gpu.gpu} has no turn")
+        refs = wire.unpack_refs(body, len(call.inputs) + len(call.outputs))
+        inputs: list[Block | None] = []
+        for spec, ref in zip(call.inputs, refs, strict=False):
+            inputs.append(None if spec is None else self._block(prepared, client, spec, ref, writable=False))
+        outputs = [
+            self._block(prepared, client, spec, ref, writable=True)
+            for spec, ref in zip(call.outputs, refs[len(call.inputs) :], strict=True)
+        ]
+        return prepared.bind(call, inputs, outputs)
+
+    def _block(self, prepared: _Prepared, client: int, spec: TensorSpec, ref: wire.Ref, *, writable: bool) -> Block:
+        if ref.arena == NO_ARENA:
+            raise ProtocolError("a required tensor has no arena")
+        arena = self._arenas.get((client, ref.arena))
+        while arena is None:  # its descriptor was sent before this RUN; take what is queued until it is here
+            self._take_control()
+            arena = self._arenas.get((client, ref.arena))
+        if arena.problem:
+            raise BackendError(arena.problem)
+        if ref.offset + ref.nbytes > arena.nbytes:
+            raise ProtocolError(f"bytes {ref.offset}+{ref.nbytes} are outside an arena of {arena.nbytes}")
+        if prepared.is_sized:  # the leading extent is as long as the bytes given
+            row = spec.itemsize
+            for extent in spec.shape[1:]:
+                row *= extent
+            spec = TensorSpec.contiguous(spec.dtype, (ref.nbytes // row, *spec.shape[1:]))
+        if spec.span_bytes > ref.nbytes:
+            raise ProtocolError(f"{spec} spans {spec.span_bytes} bytes, the reference has {ref.nbytes}")
+        view = arena.write if writable else arena.read
+        return Block(view[ref.offset : ref.offset + ref.nbytes], spec)
+
+    def _hear(self, *, waits: bool) -> bool:
+        """Take a message from the control socket; whether there was one. Without `waits` only one that is there."""
+        if not waits and not control.is_readable(self._control.fileno()):
+            return False
+        self._take_control()
+        return True
+
+    def _take_control(self) -> None:
+        """Take one message from the control socket; waits for it."""
+        message, fds = control.receive(self._control, *_CONTROL)
+        if isinstance(message, messages.MapLane):
+            if message.gpu:
+                self._rings.open(message.lane, message.client, message.gpu, fds)
+            else:
+                self._lanes.open(message.lane, message.client, fds)
+        elif isinstance(message, messages.UnmapLane):
+            self._rings.close(message.lane)
+            self._lanes.close(message.lane)
+        elif isinstance(message, messages.MapArena):
+            self._arenas[message.client, message.arena] = _map_arena(fds[0], message.nbytes)
+        elif isinstance(message, messages.UnmapArena):
+            self._unmap_arena(message.client, message.arena)
+        elif isinstance(message, messages.MapGpu):
+            self._gpus.map_gpu(message, fds)
+        elif isinstance(message, messages.UnmapGpu):
+            self._gpus.unmap_gpu(message.client, message.gpu)
+        elif isinstance(message, messages.MapGpuArena):
+            self._gpus.map_arena(message, fds)
+
+    def _unmap_arena(self, client: int, arena: int) -> None:
+        if self._arenas.pop((client, arena), None) is None:
+            self._gpus.unmap_arena(client, arena, self._gpu_plans.values())
+            return
+        for prepared in self._prepared.values():  # views keep the maps alive
+            prepared.bound.clear()
+        self._lanes.forget_ready()
+
+
+def _map_arena(fd: int, nbytes: int) -> _Arena:
+    """Takes the descriptor over."""
+    try:
+        read: mmap = memory.map_fd(fd, nbytes, writable=False, populate=True)
+        write: mmap = memory.map_fd(fd, nbytes, writable=True, populate=True)
+        return _Arena(nbytes, memoryview(read), memoryview(write))
+    except (OSError, ValueError) as exc:  # no memory, too many maps: calls that use it fail, the worker lives
+        problem = f"the worker cannot map the caller's memory of {nbytes} bytes: {exc}"
+        print(problem, file=sys.stderr)
+        return _Arena(0, memoryview(b""), memoryview(b""), problem)
+    finally:
+        os.close(fd)
+
+
+def _error_body(exc: Exception) -> bytes:
+    """The error as it travels. Texts that UTF-8 cannot hold and facts that are not plain are reduced to ASCII."""
+    try:
+        packed: bytes = msgpack.packb(_describe(exc).to_wire())
+    except (TypeError, ValueError, OverflowError):
+        packed = msgpack.packb(BackendError(ascii(exc)[:2000], exception=type(exc).__name__).to_wire())
+    return packed
+
+
+def _describe(exc: Exception) -> LayerZeroError:
+    if isinstance(exc, LayerZeroError):
+        exc.message = exc.message[:2000]
+        return exc
+    text = "".join(traceback.format_exception(exc))
+    return BackendError(f"{type(exc).__name__}: {exc}"[:2000], exception=type(exc).__name__, traceback=text[-4000:])
+
+
+def _spoil(reply: bytes, fault: str) -> bytes:
+    """What a faulty worker may send instead of `reply`; see failpoint.py."""
+    header = wire.unpack(reply)
+    return {
+        "garbage": b"\xff" * 64,
+        "truncated": reply[: HEADER_BYTES // 2],
+        "stale": wire.pack(Kind.RAN, seq=header.seq + 1_000_000, attempt=header.attempt),
+        "silent": b"",
+    }[fault]

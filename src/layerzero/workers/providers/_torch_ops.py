@@ -1,0 +1,224 @@
+"""Ops in PyTorch that are the same on every device. Used by torch_cpu.py and torch_cuda.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.workers.provider import Bind, Block, Bound, Call
+
+Run = Callable[[Any], Any]  # fills the tensor it is given; of ops that write in place, parts of each of a list
+Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None where one is left out
+
+# Ops whose kernels write any strides themselves; the others get a contiguous tensor, see binder().
+_WRITES_STRIDED = frozenset({"attention", "attention_varlen", "paged_attention", "rope", "softmax"})
+
+
+def binder(torch: Any, view: Callable[[Block], Any], build: Builder) -> Bind:
+    """A Bind that gives `build` the blocks as tensors, and its run an output that it can write."""
+
+    def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        views = [None if block is None else view(block) for block in inputs]
+        if OPS[call.op].in_place:
+            targets = [view(block) for block in outputs]
+            write = build(views, call)
+            return lambda: write(targets)
+        out = view(outputs[0])
+        if out.numel() == 0:
+            return lambda: None
+        run = build(views, call)
+        # With strides that do not collapse, the out= forms of gelu, linear and matmul fail or write the wrong
+        # elements (torch 2.13).
+        is_direct = call.op in _WRITES_STRIDED or out.is_contiguous()
+
+        def bound() -> None:
+            if is_direct:
+                run(out)
+                return
+            dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            run(dense)
+            out.copy_(dense)
+
+        return bound
+
+    return bind
+
+
+class TorchOps:
+    """One method per op, each a Builder. `sdpa` is scaled_dot_product_attention, or one of its implementations."""
+
+    def __init__(self, torch: Any, sdpa: Callable[..., Any]) -> None:
+        self.torch = torch
+        self.sdpa = sdpa
+
+    def builders(self) -> Mapping[str, Builder]:
+        """Every op but attention, paged_attention and append_kv, by name."""
+        return {
+            "attention_varlen": self.attention_varlen,
+            "rope": self.rope,
+            "matmul": self.matmul,
+            "linear": self.linear,
+            "softmax": self.softmax,
+            "layer_norm": self.layer_norm,
+            "rms_norm": self.rms_norm,
+            "gelu": self.gelu,
+            "silu": self.silu,
+            "swiglu": self.swiglu,
+            "quantize": self.quantize,
+            "dequantize": self.dequantize,
+            "embedding": self.embedding,
+        }
+
+    def attention_varlen(self, views: Sequence[Any], call: Call) -> Run:
+        """One sequence after the other. Reads their ends on the host: on a GPU it waits for them."""
+        q, k, v, *ends = views
+        is_causal, scale = call.attrs["is_causal"], call.attrs["scale"]
+        is_bottom_right = call.attrs["causal_alignment"] == "bottom_right"
+
+        def run(out: Any) -> None:
+            (starts_q, starts_k) = (
+                checked_ends(given.tolist(), len(tokens), name)
+                for given, tokens, name in zip(ends, (q, k), ("cu_seqlens_q", "cu_seqlens_k"), strict=True)
+            )
+            for n in range(len(starts_q) - 1):
+                rows, keys = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
+                self.attend(q[rows], k[keys], v[keys], out[rows], is_causal, is_bottom_right, scale)
+
+        return run
+
+    def attend(self, q: Any, k: Any, v: Any, out: Any, is_causal: bool, is_bottom_right: bool, scale: float) -> None:
+        """Attention of one sequence, all tensors (tokens, heads, extent)."""
+        queries, keys = len(q), len(k)
+        if not queries or not keys:
+            out.zero_()
+            return
+        mask = None
+        if is_causal and is_bottom_right and queries != keys:
+            is_causal = False
+            mask = self.torch.ones(queries, keys, dtype=self.torch.bool, device=q.device).tril_(keys - queries)
+        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+        is_grouped = q.shape[1] != k.shape[1]
+        result = self.sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
+        out.copy_(result[0].transpose(0, 1))
+
+    def rope(self, views: Sequence[Any], call: Call) -> Run:
+        x, cos, sin = views
+        rotated = 2 * cos.shape[2]
+        wide = self.torch.float64 if x.dtype == self.torch.float64 else self.torch.float32
+        if call.attrs["interleaved"]:
+            places = slice(0, rotated, 2), slice(1, rotated, 2)
+        else:
+            places = slice(0, rotated // 2), slice(rotated // 2, rotated)
+
+        def run(out: Any) -> None:
+            a, b = (x[..., place].to(wide) for place in places)
+            c, s = (table.to(wide).unsqueeze(2) for table in (cos, sin))
+            out[..., places[0]] = a * c - b * s
+            out[..., places[1]] = b * c + a * s
+            out[..., rotated:] = x[..., rotated:]
+
+        return run
+
+    def matmul(self, views: Sequence[Any], call: Call) -> Run:
+        a, b = views
+        return lambda out: self.torch.matmul(a, b, out=out)
+
+    def linear(self, views: Sequence[Any], call: Call) -> Run:
+        x, weight, bias = views
+        return lambda out: self.torch.ops.aten.linear.out(x, weight, bias, out=out)
+
+    def softmax(self, views: Sequence[Any], call: Call) -> Run:
+        (x,), dim = views, call.attrs["dim"]
+        return lambda out: self.torch.softmax(x, dim, out=out)
+
+    def layer_norm(self, views: Sequence[Any], call: Call) -> Run:
+        x, weight, bias = views
+        shape, eps = x.shape[x.ndim - call.attrs["ndim"] :], call.attrs["eps"]
+        return lambda out: out.copy_(self.torch.nn.functional.layer_norm(x, shape, weight, bias, eps))
+
+    def rms_norm(self, views: Sequence[Any], call: Call) -> Run:
+        x, weight = views
+        shape, eps = x.shape[x.ndim - call.attrs["ndim"] :], call.attrs["eps"]
+        return lambda out: out.copy_(self.torch.nn.functional.rms_norm(x, shape, weight, eps))
+
+    def gelu(self, views: Sequence[Any], call: Call) -> Run:
+        (x,), approximate = views, call.attrs["approximate"]
+        return lambda out: self.torch.ops.aten.gelu.out(x, approximate=approximate, out=out)
+
+    def silu(self, views: Sequence[Any], call: Call) -> Run:
+        (x,) = views
+        return lambda out: self.torch.ops.aten.silu.out(x, out=out)
+
+    def swiglu(self, views: Sequence[Any], call: Call) -> Run:
+        gate, up = views
+        return lambda out: self.torch.mul(self.torch.nn.functional.silu(gate), up, out=out)
+
+    def quantize(self, views: Sequence[Any], call: Call) -> Run:
+        torch, (x, scale) = self.torch, views
+        dtype = getattr(torch, call.attrs["dtype"])
+        groups = (scale.shape[-1], x.shape[-1] // scale.shape[-1])
+
+        def run(out: Any) -> None:
+            wide = (x.float().unflatten(-1, groups) / scale.unsqueeze(-1)).flatten(-2)
+            if dtype == torch.int8:
+                out.copy_(wide.round_().clamp_(-128, 127).nan_to_num_(0))
+            else:
+                top = torch.finfo(dtype).max
+                out.copy_(wide.clamp_(-top, top))
+
+        return run
+
+    def dequantize(self, views: Sequence[Any], call: Call) -> Run:
+        torch, (x, scale) = self.torch, views
+        is_packed = call.inputs[0] is not None and call.inputs[0].dtype == "float4_e2m1fn_x2"
+        columns = x.shape[-1] * (2 if is_packed else 1)
+        groups = (scale.shape[-1], columns // scale.shape[-1])
+
+        def numbers() -> Any:
+            if not is_packed:
+                return x.float()
+            codes = x.view(torch.uint8)
+            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+            magnitude, exponent = codes & 1, codes >> 1 & 3
+            # 0 and 0.5 without an exponent; else 2 ** (exponent - 1) times 1 or 1.5
+            wide = torch.where(exponent > 0, (2.0 + magnitude) * 0.25 * (1 << exponent.int()), magnitude * 0.5)
+            return torch.where(codes > 7, -wide, wide)
+
+        def run(out: Any) -> None:
+            out.copy_((numbers().unflatten(-1, groups) * scale.unsqueeze(-1)).flatten(-2))
+
+        return run
+
+    def embedding(self, views: Sequence[Any], call: Call) -> Run:
+        """Reads the ids' range on the host, because a bad id is the caller's error: on a GPU it waits for them."""
+        ids, weight = views
+        rows, columns = weight.shape
+
+        def run(out: Any) -> None:
+            low, high = (int(bound) for bound in self.torch.aminmax(ids))
+            if low < 0 or high >= rows:
+                bad = low if low < 0 else high
+                raise InvalidArgument(
+                    f"embedding id {bad} is outside [0, {rows}), the rows of weight", id=bad, num_embeddings=rows
+                )
+            self.torch.index_select(weight, 0, ids.reshape(-1), out=out.view(-1, columns))
+
+        return run
+
+
+def as_bits(torch: Any, tensor: Any) -> Any:
+    """The same memory as integers: many kernels know no 8-bit floats, and to move numbers needs none."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def checked_ends(ends: list[int], tokens: int, name: str) -> list[int]:
+    """The ends of sequences. Raises InvalidArgument where they are none."""
+    if ends[0] or ends[-1] != tokens or any(low > high for low, high in itertools.pairwise(ends)):
+        raise InvalidArgument(
+            f"attention_varlen: {name} is {str(ends)[:200]}; allowed: from 0 up to {tokens}, the number of tokens, and "
+            "never down; pass the sums of the sequences' lengths"
+        )
+    return ends

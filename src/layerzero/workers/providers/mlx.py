@@ -1,0 +1,155 @@
+"""MLX on the CPU. It copies inputs into its own memory and results out of it; needs no NumPy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any, Literal
+
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.provider import Block, Bound, Call, Loaded
+
+# Buffers are moved as unsigned integers of the item size: memoryview knows no bfloat16, and casts no float16.
+_FORMAT: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_HALF_DTYPES = ("float16", "bfloat16")
+
+
+def load() -> Loaded:
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)
+    library = _Mlx(mx)
+    builders: dict[str, Callable[..., Callable[..., Any]]] = {
+        "attention": library.attention,
+        "layer_norm": library.layer_norm,
+        "matmul": library.matmul,
+        "rms_norm": library.rms_norm,
+        "softmax": library.softmax,
+    }
+
+    def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        readers = [None if block is None else library.reader(block) for block in inputs]
+        compute = builders[call.op](call)
+        write = library.writer(outputs[0])
+        return lambda: write(compute(*[read and read() for read in readers]))
+
+    return Loaded(versions={"mlx": version("mlx")}, kernels={f"mlx.{op}": bind for op in builders})
+
+
+class _Mlx:
+    """One method per op: `call -> compute(*arrays)`, which returns the lazy result in the inputs' dtype."""
+
+    def __init__(self, mx: Any) -> None:
+        self.mx = mx
+        self.unsigned = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+    def reader(self, block: Block) -> Callable[[], Any]:
+        """A function that copies the block's present content into a new array."""
+        mx, spec = self.mx, block.spec
+        flat = block.host[: spec.span_bytes].cast(_FORMAT[spec.itemsize])
+        dtype = mx.bool_ if spec.dtype == "bool" else getattr(mx, spec.dtype)
+        if spec.is_contiguous:
+            return lambda: mx.array(flat).view(dtype).reshape(spec.shape)
+        return lambda: mx.as_strided(mx.array(flat).view(dtype), spec.shape, spec.strides)
+
+    def writer(self, block: Block) -> Callable[[Any], None]:
+        """A function that evaluates an array and copies it to the block's strided view."""
+        mx, spec = self.mx, block.spec
+        order = sorted(range(spec.ndim), key=lambda d: -spec.strides[d])
+        memory = block.host[: spec.span_bytes].cast(_FORMAT[spec.itemsize])
+        runs = _runs(spec.permute(*order))
+        unsigned = self.unsigned[spec.itemsize]
+
+        def write(result: Any) -> None:
+            dense = mx.contiguous(mx.transpose(result, order)).view(unsigned).reshape(-1)
+            mx.eval(dense)
+            source = memoryview(dense)
+            for target, piece in runs:
+                memory[target] = source[piece]
+
+        return write
+
+    def attention(self, call: Call) -> Callable[..., Any]:
+        mx, scale = self.mx, call.attrs["scale"]
+        q, k, _, mask_spec = call.inputs
+        assert q is not None
+        assert k is not None
+        queries, keys = q.shape[2], k.shape[2]
+        dtype = getattr(mx, q.dtype)
+        causal: Any = None
+        if call.attrs["is_causal"]:
+            first_hidden = 1 if call.attrs["causal_alignment"] == "top_left" else 1 + keys - queries
+            causal = mx.arange(keys)[None, :] < mx.arange(queries)[:, None] + first_hidden
+        has_hidden_rows = mask_spec is not None or (
+            causal is not None and keys < queries and call.attrs["causal_alignment"] == "bottom_right"
+        )
+        is_half = q.dtype in _HALF_DTYPES
+
+        def compute(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            if is_half:  # MLX multiplies in the inputs' dtype on the CPU, which loses digits and time
+                q, k, v = (array.astype(mx.float32) for array in (q, k, v))
+                mask = mask.astype(mx.float32) if mask is not None and mask.dtype != mx.bool_ else mask
+            mask = causal if mask is None else mask
+            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+            if has_hidden_rows:  # MLX gives a fully masked row the mean of v, or NaN
+                visible = mask if mask.dtype == mx.bool_ else mask > -math.inf
+                out = mx.where(mx.any(visible, axis=-1, keepdims=True), out, mx.array(0, out.dtype))
+            return out.astype(dtype)
+
+        return compute
+
+    def layer_norm(self, call: Call) -> Callable[..., Any]:
+        rows, shape, eps = *_norm_shape(call), call.attrs["eps"]
+
+        def compute(x: Any, weight: Any, bias: Any) -> Any:
+            weight = None if weight is None else weight.reshape(-1)
+            bias = None if bias is None else bias.reshape(-1)
+            return self.mx.fast.layer_norm(x.reshape(rows), weight, bias, eps).reshape(shape)
+
+        return compute
+
+    def rms_norm(self, call: Call) -> Callable[..., Any]:
+        rows, shape, eps = *_norm_shape(call), call.attrs["eps"]
+
+        def compute(x: Any, weight: Any) -> Any:
+            weight = None if weight is None else weight.reshape(-1)
+            return self.mx.fast.rms_norm(x.reshape(rows), weight, eps).reshape(shape)
+
+        return compute
+
+    def matmul(self, call: Call) -> Callable[..., Any]:
+        return self.mx.matmul
+
+    def softmax(self, call: Call) -> Callable[..., Any]:
+        dim = call.attrs["dim"]
+        return lambda x: self.mx.softmax(x, axis=dim, precise=True)
+
+
+def _norm_shape(call: Call) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """x as (rows, normalized elements), and x's own shape."""
+    x = call.inputs[0]
+    assert x is not None
+    columns = math.prod(x.shape[x.ndim - call.attrs["ndim"] :])
+    return (x.numel // columns, columns), x.shape
+
+
+def _runs(spec: TensorSpec) -> list[tuple[slice, slice]]:
+    """Slices (of the strided view, of its elements in row-major order) that together copy the whole tensor."""
+    dims: list[tuple[int, int]] = []  # (extent, stride), with dimensions merged where one continues the next
+    for extent, stride in zip(spec.shape, spec.strides, strict=True):
+        if extent == 1:
+            continue
+        if dims and dims[-1][1] == extent * stride:
+            dims[-1] = (dims[-1][0] * extent, stride)
+        else:
+            dims.append((extent, stride))
+    if not dims:
+        return [(slice(0, 1), slice(0, 1))]
+    *outer, (length, step) = dims
+    runs = []
+    for index, position in enumerate(itertools.product(*(range(extent) for extent, _ in outer))):
+        start = sum(p * stride for p, (_, stride) in zip(position, outer, strict=True))
+        runs.append((slice(start, start + (length - 1) * step + 1, step), slice(index * length, (index + 1) * length)))
+    return runs

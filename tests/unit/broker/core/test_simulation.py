@@ -1,0 +1,678 @@
+"""The core keeps its promises in every schedule, and the simulator notices when it does not.
+
+LZ_SIM_SCHEDULES sets how many schedules run (default 3000); a failure names its seed, which `simulator.run(seed)`
+shows again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests import simulator, simulator_joined
+
+from layerzero.broker.core import actions as act
+from layerzero.broker.core import events as ev
+from layerzero.broker.core import state
+from layerzero.broker.core.admission import Admission
+from layerzero.broker.core.clients import Sessions
+from layerzero.broker.core.completion import Answers
+from layerzero.broker.core.decisions import Decisions
+from layerzero.broker.core.dispatch import Calls
+from layerzero.broker.core.gpu_in_flight import Enqueued
+from layerzero.broker.core.lease_policy import Settling
+from layerzero.broker.core.leases import Leases, Lost
+from layerzero.broker.core.model import Call, Client, Worker
+from layerzero.broker.core.release import Closing
+from layerzero.broker.core.ring_calls import Rings
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.core.stream_order import RENEWAL_EXIT, OpenTurn
+from layerzero.broker.core.worker_exit import Aftermath
+from layerzero.broker.core.worker_fsm import TRANSITIONS, WorkerState
+from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_unreachable import Unreachable
+from layerzero.broker.selection.signature import Verdict
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.errors import BackendError, LayerZeroError
+from layerzero.ipc.shm.lane import EXECUTING
+
+SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "3000"))
+CHUNK = 250
+FOUND_WITHIN = 6000  # schedules in which a planted bug must show
+
+# All that the core itself can answer with; the other codes belong to clients, environments and workers' own words.
+CODES = {
+    "BACKEND_ERROR",
+    "BAD_MESSAGE",
+    "BROKER_LOST",
+    "BUSY",
+    "CUDA_GRAPH_UNSAFE",
+    "DEADLINE",
+    "DIGEST_REQUIRED",
+    "INVALID_ARGUMENT",
+    "NO_BACKEND",
+    "NO_TRANSPORT",
+    "OUTPUT_TOO_SMALL",
+    "POISON",
+    "UNREACHABLE",
+}
+# Reasons that the core and selection.py add; match.py has its own tests for the rest.
+REASONS = {
+    Reason.BACKEND_DISABLED,
+    Reason.BACKEND_IMPORT_FAILED,
+    Reason.BACKEND_RESTARTING,
+    Reason.COMPILE_FAILED,
+    Reason.DTYPE_UNSUPPORTED,
+    Reason.NOT_COMPILED,
+    Reason.NOT_INSTALLED,
+    Reason.ENV_CHANGED,
+    Reason.NOT_JOINED,
+    Reason.NOT_PINNED,
+    Reason.OP_UNSUPPORTED,
+}
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+def test_every_schedule_keeps_the_promises(first: int) -> None:
+    """Faults meet in orders that nobody thinks of."""
+    for seed in range(first, min(first + CHUNK, SCHEDULES)):
+        simulator.run(seed)
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES // 4, CHUNK))
+def test_every_schedule_with_joined_workers_keeps_the_promises(first: int) -> None:
+    """They leave with their containers, and stand still with calls that they go on with later."""
+    for seed in range(first, min(first + CHUNK, SCHEDULES // 4)):
+        simulator_joined.run(seed)
+
+
+def test_same_seed_gives_the_same_schedule() -> None:
+    """A failure that cannot be shown again cannot be repaired."""
+    assert simulator.run(11) == simulator.run(11)
+
+
+@pytest.fixture(scope="module")
+def coverage() -> simulator.Coverage:
+    seen = simulator.Coverage()
+    for seed in range(1000):
+        seen.update(simulator.run(seed))
+    for seed in range(60):
+        seen.update(simulator_joined.run(seed))
+    return seen
+
+
+def test_schedules_take_every_transition(coverage: simulator.Coverage) -> None:
+    """A row of the table that no schedule takes is dead, or untested."""
+    assert set(coverage.transitions) == set(TRANSITIONS)
+
+
+def test_schedules_lead_to_every_code_and_reason(coverage: simulator.Coverage) -> None:
+    """An error that never occurs here may be wrong when it does elsewhere."""
+    assert set(coverage.codes) == CODES
+    assert set(coverage.reasons) == {reason.value for reason in REASONS}
+
+
+def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Coverage) -> None:
+    """What the world never does proves nothing."""
+    assert set(coverage.events) == {cls.__name__ for cls in ev.Event.__args__}
+    assert set(coverage.actions) == {cls.__name__ for cls in act.Action.__args__}
+    seen = {fate for fate, count in coverage.fates.items() if count}
+    lanes = {f"lane_{fate}" for fate in simulator.LANE_FATES}
+    lanes |= {f"ring_{fate}" for fate in simulator.RING_FATES} | {f"bell_{fate}" for fate in simulator.BELL_FATES}
+    others = {*simulator.GPU_FATES, *simulator.TURN_FATES, *simulator.COMPILE_FATES, "late_answer"}
+    joined = {f"joined_{fate}" for fate in simulator_joined.JOINED_FATES}
+    assert seen == {*simulator.FATES, *lanes, *others, *joined}
+
+
+# --- planted bugs ----------------------------------------------------------------------------------------
+
+# Each is a part of the core that is wrong in one place; the core is built with it instead of the right one.
+
+
+def drop(part: Any, kind: type) -> None:
+    """Have none of these actions done that the present event has led to."""
+    agenda = part._agenda
+    agenda.actions = [action for action in agenda.actions if not isinstance(action, kind)]
+
+
+class RequeuesBeforeExit(BrokerState):
+    """Moves a call on when it asks for the kill, not when the exit is confirmed."""
+
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
+        for action in list(super().handle(event, now_s)):
+            if isinstance(action, act.Kill):
+                worker = self.workers[action.backend]
+                running = list(worker.running)
+                worker.running.clear()
+                for call in running:
+                    assert worker.fault is not None
+                    self._calls.attempt_failed(call, worker, worker.fault, exit_code=-9)
+        return self.agenda.actions
+
+
+class TakesLateAnswers(Answers):
+    """Uses what a killed worker still says."""
+
+    def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
+        worker = self._fleet.by_identity.get(identity)
+        if worker is not None and worker.fault is not None and worker.running:
+            return worker
+        return super()._answers_head(identity, dispatch, attempt)
+
+
+class TakesAnyAnswer(Answers):
+    """Does not look which dispatch is answered."""
+
+    def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
+        worker = self._fleet.by_identity.get(identity)
+        return worker if worker is not None and worker.fault is None and worker.running else None
+
+
+class AnswersTwice(Answers):
+    def take(self, event: ev.CallRan) -> None:
+        super().take(event)
+        self._agenda.do(*[action for action in self._agenda.actions if isinstance(action, act.Answer)])
+
+
+class CountsCallsForEver(BrokerState):
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
+        actions = super().handle(event, now_s)
+        for action in actions:
+            if isinstance(action, act.Answer) and isinstance(event, ev.CallRan):
+                self.clients[action.identity].open_calls += 1
+        return actions
+
+
+class LosesCallsOfDisabled(Calls):
+    def leave_disabled(self, worker: Worker) -> None:
+        if worker.state is WorkerState.DISABLED:
+            worker.waiting.clear()
+
+
+class LosesQueueOfDead(Calls):
+    def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
+        pass
+
+
+class ForgetsWaitersAtShutdown(BrokerState):
+    def _shutdown_asked(self, event: ev.ShutdownAsked) -> None:
+        for worker in self.workers.values():
+            worker.waiting.clear()
+        super()._shutdown_asked(event)
+
+
+class FallsBackWhileStopping(Calls):
+    """Gives a call to a worker that will not come any more."""
+
+    def attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
+        was_stopping, self._agenda.stopping = self._agenda.stopping, False
+        super().attempt_failed(call, worker, error, **more)
+        self._agenda.stopping = was_stopping
+
+
+class KeepsOldLoans(Fleet):
+    """Thinks that a new worker has the arenas and plans of the one before."""
+
+    def take_exit(self, event: ev.WorkerExited) -> Worker | None:
+        worker = self.workers[event.backend]
+        arenas, plans = set(worker.arenas), set(worker.plans)
+        found = super().take_exit(event)
+        worker.arenas, worker.plans = arenas, plans
+        return found
+
+
+class ClosesMemoryInUse(Closing):
+    def release_if_done(self, client: Client) -> None:
+        if client.has_left:
+            for arena in list(client.arenas):
+                self._loans.close_arena(client, arena)
+
+
+class NeverClosesMemory(Closing):
+    def release_if_done(self, client: Client) -> None:
+        pass
+
+
+class TrustsRetirement(Closing):
+    """Gives memory back without a look at the open calls."""
+
+    def users(self, client: Client, arena: int) -> list[Call]:
+        return []
+
+
+class MissesDeadlines(Calls):
+    def _start_clock(self, worker: Worker) -> None:
+        worker.head_since_s = self._agenda.now_s
+
+
+class MissesBackoff(Fleet):
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        wakeup_s = self._agenda.wakeup_s
+        super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
+        self._agenda.wakeup_s = wakeup_s
+
+
+class RestartsForEver(Fleet):
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        worker.deaths_s.clear()
+        super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
+
+
+class CountsRenewals(Fleet):
+    """Gives up a worker that only began anew for the order of its calls."""
+
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        super().plan_restart(worker, error, stderr_tail, is_renewal=False)
+
+
+class RestartsAtOnce(Fleet):
+    def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
+        super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
+        worker.retry_at_s = self._agenda.now_s
+        self._agenda.wake_by(self._agenda.now_s)
+
+
+class FeedsPoisonToAll(Calls):
+    def attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
+        call.deaths = 0
+        super().attempt_failed(call, worker, error, **more)
+
+
+class BlamesNobody(Aftermath):
+    """Does not see which call a worker died in."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        event.executing = 0
+        return super().take(event)
+
+
+class BlamesTheNext(Aftermath):
+    """Blames the call that a killed worker had come to, instead of the one it was killed for."""
+
+    def _move(
+        self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
+    ) -> None:
+        running.reverse()
+        super()._move(worker, running, waiting, error, event)
+
+
+class TriesAgainWhereItFailed(Calls):
+    def place(self, call: Call) -> None:
+        call.tried.clear()
+        super().place(call)
+
+
+class GivesUpDuringRestarts(Calls):
+    """Refuses a call although its backend will be back in a moment."""
+
+    def _awaited(self, call: Call) -> Verdict | None:
+        return None
+
+
+class WaitsForLateRestarts(Fleet):
+    """Keeps a call waiting for longer than its timeout."""
+
+    def is_back_by(self, backend: str, at_s: float) -> bool:
+        return True
+
+
+class ForgetsQuarantine(Admission):
+    def poison(self, event: ev.CallPoisoned) -> None:
+        pass
+
+
+class HidesRestarts(Fleet):
+    """Reports a backend that is down as available."""
+
+    def set_unavailable(self, backend: str, reason: Rejection | None) -> None:
+        if reason is None or reason.code is not Reason.BACKEND_RESTARTING:
+            super().set_unavailable(backend, reason)
+
+
+class SkipsDecisions(Decisions):
+    def number(self, call: Call, worker: Worker) -> int:
+        number = super().number(call, worker)
+        if not number % 2:
+            drop(self, act.SendDecision)
+        return number
+
+
+class KeepsSignatures(Closing):
+    """Loses count of who uses a signature."""
+
+    def close(self, call: Call) -> None:
+        call.route.signature.users += 1
+        super().close(call)
+
+
+class OverfillsWorkers(Calls):
+    def place(self, call: Call) -> None:
+        super().place(call)
+        for worker in self._fleet.workers.values():
+            if worker.state is WorkerState.READY and worker.waiting:
+                self._send(worker, worker.waiting.popleft())
+
+
+class KeepsLeases(Settling):
+    """Does not take leases back when what they stand for may have changed."""
+
+    def revoke(self) -> None:
+        self._leased_epoch = self._engine.epoch
+
+
+class WatchesNoLeases(Settling):
+    """Does not see that another kernel has become the better one."""
+
+    def watch(self) -> None:
+        if self._agenda.now_s >= self.watch_at_s:
+            self.watch_at_s = math.inf
+
+
+class OpensLanesInOldEpoch(Sessions):
+    """Does not tell a page that opens late what was taken back before."""
+
+    def open_lane(self, event: ev.LaneOpened) -> None:
+        super().open_lane(event)
+        drop(self, act.RevokeLane)
+
+
+class LeasesForgottenRoutes(Settling):
+    def settle(self, call: Call, worker: Worker) -> None:
+        routes, number = call.client.routes, call.route.number
+        is_known = number in routes
+        routes[number] = call.route
+        super().settle(call, worker)
+        if not is_known:
+            del routes[number]
+
+
+class LeasesUnknownPlans(Leases):
+    """Does not wait until the worker has been told."""
+
+    def grant(self, call: Call, worker: Worker, plan: int) -> Iterator[act.Action]:
+        told = next(lane.told for lane in self.of(call.client) if lane.worker is worker and lane.gpu == call.gpu)
+        told[plan] = 0
+        return super().grant(call, worker, plan)
+
+
+class LeavesLanesOpen(Aftermath):
+    """Does not tell clients that the worker of their lane is gone."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        found = super().take(event)
+        drop(self, act.EndLane)
+        return found
+
+
+class EndsLanesBeforeExit(BrokerState):
+    """Sends calls of lanes elsewhere while the worker may still write."""
+
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
+        actions = super().handle(event, now_s)
+        killed = {action.backend for action in actions if isinstance(action, act.Kill)}
+        return actions + [act.EndLane(n) for n, lane in self.leases.lanes.items() if lane.worker.backend in killed]
+
+
+class KeepsLanesOfThoseWhoLeft(Sessions):
+    def leave(self, event: ev.ClientLeft) -> None:
+        lanes = dict(self._leases.lanes)
+        super().leave(event)
+        self._leases.lanes.update(lanes)
+
+
+class ForgivesDeathsOnLanes(Admission):
+    """Does not count the worker that a call killed on its lane."""
+
+    def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
+        super().resume(call, lost, is_blamed=False)
+
+
+class BlamesWhoCameNext(Admission):
+    """Blames the call that is on a lane when its worker dies, although the worker never saw it."""
+
+    def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
+        super().resume(call, lost, is_blamed=True)
+
+
+class BlamesHeadForLanes(Fleet):
+    """Forgets that a worker is killed for a call of a lane."""
+
+    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
+        super().fault(worker, error)
+
+
+class KillsForWaitingHeads(BrokerState):
+    """Takes the time that a head waits for a call of a lane for its own."""
+
+    def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
+        super()._end_what_takes_too_long(worker, 0)
+
+
+class WaitsForLanesForEver(BrokerState):
+    def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
+        if executing & EXECUTING:
+            worker.head_since_s = self.agenda.now_s
+        else:
+            super()._end_what_takes_too_long(worker, executing)
+
+
+class IgnoresOverdueLanes(BrokerState):
+    def _lane_overdue(self, event: ev.LaneOverdue) -> None:
+        pass
+
+
+class FailsTurnsAtOnce(Closing):
+    """Does not wait for the client's stream to come to them."""
+
+    def end_in_error(self, call: Call, error: LayerZeroError) -> None:
+        super().end_in_error(call, error)
+        if call.turn is not None:
+            self.tell(self._turns.reach([call.turn.key]))
+
+
+class RefusesWithoutTheTurn(Closing):
+    """Leaves the stream of a refused call waiting."""
+
+    def tell(self, failed: list[OpenTurn]) -> None:
+        super().tell(failed)
+        drop(self, act.FailTurn)
+
+
+class ForgetsAnsweredCalls(Enqueued):
+    """Thinks that what is answered is done."""
+
+    def take_all(self, worker: Worker) -> list[Call]:
+        for call in super().take_all(worker):
+            self._closing.close(call)
+        return []
+
+
+class RunsDoneCallsAgain(Enqueued):
+    def see(self, event: ev.TurnsSeen) -> None:
+        worker = self._fleet.workers[event.backend]
+        event.done = [dispatch for dispatch in event.done if dispatch in worker.enqueued]
+        super().see(event)
+
+
+class WaitsForGpusForEver(Enqueued):
+    def end_late(self) -> None:
+        pass
+
+
+class LeavesStreamsOfThoseWhoLeft(Enqueued):
+    """Nobody says that their inputs are ready."""
+
+    def see(self, event: ev.TurnsSeen) -> None:
+        super().see(event)
+        drop(self, act.ReleaseTurn)
+
+    def release(self, client: Client) -> None:
+        pass
+
+
+class ClosesPagesInUse(Enqueued):
+    def add(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
+        super().add(call, worker, turn)
+        call.client.enqueued -= 1
+        call.is_enqueued = False
+        call.client.open_calls += 1
+        self._closing.release_if_done(call.client)
+        call.client.open_calls -= 1
+
+
+class BlamesNobodyInTheGpu(Aftermath):
+    @staticmethod
+    def _in_gpu(worker: Worker, event: ev.WorkerExited) -> Call | None:
+        return None
+
+
+class BlamesWhoBeginsAnew(Aftermath):
+    """Takes the end of a worker that got calls out of order for a crash."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        return super().take(replace(event, exit_code=1) if event.exit_code == RENEWAL_EXIT else event)
+
+
+class KeepsGpusOfTheDead(Fleet):
+    """Thinks that a new worker has the order pages of the one before."""
+
+    def take_exit(self, event: ev.WorkerExited) -> Worker | None:
+        worker = self.workers[event.backend]
+        gpus = set(worker.gpus)
+        found = super().take_exit(event)
+        worker.gpus = gpus
+        return found
+
+
+class TakesLeftCallsTwice(Aftermath):
+    """Reads what a worker left off its ring again when it dies."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        for lane in self._leases.rings(self._fleet.workers[event.backend]):
+            lane.left.clear()
+        return super().take(event)
+
+
+class LeavesCallsOnRings(Aftermath):
+    """Does not look what was on the rings of a dead worker."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        event.rings = {number: replace(look, calls=[]) for number, look in event.rings.items()}
+        return super().take(event)
+
+
+class GivesMemoryOfRingsBack(Closing):
+    """Thinks that nothing is on the rings of a client that has left."""
+
+    def has_rings(self, client: Client) -> bool:
+        return False
+
+
+class WaitsForRingsForEver(Rings):
+    def see(self, event: ev.RingsSeen) -> None:
+        looks = {number: replace(look, ready=()) for number, look in event.looks.items()}
+        super().see(ev.RingsSeen(looks))
+
+
+class LosesBoundCalls(Aftermath):
+    """Forgets what a dead worker had bound."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        for call in self._bells.take_all(self._fleet.workers[event.backend]):
+            self._closing.close(call)
+        return super().take(event)
+
+
+class BindsBeforeExit(BrokerState):
+    """Binds a call elsewhere while the worker that serves its bell may live."""
+
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
+        for action in list(super().handle(event, now_s)):
+            if isinstance(action, act.Kill):
+                for one in self.bells.take_all(self.workers[action.backend]):
+                    self._calls.place(one)
+        return self.agenda.actions
+
+
+class ThinksThatTheLostAreDead(Unreachable):
+    """Gives the memory of a call back while a worker may wake up and write to it."""
+
+    def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
+        super()._refuse(call, worker, fault, is_final=is_final)
+        for action in self._agenda.actions:
+            if isinstance(action, act.Refuse):
+                action.is_lent = False
+
+
+class MovesCallsOfTheLost(Unreachable):
+    """Gives a call, and its memory, to another worker, before the end of the first is confirmed."""
+
+    def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
+        self._calls.attempt_failed(call, worker, BackendError(fault.message), phase="unreachable")
+
+
+class ReleasesAtOnce(Unreachable):
+    def lose(self, event: ev.WorkerLost) -> None:
+        super().lose(event)
+        self.release(ev.WorkerGone(event.backend, event.generation))
+
+
+class NeverReleases(Unreachable):
+    def release(self, event: ev.WorkerGone) -> None:
+        pass
+
+
+class WaitsForTheLost(Unreachable):
+    """Their calls never end."""
+
+    def lose(self, event: ev.WorkerLost) -> None:
+        pass
+
+
+class CountsDepartures(Aftermath):
+    """Takes the end of a container for a fault of the worker in it."""
+
+    def take(self, event: ev.WorkerExited) -> Worker | None:
+        return super().take(replace(event, is_departure=False))
+
+
+class ForgetsOffers(Fleet):
+    def take_offer(self, event: ev.BackendOffered) -> None:
+        if event.vacancy is not None or self.workers[event.backend].state is WorkerState.ABSENT:
+            super().take_offer(event)
+
+
+OF_JOINED = (
+    ThinksThatTheLostAreDead,
+    MovesCallsOfTheLost,
+    ReleasesAtOnce,
+    NeverReleases,
+    WaitsForTheLost,
+    CountsDepartures,
+    ForgetsOffers,
+)
+PLANTED = [
+    thing
+    for thing in list(globals().values())
+    if isinstance(thing, type) and thing.__module__ == __name__ and thing.__base__ is not object
+]
+
+
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda cls: cls.__name__)
+def test_planted_bug_is_found(mutant: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulator that finds nothing may just not look."""
+    (part,) = mutant.__bases__
+    assert getattr(state, part.__name__) is part
+    monkeypatch.setattr(state, part.__name__, mutant)
+    run = simulator_joined.run if mutant in OF_JOINED else simulator.run
+    for seed in range(FOUND_WITHIN):
+        try:
+            run(seed, state.BrokerState)
+        except Exception:  # a broken promise, or a core that trips over its own state
+            return
+    pytest.fail(f"{FOUND_WITHIN} schedules did not show it")

@@ -1,0 +1,80 @@
+"""The broker's view of order pages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from tests.simulator import GPU
+
+from layerzero.broker.io.timeline_pages import Gpu, OrderPages, error_number
+from layerzero.ipc.cuda.abi import IPC_HANDLE_BYTES
+from layerzero.ipc.cuda.handles import ARENA_STEP_BYTES, ArenaHandle
+from layerzero.ipc.cuda.pair import PATTERN_BYTES, Offer
+from layerzero.ipc.errors import BY_CODE
+from layerzero.ipc.shm import timeline_page
+from layerzero.ipc.shm.timeline_page import OrderPage, Turn
+from layerzero.ipc.transport.messages import AddGpu
+
+HANDLE = ArenaHandle(GPU, "c", 1, 1, "ipc", ARENA_STEP_BYTES, bytes(IPC_HANDLE_BYTES))
+MESSAGE = AddGpu(gpu=GPU, has_memops=True, offer=Offer(HANDLE, bytes(PATTERN_BYTES), 1).to_wire())
+
+
+@pytest.fixture
+def page_fd() -> Iterator[int]:
+    fd = timeline_page.create_page()
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def pages(page_fd: int) -> Iterator[OrderPages]:
+    pages = OrderPages()
+    pages.put(1, Gpu.of(MESSAGE, [os.dup(page_fd)]))
+    yield pages
+    pages.close_all()
+
+
+def test_failing_a_turn_lets_its_stream_go_on_with_the_error(pages: OrderPages, page_fd: int) -> None:
+    """The client's stream waits for the word, and its CPU looks for the error."""
+    pages.fail(1, GPU, Turn(3, 1), "BACKEND_ERROR")
+    page = OrderPage(page_fd)
+    assert page.is_done(Turn(3, 1))
+    assert page.error(Turn(3, 1)) == error_number("BACKEND_ERROR")
+    page.close()
+
+
+def test_released_inputs_never_go_back(pages: OrderPages, page_fd: int) -> None:
+    """A later call's inputs may be known to be there already: its worker would wait again."""
+    page = OrderPage(page_fd)
+    page.store_ready(Turn(0, 5))
+    pages.release(1, GPU, Turn(0, 4))
+    assert page.is_ready(Turn(0, 5))
+    pages.release(1, GPU, Turn(0, 6))
+    assert page.is_ready(Turn(0, 6))
+    page.close()
+
+
+def test_same_page_is_known_by_its_memory(pages: OrderPages, page_fd: int) -> None:
+    """A client that goes on to the next rung may keep its page, and calls on it their turns."""
+    held = pages.get(1, GPU)
+    assert held is not None
+    again, other = Gpu.of(MESSAGE, [os.dup(page_fd)]), Gpu.of(MESSAGE, [timeline_page.create_page()])
+    assert (again.has_page_of(held), other.has_page_of(held)) == (True, False)
+    again.close()
+    other.close()
+
+
+def test_workers_get_what_the_client_sent(pages: OrderPages) -> None:
+    """The offer travels as it is; the slot is the worker's own."""
+    message, fds = pages.lend(1, GPU, 7)
+    assert (message.client, message.gpu, message.slot, message.has_memops) == (1, GPU, 7, True)
+    assert message.offer == MESSAGE.offer
+    assert len(fds) == 1
+
+
+def test_every_error_has_its_own_number() -> None:
+    """The word in the page is all that a stream's owner sees at first."""
+    assert len({error_number(code) for code in BY_CODE}) == len(BY_CODE)
+    assert all(0 < error_number(code) <= timeline_page.MAX_ERROR for code in BY_CODE)

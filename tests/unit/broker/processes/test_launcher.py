@@ -1,0 +1,132 @@
+"""A backend that cannot be used is disabled with its reason, and takes no other with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.capabilities.test_descriptor import GOOD
+
+from layerzero.broker.configuration.settings import Settings
+from layerzero.broker.processes.launcher import FACTS_S, Launcher
+from layerzero.ipc.errors import EnvError
+
+BACKENDS = ("first", "second", "third")
+MANIFEST = 'summary = "test"\nprovider = "provider.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
+
+
+def launcher(tmp_path: Path, change: Callable[[dict[str, Any]], object] = lambda data: None) -> Launcher:
+    """Three backends in a folder of their own; `change` edits the descriptor of the second."""
+    folder = tmp_path / "manifests"
+    folder.mkdir()
+    (folder / "provider.py").write_text("")
+    for name in BACKENDS:
+        data = copy.deepcopy(GOOD)
+        data["backend"] = name
+        for kernels in data["ops"].values():
+            kernels[0]["kernel_id"] = kernels[0]["kernel_id"].replace("lib.", f"{name}.")
+        if name == "second":
+            change(data)
+        (folder / f"{name}.json").write_text(json.dumps(data))
+        (folder / f"{name}.toml").write_text(MANIFEST.format(name=name))
+    settings = Settings(runtime_dir=tmp_path / "run", store=tmp_path / "store", manifest_dirs=(folder,))
+    return Launcher(settings)
+
+
+def usable(one: Launcher) -> list[str]:
+    return [name for name in BACKENDS if name in one.capabilities]
+
+
+def test_good_descriptors_are_all_used(tmp_path: Path) -> None:
+    """The rest of this file would pass on a launcher that reads nothing."""
+    one = launcher(tmp_path)
+    assert usable(one) == list(BACKENDS)
+    assert one.problems == []
+
+
+def silu(data: dict[str, Any]) -> dict[str, Any]:
+    kernel: dict[str, Any] = data["ops"]["silu"][0]
+    return kernel
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "schema version": (
+        lambda data: data.update(schema_version="2.0"),
+        "CAPABILITIES_SCHEMA_MISMATCH: {path}: schema_version: Input should be '1.0' (got '2.0'",
+    ),
+    "missing constraint": (
+        lambda data: silu(data).pop("dtypes"),
+        "CAPABILITIES_INVALID: {path}: descriptor: Value error, second.silu: missing constraint dtypes",
+    ),
+    "kernel id twice": (
+        lambda data: data["ops"].update(gelu=data["ops"]["silu"]),
+        "CAPABILITIES_INVALID: {path}: descriptor: Value error, kernel ids must be unique in a backend; given twice: "
+        "second.silu",
+    ),
+    "kernel id of another backend": (
+        lambda data: silu(data).update(kernel_id="first.silu"),
+        "CAPABILITIES_INVALID: {path}: kernel id 'first.silu' belongs to backend 'first'",
+    ),
+    "name of another backend": (
+        lambda data: data.update(backend="first"),
+        "CAPABILITIES_INVALID: {path}: backend is 'first', the manifest says 'second'",
+    ),
+    "unknown constraint": (
+        lambda data: silu(data).update(max_heads=8),
+        "CAPABILITIES_INVALID: {path}: ops.silu.0.max_heads: Extra inputs are not permitted (got 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_descriptor_disables_its_backend_alone(tmp_path: Path, name: str) -> None:
+    """One bad file must not take down the service, nor pass unnoticed."""
+    change, text = BROKEN[name]
+    one = launcher(tmp_path, change)
+    assert usable(one) == ["first", "third"]
+    (problem,) = one.problems
+    assert problem.startswith(text.format(path=tmp_path / "manifests" / "second.json"))
+
+
+def test_status_does_not_look_for_what_is_not_here_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look for a Python takes as long as a hundred calls, which would wait for it. A reset looks again."""
+    one = launcher(tmp_path)
+    looks = []
+
+    def find(*_: object, **__: object) -> None:
+        looks.append(1)
+        raise EnvError("no Python 3.11 here", env="first", repair="install it")
+
+    monkeypatch.setattr("layerzero.envs.build.build.find", find)
+    monkeypatch.setattr("layerzero.broker.processes.launcher.FACTS_S", 0.0)
+    monkeypatch.setattr("layerzero.broker.processes.launcher.PROBLEM_S", 60.0)
+    assert one.missing("first") is not None
+    looks.clear()
+    assert {str(one.facts("first")["error"]) for _ in range(3)} == {"no Python 3.11 here"}
+    assert len(looks) == 1
+    assert one.missing("first") is not None
+    one.facts("first")
+    assert len(looks) == 3
+
+
+def test_status_tells_of_an_environment_that_is_built_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has seen is kept for as long as it says, and no longer."""
+    one = launcher(tmp_path)
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("layerzero.broker.processes.launcher.time", clock)
+    now_s = 100.0
+    assert one.facts("first")["built"] is True
+    monkeypatch.setattr("layerzero.envs.build.build.Env.is_built", False)
+    now_s += 0.9 * FACTS_S
+    assert one.facts("first")["built"] is True
+    now_s += 0.2 * FACTS_S
+    assert one.facts("first")["built"] is False

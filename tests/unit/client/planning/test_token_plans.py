@@ -1,0 +1,175 @@
+"""client/planning/token_plans.py: canonical forms, and what makes no sense is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from layerzero.client.planning import plans, token_plans
+from layerzero.client.planning.plans import Plan, plan_out
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+def t(*shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec.contiguous(dtype, shape)
+
+
+def i32(*shape: int) -> TensorSpec:
+    return t(*shape, dtype="int32")
+
+
+def planned(op: str, *args: Any, **kwargs: Any) -> Plan:
+    plan: Callable[..., Plan] = getattr(token_plans, f"plan_{op}")
+    return plan(*args, **kwargs)
+
+
+VARLEN = (t(9, 4, 8), t(7, 2, 8), t(7, 2, 6), i32(3), i32(3))
+PAGED = (t(3, 4, 8), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(3, 2), i32(3))
+ROPE = (t(2, 5, 4, 8), t(5, 4), t(5, 4))
+APPEND = (t(9, 2, 8), t(9, 2, 6), t(5, 16, 2, 8), t(5, 16, 2, 6), i32(9))
+SWIGLU = (t(2, 3), t(2, 3))
+CALLS = {"attention_varlen": VARLEN, "paged_attention": PAGED, "append_kv": APPEND, "rope": ROPE, "swiglu": SWIGLU}
+RESULTS = {"attention_varlen": (9, 4, 6), "paged_attention": (3, 4, 6), "rope": (2, 5, 4, 8), "swiglu": (2, 3)}
+
+
+@pytest.mark.parametrize("op", RESULTS)
+def test_a_plan_has_the_op_s_arguments_and_its_result(op: str) -> None:
+    """Workers read arguments by position and attributes by name."""
+    plan = planned(op, *CALLS[op])
+    assert len(plan.inputs) == len(OPS[op].inputs)
+    assert tuple(plan.attrs) == OPS[op].attrs
+    assert plan.results == (t(*RESULTS[op]),)
+    assert planned(op, *CALLS[op]) is plan
+    assert plan_out(plan, t(*RESULTS[op])).results == plan.results
+
+
+def test_what_is_written_in_place_is_an_output_and_no_result() -> None:
+    """A worker gets the very memory of the caches; there is nothing to allocate and nothing to return."""
+    plan = planned("append_kv", *APPEND)
+    assert (plan.inputs, plan.outputs, plan.results) == (APPEND, APPEND[2:4], ())
+    with pytest.raises(InvalidArgument, match="append_kv has 0 results; out= is for ops with one"):
+        plan_out(plan, t(5, 16, 2, 8))
+
+
+def test_rope_without_a_batch_gets_one() -> None:
+    """Kernels see four dimensions, and a table of one batch."""
+    plan = planned("rope", t(5, 4, 8), t(5, 4), t(5, 4), interleaved=True)
+    assert plan.inputs == (t(1, 5, 4, 8), t(1, 5, 4), t(1, 5, 4))
+    assert (plan.outputs, plan.results) == ((t(1, 5, 4, 8),), (t(5, 4, 8),))
+    assert plan.attrs == {"interleaved": True}
+    strided = TensorSpec("float32", (5, 4, 8), (64, 8, 1))
+    assert plan_out(plan, strided).outputs[0].strides[1:] == (64, 8, 1)
+
+
+def test_scale_defaults_to_the_root_of_head_dim_and_alignment_is_canonical() -> None:
+    """Calls that mean the same must share one route."""
+    plan = planned(
+        "attention_varlen", t(2, 1, 16), t(2, 1, 16), t(2, 1, 16), i32(2), i32(2), causal_alignment="bottom_right"
+    )
+    assert plan.attrs == {"is_causal": False, "scale": 0.25, "causal_alignment": "top_left"}
+    assert planned("paged_attention", *PAGED, scale=2).attrs == {"scale": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "options", "says"),
+    [
+        (
+            "attention_varlen",
+            {0: t(1, 9, 4, 8)},
+            {},
+            r"q has shape \[1, 9, 4, 8\]; allowed: \(tokens, heads, head_dim\)",
+        ),
+        ("attention_varlen", {0: t(9, 4, 8, dtype="int32")}, {}, "q is int32"),
+        ("attention_varlen", {1: t(7, 2, 8, dtype="float16")}, {}, "k is float16"),
+        ("attention_varlen", {3: t(3, dtype="int64")}, {}, "cu_seqlens_q is int64; allowed: int32"),
+        ("attention_varlen", {4: i32(4)}, {}, "cu_seqlens_q has 3 entries and cu_seqlens_k 4"),
+        ("attention_varlen", {3: i32(0), 4: i32(0)}, {}, "cu_seqlens_q is empty"),
+        ("attention_varlen", {4: i32(3, 1)}, {}, r"cu_seqlens_k has shape \[3, 1\]; allowed: 1 dimension;"),
+        ("attention_varlen", {2: t(6, 2, 6)}, {}, "k has 7 tokens and v 6"),
+        ("attention_varlen", {1: t(7, 2, 6)}, {}, "q has head_dim 8 and k 6"),
+        ("attention_varlen", {1: t(7, 4, 8)}, {}, "k has 4 heads and v 2"),
+        ("attention_varlen", {1: t(7, 3, 8), 2: t(7, 3, 6)}, {}, "q has 4 heads and k 3; allowed: a multiple of k's"),
+        ("attention_varlen", {}, {"scale": float("inf")}, "scale is inf; allowed: a finite number"),
+        ("attention_varlen", {}, {"is_causal": 1}, "is_causal is 1; allowed: True or False"),
+        ("attention_varlen", {}, {"causal_alignment": "left"}, "causal_alignment is 'left'"),
+        ("paged_attention", {0: t(3, 1, 4, 8)}, {}, "allowed: \\(sequences, heads, head_dim\\)"),
+        ("paged_attention", {1: t(5, 16, 16)}, {}, "allowed: \\(blocks, block_size, heads, head_dim\\)"),
+        ("paged_attention", {2: t(5, 8, 2, 6)}, {}, "as many blocks of the same size"),
+        ("paged_attention", {3: i32(2, 2)}, {}, "q's first extent is 3, block_tables' is 2, seq_lens' is 3"),
+        ("paged_attention", {3: t(3, 2, dtype="int64")}, {}, "block_tables is int64"),
+        ("paged_attention", {0: t(3, 3, 8)}, {}, "q has 3 heads and k_cache 2"),
+        ("rope", {0: t(5, 8)}, {}, r"x has shape \[5, 8\]; .*x.transpose\(1, 2\)"),
+        ("rope", {2: t(5, 2)}, {}, r"cos has shape \[5, 4\] and sin \[5, 2\]"),
+        ("rope", {1: t(4, 4), 2: t(4, 4)}, {}, r"allowed: \(5, pairs\) or \(1 or 2, 5, pairs\)"),
+        ("rope", {1: t(3, 5, 4), 2: t(3, 5, 4)}, {}, "pass the rows of x's positions"),
+        (
+            "rope",
+            {1: t(5, 8), 2: t(5, 8)},
+            {},
+            "cos has 8 columns.*allowed: 1 to 4 columns; where the columns are given twice",
+        ),
+        ("rope", {1: t(5, 0), 2: t(5, 0)}, {}, "cos has 0 columns"),
+        ("rope", {1: t(4), 2: t(4)}, {}, r"cos has shape \[4\]"),
+        ("rope", {1: t(5, 4, dtype="float64"), 2: t(5, 4, dtype="float64")}, {}, "cos is float64"),
+        ("rope", {}, {"interleaved": None}, "interleaved is None"),
+        ("append_kv", {0: t(9, 2)}, {}, r"key has shape \[9, 2\]; allowed: \(tokens, heads, head_dim\)"),
+        ("append_kv", {1: t(9, 2, 8)}, {}, r"value has \(heads, head_dim\) \[2, 8\] and v_cache \[2, 6\]"),
+        ("append_kv", {0: t(8, 2, 8)}, {}, "key's first extent is 8, value's is 9, slots' is 9"),
+        ("append_kv", {2: t(5, 16, 2, 8, dtype="float16")}, {}, "k_cache is float16"),
+        ("append_kv", {3: t(5, 8, 2, 6)}, {}, "as many blocks of the same size"),
+        ("append_kv", {4: t(9)}, {}, r"slots is float32\[9\]; allowed: \(tokens,\) of int32 or int64"),
+        ("append_kv", {4: i32(9, 1)}, {}, r"slots is int32\[9, 1\]"),
+        (
+            "append_kv",
+            {2: TensorSpec("float32", (5, 16, 2, 8), (0, 16, 8, 1))},
+            {},
+            r"k_cache has shape .* so elements share memory; allowed: one place per element",
+        ),
+        ("swiglu", {1: t(3)}, {}, r"gate has shape \[2, 3\] and up \[3\]"),
+        ("swiglu", {1: t(2, 3, dtype="float16")}, {}, "up is float16"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    op: str, changes: dict[int, TensorSpec], options: dict[str, Any], says: str
+) -> None:
+    """No backend could serve it, so it must not reach one."""
+    args = [changes.get(number, spec) for number, spec in enumerate(CALLS[op])]
+    with pytest.raises(InvalidArgument, match=says):
+        planned(op, *args, **options)
+
+
+NUMBERS = t(4, 3, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "canonical"),
+    [((), (1, 1, 1)), ((1,), (1, 1, 1)), ((4, 3, 1), (4, 3, 1)), ((1, 3, 4), (1, 3, 4)), ((4, 3, 64), (4, 3, 64))],
+)
+def test_a_scale_gets_the_dimensions_of_what_it_is_for(shape: tuple[int, ...], canonical: tuple[int, ...]) -> None:
+    """Kernels broadcast it without asking what was meant."""
+    plan = plans.plan_quantize(NUMBERS, t(*shape), dtype="int8")
+    assert (plan.inputs[1], plan.results) == (t(*canonical), (t(4, 3, 64, dtype="int8"),))
+    packed = plans.plan_dequantize(t(4, 3, 32, dtype="float4_e2m1fn_x2"), t(*shape), dtype="float16")
+    assert (packed.inputs[1], packed.results) == (t(*canonical), (t(4, 3, 64, dtype="float16"),))
+
+
+@pytest.mark.parametrize(
+    ("x", "scale", "dtype", "says"),
+    [
+        (NUMBERS, t(4, 3), "int8", r"scale has shape \[4, 3\] for numbers of shape \[4, 3, 64\]"),
+        (NUMBERS, t(4, 2, 1), "int8", r"scale has shape \[4, 2, 1\]"),
+        (NUMBERS, t(4, 3, 5), "int8", "last a divisor of the numbers' last extent"),
+        (NUMBERS, t(4, 3, 0), "int8", r"scale has shape \[4, 3, 0\]"),
+        (NUMBERS, t(1, dtype="float16"), "int8", "scale is float16; allowed: float32"),
+        (NUMBERS, t(1), "uint8", "dtype is 'uint8'; allowed: 'float8_e4m3fn' or"),
+        (t(4, dtype="float64"), t(1), "int8", "x is float64; allowed: float32, bfloat16, float16"),
+    ],
+)
+def test_quantizations_that_make_no_sense_are_refused(x: TensorSpec, scale: TensorSpec, dtype: str, says: str) -> None:
+    """A scale of the wrong row would not be seen in any result."""
+    with pytest.raises(InvalidArgument, match=says):
+        plans.plan_quantize(x, scale, dtype=dtype)

@@ -1,0 +1,157 @@
+"""Shared memory that nobody can pull away, and that is there when it was promised."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from layerzero.ipc.errors import OutOfMemory, ProtocolError
+from layerzero.ipc.shm import memory
+from layerzero.ipc.shm.memory import ControlPage, check_memfd, create_memfd, map_fd
+
+NBYTES = 8192
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = create_memfd("test", NBYTES)
+    yield fd
+    os.close(fd)
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1])
+def test_nobody_can_resize_a_sealed_memfd(fd: int, nbytes: int) -> None:
+    """A peer that shrinks it would kill all who map it, by SIGBUS."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, nbytes)
+
+
+def test_seals_cannot_be_changed(fd: int) -> None:
+    """A later seal against writing would break the workers."""
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_pages_are_reserved_at_once(fd: int) -> None:
+    """A sparse file is a promise that a full system breaks later."""
+    assert os.fstat(fd).st_blocks * 512 >= NBYTES
+
+
+def test_descriptor_does_not_leak_into_children(fd: int) -> None:
+    """A kernel library's subprocess has no business with a caller's tensors."""
+    assert not os.get_inheritable(fd)
+
+
+def test_writes_are_seen_through_other_maps_and_refused_by_read_only_ones(fd: int) -> None:
+    """A library that writes into its inputs must fail there, not here."""
+    write, read = map_fd(fd, NBYTES, writable=True), map_fd(fd, NBYTES, writable=False, populate=True)
+    write[:3] = b"abc"
+    assert read[:3] == b"abc"
+    with pytest.raises(TypeError):
+        read[0] = 1
+    assert memoryview(read).readonly
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG])
+def test_full_system_is_an_error_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The caller can free something and try again."""
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = open_fds()
+    with pytest.raises(OutOfMemory, match="cannot reserve 8192 bytes of shared memory") as caught:
+        create_memfd("test", NBYTES)
+    assert caught.value.facts == {"nbytes": NBYTES}
+    assert open_fds() == before
+
+
+def test_size_limit_of_the_process_is_an_error() -> None:
+    """The same by the kernel's own hand: RLIMIT_FSIZE holds for memfds too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (NBYTES, before[1]))
+    try:
+        with pytest.raises(OutOfMemory):
+            create_memfd("test", 2 * NBYTES)
+        os.close(create_memfd("test", NBYTES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_other_failures_are_not_disguised_and_leak_nothing() -> None:
+    """A size of zero is a bug, not a lack of memory."""
+    before = open_fds()
+    with pytest.raises(OSError, match="Invalid argument"):
+        create_memfd("test", 0)
+    assert open_fds() == before
+
+
+def test_good_memfd_passes_the_check(fd: int) -> None:
+    """What create_memfd makes is what check_memfd wants."""
+    check_memfd(fd, NBYTES)
+
+
+def test_wrong_size_is_refused(fd: int) -> None:
+    """The bounds of every reference rest on it."""
+    with pytest.raises(ProtocolError, match="memfd has 8192 bytes, the message says 4096"):
+        check_memfd(fd, 4096)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW])
+def test_missing_seal_is_refused(seals: int) -> None:
+    """Its owner could still pull it away, or change the seals."""
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, NBYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    try:
+        with pytest.raises(ProtocolError, match="memfd has seals"):
+            check_memfd(fd, NBYTES)
+    finally:
+        os.close(fd)
+
+
+def test_descriptor_that_is_no_memfd_is_refused() -> None:
+    """Anything can be sent through a socket."""
+    read, write = os.pipe()
+    try:
+        with pytest.raises(ProtocolError, match="not a memfd"):
+            check_memfd(read, NBYTES)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_control_page_tells_dispatch_and_phase() -> None:
+    """It outlives the worker that wrote it, so that a crash can be blamed on a call."""
+    fd = create_memfd("page", memory.PAGE_BYTES)
+    worker, broker = ControlPage(fd, writable=True), ControlPage(fd, writable=False)
+    assert broker.read() == (0, 0)
+    worker.write(2**64 - 1, 2)
+    worker.close()
+    assert broker.read() == (2**64 - 1, 2)
+    with pytest.raises(TypeError):
+        broker.write(1, 1)
+    broker.close()
+    os.close(fd)
+
+
+def test_maps_are_shared_not_private(fd: int) -> None:
+    """A private copy of an output would lose it."""
+    with mmap.mmap(fd, NBYTES) as other:
+        view = map_fd(fd, NBYTES, writable=True)
+        view[-1] = 7
+        assert other[-1] == 7

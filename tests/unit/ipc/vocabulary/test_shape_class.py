@@ -1,0 +1,104 @@
+"""ipc/vocabulary/shape_class.py: calls that a kernel treats alike share a class, others do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.shape_class import ANY, EMPTY, class_dtype, shape_class
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
+
+
+def dense(*shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec.contiguous(dtype, shape)
+
+
+ATTENTION = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+Q, K, K1 = dense(1, 4, 3, 64), dense(1, 4, 33, 64), dense(1, 2, 33, 64)
+MASK = dense(1, 1, 3, 33, dtype="bool")
+X = dense(2, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "attrs", "expected"),
+    [
+        ("attention", (Q, K, K, None), {}, "plain/ragged/dense"),
+        ("attention", (Q, K1, K1, None), {}, "gqa/ragged/dense"),
+        ("attention", (Q, K, K, MASK), {}, "bool_mask/ragged/dense"),
+        ("attention", (Q, K, K, dense(1, 1, 3, 33)), {}, "float_mask/ragged/dense"),
+        ("attention", (Q, Q, Q, None), {"is_causal": True}, "causal/aligned/dense"),
+        ("attention", (Q, K, K, None), {"is_causal": True}, "causal_top_left/ragged/dense"),
+        (
+            "attention",
+            (Q, K1, K1, None),
+            {"is_causal": True, "causal_alignment": "bottom_right"},
+            "causal_bottom_right+gqa/ragged/dense",
+        ),
+        ("attention", (Q, K, K, None), {"layout": "BSHD"}, "plain/ragged/bshd"),
+        ("attention", (Q, dense(1, 4, 0, 64), dense(1, 4, 0, 64), None), {}, EMPTY),
+        ("matmul", (dense(3, 8), dense(8, 5)), {}, "matrix/small/dense"),
+        ("matmul", (dense(2, 3, 8), dense(2, 8, 257)), {}, "batched/long/dense"),
+        ("matmul", (dense(2, 3, 8), dense(8, 5)), {}, "broadcast/small/dense"),
+        ("matmul", (dense(3, 8), dense(5, 8).permute(1, 0)), {}, "matrix/small/strided"),
+        ("matmul", (TensorSpec("float32", (3, 8), (9, 1)), dense(8, 5)), {}, "matrix/small/rows"),
+        ("linear", (dense(2, 8, 32), dense(16, 32), dense(16)), {}, "batched+bias/aligned/dense"),
+        ("linear", (dense(3, 32), dense(17, 32), None), {}, "matrix/ragged/dense"),
+        ("softmax", (X,), {"dim": 2}, "last/aligned/dense"),
+        ("softmax", (X,), {"dim": 1}, "inner/small/dense"),
+        ("layer_norm", (X, None, dense(32)), {"ndim": 1, "eps": 0.0}, "one+bias/aligned/dense"),
+        ("rms_norm", (X, dense(3, 32)), {"ndim": 2, "eps": 0.0}, "several+weight/aligned/dense"),
+        ("gelu", (X,), {"approximate": "tanh"}, "tanh/aligned/dense"),
+        ("silu", (dense(129),), {}, "plain/ragged/dense"),
+        ("embedding", (dense(2, 3, dtype="int64"), dense(9, 33)), {}, "int64/ragged/dense"),
+        ("null", (), {}, ANY),
+    ],
+)
+def test_class_says_what_is_computed_how_large_and_where(op: str, inputs: Any, attrs: Any, expected: str) -> None:
+    """These names are in reports, and in cached probes."""
+    assert shape_class(op, inputs, {**(ATTENTION if op == "attention" else {}), **attrs}) == expected
+
+
+def test_output_counts_where_it_is_known() -> None:
+    """A kernel that writes strides wrongly is wrong for `out=`, whatever its inputs look like."""
+    assert shape_class("silu", [dense(4, 6)], {}, [dense(6, 4).permute(1, 0)]) == "plain/ragged/strided"
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "expected"),
+    [
+        ("embedding", (dense(2, dtype="int32"), dense(4, 4, dtype="float16")), "float16"),
+        ("matmul", (dense(2, 2, dtype="int8"), dense(2, 2, dtype="int8")), "int8"),
+        ("tokenize", (dense(9, dtype="uint8"),), ANY),
+        ("null", (), ANY),
+    ],
+)
+def test_dtype_is_that_of_the_data(op: str, inputs: Any, expected: str) -> None:
+    """Ids and masks have dtypes of their own."""
+    assert class_dtype(op, inputs) == expected
+
+
+SPECS = st.builds(
+    lambda dtype, dims: TensorSpec(dtype, tuple(d for d, _ in dims), tuple(s for _, s in dims)),
+    st.sampled_from(sorted(ITEMSIZE)),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=5),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+@given(
+    st.sampled_from(sorted(OPS)),
+    st.lists(st.none() | SPECS, max_size=5),
+    st.dictionaries(
+        st.sampled_from(["dim", "ndim", "is_causal", "causal_alignment", "layout", "approximate", "tokenizer_format"]),
+        st.sampled_from([None, True, -9, 3, "BSHD", ""]),
+    ),
+)
+def test_every_signature_has_a_class(op: str, inputs: list[TensorSpec | None], attrs: dict[str, Any]) -> None:
+    """Signatures come from clients; one that breaks its op's rules must not end the broker."""
+    outputs = [spec for spec in inputs if spec is not None]
+    assert shape_class(op, inputs, attrs, outputs) == shape_class(op, inputs, attrs, outputs)
+    assert class_dtype(op, inputs) in {*ITEMSIZE, ANY}

@@ -1,0 +1,277 @@
+"""workers/certify/cases.py: there is a case for each class that a descriptor permits, and what it expects is right."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tests import reference as numpy_reference
+
+from layerzero.capabilities.context import SelectionContext
+from layerzero.capabilities.descriptor import KernelCapability, load
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.match import Rejection, match
+from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
+from layerzero.workers.certify.cases import Case, cases, lay_out
+from layerzero.workers.certify.claims import admits, dtypes
+from layerzero.workers.certify.problems import PROBLEMS, Problem
+
+ROOT = Path(__file__).parents[4]
+DESCRIPTORS = sorted((ROOT / "src" / "layerzero" / "capabilities" / "descriptors").glob("*.json"))
+KERNELS = [
+    pytest.param(op, kernel, id=kernel.kernel_id)
+    for path in DESCRIPTORS
+    for op, kernels in load(path).ops.items()
+    for kernel in kernels
+]
+
+
+def refusals(
+    op: str, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attrs: Any, kernel: KernelCapability
+) -> list[Rejection]:
+    """What the broker says, on a device that the kernel was made for."""
+    device = DeviceSpec(device_type="cuda", sm_version=90) if kernel.platform == "cuda" else DeviceSpec()
+    return match(SelectionContext.of(op, inputs, outputs, attrs, device), kernel)
+
+
+# Everything that any kernel may claim.
+WIDEST: dict[str, Any] = {
+    "dtypes": ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"],
+    "index_dtypes": ["int32", "int64"],
+    "supports_empty": True,
+    "optional_args": ["weight", "bias"],
+    "requires_layouts": ["BHSD", "BSHD"],
+    "supports_gqa": True,
+    "attn_mask_types": ["bool", "float"],
+    "causal_alignments": ["top_left", "bottom_right"],
+}
+NARROW = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
+DTYPES = {"quantize": ["float32"], "dequantize": [*NARROW, "int8"], "append_kv": ["float64", *NARROW[:2], "int8"]}
+DTYPES |= {"matmul": WIDEST["dtypes"][:-1], "linear": WIDEST["dtypes"][:-1], "embedding": WIDEST["dtypes"]}
+
+
+@functools.cache
+def problems(op: str) -> tuple[Problem, ...]:
+    return tuple(PROBLEMS[op](WIDEST)) if op in PROBLEMS else ()
+
+
+@functools.cache
+def certifiable(op: str, claims: str, dtype: str) -> frozenset[str]:
+    """The classes for which a kernel's probe has a case. Claims come as text, to be remembered by."""
+    kernel = json.loads(claims)
+    of_kernel = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
+    return frozenset(case.shape_class for case in cases(op, kernel, of_kernel, dtype))
+
+
+def claims_of(kernel: KernelCapability) -> str:
+    return json.dumps(kernel.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_cases_are_those_that_the_broker_would_send(op: str, kernel: KernelCapability) -> None:
+    """The probe reads descriptors without pydantic; its reading must be the broker's, or it certifies other calls."""
+    claims = json.loads(claims_of(kernel))
+    shared = problems(op) if kernel.min_head_dim <= 64 else PROBLEMS[op](claims)  # of those no head is wider
+    ours = [Problem(op, p.name, p.attrs, p.inputs, p.kinds, p._solved) for p in shared]
+    admitted = 0
+    widest = {**WIDEST, "dtypes": list(kernel.dtypes) or WIDEST["dtypes"], "tokenizer_formats": ["plain"]}
+    for dtype in dtypes(op, {**widest, "dtypes": widest["dtypes"][:3]}) if kernel.dtypes else ["any"]:
+        for case in cases(op, {**widest, "supports_offsets": True}, ours, dtype):
+            said = admits(op, claims, case.inputs, case.outputs, case.attrs)
+            assert said == (refusals(op, case.inputs, case.outputs, case.attrs, kernel) == []), case.name
+            admitted += said
+    assert admitted
+
+
+@st.composite
+def placed(draw: st.DrawFn, dtype: str, shape: Sequence[int], is_dense: bool) -> TensorSpec:
+    layout = draw(st.sampled_from(["dense"] if is_dense else ["dense", "dense", "rows", "gaps", "transposed"]))
+    return lay_out(dtype, tuple(shape), layout)
+
+
+@st.composite
+def calls(
+    draw: st.DrawFn, op: str, dtype: str, kernel: KernelCapability
+) -> tuple[list[TensorSpec | None], TensorSpec, dict[str, Any]]:
+    """Any call that the public API can make, by shapes alone. Where the kernel takes few, most of them are of those:
+    dense tensors only, heads and blocks of multiples of what they must be."""
+    tensors = functools.partial(placed, is_dense=kernel.requires_contiguous)
+
+    def multiple(step: int) -> int:
+        return -(-draw(extent) // step) * step
+
+    def dims() -> tuple[int, int]:
+        top = kernel.max_head_dim or 1000
+        d, dv = (max(min(multiple(kernel.head_dim_multiple), top), kernel.min_head_dim) for _ in "dv")
+        return d, d if kernel.equal_head_dims else dv
+
+    extent = st.sampled_from([1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 64, 128, 129, 256, 257, 272, 301, 512, 1000])
+    lead = st.lists(st.integers(1, 3), max_size=2)
+    inputs: list[TensorSpec | None]
+    if op == "attention":
+        b, hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        (sq, sk), (d, dv) = (draw(extent), draw(extent)), dims()
+        layout = draw(st.sampled_from(["BHSD", "BSHD"]))
+        is_causal = draw(st.booleans())
+        place = (lambda t, s: st.just(lay_out(t, s, "bshd"))) if layout == "BSHD" else tensors
+        shapes = [(b, hk * group, sq, d), (b, hk, sk, d), (b, hk, sk, dv)]
+        inputs = [draw(place(dtype, shape)) for shape in shapes]
+        mask = None
+        if not is_causal and draw(st.booleans()):
+            shape = [draw(st.sampled_from([1, n])) for n in (b, hk * group, sq, sk)]
+            mask = draw(tensors(draw(st.sampled_from(["bool", dtype])), shape))
+        alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal and sq != sk else "top_left"
+        attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment, "layout": layout}
+        return [*inputs, mask], draw(place(dtype, (b, hk * group, sq, dv))), attrs
+    if op == "attention_varlen":
+        hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        (tq, tk), (d, dv) = (draw(extent), draw(extent)), dims()
+        is_causal = draw(st.booleans())
+        alignment = draw(st.sampled_from(["top_left", "bottom_right"])) if is_causal else "top_left"
+        ends = draw(st.integers(1, 5))
+        inputs = [draw(tensors(dtype, shape)) for shape in ((tq, hk * group, d), (tk, hk, d), (tk, hk, dv))]
+        inputs += [draw(tensors("int32", (ends,))) for _ in "qk"]
+        attrs = {"is_causal": is_causal, "scale": 1.0, "causal_alignment": alignment}
+        return inputs, draw(tensors(dtype, (tq, hk * group, dv))), attrs
+    if op == "paged_attention":
+        b, hk, group, blocks, wide = (draw(st.integers(1, 3)) for _ in range(5))
+        page, (d, dv) = multiple(kernel.page_size_multiple), dims()
+        inputs = [
+            draw(tensors(dtype, shape)) for shape in ((b, hk * group, d), (blocks, page, hk, d), (blocks, page, hk, dv))
+        ]
+        inputs += [draw(tensors("int32", shape)) for shape in ((b, wide), (b,))]
+        return inputs, draw(tensors(dtype, (b, hk * group, dv))), {"scale": 1.0}
+    if op == "append_kv":
+        tokens, page, d, dv = (draw(extent) for _ in range(4))
+        blocks, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        shapes = [(tokens, heads, d), (tokens, heads, dv), (blocks, page, heads, d), (blocks, page, heads, dv)]
+        inputs = [draw(tensors(dtype, shape)) for shape in shapes]
+        assert inputs[2] is not None
+        return [*inputs, draw(tensors(draw(st.sampled_from(["int32", "int64"])), (tokens,)))], inputs[2], {}
+    if op == "rope":
+        b, s, h, d = draw(st.integers(1, 3)), draw(extent), draw(st.integers(1, 3)), draw(extent)
+        rotated = 2 * draw(st.sampled_from([n for n in (1, 4, 8, 12, 16, 32, 64, 136) if 2 * n <= max(d, 2)]))
+        table = (draw(st.sampled_from([1, b])), s, rotated // 2)
+        x = draw(tensors(dtype, (b, s, h, max(d, 2))))
+        inputs = [x, *(draw(tensors(dtype, table)) for _ in ("cos", "sin"))]
+        return inputs, draw(tensors(dtype, x.shape)), {"interleaved": draw(st.booleans())}
+    if op == "matmul":
+        m, k, n = (draw(extent) for _ in range(3))
+        left, right = draw(st.sampled_from([((), ()), ((2,), (2,)), ((2, 1), (3,)), ((2,), ()), ((1,), (2,))]))
+        out = (*np.broadcast_shapes(left, right), m, n)
+        return (
+            [draw(tensors(dtype, (*left, m, k))), draw(tensors(dtype, (*right, k, n)))],
+            draw(tensors(dtype, out)),
+            {},
+        )
+    if op == "linear":
+        rows, k, n = [*draw(lead), draw(extent)], draw(extent), draw(extent)
+        bias = draw(tensors(dtype, (n,))) if draw(st.booleans()) else None
+        x, weight = draw(tensors(dtype, (*rows, k))), draw(tensors(dtype, (n, k)))
+        return [x, weight, bias], draw(tensors(dtype, (*rows, n))), {}
+    if op == "embedding":
+        ids, d = [*draw(lead), draw(extent)], draw(extent)
+        index = draw(tensors(draw(st.sampled_from(["int32", "int64"])), ids))
+        return [index, draw(tensors(dtype, (5, d)))], draw(tensors(dtype, (*ids, d))), {}
+    shape = [*draw(lead), draw(extent)]
+    x, out_spec = draw(tensors(dtype, shape)), draw(tensors(dtype, shape))
+    if op == "softmax":
+        return [x], out_spec, {"dim": draw(st.integers(0, len(shape) - 1))}
+    if op in ("layer_norm", "rms_norm"):
+        ndim = draw(st.integers(1, len(shape)))
+        rest = [
+            draw(tensors(dtype, shape[len(shape) - ndim :])) if draw(st.booleans()) else None
+            for _ in range(2 if op == "layer_norm" else 1)
+        ]
+        return [x, *rest], out_spec, {"ndim": ndim, "eps": 1e-5}
+    if op == "swiglu":
+        return [x, draw(tensors(dtype, shape))], out_spec, {}
+    if op in ("quantize", "dequantize"):
+        pairs = 2 if dtype == "float4_e2m1fn_x2" else 1
+        groups = draw(st.sampled_from([n for n in (1, 2, 4) if shape[-1] * pairs % n == 0]))
+        scale = draw(tensors("float32", (*(draw(st.sampled_from([1, n])) for n in shape[:-1]), groups)))
+        made = draw(st.sampled_from(kernel.attrs["dtype"]))
+        return [x, scale], draw(tensors(str(made), (*shape[:-1], shape[-1] * pairs))), {"dtype": made}
+    return [x], out_spec, {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "gelu" else {}
+
+
+@pytest.mark.parametrize(("op", "kernel"), [k for k in KERNELS if k.values[0] in PROBLEMS])  # type: ignore[operator]
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None)
+@given(data=st.data())
+def test_every_call_that_a_descriptor_permits_has_a_case_of_its_class(
+    op: str, kernel: KernelCapability, data: st.DataObject
+) -> None:
+    """A class without a case is certified for nobody, and its calls would fail for want of a test."""
+    dtype = data.draw(st.sampled_from(kernel.dtypes))
+    inputs, out, attrs = data.draw(calls(op, dtype, kernel))
+    outs = [spec for name in OPS[op].in_place if (spec := inputs[OPS[op].inputs.index(name)])] or [out]
+    assume(refusals(op, inputs, outs, attrs, kernel) == [])
+    assert class_dtype(op, inputs) == dtype
+    assert shape_class(op, inputs, attrs, outs) in certifiable(op, claims_of(kernel), dtype)
+
+
+def as_numpy(case: Case) -> list[Any]:
+    """The inputs of a case, for tests/reference.py."""
+    found: list[Any] = []
+    for spec, data in zip(case.inputs, case.data, strict=True):
+        if spec is None:
+            found.append(None)
+            continue
+        dtype = "uint16" if spec.dtype == "bfloat16" else "uint8" if spec.dtype in NARROW else spec.dtype
+        found.append(numpy_reference.from_bits(np.frombuffer(data, dtype).reshape(spec.shape), spec.dtype))
+    return found
+
+
+@pytest.mark.parametrize("op", sorted(PROBLEMS))
+def test_two_references_agree(op: str) -> None:
+    """One is plain Python, one NumPy: a slip in either would certify wrong kernels or refuse right ones."""
+    for dtype in DTYPES.get(op, WIDEST["dtypes"][:1]):
+        for case in cases(op, {**WIDEST, "requires_contiguous": True}, problems(op), dtype):
+            result = numpy_reference.TENSOR_OPS[op](*as_numpy(case), **case.attrs)
+            every = result if isinstance(result, tuple) else (result,)
+            for expected, values, spec in zip(every, case.expected, case.outputs, strict=True):
+                got = np.array(values).reshape(spec.shape)
+                assert expected.shape == got.shape, case.name
+                error = numpy_reference.error(got, expected)
+                assert error <= (1e-13 if dtype in FLOAT_DTYPES else 0), (case.name, dtype)
+
+
+@pytest.mark.parametrize("op", sorted(PROBLEMS))
+def test_values_are_exact_in_every_dtype(op: str) -> None:
+    """One case serves all dtypes only if rounding its inputs changes nothing."""
+    for problem in problems(op):
+        for values, kind in zip(problem.inputs, problem.kinds, strict=False):
+            for dtype in TOLERANCE if values is not None and not kind else ():
+                assert values is not None
+                assert unpack(pack(values.flat, dtype), dtype) == list(values.flat), (problem.name, dtype)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.sampled_from(["dense", "rows", "gaps", "transposed", "bshd"]),
+    st.sampled_from(["uint8", "int16", "float32", "float64"]),
+)
+def test_elements_come_back_from_any_layout(shape: list[int], layout: str, dtype: str) -> None:
+    """What is scattered over strides is gathered from them, and nothing between is touched."""
+    spec = lay_out(dtype, tuple(shape), layout)
+    data = bytes(range(1, 256))[: spec.numel * spec.itemsize] or b"\1"
+    data = (data * (spec.numel * spec.itemsize // len(data) + 1))[: spec.numel * spec.itemsize]
+    memory = bytearray(spec.span_bytes)
+    scatter(data, spec, memoryview(memory))
+    assert gather(memoryview(memory), spec) == data
+    assert len(memory) - memory.count(0) == len(data)
+
+
+def test_dtypes_without_a_tolerance_are_exact() -> None:
+    """Integers, and ids of tokenizers."""
+    assert [tolerance(dtype) for dtype in ("float32", "int64", "any")] == [1e-5, 0.0, 0.0]
