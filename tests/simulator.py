@@ -55,11 +55,11 @@ from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.broker.selection.timings import PerfRow, Stat
 from layerzero.capabilities import descriptor
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit, unit_of
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs.probe.probe import ProbeRecord
 from layerzero.ipc.errors import (
     BackendError,
     CudaGraphUnsafe,

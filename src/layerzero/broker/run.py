@@ -10,7 +10,6 @@ import time
 
 import msgpack
 
-import layerzero
 from layerzero.broker.configuration import settings as knobs
 from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.core.state import BrokerState
@@ -26,6 +25,7 @@ from layerzero.broker.server import Server
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.logs import keep_in, log
 from layerzero.ipc.transport.endpoints import open_endpoints
+from layerzero.ipc.version import __version__
 from layerzero.ipc.vocabulary.ops import OPS
 
 
@@ -77,7 +77,7 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
         log("backend.unusable", detail=problem)
 
     def started() -> None:
-        log("broker.started", pid=os.getpid(), package=layerzero.__version__, backends=sorted(launcher.capabilities))
+        log("broker.started", pid=os.getpid(), package=__version__, backends=sorted(launcher.capabilities))
         if ready_fd is not None:
             os.write(ready_fd, b"1")
             os.close(ready_fd)

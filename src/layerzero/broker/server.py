@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import layerzero
 from layerzero.broker.configuration import table_source
 from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.configuration.settings import Settings
@@ -43,11 +42,12 @@ from layerzero.broker.queries.incremental import Questions
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
 from layerzero.broker.storage.stored_times import StoredTimes
-from layerzero.envs.probe.probe import ProbeRecord
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.ipc.errors import ConfigError, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.endpoints import Endpoints
+from layerzero.ipc.version import __version__
 
 STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
@@ -396,7 +396,7 @@ class Server:
         path = self._zmq_paths.get(peer.role)  # a keeper has none to connect to
         return messages.Welcome(
             protocol=wire.PROTOCOL,
-            package=layerzero.__version__,
+            package=__version__,
             broker=self.incarnation,
             broker_pid=os.getpid(),
             endpoint=f"ipc://{path}" if path else "",

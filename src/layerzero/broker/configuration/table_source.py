@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import layerzero
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.ranking import Engine
 from layerzero.ipc.errors import ConfigError
+from layerzero.ipc.version import __version__
 
 
 def read(path: Path, engine: Engine, env_ids: Mapping[str, str]) -> dispatch_table.DispatchTable:
@@ -23,5 +23,5 @@ def read(path: Path, engine: Engine, env_ids: Mapping[str, str]) -> dispatch_tab
         dispatch_table.Hardware.of(engine.device),
         {name: capability.hash for name, capability in engine.capabilities.items()},
         env_ids,
-        layerzero_version=layerzero.__version__,
+        layerzero_version=__version__,
     )

@@ -12,9 +12,9 @@ from layerzero.broker.selection.policy import Policy
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.broker.selection.timings import PerfRow
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.match import Rejection
-from layerzero.envs.probe.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.shm.ring import RingCall
 from layerzero.ipc.shm.timeline_page import Turn

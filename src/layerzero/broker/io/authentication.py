@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
-import layerzero
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.io.peers import Peer, check_version
 from layerzero.ipc.errors import ConfigError, NotAllowed
 from layerzero.ipc.transport import control, messages, secret
+from layerzero.ipc.version import __version__
 
 
 class Gate:
@@ -52,7 +52,7 @@ class Gate:
             raise NotAllowed(
                 f"user {uid} may not use the broker of user {os.getuid()}; its setting allow_uids lets others connect"
             )
-        check_version(hello, layerzero.__version__)
+        check_version(hello, __version__)
         peer.pid = pid or hello.pid
         if self._key is None or hello.role == "worker":
             return None

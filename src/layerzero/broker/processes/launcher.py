@@ -12,6 +12,7 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
 from layerzero.broker.processes.supervisor import Launch
 from layerzero.capabilities import descriptor, vetting
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.descriptor import Capability, DescriptorError
 from layerzero.capabilities.match import Rejection
@@ -21,7 +22,6 @@ from layerzero.envs.build.base import inspect
 from layerzero.envs.build.environ import worker_environ
 from layerzero.envs.manifest import EnvManifest, Problem, Source
 from layerzero.envs.probe import caches, compilation, probe
-from layerzero.envs.probe.probe import ProbeRecord
 from layerzero.envs.trust import third_party
 from layerzero.envs.trust.allowed import Allowed
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError, LayerZeroError

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.processes.launcher import Launcher
-from layerzero.envs.probe.probe import ProbeRecord
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.ipc.errors import EnvError, LayerZeroError
 from layerzero.ipc.logs import log
 

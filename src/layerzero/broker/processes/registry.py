@@ -6,7 +6,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable
 
-import layerzero
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
@@ -19,6 +18,7 @@ from layerzero.ipc.errors import EnvError, LayerZeroError
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport import control
 from layerzero.ipc.transport.endpoints import Endpoints
+from layerzero.ipc.version import __version__
 
 AnyWorker = supervisor.Process | RemoteWorker
 
@@ -71,7 +71,7 @@ class Processes:
                 self._launcher.launch(backend),
                 control_path=self._endpoints.control,
                 log=self._endpoints.worker_log(backend),
-                package=layerzero.__version__,
+                package=__version__,
                 failpoints=self._settings.failpoints_of(backend),
                 oom_kills=self._oom_kills,
             )

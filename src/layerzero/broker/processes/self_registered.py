@@ -25,13 +25,13 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.processes.launcher import Launcher, join_command, not_joined
 from layerzero.broker.processes.supervisor import Exit, phase_name
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs.build import environ
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe import compilation, probe
 from layerzero.envs.probe.child import Ended
-from layerzero.envs.probe.probe import ProbeRecord
 from layerzero.ipc.errors import Busy, ConfigError, EnvError, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory

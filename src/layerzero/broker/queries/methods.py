@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import layerzero
 from layerzero.broker.core import events as ev
+from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.blocks import Link, Ranked, block_of
@@ -26,15 +26,13 @@ from layerzero.broker.selection.tuning import Usage, next_sample
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.shm.lane import lane_of
 from layerzero.ipc.transport import wire
-
-if TYPE_CHECKING:
-    from layerzero.broker.server import Server
+from layerzero.ipc.version import __version__
 
 BACKENDS_A_STEP = 4
 Steps = Generator[None, None, dict[str, Any]]
 
 
-def answer(server: Server, method: str, params: Mapping[str, Any]) -> Any:
+def answer(server: BrokerView, method: str, params: Mapping[str, Any]) -> Any:
     """Run one method. Raises LayerZeroError."""
     begun = begin(server, method, params)
     if isinstance(begun, Generator):
@@ -46,7 +44,7 @@ def answer(server: Server, method: str, params: Mapping[str, Any]) -> Any:
     return begun
 
 
-def begin(server: Server, method: str, params: Mapping[str, Any]) -> Any:
+def begin(server: BrokerView, method: str, params: Mapping[str, Any]) -> Any:
     """As `answer`, or the Steps to it."""
     function = METHODS.get(method)
     if function is None:
@@ -57,12 +55,12 @@ def begin(server: Server, method: str, params: Mapping[str, Any]) -> Any:
     return function(server, params)
 
 
-def ping(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+def ping(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """A sign of life."""
     return {"pid": os.getpid()}
 
 
-def status(server: Server, _: Mapping[str, Any]) -> Steps:
+def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
     """The broker, its clients and every backend with its state, cause and repair."""
     state = server.state
     server.look_at_lanes()
@@ -78,7 +76,7 @@ def status(server: Server, _: Mapping[str, Any]) -> Steps:
     facts = {
         "broker": {
             "pid": os.getpid(),
-            "package": layerzero.__version__,
+            "package": __version__,
             "protocol": wire.PROTOCOL,
             "incarnation": server.incarnation,
             "up_s": round(time.monotonic() - server.started_s, 1),
@@ -114,7 +112,7 @@ def status(server: Server, _: Mapping[str, Any]) -> Steps:
     return facts
 
 
-def _backend(server: Server, name: str) -> dict[str, Any]:
+def _backend(server: BrokerView, name: str) -> dict[str, Any]:
     worker, reason = server.state.workers[name], server.state.unavailable.get(name)
     process = server.processes.get((name, worker.generation))
     running = len(worker.running) + bool(process is not None and lane_of(process.page.read()[0]))
@@ -137,7 +135,7 @@ def _backend(server: Server, name: str) -> dict[str, Any]:
     }
 
 
-def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def health(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Can this very backend serve? `ok`: it does, or starts when it is needed; `state`; `detail`: why not."""
     name = params.get("backend")
     worker = server.state.workers.get(name) if isinstance(name, str) else None
@@ -148,7 +146,7 @@ def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"ok": reason is None, "state": worker.state.value, "detail": detail}
 
 
-def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def explain(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Who would serve a call signature (an encoded Route message) now."""
     body = params.get("route")
     if not isinstance(body, bytes):
@@ -160,7 +158,7 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"candidates": candidates}
 
 
-def compile_ahead(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def compile_ahead(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Have all kernels of `backends` compiled that would serve a call signature (an encoded Route message) then.
 
     `pending`: those that are not compiled yet; ask again until there are none.
@@ -174,7 +172,7 @@ def compile_ahead(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"pending": [verdict.kernel_id for verdict in left if verdict.backend in backends]}
 
 
-def plan(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def plan(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Kernels for calls that feed each other, chosen together, and what they cost when each is chosen by itself.
 
     routes: encoded Route messages; calls: for each call its route's position; links: [source, target, argument];
@@ -215,7 +213,7 @@ def plan(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def policy(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def policy(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """The policy in force, with a caller's `overlay` on top, which is checked: every value and its origin."""
     overlay = params.get("overlay", {})
     if not isinstance(overlay, dict):
@@ -223,7 +221,7 @@ def policy(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return server.policy.describe(overlay)
 
 
-def readiness(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def readiness(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Is everything that `backends` (default: all that the policy allows) need in order?
     broker/queries/readiness.py."""
     names = params.get("backends")
@@ -235,7 +233,7 @@ def readiness(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"checks": checks, "backends": wanted, "isolation": isolation}
 
 
-def solve(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def solve(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """A dispatch table from measurements, as the `text` of a file. Nothing is kept.
 
     measured: list of {"route": encoded Route message, "us": map of kernel id to microseconds}; command: what makes the
@@ -262,7 +260,7 @@ def solve(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     env_ids = server.launcher.env_ids()
     header = dispatch_table.Header(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        layerzero_version=layerzero.__version__,
+        layerzero_version=__version__,
         hardware=dispatch_table.Hardware.of(engine.device),
         capability_hashes={name: engine.capabilities[name].hash for name in sorted(backends)},
         env_ids={name: env_ids[name] for name in sorted(backends) if name in env_ids},
@@ -272,14 +270,14 @@ def solve(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"text": table.save(), "kinds": len(table.groups), "buckets": table.buckets}
 
 
-def load_table(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+def load_table(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """Read the dispatch table that the policy names again: `path`, None where it names none, and its `problem`."""
     server.load_table()
     path = server.policy.policy.dispatch_table
     return {"path": None if path is None else str(path), "problem": server.table_problem}
 
 
-def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
     if name is not None and (not isinstance(name, str) or name not in server.state.workers):
@@ -297,19 +295,19 @@ def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"reset": names}
 
 
-def stay(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+def stay(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """Do not end with the last client: `lz up` finds a broker that a client has started."""
     server.stays = True
     return {"pid": os.getpid()}
 
 
-def shutdown(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+def shutdown(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
     """Finish what runs, refuse the rest, end."""
     server.post(ev.ShutdownAsked())
     return {"pid": os.getpid()}
 
 
-def provider(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def provider(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """What a client needs to run a backend in its own process."""
     name = params.get("backend")
     manifest = server.launcher.manifests.get(name) if isinstance(name, str) else None
@@ -318,7 +316,7 @@ def provider(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
 
 
-def shadow(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def shadow(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """The result of a shadow check: how far a kernel's output was from a reference kernel's on the same inputs.
 
     route: the call's encoded Route message; kernel_id, reference: kernel ids; error: as in ipc/vocabulary/numerics.py.
@@ -337,7 +335,7 @@ def shadow(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"is_beyond": comparison.is_beyond}
 
 
-def sample(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+def sample(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Whether the inputs of a call should run once more, beside it, on a kernel that is little known: its backend, or
     "" when policy gives no time for that (`tune_budget`), it is used up, or nothing is left to learn.
 
@@ -369,7 +367,7 @@ def sample(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"backend": accepted[found.kernel_id].backend}
 
 
-METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
+METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "status": status,
     "compile": compile_ahead,
     "explain": explain,

@@ -6,16 +6,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from layerzero.broker.processes.host import free_memory_bytes
+from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.selection.dispatch_table import DispatchTable
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs.probe.probe import ProbeRecord
 from layerzero.ipc.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from layerzero.broker.server import Server
 
 
 class Check(NamedTuple):
@@ -30,7 +28,7 @@ class Check(NamedTuple):
         return {"name": self.name, "ok": self.is_ok, "detail": self.detail, "repair": self.repair}
 
 
-def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
+def wanted_backends(server: BrokerView, names: Sequence[str] | None) -> list[str]:
     """Those named, or all that the policy allows. Raises InvalidArgument for a name that does not exist."""
     known = sorted(server.state.capabilities)
     for name in names or ():
@@ -43,7 +41,7 @@ def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
     return [name for name in known if not _is_denied(server, name) and not _is_refused(server, name)]
 
 
-def _is_refused(server: Server, backend: str) -> bool:
+def _is_refused(server: BrokerView, backend: str) -> bool:
     """It comes from outside, and may not be used; `_sources` tells."""
     if server.launcher.manifests[backend].source is None:
         return False
@@ -51,21 +49,21 @@ def _is_refused(server: Server, backend: str) -> bool:
     return missing is not None and missing.code in (Reason.SOURCE_NOT_ALLOWED, Reason.SOURCE_CHANGED)
 
 
-def _is_denied(server: Server, backend: str) -> bool:
+def _is_denied(server: BrokerView, backend: str) -> bool:
     """The policy's lists forbid every kernel of it, whatever the call."""
     limits = server.policy.policy.limits
     kernels = server.state.capabilities[backend].kernel_ids
     return all(any(limit.objection(kernel, backend) for limit in limits) for kernel in kernels)
 
 
-def examine(server: Server, names: Sequence[str] | None) -> list[Check]:
+def examine(server: BrokerView, names: Sequence[str] | None) -> list[Check]:
     """All checks, environments first."""
     records = server.launcher.records()
     checks = [_environment(server, name, records.get(name)) for name in wanted_backends(server, names)]
     return [*checks, *(question(server) for question in QUESTIONS)]
 
 
-def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Check:
+def _environment(server: BrokerView, backend: str, record: ProbeRecord | None) -> Check:
     """Built, its probe passed, and nothing has disabled it since."""
     name = f"environment {backend}"
     missing = server.launcher.missing(backend, files=True)
@@ -89,14 +87,14 @@ def _split_repair(text: str) -> tuple[str, str]:
     return detail, command[0] if command else "lz env list"
 
 
-def _descriptors(server: Server) -> Check:
+def _descriptors(server: BrokerView) -> Check:
     problems = server.launcher.problems
     if problems:
         return Check("descriptors", False, _lines(problems), "mend what the text names, then lz down and lz up")
     return Check("descriptors", True, f"{len(server.launcher.capabilities)} valid, schema 1.0")
 
 
-def _sources(server: Server) -> Check:
+def _sources(server: BrokerView) -> Check:
     """Backends from outside are what was allowed. One that nobody has allowed is left alone, and no fault."""
     name, told = "kernel sources", []
     for backend, manifest in sorted(server.launcher.manifests.items()):
@@ -110,14 +108,14 @@ def _sources(server: Server) -> Check:
     return Check(name, True, _lines(told) if told else "no backend comes from outside")
 
 
-def _policy(server: Server) -> Check:
+def _policy(server: BrokerView) -> Check:
     source = server.policy
     if source.problem:
         return Check("policy", False, source.problem, f"lz policy check {source.file}")
     return Check("policy", True, f"valid, hash {source.policy.hash}")
 
 
-def _table(server: Server) -> Check:
+def _table(server: BrokerView) -> Check:
     """Where the policy names one: readable, of this machine and these environments."""
     name, policy = "dispatch table", server.policy.policy
     path = policy.dispatch_table
@@ -133,14 +131,14 @@ def _table(server: Server) -> Check:
     )
 
 
-def _times(server: Server) -> Check:
+def _times(server: BrokerView) -> Check:
     problems = server.perfdb.problems
     if problems:
         return Check("measured times", False, _lines(problems), f"a writable {server.perfdb.path.parent}, then lz down")
     return Check("measured times", True, f"{server.perfdb.path}, {len(server.state.engine.perf)} known")
 
 
-def _memory(server: Server) -> Check:
+def _memory(server: BrokerView) -> Check:
     """Where the policy wants some to stay free: it is free now."""
     headroom = server.policy.policy.memory_headroom_bytes
     if headroom is None:
@@ -154,7 +152,7 @@ def _memory(server: Server) -> Check:
     return Check("memory", free > headroom, text, "" if free > headroom else "free memory, or a lower headroom")
 
 
-def _compiled(server: Server) -> Check:
+def _compiled(server: BrokerView) -> Check:
     """No kernel has failed to compile; those that are compiled now say so."""
     name, compilation = "compiled kernels", server.state.engine.compilation
     if compilation.failures:
@@ -164,7 +162,7 @@ def _compiled(server: Server) -> Check:
     return Check(name, True, _lines([f"{compilation.count()} are kept, for one kind of calls each", *going]))
 
 
-def _graphs(server: Server) -> Check:
+def _graphs(server: BrokerView) -> Check:
     """Where the policy is strict about graphs: this device captures some, and kernels are declared safe in them."""
     if not server.policy.policy.graph_strict_mode:
         return Check("graphs", True, "graph_strict_mode is off")
@@ -188,7 +186,7 @@ def _graphs(server: Server) -> Check:
     return Check("graphs", True, f"{len(safe)} kernels are declared safe in a graph")
 
 
-def _sharing(server: Server) -> Check:
+def _sharing(server: BrokerView) -> Check:
     """Faults of one process on a GPU stay there."""
     name, allowed = "GPU sharing", server.settings.allow_mps
     if not server.launcher.has_mps:
@@ -205,7 +203,7 @@ def _lines(texts: Iterable[str]) -> str:
     return "\n".join(texts)
 
 
-QUESTIONS: tuple[Callable[[Server], Check], ...] = (
+QUESTIONS: tuple[Callable[[BrokerView], Check], ...] = (
     _descriptors,
     _sources,
     _policy,

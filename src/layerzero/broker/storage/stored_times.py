@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import layerzero
 from layerzero.broker.core import events as ev
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.timings import PerfRow
 from layerzero.broker.storage.perf_rows import Identity
 from layerzero.broker.storage.perfdb import PerfDB
+from layerzero.ipc.version import __version__
 
 SAVE_S = 1.0  # after the first new one
 
@@ -38,7 +38,7 @@ class StoredTimes:
             cuda_version=device.cuda_version,
             backend_version=capability.backend_version,
             torch_version=versions.get("torch", ""),
-            layerzero_version=layerzero.__version__,
+            layerzero_version=__version__,
             capabilities_hash=capability.hash,
             env_hash=self._launcher.env_ids().get(backend, ""),
         )

@@ -12,7 +12,7 @@ import platformdirs
 import typer
 from typer.core import TyperGroup
 
-import layerzero
+from layerzero.ipc.version import __version__
 
 EPILOG = (
     "Exit codes: 0 done; 1 the operation failed; 2 wrong usage or impossible arguments; 3 no broker runs or it went "
@@ -45,7 +45,7 @@ def _note_json(ctx: typer.Context, value: bool) -> bool:
 
 def _print_version(value: bool) -> None:
     if value:
-        print(f"layerzero {layerzero.__version__}")
+        print(f"layerzero {__version__}")
         raise typer.Exit
 
 

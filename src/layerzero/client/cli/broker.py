@@ -14,7 +14,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-import layerzero
 from layerzero.client.cli import keys as cli_keys
 from layerzero.client.cli.output import FAILED, note, out, print_json
 from layerzero.client.connection import remote as remote_broker
@@ -23,6 +22,7 @@ from layerzero.client.session.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.transport import control
 from layerzero.ipc.transport.endpoints import Endpoints
+from layerzero.ipc.version import __version__
 
 STOP_TIMEOUT_S = 10.0
 ENDING_POLL_S = 0.1
@@ -37,7 +37,7 @@ def connection(where: Endpoints) -> Iterator[Session]:
     if pid is None:
         raise BrokerLost(f"no broker runs in {where.folder}", repair="lz up")
     try:
-        session = Session(where.control, layerzero.__version__, key)
+        session = Session(where.control, __version__, key)
     except (OSError, ProtocolError) as exc:
         if key is not None and isinstance(exc, (FileNotFoundError, ConnectionRefusedError)):
             raise BrokerLost(f"no broker runs in {where.folder}", repair="start the one of this stack") from exc

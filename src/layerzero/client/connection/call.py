@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from layerzero.client.arrays.arrays import Array, copy_into, describe, wrap
 from layerzero.client.connection import overlay
@@ -15,8 +15,6 @@ from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.report import ADAPTED, Attempt, Copy
 from layerzero.client.planning.plans import Plan
-from layerzero.client.session.in_process import Here
-from layerzero.client.session.shadow import Sample
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.vocabulary.ops import OPS
@@ -46,6 +44,36 @@ class Request:
         if self.output_bytes is None:
             return specs
         return tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
+
+
+class Runner(Protocol):
+    """What runs one route's calls in this process (client/session/in_process.py)."""
+
+    def run(
+        self, inputs: Sequence[tuple[int, int] | None], outputs: Sequence[tuple[int, int]]
+    ) -> tuple[int, bytes]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Here:
+    """A grant to run a route's calls in this process, while it lasts."""
+
+    runner: Runner
+    decision: messages.Decision
+    until_s: float
+
+
+@dataclass(slots=True)
+class Sample:
+    """A sampled call: its inputs as they were when it was sent, and later its output."""
+
+    blocks: list[memoryview]
+    refs: list[bytes]
+    is_checked: bool  # and not for tuning alone
+    output: bytes = b""
+    kernel_id: str = ""
+    reference: str = ""  # kernel id
+    backend: str = ""  # of the reference
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -18,7 +18,6 @@ from layerzero.client.connection.link import Link
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.report import EXPRESS
 from layerzero.client.planning.plans import Plan, plan_out
-from layerzero.client.session.shadow import Shadow
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind
@@ -33,9 +32,10 @@ _BACKEND_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 class Routes:
     """The routes of one connection. Threads may share it."""
 
-    def __init__(self, ask: Callable[..., Any], shadow: Shadow) -> None:
-        self._ask = ask  # the broker
-        self._shadow = shadow
+    def __init__(self, ask: Callable[..., Any], on_decision: Callable[[Route, messages.Decision], None]) -> None:
+        """`ask` asks the broker. `on_decision` hears each decision that the broker tells."""
+        self._ask = ask
+        self._on_decision = on_decision
         self._lock = threading.RLock()
         self._known: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
         self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
@@ -129,7 +129,7 @@ class Routes:
                 del route.decisions[next(iter(route.decisions))]
             decision = route.decisions[header.aux] = messages.decode(body, messages.Decision)
             route.slot = decision.slot
-            self._shadow.follow(route.overlay, decision.shadow_rate, tunes=decision.offers_samples)
+            self._on_decision(route, decision)
 
     def note_lease(self, header: Header, body: bytes) -> None:
         """The broker says that a route's calls may go straight to the worker."""

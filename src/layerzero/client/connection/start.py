@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from layerzero.ipc import version
 from layerzero.ipc.errors import BrokerLost, ConfigError, from_wire
 from layerzero.ipc.transport import control, secret
 from layerzero.ipc.transport.endpoints import Endpoints, default_runtime_dir, open_endpoints
@@ -165,8 +166,6 @@ def environment(keep: Container[str] | None = None, **changes: str) -> dict[str,
     """What a process of ours is started with: our environment, and the folder that this very package was imported from.
     keep: the only LAYERZERO_ variables that it gets of ours; all of them if left out. changes: further variables."""
     found = {k: v for k, v in os.environ.items() if keep is None or k in keep or not k.startswith("LAYERZERO_")}
-    import layerzero
-
-    root = str(Path(layerzero.__file__).parent.parent)
+    root = str(Path(version.__file__).parents[2])
     found["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [found.get("PYTHONPATH")])])
     return found | changes

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import layerzero
 from layerzero.client.arrays.arrays import CPU, Array, copy_into, describe, wrap
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
@@ -25,6 +24,7 @@ from layerzero.client.gpu.arrays import give, is_on_gpu, new_like
 from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
+from layerzero.ipc.version import __version__
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
 _session: Session | None = None
@@ -65,7 +65,7 @@ def connect(
                 starting.ensure_broker(where, stays=False)
             overlay.set_environment(starting.policy_layers())
             try:
-                _session = Session(where.control, layerzero.__version__, key)
+                _session = Session(where.control, __version__, key)
                 return _session
             except TimeoutError as exc:
                 raise BrokerLost(f"the broker on {where.control} does not answer; end it with lz down") from exc

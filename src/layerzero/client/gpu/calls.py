@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerzero.client.arrays.arrays import Array
 from layerzero.client.connection import overlay
@@ -35,6 +35,7 @@ from layerzero.client.gpu.memory import memory_of, uuid_of
 from layerzero.client.gpu.outcomes import OnRing, Outcomes, Sent
 from layerzero.client.gpu.placement import Memory, Placing
 from layerzero.client.gpu.ring import GpuLane
+from layerzero.client.gpu.session_view import SessionView
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import (
@@ -51,9 +52,6 @@ from layerzero.ipc.transport.wire import AFTER_LANE, HAS_TURN, TURN, Kind, arena
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-if TYPE_CHECKING:
-    from layerzero.client.session.session import Session
-
 AS_IT_LIES = Overlay.of({"origin": "a call on a GPU is not sent back", "values": {"allow_adaptation": False}})
 LOOK_EVERY = 16  # calls of a lane; then it is seen whether too many are open
 CATCH_UP_S, LOOK_S = 0.002, 50e-6
@@ -68,7 +66,7 @@ class _OtherRung(Exception):
 class GpuCalls:
     """Of one session's connection. Threads may share it."""
 
-    def __init__(self, session: Session, link: Link) -> None:
+    def __init__(self, session: SessionView, link: Link) -> None:
         self._session, self._link = session, link
         self._gpus: dict[int, Gpu] = {}
         self._lock = threading.Lock()

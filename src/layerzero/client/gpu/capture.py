@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from layerzero.client.arrays.arrays import Array
 from layerzero.client.connection.call import Request, Route, error_of, overlap
@@ -19,14 +19,12 @@ from layerzero.client.gpu.arrays import result_like
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.outcomes import Outcomes, Sent
 from layerzero.client.gpu.placement import Placing
+from layerzero.client.gpu.session_view import SessionView
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.errors import CudaGraphUnsafe, LayerZeroError
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.wire import BELL, HAS_BELL, Kind
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from layerzero.client.session.session import Session
 
 _EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
 
@@ -73,7 +71,7 @@ class _Tail(NamedTuple):
 class Captures:
     """Of one connection. Threads may share it."""
 
-    def __init__(self, session: Session, link: Link, outcomes: Outcomes) -> None:
+    def __init__(self, session: SessionView, link: Link, outcomes: Outcomes) -> None:
         self._session, self._link, self._outcomes = session, link, outcomes
         self._tail: _Tail | None = None
         self._lock = threading.Lock()

@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layerzero.ipc.transport.messages import Decision
 from layerzero.ipc.transport.plain import pack_body
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
@@ -211,15 +210,6 @@ class Runner:
             spec = TensorSpec.contiguous(spec.dtype, (nbytes // row, *spec.shape[1:]))
         view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
         return Block(view if writable else view.toreadonly(), spec)
-
-
-@dataclass(slots=True, eq=False)
-class Here:
-    """A grant to run a route's calls in this process, while it lasts."""
-
-    runner: Runner
-    decision: Decision
-    until_s: float
 
 
 def is_abi_failure(exc: BaseException) -> bool:

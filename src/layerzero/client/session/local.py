@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from layerzero.client.connection.call import Route, Submitted, microseconds
+from layerzero.client.connection.call import Here, Route, Submitted, microseconds
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import IN_PROCESS, Attempt
 from layerzero.client.connection.routes import Routes
-from layerzero.client.session.in_process import Grant, Here, Lane, Place, Refusal, is_abi_failure
+from layerzero.client.session.in_process import Grant, Lane, Place, Refusal, is_abi_failure
 from layerzero.ipc.errors import BackendError, Busy, InvalidArgument, OutputTooSmall, ProtocolError, RunInProcess
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind

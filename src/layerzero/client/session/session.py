@@ -73,7 +73,7 @@ class Session:
         _sessions.add(self)
 
     def _open(self) -> None:
-        routes = Routes(self.ask, self.shadow)
+        routes = Routes(self.ask, self.shadow.follow_decision)
         link = Link(self.path, self._package, routes.note_decision, routes.note_lease, self._key)
         self.routes = routes
         self._lanes = Lanes(link, self.shadow)

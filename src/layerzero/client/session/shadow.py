@@ -16,10 +16,10 @@ import queue
 import random
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from layerzero.client.connection import arena as arenas
+from layerzero.client.connection.call import Sample
 from layerzero.client.connection.link import Pending
 from layerzero.client.connection.report import Copy
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
@@ -30,7 +30,7 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from layerzero.client.connection.call import Submitted
+    from layerzero.client.connection.call import Route, Submitted
     from layerzero.client.session.session import Session
 
 NEVER = 1 << 63  # above any sequence number
@@ -44,19 +44,6 @@ IDLE_S = 5.0  # the thread ends when nothing was sampled for so long
 REASON = "sampled shadow check"
 _Code = Literal["B", "H", "I", "Q"]
 _CODES: dict[int, _Code] = {1: "B", 2: "H", 4: "I", 8: "Q"}
-
-
-@dataclass(slots=True)
-class Sample:
-    """A sampled call: its inputs as they were when it was sent, and later its output."""
-
-    blocks: list[memoryview]
-    refs: list[bytes]
-    is_checked: bool  # and not for tuning alone
-    output: bytes = b""
-    kernel_id: str = ""
-    reference: str = ""  # kernel id
-    backend: str = ""  # of the reference
 
 
 class Shadow:
@@ -98,6 +85,10 @@ class Shadow:
     def tunes(self) -> bool:
         """Whether calls are offered to the broker for background tuning."""
         return self._tune_rate > 0
+
+    def follow_decision(self, route: Route, decision: messages.Decision) -> None:
+        """The broker tells with each decision of a route what policy says of its calls."""
+        self.follow(route.overlay, decision.shadow_rate, tunes=decision.offers_samples)
 
     def follow(self, overlay: str, rate: float, *, tunes: bool) -> None:
         """What policy says of calls with this overlay; the broker tells it with each decision."""

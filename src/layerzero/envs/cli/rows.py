@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.build import Env, base_drift, command, drift, find
 from layerzero.envs.build.downloads import Downloads, of_lock, of_wheels
@@ -28,7 +29,7 @@ from layerzero.envs.build.resolution import resolve, select
 from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.cli.additions import Site
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
-from layerzero.envs.probe.probe import ProbeRecord, cached_probe, probe_cached
+from layerzero.envs.probe.probe import cached_probe, probe_cached
 from layerzero.ipc.errors import ConfigError, EnvError
 
 out = Console()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.envs.build import interpreters
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.build import Env, ensure, plan
@@ -25,7 +26,7 @@ from layerzero.envs.build.resolution import select
 from layerzero.envs.build.store import discard, lock_path, locked
 from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.manifest import EnvManifest, VariantName, discover, load
-from layerzero.envs.probe.probe import ProbeRecord, cached_probe, parse_record
+from layerzero.envs.probe.probe import cached_probe, parse_record
 from layerzero.envs.transfer import archive
 from layerzero.envs.transfer.archive import Index
 from layerzero.ipc.errors import EnvError

@@ -10,9 +10,9 @@ import pytest
 from layerzero.broker.selection.certification import Certification, Subject
 from layerzero.broker.selection.shadow import LIMIT, MAX_SUBJECTS, WINDOW, Comparison, ShadowLedger
 from layerzero.broker.selection.signature import CallSpec
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs.probe.probe import ProbeRecord
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 SMALL, LONG = "plain/small/dense", "plain/long/dense"

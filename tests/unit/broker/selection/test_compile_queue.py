@@ -14,9 +14,9 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.selection.compile_queue import MAX_QUEUED, Compilation, Job
 from layerzero.broker.selection.policy import Policy, Weights
 from layerzero.broker.selection.signature import CallSpec
+from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs.probe.probe import ProbeRecord
 from layerzero.ipc.transport.messages import Prepare, decode
 
 CLASSES = {"plain/small/dense": 0.0}

@@ -1,0 +1,3 @@
+"""The version of this package, for handshakes and reports."""
+
+__version__ = "0.1.0"
