@@ -132,8 +132,8 @@ def test_design_shows_the_structure_as_it_is() -> None:
 
 @pytest.mark.parametrize("place", PURE)
 def test_core_loads_nothing_that_does_io(place: str) -> None:
-    """What it decides must depend on its events alone, or the simulator proves nothing; nothing that it imports, however
-    far down, may bring in a clock, a file, a socket or a process."""
+    """What it decides must depend on its events alone, or the simulator proves nothing; nor may what it imports
+    bring in a clock, a file, a socket or a process."""
     start = [module for module in structure.modules() if structure.place(module) == place]
     assert start
     for module, others in structure.closure(start).items():
