@@ -8,7 +8,7 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.clients import Sessions
 from layerzero.broker.core.dispatch import Calls
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import Settling
 from layerzero.broker.core.leases import Lost
@@ -37,7 +37,7 @@ class Admission:
         bells: Bells,
         quarantine: Quarantine,
         limits: Limits,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._clients = clients
         self._sessions = sessions
@@ -49,7 +49,7 @@ class Admission:
         self._bells = bells
         self._quarantine = quarantine
         self._limits = limits
-        self._agenda = agenda
+        self._effects = effects
 
     def take(self, event: ev.CallArrived) -> None:
         client = self._clients[event.identity]
@@ -74,13 +74,13 @@ class Admission:
         if route is None:
             missing = client.refused_routes.get(event.route)
             if missing is not None:
-                self._agenda.do(act.Refuse(client.identity, event.seq, missing))
+                self._effects.emit(act.Refuse(client.identity, event.seq, missing))
             else:
                 self._sessions.drop(client, f"call on unknown route {event.route}")
             return None
         try:
             turn = self._begin_turn(client, route, event)
-            if self._agenda.stopping:
+            if self._effects.stopping:
                 self._refuse(client, event.seq, turn, BrokerLost("the broker is shutting down"))
                 return None
             limit = self._limits.max_in_flight
@@ -94,7 +94,7 @@ class Admission:
         except ProtocolError as exc:
             self._sessions.drop(client, str(exc))
             return None
-        refusal = self._quarantine.refusal(route.signature.key, event.digest, self._agenda.now_s)
+        refusal = self._quarantine.refusal(route.signature.key, event.digest, self._effects.now_s)
         if refusal is not None:
             self._refuse(client, event.seq, turn, refusal)
             return None
@@ -114,7 +114,7 @@ class Admission:
         """It never becomes a call."""
         refusal = act.Refuse(client.identity, seq, error)
         if turn is None:
-            self._agenda.do(refusal)
+            self._effects.emit(refusal)
         else:
             self._turns.fail(turn, refusal)
 
@@ -167,5 +167,5 @@ class Admission:
     def poison(self, event: ev.CallPoisoned) -> None:
         route = self._clients[event.identity].routes.get(event.route)
         if route is not None:
-            self._quarantine.add(route.signature.key, event.digest, self._agenda.now_s)
+            self._quarantine.add(route.signature.key, event.digest, self._effects.now_s)
             self._settling.revoke()  # calls of this signature must show what they bring

@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.compile_waits import Compiling
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
 from layerzero.broker.core.grants import Loans
 from layerzero.broker.core.graph_calls import Bells
@@ -41,7 +41,7 @@ class Sessions:
         bells: Bells,
         compiling: Compiling,
         closing: Closing,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._clients = clients
         self._engine = engine
@@ -55,7 +55,7 @@ class Sessions:
         self._bells = bells
         self._compiling = compiling
         self._closing = closing
-        self._agenda = agenda
+        self._effects = effects
 
     def join(self, event: ev.ClientJoined) -> None:
         self._clients[event.identity] = Client(event.identity, event.number)
@@ -65,7 +65,7 @@ class Sessions:
         if client is None:
             return
         client.has_left = True
-        self._agenda.do(*self._leases.end_client(client))
+        self._effects.emit(*self._leases.end_client(client))
         self._closing.tell(self._turns.drop_held(client))  # nobody waits for what failed
         for worker in self._fleet.workers.values():
             gone = [call for call in worker.waiting if call.client is client]
@@ -79,8 +79,8 @@ class Sessions:
         self._closing.finish_leaving(client)
 
     def drop(self, client: Client, detail: str) -> None:
-        self._agenda.do(act.DropClient(client.identity, detail))
-        self._agenda.do(act.Note("client.dropped", {"client": client.number, "detail": detail}))
+        self._effects.emit(act.DropClient(client.identity, detail))
+        self._effects.emit(act.Note("client.dropped", {"client": client.number, "detail": detail}))
         self.leave(ev.ClientLeft(client.identity))
 
     # --- memory --------------------------------------------------------------------------------------
@@ -123,15 +123,15 @@ class Sessions:
             self._turns.forget(client, event.gpu)
         client.gpus.add(event.gpu)
         lanes = [lane for lane in self._leases.of(client) if lane.gpu == event.gpu]
-        self._agenda.do(*self._leases.revoke(lanes))
+        self._effects.emit(*self._leases.revoke(lanes))
         self._loans.take_back_gpu(client, event.gpu)
 
     def open_lane(self, event: ev.LaneOpened) -> None:
         client = self._clients[event.identity]
         try:
-            self._agenda.do(*self._leases.open(client, event.lane, event.gpu))
+            self._effects.emit(*self._leases.open(client, event.lane, event.gpu))
         except ProtocolError as exc:
-            self._agenda.do(act.EndLane(event.lane))  # what came with the message is not the lane's page
+            self._effects.emit(act.EndLane(event.lane))  # what came with the message is not the lane's page
             self.drop(client, str(exc))
 
     # --- routes --------------------------------------------------------------------------------------
@@ -180,6 +180,6 @@ class Sessions:
             return
         if event.error is not None:
             facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
-            self._agenda.do(act.Note("client.kernel_failed", {**facts, "client": client.number}))
+            self._effects.emit(act.Note("client.kernel_failed", {**facts, "client": client.number}))
             return  # its libraries are the client's own; other clients and the workers are not concerned
         self._settling.note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import Fleet
@@ -35,10 +35,10 @@ class Held:
 
 
 class Compiling:
-    def __init__(self, engine: Engine, fleet: Fleet, agenda: Agenda) -> None:
+    def __init__(self, engine: Engine, fleet: Fleet, effects: Effects) -> None:
         self._engine = engine
         self._fleet = fleet
-        self._agenda = agenda
+        self._effects = effects
         self.held: list[Held] = []
 
     def start(self, spec: CallSpec, verdicts: Iterable[Verdict], *, is_urgent: bool = False) -> None:
@@ -50,12 +50,12 @@ class Compiling:
             self._do(self._engine.compilation.ask(_job(spec, verdict), is_urgent=is_urgent))
 
     def _do(self, job: Job | None) -> None:
-        if job is not None and not self._agenda.stopping:
-            self._agenda.do(act.Compile(job.backend, job.unit, job.body))
+        if job is not None and not self._effects.stopping:
+            self._effects.emit(act.Compile(job.backend, job.unit, job.body))
 
     def start_asked(self, event: ev.CompileAsked) -> None:
         """Somebody warms up."""
-        wanted = [v for v in self.missing(event.spec, self._agenda.now_s) if v.backend in event.backends]
+        wanted = [v for v in self.missing(event.spec, self._effects.now_s) if v.backend in event.backends]
         self.start(event.spec, wanted, is_urgent=True)
 
     def missing(self, spec: CallSpec, now_s: float) -> list[Verdict]:
@@ -73,18 +73,18 @@ class Compiling:
 
     def end(self, event: ev.CompileEnded) -> list[Call]:
         """A compilation is over. Returns the calls that waited for it."""
-        unit, agenda = event.unit, self._agenda
+        unit, effects = event.unit, self._effects
         self._do(self._engine.compilation.end(event.backend, unit, event.failure))
         self._engine.epoch += 1
         facts = {"backend": event.backend, "kernel_id": unit.kernel_id, "calls": unit.calls}
         if event.failure:
-            agenda.do(act.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
+            effects.emit(act.Note("kernel.compile_failed", {**facts, "cause": event.failure}))
         else:
-            agenda.do(act.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
+            effects.emit(act.Note("kernel.compiled", {**facts, "seconds": round(event.seconds, 3)}))
         waiting = self._take([held for held in self.held if held.unit == unit])
         if not event.failure:
             for held in waiting:
-                held.call.attempts.append(waited(held, event.backend, agenda.now_s))
+                held.call.attempts.append(waited(held, event.backend, effects.now_s))
         return [held.call for held in waiting]
 
     # --- calls that wait -----------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Compiling:
                 self.start(signature.spec, (verdict,), is_urgent=True)
                 if not self._engine.compilation.is_under_way(_job(signature.spec, verdict)):
                     continue  # there is no room for it
-                self.held.append(Held(call, verdict.uncompiled, self._agenda.now_s))
+                self.held.append(Held(call, verdict.uncompiled, self._effects.now_s))
                 self._wake()
                 return True
         return False
@@ -116,7 +116,7 @@ class Compiling:
 
     def take_overdue(self) -> list[Held]:
         """Those that have waited for as long as they may run, which are held no more."""
-        overdue = self._take([held for held in self.held if self._agenda.now_s >= held.due_s])
+        overdue = self._take([held for held in self.held if self._effects.now_s >= held.due_s])
         self._wake()
         return overdue
 
@@ -125,7 +125,7 @@ class Compiling:
         return wanted
 
     def _wake(self) -> None:
-        self._agenda.wake_by(min((held.due_s for held in self.held), default=math.inf))
+        self._effects.wake_by(min((held.due_s for held in self.held), default=math.inf))
 
 
 def _job(spec: CallSpec, verdict: Verdict) -> Job:

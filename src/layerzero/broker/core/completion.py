@@ -6,7 +6,7 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.decisions import Decisions
 from layerzero.broker.core.dispatch import Calls
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import Settling
@@ -28,7 +28,7 @@ class Answers:
         enqueued: Enqueued,
         bells: Bells,
         closing: Closing,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._engine = engine
         self._fleet = fleet
@@ -38,7 +38,7 @@ class Answers:
         self._enqueued = enqueued
         self._bells = bells
         self._closing = closing
-        self._agenda = agenda
+        self._effects = effects
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
         """The worker whose oldest running call this answers. Late answers of a killed one are counted, not used."""
@@ -64,14 +64,14 @@ class Answers:
             self._settling.note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
         if turn is None:
             spec = signature.spec
-            self._engine.note_success(worker.backend, spec.op, self._agenda.now_s, spec.device)
+            self._engine.note_success(worker.backend, spec.op, self._effects.now_s, spec.device)
         if not call.is_unwanted:
             decision = self._decisions.number(call, worker)
             if call.bell is None:
                 self._settling.settle(call, worker)
             answer = act.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
             answer.attempts, answer.is_replayed = call.attempts, event.is_replayed
-            self._agenda.do(answer)
+            self._effects.emit(answer)
         if turn is not None:
             self._enqueued.add(call, worker, turn)
         elif call.bell is not None and not call.is_unbound:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from layerzero.broker.core import actions as act
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Worker
 from layerzero.broker.selection.ranking import Engine
 from layerzero.ipc.transport.messages import Decision, encode
 
 
 class Decisions:
-    def __init__(self, engine: Engine, agenda: Agenda) -> None:
+    def __init__(self, engine: Engine, effects: Effects) -> None:
         self._engine = engine
-        self._agenda = agenda
+        self._effects = effects
 
     def number(self, call: Call, worker: Worker) -> int:
         """Of the decision that the worker's answer to this call follows."""
@@ -36,5 +36,5 @@ class Decisions:
                     slot=worker.slot if signature.spec.device else 0,
                 )
             )
-            self._agenda.do(act.SendDecision(call.client.identity, route.number, route.decision, body))
+            self._effects.emit(act.SendDecision(call.client.identity, route.number, route.decision, body))
         return route.decision

@@ -7,7 +7,7 @@ import math
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.compile_waits import Compiling, overdue
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.grants import Loans
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Worker
@@ -48,7 +48,7 @@ class Calls:
         closing: Closing,
         quarantine: Quarantine,
         limits: Limits,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._engine = engine
         self._fleet = fleet
@@ -58,7 +58,7 @@ class Calls:
         self._closing = closing
         self._quarantine = quarantine
         self._limits = limits
-        self._agenda = agenda
+        self._effects = effects
         self._numbers = itertools.count(1)
         self.health_at_s = math.inf  # when a kernel that failed may be tried again
 
@@ -106,7 +106,7 @@ class Calls:
             if verdict.transforms or not verdict.is_on_trial:  # a call that is sent back for copies tries nothing
                 return verdict
             spec = call.route.signature.spec
-            if self._engine.reserve_trial(verdict.backend, spec.op, self._agenda.now_s, spec.device):
+            if self._engine.reserve_trial(verdict.backend, spec.op, self._effects.now_s, spec.device):
                 return verdict
             last = last or verdict
         return last
@@ -151,7 +151,7 @@ class Calls:
         return self._has_other(call) or self._awaited(call) is not None
 
     def _is_back_in_time(self, backend: str, call: Call) -> bool:
-        return self._fleet.is_back_by(backend, self._agenda.now_s + call.timeout_s)
+        return self._fleet.is_back_by(backend, self._effects.now_s + call.timeout_s)
 
     def end_waits(self) -> None:
         """Calls that have waited for a compilation for as long as they may run end, unless somebody can take them by
@@ -165,7 +165,7 @@ class Calls:
     # --- at a worker ---------------------------------------------------------------------------------
 
     def _note_use(self, worker: Worker, client: Client) -> None:
-        last, now_s = worker.last_client, self._agenda.now_s
+        last, now_s = worker.last_client, self._effects.now_s
         if last is not client:
             if last is not None and not last.has_left and now_s - worker.last_use_s < SHARED_S:
                 worker.shared_until_s = now_s + SHARED_S
@@ -177,7 +177,7 @@ class Calls:
     def _has_room(self, worker: Worker, client: int) -> bool:
         """What was sent ahead runs first. So while others call a worker, too, a client has few calls there, and one
         while some of them wait for each of theirs."""
-        count, now_s = len(worker.running), self._agenda.now_s
+        count, now_s = len(worker.running), self._effects.now_s
         if count >= self._limits.depth:
             return False
         share = 1 if now_s < worker.lone_until_s else self._limits.share
@@ -196,7 +196,7 @@ class Calls:
         turn = call.turn.turn if call.turn is not None else None
         number = call.client.number
         place = (turn, call.bell, call.binding)
-        self._agenda.do(act.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, *place))
+        self._effects.emit(act.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, *place))
 
     def send_waiting(self, worker: Worker) -> None:
         """It has become ready, or got room."""
@@ -216,8 +216,8 @@ class Calls:
         return call
 
     def _start_clock(self, worker: Worker) -> None:
-        worker.head_since_s = self._agenda.now_s
-        self._agenda.wake_by(worker.head_deadline_s)
+        worker.head_since_s = self._effects.now_s
+        self._effects.wake_by(worker.head_deadline_s)
 
     # --- on to the next ------------------------------------------------------------------------------
 
@@ -246,14 +246,14 @@ class Calls:
         elif (
             phase != "queued" and not cannot_bind and error.code != DeadlineExceeded.code
         ):  # a short timeout_s is the caller's doing
-            self._engine.note_failure(worker.backend, spec.op, error, self._agenda.now_s, spec.device)
-            self.health_at_s = self._engine.health.next_change_s(self._agenda.now_s)
-            self._agenda.wake_by(self.health_at_s)
+            self._engine.note_failure(worker.backend, spec.op, error, self._effects.now_s, spec.device)
+            self.health_at_s = self._engine.health.next_change_s(self._effects.now_s)
+            self._effects.wake_by(self.health_at_s)
         if call.deaths >= MAX_DEATHS_PER_CALL:
             self._closing.refuse(call, self._quarantine.verdict(call.deaths))
         elif spec.pinned:
             self._closing.refuse(call, error)
-        elif self._agenda.stopping:
+        elif self._effects.stopping:
             self._closing.end_for_shutdown(call)
         else:
             self.place(call)
@@ -286,9 +286,9 @@ class Calls:
 
     def watch_health(self) -> None:
         """A kernel that failed may be tried again from now on."""
-        if self._agenda.now_s >= self.health_at_s:
+        if self._effects.now_s >= self.health_at_s:
             self._engine.epoch += 1
-            self.health_at_s = self._engine.health.next_change_s(self._agenda.now_s)
+            self.health_at_s = self._engine.health.next_change_s(self._effects.now_s)
 
     def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""

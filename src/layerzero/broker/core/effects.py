@@ -7,7 +7,7 @@ import math
 from layerzero.broker.core import actions as act
 
 
-class Agenda:
+class Effects:
     """Shared by the core's parts."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Agenda:
         self.now_s = now_s
         self.actions = []
 
-    def do(self, *actions: act.Action) -> None:
+    def emit(self, *actions: act.Action) -> None:
         self.actions += actions
 
     def wake_by(self, at_s: float) -> None:

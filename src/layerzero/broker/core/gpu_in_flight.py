@@ -8,7 +8,7 @@ import math
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.decisions import Decisions
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.stream_order import OpenTurn, Turns
@@ -18,14 +18,14 @@ from layerzero.broker.selection.ranking import Engine
 
 class Enqueued:
     def __init__(
-        self, engine: Engine, fleet: Fleet, turns: Turns, decisions: Decisions, closing: Closing, agenda: Agenda
+        self, engine: Engine, fleet: Fleet, turns: Turns, decisions: Decisions, closing: Closing, effects: Effects
     ) -> None:
         self._engine = engine
         self._fleet = fleet
         self._turns = turns
         self._decisions = decisions
         self._closing = closing
-        self._agenda = agenda
+        self._effects = effects
 
     def add(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
         """The worker has answered: the call's client goes on, the call stays until the GPU is done with it."""
@@ -57,19 +57,19 @@ class Enqueued:
         for dispatch in event.done:
             call = worker.enqueued.pop(dispatch, None) or self._take_unanswered(worker, dispatch)
             spec = call.route.signature.spec
-            self._engine.note_success(worker.backend, spec.op, self._agenda.now_s, spec.device)
+            self._engine.note_success(worker.backend, spec.op, self._effects.now_s, spec.device)
             self._closing.close(call)
         for dispatch in event.ready:
             begun = worker.enqueued.get(dispatch)
             if begun is not None and begun.turn is not None and not begun.turn.has_begun:
-                begun.turn.began_s = self._agenda.now_s
-                self._agenda.wake_by(begun.turn.due_s)
+                begun.turn.began_s = self._effects.now_s
+                self._effects.wake_by(begun.turn.due_s)
         for turn in list(self._turns.first()):
             client = turn.client
             is_ready = turn.call is None or turn.call.dispatch in event.ready
             if turn.worker is worker and client.has_left and not is_ready and not self._closing.has_rings(client):
                 # It is this one's turn; or a stream of the client's has overwritten the word.
-                self._agenda.do(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
+                self._effects.emit(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
 
     def _take_unanswered(self, worker: Worker, dispatch: int) -> Call:
         """The worker has ended before it could answer, and the GPU was done: the client's stream has gone on."""
@@ -80,7 +80,7 @@ class Enqueued:
         client = call.client
         if not client.has_left:
             decision = self._decisions.number(call, worker)
-            self._agenda.do(act.Answer(client.identity, call.seq, decision, call.attempt, 0, b"", call.attempts))
+            self._effects.emit(act.Answer(client.identity, call.seq, decision, call.attempt, 0, b"", call.attempts))
         return call
 
     def release(self, client: Client) -> None:
@@ -90,7 +90,7 @@ class Enqueued:
             return  # those come between; rings.py sees them all
         for turn in list(self._turns.first()):
             if turn.client is client and turn.call is not None:
-                self._agenda.do(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
+                self._effects.emit(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
 
     def end_late(self) -> None:
         """Workers whose GPU takes too long for a call are killed."""
@@ -100,8 +100,8 @@ class Enqueued:
                     break
                 if call.turn is None or not call.turn.has_begun:
                     continue
-                if self._agenda.now_s >= call.turn.due_s:
+                if self._effects.now_s >= call.turn.due_s:
                     worker.late = call
                     self._fleet.fault(worker, too_long(call.kernel_id, worker, call.timeout_s))
                 else:
-                    self._agenda.wake_by(call.turn.due_s)
+                    self._effects.wake_by(call.turn.due_s)

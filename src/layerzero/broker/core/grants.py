@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from layerzero.broker.core import actions as act
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.worker_lifecycle import Fleet
 
 
 class Loans:
-    def __init__(self, fleet: Fleet, agenda: Agenda) -> None:
+    def __init__(self, fleet: Fleet, effects: Effects) -> None:
         self._fleet = fleet
-        self._agenda = agenda
+        self._effects = effects
 
     def lend(self, worker: Worker, call: Call) -> None:
         """All that the call is about."""
         number, gpu = call.client.number, call.gpu
         if gpu and (number, gpu) not in worker.gpus:
             worker.gpus.add((number, gpu))
-            self._agenda.do(act.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
+            self._effects.emit(act.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
         for arena in call.arenas:
             key = (number, arena)
             if key not in worker.arenas:
                 worker.arenas.add(key)
-                self._agenda.do(act.LendArena(worker.backend, worker.generation, number, arena))
+                self._effects.emit(act.LendArena(worker.backend, worker.generation, number, arena))
 
     def close_arena(self, client: Client, arena: int) -> None:
         key = (client.number, arena)
@@ -34,8 +34,8 @@ class Loans:
         for worker in self._fleet.workers.values():
             if key in worker.arenas:
                 worker.arenas.discard(key)
-                self._agenda.do(act.TakeBackArena(worker.backend, worker.generation, *key))
-        self._agenda.do(act.CloseArena(*key))
+                self._effects.emit(act.TakeBackArena(worker.backend, worker.generation, *key))
+        self._effects.emit(act.CloseArena(*key))
 
     def take_back_gpu(self, client: Client, gpu: str) -> None:
         """Workers let go of what they had, and may reach what is offered next."""
@@ -44,9 +44,9 @@ class Loans:
             worker.deaf.pop(key, None)
             if key in worker.gpus:
                 worker.gpus.discard(key)
-                self._agenda.do(act.TakeBackGpu(worker.backend, worker.generation, *key))
+                self._effects.emit(act.TakeBackGpu(worker.backend, worker.generation, *key))
 
     def close_gpu(self, client: Client, gpu: str) -> None:
         client.gpus.discard(gpu)
         self.take_back_gpu(client, gpu)
-        self._agenda.do(act.CloseGpu(client.number, gpu))
+        self._effects.emit(act.CloseGpu(client.number, gpu))

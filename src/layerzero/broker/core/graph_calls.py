@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.compile_waits import Compiling
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.prepared import Signatures
@@ -30,7 +30,7 @@ class Bells:
         compiling: Compiling,
         closing: Closing,
         limits: Limits,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._clients = clients
         self._fleet = fleet
@@ -38,7 +38,7 @@ class Bells:
         self._compiling = compiling
         self._closing = closing
         self._limits = limits
-        self._agenda = agenda
+        self._effects = effects
         self.is_awaited = False  # somebody waits for the broker to look at bells closely
 
     def holds(self, identity: bytes, gpu: str) -> bool:
@@ -99,7 +99,7 @@ class Bells:
         """A bell that is seen busy twice may be in another replay by then: one that has been busy for half the time is
         watched closely for the other half. So is one that was moved: what was tried for one replay does not count for
         all later ones."""
-        now_s, timeout_s = self._agenda.now_s, self._limits.timeout_s
+        now_s, timeout_s = self._effects.now_s, self._limits.timeout_s
         self.is_awaited = False
         for worker in self._fleet.workers.values():
             for call in worker.bells.values():
@@ -131,4 +131,4 @@ class Bells:
     def _mute(self, worker: Worker, call: Call) -> None:
         if worker.identity and call.bell is not None:
             plan = self._signatures.plan_of(call)
-            self._agenda.do(act.SendMute(worker.identity, plan, call.client.number, call.bell))
+            self._effects.emit(act.SendMute(worker.identity, plan, call.client.number, call.bell))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.leases import SETTLED_CALLS, Leases
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Worker
@@ -25,14 +25,14 @@ class Settling:
         quarantine: Quarantine,
         leases: Leases,
         limits: Limits,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._engine = engine
         self._signatures = signatures
         self._quarantine = quarantine
         self._leases = leases
         self._limits = limits
-        self._agenda = agenda
+        self._effects = effects
         self._leased_epoch = 0  # of the engine: what it decided then
         self.watch_at_s = math.inf
 
@@ -46,14 +46,14 @@ class Settling:
         if route.settled_on != server:
             route.settled_on, route.settled = server, 0
         route.settled += 1
-        if route.settled < SETTLED_CALLS - 1 or worker.state is not WorkerState.READY or self._agenda.stopping:
+        if route.settled < SETTLED_CALLS - 1 or worker.state is not WorkerState.READY or self._effects.stopping:
             return
         self.revoke_outdated()
         if self._is_settled(signature, call.kernel_id):
             plan = self._signatures.plan_of(call)
-            self._agenda.do(*self._leases.tell(call, worker, plan))
+            self._effects.emit(*self._leases.tell(call, worker, plan))
             if route.settled >= SETTLED_CALLS:
-                self._agenda.do(*self._leases.grant(call, worker, plan))
+                self._effects.emit(*self._leases.grant(call, worker, plan))
 
     def _is_settled(self, signature: Signature, kernel_id: str) -> bool:
         """The next call of this signature would go to the same kernel, without a look at it."""
@@ -75,23 +75,23 @@ class Settling:
     def revoke(self) -> None:
         """Take all leases back."""
         self._leased_epoch = self._engine.epoch
-        self._agenda.do(*self._leases.revoke())
+        self._effects.emit(*self._leases.revoke())
 
     def note_time(self, kernel_id: str, cell: Cell, kernel_ns: int, *, is_clean: bool) -> None:
-        now_s = self._agenda.now_s
+        now_s = self._effects.now_s
         self._engine.note_time(kernel_id, cell, kernel_ns, now_s, is_clean=is_clean)
         if self._leases and self.watch_at_s == math.inf:  # an idle broker has nothing to watch
             self.watch_at_s = now_s + WATCH_S
-            self._agenda.wake_by(self.watch_at_s)
+            self._effects.wake_by(self.watch_at_s)
 
     def watch(self) -> None:
         """Leases whose calls would be decided in another way by now, for the times of others, end."""
-        if self._agenda.now_s < self.watch_at_s:
+        if self._effects.now_s < self.watch_at_s:
             return
         stale = [
             lane
             for lane in self._leases.lanes.values()
             if any(not self._is_settled(r.signature, lane.kernels[r.number]) for r in lane.routes.values())
         ]
-        self._agenda.do(*self._leases.revoke(stale))
+        self._effects.emit(*self._leases.revoke(stale))
         self.watch_at_s = math.inf

@@ -6,7 +6,7 @@ import itertools
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.compile_waits import to_compile
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Worker
 from layerzero.broker.core.worker_lifecycle import Fleet
 from layerzero.broker.selection.ranking import Engine
@@ -14,10 +14,10 @@ from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
 
 
 class Signatures:
-    def __init__(self, engine: Engine, fleet: Fleet, agenda: Agenda) -> None:
+    def __init__(self, engine: Engine, fleet: Fleet, effects: Effects) -> None:
         self._engine = engine
         self._fleet = fleet
-        self._agenda = agenda
+        self._effects = effects
         self.known: dict[bytes, Signature] = {}  # by the encoded Route message
         self.plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
         self._numbers = itertools.count(1)
@@ -40,7 +40,7 @@ class Signatures:
             worker = self._fleet.workers.get(backend)
             if plan is not None and worker is not None and plan in worker.plans:
                 worker.plans.discard(plan)
-                self._agenda.do(act.SendDrop(worker.identity, plan))
+                self._effects.emit(act.SendDrop(worker.identity, plan))
 
     def order(self, signature: Signature) -> tuple[Verdict, ...]:
         """Accepted candidates, best first; kept until something that could change them does."""
@@ -49,7 +49,7 @@ class Signatures:
             if signature.seen[0] != engine.epoch:  # the policy may be another
                 signature.context = engine.context(signature.spec)
             unavailable = self._fleet.unavailable
-            signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self._agenda.now_s)
+            signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self._effects.now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
             signature.to_compile = to_compile(signature.ranked)
             signature.seen = (engine.epoch, cell.generation)
@@ -66,7 +66,7 @@ class Signatures:
             worker.plans.add(plan)
             is_graph_safe = self._engine.kernel(call.kernel_id).is_cuda_graph_safe
             body = signature.spec.prepare(call.kernel_id, is_graph_safe=is_graph_safe)
-            self._agenda.do(act.SendPrepare(worker.identity, plan, body))
+            self._effects.emit(act.SendPrepare(worker.identity, plan, body))
         return plan
 
     def plan_of(self, call: Call) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.compile_waits import Compiling
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.grants import Loans
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Call, Client, Route
@@ -23,7 +23,7 @@ class Closing:
         leases: Leases,
         turns: Turns,
         compiling: Compiling,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._fleet = fleet
         self._signatures = signatures
@@ -31,7 +31,7 @@ class Closing:
         self._leases = leases
         self._turns = turns
         self._compiling = compiling
-        self._agenda = agenda
+        self._effects = effects
 
     # --- calls ---------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class Closing:
     def refuse(self, call: Call, error: LayerZeroError) -> None:
         """It has failed for good."""
         facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
-        self._agenda.do(act.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
+        self._effects.emit(act.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
         self.end_in_error(call, error)
 
     def end_in_error(self, call: Call, error: LayerZeroError) -> None:
@@ -61,7 +61,7 @@ class Closing:
         candidates = [v.to_wire() for v in call.route.signature.ranked]
         refusal = act.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
         if call.turn is None:
-            self._agenda.do(refusal)
+            self._effects.emit(refusal)
             self.close(call)
         else:
             self._turns.fail(call.turn, refusal)
@@ -78,8 +78,8 @@ class Closing:
             refusal = turn.refusal
             assert refusal is not None
             if not turn.client.has_left:
-                self._agenda.do(act.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
-                self._agenda.do(refusal)
+                self._effects.emit(act.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
+                self._effects.emit(refusal)
             if turn.call is not None:
                 self.close(turn.call)
 

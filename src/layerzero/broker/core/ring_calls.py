@@ -11,7 +11,7 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.admission import Admission
 from layerzero.broker.core.dispatch import Calls
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.leases import Lane, Leases
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Worker
@@ -42,7 +42,7 @@ class Rings:
         calls: Calls,
         closing: Closing,
         limits: Limits,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._fleet = fleet
         self._leases = leases
@@ -51,7 +51,7 @@ class Rings:
         self._calls = calls
         self._closing = closing
         self._limits = limits
-        self._agenda = agenda
+        self._effects = effects
 
     @property
     def is_awaited(self) -> bool:
@@ -131,7 +131,7 @@ class Rings:
     def _end_late(self, lane: Lane, look: ev.RingLook) -> None:
         """A GPU is in a call from when its READY is there: then all before it in its lane are done. One that waits for
         the worker's CPU waits for a call that has its own deadline."""
-        now_s, worker = self._agenda.now_s, lane.worker
+        now_s, worker = self._effects.now_s, lane.worker
         ready = [call for call in look.calls if call.call in look.ready and call.call not in lane.left]
         if worker.running:
             ready = [call for call in ready if call.call <= look.taken]
@@ -159,8 +159,8 @@ class Rings:
             if is_before(turn.number, first):
                 firsts[gpu, turn.lane] = turn.number
         for (gpu, number), first in firsts.items():
-            self._agenda.do(act.ReleaseTurn(client.number, gpu, Turn(number, first)))
+            self._effects.emit(act.ReleaseTurn(client.number, gpu, Turn(number, first)))
         for lane in rings:
             if not on_rings[lane.number]:
-                self._agenda.do(*self._leases.end_ring(lane))
+                self._effects.emit(*self._leases.end_ring(lane))
         self._closing.finish_leaving(client)

@@ -23,7 +23,7 @@ from layerzero.broker.core.compile_waits import Compiling
 from layerzero.broker.core.completion import Answers
 from layerzero.broker.core.decisions import Decisions
 from layerzero.broker.core.dispatch import Calls
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
 from layerzero.broker.core.grants import Loans
 from layerzero.broker.core.graph_calls import Bells
@@ -69,21 +69,21 @@ class BrokerState:
         self.limits = limits
         self.clients: dict[bytes, Client] = {}
         self._shadow = ShadowLedger()
-        self.agenda = agenda = Agenda()
+        self.effects = effects = Effects()
         self.leases = leases = Leases()
         self.turns = turns = Turns()
         quarantine = Quarantine(limits.poison_quarantine_s)
-        decisions = Decisions(engine, agenda)
-        self.fleet = fleet = Fleet(engine, unusable, limits, rng, agenda, joined)
-        self.compiling = compiling = Compiling(engine, fleet, agenda)
-        self.signatures = signatures = Signatures(engine, fleet, agenda)
-        loans = Loans(fleet, agenda)
-        self._settling = settling = Settling(engine, signatures, quarantine, leases, limits, agenda)
-        self._closing = closing = Closing(fleet, signatures, loans, leases, turns, compiling, agenda)
-        self._calls = calls = Calls(engine, fleet, signatures, loans, compiling, closing, quarantine, limits, agenda)
-        self._enqueued = enqueued = Enqueued(engine, fleet, turns, decisions, closing, agenda)
-        self.bells = bells = Bells(self.clients, fleet, signatures, compiling, closing, limits, agenda)
-        answers = Answers(engine, fleet, calls, decisions, settling, enqueued, bells, closing, agenda)
+        decisions = Decisions(engine, effects)
+        self.fleet = fleet = Fleet(engine, unusable, limits, rng, effects, joined)
+        self.compiling = compiling = Compiling(engine, fleet, effects)
+        self.signatures = signatures = Signatures(engine, fleet, effects)
+        loans = Loans(fleet, effects)
+        self._settling = settling = Settling(engine, signatures, quarantine, leases, limits, effects)
+        self._closing = closing = Closing(fleet, signatures, loans, leases, turns, compiling, effects)
+        self._calls = calls = Calls(engine, fleet, signatures, loans, compiling, closing, quarantine, limits, effects)
+        self._enqueued = enqueued = Enqueued(engine, fleet, turns, decisions, closing, effects)
+        self.bells = bells = Bells(self.clients, fleet, signatures, compiling, closing, limits, effects)
+        answers = Answers(engine, fleet, calls, decisions, settling, enqueued, bells, closing, effects)
         sessions = Sessions(
             self.clients,
             engine,
@@ -97,7 +97,7 @@ class BrokerState:
             bells,
             compiling,
             closing,
-            agenda,
+            effects,
         )
         admission = Admission(
             self.clients,
@@ -110,11 +110,11 @@ class BrokerState:
             bells,
             quarantine,
             limits,
-            agenda,
+            effects,
         )
-        self._rings = rings = Rings(fleet, leases, turns, admission, calls, closing, limits, agenda)
-        self._aftermath = Aftermath(fleet, calls, enqueued, bells, leases, rings, closing, agenda)
-        self.unreachable = unreachable = Unreachable(fleet, calls, closing, agenda)
+        self._rings = rings = Rings(fleet, leases, turns, admission, calls, closing, limits, effects)
+        self._aftermath = Aftermath(fleet, calls, enqueued, bells, leases, rings, closing, effects)
+        self.unreachable = unreachable = Unreachable(fleet, calls, closing, effects)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.ClientJoined: sessions.join,
             ev.ClientLeft: sessions.leave,
@@ -158,21 +158,21 @@ class BrokerState:
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         """Take one event; returns what must be done, in order."""
-        self.agenda.begin(now_s)
+        self.effects.begin(now_s)
         self._handlers[type(event)](event)
         self._settling.revoke_outdated()
-        return self.agenda.actions
+        return self.effects.actions
 
     # --- what others may know --------------------------------------------------------------------------
 
     @property
     def wakeup_s(self) -> float:
         """The server sends a Tick at this time."""
-        return self.agenda.wakeup_s
+        return self.effects.wakeup_s
 
     @property
     def stopping(self) -> bool:
-        return self.agenda.stopping
+        return self.effects.stopping
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -256,14 +256,14 @@ class BrokerState:
     def _policy_changed(self, event: ev.PolicyChanged) -> None:
         """Calls that are placed stay where they are; those that come next are ranked anew."""
         self.engine.set_policy(event.policy)
-        self.agenda.do(act.Note("policy.changed", {"hash": event.policy.hash}))
+        self.effects.emit(act.Note("policy.changed", {"hash": event.policy.hash}))
 
     def _shadow_compared(self, event: ev.ShadowCompared) -> None:
         subject = event.comparison.subject
         evidence = self._shadow.note(event.comparison)
         if evidence is not None:
             self.engine.set_certification(self.engine.certification.with_quarantine(subject, evidence))
-            self.agenda.do(act.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
+            self.effects.emit(act.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
 
     def _times_loaded(self, event: ev.TimesLoaded) -> None:
         self.engine.load_times(event.rows)
@@ -271,18 +271,18 @@ class BrokerState:
     # --- time and the end ------------------------------------------------------------------------------
 
     def _tick(self, event: ev.Tick) -> None:
-        agenda = self.agenda
+        effects = self.effects
         self._calls.watch_health()
         self._settling.watch()
-        agenda.wakeup_s = min(self._calls.health_at_s, self._settling.watch_at_s)
+        effects.wakeup_s = min(self._calls.health_at_s, self._settling.watch_at_s)
         self._enqueued.end_late()
         self._calls.end_waits()
         for worker in self.workers.values():
             if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
-                if agenda.now_s >= worker.head_deadline_s:
+                if effects.now_s >= worker.head_deadline_s:
                     self._end_what_takes_too_long(worker, event.executing.get((worker.backend, worker.generation), 0))
                 if worker.fault is None:
-                    agenda.wake_by(worker.head_deadline_s)
+                    effects.wake_by(worker.head_deadline_s)
             else:
                 self.fleet.tick(worker)
                 self._calls.leave_disabled(worker)
@@ -290,7 +290,7 @@ class BrokerState:
     def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
         """The head is due. One that waits for a call of an express lane gets more time, but not for ever: that call's
         client watches its deadline, unless it has left."""
-        head, now_s, timeout_s = worker.running[0], self.agenda.now_s, self.limits.timeout_s
+        head, now_s, timeout_s = worker.running[0], self.effects.now_s, self.limits.timeout_s
         if not executing & EXECUTING:
             self.fleet.fault(worker, too_long(head.kernel_id, worker, head.timeout_s))
         elif worker.lane_call != executing:
@@ -304,7 +304,7 @@ class BrokerState:
     def _shutdown_asked(self, _: ev.ShutdownAsked) -> None:
         if self.stopping:
             return
-        self.agenda.stopping = True
+        self.effects.stopping = True
         self._settling.revoke()
         for call in self.compiling.take():
             self._closing.end_for_shutdown(call)
@@ -317,4 +317,4 @@ class BrokerState:
     def _exit_if_stopped(self) -> None:
         if self.stopping and self.fleet.is_stopped:
             self._closing.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
-            self.agenda.do(act.Exit())
+            self.effects.emit(act.Exit())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.dispatch import Calls
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.leases import Leases
@@ -46,7 +46,7 @@ class Aftermath:
         leases: Leases,
         rings: Rings,
         closing: Closing,
-        agenda: Agenda,
+        effects: Effects,
     ) -> None:
         self._fleet = fleet
         self._calls = calls
@@ -55,7 +55,7 @@ class Aftermath:
         self._leases = leases
         self._rings = rings
         self._closing = closing
-        self._agenda = agenda
+        self._effects = effects
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
         """The worker; None when its exit is known."""
@@ -75,10 +75,10 @@ class Aftermath:
             "cause": "it was told to stop" if was_stopping and event.exit_code == 0 else error.message,
             "phase": event.phase,
         }
-        self._agenda.do(act.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
+        self._effects.emit(act.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
         lanes, stranded = self._leases.lanes_to(worker), self._rings.stranded(worker, event)
         blamed = event.executing if worker.fault is None else worker.fault_call
-        self._agenda.do(*self._leases.end_worker(worker, error, event, blamed, is_crash=worker.fault is None))
+        self._effects.emit(*self._leases.end_worker(worker, error, event, blamed, is_crash=worker.fault is None))
         on_ring = self._rings.named(worker, stranded, event)
         in_gpu = self._in_gpu(worker, event) if on_ring is None and not is_renewal else None
         if (

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Worker
 from layerzero.broker.core.worker_fsm import Signal, WorkerState, step
@@ -31,13 +31,13 @@ class Fleet:
         unusable: Mapping[str, Rejection],
         limits: Limits,
         rng: random.Random,
-        agenda: Agenda,
+        effects: Effects,
         joined: Collection[str] = (),
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._rng = rng
-        self._agenda = agenda
+        self._effects = effects
         self.workers = {name: Worker(name, is_joined=name in joined) for name in engine.capabilities}
         self.unavailable = dict(unusable)
         self.stale = 0  # messages that came too late to count
@@ -66,7 +66,7 @@ class Fleet:
     def need(self, worker: Worker) -> None:
         if worker.state is S.ABSENT:
             self._signal(worker, Signal.NEEDED)
-            self._agenda.do(act.Probe(worker.backend))
+            self._effects.emit(act.Probe(worker.backend))
 
     def end_probe(self, event: ev.ProbeEnded) -> Worker | None:
         """The worker that waited for it, if any: it is started now, or disabled."""
@@ -83,7 +83,7 @@ class Fleet:
 
     def _spawn(self, worker: Worker) -> None:
         worker.generation += 1
-        worker.started_s = self._agenda.now_s
+        worker.started_s = self._effects.now_s
         worker.was_ready = False
         worker.fault = worker.late = None
         worker.pid = 0
@@ -94,8 +94,8 @@ class Fleet:
                 text = f"this broker has started {SLOTS} workers for GPUs; offers of memory have no room for more signs"
                 self._disable(worker, BackendError(text, repair="lz down"), Reason.BACKEND_DISABLED)
                 return
-        self._agenda.wake_by(self._agenda.now_s + self._limits.start_timeout_s)
-        self._agenda.do(act.Spawn(worker.backend, worker.generation))
+        self._effects.wake_by(self._effects.now_s + self._limits.start_timeout_s)
+        self._effects.emit(act.Spawn(worker.backend, worker.generation))
 
     def note_spawned(self, event: ev.WorkerSpawned) -> None:
         worker = self.current(event.backend, event.generation)
@@ -122,7 +122,7 @@ class Fleet:
         there for that alone."""
         worker = self.workers[event.backend]
         is_idle = worker.state is S.ABSENT or (worker.state is S.DISABLED and worker.is_vacant)
-        if not is_idle or self._agenda.stopping:
+        if not is_idle or self._effects.stopping:
             return
         if event.vacancy is not None:
             if self.unavailable.get(event.backend) != event.vacancy:
@@ -146,27 +146,27 @@ class Fleet:
         worker.was_ready = worker.has_served = True
         self.by_identity[event.identity] = worker
         self.set_unavailable(worker.backend, None)
-        start_s = round(self._agenda.now_s - worker.started_s, 3)
+        start_s = round(self._effects.now_s - worker.started_s, 3)
         facts = {"backend": worker.backend, "pid": worker.pid, "start_s": start_s}
-        self._agenda.do(act.Note("worker.ready", facts))
+        self._effects.emit(act.Note("worker.ready", facts))
         return worker
 
     def tick(self, worker: Worker) -> None:
         """One that is starting or backing off may be due."""
-        now_s = self._agenda.now_s
+        now_s = self._effects.now_s
         if worker.state is S.STARTING:
             due_s = worker.started_s + self._limits.start_timeout_s
             if now_s >= due_s:
                 text = f"the provider did not load within {self._limits.start_timeout_s:g} s"
                 self.fault(worker, EnvError(text, env=worker.backend, repair=f"lz env probe {worker.backend}"))
             else:
-                self._agenda.wake_by(due_s)
+                self._effects.wake_by(due_s)
         elif worker.state is S.BACKOFF:
             if now_s >= worker.retry_at_s:
                 self._signal(worker, Signal.RETRY_DUE)
                 self._spawn(worker)
             else:
-                self._agenda.wake_by(worker.retry_at_s)
+                self._effects.wake_by(worker.retry_at_s)
 
     # --- ends ----------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Fleet:
             self._signal(worker, Signal.FAULT)
             worker.fault, worker.fault_call = error, call
             self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}"))
-            self._agenda.do(act.Kill(worker.backend, worker.generation))
+            self._effects.emit(act.Kill(worker.backend, worker.generation))
 
     def note_misbehaviour(self, event: ev.WorkerMisbehaved) -> None:
         worker = self.current(event.backend, event.generation)
@@ -207,14 +207,14 @@ class Fleet:
         """One that has joined is lost, and nothing is known to be wrong with it: whoever else can starts another at
         once."""
         worker.cause = cause
-        worker.retry_at_s = self._agenda.now_s
+        worker.retry_at_s = self._effects.now_s
         worker.restarts += 1
-        self._agenda.wake_by(worker.retry_at_s)
+        self._effects.wake_by(worker.retry_at_s)
         self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, cause.message))
 
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         """It has ended: try again after a back-off, or give it up. `is_renewal`: only to begin anew."""
-        limits, now_s = self._limits, self._agenda.now_s
+        limits, now_s = self._limits, self._effects.now_s
         worker.cause = error
         is_late = worker.fault is not None and worker.fault.code == DeadlineExceeded.code
         if not (is_late or is_renewal):
@@ -243,7 +243,7 @@ class Fleet:
             delay_s = min(limits.backoff_s * 2**exponent, limits.backoff_max_s) * self._rng.uniform(0.75, 1.25)
             worker.retry_at_s = now_s + delay_s
             worker.restarts += 1
-            self._agenda.wake_by(worker.retry_at_s)
+            self._effects.wake_by(worker.retry_at_s)
             detail = f"{error.message}; restarts in {delay_s:.1f} s"
             self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, detail))
 
@@ -253,7 +253,7 @@ class Fleet:
         repair = _repair(worker.backend, cause)
         self.set_unavailable(worker.backend, Rejection(reason, f"{cause.message}; repair: {repair}"))
         facts = {"backend": worker.backend, "cause": cause.message, "repair": repair}
-        self._agenda.do(act.Note("backend.disabled", facts))
+        self._effects.emit(act.Note("backend.disabled", facts))
 
     def reset(self, event: ev.BackendReset) -> None:
         """Somebody repaired it."""
@@ -270,7 +270,7 @@ class Fleet:
         if worker.state is not S.STOPPED:
             self._signal(worker, Signal.STOP)
         if worker.state is S.STOPPING:
-            self._agenda.do(act.StopWorker(worker.backend, worker.generation, worker.identity))
+            self._effects.emit(act.StopWorker(worker.backend, worker.generation, worker.identity))
 
     @property
     def is_stopped(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.dispatch import Calls
-from layerzero.broker.core.effects import Agenda
+from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.worker_fsm import WorkerState
@@ -18,11 +18,11 @@ from layerzero.ipc.errors import BackendError, BrokerLost, LayerZeroError, Worke
 
 
 class Unreachable:
-    def __init__(self, fleet: Fleet, calls: Calls, closing: Closing, agenda: Agenda) -> None:
+    def __init__(self, fleet: Fleet, calls: Calls, closing: Closing, effects: Effects) -> None:
         self._fleet = fleet
         self._calls = calls
         self._closing = closing
-        self._agenda = agenda
+        self._effects = effects
         self._lent: dict[tuple[str, int], list[tuple[Client, int]]] = {}  # and seq, by lost workers
 
     def lose(self, event: ev.WorkerLost) -> None:
@@ -46,7 +46,7 @@ class Unreachable:
         worker.running.clear()
         self._fleet.part_from(worker)
         facts = {"backend": worker.backend, "calls": len(running), "cause": fault.message}
-        self._agenda.do(act.Note("worker.lost", facts))
+        self._effects.emit(act.Note("worker.lost", facts))
         if not is_stopping:
             self._fleet.replace(worker, fault)
         lent = self._lent[worker.backend, worker.generation] = []
@@ -70,7 +70,7 @@ class Unreachable:
             error = self._calls.unserved(call)
         else:
             error = WorkerUnreachable(f"{spec.op}: {fault.message}", backend=worker.backend)
-        self._agenda.do(act.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
+        self._effects.emit(act.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
         self._closing.close(call)
 
     def has_let_go(self, backend: str, generation: int) -> bool:
@@ -81,4 +81,4 @@ class Unreachable:
         """Its end is confirmed."""
         for client, seq in self._lent.pop((event.backend, event.generation), ()):
             if not client.has_left:
-                self._agenda.do(act.ReleaseCall(client.identity, seq))
+                self._effects.emit(act.ReleaseCall(client.identity, seq))

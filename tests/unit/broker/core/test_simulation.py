@@ -136,8 +136,8 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
 
 def drop(part: Any, kind: type) -> None:
     """Have none of these actions done that the present event has led to."""
-    agenda = part._agenda
-    agenda.actions = [action for action in agenda.actions if not isinstance(action, kind)]
+    effects = part._effects
+    effects.actions = [action for action in effects.actions if not isinstance(action, kind)]
 
 
 class RequeuesBeforeExit(BrokerState):
@@ -152,7 +152,7 @@ class RequeuesBeforeExit(BrokerState):
                 for call in running:
                     assert worker.fault is not None
                     self._calls.attempt_failed(call, worker, worker.fault, exit_code=-9)
-        return self.agenda.actions
+        return self.effects.actions
 
 
 class TakesLateAnswers(Answers):
@@ -176,7 +176,7 @@ class TakesAnyAnswer(Answers):
 class AnswersTwice(Answers):
     def take(self, event: ev.CallRan) -> None:
         super().take(event)
-        self._agenda.do(*[action for action in self._agenda.actions if isinstance(action, act.Answer)])
+        self._effects.emit(*[action for action in self._effects.actions if isinstance(action, act.Answer)])
 
 
 class CountsCallsForEver(BrokerState):
@@ -210,9 +210,9 @@ class FallsBackWhileStopping(Calls):
     """Gives a call to a worker that will not come any more."""
 
     def attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
-        was_stopping, self._agenda.stopping = self._agenda.stopping, False
+        was_stopping, self._effects.stopping = self._effects.stopping, False
         super().attempt_failed(call, worker, error, **more)
-        self._agenda.stopping = was_stopping
+        self._effects.stopping = was_stopping
 
 
 class KeepsOldLoans(Fleet):
@@ -247,14 +247,14 @@ class TrustsRetirement(Closing):
 
 class MissesDeadlines(Calls):
     def _start_clock(self, worker: Worker) -> None:
-        worker.head_since_s = self._agenda.now_s
+        worker.head_since_s = self._effects.now_s
 
 
 class MissesBackoff(Fleet):
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
-        wakeup_s = self._agenda.wakeup_s
+        wakeup_s = self._effects.wakeup_s
         super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
-        self._agenda.wakeup_s = wakeup_s
+        self._effects.wakeup_s = wakeup_s
 
 
 class RestartsForEver(Fleet):
@@ -273,8 +273,8 @@ class CountsRenewals(Fleet):
 class RestartsAtOnce(Fleet):
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
-        worker.retry_at_s = self._agenda.now_s
-        self._agenda.wake_by(self._agenda.now_s)
+        worker.retry_at_s = self._effects.now_s
+        self._effects.wake_by(self._effects.now_s)
 
 
 class FeedsPoisonToAll(Calls):
@@ -369,7 +369,7 @@ class WatchesNoLeases(Settling):
     """Does not see that another kernel has become the better one."""
 
     def watch(self) -> None:
-        if self._agenda.now_s >= self.watch_at_s:
+        if self._effects.now_s >= self.watch_at_s:
             self.watch_at_s = math.inf
 
 
@@ -456,7 +456,7 @@ class KillsForWaitingHeads(BrokerState):
 class WaitsForLanesForEver(BrokerState):
     def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
         if executing & EXECUTING:
-            worker.head_since_s = self.agenda.now_s
+            worker.head_since_s = self.effects.now_s
         else:
             super()._end_what_takes_too_long(worker, executing)
 
@@ -596,7 +596,7 @@ class BindsBeforeExit(BrokerState):
             if isinstance(action, act.Kill):
                 for one in self.bells.take_all(self.workers[action.backend]):
                     self._calls.place(one)
-        return self.agenda.actions
+        return self.effects.actions
 
 
 class ThinksThatTheLostAreDead(Unreachable):
@@ -604,7 +604,7 @@ class ThinksThatTheLostAreDead(Unreachable):
 
     def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
         super()._refuse(call, worker, fault, is_final=is_final)
-        for action in self._agenda.actions:
+        for action in self._effects.actions:
             if isinstance(action, act.Refuse):
                 action.is_lent = False
 
