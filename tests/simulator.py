@@ -1293,9 +1293,9 @@ class World:
 
     def _observe(self) -> None:
         """Note refusals and transitions as the core decides them."""
-        fleet: Any = self.state.fleet
+        lifecycle: Any = self.state.lifecycle
         closing: Any = self.state._closing
-        signal_of, end_in_error_of = fleet._signal, closing.end_in_error
+        signal_of, end_in_error_of = lifecycle._signal, closing.end_in_error
 
         def signalled(worker: Worker, signal: Signal) -> None:
             self.coverage.transitions[worker.state, signal] += 1
@@ -1305,7 +1305,7 @@ class World:
             self._decided[call.client.number, call.seq] = self._events
             end_in_error_of(call, error)
 
-        fleet._signal, closing.end_in_error = signalled, end_in_error
+        lifecycle._signal, closing.end_in_error = signalled, end_in_error
 
     # --- the clock and the schedule ------------------------------------------------------------------
 
@@ -1357,7 +1357,7 @@ class World:
         self._shut_down()
         self._run_out()
         self.require(self.exits == 1, f"{self.exits} Exits after a shutdown")
-        self.coverage.fates["late_answer"] = self.state.fleet.stale
+        self.coverage.fates["late_answer"] = self.state.lifecycle.stale
         return self.coverage
 
     def _new_client(self, number: int) -> Client:

@@ -119,7 +119,7 @@ class JoinedWorld(World):
         self.compiles = False
         self._idle = dict.fromkeys(self.joined, 0)  # keepers that could start a worker
         for backend in self.joined:
-            self.state.fleet.set_unavailable(backend, VACANCY)
+            self.state.lifecycle.set_unavailable(backend, VACANCY)
             for _ in range(chance.choice((1, 1, 2))):
                 self.push(chance.uniform(0.0, 2.0), self._keeper_joins, backend)
         for _ in range(chance.choice((1, 2, 4, 8))):

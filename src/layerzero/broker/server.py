@@ -354,7 +354,7 @@ class Server:
             return ev.WorkerReady(peer.identity, peer.backend, peer.generation, said.versions)
         lane = self.state.leases.lanes.get(said.lane)
         if lane is None or said.lane not in self._lanes:
-            self.state.fleet.stale += 1  # its client is gone
+            self.state.lifecycle.stale += 1  # its client is gone
             return None
         try:
             return ev.CallLeft(peer.identity, said.lane, self._lanes.call(said.lane, said.call), said.error)

@@ -18,7 +18,7 @@ from layerzero.broker.core.prepared import Signatures
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.stream_order import OpenTurn, Turns
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, ProtocolError
 
 
@@ -29,7 +29,7 @@ class Admission:
         self,
         clients: Mapping[bytes, Client],
         sessions: Sessions,
-        fleet: Fleet,
+        lifecycle: WorkerLifecycle,
         signatures: Signatures,
         calls: Calls,
         settling: Settling,
@@ -41,7 +41,7 @@ class Admission:
     ) -> None:
         self._clients = clients
         self._sessions = sessions
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._signatures = signatures
         self._calls = calls
         self._settling = settling
@@ -139,7 +139,7 @@ class Admission:
     def _pass_by_the_deaf(self, call: Call) -> None:
         """The call goes past workers that its client's memory is known not to reach, and is not run by the client."""
         call.may_run_here = False
-        workers = self._fleet.workers
+        workers = self._lifecycle.workers
         if any(worker.deaf for worker in workers.values()):
             for verdict in self._signatures.order(call.route.signature):
                 error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
@@ -149,7 +149,7 @@ class Admission:
 
     def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
-        worker = self._fleet.workers[lost.backend]
+        worker = self._lifecycle.workers[lost.backend]
         if call.route.number not in lost.kernels:
             self._calls.place(call)
             return

@@ -15,7 +15,7 @@ from layerzero.broker.core.model import Arena, Client, Route
 from layerzero.broker.core.prepared import Signatures
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.stream_order import Turns
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
@@ -31,7 +31,7 @@ class Sessions:
         self,
         clients: dict[bytes, Client],
         engine: Engine,
-        fleet: Fleet,
+        lifecycle: WorkerLifecycle,
         signatures: Signatures,
         loans: Loans,
         leases: Leases,
@@ -45,7 +45,7 @@ class Sessions:
     ) -> None:
         self._clients = clients
         self._engine = engine
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._signatures = signatures
         self._loans = loans
         self._leases = leases
@@ -67,7 +67,7 @@ class Sessions:
         client.has_left = True
         self._effects.emit(*self._leases.end_client(client))
         self._closing.tell(self._turns.drop_held(client))  # nobody waits for what failed
-        for worker in self._fleet.workers.values():
+        for worker in self._lifecycle.workers.values():
             gone = [call for call in worker.waiting if call.client is client]
             for call in gone:
                 worker.waiting.remove(call)

@@ -12,7 +12,7 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.compile_queue import Job
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Verdict
@@ -35,9 +35,9 @@ class Held:
 
 
 class Compiling:
-    def __init__(self, engine: Engine, fleet: Fleet, effects: Effects) -> None:
+    def __init__(self, engine: Engine, lifecycle: WorkerLifecycle, effects: Effects) -> None:
         self._engine = engine
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._effects = effects
         self.held: list[Held] = []
 
@@ -45,7 +45,7 @@ class Compiling:
         """Have kernels compiled for calls of this signature, beside all calls; probe those that nobody has yet."""
         for verdict in verdicts:
             if verdict.uncompiled is None:
-                self._fleet.need(self._fleet.workers[verdict.backend])
+                self._lifecycle.need(self._lifecycle.workers[verdict.backend])
                 continue
             self._do(self._engine.compilation.ask(_job(spec, verdict), is_urgent=is_urgent))
 
@@ -60,7 +60,7 @@ class Compiling:
 
     def missing(self, spec: CallSpec, now_s: float) -> list[Verdict]:
         """Kernels that would serve such calls were they compiled, or probed before that. Changes nothing."""
-        ranked = self._engine.rank(spec, self._engine.context(spec), self._fleet.unavailable, now_s)
+        ranked = self._engine.rank(spec, self._engine.context(spec), self._lifecycle.unavailable, now_s)
         return [verdict for verdict in ranked if verdict.uncompiled is not None or self._is_unseen(verdict)]
 
     def _is_unseen(self, verdict: Verdict) -> bool:
@@ -68,7 +68,7 @@ class Compiling:
         if verdict.kernel is None or not verdict.is_accepted or not verdict.kernel.needs_jit:
             return False
         is_known = self._engine.certification.is_known(verdict.kernel_id)
-        state = self._fleet.workers[verdict.backend].state
+        state = self._lifecycle.workers[verdict.backend].state
         return not is_known and state in (WorkerState.ABSENT, WorkerState.PROBING)
 
     def end(self, event: ev.CompileEnded) -> list[Call]:

@@ -12,7 +12,7 @@ from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import Settling
 from layerzero.broker.core.model import Worker
 from layerzero.broker.core.release import Closing
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
 from layerzero.ipc.errors import BackendError, CudaGraphUnsafe, ProtocolError
 
@@ -21,7 +21,7 @@ class Answers:
     def __init__(
         self,
         engine: Engine,
-        fleet: Fleet,
+        lifecycle: WorkerLifecycle,
         calls: Calls,
         decisions: Decisions,
         settling: Settling,
@@ -31,7 +31,7 @@ class Answers:
         effects: Effects,
     ) -> None:
         self._engine = engine
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._calls = calls
         self._decisions = decisions
         self._settling = settling
@@ -42,14 +42,14 @@ class Answers:
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
         """The worker whose oldest running call this answers. Late answers of a killed one are counted, not used."""
-        worker = self._fleet.answering(identity)
+        worker = self._lifecycle.answering(identity)
         if worker is None:
-            self._fleet.stale += 1
+            self._lifecycle.stale += 1
             return None
         head = worker.running[0] if worker.running else None
         if head is None or head.dispatch != dispatch or head.attempt != attempt:
             text = f"answered dispatch {dispatch}.{attempt}, which is not the one it runs"
-            self._fleet.fault(worker, ProtocolError(text))
+            self._lifecycle.fault(worker, ProtocolError(text))
             return None
         return worker
 

@@ -15,7 +15,7 @@ from layerzero.broker.core.prepared import Signatures
 from layerzero.broker.core.quarantine import MAX_DEATHS_PER_CALL, Quarantine
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.core.worker_lifecycle import Fleet, disabled
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, disabled
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import Verdict, no_backend
 from layerzero.capabilities.reasons import Reason
@@ -41,7 +41,7 @@ class Calls:
     def __init__(
         self,
         engine: Engine,
-        fleet: Fleet,
+        lifecycle: WorkerLifecycle,
         signatures: Signatures,
         loans: Loans,
         compiling: Compiling,
@@ -51,7 +51,7 @@ class Calls:
         effects: Effects,
     ) -> None:
         self._engine = engine
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._signatures = signatures
         self._loans = loans
         self._compiling = compiling
@@ -66,7 +66,7 @@ class Calls:
 
     def place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
-        signature, workers = call.route.signature, self._fleet.workers
+        signature, workers = call.route.signature, self._lifecycle.workers
         order = self._signatures.order(signature)
         if signature.to_compile:
             self._compiling.start(signature.spec, signature.to_compile)
@@ -83,11 +83,11 @@ class Calls:
                 self._send(worker, call)
             else:
                 worker.waiting.append(call)
-                self._fleet.need(worker)
+                self._lifecycle.need(worker)
             if call.attempt <= 1 and not signature.spec.pinned:
                 after = order.index(verdict) + 1
                 for spare in order[after : after + self._limits.standby]:
-                    self._fleet.need(workers[spare.backend])
+                    self._lifecycle.need(workers[spare.backend])
             return
         awaited = self._awaited(call)
         if awaited is None:
@@ -151,7 +151,7 @@ class Calls:
         return self._has_other(call) or self._awaited(call) is not None
 
     def _is_back_in_time(self, backend: str, call: Call) -> bool:
-        return self._fleet.is_back_by(backend, self._effects.now_s + call.timeout_s)
+        return self._lifecycle.is_back_by(backend, self._effects.now_s + call.timeout_s)
 
     def end_waits(self) -> None:
         """Calls that have waited for a compilation for as long as they may run end, unless somebody can take them by

@@ -12,16 +12,22 @@ from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.stream_order import OpenTurn, Turns
-from layerzero.broker.core.worker_lifecycle import Fleet, too_long
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.broker.selection.ranking import Engine
 
 
 class Enqueued:
     def __init__(
-        self, engine: Engine, fleet: Fleet, turns: Turns, decisions: Decisions, closing: Closing, effects: Effects
+        self,
+        engine: Engine,
+        lifecycle: WorkerLifecycle,
+        turns: Turns,
+        decisions: Decisions,
+        closing: Closing,
+        effects: Effects,
     ) -> None:
         self._engine = engine
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._turns = turns
         self._decisions = decisions
         self._closing = closing
@@ -51,7 +57,7 @@ class Enqueued:
         self._closing.tell(self._turns.reach(event.keys))
 
     def see(self, event: ev.TurnsSeen) -> None:
-        worker = self._fleet.current(event.backend, event.generation)
+        worker = self._lifecycle.current(event.backend, event.generation)
         if worker is None:
             return
         for dispatch in event.done:
@@ -94,7 +100,7 @@ class Enqueued:
 
     def end_late(self) -> None:
         """Workers whose GPU takes too long for a call are killed."""
-        for worker in self._fleet.workers.values():
+        for worker in self._lifecycle.workers.values():
             for call in worker.enqueued.values():
                 if worker.fault is not None:
                     break
@@ -102,6 +108,6 @@ class Enqueued:
                     continue
                 if self._effects.now_s >= call.turn.due_s:
                     worker.late = call
-                    self._fleet.fault(worker, too_long(call.kernel_id, worker, call.timeout_s))
+                    self._lifecycle.fault(worker, too_long(call.kernel_id, worker, call.timeout_s))
                 else:
                     self._effects.wake_by(call.turn.due_s)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 
 
 class Loans:
-    def __init__(self, fleet: Fleet, effects: Effects) -> None:
-        self._fleet = fleet
+    def __init__(self, lifecycle: WorkerLifecycle, effects: Effects) -> None:
+        self._lifecycle = lifecycle
         self._effects = effects
 
     def lend(self, worker: Worker, call: Call) -> None:
@@ -31,7 +31,7 @@ class Loans:
         client.retiring.discard(arena)
         for route in client.routes.values():
             route.checked.clear()
-        for worker in self._fleet.workers.values():
+        for worker in self._lifecycle.workers.values():
             if key in worker.arenas:
                 worker.arenas.discard(key)
                 self._effects.emit(act.TakeBackArena(worker.backend, worker.generation, *key))
@@ -40,7 +40,7 @@ class Loans:
     def take_back_gpu(self, client: Client, gpu: str) -> None:
         """Workers let go of what they had, and may reach what is offered next."""
         key = (client.number, gpu)
-        for worker in self._fleet.workers.values():
+        for worker in self._lifecycle.workers.values():
             worker.deaf.pop(key, None)
             if key in worker.gpus:
                 worker.gpus.discard(key)

@@ -14,7 +14,7 @@ from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.prepared import Signatures
 from layerzero.broker.core.release import Closing
-from layerzero.broker.core.worker_lifecycle import Fleet, too_long
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm.timeline_page import BELLS, TAKEN
 
@@ -25,7 +25,7 @@ class Bells:
     def __init__(
         self,
         clients: Mapping[bytes, Client],
-        fleet: Fleet,
+        lifecycle: WorkerLifecycle,
         signatures: Signatures,
         compiling: Compiling,
         closing: Closing,
@@ -33,7 +33,7 @@ class Bells:
         effects: Effects,
     ) -> None:
         self._clients = clients
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._signatures = signatures
         self._compiling = compiling
         self._closing = closing
@@ -70,7 +70,7 @@ class Bells:
         call.is_unbound = True
         if self._compiling.drop(call):
             self._closing.close(call)
-        for worker in self._fleet.workers.values():
+        for worker in self._lifecycle.workers.values():
             if call in worker.waiting:
                 worker.waiting.remove(call)
                 self._closing.close(call)
@@ -80,7 +80,7 @@ class Bells:
                 self._release(worker, call)
 
     def end_client(self, client: Client) -> None:
-        for worker in self._fleet.workers.values():
+        for worker in self._lifecycle.workers.values():
             for call in [call for call in worker.bells.values() if call.client is client]:
                 self._release(worker, call)
 
@@ -101,7 +101,7 @@ class Bells:
         all later ones."""
         now_s, timeout_s = self._effects.now_s, self._limits.timeout_s
         self.is_awaited = False
-        for worker in self._fleet.workers.values():
+        for worker in self._lifecycle.workers.values():
             for call in worker.bells.values():
                 word = event.busy.get(call.dispatch)
                 if call.tried and (word is None or (call.bell_word >= TAKEN and call.bell_word != word)):
@@ -116,7 +116,7 @@ class Bells:
                     self.is_awaited = True
                     if now_s - call.watched_since_s >= timeout_s / 2 and worker.fault is None:
                         worker.late = call
-                        self._fleet.fault(worker, too_long(call.kernel_id, worker, timeout_s))
+                        self._lifecycle.fault(worker, too_long(call.kernel_id, worker, timeout_s))
 
     @staticmethod
     def in_gpu(worker: Worker) -> Call | None:

@@ -8,15 +8,15 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core.compile_waits import to_compile
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Worker
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
 
 
 class Signatures:
-    def __init__(self, engine: Engine, fleet: Fleet, effects: Effects) -> None:
+    def __init__(self, engine: Engine, lifecycle: WorkerLifecycle, effects: Effects) -> None:
         self._engine = engine
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._effects = effects
         self.known: dict[bytes, Signature] = {}  # by the encoded Route message
         self.plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
@@ -37,7 +37,7 @@ class Signatures:
         del self.known[signature.key]
         for kernel_id, backend in signature.kernels:
             plan = self.plans.pop((signature.key, kernel_id), None)
-            worker = self._fleet.workers.get(backend)
+            worker = self._lifecycle.workers.get(backend)
             if plan is not None and worker is not None and plan in worker.plans:
                 worker.plans.discard(plan)
                 self._effects.emit(act.SendDrop(worker.identity, plan))
@@ -48,7 +48,7 @@ class Signatures:
         if signature.seen != (engine.epoch, cell.generation):
             if signature.seen[0] != engine.epoch:  # the policy may be another
                 signature.context = engine.context(signature.spec)
-            unavailable = self._fleet.unavailable
+            unavailable = self._lifecycle.unavailable
             signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self._effects.now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
             signature.to_compile = to_compile(signature.ranked)

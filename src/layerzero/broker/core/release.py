@@ -10,14 +10,14 @@ from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Call, Client, Route
 from layerzero.broker.core.prepared import Signatures
 from layerzero.broker.core.stream_order import OpenTurn, Turns
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BrokerLost, LayerZeroError
 
 
 class Closing:
     def __init__(
         self,
-        fleet: Fleet,
+        lifecycle: WorkerLifecycle,
         signatures: Signatures,
         loans: Loans,
         leases: Leases,
@@ -25,7 +25,7 @@ class Closing:
         compiling: Compiling,
         effects: Effects,
     ) -> None:
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._signatures = signatures
         self._loans = loans
         self._leases = leases
@@ -86,7 +86,7 @@ class Closing:
     def users(self, client: Client, arena: int) -> list[Call]:
         """Open calls that refer to it."""
         calls = self._compiling.calls()
-        for w in self._fleet.workers.values():
+        for w in self._lifecycle.workers.values():
             calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.bells.values()]
         return [call for call in calls if call.client is client and arena in call.arenas]
 

@@ -17,7 +17,7 @@ from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Worker
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.stream_order import STICKY_EXIT, Turns
-from layerzero.broker.core.worker_lifecycle import Fleet, too_long
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm.lane import mark
 from layerzero.ipc.shm.ring import RingCall
@@ -35,7 +35,7 @@ class Stranded(NamedTuple):
 class Rings:
     def __init__(
         self,
-        fleet: Fleet,
+        lifecycle: WorkerLifecycle,
         leases: Leases,
         turns: Turns,
         admission: Admission,
@@ -44,7 +44,7 @@ class Rings:
         limits: Limits,
         effects: Effects,
     ) -> None:
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._leases = leases
         self._turns = turns
         self._admission = admission
@@ -61,13 +61,13 @@ class Rings:
     # --- calls that workers leave --------------------------------------------------------------------
 
     def take(self, event: ev.CallLeft) -> None:
-        worker, lane = self._fleet.answering(event.identity), self._leases.lanes.get(event.lane)
+        worker, lane = self._lifecycle.answering(event.identity), self._leases.lanes.get(event.lane)
         if worker is None or lane is None:  # it is being killed, and its calls are read off the ring; or nobody is left
-            self._fleet.stale += 1
+            self._lifecycle.stale += 1
             return
         number = event.call.call
         if lane.worker is not worker or number in lane.left:
-            self._fleet.fault(
+            self._lifecycle.fault(
                 worker, ProtocolError(f"left call {number} of lane {lane.number}, which it does not have")
             )
             return
@@ -140,7 +140,7 @@ class Rings:
         late = next((call for call in ready if now_s - lane.begun[call.call] >= timeout_s), None)
         if late is not None and worker.fault is None:
             name = lane.kernels.get(late.route, f"a call of {worker.backend}")
-            self._fleet.fault(worker, too_long(name, worker, timeout_s), mark(lane.number, late.call))
+            self._lifecycle.fault(worker, too_long(name, worker, timeout_s), mark(lane.number, late.call))
 
     def _end_left(self, rings: list[Lane], looks: Mapping[int, ev.RingLook]) -> None:
         """A client has left: in each lane of its order pages the first call counts as ready, be it on a ring or not,

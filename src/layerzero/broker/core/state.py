@@ -36,10 +36,10 @@ from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.ring_calls import Rings
 from layerzero.broker.core.stream_order import Turns
-from layerzero.broker.core.worker_exit import Aftermath
+from layerzero.broker.core.worker_exit import WorkerExits
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.core.worker_lifecycle import Fleet, too_long
-from layerzero.broker.core.worker_unreachable import Unreachable
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
+from layerzero.broker.core.worker_unreachable import UnreachableWorkers
 from layerzero.broker.selection.explain import explain
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.shadow import ShadowLedger
@@ -74,20 +74,22 @@ class BrokerState:
         self.turns = turns = Turns()
         quarantine = Quarantine(limits.poison_quarantine_s)
         decisions = Decisions(engine, effects)
-        self.fleet = fleet = Fleet(engine, unusable, limits, rng, effects, joined)
-        self.compiling = compiling = Compiling(engine, fleet, effects)
-        self.signatures = signatures = Signatures(engine, fleet, effects)
-        loans = Loans(fleet, effects)
+        self.lifecycle = lifecycle = WorkerLifecycle(engine, unusable, limits, rng, effects, joined)
+        self.compiling = compiling = Compiling(engine, lifecycle, effects)
+        self.signatures = signatures = Signatures(engine, lifecycle, effects)
+        loans = Loans(lifecycle, effects)
         self._settling = settling = Settling(engine, signatures, quarantine, leases, limits, effects)
-        self._closing = closing = Closing(fleet, signatures, loans, leases, turns, compiling, effects)
-        self._calls = calls = Calls(engine, fleet, signatures, loans, compiling, closing, quarantine, limits, effects)
-        self._enqueued = enqueued = Enqueued(engine, fleet, turns, decisions, closing, effects)
-        self.bells = bells = Bells(self.clients, fleet, signatures, compiling, closing, limits, effects)
-        answers = Answers(engine, fleet, calls, decisions, settling, enqueued, bells, closing, effects)
+        self._closing = closing = Closing(lifecycle, signatures, loans, leases, turns, compiling, effects)
+        self._calls = calls = Calls(
+            engine, lifecycle, signatures, loans, compiling, closing, quarantine, limits, effects
+        )
+        self._enqueued = enqueued = Enqueued(engine, lifecycle, turns, decisions, closing, effects)
+        self.bells = bells = Bells(self.clients, lifecycle, signatures, compiling, closing, limits, effects)
+        answers = Answers(engine, lifecycle, calls, decisions, settling, enqueued, bells, closing, effects)
         sessions = Sessions(
             self.clients,
             engine,
-            fleet,
+            lifecycle,
             signatures,
             loans,
             leases,
@@ -102,7 +104,7 @@ class BrokerState:
         admission = Admission(
             self.clients,
             sessions,
-            fleet,
+            lifecycle,
             signatures,
             calls,
             settling,
@@ -112,9 +114,9 @@ class BrokerState:
             limits,
             effects,
         )
-        self._rings = rings = Rings(fleet, leases, turns, admission, calls, closing, limits, effects)
-        self._aftermath = Aftermath(fleet, calls, enqueued, bells, leases, rings, closing, effects)
-        self.unreachable = unreachable = Unreachable(fleet, calls, closing, effects)
+        self._rings = rings = Rings(lifecycle, leases, turns, admission, calls, closing, limits, effects)
+        self._worker_exits = WorkerExits(lifecycle, calls, enqueued, bells, leases, rings, closing, effects)
+        self.unreachable = unreachable = UnreachableWorkers(lifecycle, calls, closing, effects)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.ClientJoined: sessions.join,
             ev.ClientLeft: sessions.leave,
@@ -138,16 +140,16 @@ class BrokerState:
             ev.ProbeEnded: self._probe_ended,
             ev.CompileAsked: compiling.start_asked,
             ev.CompileEnded: self._compile_ended,
-            ev.WorkerSpawned: fleet.note_spawned,
+            ev.WorkerSpawned: lifecycle.note_spawned,
             ev.SpawnFailed: self._spawn_failed,
             ev.WorkerReady: self._worker_ready,
             ev.CallRan: answers.take,
             ev.CallRaised: answers.take_error,
-            ev.WorkerMisbehaved: fleet.note_misbehaviour,
+            ev.WorkerMisbehaved: lifecycle.note_misbehaviour,
             ev.WorkerExited: self._worker_exited,
             ev.WorkerLost: self._worker_lost,
             ev.WorkerGone: unreachable.release,
-            ev.BackendOffered: fleet.take_offer,
+            ev.BackendOffered: lifecycle.take_offer,
             ev.BackendReset: self._backend_reset,
             ev.PolicyChanged: self._policy_changed,
             ev.ShadowCompared: self._shadow_compared,
@@ -176,12 +178,12 @@ class BrokerState:
 
     @property
     def workers(self) -> dict[str, Worker]:
-        return self.fleet.workers
+        return self.lifecycle.workers
 
     @property
     def unavailable(self) -> dict[str, Rejection]:
         """Why backends do not serve now."""
-        return self.fleet.unavailable
+        return self.lifecycle.unavailable
 
     @property
     def is_awaited(self) -> bool:
@@ -198,7 +200,7 @@ class BrokerState:
     def _probe_ended(self, event: ev.ProbeEnded) -> None:
         if event.record is not None:
             self.engine.set_certification(self.engine.certification.with_record(event.record))
-        worker = self.fleet.end_probe(event)
+        worker = self.lifecycle.end_probe(event)
         if worker is not None:
             self._calls.leave_disabled(worker)
             self._calls.leave_uncertified(worker)
@@ -208,18 +210,18 @@ class BrokerState:
             self._calls.place(call)
 
     def _spawn_failed(self, event: ev.SpawnFailed) -> None:
-        worker = self.fleet.fail_spawn(event)
+        worker = self.lifecycle.fail_spawn(event)
         if worker is not None:
             self._calls.leave_disabled(worker)
             self._exit_if_stopped()
 
     def _worker_ready(self, event: ev.WorkerReady) -> None:
-        worker = self.fleet.note_ready(event)
+        worker = self.lifecycle.note_ready(event)
         if worker is not None:
             self._calls.send_waiting(worker)
 
     def _worker_exited(self, event: ev.WorkerExited) -> None:
-        if self._aftermath.take(event) is not None:
+        if self._worker_exits.take(event) is not None:
             self._exit_if_stopped()
 
     def _worker_lost(self, event: ev.WorkerLost) -> None:
@@ -231,7 +233,7 @@ class BrokerState:
         if lane is not None and lane.client.identity == event.identity:
             name = lane.kernels.get(event.route, f"a call of {lane.worker.backend}")
             error = too_long(name, lane.worker, event.timeout_s)
-            self.fleet.fault(
+            self.lifecycle.fault(
                 lane.worker, ProtocolError(event.nonsense) if event.nonsense else error, mark(lane.number, event.call)
             )
 
@@ -249,7 +251,7 @@ class BrokerState:
         if event.backend in self.workers:
             self.engine.forgive(event.backend)
             self._shadow.forget(self.capabilities[event.backend].kernel_ids)
-            self.fleet.reset(event)
+            self.lifecycle.reset(event)
 
     # --- what the broker learns ------------------------------------------------------------------------
 
@@ -284,7 +286,7 @@ class BrokerState:
                 if worker.fault is None:
                     effects.wake_by(worker.head_deadline_s)
             else:
-                self.fleet.tick(worker)
+                self.lifecycle.tick(worker)
                 self._calls.leave_disabled(worker)
 
     def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
@@ -292,14 +294,14 @@ class BrokerState:
         client watches its deadline, unless it has left."""
         head, now_s, timeout_s = worker.running[0], self.effects.now_s, self.limits.timeout_s
         if not executing & EXECUTING:
-            self.fleet.fault(worker, too_long(head.kernel_id, worker, head.timeout_s))
+            self.lifecycle.fault(worker, too_long(head.kernel_id, worker, head.timeout_s))
         elif worker.lane_call != executing:
             worker.lane_call, worker.lane_call_since_s = executing, now_s
             worker.head_since_s = now_s
         elif now_s < worker.lane_call_since_s + timeout_s:
             worker.head_since_s = now_s
         else:
-            self.fleet.fault(worker, too_long("a call on an express lane", worker, timeout_s), executing)
+            self.lifecycle.fault(worker, too_long("a call on an express lane", worker, timeout_s), executing)
 
     def _shutdown_asked(self, _: ev.ShutdownAsked) -> None:
         if self.stopping:
@@ -311,10 +313,10 @@ class BrokerState:
         for worker in self.workers.values():
             for call in worker.take_waiting():
                 self._closing.end_for_shutdown(call)
-            self.fleet.stop(worker)
+            self.lifecycle.stop(worker)
         self._exit_if_stopped()
 
     def _exit_if_stopped(self) -> None:
-        if self.stopping and self.fleet.is_stopped:
+        if self.stopping and self.lifecycle.is_stopped:
             self._closing.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
             self.effects.emit(act.Exit())

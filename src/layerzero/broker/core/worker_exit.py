@@ -20,7 +20,7 @@ from layerzero.broker.core.release import Closing
 from layerzero.broker.core.ring_calls import Rings, Stranded
 from layerzero.broker.core.stream_order import RENEWAL_EXIT, STALLED_EXIT, STICKY_EXIT
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.shm.lane import lane_of
 
@@ -36,10 +36,10 @@ class Move(NamedTuple):
     do: Callable[[], None]
 
 
-class Aftermath:
+class WorkerExits:
     def __init__(
         self,
-        fleet: Fleet,
+        lifecycle: WorkerLifecycle,
         calls: Calls,
         enqueued: Enqueued,
         bells: Bells,
@@ -48,7 +48,7 @@ class Aftermath:
         closing: Closing,
         effects: Effects,
     ) -> None:
-        self._fleet = fleet
+        self._lifecycle = lifecycle
         self._calls = calls
         self._enqueued = enqueued
         self._bells = bells
@@ -59,7 +59,7 @@ class Aftermath:
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
         """The worker; None when its exit is known."""
-        worker = self._fleet.take_exit(event)
+        worker = self._lifecycle.take_exit(event)
         if worker is None:
             return None
         is_renewal = self._begins_anew(worker, event)
@@ -100,9 +100,9 @@ class Aftermath:
                 self._rings.come_back(one, is_blamed=False)
         else:
             if event.is_departure:
-                self._fleet.replace(worker, error)
+                self._lifecycle.replace(worker, error)
             else:
-                self._fleet.plan_restart(worker, error, event.stderr_tail, is_renewal=is_renewal)
+                self._lifecycle.plan_restart(worker, error, event.stderr_tail, is_renewal=is_renewal)
             moves = self._moves_of_enqueued(worker, enqueued, in_gpu, error, event)
             if in_gpu is not None or on_ring is not None:  # nobody else is to blame
                 event = replace(event, executing=0)

@@ -22,7 +22,7 @@ from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvChanged, Env
 S = WorkerState
 
 
-class Fleet:
+class WorkerLifecycle:
     """`unusable`: why some backends cannot start. `joined`: those whose workers the broker does not start."""
 
     def __init__(

@@ -13,13 +13,13 @@ from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.core.worker_lifecycle import Fleet
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BackendError, BrokerLost, LayerZeroError, WorkerUnreachable
 
 
-class Unreachable:
-    def __init__(self, fleet: Fleet, calls: Calls, closing: Closing, effects: Effects) -> None:
-        self._fleet = fleet
+class UnreachableWorkers:
+    def __init__(self, lifecycle: WorkerLifecycle, calls: Calls, closing: Closing, effects: Effects) -> None:
+        self._lifecycle = lifecycle
         self._calls = calls
         self._closing = closing
         self._effects = effects
@@ -28,7 +28,7 @@ class Unreachable:
     def lose(self, event: ev.WorkerLost) -> None:
         """Nobody can say when it ends. One with calls on a GPU is waited for all the same: streams wait for them, and
         their memory is in use until then."""
-        worker = self._fleet.current(event.backend, event.generation)
+        worker = self._lifecycle.current(event.backend, event.generation)
         if worker is None or worker.state not in (WorkerState.KILLING, WorkerState.STOPPING):
             return
         waiting = worker.take_waiting()
@@ -44,11 +44,11 @@ class Unreachable:
         head = running[0] if running and worker.late is None and not worker.fault_call else None
         behind = BackendError(f"the {worker.backend} worker cannot be reached: {fault.message}")
         worker.running.clear()
-        self._fleet.part_from(worker)
+        self._lifecycle.part_from(worker)
         facts = {"backend": worker.backend, "calls": len(running), "cause": fault.message}
         self._effects.emit(act.Note("worker.lost", facts))
         if not is_stopping:
-            self._fleet.replace(worker, fault)
+            self._lifecycle.replace(worker, fault)
         lent = self._lent[worker.backend, worker.generation] = []
         for call in running:
             if call.is_unwanted:

@@ -83,7 +83,7 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
             "stays": server.stays,
             "runtime_dir": str(server.endpoints.folder),
             "store": str(server.settings.store),
-            "stale_answers": state.fleet.stale,
+            "stale_answers": state.lifecycle.stale,
         },
         "clients": [
             {

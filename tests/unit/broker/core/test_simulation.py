@@ -31,10 +31,10 @@ from layerzero.broker.core.release import Closing
 from layerzero.broker.core.ring_calls import Rings
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.core.stream_order import RENEWAL_EXIT, OpenTurn
-from layerzero.broker.core.worker_exit import Aftermath
+from layerzero.broker.core.worker_exit import WorkerExits
 from layerzero.broker.core.worker_fsm import TRANSITIONS, WorkerState
-from layerzero.broker.core.worker_lifecycle import Fleet
-from layerzero.broker.core.worker_unreachable import Unreachable
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
+from layerzero.broker.core.worker_unreachable import UnreachableWorkers
 from layerzero.broker.selection.signature import Verdict
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
@@ -159,7 +159,7 @@ class TakesLateAnswers(Answers):
     """Uses what a killed worker still says."""
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
-        worker = self._fleet.by_identity.get(identity)
+        worker = self._lifecycle.by_identity.get(identity)
         if worker is not None and worker.fault is not None and worker.running:
             return worker
         return super()._answers_head(identity, dispatch, attempt)
@@ -169,7 +169,7 @@ class TakesAnyAnswer(Answers):
     """Does not look which dispatch is answered."""
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
-        worker = self._fleet.by_identity.get(identity)
+        worker = self._lifecycle.by_identity.get(identity)
         return worker if worker is not None and worker.fault is None and worker.running else None
 
 
@@ -215,7 +215,7 @@ class FallsBackWhileStopping(Calls):
         self._effects.stopping = was_stopping
 
 
-class KeepsOldLoans(Fleet):
+class KeepsOldLoans(WorkerLifecycle):
     """Thinks that a new worker has the arenas and plans of the one before."""
 
     def take_exit(self, event: ev.WorkerExited) -> Worker | None:
@@ -250,27 +250,27 @@ class MissesDeadlines(Calls):
         worker.head_since_s = self._effects.now_s
 
 
-class MissesBackoff(Fleet):
+class MissesBackoff(WorkerLifecycle):
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         wakeup_s = self._effects.wakeup_s
         super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
         self._effects.wakeup_s = wakeup_s
 
 
-class RestartsForEver(Fleet):
+class RestartsForEver(WorkerLifecycle):
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         worker.deaths_s.clear()
         super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
 
 
-class CountsRenewals(Fleet):
+class CountsRenewals(WorkerLifecycle):
     """Gives up a worker that only began anew for the order of its calls."""
 
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         super().plan_restart(worker, error, stderr_tail, is_renewal=False)
 
 
-class RestartsAtOnce(Fleet):
+class RestartsAtOnce(WorkerLifecycle):
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
         worker.retry_at_s = self._effects.now_s
@@ -283,7 +283,7 @@ class FeedsPoisonToAll(Calls):
         super().attempt_failed(call, worker, error, **more)
 
 
-class BlamesNobody(Aftermath):
+class BlamesNobody(WorkerExits):
     """Does not see which call a worker died in."""
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
@@ -291,7 +291,7 @@ class BlamesNobody(Aftermath):
         return super().take(event)
 
 
-class BlamesTheNext(Aftermath):
+class BlamesTheNext(WorkerExits):
     """Blames the call that a killed worker had come to, instead of the one it was killed for."""
 
     def _move(
@@ -314,7 +314,7 @@ class GivesUpDuringRestarts(Calls):
         return None
 
 
-class WaitsForLateRestarts(Fleet):
+class WaitsForLateRestarts(WorkerLifecycle):
     """Keeps a call waiting for longer than its timeout."""
 
     def is_back_by(self, backend: str, at_s: float) -> bool:
@@ -326,7 +326,7 @@ class ForgetsQuarantine(Admission):
         pass
 
 
-class HidesRestarts(Fleet):
+class HidesRestarts(WorkerLifecycle):
     """Reports a backend that is down as available."""
 
     def set_unavailable(self, backend: str, reason: Rejection | None) -> None:
@@ -353,7 +353,7 @@ class KeepsSignatures(Closing):
 class OverfillsWorkers(Calls):
     def place(self, call: Call) -> None:
         super().place(call)
-        for worker in self._fleet.workers.values():
+        for worker in self._lifecycle.workers.values():
             if worker.state is WorkerState.READY and worker.waiting:
                 self._send(worker, worker.waiting.popleft())
 
@@ -400,7 +400,7 @@ class LeasesUnknownPlans(Leases):
         return super().grant(call, worker, plan)
 
 
-class LeavesLanesOpen(Aftermath):
+class LeavesLanesOpen(WorkerExits):
     """Does not tell clients that the worker of their lane is gone."""
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
@@ -439,7 +439,7 @@ class BlamesWhoCameNext(Admission):
         super().resume(call, lost, is_blamed=True)
 
 
-class BlamesHeadForLanes(Fleet):
+class BlamesHeadForLanes(WorkerLifecycle):
     """Forgets that a worker is killed for a call of a lane."""
 
     def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
@@ -494,7 +494,7 @@ class ForgetsAnsweredCalls(Enqueued):
 
 class RunsDoneCallsAgain(Enqueued):
     def see(self, event: ev.TurnsSeen) -> None:
-        worker = self._fleet.workers[event.backend]
+        worker = self._lifecycle.workers[event.backend]
         event.done = [dispatch for dispatch in event.done if dispatch in worker.enqueued]
         super().see(event)
 
@@ -525,20 +525,20 @@ class ClosesPagesInUse(Enqueued):
         call.client.open_calls -= 1
 
 
-class BlamesNobodyInTheGpu(Aftermath):
+class BlamesNobodyInTheGpu(WorkerExits):
     @staticmethod
     def _in_gpu(worker: Worker, event: ev.WorkerExited) -> Call | None:
         return None
 
 
-class BlamesWhoBeginsAnew(Aftermath):
+class BlamesWhoBeginsAnew(WorkerExits):
     """Takes the end of a worker that got calls out of order for a crash."""
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
         return super().take(replace(event, exit_code=1) if event.exit_code == RENEWAL_EXIT else event)
 
 
-class KeepsGpusOfTheDead(Fleet):
+class KeepsGpusOfTheDead(WorkerLifecycle):
     """Thinks that a new worker has the order pages of the one before."""
 
     def take_exit(self, event: ev.WorkerExited) -> Worker | None:
@@ -549,16 +549,16 @@ class KeepsGpusOfTheDead(Fleet):
         return found
 
 
-class TakesLeftCallsTwice(Aftermath):
+class TakesLeftCallsTwice(WorkerExits):
     """Reads what a worker left off its ring again when it dies."""
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
-        for lane in self._leases.rings(self._fleet.workers[event.backend]):
+        for lane in self._leases.rings(self._lifecycle.workers[event.backend]):
             lane.left.clear()
         return super().take(event)
 
 
-class LeavesCallsOnRings(Aftermath):
+class LeavesCallsOnRings(WorkerExits):
     """Does not look what was on the rings of a dead worker."""
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
@@ -579,11 +579,11 @@ class WaitsForRingsForEver(Rings):
         super().see(ev.RingsSeen(looks))
 
 
-class LosesBoundCalls(Aftermath):
+class LosesBoundCalls(WorkerExits):
     """Forgets what a dead worker had bound."""
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
-        for call in self._bells.take_all(self._fleet.workers[event.backend]):
+        for call in self._bells.take_all(self._lifecycle.workers[event.backend]):
             self._closing.close(call)
         return super().take(event)
 
@@ -599,7 +599,7 @@ class BindsBeforeExit(BrokerState):
         return self.effects.actions
 
 
-class ThinksThatTheLostAreDead(Unreachable):
+class ThinksThatTheLostAreDead(UnreachableWorkers):
     """Gives the memory of a call back while a worker may wake up and write to it."""
 
     def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
@@ -609,39 +609,39 @@ class ThinksThatTheLostAreDead(Unreachable):
                 action.is_lent = False
 
 
-class MovesCallsOfTheLost(Unreachable):
+class MovesCallsOfTheLost(UnreachableWorkers):
     """Gives a call, and its memory, to another worker, before the end of the first is confirmed."""
 
     def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
         self._calls.attempt_failed(call, worker, BackendError(fault.message), phase="unreachable")
 
 
-class ReleasesAtOnce(Unreachable):
+class ReleasesAtOnce(UnreachableWorkers):
     def lose(self, event: ev.WorkerLost) -> None:
         super().lose(event)
         self.release(ev.WorkerGone(event.backend, event.generation))
 
 
-class NeverReleases(Unreachable):
+class NeverReleases(UnreachableWorkers):
     def release(self, event: ev.WorkerGone) -> None:
         pass
 
 
-class WaitsForTheLost(Unreachable):
+class WaitsForTheLost(UnreachableWorkers):
     """Their calls never end."""
 
     def lose(self, event: ev.WorkerLost) -> None:
         pass
 
 
-class CountsDepartures(Aftermath):
+class CountsDepartures(WorkerExits):
     """Takes the end of a container for a fault of the worker in it."""
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
         return super().take(replace(event, is_departure=False))
 
 
-class ForgetsOffers(Fleet):
+class ForgetsOffers(WorkerLifecycle):
     def take_offer(self, event: ev.BackendOffered) -> None:
         if event.vacancy is not None or self.workers[event.backend].state is WorkerState.ABSENT:
             super().take_offer(event)

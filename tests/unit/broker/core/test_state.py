@@ -487,7 +487,7 @@ def test_deadline_kills_and_falls_back_only_after_the_exit() -> None:
     assert driver.state.wakeup_s == driver.now_s + 2.0
     assert driver.tick(2.0) == [act.Kill("alpha", 1)]
     assert driver.ran(run) == []  # too late to count
-    assert driver.state.fleet.stale == 1
+    assert driver.state.lifecycle.stale == 1
     assert kinds(driver.dies("alpha", run.dispatch, exit_code=-9)) == ["Probe"]
     answer = driver.ran(driver.run_of(driver.ready("beta")))[-1]
     assert isinstance(answer, act.Answer)
@@ -561,7 +561,7 @@ def test_answer_of_a_worker_that_is_gone_is_dropped() -> None:
     run = driver.serve(1)
     driver.dies("alpha", run.dispatch)
     assert driver.ran(run) == []
-    assert driver.state.fleet.stale == 1
+    assert driver.state.lifecycle.stale == 1
 
 
 # --- poison --------------------------------------------------------------------------------------------------
