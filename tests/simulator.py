@@ -1989,7 +1989,7 @@ class World:
         process.prepared.discard(action.plan)
         process.send("drop", action.plan)
 
-    def _lend(self, action: act.LendArena) -> None:
+    def _lend(self, action: act.GrantArena) -> None:
         process, arena = self.processes[action.backend, action.generation], (action.client, action.arena)
         self.require(not process.is_confirmed_dead, "an arena is lent to a dead worker")
         self.require(arena in self._arenas, "an arena is lent that the broker closed")
@@ -2010,7 +2010,7 @@ class World:
         process.lent.discard(arena)
         process.tell("unmap", arena)
 
-    def _lend_gpu(self, action: act.LendGpu) -> None:
+    def _lend_gpu(self, action: act.GrantGpu) -> None:
         process = self.processes[action.backend, action.generation]
         self.require(not process.is_confirmed_dead, "a GPU is lent to a dead worker")
         self.require(action.gpu == GPU and action.client not in process.gpus, "a worker is told twice of a GPU")
@@ -2111,7 +2111,7 @@ class World:
         lane.stale_since_s.pop(action.route, None)
         client.inbound.send(client.leased, action.route, lease)
 
-    def _lend_lane(self, action: act.LendLane) -> None:
+    def _lend_lane(self, action: act.GrantLane) -> None:
         lane, process = self.lanes[action.lane], self.processes[action.backend, action.generation]
         self.require(lane.is_open and not lane.is_ended, "a lane is lent that is not open")
         self.require(lane.process is process and not process.is_confirmed_dead, "a lane is lent to a dead worker")
@@ -2498,17 +2498,17 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.StopWorker: World._stop,
     act.SendPrepare: World._prepare,
     act.SendDrop: World._drop,
-    act.LendArena: World._lend,
+    act.GrantArena: World._lend,
     act.TakeBackArena: World._take_back,
     act.CloseArena: World._close_arena,
-    act.LendGpu: World._lend_gpu,
+    act.GrantGpu: World._lend_gpu,
     act.TakeBackGpu: World._take_back_gpu,
     act.CloseGpu: World._close_gpu,
     act.FailTurn: World._fail_turn,
     act.ReleaseTurn: World._release_turn,
     act.SendAllow: World._allow,
     act.SendLease: World._lease,
-    act.LendLane: World._lend_lane,
+    act.GrantLane: World._lend_lane,
     act.RevokeLane: World._revoke_lane,
     act.TakeBackLane: World._take_back_lane,
     act.EndLane: World._end_lane,

@@ -58,7 +58,7 @@ class SendDrop:
 
 
 @dataclass(slots=True)
-class LendArena:
+class GrantArena:
     backend: str
     generation: int
     client: int
@@ -82,7 +82,7 @@ class CloseArena:
 
 
 @dataclass(slots=True)
-class LendGpu:
+class GrantGpu:
     """A worker is to open the order page and the offer of a client, and to sign the offer at `slot`."""
 
     backend: str
@@ -145,7 +145,7 @@ class SendLease:
 
 
 @dataclass(slots=True)
-class LendLane:
+class GrantLane:
     backend: str
     generation: int
     client: int
@@ -270,17 +270,17 @@ Action = (
     | StopWorker
     | SendPrepare
     | SendDrop
-    | LendArena
+    | GrantArena
     | TakeBackArena
     | CloseArena
-    | LendGpu
+    | GrantGpu
     | TakeBackGpu
     | CloseGpu
     | FailTurn
     | ReleaseTurn
     | SendAllow
     | SendLease
-    | LendLane
+    | GrantLane
     | RevokeLane
     | TakeBackLane
     | EndLane

@@ -7,7 +7,7 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.core.compile_waits import Compiling
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
-from layerzero.broker.core.grants import Loans
+from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import Settling
 from layerzero.broker.core.leases import Leases
@@ -33,7 +33,7 @@ class Sessions:
         engine: Engine,
         lifecycle: WorkerLifecycle,
         signatures: Signatures,
-        loans: Loans,
+        grants: Grants,
         leases: Leases,
         settling: Settling,
         turns: Turns,
@@ -47,7 +47,7 @@ class Sessions:
         self._engine = engine
         self._lifecycle = lifecycle
         self._signatures = signatures
-        self._loans = loans
+        self._grants = grants
         self._leases = leases
         self._settling = settling
         self._turns = turns
@@ -109,7 +109,7 @@ class Sessions:
         elif users:
             client.retiring.add(event.arena)
         else:
-            self._loans.close_arena(client, event.arena)
+            self._grants.close_arena(client, event.arena)
 
     def offer_gpu(self, event: ev.GpuOffered) -> None:
         """For the first time, or on another rung: then workers let go of what they had, and may reach the new one."""
@@ -124,7 +124,7 @@ class Sessions:
         client.gpus.add(event.gpu)
         lanes = [lane for lane in self._leases.of(client) if lane.gpu == event.gpu]
         self._effects.emit(*self._leases.revoke(lanes))
-        self._loans.take_back_gpu(client, event.gpu)
+        self._grants.take_back_gpu(client, event.gpu)
 
     def open_lane(self, event: ev.LaneOpened) -> None:
         client = self._clients[event.identity]

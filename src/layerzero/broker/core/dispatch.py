@@ -8,7 +8,7 @@ import math
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.compile_waits import Compiling, overdue
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.grants import Loans
+from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.prepared import Signatures
@@ -43,7 +43,7 @@ class Calls:
         engine: Engine,
         lifecycle: WorkerLifecycle,
         signatures: Signatures,
-        loans: Loans,
+        grants: Grants,
         compiling: Compiling,
         closing: Closing,
         quarantine: Quarantine,
@@ -53,7 +53,7 @@ class Calls:
         self._engine = engine
         self._lifecycle = lifecycle
         self._signatures = signatures
-        self._loans = loans
+        self._grants = grants
         self._compiling = compiling
         self._closing = closing
         self._quarantine = quarantine
@@ -187,7 +187,7 @@ class Calls:
 
     def _send(self, worker: Worker, call: Call) -> None:
         plan = self._signatures.prepare(worker, call)
-        self._loans.lend(worker, call)
+        self._grants.lend(worker, call)
         call.attempt += 1
         call.dispatch = next(self._numbers)
         worker.running.append(call)

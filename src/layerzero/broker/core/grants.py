@@ -8,7 +8,7 @@ from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 
 
-class Loans:
+class Grants:
     def __init__(self, lifecycle: WorkerLifecycle, effects: Effects) -> None:
         self._lifecycle = lifecycle
         self._effects = effects
@@ -18,12 +18,12 @@ class Loans:
         number, gpu = call.client.number, call.gpu
         if gpu and (number, gpu) not in worker.gpus:
             worker.gpus.add((number, gpu))
-            self._effects.emit(act.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
+            self._effects.emit(act.GrantGpu(worker.backend, worker.generation, number, gpu, worker.slot))
         for arena in call.arenas:
             key = (number, arena)
             if key not in worker.arenas:
                 worker.arenas.add(key)
-                self._effects.emit(act.LendArena(worker.backend, worker.generation, number, arena))
+                self._effects.emit(act.GrantArena(worker.backend, worker.generation, number, arena))
 
     def close_arena(self, client: Client, arena: int) -> None:
         key = (client.number, arena)

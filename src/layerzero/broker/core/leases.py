@@ -127,7 +127,7 @@ class Leases:
             lane.is_open = True
             if lane.epoch:
                 yield act.RevokeLane(number, lane.epoch)
-            yield act.LendLane(lane.worker.backend, lane.generation, client.number, number, gpu)
+            yield act.GrantLane(lane.worker.backend, lane.generation, client.number, number, gpu)
 
     def revoke(self, lanes: Iterable[Lane] | None = None) -> Iterator[act.Action]:
         """Take the leases of these lanes back; without any, those of all. The lanes stay open for later ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.compile_waits import Compiling
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.grants import Loans
+from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Call, Client, Route
 from layerzero.broker.core.prepared import Signatures
@@ -19,7 +19,7 @@ class Closing:
         self,
         lifecycle: WorkerLifecycle,
         signatures: Signatures,
-        loans: Loans,
+        grants: Grants,
         leases: Leases,
         turns: Turns,
         compiling: Compiling,
@@ -27,7 +27,7 @@ class Closing:
     ) -> None:
         self._lifecycle = lifecycle
         self._signatures = signatures
-        self._loans = loans
+        self._grants = grants
         self._leases = leases
         self._turns = turns
         self._compiling = compiling
@@ -47,7 +47,7 @@ class Closing:
         call.free_bell()
         for arena in call.client.retiring.intersection(call.arenas):
             if not self.users(call.client, arena):
-                self._loans.close_arena(call.client, arena)
+                self._grants.close_arena(call.client, arena)
         self.release_if_done(call.client)
 
     def refuse(self, call: Call, error: LayerZeroError) -> None:
@@ -112,7 +112,7 @@ class Closing:
         """A client's memory is given back when it has left and no worker may write into it any more."""
         if client.has_left and client.open_calls == client.enqueued == 0 and not self.has_rings(client):
             for arena in list(client.arenas):
-                self._loans.close_arena(client, arena)
+                self._grants.close_arena(client, arena)
             for gpu in list(client.gpus):
                 self._turns.forget(client, gpu)
-                self._loans.close_gpu(client, gpu)
+                self._grants.close_gpu(client, gpu)

@@ -25,7 +25,7 @@ from layerzero.broker.core.decisions import Decisions
 from layerzero.broker.core.dispatch import Calls
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
-from layerzero.broker.core.grants import Loans
+from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import Settling
 from layerzero.broker.core.leases import Leases
@@ -77,11 +77,11 @@ class BrokerState:
         self.lifecycle = lifecycle = WorkerLifecycle(engine, unusable, limits, rng, effects, joined)
         self.compiling = compiling = Compiling(engine, lifecycle, effects)
         self.signatures = signatures = Signatures(engine, lifecycle, effects)
-        loans = Loans(lifecycle, effects)
+        grants = Grants(lifecycle, effects)
         self._settling = settling = Settling(engine, signatures, quarantine, leases, limits, effects)
-        self._closing = closing = Closing(lifecycle, signatures, loans, leases, turns, compiling, effects)
+        self._closing = closing = Closing(lifecycle, signatures, grants, leases, turns, compiling, effects)
         self._calls = calls = Calls(
-            engine, lifecycle, signatures, loans, compiling, closing, quarantine, limits, effects
+            engine, lifecycle, signatures, grants, compiling, closing, quarantine, limits, effects
         )
         self._enqueued = enqueued = Enqueued(engine, lifecycle, turns, decisions, closing, effects)
         self.bells = bells = Bells(self.clients, lifecycle, signatures, compiling, closing, limits, effects)
@@ -91,7 +91,7 @@ class BrokerState:
             engine,
             lifecycle,
             signatures,
-            loans,
+            grants,
             leases,
             settling,
             turns,

@@ -140,7 +140,7 @@ class Offers:
 
     # --- what workers are lent -------------------------------------------------------------------------
 
-    def lend_arena(self, action: act.LendArena) -> None:
+    def grant_arena(self, action: act.GrantArena) -> None:
         arena = self._arenas[action.client, action.arena]
         fds: tuple[int, ...] = () if arena.fd is None else (arena.fd,)
         if arena.handle is not None:
@@ -157,7 +157,7 @@ class Offers:
     def close_arena(self, action: act.CloseArena) -> None:
         self._arenas.pop((action.client, action.arena)).close()
 
-    def lend_gpu(self, action: act.LendGpu) -> None:
+    def grant_gpu(self, action: act.GrantGpu) -> None:
         message, fds = self._pages.lend(action.client, action.gpu, action.slot)
         self._links.tell(action.backend, action.generation, message, fds)
 
@@ -165,7 +165,7 @@ class Offers:
         message = messages.UnmapGpu(client=action.client, gpu=action.gpu)
         self._links.tell(action.backend, action.generation, message)
 
-    def lend_lane(self, action: act.LendLane) -> None:
+    def grant_lane(self, action: act.GrantLane) -> None:
         message = messages.MapLane(client=action.client, lane=action.lane, gpu=action.gpu)
         self._links.tell(action.backend, action.generation, message, self._lanes.fds(action.lane))
 

@@ -15,7 +15,7 @@ from layerzero.client.connection.link import Link
 _lent_bytes: weakref.WeakKeyDictionary[Any, memoryview] = weakref.WeakKeyDictionary()
 
 
-class Lent(dict[Arena, int]):
+class ArenaRegistry(dict[Arena, int]):
     """Their numbers, by arena. `lent[arena]` shows the broker one that it does not know yet. Threads may share it."""
 
     def __init__(self, link: Link, on_retire: Callable[[], None]) -> None:

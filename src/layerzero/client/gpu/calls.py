@@ -88,7 +88,7 @@ class GpuCalls:
                 gpu = self._gpus.get(ordinal)
                 if gpu is None:
                     on_failure, unbind = self.outcomes.note_failure, self._captures.unbind_gone
-                    gpu = Gpu(self._link, self._session.lent, memory_of(ordinal), on_failure, unbind)
+                    gpu = Gpu(self._link, self._session.arena_registry, memory_of(ordinal), on_failure, unbind)
                     self._gpus[ordinal] = gpu
         return gpu
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from layerzero.client.connection.arena_registry import Lent
+from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.graph_slots import Bells, tell_orphans
@@ -48,7 +48,7 @@ class Gpu:
     def __init__(
         self,
         link: Link,
-        lent: Lent,
+        arena_registry: ArenaRegistry,
         memory: GpuMemory,
         on_failed_replay: Callable[[Captured], None],
         unbind_gone: Callable[[Gpu], None],
@@ -59,7 +59,7 @@ class Gpu:
         self._has_mps = memory.context.driver.has_mps(memory.context.ordinal)
         self.settling = threading.RLock()  # held by a call that is the first of its route or worker
         self.lock = threading.RLock()  # held from READY to EXECUTE: a lane's calls are sent in their order
-        self._link, self._lent = link, lent
+        self._link, self._arena_registry = link, arena_registry
         self._numbers: weakref.WeakKeyDictionary[Arena, tuple[str, int]] = weakref.WeakKeyDictionary()
         self._signed: set[tuple[str, int]] = set()
         self._reached: dict[int, set[int]] = {}  # slot of a worker -> arenas on which it has run a call
@@ -111,7 +111,7 @@ class Gpu:
             while self._rungs:
                 rung = self._rungs.pop(0)
                 try:
-                    number = self._lent.reserve()  # workers know arenas and offers by one sort of number
+                    number = self._arena_registry.reserve()  # workers know arenas and offers by one sort of number
                     trial = Trial(self.memory.context, self.memory.client, number, rung)
                 except (CudaError, OutOfMemory) as exc:
                     if isinstance(exc, CudaError) and exc.is_sticky:
@@ -164,7 +164,7 @@ class Gpu:
                 message = messages.AddGpuArena(arena=number, handle=replace(handle, arena=number).to_wire())
                 self._link.add_gpu_arena(message, () if fd is None else (fd,))
 
-            number = self._lent.show(show)
+            number = self._arena_registry.show(show)
             self._numbers[arena] = (rung, number)
             self._fresh += 1
             if self._fresh >= STALE_AFTER:

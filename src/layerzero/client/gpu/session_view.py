@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from layerzero.client.connection.arena_registry import Lent
+from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.connection.routes import Routes
 from layerzero.client.gpu.outcomes import Enqueued
@@ -14,7 +14,7 @@ class SessionView(Protocol):
     """`client/session/session.py` has it. `last.record` is of this thread's last call."""
 
     last: Any
-    lent: Lent
+    arena_registry: ArenaRegistry
     routes: Routes
 
     def note(self, record: SelectionReport | Enqueued) -> None:

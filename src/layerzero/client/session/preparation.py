@@ -65,7 +65,7 @@ def prepare(
                 found[position], specs[position] = None, TensorSpec.contiguous(spec.dtype, spec.shape)
         route = session.routes.find(link, request, tuple(specs), out, policy)
     refuse_gradients(request.op, arrays)
-    here, plan, lent = route.here, route.plan, session.lent
+    here, plan, arena_registry = route.here, route.plan, session.arena_registry
     if here is not None and time.monotonic() >= here.until_s:
         here = None
     copies: list[Copy] = []
@@ -81,7 +81,7 @@ def prepare(
             places.append((array.address, array.spec.span_bytes))
         elif here is None and place is not None:
             arena, offset = place
-            refs.append(REF.pack(lent[arena], 0, offset, array.spec.span_bytes))
+            refs.append(REF.pack(arena_registry[arena], 0, offset, array.spec.span_bytes))
         else:
             block, arena, offset = arenas.pool.allocate(array.nbytes)
             copy_into(array, block)
@@ -91,7 +91,7 @@ def prepare(
                 if name in op.in_place:
                     written.append((name, array, block, spec))
             if here is None:
-                refs.append(REF.pack(lent[arena], 0, offset, array.nbytes))
+                refs.append(REF.pack(arena_registry[arena], 0, offset, array.nbytes))
             else:
                 places.append((arena.address + offset, array.nbytes))
     outputs: list[memoryview] = []
@@ -103,7 +103,7 @@ def prepare(
             out_is_direct = True
         elif (place := arenas.pool.find(out.address, out.spec.span_bytes)) is not None:
             arena, offset = place
-            refs.append(REF.pack(lent[arena], 0, offset, out.spec.span_bytes))
+            refs.append(REF.pack(arena_registry[arena], 0, offset, out.spec.span_bytes))
             out_is_direct = True
     for name in op.in_place:
         if here is None:
@@ -115,7 +115,7 @@ def prepare(
             block, arena, offset = arenas.pool.allocate(nbytes)
             outputs.append(block)
             if here is None:
-                refs.append(REF.pack(lent[arena], 0, offset, nbytes))
+                refs.append(REF.pack(arena_registry[arena], 0, offset, nbytes))
             else:
                 targets.append((arena.address + offset, nbytes))
     submitted = Submitted(

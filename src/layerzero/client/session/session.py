@@ -14,7 +14,7 @@ from typing import Any
 from layerzero.client.arrays.arrays import CPU, describe
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
-from layerzero.client.connection.arena_registry import Lent
+from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import (
     Request,
     Route,
@@ -77,7 +77,7 @@ class Session:
         link = Link(self.path, self._package, routes.note_decision, routes.note_lease, self._key)
         self.routes = routes
         self._lanes = Lanes(link, self.shadow)
-        self.lent = Lent(link, self._lanes.tickets.clear)
+        self.arena_registry = ArenaRegistry(link, self._lanes.tickets.clear)
         self.local = Local(link, routes, self.ask)
         self.gpus = GpuCalls(self, link)
         self._link = link  # last: who sees that it is of this process goes on to use the others
@@ -121,7 +121,7 @@ class Session:
             self.gpus.finish(CLOSE_S)
         self._link.close()
         self._lanes.close()
-        self.lent.close()
+        self.arena_registry.close()
         if is_own:
             self.gpus.close()
 

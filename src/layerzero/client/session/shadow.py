@@ -131,9 +131,9 @@ class Shadow:
                 sample.refs.append(REF.pack(NO_ARENA, 0, 0, 0))
                 continue
             block, arena, place = arenas.pool.allocate(nbytes)
-            block[:] = self._session.lent.arena(number).view[offset : offset + nbytes]
+            block[:] = self._session.arena_registry.arena(number).view[offset : offset + nbytes]
             sample.blocks.append(block)
-            sample.refs.append(REF.pack(self._session.lent[arena], 0, place, nbytes))
+            sample.refs.append(REF.pack(self._session.arena_registry[arena], 0, place, nbytes))
             submitted.copies.append(Copy(name, nbytes, "client", REASON))
         return sample
 
@@ -146,7 +146,7 @@ class Shadow:
             if not self.tunes:
                 return
         number, _, offset, nbytes = REF.unpack_from(submitted.refs, len(submitted.refs) - REF.size)
-        sample.output = bytes(self._session.lent.arena(number).view[offset : offset + nbytes])
+        sample.output = bytes(self._session.arena_registry.arena(number).view[offset : offset + nbytes])
         submitted.copies.append(Copy("out", nbytes, "client", REASON))
         sample.kernel_id = decision.kernel_id
         if reference is not None:
@@ -214,7 +214,7 @@ class Shadow:
         plan, link = submitted.route.plan, submitted.link
         spec = plan.outputs[0]
         output, arena, place = arenas.pool.allocate(spec.span_bytes)
-        number = self._session.lent[arena]
+        number = self._session.arena_registry[arena]
         body = b"".join([*sample.refs, REF.pack(number, 0, place, spec.span_bytes)])
         route = self._session.routes.define(link, (plan, backend), plan, backend)
         pending = Pending(hold=(sample.blocks, output))

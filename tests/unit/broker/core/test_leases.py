@@ -146,14 +146,14 @@ def test_calls_that_must_show_a_digest_get_no_lease() -> None:
 def test_opened_lane_is_lent_to_its_worker() -> None:
     """It maps the page and listens to the doorbell."""
     driver = settled(is_open=False)
-    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.LendLane("alpha", 1, 1, 1)]
+    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.GrantLane("alpha", 1, 1, 1)]
 
 
 def test_lane_opened_late_learns_the_epoch_first() -> None:
     """A page starts at epoch 0, with which leases that were taken back would hold again."""
     driver = settled(is_open=False)
     driver(ev.PolicyChanged(Policy()))
-    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.RevokeLane(1, 1), act.LendLane("alpha", 1, 1, 1)]
+    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.RevokeLane(1, 1), act.GrantLane("alpha", 1, 1, 1)]
 
 
 def test_lane_opened_after_its_worker_died_ends_at_once() -> None:
@@ -168,7 +168,7 @@ def test_lane_of_another_client_cannot_be_opened() -> None:
     driver = settled(is_open=False)
     driver.join(OTHER, 2)
     assert names(driver(ev.LaneOpened(OTHER, 1)))[:2] == ["EndLane", "DropClient"]
-    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.LendLane("alpha", 1, 1, 1)]
+    assert driver(ev.LaneOpened(CLIENT, 1)) == [act.GrantLane("alpha", 1, 1, 1)]
 
 
 # --- how a lease ends ----------------------------------------------------------------------------------------

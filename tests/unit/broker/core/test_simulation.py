@@ -230,7 +230,7 @@ class ClosesMemoryInUse(Closing):
     def release_if_done(self, client: Client) -> None:
         if client.has_left:
             for arena in list(client.arenas):
-                self._loans.close_arena(client, arena)
+                self._grants.close_arena(client, arena)
 
 
 class NeverClosesMemory(Closing):

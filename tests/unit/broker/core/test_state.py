@@ -44,7 +44,7 @@ def test_first_call_probes_spawns_prepares_and_lends_before_it_runs() -> None:
     prepare = encode(Prepare(op="silu", kernel_id="alpha.silu", inputs=[SPEC], outputs=[SPEC], attrs={}))
     assert driver(ev.WorkerReady(b"W", "alpha", 1, {"lib": "1"})) == [
         act.SendPrepare(b"W", 1, prepare),
-        act.LendArena("alpha", 1, 1, 1),
+        act.GrantArena("alpha", 1, 1, 1),
         act.Run(b"W", 1, 1, 1, 1, BODY),
     ]
     decide, answer = driver(ev.CallRan(b"W", 1, 1, 5000, b"sizes"))
@@ -372,7 +372,7 @@ def test_pinned_call_behind_a_crash_waits_for_the_restart() -> None:
     refuse = refusal(driver.dies("alpha", first.dispatch))
     assert refuse.seq == 1
     assert driver.tick(0.7) == [act.Spawn("alpha", 2)]
-    assert kinds(driver.ready("alpha")) == ["SendPrepare", "LendArena", "Run"]
+    assert kinds(driver.ready("alpha")) == ["SendPrepare", "GrantArena", "Run"]
 
 
 def test_call_whose_only_backend_restarts_waits_for_it() -> None:
@@ -801,7 +801,7 @@ def test_equal_signatures_share_a_plan() -> None:
     driver.join(b"C2", 2)
     first = driver.serve(1)
     actions = driver.call(1, identity=b"C2")
-    assert kinds(actions) == ["LendArena", "Run"]
+    assert kinds(actions) == ["GrantArena", "Run"]
     assert driver.run_of(actions).plan == first.plan
 
 
@@ -812,7 +812,7 @@ def test_new_worker_gets_plans_and_memory_again() -> None:
     driver.dies("alpha")
     driver.tick(1.0)
     driver.ready("alpha")
-    assert kinds(driver.call(2)) == ["SendPrepare", "LendArena", "Run"]
+    assert kinds(driver.call(2)) == ["SendPrepare", "GrantArena", "Run"]
 
 
 def test_dead_worker_is_told_nothing() -> None:
