@@ -47,7 +47,7 @@ from layerzero.broker.core.quarantine import MAX_DEATHS_PER_CALL
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.core.stream_order import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.broker.core.worker_fsm import Signal, WorkerState
-from layerzero.broker.io.page_poller import AWAITED_LOOK_S, LOOK_S
+from layerzero.broker.io.page_poller import AWAITED_LOOK_S, POLL_S
 from layerzero.broker.selection.certification import Subject
 from layerzero.broker.selection.policy import Policy, Weights
 from layerzero.broker.selection.ranking import Engine
@@ -1272,7 +1272,7 @@ class World:
         self._events = 0
         self._handled = 0
         self._is_nested = False
-        self._look_at_s = math.inf
+        self._poll_at_s = math.inf
         self._event: ev.Event = ev.Tick()
         self._tick_at_s = math.inf
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
@@ -1419,19 +1419,19 @@ class World:
         has_calls = any(self._on_ring(lane) for lane in rings.values())
         has_calls |= any(self._busy_bells(process) for process in self.processes.values())
         if is_awaited or has_calls or any(process.enqueued for process in self.processes.values()):
-            at_s = self.now_s + (AWAITED_LOOK_S if is_awaited or self._is_stopping else LOOK_S)
-            if at_s < self._look_at_s:
-                self._look_at_s = at_s
+            at_s = self.now_s + (AWAITED_LOOK_S if is_awaited or self._is_stopping else POLL_S)
+            if at_s < self._poll_at_s:
+                self._poll_at_s = at_s
                 self.push(at_s, self._look, at_s)
 
     def _look(self, at_s: float) -> None:
-        if at_s == self._look_at_s:
-            self._look_at_s = math.inf
-            self.look_at_turns()
+        if at_s == self._poll_at_s:
+            self._poll_at_s = math.inf
+            self.poll_timelines()
             self.look_at_rings()
             bound = {n: one for process in self.processes.values() for n, one in process.bound.items()}
             if bound or self.state.bells.is_awaited:
-                self._deliver(ev.BellsSeen(self._see_bells()))
+                self._deliver(ev.GraphSlotsPolled(self._see_bells()))
             self.plan_look()
 
     def _see_bells(self) -> dict[int, int]:
@@ -1457,18 +1457,18 @@ class World:
         assert lane.client is not None
         return lane.client.streams[turn.lane]
 
-    def _look_on(self, lane: Lane) -> ev.RingLook:
+    def _look_on(self, lane: Lane) -> ev.RingSnapshot:
         calls = [lane.slots[number] for number in self._on_ring(lane)]
         ready = {one.call for one in calls if self._stream_of(lane, one.turn).ready >= one.turn.number}
-        return ev.RingLook(lane.calls, lane.done, calls, ready)
+        return ev.RingSnapshot(lane.calls, lane.done, calls, ready)
 
     def look_at_rings(self) -> None:
         if self.device:
             rings = [lane for lane in self.lanes.values() if lane.is_open]
             if rings:
-                self._deliver(ev.RingsSeen({lane.number: self._look_on(lane) for lane in rings}))
+                self._deliver(ev.RingsPolled({lane.number: self._look_on(lane) for lane in rings}))
 
-    def look_at_turns(self, only: Process | None = None) -> None:
+    def poll_timelines(self, only: Process | None = None) -> None:
         """What order pages say."""
         for process in [p for p in self.processes.values() if (p.enqueued or p is only) and only in (None, p)]:
             done, ready = [], set()
@@ -1488,7 +1488,7 @@ class World:
                     call = process.enqueued.pop(number).call
                 assert call.turn is not None
                 call.client.pending.pop(call.turn, None)
-            seen = ev.TurnsSeen(process.backend, process.generation, done, ready)
+            seen = ev.TimelinesPolled(process.backend, process.generation, done, ready)
             if only is None:
                 self._deliver(seen)
             elif self.device:
@@ -1521,13 +1521,13 @@ class World:
     def gpu_offered(self, client: Client, has_new_page: bool) -> None:
         if not client.has_left and not self.state.bells.holds(client.identity, GPU):  # the server refuses it
             self.coverage.fates["offered_again"] += not has_new_page
-            self.look_at_turns()
+            self.poll_timelines()
             self._deliver(ev.GpuOffered(client.identity, GPU, has_new_page))
 
     def _tick(self) -> None:
         self._tick_at_s = math.inf
         if self.now_s >= self.state.wakeup_s:
-            self.look_at_turns()
+            self.poll_timelines()
             alive = [process for process in self.processes.values() if not process.is_confirmed_dead]
             self._deliver(ev.Tick({(process.backend, process.generation): process.page[0] for process in alive}))
         elif self.state.wakeup_s < math.inf:
@@ -1617,7 +1617,7 @@ class World:
             lane.seen = lane.done
             plan = lane.dispatch.plan if lane.dispatch is not None and lane.status == "ran" else 0
             plan = lane.ring[lane.done].plan if lane.ring else plan
-            self._deliver(ev.LaneSeen(lane.number, calls, plan, self.rng.randrange(1000, 10**6)))
+            self._deliver(ev.LanePolled(lane.number, calls, plan, self.rng.randrange(1000, 10**6)))
 
     def learn(self) -> None:
         """Someone has saved policy.yaml; a shadow check has ended; an earlier broker's times are read."""
@@ -1649,7 +1649,7 @@ class World:
 
     def arena_retired(self, client: Client, arena: int) -> None:
         if not client.has_left:
-            self.look_at_turns()
+            self.poll_timelines()
             self._deliver(ev.ArenaGivenUp(client.identity, arena))
 
     def client_gone(self, client: Client) -> None:
@@ -1701,7 +1701,7 @@ class World:
     def exited(self, process: Process, exit_code: int, page: tuple[int, str]) -> None:
         """Its exit is confirmed, some time after it died."""
         backend = process.backend
-        self.look_at_turns()
+        self.poll_timelines()
         process.exit_code = exit_code
         executing = 0 if process.has_renewed else page[0]
         lanes = [lane for lane in self.lanes.values() if lane.process is process]
@@ -1711,17 +1711,17 @@ class World:
             if lane.dispatch is not None:
                 lane.dispatch.is_over = True
         heads = list(process.sent)[:1]
-        self.look_at_turns(process)
+        self.poll_timelines(process)
         if heads != list(process.sent)[:1] and process.late is None and not process.killed_for:
             process.late = heads[0]  # it is done after all, and nobody else is to blame
         process.is_confirmed_dead = True
-        looks = {lane.number: self._look_on(lane) for lane in lanes if lane.is_open and self.device}
+        page_poller = {lane.number: self._look_on(lane) for lane in lanes if lane.is_open and self.device}
         stranded = [
-            (one, n in looks[lane.number].ready)
+            (one, n in page_poller[lane.number].ready)
             for lane in lanes
-            if lane.number in looks
+            if lane.number in page_poller
             for n, one in lane.ring.items()
-            if n not in lane.left and one.call.turn in {c.turn for c in looks[lane.number].calls}
+            if n not in lane.left and one.call.turn in {c.turn for c in page_poller[lane.number].calls}
         ]
         stranded = [(one, is_ready) for one, is_ready in stranded if not one.call.client.has_left]
         wanted = process.killed_for if process.kill_reason else executing if exit_code != STICKY_EXIT else 0
@@ -1731,7 +1731,7 @@ class World:
         if guilty is None and not is_sticky and process.has_crashed and not in_running:
             guilty = next((one for one, is_ready in stranded if is_ready), None)
         if self.device:
-            self._handle(ev.BellsSeen(self._see_bells()))
+            self._handle(ev.GraphSlotsPolled(self._see_bells()))
         may_be_bell = not is_sticky and guilty is None and process.has_crashed and not in_running
         is_sticky |= self._lose_bound(process, may_be_bell) or guilty is not None
         self._strand(process, [one for one, _ in stranded], guilty)
@@ -1745,7 +1745,7 @@ class World:
         process.sent.clear()
         self._count_exit(process)
         failures = self._failures(backend)
-        self._deliver(self._exit_event(process, exit_code, page, looks))
+        self._deliver(self._exit_event(process, exit_code, page, page_poller))
         is_well = not process.has_renewed or self._failures(backend) == failures
         self.require(is_well, f"the kernels of {backend} are blamed although it only began anew")
 
@@ -1755,10 +1755,10 @@ class World:
         return sum(health.view(*place, self.now_s).failures for place in health.places() if place[0] == backend)
 
     def _exit_event(
-        self, process: Process, exit_code: int, page: tuple[int, str], looks: Mapping[int, ev.RingLook]
+        self, process: Process, exit_code: int, page: tuple[int, str], page_poller: Mapping[int, ev.RingSnapshot]
     ) -> ev.WorkerExited:
         words = "Traceback\nlast words"
-        return ev.WorkerExited(process.backend, process.generation, exit_code, *page, words, looks)
+        return ev.WorkerExited(process.backend, process.generation, exit_code, *page, words, page_poller)
 
     def _count_exit(self, process: Process) -> None:
         """What the restart budget must be."""
@@ -1916,14 +1916,14 @@ class World:
     def _kill(self, action: act.Kill) -> None:
         process = self.processes[action.backend, action.generation]
         event = self._event
-        is_overdue = isinstance(event, ev.LaneOverdue | ev.RingsSeen | ev.BellsSeen)
+        is_overdue = isinstance(event, ev.LaneOverdue | ev.RingsPolled | ev.GraphSlotsPolled)
         is_deadline = is_overdue or (type(event) is ev.Tick and process.was_ready)
         self.require(not process.kill_reason, "a worker is killed twice")
         process.kill_reason = "deadline" if is_deadline else "fault"
         process.killed_during = self._events
         if isinstance(event, ev.LaneOverdue):
             process.killed_for = mark(event.lane, event.call)
-        elif isinstance(event, ev.RingsSeen):
+        elif isinstance(event, ev.RingsPolled):
             process.killed_for = self.state.workers[action.backend].fault_call
             self.coverage.fates["ring_late"] += 1
             (late_one,) = (
@@ -2428,7 +2428,7 @@ class World:
         for dispatch in process.enqueued.values():
             call, stream = dispatch.call, self.stream(dispatch.call)
             if call.turn is not None and stream.done + 1 == call.turn.number <= stream.ready:
-                limit_s = call.timeout_s + 2 * LOOK_S + LATE_S
+                limit_s = call.timeout_s + 2 * POLL_S + LATE_S
                 since_s = max(stream.since_s, dispatch.answered_s)
                 self.require(self.now_s - since_s <= limit_s + 1e-9, "a call outlives its deadline on the GPU")
 
@@ -2441,7 +2441,7 @@ class World:
                 stream, turn = self.stream(dispatch.call), dispatch.call.turn
                 if turn is not None and number <= lane.done and stream.done + 1 == turn.number <= stream.ready:
                     since_s = max(stream.since_s, dispatch.taken_s)
-                    is_in_time = self.now_s - since_s <= self.limits.timeout_s + 2 * LOOK_S + LATE_S + 1e-9
+                    is_in_time = self.now_s - since_s <= self.limits.timeout_s + 2 * POLL_S + LATE_S + 1e-9
                     self.require(is_in_time or dispatch.is_over, "a call of a ring outlives its deadline")
 
     def _check_lanes(self) -> None:

@@ -212,9 +212,9 @@ class JoinedWorld(World):
             super()._count_exit(process)
 
     def _exit_event(
-        self, process: Process, exit_code: int, page: tuple[int, str], looks: Mapping[int, ev.RingLook]
+        self, process: Process, exit_code: int, page: tuple[int, str], page_poller: Mapping[int, ev.RingSnapshot]
     ) -> ev.WorkerExited:
-        event = super()._exit_event(process, exit_code, page, looks)
+        event = super()._exit_event(process, exit_code, page, page_poller)
         event.is_departure = isinstance(process, JoinedProcess) and process.is_departing
         return event
 

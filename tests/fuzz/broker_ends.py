@@ -19,9 +19,9 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.io.authentication import Gate
 from layerzero.broker.io.lane_pages import LaneEnds
 from layerzero.broker.io.offers import Offers
-from layerzero.broker.io.page_poller import Looks
+from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
-from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.timeline_pages import OrderPages
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.processes.launcher import Launcher
@@ -42,13 +42,13 @@ class BrokerEnds:
 
     def __init__(self) -> None:
         self.driver = Driver("alpha", "beta", JOINED, express=True)
-        self._descriptors = Descriptors()
+        self._poller = Poller()
         self._lanes, self._pages = LaneEnds(), OrderPages()
         state, handle = self.driver.state, self.handle
         state.engine.devices.setdefault(GPU, state.engine.devices[""])
-        links = WorkerLinks(self._descriptors, handle)
-        looks = Looks(state, handle, self._lanes, self._pages, lambda _: None)
-        self._offers = Offers(state, handle, links, self._lanes, self._pages, looks)
+        links = WorkerLinks(self._poller, handle)
+        page_poller = PagePoller(state, handle, self._lanes, self._pages, lambda _: None)
+        self._offers = Offers(state, handle, links, self._lanes, self._pages, page_poller)
         settings = SimpleNamespace(start_timeout_s=1.0, joined_silence_s=5.0, store=_FOLDER)
         self._joined = Joined(
             cast(Settings, settings),
@@ -62,7 +62,7 @@ class BrokerEnds:
         self.connections = Connections(
             _FOLDER / "broker.sock",
             state,
-            self._descriptors,
+            self._poller,
             links,
             self._offers,
             cast(Processes, _Started()),
@@ -100,7 +100,7 @@ class BrokerEnds:
 
     def turn(self) -> None:
         """Everything that is there is taken."""
-        self._descriptors.wait(0)
+        self._poller.wait(0)
 
     def close(self) -> None:
         self.connections.stop_listening()
@@ -109,7 +109,7 @@ class BrokerEnds:
         self._pages.close_all()
         self._offers.close()
         self._joined.close()
-        self._descriptors.close()
+        self._poller.close()
 
 
 class _Started:

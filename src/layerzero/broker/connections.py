@@ -17,7 +17,7 @@ from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.authentication import Gate
 from layerzero.broker.io.offers import KINDS, Offers
 from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, refuse
-from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.worker_links import WorkerLinks, close_all
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
@@ -37,7 +37,7 @@ class Connections:
         self,
         path: Path,
         state: BrokerState,
-        descriptors: Descriptors,
+        poller: Poller,
         links: WorkerLinks,
         offers: Offers,
         processes: Processes,
@@ -49,7 +49,7 @@ class Connections:
         note_change: Callable[[], None],
     ) -> None:
         self._state = state
-        self._descriptors = descriptors
+        self._poller = poller
         self._links = links
         self._offers = offers
         self._processes = processes
@@ -64,7 +64,7 @@ class Connections:
         self.idle_since_s: float | None = time.monotonic() + FIRST_CLIENT_S  # None while there are clients
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._listener = control.listen(path, is_shared=gate.is_shared)
-        descriptors.watch(self._listener.fileno(), self._accept)
+        poller.watch(self._listener.fileno(), self._accept)
 
     @property
     def due_s(self) -> float:
@@ -96,7 +96,7 @@ class Connections:
             sock.setblocking(False)
             peer = Peer(sock, since_s=time.monotonic())
             self._peers[sock.fileno()] = peer
-            self._descriptors.watch(sock.fileno(), lambda: self._receive(peer))
+            self._poller.watch(sock.fileno(), lambda: self._receive(peer))
             strangers = self._strangers()
             if len(strangers) > MAX_STRANGERS:  # the oldest, of users who may not connect as long as there are any
                 self.close(min(strangers, key=self._gate.knows))
@@ -181,7 +181,7 @@ class Connections:
         fd = peer.sock.fileno()
         if self._peers.pop(fd, None) is None:
             return
-        self._descriptors.unwatch(fd)
+        self._poller.unwatch(fd)
         peer.close()
         if peer.role == "client":
             del self.clients[peer.identity]

@@ -24,9 +24,9 @@ from layerzero.broker.io import frame_codec
 from layerzero.broker.io.authentication import Gate
 from layerzero.broker.io.lane_pages import LaneEnds
 from layerzero.broker.io.offers import Offers
-from layerzero.broker.io.page_poller import LOOK_S, Looks
+from layerzero.broker.io.page_poller import POLL_S, PagePoller
 from layerzero.broker.io.peers import Peer
-from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.routers import Routers, Unreachable
 from layerzero.broker.io.tcp_queries import Remote
 from layerzero.broker.io.timeline_pages import OrderPages
@@ -53,7 +53,7 @@ STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
 CATCH_UP_S = 0.2
 IDLE_CHECK_S = 3600.0
-LOOK_CALLS = 64  # a worker's enqueued calls are looked at each time they are so many more
+POLL_CALLS = 64  # a worker's enqueued calls are looked at each time they are so many more
 
 
 class Server:
@@ -86,15 +86,15 @@ class Server:
         self._ended = False
         self._kill_at_s: float | None = None
         self._check_s = 0.0
-        self._look_at_s = 0.0
+        self._poll_at_s = 0.0
         self._questions = Questions(partial(methods.begin, self), self._to_client)
         self._from_threads: deque[ev.Event] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._descriptors = Descriptors()
-        self._descriptors.watch(self._wake, self._take_from_threads)
+        self._poller = Poller()
+        self._poller.watch(self._wake, self._take_from_threads)
         self._remote: Remote | None = None
         if settings.remote:
-            self._remote = Remote(settings.remote, settings.keys, self._descriptors, partial(methods.answer, self))
+            self._remote = Remote(settings.remote, settings.keys, self._poller, partial(methods.answer, self))
         self._times = StoredTimes(settings.perf_db or settings.store / "perf.db", state.engine, launcher, self.post)
         self.perfdb = self._times.perfdb
         self._probes = ProbeJobs(launcher, self.post)
@@ -103,13 +103,13 @@ class Server:
         self._routers = Routers(
             self._zmq_paths["client"],
             self._zmq_paths["worker"],
-            self._descriptors,
+            self._poller,
             queue=4 * settings.max_in_flight,
             from_client=self._from_client,
             from_worker=self._from_worker,
             uids=gate.uids if gate.is_shared else (),
         )
-        self._links = WorkerLinks(self._descriptors, self.handle)
+        self._links = WorkerLinks(self._poller, self.handle)
         self.joined = Joined(
             settings,
             launcher,
@@ -120,16 +120,16 @@ class Server:
             note_change=self._plan_check,
         )
         self.processes = Processes(
-            settings, endpoints, launcher, self._descriptors, self.joined, self.handle, self._worker_ended
+            settings, endpoints, launcher, self._poller, self.joined, self.handle, self._worker_ended
         )
         self._lanes = LaneEnds()
         self._pages = OrderPages()
-        self._looks = Looks(state, self.handle, self._lanes, self._pages, self._stop_if_idle)
-        self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._looks)
+        self._page_poller = PagePoller(state, self.handle, self._lanes, self._pages, self._stop_if_idle)
+        self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
             endpoints.control,
             state,
-            self._descriptors,
+            self._poller,
             self._links,
             self._offers,
             self.processes,
@@ -165,13 +165,13 @@ class Server:
             act.Exit: self._exit,
         }
 
-    def look_at_lanes(self) -> None:
+    def poll_lanes(self) -> None:
         """Count the calls that did not pass through here."""
-        self._looks.at_lanes()
+        self._page_poller.at_lanes()
 
-    def look_at_turns(self) -> None:
+    def poll_timelines(self) -> None:
         """See which calls GPUs are done with."""
-        self._looks.at_turns()
+        self._page_poller.at_turns()
 
     # --- the loop ------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Server:
         # The system may hand a signal to another thread, and Python handles it in this one, which may be asleep.
         signalled, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
-        self._descriptors.watch(signalled, lambda: _drain_pipe(signalled))
+        self._poller.watch(signalled, lambda: _drain_pipe(signalled))
         try:
             started()
             while not self._ended:
@@ -193,15 +193,15 @@ class Server:
                 if now_s >= self.state.wakeup_s:
                     if now_s > self.state.wakeup_s + STALL_S:
                         self._catch_up()
-                    self._looks.at_turns()
+                    self._page_poller.at_turns()
                     self.handle(ev.Tick(self.processes.executing()))
-                elif now_s >= self._looks.due_s:
-                    self._looks.at_turns()
+                elif now_s >= self._page_poller.due_s:
+                    self._page_poller.at_turns()
                 elif now_s >= self._check_s:
                     self._housekeeping(now_s)
                 else:
                     self._times.save(now_s)
-                    self._descriptors.wait(0.0 if self._may_have_input or self._questions else self._timeout_s(now_s))
+                    self._poller.wait(0.0 if self._may_have_input or self._questions else self._timeout_s(now_s))
                     self._look_around(time.monotonic())  # before the calls that woke us
                     self._questions.go_on()
         finally:
@@ -219,18 +219,18 @@ class Server:
         ZeroMQ's own thread needs a moment to read them."""
         end_s = time.monotonic() + CATCH_UP_S
         while (left_s := end_s - time.monotonic()) > 0:
-            self._descriptors.wait(left_s)
+            self._poller.wait(left_s)
             self._routers.take()
 
     def _look_around(self, now_s: float) -> None:
         """Once a second while there is anything to do, and before it: has the policy file changed, how much memory is
         left?"""
-        if now_s < self._look_at_s:
+        if now_s < self._poll_at_s:
             return
-        self._look_at_s = now_s + LOOK_S
-        self._looks.at_lanes()
-        self._looks.at_rings()
-        self._looks.at_bells()
+        self._poll_at_s = now_s + POLL_S
+        self._page_poller.at_lanes()
+        self._page_poller.at_rings()
+        self._page_poller.at_bells()
         before = self.policy.problem
         policy = self.policy.refresh(now_s)
         if policy is not None:
@@ -258,8 +258,8 @@ class Server:
     def _timeout_s(self, now_s: float) -> float:
         if self._ended:
             return 0.0
-        look_at_s = self._look_at_s if self._looks.has_silent else math.inf
-        due_s = min(self.state.wakeup_s, self._check_s, self._times.due_s, look_at_s, self._looks.due_s)
+        look_at_s = self._poll_at_s if self._page_poller.has_silent else math.inf
+        due_s = min(self.state.wakeup_s, self._check_s, self._times.due_s, look_at_s, self._page_poller.due_s)
         return max(due_s - now_s, 0.0)
 
     def _linger_ends_s(self) -> float:
@@ -344,8 +344,8 @@ class Server:
         said = frame_codec.of_worker(peer.identity, frame)
         if isinstance(said, ev.CallRan):
             enqueued = len(self.state.workers[peer.backend].enqueued)
-            if enqueued and not enqueued % LOOK_CALLS:
-                self._looks.at_turns_of(peer.backend)
+            if enqueued and not enqueued % POLL_CALLS:
+                self._page_poller.at_turns_of(peer.backend)
             return said
         if isinstance(said, ev.CallRaised):
             return said
@@ -436,7 +436,7 @@ class Server:
             process.reap()
             self.handle(ev.WorkerGone(backend, generation))
             return
-        rings = self._looks.at_what_is_left(backend)
+        rings = self._page_poller.at_what_is_left(backend)
         ended = process.reap()
         exited = ev.WorkerExited(
             backend, generation, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, rings
@@ -478,7 +478,7 @@ class Server:
             path.unlink(missing_ok=True)
         self._probes.close()
         self._compilers.close()
-        self._descriptors.close()
+        self._poller.close()
         os.close(self._wake)
 
 

@@ -94,7 +94,7 @@ class CallUnbound:
 
 
 @dataclass(slots=True)
-class BellsSeen:
+class GraphSlotsPolled:
     """Bells of bound calls that are rung, or taken and not done, by dispatches: the words. Comes once a second while
     there are bound calls, and just before WorkerExited."""
 
@@ -124,7 +124,7 @@ class LaneOverdue:
 
 
 @dataclass(slots=True)
-class LaneSeen:
+class LanePolled:
     """`calls` more have ended on a lane; the last one took `kernel_ns` on `plan`, 0 when it did not run to its end."""
 
     lane: int
@@ -144,7 +144,7 @@ class CallLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class RingLook:
+class RingSnapshot:
     """What is on a ring: calls whose turns are not done, oldest first, and which of them have their inputs. Some may
     have been left to the broker. `head`: the last call that was put; `taken`: that the worker has taken."""
 
@@ -155,11 +155,11 @@ class RingLook:
 
 
 @dataclass(slots=True)
-class RingsSeen:
+class RingsPolled:
     """All rings at one time, by lanes. Comes once a second while there are any, and more often while the broker ends
     those of a client that has left."""
 
-    looks: Mapping[int, RingLook]
+    page_poller: Mapping[int, RingSnapshot]
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class TurnsReached:
 
 
 @dataclass(slots=True)
-class TurnsSeen:
+class TimelinesPolled:
     """What order pages say of the calls that a worker has enqueued on a GPU, by their dispatches: which are done, and
     of which the inputs are there. Comes once a second while there are any, before each Tick, and just before
     WorkerExited, for that worker; then `done` has calls, too, that it could not answer any more."""
@@ -296,8 +296,8 @@ class WorkerMisbehaved:
 
 @dataclass(slots=True)
 class WorkerExited:
-    """Its exit is confirmed: no write of this process can come any more. `executing` is what its control page
-    said at the end, 0 when idle. Calls that it had enqueued are not done, or TurnsSeen has just said so. `rings`: what
+    """Its exit is confirmed: no write of this process can come any more. `executing` is what its control page said at
+    the end, 0 when idle. Calls that it had enqueued are not done, or TimelinesPolled has just said so. `rings`: what
     was on its rings after their clients were told of the end, by lanes."""
 
     backend: str
@@ -306,7 +306,7 @@ class WorkerExited:
     executing: int
     phase: str
     stderr_tail: str
-    rings: Mapping[int, RingLook] = field(default_factory=dict)
+    rings: Mapping[int, RingSnapshot] = field(default_factory=dict)
     is_departure: bool = False  # of a joined worker: who had started it has ended, too
     oom: str = ""  # where the kernel killed it for lack of memory, if it did
 
@@ -372,14 +372,14 @@ Event = (
     | RouteForgotten
     | CallArrived
     | CallUnbound
-    | BellsSeen
+    | GraphSlotsPolled
     | LaneOpened
     | LaneOverdue
-    | LaneSeen
+    | LanePolled
     | CallLeft
-    | RingsSeen
+    | RingsPolled
     | TurnsReached
-    | TurnsSeen
+    | TimelinesPolled
     | CallPoisoned
     | ProbeEnded
     | CompileAsked

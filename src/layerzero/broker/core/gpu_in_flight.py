@@ -56,7 +56,7 @@ class Enqueued:
     def reach(self, event: ev.TurnsReached) -> None:
         self._closing.tell(self._turns.reach(event.keys))
 
-    def see(self, event: ev.TurnsSeen) -> None:
+    def see(self, event: ev.TimelinesPolled) -> None:
         worker = self._lifecycle.current(event.backend, event.generation)
         if worker is None:
             return

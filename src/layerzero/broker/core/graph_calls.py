@@ -95,7 +95,7 @@ class Bells:
             call.is_enqueued = False
         return calls
 
-    def see(self, event: ev.BellsSeen) -> None:
+    def see(self, event: ev.GraphSlotsPolled) -> None:
         """A bell that is seen busy twice may be in another replay by then: one that has been busy for half the time is
         watched closely for the other half. So is one that was moved: what was tried for one replay does not count for
         all later ones."""

@@ -119,16 +119,16 @@ class Rings:
 
     # --- looks at the rings --------------------------------------------------------------------------
 
-    def see(self, event: ev.RingsSeen) -> None:
+    def see(self, event: ev.RingsPolled) -> None:
         rings = self._leases.rings()
         for lane in rings:
-            look = event.looks.get(lane.number)
+            look = event.page_poller.get(lane.number)
             if look is not None:
                 self._end_late(lane, look)
         for client in dict.fromkeys(lane.client.identity for lane in rings if lane.client.has_left):
-            self._end_left([lane for lane in rings if lane.client.identity == client], event.looks)
+            self._end_left([lane for lane in rings if lane.client.identity == client], event.page_poller)
 
-    def _end_late(self, lane: Lane, look: ev.RingLook) -> None:
+    def _end_late(self, lane: Lane, look: ev.RingSnapshot) -> None:
         """A GPU is in a call from when its READY is there: then all before it in its lane are done. One that waits for
         the worker's CPU waits for a call that has its own deadline."""
         now_s, worker = self._effects.now_s, lane.worker
@@ -142,15 +142,16 @@ class Rings:
             name = lane.kernels.get(late.route, f"a call of {worker.backend}")
             self._lifecycle.fault(worker, too_long(name, worker, timeout_s), mark(lane.number, late.call))
 
-    def _end_left(self, rings: list[Lane], looks: Mapping[int, ev.RingLook]) -> None:
+    def _end_left(self, rings: list[Lane], page_poller: Mapping[int, ev.RingSnapshot]) -> None:
         """A client has left: in each lane of its order pages the first call counts as ready, be it on a ring or not,
         and so on, until nothing is on its rings."""
         client = rings[0].client
-        if any(lane.number not in looks for lane in rings):
+        if any(lane.number not in page_poller for lane in rings):
             return
         firsts: dict[tuple[str, int], int] = {}
         on_rings = {
-            lane.number: [call for call in looks[lane.number].calls if call.call not in lane.left] for lane in rings
+            lane.number: [call for call in page_poller[lane.number].calls if call.call not in lane.left]
+            for lane in rings
         }
         open_turns = [(turn.gpu, turn.turn) for turn in self._turns.of(client) if turn.call is not None]
         open_turns += [(lane.gpu, call.turn) for lane in rings for call in on_rings[lane.number]]

@@ -130,13 +130,13 @@ class BrokerState:
             ev.CallArrived: admission.take,
             ev.CallPoisoned: admission.poison,
             ev.CallUnbound: bells.unbind,
-            ev.BellsSeen: bells.see,
+            ev.GraphSlotsPolled: bells.see,
             ev.LaneOverdue: self._lane_overdue,
-            ev.LaneSeen: self._lane_seen,
+            ev.LanePolled: self._lane_seen,
             ev.CallLeft: rings.take,
-            ev.RingsSeen: rings.see,
+            ev.RingsPolled: rings.see,
             ev.TurnsReached: enqueued.reach,
-            ev.TurnsSeen: enqueued.see,
+            ev.TimelinesPolled: enqueued.see,
             ev.ProbeEnded: self._probe_ended,
             ev.CompileAsked: compiling.start_asked,
             ev.CompileEnded: self._compile_ended,
@@ -237,7 +237,7 @@ class BrokerState:
                 lane.worker, ProtocolError(event.nonsense) if event.nonsense else error, mark(lane.number, event.call)
             )
 
-    def _lane_seen(self, event: ev.LaneSeen) -> None:
+    def _lane_seen(self, event: ev.LanePolled) -> None:
         lane = self.leases.lanes.get(event.lane)
         if lane is None:
             return

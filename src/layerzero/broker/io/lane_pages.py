@@ -46,13 +46,13 @@ class _RingEnd:
         is_new, self.timed = timed != self.timed, timed
         return self.page.taken, plan if is_new else 0, kernel_ns
 
-    def look(self, order: OrderPage) -> ev.RingLook:
+    def look(self, order: OrderPage) -> ev.RingSnapshot:
         """`order`: the client's page for the ring's GPU."""
         put = self.page.left(self.first)
         calls = [call for call in put if _is_open(order, call)]
         self.first = calls[0].call if calls else put[-1].call + 1 if put else self.first
         ready = {call.call for call in calls if order.is_ready(call.turn)}
-        return ev.RingLook(put[-1].call if put else self.first - 1, self.page.taken, calls, ready)
+        return ev.RingSnapshot(put[-1].call if put else self.first - 1, self.page.taken, calls, ready)
 
 
 class LaneEnds:
@@ -102,7 +102,7 @@ class LaneEnds:
             raise ProtocolError(f"there is no call {call} on lane {number}")
         return found
 
-    def look(self, number: int, order: OrderPage) -> ev.RingLook | None:
+    def look(self, number: int, order: OrderPage) -> ev.RingSnapshot | None:
         """What is on a ring; None for a lane that is no ring or is not open. `order`: the client's page for its GPU."""
         end = self._ends.get(number)
         return end.look(order) if isinstance(end, _RingEnd) else None
@@ -131,14 +131,14 @@ class LaneEnds:
             for fd in end.fds:
                 os.close(fd)
 
-    def seen(self) -> Iterator[ev.LaneSeen]:
+    def seen(self) -> Iterator[ev.LanePolled]:
         """What lanes carried since the last look."""
         for number, end in self._ends.items():
             call, plan, kernel_ns = end.last_time()
             calls = call - end.seen
             if 0 < calls < MAX_CALLS:
                 end.seen = call
-                yield ev.LaneSeen(number, calls, plan, kernel_ns)
+                yield ev.LanePolled(number, calls, plan, kernel_ns)
 
     def close(self) -> None:
         for number in list(self._ends):

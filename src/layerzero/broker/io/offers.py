@@ -10,7 +10,7 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.lane_pages import LaneEnds
-from layerzero.broker.io.page_poller import Looks
+from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import Gpu, OrderPages, check_handle_fds
 from layerzero.broker.io.worker_links import WorkerLinks, close_all
@@ -45,14 +45,14 @@ class Offers:
         links: WorkerLinks,
         lanes: LaneEnds,
         pages: OrderPages,
-        looks: Looks,
+        page_poller: PagePoller,
     ) -> None:
         self._state = state
         self._handle = handle
         self._links = links
         self._lanes = lanes
         self._pages = pages
-        self._looks = looks
+        self._page_poller = page_poller
         self._arenas: dict[tuple[int, int], _Arena] = {}  # by client's number, also after it has left, and its own
 
     # --- what clients bring ----------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Offers:
             self._add_lane(peer, message.lane, message.gpu, fds)
         elif isinstance(message, RetireArena):
             close_all(fds)
-            self._looks.at_turns()  # what has just ended uses it no more
+            self._page_poller.at_turns()  # what has just ended uses it no more
             self._handle(ev.ArenaGivenUp(peer.identity, message.arena))
 
     def _add_arena(self, peer: Peer, message: AddArena, fds: list[int]) -> None:
@@ -120,7 +120,7 @@ class Offers:
             control.send(peer.sock, messages.Refused(error=refusal.to_wire()))
             return
         before = self._pages.get(peer.number, message.gpu)
-        self._looks.at_turns()
+        self._page_poller.at_turns()
         self._handle(ev.GpuOffered(peer.identity, message.gpu, before is None or not gpu.has_page_of(before)))
         if peer.is_closed:  # it was dropped for this one
             gpu.close()

@@ -13,11 +13,11 @@ from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.lane_pages import LaneEnds
 from layerzero.broker.io.timeline_pages import OrderPages
 
-LOOK_S = 1.0
+POLL_S = 1.0
 AWAITED_LOOK_S = 0.02  # at order pages, while somebody waits for the broker to see a call's end
 
 
-class Looks:
+class PagePoller:
     """`handle` takes what was seen. `stop_if_idle` is asked about the workers whose calls were looked at."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Looks:
         is_awaited = self._state.is_awaited
         if not is_awaited and not any(worker.enqueued for worker in self._state.workers.values()):
             return math.inf
-        return self._looked_s + (AWAITED_LOOK_S if is_awaited or self._state.stopping else LOOK_S)
+        return self._looked_s + (AWAITED_LOOK_S if is_awaited or self._state.stopping else POLL_S)
 
     def at_lanes(self) -> None:
         """Count the calls that did not pass through here."""
@@ -56,14 +56,14 @@ class Looks:
             self._handle(seen)
 
     def at_rings(self) -> None:
-        looks = self._rings(self._state.leases.rings())
-        if looks:
-            self._handle(ev.RingsSeen(looks))
+        page_poller = self._rings(self._state.leases.rings())
+        if page_poller:
+            self._handle(ev.RingsPolled(page_poller))
 
     def at_bells(self) -> None:
         calls = [call for worker in self._state.workers.values() for call in worker.bells.values()]
         if calls or self._state.bells.is_awaited:
-            self._handle(ev.BellsSeen(self._pages.busy_bells(calls)))
+            self._handle(ev.GraphSlotsPolled(self._pages.busy_bells(calls)))
 
     def at_turns(self) -> None:
         """See which calls GPUs are done with."""
@@ -83,11 +83,11 @@ class Looks:
         calls = [*worker.enqueued.values(), *(worker.running if has_ended else ())]
         if calls and self._pages:
             done, ready = self._pages.look(calls)
-            self._handle(ev.TurnsSeen(backend, worker.generation, done, set(ready)))
+            self._handle(ev.TimelinesPolled(backend, worker.generation, done, set(ready)))
             if self._state.stopping:
                 self._stop_if_idle(backend)
 
-    def at_what_is_left(self, backend: str) -> dict[int, ev.RingLook]:
+    def at_what_is_left(self, backend: str) -> dict[int, ev.RingSnapshot]:
         """A worker has ended: see all that it did. Returns what is on its rings."""
         self.at_lanes()
         rings = self._state.leases.rings(self._state.workers[backend])
@@ -95,17 +95,17 @@ class Looks:
             self._lanes.tell_end(ring.number)
         self.at_turns()  # in which of its calls the GPU was depends on those before them, whoever had these
         self.at_turns_of(backend, has_ended=True)
-        looks = self._rings(rings)
+        page_poller = self._rings(rings)
         self.at_bells()
-        return looks
+        return page_poller
 
-    def _rings(self, rings: Iterable[Lane]) -> dict[int, ev.RingLook]:
-        looks = {}
+    def _rings(self, rings: Iterable[Lane]) -> dict[int, ev.RingSnapshot]:
+        page_poller = {}
         for ring in rings:
             gpu = self._pages.get(ring.client.number, ring.gpu)
             look = self._lanes.look(ring.number, gpu.page) if gpu is not None else None
             if look is not None:
-                looks[ring.number] = look
+                page_poller[ring.number] = look
             if ring.client.has_left:
                 self._lanes.wake(ring.number)
-        return looks
+        return page_poller

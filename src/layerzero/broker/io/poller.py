@@ -6,7 +6,7 @@ import select
 from collections.abc import Callable
 
 
-class Descriptors:
+class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}

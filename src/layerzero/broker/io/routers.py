@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.poller import Poller
 from layerzero.ipc.transport import sockets
 
 BATCH = 16  # messages taken from one socket before the other one gets its turn
@@ -35,14 +35,14 @@ class _Side:
         context: zmq.Context[zmq.Socket[bytes]],
         path: Path,
         queue: int,
-        descriptors: Descriptors,
+        poller: Poller,
         take: Take,
         uids: Collection[int],
     ) -> None:
         self._sock = sockets.bind_router(context, path, queue, uids)
         self._take = take
         self.may_have_input = True
-        descriptors.watch(sockets.poll_fd(self._sock), self._wake)
+        poller.watch(sockets.poll_fd(self._sock), self._wake)
 
     def _wake(self) -> None:
         self.may_have_input = True
@@ -85,7 +85,7 @@ class Routers:
         self,
         client_path: Path,
         worker_path: Path,
-        descriptors: Descriptors,
+        poller: Poller,
         *,
         queue: int,
         from_client: Take,
@@ -93,8 +93,8 @@ class Routers:
         uids: Collection[int] = (),
     ) -> None:
         self._context = zmq.Context()
-        self._front = _Side(self._context, client_path, queue, descriptors, from_client, uids)
-        self._back = _Side(self._context, worker_path, queue, descriptors, from_worker, uids)
+        self._front = _Side(self._context, client_path, queue, poller, from_client, uids)
+        self._back = _Side(self._context, worker_path, queue, poller, from_worker, uids)
         self.send_client, self.send_worker = self._front.send, self._back.send
 
     @property

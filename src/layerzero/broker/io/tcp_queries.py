@@ -11,7 +11,7 @@ import zmq
 from zmq.utils import z85
 
 from layerzero.broker.io import frame_codec
-from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.poller import Poller
 from layerzero.ipc.errors import ConfigError, LayerZeroError, NotAllowed, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport import keys, sockets
@@ -27,7 +27,7 @@ Answer = Callable[[str, Mapping[str, Any]], Any]
 class Remote:
     """Binds `endpoint`. Raises ConfigError: no tcp, no key pair, nobody accepted, or the address cannot be had."""
 
-    def __init__(self, endpoint: str, folder: Path, descriptors: Descriptors, answer: Answer) -> None:
+    def __init__(self, endpoint: str, folder: Path, poller: Poller, answer: Answer) -> None:
         if not endpoint.startswith("tcp://"):
             raise ConfigError(f"setting remote (LAYERZERO_REMOTE): {endpoint!r:.80}; allowed: tcp://ADDRESS:PORT")
         pair, self._accepted = keys.own(folder), {key: name for name, key in keys.allowed(folder).items()}
@@ -48,7 +48,7 @@ class Remote:
             self._context.term()
             raise ConfigError(f"setting remote (LAYERZERO_REMOTE): {endpoint}: {exc}") from exc
         for sock in (self._zap, self._sock):
-            descriptors.watch(sockets.poll_fd(sock), self._wake)
+            poller.watch(sockets.poll_fd(sock), self._wake)
         self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
         log("remote.listens", endpoint=self.endpoint, accepted=list(self._accepted.values()))
 

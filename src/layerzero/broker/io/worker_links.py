@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.io.peers import Peer
-from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.poller import Poller
 from layerzero.ipc.transport import control, messages
 
 MAX_BACKLOG = 8192  # control messages queued for a busy worker
@@ -16,8 +16,8 @@ MAX_BACKLOG = 8192  # control messages queued for a busy worker
 class WorkerLinks:
     """`handle` takes what the core must hear."""
 
-    def __init__(self, descriptors: Descriptors, handle: Callable[[ev.Event], None]) -> None:
-        self._descriptors = descriptors
+    def __init__(self, poller: Poller, handle: Callable[[ev.Event], None]) -> None:
+        self._poller = poller
         self._handle = handle
         self._peers: dict[tuple[str, int], Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
@@ -66,13 +66,13 @@ class WorkerLinks:
             try:
                 control.send(peer.sock, message, fds)
             except BlockingIOError:
-                self._descriptors.want_room(peer.sock.fileno(), True)
+                self._poller.want_room(peer.sock.fileno(), True)
                 return
             except (control.Closed, OSError):
                 pass  # it is dying: its exit event is on the way
             peer.backlog.popleft()
             close_all(fds)
-        self._descriptors.want_room(peer.sock.fileno(), False)
+        self._poller.want_room(peer.sock.fileno(), False)
 
 
 def _dup_all(fds: Sequence[int]) -> tuple[int, ...]:

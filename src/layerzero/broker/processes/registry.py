@@ -9,7 +9,7 @@ from collections.abc import Callable
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.io.poller import Descriptors
+from layerzero.broker.io.poller import Poller
 from layerzero.broker.processes import supervisor
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
@@ -31,7 +31,7 @@ class Processes:
         settings: Settings,
         endpoints: Endpoints,
         launcher: Launcher,
-        descriptors: Descriptors,
+        poller: Poller,
         joined: Joined,
         handle: Callable[[ev.Event], None],
         on_end: Callable[[supervisor.Process], None],
@@ -39,7 +39,7 @@ class Processes:
         self._settings = settings
         self._endpoints = endpoints
         self._launcher = launcher
-        self._descriptors = descriptors
+        self._poller = poller
         self._joined = joined
         self._handle = handle
         self._on_end = on_end
@@ -80,14 +80,14 @@ class Processes:
             self._handle(ev.SpawnFailed(backend, generation, error))
             return
         self._live[backend, generation] = process
-        self._descriptors.watch(process.pidfd, lambda: self._end(process))
+        self._poller.watch(process.pidfd, lambda: self._end(process))
         log("worker.started", backend=backend, generation=generation, pid=process.pid)
         self._handle(ev.WorkerSpawned(backend, generation, process.pid))
 
     def _end(self, process: supervisor.Process) -> None:
         if not control.is_readable(process.pidfd):
             return  # an event of another descriptor that had this number before
-        self._descriptors.unwatch(process.pidfd)
+        self._poller.unwatch(process.pidfd)
         del self._live[process.backend, process.generation]
         self._on_end(process)
 

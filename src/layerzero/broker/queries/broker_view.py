@@ -44,8 +44,8 @@ class BrokerView(Protocol):
     def load_table(self) -> None:
         """Read the dispatch table anew; `table_problem` says why there is none."""
 
-    def look_at_lanes(self) -> None:
+    def poll_lanes(self) -> None:
         """Count the calls that did not pass through the broker."""
 
-    def look_at_turns(self) -> None:
+    def poll_timelines(self) -> None:
         """See which calls GPUs are done with."""

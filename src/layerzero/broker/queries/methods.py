@@ -63,9 +63,9 @@ def ping(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
 def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
     """The broker, its clients and every backend with its state, cause and repair."""
     state = server.state
-    server.look_at_lanes()
+    server.poll_lanes()
     yield
-    server.look_at_turns()
+    server.poll_timelines()
     yield
     backends = []
     for name in list(state.workers):
@@ -151,7 +151,7 @@ def explain(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     body = params.get("route")
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
-    server.look_at_lanes()  # for times that workers have told by now
+    server.poll_lanes()  # for times that workers have told by now
     spec, ranked, candidates = server.state.explain(body, time.monotonic())
     if spec.pinned and spec.pinned not in server.state.capabilities:
         raise no_backend(spec, ranked, server.state.capabilities)

@@ -443,9 +443,9 @@ def test_calls_of_a_lane_are_counted_and_timed() -> None:
     driver = settled()
     worker, cell = driver.state.workers["alpha"], driver.state.clients[CLIENT].routes[1].signature.cell
     before = worker.answered, cell.counts["alpha.silu"]
-    driver(ev.LaneSeen(1, 50, 1, 5000))
+    driver(ev.LanePolled(1, 50, 1, 5000))
     assert (worker.answered, cell.counts["alpha.silu"]) == (before[0] + 50, before[1] + 1)
-    driver(ev.LaneSeen(1, 1, 0, 0))  # one that did not run to its end
+    driver(ev.LanePolled(1, 1, 0, 0))  # one that did not run to its end
     assert (worker.answered, cell.counts["alpha.silu"]) == (before[0] + 51, before[1] + 1)
 
 
@@ -453,7 +453,7 @@ def test_what_an_ended_lane_tells_is_dropped() -> None:
     """The look and the end may cross."""
     driver = settled()
     driver.dies("alpha")
-    assert driver(ev.LaneSeen(1, 50, 1, 5000)) == []
+    assert driver(ev.LanePolled(1, 50, 1, 5000)) == []
 
 
 def test_lease_names_the_decision_that_the_broker_would_make_again() -> None:

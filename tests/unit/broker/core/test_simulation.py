@@ -493,7 +493,7 @@ class ForgetsAnsweredCalls(Enqueued):
 
 
 class RunsDoneCallsAgain(Enqueued):
-    def see(self, event: ev.TurnsSeen) -> None:
+    def see(self, event: ev.TimelinesPolled) -> None:
         worker = self._lifecycle.workers[event.backend]
         event.done = [dispatch for dispatch in event.done if dispatch in worker.enqueued]
         super().see(event)
@@ -507,7 +507,7 @@ class WaitsForGpusForEver(Enqueued):
 class LeavesStreamsOfThoseWhoLeft(Enqueued):
     """Nobody says that their inputs are ready."""
 
-    def see(self, event: ev.TurnsSeen) -> None:
+    def see(self, event: ev.TimelinesPolled) -> None:
         super().see(event)
         drop(self, act.ReleaseTurn)
 
@@ -574,9 +574,9 @@ class GivesMemoryOfRingsBack(Closing):
 
 
 class WaitsForRingsForEver(Rings):
-    def see(self, event: ev.RingsSeen) -> None:
-        looks = {number: replace(look, ready=()) for number, look in event.looks.items()}
-        super().see(ev.RingsSeen(looks))
+    def see(self, event: ev.RingsPolled) -> None:
+        page_poller = {number: replace(look, ready=()) for number, look in event.page_poller.items()}
+        super().see(ev.RingsPolled(page_poller))
 
 
 class LosesBoundCalls(WorkerExits):

@@ -773,7 +773,7 @@ def test_arena_of_a_call_on_a_gpu_stays_until_its_worker_has_answered() -> None:
     run = driver.serve(1, 2, turn=Turn(0, 1), body=refs)
     assert driver(ev.ArenaGivenUp(CLIENT, 2)) == []
     assert "CloseArena" not in kinds(driver.ran(run))
-    ended = driver(ev.TurnsSeen("alpha", 1, done=[run.dispatch], ready=set()))
+    ended = driver(ev.TimelinesPolled("alpha", 1, done=[run.dispatch], ready=set()))
     assert kinds(ended) == ["TakeBackArena", "CloseArena"]
 
 

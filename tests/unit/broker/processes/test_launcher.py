@@ -98,22 +98,22 @@ def test_status_does_not_look_for_what_is_not_here_again_and_again(
 ) -> None:
     """To look for a Python takes as long as a hundred calls, which would wait for it. A reset looks again."""
     one = launcher(tmp_path)
-    looks = []
+    page_poller = []
 
     def find(*_: object, **__: object) -> None:
-        looks.append(1)
+        page_poller.append(1)
         raise EnvError("no Python 3.11 here", env="first", repair="install it")
 
     monkeypatch.setattr("layerzero.envs.build.build.find", find)
     monkeypatch.setattr("layerzero.broker.processes.launcher.FACTS_S", 0.0)
     monkeypatch.setattr("layerzero.broker.processes.launcher.PROBLEM_S", 60.0)
     assert one.missing("first") is not None
-    looks.clear()
+    page_poller.clear()
     assert {str(one.facts("first")["error"]) for _ in range(3)} == {"no Python 3.11 here"}
-    assert len(looks) == 1
+    assert len(page_poller) == 1
     assert one.missing("first") is not None
     one.facts("first")
-    assert len(looks) == 3
+    assert len(page_poller) == 3
 
 
 def test_status_tells_of_an_environment_that_is_built_meanwhile(
