@@ -10,7 +10,7 @@ from layerzero.broker.core.clients import Sessions
 from layerzero.broker.core.dispatch import Calls
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.graph_calls import Bells
-from layerzero.broker.core.lease_policy import Settling
+from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Lost
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Route
@@ -32,7 +32,7 @@ class Admission:
         lifecycle: WorkerLifecycle,
         signatures: Signatures,
         calls: Calls,
-        settling: Settling,
+        lease_policy: LeasePolicy,
         turns: Turns,
         bells: Bells,
         quarantine: Quarantine,
@@ -44,7 +44,7 @@ class Admission:
         self._lifecycle = lifecycle
         self._signatures = signatures
         self._calls = calls
-        self._settling = settling
+        self._lease_policy = lease_policy
         self._turns = turns
         self._bells = bells
         self._quarantine = quarantine
@@ -168,4 +168,4 @@ class Admission:
         route = self._clients[event.identity].routes.get(event.route)
         if route is not None:
             self._quarantine.add(route.signature.key, event.digest, self._effects.now_s)
-            self._settling.revoke()  # calls of this signature must show what they bring
+            self._lease_policy.revoke()  # calls of this signature must show what they bring

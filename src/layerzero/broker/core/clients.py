@@ -9,7 +9,7 @@ from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
 from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.graph_calls import Bells
-from layerzero.broker.core.lease_policy import Settling
+from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Arena, Client, Route
 from layerzero.broker.core.prepared import Signatures
@@ -35,7 +35,7 @@ class Sessions:
         signatures: Signatures,
         grants: Grants,
         leases: Leases,
-        settling: Settling,
+        lease_policy: LeasePolicy,
         turns: Turns,
         enqueued: Enqueued,
         bells: Bells,
@@ -49,7 +49,7 @@ class Sessions:
         self._signatures = signatures
         self._grants = grants
         self._leases = leases
-        self._settling = settling
+        self._lease_policy = lease_policy
         self._turns = turns
         self._enqueued = enqueued
         self._bells = bells
@@ -182,4 +182,4 @@ class Sessions:
             facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
             self._effects.emit(act.Note("client.kernel_failed", {**facts, "client": client.number}))
             return  # its libraries are the client's own; other clients and the workers are not concerned
-        self._settling.note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)
+        self._lease_policy.note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)

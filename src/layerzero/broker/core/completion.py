@@ -9,7 +9,7 @@ from layerzero.broker.core.dispatch import Calls
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
 from layerzero.broker.core.graph_calls import Bells
-from layerzero.broker.core.lease_policy import Settling
+from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.model import Worker
 from layerzero.broker.core.release import Closing
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
@@ -24,7 +24,7 @@ class Answers:
         lifecycle: WorkerLifecycle,
         calls: Calls,
         decisions: Decisions,
-        settling: Settling,
+        lease_policy: LeasePolicy,
         enqueued: Enqueued,
         bells: Bells,
         closing: Closing,
@@ -34,7 +34,7 @@ class Answers:
         self._lifecycle = lifecycle
         self._calls = calls
         self._decisions = decisions
-        self._settling = settling
+        self._lease_policy = lease_policy
         self._enqueued = enqueued
         self._bells = bells
         self._closing = closing
@@ -61,14 +61,14 @@ class Answers:
         worker.answered += 1
         client, signature, turn = call.client, call.route.signature, call.turn
         if event.kernel_ns or not call.gpu:  # of a GPU, 0 is no new sample
-            self._settling.note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
+            self._lease_policy.note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
         if turn is None:
             spec = signature.spec
             self._engine.note_success(worker.backend, spec.op, self._effects.now_s, spec.device)
         if not call.is_unwanted:
             decision = self._decisions.number(call, worker)
             if call.bell is None:
-                self._settling.settle(call, worker)
+                self._lease_policy.settle(call, worker)
             answer = act.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
             answer.attempts, answer.is_replayed = call.attempts, event.is_replayed
             self._effects.emit(answer)

@@ -17,7 +17,7 @@ from layerzero.broker.selection.signature import Signature
 WATCH_S = 1.0  # after new times leases are looked at by then: another kernel may have become the better one
 
 
-class Settling:
+class LeasePolicy:
     def __init__(
         self,
         engine: Engine,

@@ -27,7 +27,7 @@ from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import Enqueued
 from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.graph_calls import Bells
-from layerzero.broker.core.lease_policy import Settling
+from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Client, Worker
@@ -78,14 +78,14 @@ class BrokerState:
         self.compiling = compiling = Compiling(engine, lifecycle, effects)
         self.signatures = signatures = Signatures(engine, lifecycle, effects)
         grants = Grants(lifecycle, effects)
-        self._settling = settling = Settling(engine, signatures, quarantine, leases, limits, effects)
+        self._lease_policy = lease_policy = LeasePolicy(engine, signatures, quarantine, leases, limits, effects)
         self._closing = closing = Closing(lifecycle, signatures, grants, leases, turns, compiling, effects)
         self._calls = calls = Calls(
             engine, lifecycle, signatures, grants, compiling, closing, quarantine, limits, effects
         )
         self._enqueued = enqueued = Enqueued(engine, lifecycle, turns, decisions, closing, effects)
         self.bells = bells = Bells(self.clients, lifecycle, signatures, compiling, closing, limits, effects)
-        answers = Answers(engine, lifecycle, calls, decisions, settling, enqueued, bells, closing, effects)
+        answers = Answers(engine, lifecycle, calls, decisions, lease_policy, enqueued, bells, closing, effects)
         sessions = Sessions(
             self.clients,
             engine,
@@ -93,7 +93,7 @@ class BrokerState:
             signatures,
             grants,
             leases,
-            settling,
+            lease_policy,
             turns,
             enqueued,
             bells,
@@ -107,7 +107,7 @@ class BrokerState:
             lifecycle,
             signatures,
             calls,
-            settling,
+            lease_policy,
             turns,
             bells,
             quarantine,
@@ -162,7 +162,7 @@ class BrokerState:
         """Take one event; returns what must be done, in order."""
         self.effects.begin(now_s)
         self._handlers[type(event)](event)
-        self._settling.revoke_outdated()
+        self._lease_policy.revoke_outdated()
         return self.effects.actions
 
     # --- what others may know --------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class BrokerState:
         route = lane.route_of(event.plan)
         if route is not None:
             kernel_id, cell = lane.kernels[route.number], route.signature.cell
-            self._settling.note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
+            self._lease_policy.note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
 
     def _backend_reset(self, event: ev.BackendReset) -> None:
         if event.backend in self.workers:
@@ -275,8 +275,8 @@ class BrokerState:
     def _tick(self, event: ev.Tick) -> None:
         effects = self.effects
         self._calls.watch_health()
-        self._settling.watch()
-        effects.wakeup_s = min(self._calls.health_at_s, self._settling.watch_at_s)
+        self._lease_policy.watch()
+        effects.wakeup_s = min(self._calls.health_at_s, self._lease_policy.watch_at_s)
         self._enqueued.end_late()
         self._calls.end_waits()
         for worker in self.workers.values():
@@ -307,7 +307,7 @@ class BrokerState:
         if self.stopping:
             return
         self.effects.stopping = True
-        self._settling.revoke()
+        self._lease_policy.revoke()
         for call in self.compiling.take():
             self._closing.end_for_shutdown(call)
         for worker in self.workers.values():

@@ -24,7 +24,7 @@ from layerzero.broker.core.completion import Answers
 from layerzero.broker.core.decisions import Decisions
 from layerzero.broker.core.dispatch import Calls
 from layerzero.broker.core.gpu_in_flight import Enqueued
-from layerzero.broker.core.lease_policy import Settling
+from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases, Lost
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Closing
@@ -358,14 +358,14 @@ class OverfillsWorkers(Calls):
                 self._send(worker, worker.waiting.popleft())
 
 
-class KeepsLeases(Settling):
+class KeepsLeases(LeasePolicy):
     """Does not take leases back when what they stand for may have changed."""
 
     def revoke(self) -> None:
         self._leased_epoch = self._engine.epoch
 
 
-class WatchesNoLeases(Settling):
+class WatchesNoLeases(LeasePolicy):
     """Does not see that another kernel has become the better one."""
 
     def watch(self) -> None:
@@ -381,7 +381,7 @@ class OpensLanesInOldEpoch(Sessions):
         drop(self, act.RevokeLane)
 
 
-class LeasesForgottenRoutes(Settling):
+class LeasesForgottenRoutes(LeasePolicy):
     def settle(self, call: Call, worker: Worker) -> None:
         routes, number = call.client.routes, call.route.number
         is_known = number in routes
