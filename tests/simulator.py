@@ -549,7 +549,7 @@ class Process:
         assert lane is not None
         dispatch.is_over = True
         number = dispatch.number & 0xFFFF_FFFF
-        self._say(ev.CallLeft(self.identity, lane.number, lane.slots[number], error))
+        self._say(ev.CallHandedBack(self.identity, lane.number, lane.slots[number], error))
 
     def _begin(self, dispatch: Dispatch) -> None:
         world = self.world
@@ -1683,7 +1683,7 @@ class World:
                     head.is_over = True
                 if isinstance(event, ev.CallRaised):
                     head.call.failed_on.add(process.backend)
-        elif isinstance(event, ev.CallLeft):
+        elif isinstance(event, ev.CallHandedBack):
             lane = self.lanes[event.lane]
             call = lane.ring[event.call.call].call
             if is_heard and lane.number in self.state.leases.lanes:

@@ -83,7 +83,9 @@ class _World:
             if isinstance(said, Ready):
                 event = ev.WorkerReady(identity, "alpha", worker.generation, said.versions)
             elif isinstance(said, frame_codec.Left):
-                event = ev.CallLeft(identity, said.lane, RingCall(said.call, 1, 1, 1, Turn(0, 1), BODY), said.error)
+                event = ev.CallHandedBack(
+                    identity, said.lane, RingCall(said.call, 1, 1, 1, Turn(0, 1), BODY), said.error
+                )
             else:
                 event = said
         self.take(self.driver(event))

@@ -357,7 +357,7 @@ class Server:
             self.state.lifecycle.stale += 1  # its client is gone
             return None
         try:
-            return ev.CallLeft(peer.identity, said.lane, self._lanes.call(said.lane, said.call), said.error)
+            return ev.CallHandedBack(peer.identity, said.lane, self._lanes.call(said.lane, said.call), said.error)
         except ProtocolError as exc:  # the client has written over it
             self._connections.drop_client(act.DropClient(lane.client.identity, str(exc)))
             return None

@@ -134,7 +134,7 @@ class LanePolled:
 
 
 @dataclass(slots=True)
-class CallLeft:
+class CallHandedBack:
     """A worker does not enqueue a call of a ring: it is the broker's from here on. `error`: the kernel raised it."""
 
     identity: bytes  # of the worker
@@ -376,7 +376,7 @@ Event = (
     | LaneOpened
     | LaneOverdue
     | LanePolled
-    | CallLeft
+    | CallHandedBack
     | RingsPolled
     | TurnsReached
     | TimelinesPolled

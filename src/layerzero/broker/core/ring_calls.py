@@ -60,7 +60,7 @@ class Rings:
 
     # --- calls that workers leave --------------------------------------------------------------------
 
-    def take(self, event: ev.CallLeft) -> None:
+    def take(self, event: ev.CallHandedBack) -> None:
         worker, lane = self._lifecycle.answering(event.identity), self._leases.lanes.get(event.lane)
         if worker is None or lane is None:  # it is being killed, and its calls are read off the ring; or nobody is left
             self._lifecycle.stale += 1

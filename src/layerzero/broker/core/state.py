@@ -133,7 +133,7 @@ class BrokerState:
             ev.GraphSlotsPolled: bells.see,
             ev.LaneOverdue: self._lane_overdue,
             ev.LanePolled: self._lane_seen,
-            ev.CallLeft: rings.take,
+            ev.CallHandedBack: rings.take,
             ev.RingsPolled: rings.see,
             ev.TurnsReached: enqueued.reach,
             ev.TimelinesPolled: enqueued.see,
