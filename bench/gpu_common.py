@@ -51,7 +51,7 @@ def pipelined(call: Callable[[], Any], count: int) -> tuple[float, float]:
     return host_ns / count / 1e3, (time.perf_counter_ns() - start_ns) / count / 1e3
 
 
-class Gate:
+class Authentication:
     """Holds the current stream back until all that is to be timed is enqueued, without work of its own: a kernel of
     this process would make the GPU switch to it and back, which takes 0.15 ms."""
 

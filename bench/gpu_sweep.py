@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import backend_versions, save
-from gpu_common import Gate, Row, attention, kernel, pipelined, qkv, torch, wait_until
+from gpu_common import Authentication, Row, attention, kernel, pipelined, qkv, torch, wait_until
 
 import layerzero as lz
 
@@ -126,7 +126,7 @@ def one_shape(name: str, shape: tuple[Any, ...], without: Sequence[str]) -> Foun
     return found
 
 
-GATE = Gate()
+GATE = Authentication()
 
 
 def behind_gate(call: Callable[[], Any], count: int, look: Callable[[], Any]) -> Any:

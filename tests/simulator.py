@@ -147,7 +147,7 @@ class Signature:
     pinned: str = ""
 
 
-def _signatures(device: str) -> tuple[Signature, ...]:
+def _prepared(device: str) -> tuple[Signature, ...]:
     def body(op: str = "silu", **more: str) -> bytes:
         return route_body(op, device=device, **more)
 
@@ -161,7 +161,7 @@ def _signatures(device: str) -> tuple[Signature, ...]:
     )
 
 
-SIGNATURES = {device: _signatures(device) for device in ("", GPU)}
+SIGNATURES = {device: _prepared(device) for device in ("", GPU)}
 
 
 class Violation(AssertionError):
@@ -1294,7 +1294,7 @@ class World:
     def _observe(self) -> None:
         """Note refusals and transitions as the core decides them."""
         lifecycle: Any = self.state.lifecycle
-        closing: Any = self.state._closing
+        closing: Any = self.state._releases
         signal_of, end_in_error_of = lifecycle._signal, closing.end_in_error
 
         def signalled(worker: Worker, signal: Signal) -> None:

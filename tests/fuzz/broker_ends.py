@@ -16,8 +16,8 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.connections import Connections
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.io.authentication import Gate
-from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.authentication import Authentication
+from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.offers import Offers
 from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
@@ -43,7 +43,7 @@ class BrokerEnds:
     def __init__(self) -> None:
         self.driver = Driver("alpha", "beta", JOINED, express=True)
         self._poller = Poller()
-        self._lanes, self._pages = LaneEnds(), OrderPages()
+        self._lanes, self._pages = LanePages(), OrderPages()
         state, handle = self.driver.state, self.handle
         state.engine.devices.setdefault(GPU, state.engine.devices[""])
         links = WorkerLinks(self._poller, handle)
@@ -67,7 +67,7 @@ class BrokerEnds:
             self._offers,
             cast(Processes, _Started()),
             self._joined,
-            Gate(None, ()),
+            Authentication(None, ()),
             welcome=self._welcome,
             handle=handle,
             note_change=lambda: None,

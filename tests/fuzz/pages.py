@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tests.fuzz.source import Source
 
 from layerzero.broker.core.leases import Leases
-from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.lane_pages import LanePages
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory, ring, timeline_page
 from layerzero.ipc.shm.ring import Ring
@@ -63,7 +63,7 @@ def _page(kind: int, source: Source) -> Iterator[int]:
 
 
 def _read_lane(fd: int, call: int) -> None:
-    ends, doorbells = LaneEnds(), [lane.create_doorbell() for _ in range(2)]
+    ends, doorbells = LanePages(), [lane.create_doorbell() for _ in range(2)]
     ends.add(1, [os.dup(fd), *doorbells])  # owns them from here on
     try:
         page = lane.Page(fd)
@@ -82,7 +82,7 @@ def _read_lane(fd: int, call: int) -> None:
 
 
 def _read_ring(fd: int, order_fd: int, call: int) -> None:
-    ends = LaneEnds()
+    ends = LanePages()
     ends.add(1, [os.dup(fd), lane.create_doorbell()], is_ring=True)
     orders = OrderPage(order_fd)
     try:

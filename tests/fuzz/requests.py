@@ -14,7 +14,7 @@ from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import frame_codec
-from layerzero.broker.io.authentication import Gate
+from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.queries import methods
 from layerzero.broker.selection.policy_values import Known
@@ -43,7 +43,9 @@ def _server() -> Server:
     policy = PolicySource(folder / "policy.yaml", is_optional=True, variables=(), known=known)
     engine = Engine(launcher.capabilities, DeviceSpec(), policy=policy.policy)
     state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random(1))
-    return Server(settings, open_endpoints(folder / "run"), state, launcher, policy, Gate(None, ()), stays=True)
+    return Server(
+        settings, open_endpoints(folder / "run"), state, launcher, policy, Authentication(None, ()), stays=True
+    )
 
 
 def run(data: bytes) -> None:

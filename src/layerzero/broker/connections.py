@@ -14,7 +14,7 @@ from pathlib import Path
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
-from layerzero.broker.io.authentication import Gate
+from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.io.offers import KINDS, Offers
 from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, refuse
 from layerzero.broker.io.poller import Poller
@@ -42,7 +42,7 @@ class Connections:
         offers: Offers,
         processes: Processes,
         joined: Joined,
-        gate: Gate,
+        gate: Authentication,
         *,
         welcome: Callable[[Peer], messages.Welcome],
         handle: Callable[[ev.Event], None],

@@ -13,7 +13,7 @@ import msgpack
 from layerzero.broker.configuration import settings as knobs
 from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.core.state import BrokerState
-from layerzero.broker.io.authentication import Gate
+from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.processes.cuda_driver import detect_gpus
 from layerzero.broker.processes.host import detect_cpu
 from layerzero.broker.processes.launcher import Launcher
@@ -34,7 +34,7 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     wrong."""
     try:
         settings = knobs.load(runtime_dir=runtime_dir)
-        gate = Gate.of(settings)
+        gate = Authentication.of(settings)
         endpoints = open_endpoints(settings.runtime_dir, is_shared=gate.is_shared)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)

@@ -21,8 +21,8 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import frame_codec
-from layerzero.broker.io.authentication import Gate
-from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.authentication import Authentication
+from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.offers import Offers
 from layerzero.broker.io.page_poller import POLL_S, PagePoller
 from layerzero.broker.io.peers import Peer
@@ -38,7 +38,7 @@ from layerzero.broker.processes.probe_jobs import ProbeJobs
 from layerzero.broker.processes.registry import AnyWorker, Processes
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
 from layerzero.broker.queries import methods
-from layerzero.broker.queries.incremental import Questions
+from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
 from layerzero.broker.storage.stored_times import StoredTimes
@@ -67,7 +67,7 @@ class Server:
         state: BrokerState,
         launcher: Launcher,
         policy: PolicySource,
-        gate: Gate,
+        gate: Authentication,
         *,
         stays: bool,
     ) -> None:
@@ -87,7 +87,7 @@ class Server:
         self._kill_at_s: float | None = None
         self._check_s = 0.0
         self._poll_at_s = 0.0
-        self._questions = Questions(partial(methods.begin, self), self._to_client)
+        self._incremental_answers = IncrementalAnswers(partial(methods.begin, self), self._to_client)
         self._from_threads: deque[ev.Event] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = Poller()
@@ -122,7 +122,7 @@ class Server:
         self.processes = Processes(
             settings, endpoints, launcher, self._poller, self.joined, self.handle, self._worker_ended
         )
-        self._lanes = LaneEnds()
+        self._lanes = LanePages()
         self._pages = OrderPages()
         self._page_poller = PagePoller(state, self.handle, self._lanes, self._pages, self._stop_if_idle)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
@@ -201,9 +201,11 @@ class Server:
                     self._housekeeping(now_s)
                 else:
                     self._times.save(now_s)
-                    self._poller.wait(0.0 if self._may_have_input or self._questions else self._timeout_s(now_s))
+                    self._poller.wait(
+                        0.0 if self._may_have_input or self._incremental_answers else self._timeout_s(now_s)
+                    )
                     self._look_around(time.monotonic())  # before the calls that woke us
-                    self._questions.go_on()
+                    self._incremental_answers.go_on()
         finally:
             signal.set_wakeup_fd(-1)
             self._close()
@@ -312,7 +314,7 @@ class Server:
         try:
             event = frame_codec.of_client(identity, frame)
             if isinstance(event, frame_codec.Asked):
-                self._questions.take(identity, event)
+                self._incremental_answers.take(identity, event)
                 return
             if isinstance(event, ev.LaneOverdue):
                 try:

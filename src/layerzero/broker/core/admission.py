@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.clients import Sessions
-from layerzero.broker.core.dispatch import Calls
+from layerzero.broker.core.clients import ClientLifecycle
+from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Lost
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Route
-from layerzero.broker.core.prepared import Signatures
+from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.stream_order import OpenTurn, Turns
 from layerzero.broker.core.worker_fsm import WorkerState
@@ -28,10 +28,10 @@ class Admission:
     def __init__(
         self,
         clients: Mapping[bytes, Client],
-        sessions: Sessions,
+        sessions: ClientLifecycle,
         lifecycle: WorkerLifecycle,
-        signatures: Signatures,
-        calls: Calls,
+        signatures: PreparedCalls,
+        calls: Dispatch,
         lease_policy: LeasePolicy,
         turns: Turns,
         bells: Bells,
@@ -40,9 +40,9 @@ class Admission:
         effects: Effects,
     ) -> None:
         self._clients = clients
-        self._sessions = sessions
+        self._client_lifecycle = sessions
         self._lifecycle = lifecycle
-        self._signatures = signatures
+        self._prepared = signatures
         self._calls = calls
         self._lease_policy = lease_policy
         self._turns = turns
@@ -76,7 +76,7 @@ class Admission:
             if missing is not None:
                 self._effects.emit(act.Refuse(client.identity, event.seq, missing))
             else:
-                self._sessions.drop(client, f"call on unknown route {event.route}")
+                self._client_lifecycle.drop(client, f"call on unknown route {event.route}")
             return None
         try:
             turn = self._begin_turn(client, route, event)
@@ -92,7 +92,7 @@ class Admission:
             if arenas is None:
                 arenas = route.check(event.body, client.arenas)
         except ProtocolError as exc:
-            self._sessions.drop(client, str(exc))
+            self._client_lifecycle.drop(client, str(exc))
             return None
         refusal = self._quarantine.refusal(route.signature.key, event.digest, self._effects.now_s)
         if refusal is not None:
@@ -141,7 +141,7 @@ class Admission:
         call.may_run_here = False
         workers = self._lifecycle.workers
         if any(worker.deaf for worker in workers.values()):
-            for verdict in self._signatures.order(call.route.signature):
+            for verdict in self._prepared.order(call.route.signature):
                 error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
                 if error is not None:
                     call.tried.add(verdict.backend)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.compile_waits import Compiling
+from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.gpu_in_flight import Enqueued
+from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Arena, Client, Route
-from layerzero.broker.core.prepared import Signatures
-from layerzero.broker.core.release import Closing
+from layerzero.broker.core.prepared import PreparedCalls
+from layerzero.broker.core.release import Release
 from layerzero.broker.core.stream_order import Turns
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
@@ -24,7 +24,7 @@ MAX_ARENAS = 4096  # of one client; ours keeps far fewer
 MAX_ROUTES = 8192  # likewise
 
 
-class Sessions:
+class ClientLifecycle:
     """`clients` are by identity; this alone adds and removes."""
 
     def __init__(
@@ -32,21 +32,21 @@ class Sessions:
         clients: dict[bytes, Client],
         engine: Engine,
         lifecycle: WorkerLifecycle,
-        signatures: Signatures,
+        signatures: PreparedCalls,
         grants: Grants,
         leases: Leases,
         lease_policy: LeasePolicy,
         turns: Turns,
-        enqueued: Enqueued,
+        enqueued: GpuInFlight,
         bells: Bells,
-        compiling: Compiling,
-        closing: Closing,
+        compiling: CompileWaits,
+        closing: Release,
         effects: Effects,
     ) -> None:
         self._clients = clients
         self._engine = engine
         self._lifecycle = lifecycle
-        self._signatures = signatures
+        self._prepared = signatures
         self._grants = grants
         self._leases = leases
         self._lease_policy = lease_policy
@@ -54,7 +54,7 @@ class Sessions:
         self._enqueued = enqueued
         self._bells = bells
         self._compiling = compiling
-        self._closing = closing
+        self._releases = closing
         self._effects = effects
 
     def join(self, event: ev.ClientJoined) -> None:
@@ -66,17 +66,17 @@ class Sessions:
             return
         client.has_left = True
         self._effects.emit(*self._leases.end_client(client))
-        self._closing.tell(self._turns.drop_held(client))  # nobody waits for what failed
+        self._releases.tell(self._turns.drop_held(client))  # nobody waits for what failed
         for worker in self._lifecycle.workers.values():
             gone = [call for call in worker.waiting if call.client is client]
             for call in gone:
                 worker.waiting.remove(call)
-                self._closing.close(call)
+                self._releases.close(call)
         for call in self._compiling.take(client):
-            self._closing.close(call)
+            self._releases.close(call)
         self._bells.end_client(client)
         self._enqueued.release(client)
-        self._closing.finish_leaving(client)
+        self._releases.finish_leaving(client)
 
     def drop(self, client: Client, detail: str) -> None:
         self._effects.emit(act.DropClient(client.identity, detail))
@@ -102,7 +102,7 @@ class Sessions:
         client = self._clients.get(event.identity)
         if client is None or event.arena not in client.arenas:
             return
-        users = self._closing.users(client, event.arena)
+        users = self._releases.users(client, event.arena)
         # The bell of a graph that is gone may be unbound a moment later; what a GPU is done with, answered.
         if any(call.bell is None and call.turn is None for call in users):
             self.drop(client, f"arena {event.arena} was retired with open calls that use it")
@@ -144,7 +144,7 @@ class Sessions:
         if len(client.routes) + len(client.refused_routes) >= MAX_ROUTES:
             self.drop(client, f"more than {MAX_ROUTES} routes; forget some")
             return
-        signature = self._signatures.known.get(event.body)
+        signature = self._prepared.known.get(event.body)
         if signature is None:
             try:
                 spec = CallSpec.parse(event.body)
@@ -152,7 +152,7 @@ class Sessions:
                 if missing is not None:  # its calls shall hear of it, the client's others go on
                     client.refused_routes[event.route] = missing
                     return
-                signature = self._signatures.add(event.body, spec)
+                signature = self._prepared.add(event.body, spec)
             except LayerZeroError as exc:
                 self.drop(client, f"route {event.route}: {exc}")
                 return
@@ -164,7 +164,7 @@ class Sessions:
         client.refused_routes.pop(event.route, None)
         route = client.routes.get(event.route)
         if route is not None:
-            self._closing.drop_route(client, route)
+            self._releases.drop_route(client, route)
 
     def note_own_run(self, event: ev.RanInClient) -> None:
         """A kernel ran in the client's own process, or failed there."""

@@ -34,7 +34,7 @@ class Held:
         return self.since_s + self.call.timeout_s
 
 
-class Compiling:
+class CompileWaits:
     def __init__(self, engine: Engine, lifecycle: WorkerLifecycle, effects: Effects) -> None:
         self._engine = engine
         self._lifecycle = lifecycle

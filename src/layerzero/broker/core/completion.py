@@ -5,29 +5,29 @@ from __future__ import annotations
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.decisions import Decisions
-from layerzero.broker.core.dispatch import Calls
+from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.gpu_in_flight import Enqueued
+from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.model import Worker
-from layerzero.broker.core.release import Closing
+from layerzero.broker.core.release import Release
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
 from layerzero.ipc.errors import BackendError, CudaGraphUnsafe, ProtocolError
 
 
-class Answers:
+class Completion:
     def __init__(
         self,
         engine: Engine,
         lifecycle: WorkerLifecycle,
-        calls: Calls,
+        calls: Dispatch,
         decisions: Decisions,
         lease_policy: LeasePolicy,
-        enqueued: Enqueued,
+        enqueued: GpuInFlight,
         bells: Bells,
-        closing: Closing,
+        closing: Release,
         effects: Effects,
     ) -> None:
         self._engine = engine
@@ -37,7 +37,7 @@ class Answers:
         self._lease_policy = lease_policy
         self._enqueued = enqueued
         self._bells = bells
-        self._closing = closing
+        self._releases = closing
         self._effects = effects
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
@@ -79,7 +79,7 @@ class Answers:
             if client.has_left:
                 self._bells.end_client(client)
         else:
-            self._closing.close(call)
+            self._releases.close(call)
 
     def take_error(self, event: ev.CallRaised) -> None:
         worker = self._answers_head(event.identity, event.dispatch, event.attempt)

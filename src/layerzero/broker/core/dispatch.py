@@ -6,14 +6,14 @@ import itertools
 import math
 
 from layerzero.broker.core import actions as act
-from layerzero.broker.core.compile_waits import Compiling, overdue
+from layerzero.broker.core.compile_waits import CompileWaits, overdue
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Worker
-from layerzero.broker.core.prepared import Signatures
+from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import MAX_DEATHS_PER_CALL, Quarantine
-from layerzero.broker.core.release import Closing
+from layerzero.broker.core.release import Release
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, disabled
 from layerzero.broker.selection.ranking import Engine
@@ -37,25 +37,25 @@ LONE_S = 0.01  # so long after a call of a client that had no other open, a work
 S = WorkerState
 
 
-class Calls:
+class Dispatch:
     def __init__(
         self,
         engine: Engine,
         lifecycle: WorkerLifecycle,
-        signatures: Signatures,
+        signatures: PreparedCalls,
         grants: Grants,
-        compiling: Compiling,
-        closing: Closing,
+        compiling: CompileWaits,
+        closing: Release,
         quarantine: Quarantine,
         limits: Limits,
         effects: Effects,
     ) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
-        self._signatures = signatures
+        self._prepared = signatures
         self._grants = grants
         self._compiling = compiling
-        self._closing = closing
+        self._releases = closing
         self._quarantine = quarantine
         self._limits = limits
         self._effects = effects
@@ -67,7 +67,7 @@ class Calls:
     def place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
         signature, workers = call.route.signature, self._lifecycle.workers
-        order = self._signatures.order(signature)
+        order = self._prepared.order(signature)
         if signature.to_compile:
             self._compiling.start(signature.spec, signature.to_compile)
         if call.attempts:  # a fallback is in a hurry: those that are warm first
@@ -92,7 +92,7 @@ class Calls:
         awaited = self._awaited(call)
         if awaited is None:
             if not self._compiling.hold(call):
-                self._closing.refuse(call, self.unserved(call))
+                self._releases.refuse(call, self.unserved(call))
         elif not self._sends_back(awaited, call):
             call.kernel_id = awaited.kernel_id
             workers[awaited.backend].waiting.append(call)
@@ -130,7 +130,7 @@ class Calls:
             )
         else:
             return False
-        self._closing.end_in_error(call, error)
+        self._releases.end_in_error(call, error)
         return True
 
     def _awaited(self, call: Call) -> Verdict | None:
@@ -144,7 +144,7 @@ class Calls:
         return None
 
     def _has_other(self, call: Call) -> bool:
-        return any(verdict.backend not in call.tried for verdict in self._signatures.order(call.route.signature))
+        return any(verdict.backend not in call.tried for verdict in self._prepared.order(call.route.signature))
 
     def can_place(self, call: Call) -> bool:
         """Somebody can take it who has not tried, now or after a restart."""
@@ -160,7 +160,7 @@ class Calls:
             if self.can_place(held.call):
                 self.place(held.call)
             else:
-                self._closing.refuse(held.call, overdue(held))
+                self._releases.refuse(held.call, overdue(held))
 
     # --- at a worker ---------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Calls:
         return sum(call.client.number == client for call in worker.running) < share
 
     def _send(self, worker: Worker, call: Call) -> None:
-        plan = self._signatures.prepare(worker, call)
+        plan = self._prepared.prepare(worker, call)
         self._grants.lend(worker, call)
         call.attempt += 1
         call.dispatch = next(self._numbers)
@@ -233,11 +233,11 @@ class Calls:
     ) -> None:
         """An attempt is over for good (the worker has answered, or is dead): try the next kernel, or end the call."""
         if call.is_unwanted:
-            self._closing.close(call)
+            self._releases.close(call)
             return
         cannot_bind = error.code == CudaGraphUnsafe.code  # by this kernel; it is well, and another may
         if error.retry in (NEVER, SAME) and exit_code is None and not cannot_bind:
-            self._closing.refuse(call, error)
+            self._releases.refuse(call, error)
             return
         self.note_attempt(call, worker, error, exit_code=exit_code, phase=phase, pid=pid)
         spec = call.route.signature.spec
@@ -250,11 +250,11 @@ class Calls:
             self.health_at_s = self._engine.health.next_change_s(self._effects.now_s)
             self._effects.wake_by(self.health_at_s)
         if call.deaths >= MAX_DEATHS_PER_CALL:
-            self._closing.refuse(call, self._quarantine.verdict(call.deaths))
+            self._releases.refuse(call, self._quarantine.verdict(call.deaths))
         elif spec.pinned:
-            self._closing.refuse(call, error)
+            self._releases.refuse(call, error)
         elif self._effects.stopping:
-            self._closing.end_for_shutdown(call)
+            self._releases.end_for_shutdown(call)
         else:
             self.place(call)
 
@@ -321,7 +321,7 @@ class Calls:
     def leave_uncertified(self, worker: Worker) -> None:
         """Calls that wait for a kernel which the probe did not certify for them go to another."""
         for call in worker.take_waiting():
-            order = self._signatures.order(call.route.signature)
+            order = self._prepared.order(call.route.signature)
             if any(verdict.kernel_id == call.kernel_id for verdict in order):
                 worker.waiting.append(call)
             else:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from layerzero.broker.core.model import Call
 
 
-class Waiting:
+class FairQueue:
     """A queue as `deque` is one, of calls."""
 
     def __init__(self) -> None:

@@ -10,27 +10,27 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.core.decisions import Decisions
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
-from layerzero.broker.core.release import Closing
+from layerzero.broker.core.release import Release
 from layerzero.broker.core.stream_order import OpenTurn, Turns
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.broker.selection.ranking import Engine
 
 
-class Enqueued:
+class GpuInFlight:
     def __init__(
         self,
         engine: Engine,
         lifecycle: WorkerLifecycle,
         turns: Turns,
         decisions: Decisions,
-        closing: Closing,
+        closing: Release,
         effects: Effects,
     ) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
         self._turns = turns
         self._decisions = decisions
-        self._closing = closing
+        self._releases = closing
         self._effects = effects
 
     def add(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
@@ -54,7 +54,7 @@ class Enqueued:
         return calls
 
     def reach(self, event: ev.TurnsReached) -> None:
-        self._closing.tell(self._turns.reach(event.keys))
+        self._releases.tell(self._turns.reach(event.keys))
 
     def see(self, event: ev.TimelinesPolled) -> None:
         worker = self._lifecycle.current(event.backend, event.generation)
@@ -64,7 +64,7 @@ class Enqueued:
             call = worker.enqueued.pop(dispatch, None) or self._take_unanswered(worker, dispatch)
             spec = call.route.signature.spec
             self._engine.note_success(worker.backend, spec.op, self._effects.now_s, spec.device)
-            self._closing.close(call)
+            self._releases.close(call)
         for dispatch in event.ready:
             begun = worker.enqueued.get(dispatch)
             if begun is not None and begun.turn is not None and not begun.turn.has_begun:
@@ -73,7 +73,7 @@ class Enqueued:
         for turn in list(self._turns.first()):
             client = turn.client
             is_ready = turn.call is None or turn.call.dispatch in event.ready
-            if turn.worker is worker and client.has_left and not is_ready and not self._closing.has_rings(client):
+            if turn.worker is worker and client.has_left and not is_ready and not self._releases.has_rings(client):
                 # It is this one's turn; or a stream of the client's has overwritten the word.
                 self._effects.emit(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
 
@@ -92,7 +92,7 @@ class Enqueued:
     def release(self, client: Client) -> None:
         """A client has left: nobody but the broker says that inputs are ready. One after the other: in a lane DONE of
         one says that all before are done."""
-        if self._closing.has_rings(client):
+        if self._releases.has_rings(client):
             return  # those come between; rings.py sees them all
         for turn in list(self._turns.first()):
             if turn.client is client and turn.call is not None:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.compile_waits import Compiling
+from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Worker
-from layerzero.broker.core.prepared import Signatures
-from layerzero.broker.core.release import Closing
+from layerzero.broker.core.prepared import PreparedCalls
+from layerzero.broker.core.release import Release
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm.timeline_page import BELLS, TAKEN
@@ -26,17 +26,17 @@ class Bells:
         self,
         clients: Mapping[bytes, Client],
         lifecycle: WorkerLifecycle,
-        signatures: Signatures,
-        compiling: Compiling,
-        closing: Closing,
+        signatures: PreparedCalls,
+        compiling: CompileWaits,
+        closing: Release,
         limits: Limits,
         effects: Effects,
     ) -> None:
         self._clients = clients
         self._lifecycle = lifecycle
-        self._signatures = signatures
+        self._prepared = signatures
         self._compiling = compiling
-        self._closing = closing
+        self._releases = closing
         self._limits = limits
         self._effects = effects
         self.is_awaited = False  # somebody waits for the broker to look at bells closely
@@ -69,11 +69,11 @@ class Bells:
         call.free_bell()
         call.is_unbound = True
         if self._compiling.drop(call):
-            self._closing.close(call)
+            self._releases.close(call)
         for worker in self._lifecycle.workers.values():
             if call in worker.waiting:
                 worker.waiting.remove(call)
-                self._closing.close(call)
+                self._releases.close(call)
             elif call in worker.running:  # at once: the bell's next call may go to this worker
                 self._mute(worker, call)
             elif worker.bells.get(call.dispatch) is call:
@@ -126,9 +126,9 @@ class Bells:
     def _release(self, worker: Worker, call: Call) -> None:
         del worker.bells[call.dispatch]
         self._mute(worker, call)
-        self._closing.close(call)
+        self._releases.close(call)
 
     def _mute(self, worker: Worker, call: Call) -> None:
         if worker.identity and call.bell is not None:
-            plan = self._signatures.plan_of(call)
+            plan = self._prepared.plan_of(call)
             self._effects.emit(act.SendMute(worker.identity, plan, call.client.number, call.bell))

@@ -8,10 +8,10 @@ from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.leases import SETTLED_CALLS, Leases
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Worker
-from layerzero.broker.core.prepared import Signatures
+from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.selection.ranking import Cell, Engine
+from layerzero.broker.selection.ranking import Engine, TimingBucket
 from layerzero.broker.selection.signature import Signature
 
 WATCH_S = 1.0  # after new times leases are looked at by then: another kernel may have become the better one
@@ -21,14 +21,14 @@ class LeasePolicy:
     def __init__(
         self,
         engine: Engine,
-        signatures: Signatures,
+        signatures: PreparedCalls,
         quarantine: Quarantine,
         leases: Leases,
         limits: Limits,
         effects: Effects,
     ) -> None:
         self._engine = engine
-        self._signatures = signatures
+        self._prepared = signatures
         self._quarantine = quarantine
         self._leases = leases
         self._limits = limits
@@ -50,14 +50,14 @@ class LeasePolicy:
             return
         self.revoke_outdated()
         if self._is_settled(signature, call.kernel_id):
-            plan = self._signatures.plan_of(call)
+            plan = self._prepared.plan_of(call)
             self._effects.emit(*self._leases.tell(call, worker, plan))
             if route.settled >= SETTLED_CALLS:
                 self._effects.emit(*self._leases.grant(call, worker, plan))
 
     def _is_settled(self, signature: Signature, kernel_id: str) -> bool:
         """The next call of this signature would go to the same kernel, without a look at it."""
-        best = next(iter(self._signatures.order(signature)), None)
+        best = next(iter(self._prepared.order(signature)), None)
         return (
             best is not None
             and best.kernel_id == kernel_id
@@ -77,7 +77,7 @@ class LeasePolicy:
         self._leased_epoch = self._engine.epoch
         self._effects.emit(*self._leases.revoke())
 
-    def note_time(self, kernel_id: str, cell: Cell, kernel_ns: int, *, is_clean: bool) -> None:
+    def note_time(self, kernel_id: str, cell: TimingBucket, kernel_ns: int, *, is_clean: bool) -> None:
         now_s = self._effects.now_s
         self._engine.note_time(kernel_id, cell, kernel_ns, now_s, is_clean=is_clean)
         if self._leases and self.watch_at_s == math.inf:  # an idle broker has nothing to watch

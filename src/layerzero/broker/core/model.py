@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from layerzero.broker.core.fair_queue import Waiting
+from layerzero.broker.core.fair_queue import FairQueue
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.signature import Signature
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
@@ -155,7 +155,7 @@ class Worker:
     pid: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     running: deque[Call] = field(default_factory=deque)
-    waiting: Waiting = field(default_factory=Waiting)
+    waiting: FairQueue = field(default_factory=FairQueue)
     enqueued: dict[int, Call] = field(default_factory=dict)
     bells: dict[int, Call] = field(default_factory=dict)
     head_since_s: float = 0.0  # when the oldest running call became the oldest

@@ -13,7 +13,7 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
 
 
-class Signatures:
+class PreparedCalls:
     def __init__(self, engine: Engine, lifecycle: WorkerLifecycle, effects: Effects) -> None:
         self._engine = engine
         self._lifecycle = lifecycle

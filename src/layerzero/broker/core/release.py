@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from layerzero.broker.core import actions as act
-from layerzero.broker.core.compile_waits import Compiling
+from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Call, Client, Route
-from layerzero.broker.core.prepared import Signatures
+from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.stream_order import OpenTurn, Turns
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BrokerLost, LayerZeroError
 
 
-class Closing:
+class Release:
     def __init__(
         self,
         lifecycle: WorkerLifecycle,
-        signatures: Signatures,
+        signatures: PreparedCalls,
         grants: Grants,
         leases: Leases,
         turns: Turns,
-        compiling: Compiling,
+        compiling: CompileWaits,
         effects: Effects,
     ) -> None:
         self._lifecycle = lifecycle
-        self._signatures = signatures
+        self._prepared = signatures
         self._grants = grants
         self._leases = leases
         self._turns = turns
@@ -41,7 +41,7 @@ class Closing:
             call.client.enqueued -= 1
         else:
             call.client.open_calls -= 1
-        self._signatures.release(call.route.signature)
+        self._prepared.release(call.route.signature)
         if call.turn is not None:
             self._turns.end(call.turn)
         call.free_bell()
@@ -106,7 +106,7 @@ class Closing:
     def drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
         self._leases.drop_route(client, route)
-        self._signatures.release(route.signature)
+        self._prepared.release(route.signature)
 
     def release_if_done(self, client: Client) -> None:
         """A client's memory is given back when it has left and no worker may write into it any more."""

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.admission import Admission
-from layerzero.broker.core.dispatch import Calls
+from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.leases import Lane, Leases
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Worker
-from layerzero.broker.core.release import Closing
+from layerzero.broker.core.release import Release
 from layerzero.broker.core.stream_order import STICKY_EXIT, Turns
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.ipc.errors import ProtocolError
@@ -32,15 +32,15 @@ class Stranded(NamedTuple):
     is_ready: bool
 
 
-class Rings:
+class RingCalls:
     def __init__(
         self,
         lifecycle: WorkerLifecycle,
         leases: Leases,
         turns: Turns,
         admission: Admission,
-        calls: Calls,
-        closing: Closing,
+        calls: Dispatch,
+        closing: Release,
         limits: Limits,
         effects: Effects,
     ) -> None:
@@ -49,7 +49,7 @@ class Rings:
         self._turns = turns
         self._admission = admission
         self._calls = calls
-        self._closing = closing
+        self._releases = closing
         self._limits = limits
         self._effects = effects
 
@@ -164,4 +164,4 @@ class Rings:
         for lane in rings:
             if not on_rings[lane.number]:
                 self._effects.emit(*self._leases.end_ring(lane))
-        self._closing.finish_leaving(client)
+        self._releases.finish_leaving(client)

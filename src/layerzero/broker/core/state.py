@@ -18,23 +18,23 @@ from typing import Any
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.admission import Admission
-from layerzero.broker.core.clients import Sessions
-from layerzero.broker.core.compile_waits import Compiling
-from layerzero.broker.core.completion import Answers
+from layerzero.broker.core.clients import ClientLifecycle
+from layerzero.broker.core.compile_waits import CompileWaits
+from layerzero.broker.core.completion import Completion
 from layerzero.broker.core.decisions import Decisions
-from layerzero.broker.core.dispatch import Calls
+from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.gpu_in_flight import Enqueued
+from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Client, Worker
-from layerzero.broker.core.prepared import Signatures
+from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
-from layerzero.broker.core.release import Closing
-from layerzero.broker.core.ring_calls import Rings
+from layerzero.broker.core.release import Release
+from layerzero.broker.core.ring_calls import RingCalls
 from layerzero.broker.core.stream_order import Turns
 from layerzero.broker.core.worker_exit import WorkerExits
 from layerzero.broker.core.worker_fsm import WorkerState
@@ -75,18 +75,18 @@ class BrokerState:
         quarantine = Quarantine(limits.poison_quarantine_s)
         decisions = Decisions(engine, effects)
         self.lifecycle = lifecycle = WorkerLifecycle(engine, unusable, limits, rng, effects, joined)
-        self.compiling = compiling = Compiling(engine, lifecycle, effects)
-        self.signatures = signatures = Signatures(engine, lifecycle, effects)
+        self.compiling = compiling = CompileWaits(engine, lifecycle, effects)
+        self.signatures = signatures = PreparedCalls(engine, lifecycle, effects)
         grants = Grants(lifecycle, effects)
         self._lease_policy = lease_policy = LeasePolicy(engine, signatures, quarantine, leases, limits, effects)
-        self._closing = closing = Closing(lifecycle, signatures, grants, leases, turns, compiling, effects)
-        self._calls = calls = Calls(
+        self._releases = closing = Release(lifecycle, signatures, grants, leases, turns, compiling, effects)
+        self._calls = calls = Dispatch(
             engine, lifecycle, signatures, grants, compiling, closing, quarantine, limits, effects
         )
-        self._enqueued = enqueued = Enqueued(engine, lifecycle, turns, decisions, closing, effects)
+        self._enqueued = enqueued = GpuInFlight(engine, lifecycle, turns, decisions, closing, effects)
         self.bells = bells = Bells(self.clients, lifecycle, signatures, compiling, closing, limits, effects)
-        answers = Answers(engine, lifecycle, calls, decisions, lease_policy, enqueued, bells, closing, effects)
-        sessions = Sessions(
+        answers = Completion(engine, lifecycle, calls, decisions, lease_policy, enqueued, bells, closing, effects)
+        sessions = ClientLifecycle(
             self.clients,
             engine,
             lifecycle,
@@ -114,7 +114,7 @@ class BrokerState:
             limits,
             effects,
         )
-        self._rings = rings = Rings(lifecycle, leases, turns, admission, calls, closing, limits, effects)
+        self._rings = rings = RingCalls(lifecycle, leases, turns, admission, calls, closing, limits, effects)
         self._worker_exits = WorkerExits(lifecycle, calls, enqueued, bells, leases, rings, closing, effects)
         self.unreachable = unreachable = UnreachableWorkers(lifecycle, calls, closing, effects)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -309,14 +309,14 @@ class BrokerState:
         self.effects.stopping = True
         self._lease_policy.revoke()
         for call in self.compiling.take():
-            self._closing.end_for_shutdown(call)
+            self._releases.end_for_shutdown(call)
         for worker in self.workers.values():
             for call in worker.take_waiting():
-                self._closing.end_for_shutdown(call)
+                self._releases.end_for_shutdown(call)
             self.lifecycle.stop(worker)
         self._exit_if_stopped()
 
     def _exit_if_stopped(self) -> None:
         if self.stopping and self.lifecycle.is_stopped:
-            self._closing.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
+            self._releases.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
             self.effects.emit(act.Exit())

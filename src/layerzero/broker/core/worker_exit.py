@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.dispatch import Calls
+from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.gpu_in_flight import Enqueued
+from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Call, Client, Worker
-from layerzero.broker.core.release import Closing
-from layerzero.broker.core.ring_calls import Rings, Stranded
+from layerzero.broker.core.release import Release
+from layerzero.broker.core.ring_calls import RingCalls, Stranded
 from layerzero.broker.core.stream_order import RENEWAL_EXIT, STALLED_EXIT, STICKY_EXIT
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
@@ -40,12 +40,12 @@ class WorkerExits:
     def __init__(
         self,
         lifecycle: WorkerLifecycle,
-        calls: Calls,
-        enqueued: Enqueued,
+        calls: Dispatch,
+        enqueued: GpuInFlight,
         bells: Bells,
         leases: Leases,
-        rings: Rings,
-        closing: Closing,
+        rings: RingCalls,
+        closing: Release,
         effects: Effects,
     ) -> None:
         self._lifecycle = lifecycle
@@ -54,7 +54,7 @@ class WorkerExits:
         self._bells = bells
         self._leases = leases
         self._rings = rings
-        self._closing = closing
+        self._releases = closing
         self._effects = effects
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
@@ -95,7 +95,7 @@ class WorkerExits:
         worker.running.clear()
         if was_stopping:
             for call in (*enqueued, *running, *waiting):
-                self._closing.end_for_shutdown(call)
+                self._releases.end_for_shutdown(call)
             for one in stranded:
                 self._rings.come_back(one, is_blamed=False)
         else:
@@ -111,7 +111,7 @@ class WorkerExits:
             for move in in_order(moves):
                 move.do()
         for lane in lanes:
-            self._closing.finish_leaving(lane.client)
+            self._releases.finish_leaving(lane.client)
         return worker
 
     @staticmethod

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.dispatch import Calls
+from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
-from layerzero.broker.core.release import Closing
+from layerzero.broker.core.release import Release
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BackendError, BrokerLost, LayerZeroError, WorkerUnreachable
 
 
 class UnreachableWorkers:
-    def __init__(self, lifecycle: WorkerLifecycle, calls: Calls, closing: Closing, effects: Effects) -> None:
+    def __init__(self, lifecycle: WorkerLifecycle, calls: Dispatch, closing: Release, effects: Effects) -> None:
         self._lifecycle = lifecycle
         self._calls = calls
-        self._closing = closing
+        self._releases = closing
         self._effects = effects
         self._lent: dict[tuple[str, int], list[tuple[Client, int]]] = {}  # and seq, by lost workers
 
@@ -52,7 +52,7 @@ class UnreachableWorkers:
         lent = self._lent[worker.backend, worker.generation] = []
         for call in running:
             if call.is_unwanted:
-                self._closing.close(call)
+                self._releases.close(call)
             else:
                 lent.append((call.client, call.seq))
                 self._refuse(call, worker, fault if call is head else behind, is_final=is_stopping)
@@ -71,7 +71,7 @@ class UnreachableWorkers:
         else:
             error = WorkerUnreachable(f"{spec.op}: {fault.message}", backend=worker.backend)
         self._effects.emit(act.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
-        self._closing.close(call)
+        self._releases.close(call)
 
     def has_let_go(self, backend: str, generation: int) -> bool:
         """Whether WorkerGone is awaited of this worker. Else it is WorkerExited, whoever could not reach it."""

@@ -13,13 +13,13 @@ from layerzero.ipc.transport import control, messages, secret
 from layerzero.ipc.version import __version__
 
 
-class Gate:
+class Authentication:
     def __init__(self, key: bytes | None, uids: Collection[int]) -> None:
         self._key = key
         self.uids = frozenset({os.getuid(), *uids})
 
     @classmethod
-    def of(cls, settings: Settings) -> Gate:
+    def of(cls, settings: Settings) -> Authentication:
         """Raises ConfigError."""
         texts = [text.strip() for text in settings.allow_uids.split(",") if text.strip()]
         wrong = [text for text in texts if not (text.isascii() and text.isdigit() and int(text) < 2**32 - 1)]

@@ -55,7 +55,7 @@ class _RingEnd:
         return ev.RingSnapshot(put[-1].call if put else self.first - 1, self.page.taken, calls, ready)
 
 
-class LaneEnds:
+class LanePages:
     def __init__(self) -> None:
         self._ends: dict[int, _End | _RingEnd] = {}
 

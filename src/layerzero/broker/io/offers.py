@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
-from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import Gpu, OrderPages, check_handle_fds
@@ -43,7 +43,7 @@ class Offers:
         state: BrokerState,
         handle: Callable[[ev.Event], None],
         links: WorkerLinks,
-        lanes: LaneEnds,
+        lanes: LanePages,
         pages: OrderPages,
         page_poller: PagePoller,
     ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.leases import Lane
 from layerzero.broker.core.state import BrokerState
-from layerzero.broker.io.lane_pages import LaneEnds
+from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.timeline_pages import OrderPages
 
 POLL_S = 1.0
@@ -24,7 +24,7 @@ class PagePoller:
         self,
         state: BrokerState,
         handle: Callable[[ev.Event], None],
-        lanes: LaneEnds,
+        lanes: LanePages,
         pages: OrderPages,
         stop_if_idle: Callable[[str], None],
     ) -> None:

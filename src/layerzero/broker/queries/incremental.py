@@ -13,7 +13,7 @@ from layerzero.ipc.errors import LayerZeroError
 MAX_OPEN = 256  # answers in the making; beyond, the oldest one is finished first
 
 
-class Questions:
+class IncrementalAnswers:
     """`begin`: as requests.begin, of a server. `send` takes a client and a frame for it."""
 
     def __init__(self, begin: Callable[[str, Mapping[str, Any]], Any], send: Callable[[bytes, bytes], None]) -> None:

@@ -109,7 +109,7 @@ class Lock:
         return (self.layer, not is_glob(self.pattern), len(self.pattern))
 
 
-class Ruling:
+class PolicyForCall:
     """The policy for one call: what `Policy.judge` needs to look up once and not for every kernel."""
 
     __slots__ = ("_limits", "_lock", "_op", "_rules")
@@ -181,13 +181,13 @@ class Policy:
         """How this backend's kernels are kept apart from the caller's process."""
         return self.backend_isolation.get(backend) or self.backend_isolation["*"]
 
-    def ruling(self, context: SelectionContext) -> Ruling:
+    def policy_for_call(self, context: SelectionContext) -> PolicyForCall:
         """For a call that is judged against many kernels."""
-        return Ruling(self, context)
+        return PolicyForCall(self, context)
 
     def judge(self, context: SelectionContext, kernel_id: str, backend: str) -> PolicyVerdict:
         """What locks, lists and rules say of one kernel for one call."""
-        return self.ruling(context).judge(kernel_id, backend)
+        return self.policy_for_call(context).judge(kernel_id, backend)
 
     def with_overlay(self, overlay: Mapping[str, Any]) -> Policy:
         """This policy with a caller's own layers on top: {"layers": [{"origin": text, "values": map}, ...]}.

@@ -3,11 +3,10 @@ was told: descriptors, policy, timings, health, certificates. No I/O, no clock.
 
 Three steps, each with a cache of its own:
 
-1. *validity*: which kernels' constraints the call meets. Keyed by every field of the context that can change that.
-2. *timings*: how fast each kernel was on calls of this size, bucketed (PerfTable). A `Cell` says when to look again.
-3. *ranking*: policy, availability, health and memory joined in, scored and sorted. Kept with the call's signature until
-   one of them changes (`Engine.epoch`); this is what a call costs in the steady state.
-"""
+1. *validity*: which kernels' constraints the call meets. Keyed by every field of the context that can change that. 2.
+*timings*: how fast each kernel was on calls of this size, bucketed (PerfTable). A `TimingBucket` says when to look
+again. 3. *ranking*: policy, availability, health and memory joined in, scored and sorted. Kept with the call's
+signature until one of them changes (`Engine.epoch`); this is what a call costs in the steady state."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 from layerzero.broker.selection.breaker import Health, failure_signature
 from layerzero.broker.selection.certification import Certification, Subject
 from layerzero.broker.selection.compile_queue import Compilation
-from layerzero.broker.selection.policy import Policy, Ruling
+from layerzero.broker.selection.policy import Policy, PolicyForCall
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.broker.selection.timings import PerfRow, PerfTable
 from layerzero.capabilities.compile_unit import Unit, unit_of
@@ -43,7 +42,7 @@ GPU_TIE_SHARE, GPU_TIE_US = 0.005, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class DescriptorMatch:
     """One kernel against a call, by the descriptors alone: refused without an `adaptation`, which may be empty."""
 
     kernel: KernelCapability
@@ -52,7 +51,7 @@ class Static:
 
 
 @dataclass(slots=True, eq=False)
-class Cell:
+class TimingBucket:
     """Timings of the calls that share a perf key. `generation` grows when a ranking made before may be out of date."""
 
     key: str
@@ -108,8 +107,8 @@ class Engine:
         self._versions: dict[str, Mapping[str, str]] = {}
         self._envs = dict(envs or {})
         self._world = self._hash_world()
-        self._valid: OrderedDict[tuple[Any, ...], tuple[Static, ...]] = OrderedDict()
-        self._cells: OrderedDict[str, Cell] = OrderedDict()
+        self._valid: OrderedDict[tuple[Any, ...], tuple[DescriptorMatch, ...]] = OrderedDict()
+        self._cells: OrderedDict[str, TimingBucket] = OrderedDict()
         self._policies: OrderedDict[bytes, Policy] = OrderedDict()
 
     # --- what the broker learns ------------------------------------------------------------------------
@@ -150,7 +149,7 @@ class Engine:
                 self.perf.forget(kernel_id)
             self.epoch += 1
 
-    def note_time(self, kernel_id: str, cell: Cell, kernel_ns: int, now_s: float, *, is_clean: bool) -> None:
+    def note_time(self, kernel_id: str, cell: TimingBucket, kernel_ns: int, now_s: float, *, is_clean: bool) -> None:
         """Keep a sample. The ranking is due again when a kernel is new here, and each time its samples double."""
         count = cell.counts.get(kernel_id, 0) + 1
         cell.counts[kernel_id] = count
@@ -267,11 +266,11 @@ class Engine:
             strict_mode=policy.strict_mode,
         )
 
-    def cell(self, context: SelectionContext) -> Cell:
+    def cell(self, context: SelectionContext) -> TimingBucket:
         key = context.perf_key()
         cell = self._cells.get(key)
         if cell is None:
-            cell = self._cells[key] = Cell(key)
+            cell = self._cells[key] = TimingBucket(key)
             if len(self._cells) > MAX_CELLS:
                 self._cells.popitem(last=False)  # signatures that use it keep it
         return cell
@@ -287,10 +286,10 @@ class Engine:
             shape_class(context.op, context.inputs, context.attrs, context.outputs),
         )
         chosen, miss = self._planned(context, policy)
-        ruling = policy.ruling(context)
+        policy_for_call = policy.policy_for_call(context)
         verdicts: list[Verdict] = []
         for static in statics:
-            verdict = self._judge(spec, context, policy, ruling, static, unavailable, now_s, subject)
+            verdict = self._judge(spec, context, policy, policy_for_call, static, unavailable, now_s, subject)
             if miss is not None and (verdict.is_accepted or verdict.uncompiled is not None):
                 verdict = replace(verdict, others=(*verdict.others, miss), uncompiled=None)
             elif verdict.kernel_id == chosen:
@@ -308,7 +307,7 @@ class Engine:
             verdicts.append(Verdict(f"{spec.pinned}.{spec.op}", spec.pinned, (unserved,)))
         return tuple(sorted(verdicts, key=lambda v: (not v.is_accepted, v.is_last_resort, -v.score, v.kernel_id)))
 
-    def _static(self, context: SelectionContext) -> tuple[Static, ...]:
+    def _static(self, context: SelectionContext) -> tuple[DescriptorMatch, ...]:
         """What the descriptors say, from the validity cache."""
         key = (self._world, context.validity_key(self._thresholds.get(context.op, ())))
         found = self._valid.get(key)
@@ -318,7 +317,7 @@ class Engine:
         self.misses += 1
         statics = []
         for backend, kernel in self._kernels.get(context.op, ()):
-            statics.append(Static(kernel, backend, adaptation(context, kernel)))
+            statics.append(DescriptorMatch(kernel, backend, adaptation(context, kernel)))
         self._valid[key] = found = tuple(statics)
         if len(self._valid) > MAX_VALIDITY:
             self._valid.popitem(last=False)
@@ -340,8 +339,8 @@ class Engine:
         spec: CallSpec,
         context: SelectionContext,
         policy: Policy,
-        ruling: Ruling,
-        static: Static,
+        policy_for_call: PolicyForCall,
+        static: DescriptorMatch,
         unavailable: Mapping[str, Rejection],
         now_s: float,
         subject: tuple[str, str],
@@ -361,7 +360,7 @@ class Engine:
             cost_bytes = copied_bytes(context, transforms)
         elif (certificate := self.certification.judge(Subject(kernel.kernel_id, *subject))) is not None:
             reasons.append(certificate)
-        said = ruling.judge(kernel.kernel_id, backend)
+        said = policy_for_call.judge(kernel.kernel_id, backend)
         reasons += said.rejections
         memory = memory_rejection(context, kernel)
         if memory is not None:

@@ -20,7 +20,7 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from layerzero.broker.selection.ranking import Cell
+    from layerzero.broker.selection.ranking import TimingBucket
 
 MAX_NAME = 64
 MAX_NEXT_OPS = 8
@@ -165,7 +165,7 @@ class Signature:
     key: bytes
     spec: CallSpec
     context: SelectionContext
-    cell: Cell  # timings of calls of this kind and size
+    cell: TimingBucket  # timings of calls of this kind and size
     kernels: tuple[tuple[str, str], ...]  # (kernel id, backend) of every candidate, for what is kept per kernel
     ranked: tuple[Verdict, ...] = ()
     order: tuple[Verdict, ...] = ()  # the accepted part of `ranked`

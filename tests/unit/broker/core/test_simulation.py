@@ -19,16 +19,16 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core import state
 from layerzero.broker.core.admission import Admission
-from layerzero.broker.core.clients import Sessions
-from layerzero.broker.core.completion import Answers
+from layerzero.broker.core.clients import ClientLifecycle
+from layerzero.broker.core.completion import Completion
 from layerzero.broker.core.decisions import Decisions
-from layerzero.broker.core.dispatch import Calls
-from layerzero.broker.core.gpu_in_flight import Enqueued
+from layerzero.broker.core.dispatch import Dispatch
+from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases, Lost
 from layerzero.broker.core.model import Call, Client, Worker
-from layerzero.broker.core.release import Closing
-from layerzero.broker.core.ring_calls import Rings
+from layerzero.broker.core.release import Release
+from layerzero.broker.core.ring_calls import RingCalls
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.core.stream_order import RENEWAL_EXIT, OpenTurn
 from layerzero.broker.core.worker_exit import WorkerExits
@@ -155,7 +155,7 @@ class RequeuesBeforeExit(BrokerState):
         return self.effects.actions
 
 
-class TakesLateAnswers(Answers):
+class TakesLateAnswers(Completion):
     """Uses what a killed worker still says."""
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
@@ -165,7 +165,7 @@ class TakesLateAnswers(Answers):
         return super()._answers_head(identity, dispatch, attempt)
 
 
-class TakesAnyAnswer(Answers):
+class TakesAnyAnswer(Completion):
     """Does not look which dispatch is answered."""
 
     def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
@@ -173,7 +173,7 @@ class TakesAnyAnswer(Answers):
         return worker if worker is not None and worker.fault is None and worker.running else None
 
 
-class AnswersTwice(Answers):
+class AnswersTwice(Completion):
     def take(self, event: ev.CallRan) -> None:
         super().take(event)
         self._effects.emit(*[action for action in self._effects.actions if isinstance(action, act.Answer)])
@@ -188,13 +188,13 @@ class CountsCallsForEver(BrokerState):
         return actions
 
 
-class LosesCallsOfDisabled(Calls):
+class LosesCallsOfDisabled(Dispatch):
     def leave_disabled(self, worker: Worker) -> None:
         if worker.state is WorkerState.DISABLED:
             worker.waiting.clear()
 
 
-class LosesQueueOfDead(Calls):
+class LosesQueueOfDead(Dispatch):
     def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         pass
 
@@ -206,7 +206,7 @@ class ForgetsWaitersAtShutdown(BrokerState):
         super()._shutdown_asked(event)
 
 
-class FallsBackWhileStopping(Calls):
+class FallsBackWhileStopping(Dispatch):
     """Gives a call to a worker that will not come any more."""
 
     def attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
@@ -226,26 +226,26 @@ class KeepsOldLoans(WorkerLifecycle):
         return found
 
 
-class ClosesMemoryInUse(Closing):
+class ClosesMemoryInUse(Release):
     def release_if_done(self, client: Client) -> None:
         if client.has_left:
             for arena in list(client.arenas):
                 self._grants.close_arena(client, arena)
 
 
-class NeverClosesMemory(Closing):
+class NeverClosesMemory(Release):
     def release_if_done(self, client: Client) -> None:
         pass
 
 
-class TrustsRetirement(Closing):
+class TrustsRetirement(Release):
     """Gives memory back without a look at the open calls."""
 
     def users(self, client: Client, arena: int) -> list[Call]:
         return []
 
 
-class MissesDeadlines(Calls):
+class MissesDeadlines(Dispatch):
     def _start_clock(self, worker: Worker) -> None:
         worker.head_since_s = self._effects.now_s
 
@@ -277,7 +277,7 @@ class RestartsAtOnce(WorkerLifecycle):
         self._effects.wake_by(self._effects.now_s)
 
 
-class FeedsPoisonToAll(Calls):
+class FeedsPoisonToAll(Dispatch):
     def attempt_failed(self, call: Call, worker: Worker, error: LayerZeroError, **more: Any) -> None:
         call.deaths = 0
         super().attempt_failed(call, worker, error, **more)
@@ -301,13 +301,13 @@ class BlamesTheNext(WorkerExits):
         super()._move(worker, running, waiting, error, event)
 
 
-class TriesAgainWhereItFailed(Calls):
+class TriesAgainWhereItFailed(Dispatch):
     def place(self, call: Call) -> None:
         call.tried.clear()
         super().place(call)
 
 
-class GivesUpDuringRestarts(Calls):
+class GivesUpDuringRestarts(Dispatch):
     """Refuses a call although its backend will be back in a moment."""
 
     def _awaited(self, call: Call) -> Verdict | None:
@@ -342,7 +342,7 @@ class SkipsDecisions(Decisions):
         return number
 
 
-class KeepsSignatures(Closing):
+class KeepsSignatures(Release):
     """Loses count of who uses a signature."""
 
     def close(self, call: Call) -> None:
@@ -350,7 +350,7 @@ class KeepsSignatures(Closing):
         super().close(call)
 
 
-class OverfillsWorkers(Calls):
+class OverfillsWorkers(Dispatch):
     def place(self, call: Call) -> None:
         super().place(call)
         for worker in self._lifecycle.workers.values():
@@ -373,7 +373,7 @@ class WatchesNoLeases(LeasePolicy):
             self.watch_at_s = math.inf
 
 
-class OpensLanesInOldEpoch(Sessions):
+class OpensLanesInOldEpoch(ClientLifecycle):
     """Does not tell a page that opens late what was taken back before."""
 
     def open_lane(self, event: ev.LaneOpened) -> None:
@@ -418,7 +418,7 @@ class EndsLanesBeforeExit(BrokerState):
         return actions + [act.EndLane(n) for n, lane in self.leases.lanes.items() if lane.worker.backend in killed]
 
 
-class KeepsLanesOfThoseWhoLeft(Sessions):
+class KeepsLanesOfThoseWhoLeft(ClientLifecycle):
     def leave(self, event: ev.ClientLeft) -> None:
         lanes = dict(self._leases.lanes)
         super().leave(event)
@@ -466,7 +466,7 @@ class IgnoresOverdueLanes(BrokerState):
         pass
 
 
-class FailsTurnsAtOnce(Closing):
+class FailsTurnsAtOnce(Release):
     """Does not wait for the client's stream to come to them."""
 
     def end_in_error(self, call: Call, error: LayerZeroError) -> None:
@@ -475,7 +475,7 @@ class FailsTurnsAtOnce(Closing):
             self.tell(self._turns.reach([call.turn.key]))
 
 
-class RefusesWithoutTheTurn(Closing):
+class RefusesWithoutTheTurn(Release):
     """Leaves the stream of a refused call waiting."""
 
     def tell(self, failed: list[OpenTurn]) -> None:
@@ -483,28 +483,28 @@ class RefusesWithoutTheTurn(Closing):
         drop(self, act.FailTurn)
 
 
-class ForgetsAnsweredCalls(Enqueued):
+class ForgetsAnsweredCalls(GpuInFlight):
     """Thinks that what is answered is done."""
 
     def take_all(self, worker: Worker) -> list[Call]:
         for call in super().take_all(worker):
-            self._closing.close(call)
+            self._releases.close(call)
         return []
 
 
-class RunsDoneCallsAgain(Enqueued):
+class RunsDoneCallsAgain(GpuInFlight):
     def see(self, event: ev.TimelinesPolled) -> None:
         worker = self._lifecycle.workers[event.backend]
         event.done = [dispatch for dispatch in event.done if dispatch in worker.enqueued]
         super().see(event)
 
 
-class WaitsForGpusForEver(Enqueued):
+class WaitsForGpusForEver(GpuInFlight):
     def end_late(self) -> None:
         pass
 
 
-class LeavesStreamsOfThoseWhoLeft(Enqueued):
+class LeavesStreamsOfThoseWhoLeft(GpuInFlight):
     """Nobody says that their inputs are ready."""
 
     def see(self, event: ev.TimelinesPolled) -> None:
@@ -515,13 +515,13 @@ class LeavesStreamsOfThoseWhoLeft(Enqueued):
         pass
 
 
-class ClosesPagesInUse(Enqueued):
+class ClosesPagesInUse(GpuInFlight):
     def add(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
         super().add(call, worker, turn)
         call.client.enqueued -= 1
         call.is_enqueued = False
         call.client.open_calls += 1
-        self._closing.release_if_done(call.client)
+        self._releases.release_if_done(call.client)
         call.client.open_calls -= 1
 
 
@@ -566,14 +566,14 @@ class LeavesCallsOnRings(WorkerExits):
         return super().take(event)
 
 
-class GivesMemoryOfRingsBack(Closing):
+class GivesMemoryOfRingsBack(Release):
     """Thinks that nothing is on the rings of a client that has left."""
 
     def has_rings(self, client: Client) -> bool:
         return False
 
 
-class WaitsForRingsForEver(Rings):
+class WaitsForRingsForEver(RingCalls):
     def see(self, event: ev.RingsPolled) -> None:
         page_poller = {number: replace(look, ready=()) for number, look in event.page_poller.items()}
         super().see(ev.RingsPolled(page_poller))
@@ -584,7 +584,7 @@ class LosesBoundCalls(WorkerExits):
 
     def take(self, event: ev.WorkerExited) -> Worker | None:
         for call in self._bells.take_all(self._lifecycle.workers[event.backend]):
-            self._closing.close(call)
+            self._releases.close(call)
         return super().take(event)
 
 

@@ -10,7 +10,7 @@ from tests.fuzz.requests import _server
 
 from layerzero.broker.io import frame_codec
 from layerzero.broker.queries import incremental, methods
-from layerzero.broker.queries.incremental import Questions
+from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.transport import messages
 
@@ -46,22 +46,22 @@ def sent() -> Sent:
 
 
 @pytest.fixture
-def open_questions(sent: Sent) -> Questions:
-    return Questions(begin, sent.take)
+def open_questions(sent: Sent) -> IncrementalAnswers:
+    return IncrementalAnswers(begin, sent.take)
 
 
-def test_short_answers_are_sent_at_once(open_questions: Questions, sent: Sent) -> None:
+def test_short_answers_are_sent_at_once(open_questions: IncrementalAnswers, sent: Sent) -> None:
     open_questions.take(b"C1", asked(7, "ping"))
     assert sent == [(b"C1", frame_codec.response(7, {"pid": 1}))]
     assert not open_questions
 
 
-def test_refusals_are_sent_at_once(open_questions: Questions, sent: Sent) -> None:
+def test_refusals_are_sent_at_once(open_questions: IncrementalAnswers, sent: Sent) -> None:
     open_questions.take(b"C1", asked(7, "nosuch"))
     assert sent == [(b"C1", frame_codec.refused_request(7, InvalidArgument("unknown method nosuch")))]
 
 
-def test_long_answers_come_a_step_at_a_time_and_in_order(open_questions: Questions, sent: Sent) -> None:
+def test_long_answers_come_a_step_at_a_time_and_in_order(open_questions: IncrementalAnswers, sent: Sent) -> None:
     open_questions.take(b"C1", asked(7, "status", count=2))
     open_questions.take(b"C2", asked(8, "status", count=0))
     taken = 0
@@ -74,7 +74,7 @@ def test_long_answers_come_a_step_at_a_time_and_in_order(open_questions: Questio
     open_questions.go_on()  # nothing is left to do
 
 
-def test_an_error_on_the_way_is_the_answer(open_questions: Questions, sent: Sent) -> None:
+def test_an_error_on_the_way_is_the_answer(open_questions: IncrementalAnswers, sent: Sent) -> None:
     open_questions.take(b"C1", asked(7, "status", count=1, is_wrong=True))
     open_questions.go_on()
     open_questions.go_on()
@@ -83,7 +83,7 @@ def test_an_error_on_the_way_is_the_answer(open_questions: Questions, sent: Sent
 
 
 def test_who_asks_without_waiting_takes_no_memory_without_bound(
-    open_questions: Questions, sent: Sent, monkeypatch: pytest.MonkeyPatch
+    open_questions: IncrementalAnswers, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest answers are finished first."""
     monkeypatch.setattr(incremental, "MAX_OPEN", 4)

@@ -134,10 +134,10 @@ def test_preference_is_a_bonus_that_names_its_rule() -> None:
 def test_ruling_says_what_judge_says() -> None:
     """The engine looks the rules up once for a call."""
     found = policy(avoid_sources=["mlx"], rules=[{"match": {"op": "attention.*"}, "lock": "torch.*"}])
-    ruling = found.ruling(CALL)
+    policy_for_call = found.policy_for_call(CALL)
     for kernel_id in KERNELS:
         backend = kernel_id.partition(".")[0]
-        assert ruling.judge(kernel_id, backend) == found.judge(CALL, kernel_id, backend)
+        assert policy_for_call.judge(kernel_id, backend) == found.judge(CALL, kernel_id, backend)
 
 
 @pytest.mark.parametrize(
