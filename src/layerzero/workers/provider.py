@@ -68,7 +68,7 @@ be written. Returns None, or a msgpack-able value for ops with a data-dependent 
 
 
 @runtime_checkable
-class Keeper(Protocol):
+class CaptureResource(Protocol):
     """A Bound that keeps memory for the CUDA graphs that it was captured into."""
 
     def __call__(self) -> Any: ...

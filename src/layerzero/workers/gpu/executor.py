@@ -304,7 +304,7 @@ class Gpus:
     @property
     def _period_s(self) -> float:
         """The driver unmaps in a moment without work only, and such moments are short."""
-        return _PAUSE_S if self._is_untidy or self._graphs.has_doomed else WATCH_S
+        return _PAUSE_S if self._is_untidy or self._graphs.has_retired else WATCH_S
 
     def watch_if_due(self) -> None:
         """`watch`, unless that was a moment ago."""

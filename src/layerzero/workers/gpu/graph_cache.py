@@ -17,7 +17,7 @@ from typing import NamedTuple
 from layerzero.ipc.cuda.driver import Context, Driver
 from layerzero.ipc.errors import CudaError
 from layerzero.workers.gpu.errors import is_out_of_memory
-from layerzero.workers.provider import Bound, Keeper
+from layerzero.workers.provider import Bound, CaptureResource
 
 FROZEN_AFTER = 4  # runs without a graph; a library may compile, load and tune in the first ones
 MAX_GRAPHS = 64
@@ -58,7 +58,7 @@ TRANSITIONS: dict[tuple[State, Signal], State] = {
 
 
 @dataclass(eq=False)
-class Steady:
+class GraphCache:
     """How far a kernel that is bound to some blocks has come."""
 
     state: State = State.WARMUP
@@ -84,7 +84,7 @@ class Pinned:
     bound: Bound
 
 
-class _Doomed(NamedTuple):
+class _Retired(NamedTuple):
     context: Context
     graph: int  # 0: a capture that failed
     bound: Bound
@@ -97,12 +97,12 @@ class Graphs:
         """With a budget of 0 nothing is captured."""
         self._on_stream = on_stream
         self._budget_bytes = budget_bytes
-        self._live: dict[Steady, Context] = {}  # least recently launched first
+        self._live: dict[GraphCache, Context] = {}  # least recently launched first
         self._pinned: dict[Pinned, None] = {}
-        self._doomed: list[_Doomed] = []
+        self._retired: list[_Retired] = []
         self._graphs_of: Counter[Bound] = Counter()  # doomed ones included
 
-    def advance(self, steady: Steady, bound: Bound, context: Context, stream: int) -> str:
+    def advance(self, steady: GraphCache, bound: Bound, context: Context, stream: int) -> str:
         """Count a run that comes now, and capture the kernel if it is due. Enqueues nothing.
 
         Returns why this kernel must never be captured, if that was found now. Raises CudaError when it is sticky.
@@ -115,7 +115,7 @@ class Graphs:
         steady.step(Signal.REPEATED)
         return self._capture(steady, bound, context, stream)
 
-    def launch(self, steady: Steady, stream: int) -> bool:
+    def launch(self, steady: GraphCache, stream: int) -> bool:
         """Enqueue the captured kernel; whether there was one for this stream. Raises CudaError."""
         if not steady.graph or steady.stream != stream:
             return False
@@ -130,7 +130,7 @@ class Graphs:
             steady.step(Signal.LAUNCHED)
         return True
 
-    def drop(self, steady: Steady) -> None:
+    def drop(self, steady: GraphCache) -> None:
         """Its blocks are no longer used."""
         if steady in self._live:
             self._release(steady, Signal.EVICTED)
@@ -141,21 +141,21 @@ class Graphs:
             self._release(steady, Signal.EVICTED)
 
     @property
-    def has_doomed(self) -> bool:
-        return bool(self._doomed)
+    def has_retired(self) -> bool:
+        return bool(self._retired)
 
     def reap(self) -> None:
         """Destroy what was let go of. Only while no stream waits: the driver frees memory then."""
-        for context, graph, bound in self._doomed:
+        for context, graph, bound in self._retired:
             with context:
                 if graph:
                     context.driver.destroy_graph(graph)
                 self._graphs_of[bound] -= 1
                 if not self._graphs_of[bound]:
                     del self._graphs_of[bound]
-                    if isinstance(bound, Keeper):
+                    if isinstance(bound, CaptureResource):
                         bound.release()
-        self._doomed.clear()
+        self._retired.clear()
 
     def pin(self, bound: Bound, context: Context, stream: int) -> Pinned:
         """Capture a kernel into a graph that stays until `unpin`; enqueues nothing.
@@ -186,9 +186,9 @@ class Graphs:
 
     def unpin(self, pinned: Pinned) -> None:
         del self._pinned[pinned]
-        self._doomed.append(_Doomed(pinned.context, pinned.graph, pinned.bound))
+        self._retired.append(_Retired(pinned.context, pinned.graph, pinned.bound))
 
-    def _capture(self, steady: Steady, bound: Bound, context: Context, stream: int) -> str:
+    def _capture(self, steady: GraphCache, bound: Bound, context: Context, stream: int) -> str:
         try:
             # On the lane's own stream: what a library keeps for each stream, such as the workspace of cuBLAS, is then
             # used by calls in a row only, as without a graph.
@@ -215,7 +215,7 @@ class Graphs:
         try:
             graph = _record(bound, context.driver, self._on_stream, stream)
         except BaseException:
-            self._doomed.append(_Doomed(context, 0, bound))
+            self._retired.append(_Retired(context, 0, bound))
             raise
         # Other processes' memory counts here, too. The worst that comes of it is a graph less.
         return graph, max(0, free - context.driver.memory_info()[0])
@@ -225,16 +225,16 @@ class Graphs:
         while live and (len(live) > MAX_GRAPHS or pinned + sum(one.nbytes for one in live) > self._budget_bytes):
             self._release(next(iter(live)), Signal.EVICTED)
 
-    def _release(self, steady: Steady, signal: Signal) -> None:
+    def _release(self, steady: GraphCache, signal: Signal) -> None:
         context = self._live.pop(steady)
         assert steady.bound is not None
-        self._doomed.append(_Doomed(context, steady.graph, steady.bound))
+        self._retired.append(_Retired(context, steady.graph, steady.bound))
         steady.graph = steady.stream = steady.nbytes = 0
         steady.bound = None
         self._rest(steady, signal)
 
     @staticmethod
-    def _rest(steady: Steady, signal: Signal) -> None:
+    def _rest(steady: GraphCache, signal: Signal) -> None:
         steady.step(signal)
         steady.runs, steady.needed = 0, steady.needed * _PATIENCE
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from layerzero.ipc.cuda.driver import Driver
 from layerzero.ipc.cuda.mappings import Mapping
-from layerzero.workers.gpu.graph_cache import Steady
+from layerzero.workers.gpu.graph_cache import GraphCache
 from layerzero.workers.provider import Bind, Bound, Call
 
 MAX_TASKS = 64  # of a plan
@@ -77,7 +77,7 @@ class Task:
     bound: Bound
     inputs: tuple[Span, ...]
     outputs: tuple[Span, ...]
-    steady: Steady = field(default_factory=Steady)
+    steady: GraphCache = field(default_factory=GraphCache)
 
 
 @dataclass(eq=False)

@@ -18,10 +18,10 @@ from layerzero.workers.gpu.graph_cache import (
     FROZEN_AFTER,
     MAX_GRAPHS,
     TRANSITIONS,
+    GraphCache,
     Graphs,
     Signal,
     State,
-    Steady,
 )
 
 STREAM = 5
@@ -49,7 +49,7 @@ class Rig:
         self.runs += 1
         self.driver.copy_on_device(self.memory, self.memory + 64, 8, self.stream)
 
-    def call(self, one: Steady, kernel: Callable[[], object] | None = None, stream: int = STREAM) -> str:
+    def call(self, one: GraphCache, kernel: Callable[[], object] | None = None, stream: int = STREAM) -> str:
         """As a worker does it; returns why the kernel cannot be captured."""
         kernel = kernel or self.kernel
         with self.context:
@@ -59,7 +59,7 @@ class Rig:
                     kernel()
         return reason
 
-    def repeat(self, one: Steady, count: int = FROZEN_AFTER + 1) -> list[State]:
+    def repeat(self, one: GraphCache, count: int = FROZEN_AFTER + 1) -> list[State]:
         states = []
         for _ in range(count):
             assert self.call(one) == ""
@@ -74,7 +74,7 @@ def rig() -> Rig:
 
 def test_kernel_is_captured_once_its_blocks_have_come_back_often_enough(rig: Rig) -> None:
     """The first runs compile, load and tune, which a capture must not see."""
-    assert rig.repeat(Steady(), 7) == [State.WARMUP] * 4 + [State.REPLAYING] * 3
+    assert rig.repeat(GraphCache(), 7) == [State.WARMUP] * 4 + [State.REPLAYING] * 3
     assert (rig.runs, rig.driver.calls["launch_graph"]) == (5, 3)
 
 
@@ -84,7 +84,7 @@ def test_every_state_but_the_last_can_be_left_and_none_that_has_a_graph_is_a_dea
     assert left == set(State) - {State.EAGER}
     assert {state for state, signal in TRANSITIONS if signal is Signal.EVICTED} == left - {State.WARMUP}
     with pytest.raises(KeyError):
-        Steady(state=State.EAGER).step(Signal.REPEATED)
+        GraphCache(state=State.EAGER).step(Signal.REPEATED)
 
 
 def refuse(rig: Rig) -> None:
@@ -106,7 +106,7 @@ KERNELS: dict[str, tuple[Callable[[Rig], object], str]] = {
 def test_kernel_that_cannot_be_captured_is_tried_once(rig: Rig, name: str) -> None:
     """And runs as before: the stream is usable, and no graph is left."""
     kernel, reason = KERNELS[name]
-    one = Steady()
+    one = GraphCache()
     said = [rig.call(one, lambda: kernel(rig)) for _ in range(20)]
     assert [text for text in said if text] == [said[FROZEN_AFTER]]
     assert reason in said[FROZEN_AFTER]
@@ -115,7 +115,7 @@ def test_kernel_that_cannot_be_captured_is_tried_once(rig: Rig, name: str) -> No
 
 def test_capture_that_ran_out_of_memory_is_tried_again_later(rig: Rig) -> None:
     """It says nothing of the kernel."""
-    one = Steady()
+    one = GraphCache()
     rig.driver.fails["begin_capture"] = error("cuStreamBeginCapture", 2)
     rig.driver.times["begin_capture"] = 1
     assert rig.repeat(one, 5)[-1] is State.WARMUP
@@ -125,7 +125,7 @@ def test_capture_that_ran_out_of_memory_is_tried_again_later(rig: Rig) -> None:
 
 def test_lost_gpu_is_no_reason_to_stay_eager(rig: Rig) -> None:
     """The process has to end."""
-    one = Steady()
+    one = GraphCache()
     rig.repeat(one, FROZEN_AFTER)
     rig.driver.fails["begin_capture"] = error("cuStreamBeginCapture", 700, sticky=True)
     rig.driver.times["begin_capture"] = -1
@@ -142,7 +142,7 @@ def test_no_garbage_is_collected_while_a_kernel_is_captured(rig: Rig) -> None:
         seen.append(gc.isenabled())
         rig.kernel()
 
-    one = Steady()
+    one = GraphCache()
     for _ in range(FROZEN_AFTER + 1):
         rig.call(one, kernel)
     assert seen == [True] * FROZEN_AFTER + [False]
@@ -152,13 +152,13 @@ def test_no_garbage_is_collected_while_a_kernel_is_captured(rig: Rig) -> None:
 def test_graph_that_was_used_longest_ago_goes_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """And comes back only after many more runs, so that graphs that do not fit together do not take turns."""
     monkeypatch.setattr(graph_cache, "MAX_GRAPHS", 2)
-    first, second, third = Steady(), Steady(), Steady()
+    first, second, third = GraphCache(), GraphCache(), GraphCache()
     rig.repeat(first)
     rig.repeat(second)
     rig.call(first)
     rig.repeat(third)
     assert [one.state for one in (first, second, third)] == [State.REPLAYING, State.WARMUP, State.REPLAYING]
-    assert rig.graphs.has_doomed
+    assert rig.graphs.has_retired
     rig.graphs.reap()
     assert len(rig.driver.graphs) == 2
     assert rig.repeat(second, 8 * FROZEN_AFTER + 1)[-2:] == [State.WARMUP, State.REPLAYING]
@@ -167,13 +167,13 @@ def test_graph_that_was_used_longest_ago_goes_first(rig: Rig, monkeypatch: pytes
 def test_graphs_together_stay_within_their_memory(rig: Rig) -> None:
     """Measured, since no driver says what a graph takes."""
     rig = Rig(budget_bytes=5 << 20)
-    all_of_them = [Steady() for _ in range(8)]
+    all_of_them = [GraphCache() for _ in range(8)]
     for one in all_of_them:
         rig.repeat(one)
     assert [one.state for one in all_of_them] == [State.WARMUP] * 3 + [State.REPLAYING] * 5
     assert len(all_of_them) < MAX_GRAPHS
     rig.driver.graph_bytes = 6 << 20
-    large = Steady()
+    large = GraphCache()
     rig.repeat(large)
     assert large.state is State.WARMUP
 
@@ -193,7 +193,7 @@ class Keeps:
 
 def test_memory_of_a_kernels_graphs_goes_with_the_last_of_them(rig: Rig) -> None:
     """A graph that had to go for its size would else go on holding it."""
-    kernel, one = Keeps(rig), Steady()
+    kernel, one = Keeps(rig), GraphCache()
     for _ in range(FROZEN_AFTER + 1):
         rig.call(one, kernel)
     with rig.context:
@@ -216,7 +216,7 @@ def test_memory_of_a_capture_that_failed_goes(rig: Rig) -> None:
                 raise ValueError("odd")
             super().__call__()
 
-    kernel, one = Refuses(rig), Steady()
+    kernel, one = Refuses(rig), GraphCache()
     for _ in range(FROZEN_AFTER):
         rig.call(one, kernel)
     assert rig.call(one, kernel) == "ValueError: odd"
@@ -226,13 +226,13 @@ def test_memory_of_a_capture_that_failed_goes(rig: Rig) -> None:
 
 def test_without_memory_for_them_there_are_no_graphs() -> None:
     """The way to turn them off."""
-    rig, one = Rig(budget_bytes=0), Steady()
+    rig, one = Rig(budget_bytes=0), GraphCache()
     assert rig.repeat(one, 20) == [State.WARMUP] * 20
 
 
 def test_launch_that_fails_is_the_calls_error_and_the_last(rig: Rig) -> None:
     """The broker runs that call elsewhere; the next ones run without a graph."""
-    one = Steady()
+    one = GraphCache()
     rig.repeat(one)
     rig.driver.fails["launch_graph"] = error("cuGraphLaunch", 1)
     rig.driver.times["launch_graph"] = 1
@@ -243,12 +243,12 @@ def test_launch_that_fails_is_the_calls_error_and_the_last(rig: Rig) -> None:
 
 def test_blocks_that_are_gone_leave_no_graph(rig: Rig) -> None:
     """It has their addresses."""
-    one = Steady()
+    one = GraphCache()
     rig.repeat(one)
     rig.graphs.drop(one)
-    rig.graphs.drop(Steady())
+    rig.graphs.drop(GraphCache())
     rig.graphs.reap()
-    assert (rig.driver.graphs, rig.graphs.has_doomed) == ({}, False)
+    assert (rig.driver.graphs, rig.graphs.has_retired) == ({}, False)
 
 
 def test_memory_for_graphs_is_a_whole_number_of_mib() -> None:
