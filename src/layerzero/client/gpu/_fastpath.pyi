@@ -7,8 +7,8 @@ from layerzero.client.connection.call import Request
 LAYOUT: tuple[int, ...]
 LIMITS: tuple[int, ...]
 
-class Site:
-    def __new__(cls, **told: Any) -> Site: ...
+class CallSite:
+    def __new__(cls, **told: Any) -> CallSite: ...
 
 class Repeats:
     def __new__(cls, **told: Any) -> Repeats: ...

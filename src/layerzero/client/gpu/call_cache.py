@@ -19,7 +19,7 @@ from layerzero.client.connection.call import Request, Route
 from layerzero.client.connection.express import Lease
 from layerzero.client.gpu.arrays import current_stream, new_like
 from layerzero.client.gpu.device import Gpu
-from layerzero.client.gpu.fastpath import site_of
+from layerzero.client.gpu.fastpath import call_site_of
 from layerzero.client.gpu.outcomes import OnRing
 from layerzero.client.gpu.placement import Memory
 from layerzero.client.gpu.ring import GpuLane
@@ -28,7 +28,7 @@ from layerzero.ipc.errors import CudaError
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from layerzero.client.gpu._fastpath import Repeats, Site
+    from layerzero.client.gpu._fastpath import CallSite, Repeats
 
 MAX_KNOWN, MAX_PLACES = 4096, 64
 
@@ -50,7 +50,7 @@ class Known:
     make: Callable[[Any], tuple[Any, int]]  # a new array for the result, like an input
     is_here: Callable[[], bool]  # the GPU's context is current in this thread
     places: dict[int, tuple[bytes, Owners]] = field(default_factory=dict)
-    site: Site | None = None  # for the C
+    site: CallSite | None = None  # for the C
 
     @classmethod
     def of(cls, enqueued: OnRing, like: Array, repeats: Repeats | None) -> Known:
@@ -59,7 +59,7 @@ class Known:
         watch, is_here = _capture_watcher(like, gpu), _context_watcher(like, gpu)
         known = cls(gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), watch, make, is_here)
         if repeats is not None:
-            known.site = site_of(known, like)
+            known.site = call_site_of(known, like)
         return known
 
     def is_current(self) -> bool:

@@ -18,7 +18,7 @@ from layerzero.client.gpu.outcomes import OnRing
 from layerzero.ipc.shm.timeline_page import Turn
 
 if TYPE_CHECKING:
-    from layerzero.client.gpu._fastpath import Repeats, Site
+    from layerzero.client.gpu._fastpath import CallSite, Repeats
     from layerzero.client.gpu.call_cache import Known
     from layerzero.client.gpu.calls import GpuCalls
 
@@ -64,7 +64,7 @@ def learn(repeats: Repeats, like: Array) -> None:
         repeats.learn(array=sys.modules["cupy"].ndarray)
 
 
-def site_of(known: Known, like: Array) -> Site | None:
+def call_site_of(known: Known, like: Array) -> CallSite | None:
     """What the C needs for a known call; None where the driver lacks a function."""
     gpu, lane, lease = known.gpu, known.lane, known.lease
     driver = gpu.memory.context.driver
@@ -79,7 +79,7 @@ def site_of(known: Known, like: Array) -> Site | None:
         specs = known.route.plan.results
         if empty is not None and len(specs) == 1 and specs[0].is_contiguous and specs[0].dtype == like.spec.dtype:
             form = (specs[0].shape, specs[0].strides, getattr(torch, like.spec.dtype))
-    site: Site = fastpath_library.repeats.Site(
+    site: CallSite = fastpath_library.repeats.CallSite(
         gpu=gpu,
         lane=lane,
         lease=lease,

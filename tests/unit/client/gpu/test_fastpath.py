@@ -137,6 +137,6 @@ def test_what_it_is_not_told_is_named() -> None:
     with pytest.raises(TypeError, match="known is missing"):
         fastpath_library.repeats.Repeats(calls=None)
     with pytest.raises(TypeError, match="gpu is missing"):
-        fastpath_library.repeats.Site(lane=None)
+        fastpath_library.repeats.CallSite(lane=None)
     with pytest.raises(TypeError, match="colour"):
         make().learn(colour=1)
