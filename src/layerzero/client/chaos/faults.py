@@ -41,14 +41,14 @@ def worker_pid(where: Endpoints, backend: str) -> int | None:
     return None
 
 
-class Strikes:
+class Faults:
     """Does faults. `later(in_s, action)` puts off the second half of those that last."""
 
     def __init__(self, where: Endpoints, later: Later) -> None:
         self._where = where
         self._later = later
 
-    def strike(self, pid: int | None, kind: str, lasts_s: float) -> str:
+    def inject(self, pid: int | None, kind: str, lasts_s: float) -> str:
         """Returns what came of it: "done", or why nothing did."""
         if pid is None:
             return "absent"

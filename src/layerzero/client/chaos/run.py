@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client.chaos import history
-from layerzero.client.chaos.faults import Strikes, processes, worker_pid
+from layerzero.client.chaos.faults import Faults, processes, worker_pid
 from layerzero.client.chaos.load import Orders
 from layerzero.client.chaos.schedule import Fault, schedule
 from layerzero.client.connection import start
@@ -66,7 +66,7 @@ class _Run:
         self._chaos, self._where, self._tell = chaos, where, tell
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._strikes = Strikes(where, self._later)
+        self._faults = Faults(where, self._later)
         self._clients: dict[int, subprocess.Popen[str]] = {}
         self._incarnations = [0] * chaos.clients
         self._ended_badly: list[str] = []
@@ -100,7 +100,7 @@ class _Run:
                 self._start_client(number)
             self._tell(f"{chaos.clients} clients call {', '.join(backends)}; {len(faults)} faults to come")
             for fault in faults:
-                self._agenda.append((begin_s + fault.at_s, next(self._order), self._striker(fault, begin_s, writer)))
+                self._agenda.append((begin_s + fault.at_s, next(self._order), self._injector(fault, begin_s, writer)))
             heapq.heapify(self._agenda)
             self._work_until(begin_s + chaos.duration_s)
             self._tell("the clients finish")
@@ -166,8 +166,8 @@ class _Run:
             time.sleep(POLL_S)
             self._replace_dead_clients()
 
-    def _striker(self, fault: Fault, begin_s: float, writer: history.Writer) -> Callable[[], None]:
-        def strike() -> None:
+    def _injector(self, fault: Fault, begin_s: float, writer: history.Writer) -> Callable[[], None]:
+        def inject() -> None:
             incarnation = None
             if fault.role == "client":
                 incarnation = self._incarnations[int(fault.target)]
@@ -180,11 +180,11 @@ class _Run:
             if fault.kind == "leave":
                 result = self._let_leave(int(fault.target))
             else:
-                result = self._strikes.strike(pid, fault.kind, fault.lasts_s)
+                result = self._faults.inject(pid, fault.kind, fault.lasts_s)
             facts: dict[str, Any] = {**fault.to_dict(), "at": at_s, "planned": begin_s + fault.at_s}
             writer.write(**facts, pid=pid, incarnation=incarnation, result=result)
 
-        return strike
+        return inject
 
     # --- clients
 
