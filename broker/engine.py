@@ -250,21 +250,19 @@ class Engine:
         if missing is not None:
             raise missing
         policy = self.policy_for(spec)
-        return SelectionContext.of(
+        return SelectionContext(
             spec.op,
             spec.inputs,
             spec.outputs,
             spec.attrs,
             self.devices[spec.device],
             policy_hash=policy.hash,
-            allow_fallback=not spec.pinned,
             allow_jit_compile=policy.allow_jit_compile,
             requires_deterministic=policy.requires_deterministic,
             memory_headroom_bytes=policy.memory_headroom_bytes,
             free_memory_bytes=(
                 self.free_memory_bytes.get(spec.device) if policy.memory_headroom_bytes is not None else None
             ),
-            strict_mode=policy.strict_mode,
         )
 
     def cell(self, context: SelectionContext) -> Cell:

@@ -65,7 +65,6 @@ class KernelCapability(BaseModel):
     supports_empty: bool = False  # tensors with an extent of 0
     requires_contiguous: bool = False  # every input row-major without gaps
     requires_last_dim_stride1: bool = False
-    requires_aligned: bool = False  # every row of every tensor starts at a multiple of 16 bytes
     optional_args: tuple[str, ...] = ()  # optional tensor arguments that may be given
     required_args: tuple[str, ...] = ()  # optional tensor arguments that must be given
     attrs: dict[str, tuple[Attr, ...]] = {}  # attribute -> allowed values
@@ -85,8 +84,7 @@ class KernelCapability(BaseModel):
     head_dim_multiple: Positive = 1
     equal_head_dims: bool = False  # that of values is that of queries and keys
     max_seq_len: Positive | None = None
-    supports_gqa: bool = False
-    gqa_layout: Literal["grouped", "interleaved"] = "grouped"  # query head h uses key head h // group, or h % key heads
+    supports_gqa: bool = False  # query head h uses key head h // group; kernels with another rule say false
     attn_mask_types: tuple[Literal["bool", "float"], ...] = ()
     attn_mask_layouts: tuple[Literal["broadcast", "per_head"], ...] = ("broadcast", "per_head")
     causal_alignments: tuple[Literal["top_left", "bottom_right"], ...] = ()
@@ -110,9 +108,7 @@ class KernelCapability(BaseModel):
     vocab_hashes: tuple[str, ...] | None = None
     merges_hashes: tuple[str, ...] | None = None
     added_tokens_hashes: tuple[str, ...] | None = None
-    special_tokens_hashes: tuple[str, ...] | None = None
     supports_normalizers: tuple[str, ...] | None = None
-    supports_pretokenizers: tuple[str, ...] | None = None
 
     # semantics
     compute_dtype: str = "same"  # accumulation dtype; "same" is that of the inputs
@@ -120,14 +116,12 @@ class KernelCapability(BaseModel):
     rng: Literal["none", "seeded", "global"] = "none"  # draws no random numbers, those of a given seed, or any
     is_cuda_graph_safe: bool = False
     mutates_inputs: bool = False
-    out_contract: Literal["overwrites", "accumulates"] = "overwrites"  # what it does to the memory of results
     copies_inputs: bool = False  # the library copies inputs into its own memory
     copies_outputs: bool = False  # results are copied into the caller's memory
 
     # cost
     needs_jit: bool = False  # it is compiled before it can run
     compiled_for: tuple[Facet, ...] | None = None  # in what calls agree that one compilation serves; None: in all
-    init_cost_ms: Annotated[float, Field(ge=0)] | None = None  # of the first call in a process
     transform_cost_hint: Annotated[int, Field(ge=0)] = 0  # in points of the score
     fuses_ops: tuple[str, ...] = ()  # adjacent ops that it does in the same pass
     workspace_bytes: Annotated[int, Field(ge=0)] = 0  # beyond the caller's memory, for any call

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from layerzero.ipc.ops import OPS
+
 ROOT = Path(__file__).parents[2]
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z0-9_.-]+\.(?:py|md|json|toml))`")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -18,6 +20,12 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
     """A table that walks the code is worth nothing once it leads astray."""
     named = set(FILE.findall(document.read_text(encoding="utf-8")))
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+def test_every_op_has_its_section() -> None:
+    """docs/ops.md is where users read what an op means, and what its kernels are held to."""
+    document = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    assert [line[3:] for line in document.splitlines() if line[3:] in OPS] == list(OPS)
 
 
 EXAMPLE = ROOT / "examples" / "third-party-backend"

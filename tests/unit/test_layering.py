@@ -96,14 +96,12 @@ PURE = (
     "broker/waiting.py",
     "broker/unreachable.py",
     "broker/worker_fsm.py",
-    "capabilities/backend.py",
     "capabilities/compile_unit.py",
     "capabilities/context.py",
     "capabilities/device.py",
     "capabilities/fixes.py",
     "capabilities/match.py",
     "capabilities/mends.py",
-    "capabilities/operations.py",
     "capabilities/reasons.py",
 )
 PURE_STDLIB = {
