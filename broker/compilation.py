@@ -48,9 +48,6 @@ class Compilation:
         self._failed: dict[Unit, str] = {}
         self._queues: dict[str, _Queue] = {}
 
-    def is_compiled(self, unit: Unit) -> bool:
-        return unit in self._compiled
-
     @property
     def failures(self) -> Mapping[Unit, str]:
         """Why units could not be compiled."""

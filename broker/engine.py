@@ -146,8 +146,7 @@ class Engine:
         self._versions[backend] = dict(versions)
         self._world = self._hash_world()
         if before is not None:
-            for kernel_id in self.capabilities[backend].kernel_ids:
-                self.perf.forget(kernel_id)
+            self.perf.forget(frozenset(self.capabilities[backend].kernel_ids))
             self.epoch += 1
 
     def note_time(self, kernel_id: str, cell: Cell, kernel_ns: int, now_s: float, *, is_clean: bool) -> None:
@@ -384,7 +383,7 @@ class Engine:
             )
             notes = (*notes, f"last resort, {when}: failed {health.failures} times, last: {health.last_signature}")
         weights = policy.weights
-        stat = self.perf.stat(kernel.kernel_id, context.perf_key(), now_s)
+        stat = self.perf.stat(kernel.kernel_id, context.perf_key())
         terms = {"priority": weights.priority * kernel.priority}
         if said.bonus:
             terms["policy"] = weights.policy * said.bonus

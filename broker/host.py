@@ -15,7 +15,6 @@ from pathlib import Path
 
 from layerzero.broker import cuda_driver
 from layerzero.capabilities.device import DeviceSpec
-from layerzero.ipc.errors import ConfigError
 
 ROOT = Path("/")
 # What kernel libraries choose their code by; /proc/cpuinfo lists a hundred more.
@@ -25,25 +24,6 @@ _ISA = frozenset(
     | {"asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"}
 )
 _VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "HygonGenuine": "hygon", "0x41": "arm", "0x61": "apple"}
-
-
-def detect_device(variant: str) -> DeviceSpec:
-    """What kernels of an environment variant ("cpu", "cu12", "cu13") run on: the CPU, or the first GPU.
-
-    Raises ConfigError, with the reason, where a GPU variant finds none that its CUDA version can use.
-    """
-    if variant == "cpu":
-        return detect_cpu()
-    gpus = cuda_driver.detect_gpus()
-    if not gpus.devices:
-        raise ConfigError(f"variant {variant!r} needs an NVIDIA GPU: {gpus.reason}; use the variant 'cpu'")
-    device, wanted = gpus.devices[0], int(variant.removeprefix("cu"))
-    if int(device.cuda_version.partition(".")[0]) < wanted:
-        raise ConfigError(
-            f"variant {variant!r} needs a driver for CUDA {wanted}; this one ({device.driver_version}) serves CUDA "
-            f"{device.cuda_version}; update it or use an older variant"
-        )
-    return device
 
 
 def free_memory_bytes(device: DeviceSpec, root: Path = ROOT) -> int | None:

@@ -55,31 +55,6 @@ class Measurement:
         )
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One row of `failures`, in the order of its columns: how often a kind of failure was seen, and when."""
-
-    backend: str
-    op: str
-    device: str
-    signature: str
-    identity: str
-    count: int
-    first_at: float
-    last_at: float
-
-    @property
-    def is_possible(self) -> bool:
-        texts = (self.backend, self.op, self.device, self.signature, self.identity)
-        times = (self.first_at, self.last_at)
-        return (
-            all(type(x) is str for x in texts)
-            and type(self.count) is int
-            and self.count > 0
-            and all(type(x) is float and math.isfinite(x) for x in times)
-        )
-
-
 def checksum(values: Sequence[Any]) -> bytes:
     """Of one row: SQLite's own checks do not see a flipped bit in a number."""
     return hashlib.blake2b(json.dumps(list(values), default=repr).encode(), digest_size=16).digest()

@@ -124,9 +124,6 @@ class BlockPlan:
     transforms: tuple[Transform, ...]
     is_exact: bool = True
 
-    def kernel_of(self, node: int) -> str:
-        return next(step.kernel_id for step in self.steps if node in step.nodes)
-
 
 @dataclass(frozen=True, slots=True)
 class _Unit:

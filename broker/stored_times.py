@@ -1,4 +1,4 @@
-"""Measured times and failures on their way between the engine and the database of measured times."""
+"""Measured times on their way between the engine and the database of measured times."""
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ class StoredTimes:
         engine = self._engine
         if now_s >= self.due_s:
             self.due_s = math.inf
-            self.perfdb.save(engine.perf.take_dirty(), engine.health.take_dirty())
+            self.perfdb.save(engine.perf.take_dirty())
         if self.due_s == math.inf and engine.perf.has_dirty:
             self.due_s = now_s + SAVE_S
 
     def close(self) -> None:
         """What is new is saved first."""
-        engine = self._engine
-        while (rows := engine.perf.take_dirty()) or engine.health.has_dirty:
-            self.perfdb.save(rows, engine.health.take_dirty())
+        while rows := self._engine.perf.take_dirty():
+            self.perfdb.save(rows)
         self.perfdb.close()

@@ -306,8 +306,3 @@ def share(value: Any) -> Any:
     shared, memory = _fresh(TensorSpec.contiguous(array.spec.dtype, array.spec.shape), array)
     copy_into(array, memory)
     return shared
-
-
-def default_runtime_dir() -> Path:
-    """Where lz.connect() looks for a broker."""
-    return starting.runtime_dir()

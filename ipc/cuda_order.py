@@ -156,11 +156,6 @@ class ClientOrder(_Words):
         """The stream's; -1 while it has none."""
         return self.lanes.get(_key(stream), -1)
 
-    def is_quiet(self, stream: int) -> bool:
-        """Whether no call of the stream is open."""
-        lane = self.lanes.get(_key(stream))
-        return lane is None or self.page.is_done(Turn(lane, self.next_numbers[lane] - 1 & MASK))
-
     def _next_turn(self, stream: int) -> Turn:
         key = _key(stream)
         lane = self.lanes.get(key)
