@@ -154,7 +154,6 @@ class Policy:
     strict_mode: bool = False
     plan_mode: bool = False
     allow_adaptation: bool = True
-    graph_strict_mode: bool = False
     backend_isolation: Mapping[str, Isolation] = field(default_factory=lambda: {"*": "subprocess"})
     allow_jit_compile: bool = True
     requires_deterministic: bool = False
@@ -349,7 +348,6 @@ _SCALARS = (
     "strict_mode",
     "plan_mode",
     "allow_adaptation",
-    "graph_strict_mode",
     "allow_jit_compile",
     "requires_deterministic",
     "memory_headroom_bytes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ from layerzero.broker.host import free_memory_bytes
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.names import unknown_name
 
 if TYPE_CHECKING:
     from layerzero.broker.server import Server
@@ -34,9 +34,7 @@ def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
     known = sorted(server.state.capabilities)
     for name in names or ():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidArgument(f"no backend is called {name!r:.60}{hint} Known: {', '.join(known)}")
+            raise InvalidArgument(unknown_name("backend", name, known))
     if names is not None:
         return sorted(set(names))
     return [name for name in known if not _is_denied(server, name) and not _is_refused(server, name)]
@@ -163,30 +161,6 @@ def _compiled(server: Server) -> Check:
     return Check(name, True, _lines([f"{compilation.count()} are kept, for one kind of calls each", *going]))
 
 
-def _graphs(server: Server) -> Check:
-    """Where the policy is strict about graphs: this device captures some, and kernels are declared safe in them."""
-    if not server.policy.policy.graph_strict_mode:
-        return Check("graphs", True, "graph_strict_mode is off")
-    devices = server.state.engine.devices.values()
-    if not any(device.supports_graphs for device in devices):
-        name = " or ".join(device.device_name for device in devices)
-        return Check(
-            "graphs", False, f"graph_strict_mode is on, and {name} captures no graphs", "graph_strict_mode: false"
-        )
-    safe = sorted(
-        kernel.kernel_id
-        for capability in server.state.capabilities.values()
-        for kernels in capability.ops.values()
-        for kernel in kernels
-        if kernel.is_cuda_graph_safe
-    )
-    if not safe:
-        return Check(
-            "graphs", False, "graph_strict_mode is on, and no kernel is safe in a graph", "graph_strict_mode: false"
-        )
-    return Check("graphs", True, f"{len(safe)} kernels are declared safe in a graph")
-
-
 def _sharing(server: Server) -> Check:
     """Faults of one process on a GPU stay there."""
     name, allowed = "GPU sharing", server.settings.allow_mps
@@ -212,6 +186,5 @@ QUESTIONS: tuple[Callable[[Server], Check], ...] = (
     _times,
     _compiled,
     _memory,
-    _graphs,
     _sharing,
 )

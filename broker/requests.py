@@ -3,7 +3,6 @@ long as a call is a generator: its answer is made in steps (questions.py)."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import os
@@ -26,6 +25,7 @@ from layerzero.broker.tuning import Usage, next_sample
 from layerzero.ipc import wire
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.lane import lane_of
+from layerzero.ipc.names import unknown_name
 
 if TYPE_CHECKING:
     from layerzero.broker.server import Server
@@ -50,10 +50,7 @@ def begin(server: Server, method: str, params: Mapping[str, Any]) -> Any:
     """As `answer`, or the Steps to it."""
     function = METHODS.get(method)
     if function is None:
-        near = difflib.get_close_matches(method, METHODS, n=1)
-        raise InvalidArgument(
-            f"unknown method {method!r:.60}; known: {', '.join(METHODS)}{f'; near: {near}' if near else ''}"
-        )
+        raise InvalidArgument(unknown_name("method", method, METHODS))
     return function(server, params)
 
 
@@ -142,7 +139,7 @@ def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     name = params.get("backend")
     worker = server.state.workers.get(name) if isinstance(name, str) else None
     if worker is None:
-        raise InvalidArgument(f"no backend is called {name!r:.60}; known: {', '.join(sorted(server.state.workers))}")
+        raise InvalidArgument(unknown_name("backend", name, sorted(server.state.workers)))
     reason = server.state.unavailable.get(worker.backend)
     detail = f"{reason.code.value}: {reason.detail}" if reason else worker.state.value
     return {"ok": reason is None, "state": worker.state.value, "detail": detail}
@@ -282,10 +279,7 @@ def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
     if name is not None and (not isinstance(name, str) or name not in server.state.workers):
-        near = difflib.get_close_matches(str(name), server.state.workers, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(sorted(server.state.workers))
-        raise InvalidArgument(f"no backend is called {name!r:.60}{hint or '.'} Known: {known}")
+        raise InvalidArgument(unknown_name("backend", name, sorted(server.state.workers)))
     names = [name] if name is not None else list(server.state.workers)
     for backend in names:
         if backend in server.joined.names:
@@ -313,7 +307,7 @@ def provider(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     name = params.get("backend")
     manifest = server.launcher.manifests.get(name) if isinstance(name, str) else None
     if manifest is None:
-        raise InvalidArgument(f"no backend is called {name!r:.60}")
+        raise InvalidArgument(unknown_name("backend", name, sorted(server.launcher.manifests)))
     return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
 
 

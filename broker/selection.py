@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from layerzero.capabilities.descriptor import Capability, KernelCapability
 from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
 from layerzero.ipc.messages import Prepare, Route, decode, encode
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
@@ -48,8 +47,7 @@ class CallSpec:
             raise ProtocolError(f"backend name of {len(message.backend)} characters; allowed: {MAX_NAME}")
         op = OPS.get(message.op)
         if op is None:
-            near = difflib.get_close_matches(message.op, OPS, n=1)
-            raise InvalidArgument(f"unknown op {message.op!r:.80}{f'; did you mean {near[0]!r}?' if near else ''}")
+            raise InvalidArgument(unknown_name("op", message.op, OPS))
         if len(message.inputs) != len(op.inputs) or len(message.outputs) != len(op.outputs):
             raise ProtocolError(f"{op.name} has {len(op.inputs)} inputs and {len(op.outputs)} outputs")
         missing = [
@@ -174,20 +172,12 @@ class Signature:
     users: int = 0  # routes and open calls
 
 
-@functools.lru_cache(maxsize=64)
-def _unknown(backend: str, known: tuple[str, ...]) -> str:
-    """Kept, because to look for what is meant costs as much as the rest of a refusal."""
-    near = difflib.get_close_matches(backend, known, n=1)
-    hint = f"; did you mean {near[0]!r}" if near else ""
-    return f"no backend is called {backend!r}{hint}. Known: {', '.join(sorted(known))}"
-
-
 def no_backend(
     spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
 ) -> NoBackend | InvalidArgument:
     """The error for a call that nobody can take: which candidates there are, and why each refuses."""
     if spec.pinned and spec.pinned not in known:
-        return InvalidArgument(_unknown(spec.pinned, tuple(known)))
+        return InvalidArgument(unknown_name("backend", spec.pinned, sorted(known)))
     if not ranked:
         return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
     relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
 from layerzero.capabilities.descriptor import Capability, DescriptorError, parse
 from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.ops import OPS
 
 MAX_KERNELS = 256
@@ -18,9 +17,7 @@ def vet(text: str, origin: str, backend: str) -> Capability:
         raise _wrong(origin, f"backend is {found.backend!r}; its manifest and entry point say {backend!r}")
     for op in found.ops:
         if op not in OPS:
-            near = difflib.get_close_matches(op, OPS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise _wrong(origin, f"ops.{op:.80}: no op is called so{hint} Known: {', '.join(OPS)}")
+            raise _wrong(origin, f"ops: {unknown_name('op', op, OPS)}")
     if not 1 <= len(found.kernel_ids) <= MAX_KERNELS:
         raise _wrong(origin, f"lists {len(found.kernel_ids)} kernels; allowed: 1 to {MAX_KERNELS}")
     for kernel_id in found.kernel_ids:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import difflib
 import inspect
 import json
 import math
@@ -20,6 +19,7 @@ from layerzero.client.cli_output import err, note, out, print_json
 from layerzero.client.inputs import random_inputs, tensor_names
 from layerzero.client.report import SelectionReport
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
@@ -39,9 +39,7 @@ def find_op(name: str) -> Callable[..., Any]:
     if name in OPS:
         function: Callable[..., Any] = getattr(ops, name)
         return function
-    near = difflib.get_close_matches(name.lower(), OPS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise InvalidArgument(f"no op is called {name!r}; {hint}Ops: {', '.join(OPS)}")
+    raise InvalidArgument(unknown_name("op", name, OPS))
 
 
 def parse_spec(text: str) -> TensorSpec | None:
@@ -52,11 +50,8 @@ def parse_spec(text: str) -> TensorSpec | None:
     dtype = ALIASES.get(dtype, dtype)
     extents = shape.split("x") if shape else []
     if dtype not in ITEMSIZE or not all(extent.isdecimal() for extent in extents):
-        near = difflib.get_close_matches(dtype, ITEMSIZE, n=1)
-        raise InvalidArgument(
-            f"argument {text!r} is not SHAPE:DTYPE, such as 1x8x128x64:float16, or none; dtypes: {', '.join(ITEMSIZE)}"
-            + (f"; did you mean {near[0]!r}?" if near and dtype not in ITEMSIZE else "")
-        )
+        form = f"argument {text!r} is not SHAPE:DTYPE, such as 1x8x128x64:float16, or none"
+        raise InvalidArgument(form if dtype in ITEMSIZE else f"{form}: {unknown_name('dtype', dtype, ITEMSIZE)}")
     contiguous = TensorSpec.contiguous(dtype, tuple(int(extent) for extent in extents))
     return TensorSpec.from_wire(contiguous.to_wire())  # for its checks
 
@@ -70,9 +65,7 @@ def parse_params(function: Callable[..., Any], words: Sequence[str]) -> dict[str
         if not equals:
             raise InvalidArgument(f"--param {word!r} is not name=value, such as is_causal=true")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidArgument(f"{op} has no parameter {name!r}; it has: {', '.join(known) or 'none'}{hint}")
+            raise InvalidArgument(f"{op}: {unknown_name('parameter', name, known)}")
         try:
             params[name] = json.loads(text)
         except ValueError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import statistics
 import time
@@ -17,6 +16,7 @@ from layerzero.client.inputs import random_inputs, tensor_names
 from layerzero.client.report import Candidate, SelectionReport
 from layerzero.client.tune_report import Times, TunedCall, TunedKernel, TuneReport
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import TensorSpec
 
@@ -303,9 +303,7 @@ def _name(op: str | Callable[..., Any]) -> str:
     name = op if isinstance(op, str) else str(getattr(op, "__name__", op))
     if name in OPS and (isinstance(op, str) or op is getattr(ops, name)):
         return name
-    near = difflib.get_close_matches(name.lower(), OPS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise InvalidArgument(f"no op is called {name!r:.60}; {hint}Ops: {', '.join(OPS)}")
+    raise InvalidArgument(unknown_name("op", name, OPS))
 
 
 def _bind(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

@@ -32,6 +32,7 @@ from layerzero.envs.resolution import Resolution, select
 from layerzero.envs.resolution import resolve as resolve_offline
 from layerzero.envs.wheelhouse import Wheelhouse
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError
+from layerzero.ipc.names import unknown_name
 
 BUILDER = 1  # part of every id; raise it when the way of building changes what is built
 RECORD = "lz-env.json"
@@ -93,7 +94,7 @@ def resolve(name: str, folders: Sequence[Path] = ()) -> EnvManifest:
     if name in found:
         return found[name]
     broken = [problem.message for problem in problems if problem.name == name]
-    raise ConfigError(broken[0] if broken else f"no environment is called {name!r}; known: {', '.join(sorted(found))}")
+    raise ConfigError(broken[0] if broken else unknown_name("environment", name, sorted(found)))
 
 
 def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, base: Path | None = None) -> Env:

@@ -408,7 +408,8 @@ def test_policy_check_lists_every_problem_with_its_line(idle: Site) -> None:
     assert "did you mean 'shadow_rate'?" in lines[2]
     file.write_text("locks:\n  silu: alpha.sliu\n")
     answer = data(lz(idle, "policy", "check", str(file), "--json"), USAGE)
-    assert answer["problems"] == [f"{file}:2: no kernel is called 'alpha.sliu'; did you mean 'alpha.silu'?"]
+    [problem] = answer["problems"]
+    assert problem.startswith(f"{file}:2: no kernel is called 'alpha.sliu'; did you mean 'alpha.silu'?")
     file.write_text("locks: [\n")
     assert "not YAML" in lz(idle, "policy", "check", str(file)).stdout
     file.write_text("locks:\n  silu: alpha.silu\n")

@@ -32,7 +32,6 @@ GENERAL = [
     "measured times",
     "compiled kernels",
     "memory",
-    "graphs",
     "GPU sharing",
 ]
 SILU = Call("silu", {"input": TensorSpec.contiguous("float32", (4, 8))})
@@ -109,7 +108,6 @@ def test_each_kernel_of_the_calls_given_must_have_run(toys: Callable[..., Site])
     [
         ({"plan_mode": "true"}, "dispatch table", "plan_mode is on", "lz solve"),
         ({"memory_headroom_bytes": "900000 GiB"}, "memory", "bytes free, memory_headroom_bytes is", "free memory"),
-        ({"graph_strict_mode": "true"}, "graphs", "captures no graphs", "graph_strict_mode: false"),
         (
             {"dispatch_table": "/nowhere/table.json"},
             "dispatch table",
