@@ -1,4 +1,5 @@
-"""Who would serve a call, why not the others, and what would have to change for them. Reads; changes nothing."""
+"""The explanation of a call: which kernel would serve it, why not the others, and what would have to change for those.
+Nothing changes by asking."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ def explain(
 
 
 def _fix(engine: Engine, context: SelectionContext, verdict: Verdict, best_us: float | None) -> dict[str, Any]:
+    """The fix of a rejected candidate and what it would save against the time `best_us`; empty when there is none."""
     if verdict.is_accepted or verdict.kernel is None:
         return {}
     fix = counterfactual(context, verdict.kernel, verdict.reasons)

@@ -1,4 +1,5 @@
-"""What kernels have cost: samples per (kernel, bucket of calls), and their statistics. `note` runs on every answer."""
+"""PerfTable: times of kernels as samples per (kernel, bucket of calls), and their statistics. `note` runs on every
+answer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Of clean runs. `warmup_ms`: the newest first run, with its compilation; 0.0 when none was seen."""
+    """Statistics of a kernel's clean runs on calls of one bucket. `warmup_ms`: its newest first run, with compilation;
+    0.0 when none was seen."""
 
     count: int
     median_us: float
@@ -26,7 +28,7 @@ class Stat:
 
     @property
     def is_stable(self) -> bool:
-        """Enough runs, and their spread is below a fifth of the median."""
+        """Whether the runs are enough, and their spread is below a fifth of the median."""
         return self.count >= ENOUGH and self.variance_us <= (0.2 * self.median_us) ** 2
 
 
@@ -40,6 +42,8 @@ class PerfRow:
 
 
 class _Row:
+    """Samples of one kernel and bucket: those of this broker, and the statistics that were stored before it."""
+
     __slots__ = ("cached", "measured_at_s", "samples", "stored", "total", "warmup_ms")
 
     def __init__(self, stored: Stat | None = None) -> None:
@@ -89,7 +93,7 @@ class _Row:
 
 
 class PerfTable:
-    """Of more than `max_rows` rows, the one that was noted longest ago is let go."""
+    """Rows of samples by (kernel, bucket). Of more than `max_rows`, the row that was noted longest ago is let go."""
 
     def __init__(self, *, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows

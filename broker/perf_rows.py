@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """All that a measurement of one backend depends on besides the call. Empty: the backend has none of it."""
+    """All that a measurement of one backend depends on besides the call. A field that the backend lacks is empty."""
 
     device_uuid: str = ""
     driver_version: str = ""

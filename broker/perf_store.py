@@ -1,4 +1,5 @@
-"""The file behind PerfDB: the only SQL of the broker. Trusts no byte of it: damage is found, never repeated.
+"""The file behind PerfDB: the only SQL of the broker. No byte of the file is trusted: damaged rows are
+dropped, a damaged file is set aside.
 
 Brokers of several runtime folders may share one file. Each holds `PATH.lock` shared while it has the file open; only
 who gets it exclusively may rename the file: SQLite must not lose it under an open connection (howtocorrupt.html, 2.4).
@@ -33,7 +34,7 @@ class Unavailable(Exception):
 
 
 class ReadOnly(Unavailable):
-    """It can be read, perhaps."""
+    """The file cannot be written; perhaps it can be read."""
 
 
 class Damaged(Exception):
@@ -77,9 +78,9 @@ class Store:
 
     @classmethod
     def open(cls, path: Path, *, max_bytes: int = MAX_BYTES, damage: str = "") -> tuple[Store, str]:
-        """The file and what is wrong with it, if anything. A damaged one is set aside and made anew.
+        """The open file, and a text that says what was wrong with it, or "". A damaged one is set aside and made anew.
 
-        damage: what was found wrong with it in use, which the check does not see.
+        damage: what was found wrong with the file in use, which the check at opening does not see.
 
         Raises Unavailable when there is no way to store anything now. Takes well below a second: it waits for no lock
         longer than BUSY_S, and the size of what it checks is bounded.
@@ -179,7 +180,7 @@ class Store:
             self._db.execute("DELETE FROM identities WHERE identity NOT IN (SELECT identity FROM measurements)")
 
     def _drop(self, rows: Iterable[Measurement]) -> None:
-        """What failed its checksum; the next measurement makes it again."""
+        """Delete rows that failed their checksum; the next measurement stores them again."""
         with _transaction(self._db):
             for row in rows:
                 self._db.execute(
@@ -189,7 +190,8 @@ class Store:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the file with its -wal and -shm, which must not meet a new one; of the renamed ones the newest stay."""
+    """Rename the file with its -wal and -shm, which SQLite would take for those of the next file at this path. Of files
+    set aside so, the newest KEEP_BAD stay. Returns the new path."""
     now_ns = time.time_ns()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_ns / 1e9))
     bad = path.with_name(f"{path.name}.bad-{stamp}-{now_ns % 10**9:09d}")
@@ -279,7 +281,7 @@ _NO_WRITING = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """SQLite's errors as what to do about them."""
+    """Raise SQLite's errors as Unavailable, ReadOnly or Damaged, which say what to do about them."""
     try:
         yield
     except sqlite3.Error as exc:

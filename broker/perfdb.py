@@ -21,10 +21,11 @@ _Place = tuple[str, ...]
 
 
 class PerfDB:
-    """`path`: the file. `on_loaded(backend, rows)`: called on the thread of the database for each `identify`.
+    """The database of measured times in the file `path`, with a thread of its own. `on_loaded(backend, rows)` is called
+    on that thread for each `identify`.
 
-    Returns at once; the file is opened meanwhile. One that cannot be used is a text in `problems`, and the broker goes
-    on with what it measures itself.
+    The file is opened after the constructor has returned. A file that cannot be used is a text in `problems`, and the
+    broker goes on with what it measures itself.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class PerfDB:
     # --- for the loop: none of these waits for the file
 
     def identify(self, backend: str, identity: Identity, kernel_ids: Iterable[str]) -> None:
-        """Say what measurements of this backend depend on from now on; the rows stored for it will be loaded.
+        """Say what measurements of this backend depend on from now on, which is its `identity`; the rows stored with it
+        will be loaded.
 
         Rows of another identity (driver, toolkit, library, descriptor or environment changed) stay in the file and do
         not count.
@@ -83,7 +85,8 @@ class PerfDB:
             self._ask()
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Store what waits and end the thread. False: it did not get there in time; the file is safe all the same."""
+        """Store what waits and end the thread. False: the thread is not through with it after `timeout_s`; the file is
+        safe all the same."""
         with self._changed:
             self._is_closing = True
             self._ask()
@@ -91,7 +94,8 @@ class PerfDB:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> bool:
-        """Until all that was handed over so far was worked on. For tests, and for a start that wants stored rows."""
+        """Block until all that was handed over so far was worked on; False when that takes longer than `timeout_s`. For
+        tests, and for a start that wants stored rows."""
         with self._changed:
             turn = self._asked
             return self._changed.wait_for(lambda: self._done >= turn or not self._thread.is_alive(), timeout_s)

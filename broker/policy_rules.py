@@ -112,9 +112,8 @@ class Condition:
 
 
 def parse_condition(field: str, written: Any) -> Condition:
-    """`written` is a value, a comparison, a range, a glob, or a list of these. Raises ValueError with what is allowed.
-
-    `field` is a key of FIELDS.
+    """The condition that a rule's `match` has for a field, a key of FIELDS. `written`: a value, a comparison, a range,
+    a glob, or a list of these. Raises ValueError with what is allowed.
     """
     items = written if isinstance(written, list | tuple) else [written]
     if not items:

@@ -25,7 +25,7 @@ Stamp = tuple[int, int, int]  # mtime_ns, size, inode
 
 
 class PolicySource:
-    """The policy in force. Raises ConfigError when there is none to begin with.
+    """The source of the policy in force, which is read at once. Raises ConfigError when that cannot be done.
 
     file: the policy file. is_optional: it need not exist. variables: layers of the environment (ipc/policy.py), which
     do not change. known: the names that a policy may use. record: what `lz env add` has written, if there is any; all
@@ -81,7 +81,7 @@ class PolicySource:
         return self.policy
 
     def _stamps(self) -> tuple[Stamp | None, Stamp | None]:
-        """Of the record and the file."""
+        """The stamps of the record and of the file; None for one that is not there."""
         return None if self._record is None else _stamp(self._record), _stamp(self.file)
 
     def _read(self) -> Policy:
@@ -138,7 +138,8 @@ def parse_layer(text: str, origin: str) -> Layer:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML looks ahead over all open brackets at each token; so many are none of a policy's."""
+    """A SafeLoader that takes MAX_DEPTH open brackets and no more: PyYAML looks ahead over all of them at each
+    token."""
 
     def fetch_flow_collection_start(self, kind: Any) -> None:
         if self.flow_level >= MAX_DEPTH:

@@ -190,7 +190,7 @@ class Known:
 
 
 def check(values: Values, known: Known | None) -> list[Problem]:
-    """What the types cannot say: conditions, rules that do nothing, and names that nobody has.
+    """The problems that types cannot find: wrong conditions, rules that do nothing, and names that nobody has.
 
     Without `known` the names are not looked at.
     """

@@ -84,7 +84,7 @@ class CallSpec:
 
     @cached_property
     def policy_key(self) -> bytes:
-        """Equal for overlays that say the same."""
+        """The overlay as bytes, equal for overlays that say the same."""
         return json.dumps(self.policy, sort_keys=True, default=str).encode()
 
     def prepare(self, kernel_id: str, *, is_graph_safe: bool) -> bytes:
@@ -104,8 +104,8 @@ class CallSpec:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One candidate: accepted with a score, or rejected with every reason. One that only has to be compiled has the
-    score that it would have.
+    """The verdict on one candidate: accepted with a score, or rejected with every reason. A candidate that only has to
+    be compiled has the score that it would have then.
 
     `terms` are the parts of the score by name; `transforms` what the client must do to its inputs first; `notes` what
     policy had to say.
@@ -132,7 +132,7 @@ class Verdict:
 
     @property
     def reasons(self) -> tuple[Rejection, ...]:
-        """Every one there is, those of the kernel first. Their texts are made when somebody asks."""
+        """Every rejection, those by the kernel's own constraints first. Made anew each time: most are never read."""
         if self.refused_in is None or self.kernel is None:
             return self.others
         return (*match(self.refused_in, self.kernel), *self.others)

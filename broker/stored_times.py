@@ -14,7 +14,7 @@ from layerzero.broker.perf import PerfRow
 from layerzero.broker.perf_rows import Identity
 from layerzero.broker.perfdb import PerfDB
 
-SAVE_S = 1.0  # after the first new one
+SAVE_S = 1.0  # from the first time that is not stored yet to the next save
 
 
 class StoredTimes:
@@ -58,7 +58,7 @@ class StoredTimes:
             self.due_s = now_s + SAVE_S
 
     def close(self) -> None:
-        """What is new is saved first."""
+        """Save what is new and close the database."""
         while rows := self._engine.perf.take_dirty():
             self.perfdb.save(rows)
         self.perfdb.close()
