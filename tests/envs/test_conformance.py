@@ -77,7 +77,7 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     outs = [spec for i in places if (spec := specs[i])] or [
         lay_out(expected[0][0], case.attrs.get("dtype", dtype), case.out_layout)[0]
     ]
-    if match(SelectionContext(op, specs, outs, case.attrs, DeviceSpec()), kernel):
+    if match(SelectionContext(op, tuple(specs), tuple(outs), case.attrs, DeviceSpec()), kernel):
         raise Refused
     answer, written = harness.run(kernel.kernel_id, op, specs, outs, case.attrs, sets)
     if "error" in answer:

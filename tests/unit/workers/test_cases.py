@@ -41,7 +41,7 @@ def refusals(
 ) -> list[Rejection]:
     """What the broker says, on a device that the kernel was made for."""
     device = DeviceSpec(device_type="cuda", sm_version=90) if kernel.platform == "cuda" else DeviceSpec()
-    return match(SelectionContext(op, inputs, outputs, attrs, device), kernel)
+    return match(SelectionContext(op, tuple(inputs), tuple(outputs), attrs, device), kernel)
 
 
 # Everything that any kernel may claim.
