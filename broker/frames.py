@@ -21,7 +21,7 @@ from layerzero.ipc.errors import (
     ProtocolError,
     from_wire,
 )
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
 from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.wire import HEADER_BYTES, Kind
 

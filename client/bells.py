@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_order import ClientOrder
 from layerzero.ipc.errors import Busy, CudaError
-from layerzero.ipc.order import BELLS, MASK, RUNG, SILENT, TAKEN
+from layerzero.ipc.order_words import BELLS, MASK, RUNG, SILENT, TAKEN
 
 if TYPE_CHECKING:
     from layerzero.client.gpu_capture import Captured

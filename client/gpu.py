@@ -20,10 +20,11 @@ from layerzero.ipc import lane, messages
 from layerzero.ipc.cuda_abi import CAPTURE_RELAXED
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
+from layerzero.ipc.cuda_offer_client import Trial
 from layerzero.ipc.cuda_order import ClientOrder
-from layerzero.ipc.cuda_pair import Trial
 from layerzero.ipc.errors import CudaError, DeadlineExceeded, InvalidArgument, NotConnected, NoTransport, OutOfMemory
-from layerzero.ipc.order import MASK, Turn, create_page
+from layerzero.ipc.order import create_page
+from layerzero.ipc.order_words import MASK, Turn
 
 if TYPE_CHECKING:
     from layerzero.client.gpu_capture import Captured

@@ -37,7 +37,7 @@ from layerzero.ipc.errors import (
     OutOfMemory,
 )
 from layerzero.ipc.ops import OPS
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import AFTER_LANE, HAS_TURN, TURN, Kind, arenas_of
 

@@ -531,6 +531,14 @@ class Context:
         self.driver.pop_context()
 
 
+def read_back(driver: Driver, address: int, nbytes: int, stream: int) -> bytes:
+    """Bytes of device memory, once the stream has come to them."""
+    target = (ctypes.c_char * nbytes)()
+    driver.copy_to_host(ctypes.addressof(target), address, nbytes, stream)
+    driver.synchronize_stream(stream)
+    return bytes(target)
+
+
 @functools.cache
 def load() -> Driver:
     """This process's driver. Raises OSError without one, CudaError when it fails."""

@@ -9,7 +9,7 @@ import ctypes
 import struct
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
-IPC_HANDLE_BYTES = 64
+from layerzero.ipc.cuda_handles import IPC_HANDLE_BYTES
 
 # CUresult
 INVALID_VALUE, NEWER_DRIVER_NEEDED, INVALID_DEVICE, ALREADY_MAPPED, ILLEGAL_STATE, NOT_READY = 1, 36, 101, 208, 401, 600

@@ -130,7 +130,7 @@ class AddGpu(Message):
     kind: ClassVar[str] = "add_gpu"
     gpu: str  # UUID
     has_memops: bool  # the client's streams can write and wait for words of the page
-    offer: dict  # type: ignore[type-arg]  # ipc/cuda_pair.py: Offer
+    offer: dict  # type: ignore[type-arg]  # ipc/cuda_offer.py: Offer
 
 
 @dataclass(frozen=True, kw_only=True)

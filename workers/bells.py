@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.order import SILENT, TAKEN, OrderPage
+from layerzero.ipc.order import OrderPage
+from layerzero.ipc.order_words import SILENT, TAKEN
 from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu_link import Link
 from layerzero.workers.gpu_plan import Plan, Task

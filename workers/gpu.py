@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from layerzero.ipc import cuda, cuda_order, cuda_pair
+from layerzero.ipc import cuda, cuda_order
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_handles import ArenaHandle, Key
 from layerzero.ipc.cuda_mappings import Mapping, Mappings
+from layerzero.ipc.cuda_offer import Offer
+from layerzero.ipc.cuda_offer_worker import sign
 from layerzero.ipc.cuda_order import WorkerOrder
 from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
 from layerzero.ipc.messages import MapGpu, MapGpuArena
-from layerzero.ipc.order import Turn, bell_words
+from layerzero.ipc.order_words import Turn, bell_words
 from layerzero.ipc.wire import NO_ARENA, REF, REF_BYTES, unpack_refs
+from layerzero.ipc.worker_codes import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.workers.bells import Bell, Bells, refusal
 from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu_bind import Binder
@@ -30,8 +33,6 @@ from layerzero.workers.gpu_link import Link
 from layerzero.workers.gpu_plan import MAX_TASKS, Enqueued, Plan, Task
 from layerzero.workers.steady import BUDGET_BYTES, Graphs, OnStream, State, tell
 
-EXIT_CODE = 70  # of a worker whose GPU context is lost
-RENEWAL_CODE = 71  # of one that must begin anew, through nobody's fault
 STALL_S = 1.0  # then SIGALRM ends one that is blocked by streams which wait for the call that it is in
 WATCH_S = 0.02  # how late a lost context may be noticed
 _PAUSE_S = 0.001  # how often to look for what is expected soon
@@ -39,7 +40,7 @@ SETTLE_S = 1.0  # for what a failed kernel left on its stream
 MAX_GONE = 256  # clients that are remembered after they were unmapped
 
 
-def end(reason: str, code: int = EXIT_CODE) -> NoReturn:
+def end(reason: str, code: int = STICKY_EXIT) -> NoReturn:
     """The process can do nothing more on its GPU; ending at once is what tells the broker."""
     print(f"the worker ends: {reason}", file=sys.stderr, flush=True)
     os._exit(code)
@@ -194,7 +195,7 @@ class Gpus:
                 self._end(
                     f"the first {plan.call.kernel_id} came behind later calls of its client's stream, which wait for "
                     "it: a new process loads it before them",
-                    RENEWAL_CODE,
+                    RENEWAL_EXIT,
                 )
             print(
                 f"call {turn.number} of lane {turn.lane} came behind later ones; if their streams block "
@@ -356,7 +357,7 @@ class Gpus:
         """Raises NoTransport."""
         key: Key | None = None
         try:
-            offer = cuda_pair.Offer.from_wire(message.offer)
+            offer = Offer.from_wire(message.offer)
             handle = _own(offer.handle, message.client)
             if handle.gpu != message.gpu or len(fds) != 1 + handle.has_fd:
                 raise ProtocolError(f"{message.gpu} comes with {len(fds)} descriptors and {handle}")
@@ -367,7 +368,7 @@ class Gpus:
                 raise ProtocolError(f"this worker's streams cannot wait for words: {self._excuses[message.gpu]}")
             key = handle.key
             memory = fds.pop() if handle.has_fd else None
-            cuda_pair.sign(self._mappings, replace(offer, handle=handle), memory, message.slot)
+            sign(self._mappings, replace(offer, handle=handle), memory, message.slot)
             order = WorkerOrder(context, fds[0], has_memops=message.has_memops)
             return Link(message.client, context, order, key)
         except (LayerZeroError, OSError) as exc:

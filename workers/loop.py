@@ -20,7 +20,7 @@ import zmq
 from layerzero.ipc import control, lane, memory, messages, sockets, wire
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.ops import OPS
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import (
     BELL,
@@ -35,6 +35,7 @@ from layerzero.ipc.wire import (
     Header,
     Kind,
 )
+from layerzero.ipc.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 from layerzero.workers import boot
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.failpoint import Failpoints
@@ -45,7 +46,6 @@ from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 from layerzero.workers.rings import Rings
 from layerzero.workers.spin import Spin
 
-IDLE, MAPPED, EXECUTING, WRITTEN = range(4)
 MAX_BOUND = 64  # sets of blocks kept bound per signature
 CONTROL_TIMEOUT_S = 10.0
 FINISH_PAUSE_S = 0.001
@@ -297,7 +297,7 @@ class _Loop:
                 lane.ring(rung.answer)
 
     def _run_on_lane(self, rung: Lane, call: int, plan: int, body: bytes, bound: Bound | None) -> None:
-        dispatch, fault, said = lane.mark(rung.number, call), "", b""
+        dispatch, fault, said = mark(rung.number, call), "", b""
         self._page.write(dispatch, MAPPED)
         try:
             if self._failpoints:

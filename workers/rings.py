@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from layerzero.ipc import lane
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.memory import ControlPage
-from layerzero.ipc.order import Turn, is_before
-from layerzero.ipc.ring import ENQUEUED, LEFT, REPLAYED, Ring, RingCall
+from layerzero.ipc.order_words import Turn, is_before
+from layerzero.ipc.ring import Ring
+from layerzero.ipc.ring_words import ENQUEUED, LEFT, REPLAYED, RingCall
+from layerzero.ipc.worker_codes import EXECUTING, IDLE, mark
 from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu import Gpus
 from layerzero.workers.gpu_link import Link
 from layerzero.workers.gpu_plan import Plan
 
 BURST = 16  # calls of a ring before the others' turn
-IDLE, EXECUTING = 0, 2  # phases of the control page
 _NO_STATUS = 99  # what a faulty worker may note
 
 
@@ -150,7 +151,7 @@ class Rings:
                 return
             if call is None:
                 return
-            self._page.write(lane.mark(one.number, call.call), EXECUTING)
+            self._page.write(mark(one.number, call.call), EXECUTING)
             error: Exception | None = None
             try:
                 status = LEFT if link is None else self._enqueue(one, link, call)

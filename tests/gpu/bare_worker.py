@@ -21,10 +21,12 @@ from tests.gpu.peer import PATIENCE_S, ROOT
 
 from layerzero.ipc import control, cuda, lane, memory, messages, sockets, wire
 from layerzero.ipc.cuda_memory import Arena
+from layerzero.ipc.cuda_offer import Offer
+from layerzero.ipc.cuda_offer_client import Trial
 from layerzero.ipc.cuda_order import ClientOrder
-from layerzero.ipc.cuda_pair import Offer, Trial
 from layerzero.ipc.errors import LayerZeroError, from_wire
-from layerzero.ipc.order import BELLS, LANES, MASK, Turn, create_page
+from layerzero.ipc.order import create_page
+from layerzero.ipc.order_words import BELLS, LANES, MASK, Turn
 from layerzero.ipc.ring import Ring
 from layerzero.ipc.ring import create_page as create_ring
 from layerzero.ipc.tensors import TensorSpec

@@ -16,7 +16,7 @@ from tests.process.harness import Site, bare_client
 import layerzero as lz
 from layerzero.ipc import control, memory, messages, order, wire
 from layerzero.ipc.cuda_handles import ARENA_STEP_BYTES, ArenaHandle
-from layerzero.ipc.cuda_pair import PATTERN_BYTES, Offer
+from layerzero.ipc.cuda_offer import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import LayerZeroError, from_wire
 
 NOWHERE = "GPU-of-another-machine"

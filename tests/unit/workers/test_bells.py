@@ -10,7 +10,7 @@ from tests.unit.ipc.fake_cuda import UUID, error
 from tests.unit.workers.test_gpu import NBYTES, NONE, Ended, Rig
 
 from layerzero.ipc.errors import CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.order import BELLS, RUNG, TAKEN, Turn
+from layerzero.ipc.order_words import BELLS, RUNG, TAKEN, Turn
 from layerzero.ipc.wire import Ref, pack_refs
 from layerzero.workers import steady
 

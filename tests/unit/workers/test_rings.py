@@ -13,8 +13,9 @@ from tests.unit.workers.test_gpu import NBYTES, NONE, Rig
 from layerzero.ipc import lane
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.memory import PAGE_BYTES, ControlPage, create_memfd
-from layerzero.ipc.order import Turn
-from layerzero.ipc.ring import LEFT, REPLAYED, Ring, create_page
+from layerzero.ipc.order_words import Turn
+from layerzero.ipc.ring import Ring, create_page
+from layerzero.ipc.ring_words import LEFT, REPLAYED
 from layerzero.ipc.wire import Ref, pack_refs
 from layerzero.workers.rings import BURST, Rings
 
