@@ -39,7 +39,7 @@ from layerzero.ipc.errors import (
 from layerzero.ipc.ops import OPS
 from layerzero.ipc.order_words import Turn
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import AFTER_LANE, HAS_TURN, TURN, Kind, arenas_of
+from layerzero.ipc.wire import Kind, arenas_of
 
 if TYPE_CHECKING:
     from layerzero.client.session import Session
@@ -48,7 +48,7 @@ AS_IT_LIES = Overlay.of({"origin": "a call on a GPU is not sent back", "values":
 LOOK_EVERY = 16  # calls of a lane; then it is seen whether too many are open
 CATCH_UP_S, LOOK_S = 0.002, 50e-6
 READ_EVERY, READ_OFTEN = 64, 8  # calls on rings, and by the broker; then the answers that are here are taken
-_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
+_FAILED = int(Kind.FAILED)
 
 
 class _OtherRung(Exception):
@@ -257,12 +257,12 @@ class GpuCalls:
         gpu, number = enqueued.gpu, enqueued.route.number
         time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
         turn = enqueued.turn = gpu.order.begin(stream)
-        is_out, body = False, refs + TURN.pack(*turn)
+        is_out, (flags, body) = False, wire.pack_call(refs, turn)
 
         def frame(seq: int) -> bytes:
             self.outcomes.expect(seq, enqueued)
             gpu.on_the_way[turn.lane] = enqueued
-            return wire.pack(_EXECUTE, HAS_TURN, number, seq, 0, 0, time_us, body)
+            return wire.pack_execute(flags, number, seq, body, time_us)
 
         try:
             self._link.submit(enqueued, frame)
@@ -303,8 +303,8 @@ class GpuCalls:
 
     def _tell(self, enqueued: OnRing, seq: int, refs: bytes) -> None:
         """Of a call whose worker is gone: the broker may not have seen it on the ring."""
-        flags, body, call = HAS_TURN | AFTER_LANE, refs + TURN.pack(*enqueued.turn), enqueued.call & 0xFFFF_FFFF
-        self._link.send(wire.pack(_EXECUTE, flags, enqueued.route.number, seq, call, enqueued.lane.number, 0, body))
+        (flags, body), call = wire.pack_call(refs, enqueued.turn), enqueued.call & 0xFFFF_FFFF
+        self._link.send(wire.pack_execute(flags, enqueued.route.number, seq, body, 0, enqueued.lane.number, call))
 
     def tell_and_enter(self, enqueued: OnRing, seq: int, stream: int, refs: bytes, hold: object) -> None:
         """As the end of `_put`, for a call that was put in C."""

@@ -20,20 +20,16 @@ import zmq
 from layerzero.ipc import control, lane, memory, messages, sockets, wire
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.ops import OPS
-from layerzero.ipc.order_words import Turn
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import (
-    BELL,
-    BELL_BYTES,
     HAS_BELL,
     HAS_TURN,
     HEADER_BYTES,
     NO_ARENA,
     REF_BYTES,
-    TURN,
-    TURN_BYTES,
     Header,
     Kind,
+    unpack_call,
 )
 from layerzero.ipc.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 from layerzero.workers import boot
@@ -255,12 +251,13 @@ class _Loop:
 
     def _call_on_gpu(self, header: Header, body: bytes) -> Enqueued:
         page, failpoints = self._page, self._failpoints
-        plan = self._gpu_plan(header, body, TURN_BYTES)
-        turn = Turn._make(TURN.unpack_from(body, len(body) - TURN_BYTES))
+        plan = self._gpu_plan(header)
+        refs, turn, *_ = unpack_call(header.flags, body)
+        assert turn is not None
         if self._rings:
             self._rings.catch_up(header.aux, plan.gpu, turn)
             page.write(header.seq, MAPPED)
-        task = self._gpus.task(plan, header.aux, body[:-TURN_BYTES])
+        task = self._gpus.task(plan, header.aux, refs)
         if failpoints:
             failpoints.hit("mapped")
         page.write(header.seq, EXECUTING)
@@ -269,16 +266,15 @@ class _Loop:
         return enqueued
 
     def _bind_bell(self, header: Header, body: bytes) -> None:
-        plan = self._gpu_plan(header, body, BELL_BYTES)
-        bell, binding = BELL.unpack_from(body, len(body) - BELL_BYTES)
-        self._gpus.bind_bell(plan, header.route, header.aux, body[:-BELL_BYTES], bell, binding)
+        plan = self._gpu_plan(header)
+        refs, _, bell, binding, _ = unpack_call(header.flags, body)
+        assert bell is not None
+        self._gpus.bind_bell(plan, header.route, header.aux, refs, bell, binding)
 
-    def _gpu_plan(self, header: Header, body: bytes, tail_bytes: int) -> Plan:
+    def _gpu_plan(self, header: Header) -> Plan:
         plan = self._prepared[header.route].gpu
-        if plan is None or len(body) < tail_bytes:
-            raise ProtocolError(
-                f"a call with a turn or a bell on plan {header.route}, which is not on a GPU, or without its bytes"
-            )
+        if plan is None:
+            raise ProtocolError(f"a call with a turn or a bell on plan {header.route}, which is not on a GPU")
         return plan
 
     def _leave(self, number: int, call: int, error: Exception | None) -> None:
