@@ -28,7 +28,6 @@ from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import NO_ARENA, Ref, pack_refs
 from layerzero.ipc.worker_codes import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.workers import gpu
-from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu import STALL_S, Gpus
 from layerzero.workers.gpu_errors import is_out_of_memory
 from layerzero.workers.gpu_plan import MAX_TASKS, Plan
@@ -36,7 +35,6 @@ from layerzero.workers.provider import Block, Bound, Call
 
 NBYTES = 64
 SPEC = TensorSpec.contiguous("uint8", (NBYTES,))
-NONE = Failpoints("")
 
 
 class Ended(BaseException):
@@ -130,8 +128,8 @@ class Rig:
         refs = pack_refs([Ref(1, 0, source, NBYTES), Ref(1, 0, target, NBYTES)])
         task = self.gpus.task(self.plan, client, refs)
         self.page.store_ready(Turn(lane, number))
-        enqueued = self.gpus.run(self.plan, task, client, Turn(lane, number), NONE)
-        assert (enqueued.result, enqueued.fault) == (None, "")
+        enqueued = self.gpus.run(self.plan, task, client, Turn(lane, number))
+        assert enqueued.result is None
         self.replayed.append(enqueued.is_replayed)
         return enqueued.elapsed_ns
 

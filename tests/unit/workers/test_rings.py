@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.unit.ipc.fake_cuda import UUID
-from tests.unit.workers.test_gpu import NBYTES, NONE, Rig
+from tests.unit.workers.test_gpu import NBYTES, Rig
 
 from layerzero.ipc import lane
 from layerzero.ipc.errors import ProtocolError
@@ -35,9 +35,7 @@ class Table:
         self.ends: dict[int, Ring] = {}
         os.close(page)
         plans = {1: self.rig.plan}
-        self.rings = Rings(
-            select.poll(), self.rig.gpus, plans, self.control, NONE, lambda *what: self.left.append(what)
-        )
+        self.rings = Rings(select.poll(), self.rig.gpus, plans, self.control, lambda *what: self.left.append(what))
 
     def lend(self, number: int, *, is_allowed: bool = True) -> Ring:
         page = create_page()
