@@ -16,7 +16,9 @@ import layerzero
 from layerzero.client import arena as arenas
 from layerzero.client import ops, overlay
 from layerzero.client import start as starting
-from layerzero.client.arrays import CPU, Array, copy_into, describe, wrap
+from layerzero.client.array_copies import copy_into
+from layerzero.client.array_recognition import CPU, Array, describe
+from layerzero.client.array_wrapping import wrap
 from layerzero.client.call import Request, Submitted
 from layerzero.client.gpu_arrays import give, is_on_gpu, new_like
 from layerzero.client.gpu_outcomes import Enqueued

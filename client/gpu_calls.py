@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client import overlay, torch_graphs
-from layerzero.client.arrays import Array
+from layerzero.client.array_recognition import Array
 from layerzero.client.call import Request, Route, error_of, microseconds, overlap, refuse_gradients, refuse_sharing
 from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu

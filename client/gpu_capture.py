@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client import torch_graphs
-from layerzero.client.arrays import Array
+from layerzero.client.array_recognition import Array
 from layerzero.client.call import Request, Route, error_of, overlap
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import result_like

@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from layerzero.client import compiled, overlay
-from layerzero.client.arrays import Array
+from layerzero.client.array_recognition import Array
 from layerzero.client.gpu_outcomes import OnRing
 from layerzero.client.link import Link
 from layerzero.ipc.order_words import Turn

@@ -13,7 +13,7 @@ from typing import Any
 
 from layerzero.client import arena as arenas
 from layerzero.client import overlay
-from layerzero.client.arrays import CPU, describe
+from layerzero.client.array_recognition import CPU, describe
 from layerzero.client.call import (
     Request,
     Route,

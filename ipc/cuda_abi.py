@@ -1,4 +1,4 @@
-"""The CUDA driver's numbers, structures and signatures as data, for ipc/cuda.py.
+"""The CUDA driver's numbers, structures and signatures as data, for ipc/cuda_library.py and ipc/cuda.py.
 
 Source: cuda.h of CUDA 13.0, functions in the versions of their ABI that CUDA 12 has, too.
 """
