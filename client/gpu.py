@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from layerzero.client import compiled
+from layerzero.client import compiled, retained
 from layerzero.client.bells import Bells, tell_orphans
 from layerzero.client.gpu_memory import GpuMemory
 from layerzero.client.lent import Lent
@@ -289,7 +289,4 @@ class Gpu:
                 if trial.rung != "ipc":  # the only memory that must not go before who maps it
                     trial.close()
         else:
-            _abandoned.append((self.order, self._trials))
-
-
-_abandoned: list[tuple[ClientOrder, list[Trial]]] = []
+            retained.keep((self.order, self._trials))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from layerzero.client import overlay, torch_graphs
+from layerzero.client import overlay, retained, torch_graphs
 from layerzero.client.array_recognition import Array
 from layerzero.client.call import Request, Route, error_of, microseconds, overlap, refuse_gradients, refuse_sharing
 from layerzero.client.express import Lease
@@ -273,7 +273,7 @@ class GpuCalls:
             gpu.order.await_done(stream, turn)
         except BaseException as exc:
             if is_out and not gpu.memory.why_no_memops:  # somebody has it: as in _end_turn
-                _given_up.append(hold)
+                retained.keep(hold)
                 gpu.order.await_done(stream, turn)
                 raise
             is_sent = is_out or not isinstance(exc, LayerZeroError)
@@ -429,14 +429,14 @@ class GpuCalls:
 def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object) -> None:
     """End a turn in its stream. A worker may have the call all the same, and write to the memory that `hold` keeps."""
     if hold is not None:
-        _given_up.append(hold)
+        retained.keep(hold)
     gpu.order.abandon(stream, turn)
 
 
 def _end_turn(enqueued: OnRing, stream: int, hold: object, *, is_out: bool) -> None:
     """After an error. `is_out`: somebody has the call. Then its turn ends as any other, or DONE would go back later."""
     if is_out:
-        _given_up.append(hold)
+        retained.keep(hold)
         enqueued.gpu.order.enter(stream, enqueued.turn)
     else:
         _give_up(enqueued.gpu, stream, enqueued.turn, hold)
@@ -452,6 +452,3 @@ def _refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out:
         if array is not None and array.kind != like.kind:
             one, other = (f"{type(a.obj).__module__.partition('.')[0]} array" for a in (like, array))
             raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")
-
-
-_given_up: list[object] = []

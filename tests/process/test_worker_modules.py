@@ -21,8 +21,9 @@ CPU_WORKER: dict[str, set[str]] = {
 TELL = """
 import atexit, os, sys
 def _tell():
-    with open(os.environ["LZ_LOADED"], "w") as file:
-        file.write("\\n".join(sorted(sys.modules)) + "\\nend\\n")
+    if "layerzero.workers.loop" in sys.modules:  # not the probe's process
+        with open(os.environ["LZ_LOADED"], "w") as file:
+            file.write("\\n".join(sorted(sys.modules)) + "\\nend\\n")
 atexit.register(_tell)
 """
 
