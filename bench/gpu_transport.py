@@ -32,7 +32,8 @@ from layerzero.ipc.cuda_handles import ArenaHandle
 from layerzero.ipc.cuda_mappings import Mapping, Mappings
 from layerzero.ipc.cuda_memory import Arena
 from layerzero.ipc.cuda_order import ClientOrder, WorkerOrder
-from layerzero.ipc.order import Turn, create_page
+from layerzero.ipc.order import create_page
+from layerzero.ipc.order_words import Turn
 
 RESULTS = Path(__file__).parent / "results" / "gpu_transport.md"
 NBYTES = 64 << 10  # of the copy that stands for a kernel: a few microseconds

@@ -7,7 +7,7 @@ from typing import Any
 
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
 
 
 @dataclass(slots=True)

@@ -19,10 +19,9 @@ from layerzero.broker.fleet import Fleet
 from layerzero.broker.leases import Leases
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.rings import Rings, Stranded
-from layerzero.broker.turns import RENEWAL_EXIT, STALLED_EXIT, STICKY_EXIT
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc.errors import BackendError, LayerZeroError
-from layerzero.ipc.lane import lane_of
+from layerzero.ipc.worker_codes import RENEWAL_EXIT, STALLED_EXIT, STICKY_EXIT, lane_of
 
 NEEDS_MEMORY = "raise the limit of that cgroup or container, or run less in it"
 

@@ -16,7 +16,7 @@ from layerzero.broker.limits import Limits
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.signatures import Signatures
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.order import BELLS, TAKEN
+from layerzero.ipc.order_words import BELLS, TAKEN
 
 
 class Bells:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.ipc import cuda
+from layerzero.ipc.cuda_library import LIBRARY
 from layerzero.ipc.errors import CudaError
 
 _MODULE_VERSION = Path("/sys/module/nvidia/version")
@@ -36,7 +37,7 @@ class _MemoryInfo(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def detect_gpus(library: str = cuda.LIBRARY) -> Gpus:
+def detect_gpus(library: str = LIBRARY) -> Gpus:
     """All GPUs that this process may use (CUDA_VISIBLE_DEVICES counts), in the driver's order."""
     try:
         driver = cuda.Driver(library)

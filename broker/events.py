@@ -16,8 +16,8 @@ from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.match import Rejection
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.order import Turn
-from layerzero.ipc.ring import RingCall
+from layerzero.ipc.order_words import Turn
+from layerzero.ipc.ring_words import RingCall
 
 
 @dataclass(slots=True)

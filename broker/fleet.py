@@ -16,7 +16,7 @@ from layerzero.broker.records import Worker
 from layerzero.broker.worker_fsm import Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.cuda_pair import SLOTS
+from layerzero.ipc.cuda_offer import SLOTS
 from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvChanged, EnvError, LayerZeroError, ProtocolError
 
 S = WorkerState

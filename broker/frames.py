@@ -21,9 +21,8 @@ from layerzero.ipc.errors import (
     ProtocolError,
     from_wire,
 )
-from layerzero.ipc.order import Turn
 from layerzero.ipc.plain import unpack_body
-from layerzero.ipc.wire import HEADER_BYTES, Kind
+from layerzero.ipc.wire import HAS_TAIL, HEADER_BYTES, Kind
 
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 _EXECUTE, _RAN = int(Kind.EXECUTE), int(Kind.RAN)  # enums cost a microsecond a use, and these are used on every message
@@ -58,21 +57,9 @@ def of_client(identity: bytes, frame: bytes) -> ev.Event | Asked:
     _, kind, flags, route, seq, attempt, aux, time_us = wire.unpack(frame)
     body = frame[HEADER_BYTES:]
     if kind == _EXECUTE:
-        digest = b""
-        if flags & wire.HAS_DIGEST:
-            body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
-        turn = bell = None
-        binding = 0
-        if flags & wire.HAS_BELL:
-            if len(body) < wire.BELL_BYTES:
-                raise ProtocolError(f"a body of {len(body)} bytes is too short for a bell")
-            bell, binding = wire.BELL.unpack(body[-wire.BELL_BYTES :])
-            body = body[: -wire.BELL_BYTES]
-        if flags & wire.HAS_TURN:
-            if len(body) < wire.TURN_BYTES:
-                raise ProtocolError(f"a body of {len(body)} bytes is too short for a turn")
-            turn = Turn(*wire.TURN.unpack(body[-wire.TURN_BYTES :]))
-            body = body[: -wire.TURN_BYTES]
+        turn, bell, binding, digest = None, None, 0, b""
+        if flags & HAS_TAIL:
+            body, turn, bell, binding, digest = wire.unpack_call(flags, body)
         may_run_here, after_lane = bool(flags & wire.MAY_RUN_HERE), aux if flags & wire.AFTER_LANE else 0
         timeout_s = time_us / 1e6
         return ev.CallArrived(
@@ -182,20 +169,8 @@ def refused_request(seq: int, error: LayerZeroError) -> bytes:
 
 
 def _run(action: act.Run) -> bytes:
-    body, flags = action.body, 0
-    if action.turn is not None:
-        body, flags = body + wire.TURN.pack(*action.turn), wire.HAS_TURN
-    if action.bell is not None:
-        body, flags = body + wire.BELL.pack(action.bell, action.binding), flags | wire.HAS_BELL
-    return wire.pack(
-        Kind.RUN,
-        flags=flags,
-        route=action.plan,
-        seq=action.dispatch,
-        attempt=action.attempt,
-        aux=action.client,
-        body=body,
-    )
+    flags, body = wire.pack_call(action.body, action.turn, action.bell, action.binding)
+    return wire.pack_run(flags, action.plan, action.dispatch, action.attempt, action.client, body)
 
 
 def _prepare(action: act.SendPrepare) -> bytes:

@@ -24,7 +24,7 @@ from layerzero.broker import events as ev
 from layerzero.broker.launcher import Launcher, join_command, not_joined
 from layerzero.broker.peers import Peer
 from layerzero.broker.settings import Settings
-from layerzero.broker.supervisor import Exit, phase_name
+from layerzero.broker.supervisor import Exit
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs import compilation, environ, probe
@@ -34,6 +34,7 @@ from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc import control, memory, messages
 from layerzero.ipc.errors import Busy, ConfigError, EnvError, ProtocolError
 from layerzero.ipc.logs import log
+from layerzero.ipc.worker_codes import phase_name
 
 PING_S = 0.5
 CONFIRM_S = 1.0  # so long the end of a worker that is killed may take until it counts as unreachable

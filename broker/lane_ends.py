@@ -10,7 +10,8 @@ from layerzero.broker import events as ev
 from layerzero.ipc import lane, memory
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.order import OrderPage
-from layerzero.ipc.ring import Ring, RingCall
+from layerzero.ipc.ring import Ring
+from layerzero.ipc.ring_words import RingCall
 
 MAX_CALLS = 1 << 32  # that a worker may claim to have run between two looks
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from layerzero.broker.records import Call
 from layerzero.ipc import memory
 from layerzero.ipc.cuda_handles import STAGED, ArenaHandle
-from layerzero.ipc.cuda_pair import Offer
+from layerzero.ipc.cuda_offer import Offer
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.messages import AddGpu, MapGpu
-from layerzero.ipc.order import RUNG, SILENT, OrderPage, Turn
+from layerzero.ipc.order import OrderPage
+from layerzero.ipc.order_words import RUNG, SILENT, Turn
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class Worker:
     was_ready: bool = False  # in this generation
     has_served: bool = False  # in any generation
     fault: LayerZeroError | None = None  # why the broker kills it
-    fault_call: int = 0  # the call of an express lane that it is killed for, as lane.mark says; 0: for its head
+    fault_call: int = 0  # the call of an express lane that it is killed for, as worker_codes.mark says; 0: for its head
     late: Call | None = None  # the enqueued call that it is killed for
     cause: LayerZeroError | None = None  # why it is not serving
     deaths_s: deque[float] = field(default_factory=deque)

@@ -24,8 +24,8 @@ from layerzero.broker.shadow import Comparison
 from layerzero.broker.tuning import Usage, next_sample
 from layerzero.ipc import wire
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
-from layerzero.ipc.lane import lane_of
 from layerzero.ipc.names import unknown_name
+from layerzero.ipc.worker_codes import lane_of
 
 if TYPE_CHECKING:
     from layerzero.broker.server import Server

@@ -17,11 +17,11 @@ from layerzero.broker.fleet import Fleet, too_long
 from layerzero.broker.leases import Lane, Leases
 from layerzero.broker.limits import Limits
 from layerzero.broker.records import Call, Worker
-from layerzero.broker.turns import STICKY_EXIT, Turns
+from layerzero.broker.turns import Turns
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.lane import mark
-from layerzero.ipc.order import Turn, is_before
-from layerzero.ipc.ring import RingCall
+from layerzero.ipc.order_words import Turn, is_before
+from layerzero.ipc.ring_words import RingCall
+from layerzero.ipc.worker_codes import STICKY_EXIT, mark
 
 
 class Stranded(NamedTuple):

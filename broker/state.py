@@ -46,7 +46,7 @@ from layerzero.broker.unreachable import Unreachable
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.lane import EXECUTING, mark
+from layerzero.ipc.worker_codes import LANE_CALL, mark
 
 S = WorkerState
 
@@ -291,7 +291,7 @@ class BrokerState:
         """The head is due. One that waits for a call of an express lane gets more time, but not for ever: that call's
         client watches its deadline, unless it has left."""
         head, now_s, timeout_s = worker.running[0], self.agenda.now_s, self.limits.timeout_s
-        if not executing & EXECUTING:
+        if not executing & LANE_CALL:
             self.fleet.fault(worker, too_long(head.kernel_id, worker, head.timeout_s))
         elif worker.lane_call != executing:
             worker.lane_call, worker.lane_call_since_s = executing, now_s

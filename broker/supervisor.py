@@ -14,10 +14,10 @@ from pathlib import Path
 import msgpack
 
 from layerzero.ipc import memory, oom
+from layerzero.ipc.worker_codes import phase_name
 
 STDERR_TAIL_BYTES = 2048
 LOG_LIMIT_BYTES = 16 << 20
-PHASES = ("idle", "mapped", "executing", "written")
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,6 @@ class Exit:
     phase: str
     stderr_tail: str
     oom: str = ""  # where the kernel killed it for lack of memory, if it did
-
-
-def phase_name(phase: int) -> str:
-    """Of what a control page says."""
-    return PHASES[phase] if phase < len(PHASES) else "unknown"
 
 
 def spawn(

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from layerzero.broker import actions as act
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.order import LANES, Turn, is_before
+from layerzero.ipc.order_words import LANES, Turn, is_before
 
 MAX_OPEN = 4096  # in one lane; ours keeps to 256 that the GPU is not done with
-STICKY_EXIT = 70  # of a worker whose GPU context is lost: what its GPU was in is to blame
-RENEWAL_EXIT = 71  # of one that got calls in an order in which it could not run them: nobody is to blame
-STALLED_EXIT = -14  # SIGALRM: of one that noticed that too late to end by itself
 
 Key = tuple[int, str, Turn]  # client's number, GPU, place
 

@@ -16,7 +16,9 @@ import layerzero
 from layerzero.client import arena as arenas
 from layerzero.client import ops, overlay
 from layerzero.client import start as starting
-from layerzero.client.arrays import CPU, Array, copy_into, describe, wrap
+from layerzero.client.array_copies import copy_into
+from layerzero.client.array_recognition import CPU, Array, describe
+from layerzero.client.array_wrapping import wrap
 from layerzero.client.call import Request, Submitted
 from layerzero.client.gpu_arrays import give, is_on_gpu, new_like
 from layerzero.client.gpu_outcomes import Enqueued
@@ -132,22 +134,23 @@ def signature(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
 class Future:
     """A submitted call. `result()` waits; it can be awaited too."""
 
-    def __init__(self, owner: Session, submitted: Submitted) -> None:
+    def __init__(
+        self,
+        owner: Session,
+        op: str,
+        submitted: Submitted | None = None,
+        *,
+        value: Any = None,
+        record: Enqueued | None = None,
+    ) -> None:
+        """Without `submitted` the call has ended with `value`, or is enqueued on a GPU."""
         self._session = owner
-        self._op = submitted.request.op
-        self._submitted: Submitted | None = submitted
-        self._record: Record | SelectionReport | Enqueued | None = None
-        self._value: Any = None
+        self._op = op
+        self._submitted = submitted
+        self._record: Record | SelectionReport | Enqueued | None = record
+        self._value = value
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-
-    @classmethod
-    def done_with(cls, owner: Session, op: str, value: Any, record: Enqueued | None = None) -> Future:
-        """Of a call that has ended, or is enqueued on a GPU."""
-        future = cls.__new__(cls)
-        future._session, future._op, future._submitted = owner, op, None
-        future._record, future._value, future._error, future._lock = record, value, None, threading.Lock()
-        return future
 
     def done(self) -> bool:
         """True when `result()` would not wait."""
@@ -216,12 +219,12 @@ def _submit(request: Request) -> Future:
     owner = session()
     trace = ops.tracer.get()
     if trace is not None:
-        return Future.done_with(owner, request.op, trace(request))
+        return Future(owner, request.op, value=trace(request))
     if is_on_gpu(request.args):
         value = owner.run(request)
         record = owner.last_record
-        return Future.done_with(owner, request.op, value, record if isinstance(record, Enqueued) else None)
-    return Future(owner, owner.submit(request))
+        return Future(owner, request.op, value=value, record=record if isinstance(record, Enqueued) else None)
+    return Future(owner, request.op, owner.submit(request))
 
 
 SUBMIT = _submit

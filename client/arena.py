@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from layerzero.client import retained
 from layerzero.ipc import memory
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.tensors import MAX_NBYTES
@@ -190,9 +191,8 @@ def _after_fork() -> None:
     """The parent goes on using its arenas; the child must not hand out their slots, nor free them."""
     global pool, forks
     forks += 1
-    _inherited.append(pool)
+    retained.keep(pool)
     pool = Pool()
 
 
-_inherited: list[Pool] = []
 os.register_at_fork(after_in_child=_after_fork)

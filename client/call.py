@@ -10,7 +10,9 @@ from numbers import Real
 from typing import Any
 
 from layerzero.client import overlay
-from layerzero.client.arrays import Array, copy_into, describe, wrap
+from layerzero.client.array_copies import copy_into
+from layerzero.client.array_recognition import Array, describe
+from layerzero.client.array_wrapping import wrap
 from layerzero.client.express import Lease
 from layerzero.client.in_process import Here
 from layerzero.client.link import Link, Pending

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerzero.client import api, overlay
-from layerzero.client.arrays import describe
+from layerzero.client.array_recognition import describe
 from layerzero.client.call import Request
 from layerzero.client.compiling import compile_ahead, in_line
 from layerzero.client.dry_run import PlanReport, plan_calls

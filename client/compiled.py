@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from layerzero.ipc import cuda_abi as abi
-from layerzero.ipc import order, ring
+from layerzero.ipc import order_words, ring_words
 
 DISABLED = "LAYERZERO_NO_C"  # variable: calls are made by the Python alone
 
@@ -19,7 +19,7 @@ def _load() -> tuple[Any, str]:
         from layerzero.client import _repeats
     except ImportError as exc:
         return None, f"no C compiler was there when LayerZero was installed ({exc}); install it anew with one"
-    if (*order.LAYOUT, *ring.LAYOUT, abi.BUFFER_ID, abi.WAIT_32, abi.WRITE_32, abi.GEQ) != _repeats.LAYOUT:
+    if (*order_words.LAYOUT, *ring_words.LAYOUT, abi.BUFFER_ID, abi.WAIT_32, abi.WRITE_32, abi.GEQ) != _repeats.LAYOUT:
         return None, "what was compiled is of another version of LayerZero; install it anew"
     return _repeats, ""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from layerzero.client import compiled
+from layerzero.client import compiled, retained
 from layerzero.client.bells import Bells, tell_orphans
 from layerzero.client.gpu_memory import GpuMemory
 from layerzero.client.lent import Lent
@@ -20,10 +20,11 @@ from layerzero.ipc import lane, messages
 from layerzero.ipc.cuda_abi import CAPTURE_RELAXED
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
+from layerzero.ipc.cuda_offer_client import Trial
 from layerzero.ipc.cuda_order import ClientOrder
-from layerzero.ipc.cuda_pair import Trial
 from layerzero.ipc.errors import CudaError, DeadlineExceeded, InvalidArgument, NotConnected, NoTransport, OutOfMemory
-from layerzero.ipc.order import MASK, Turn, create_page
+from layerzero.ipc.order import create_page
+from layerzero.ipc.order_words import MASK, Turn
 
 if TYPE_CHECKING:
     from layerzero.client.gpu_capture import Captured
@@ -288,7 +289,4 @@ class Gpu:
                 if trial.rung != "ipc":  # the only memory that must not go before who maps it
                     trial.close()
         else:
-            _abandoned.append((self.order, self._trials))
-
-
-_abandoned: list[tuple[ClientOrder, list[Trial]]] = []
+            retained.keep((self.order, self._trials))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero.client.arrays import CPU, Array, array_namespace
+from layerzero.client.array_recognition import CPU, Array, array_namespace
 from layerzero.client.dlpack import CUDA, GpuExport
 from layerzero.client.gpu_memory import GpuMemory, memory_of
 from layerzero.ipc.cuda_memory import Block

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client import torch_graphs
-from layerzero.client.arrays import Array
+from layerzero.client.array_recognition import Array
 from layerzero.client.call import Request, Route, error_of, overlap
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import result_like
@@ -23,12 +23,12 @@ from layerzero.ipc import wire
 from layerzero.ipc.cuda_abi import CAPTURE_RELAXED
 from layerzero.ipc.errors import CudaGraphUnsafe, LayerZeroError
 from layerzero.ipc.tensors import TensorSpec
-from layerzero.ipc.wire import BELL, HAS_BELL, Kind
+from layerzero.ipc.wire import Kind
 
 if TYPE_CHECKING:
     from layerzero.client.session import Session
 
-_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
+_FAILED = int(Kind.FAILED)
 
 
 def unsettled(op: str) -> CudaGraphUnsafe:
@@ -174,9 +174,9 @@ class Captures:
         self.unbind_gone(gpu)
         bell, binding = gpu.bells.take()
         captured = Captured(self._outcomes, gpu, op, route, start_ns, bell, hold)
-        body = refs + BELL.pack(bell, binding)
+        call = wire.pack_call(refs, bell=bell, binding=binding)
         try:
-            self._link.submit(captured, lambda seq: self._frame(captured, seq, body, route.number))
+            self._link.submit(captured, lambda seq: self._frame(captured, seq, call, route.number))
             self._link.wait(captured)
             if captured.error is not None:
                 raise captured.error
@@ -203,7 +203,8 @@ class Captures:
                 self._link.abandon(captured.seq)
             gpu.bells.give_back(captured.bell)
 
-    def _frame(self, captured: Captured, seq: int, body: bytes, route: int) -> bytes:
+    def _frame(self, captured: Captured, seq: int, call: tuple[int, bytes], route: int) -> bytes:
         captured.seq = seq
         self._outcomes.keep(seq, captured)
-        return wire.pack(_EXECUTE, HAS_BELL, route, seq, body=body)
+        flags, body = call
+        return wire.pack_execute(flags, route, seq, body)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from layerzero.client import overlay
-from layerzero.client.arrays import Array, describe
+from layerzero.client.array_recognition import Array, describe
 from layerzero.client.call import Request, Route
 from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu

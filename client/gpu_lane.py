@@ -11,8 +11,9 @@ from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
 from layerzero.client.link import Link
 from layerzero.ipc import lane, ring
-from layerzero.ipc.order import Turn
-from layerzero.ipc.ring import SLOTS, Ring
+from layerzero.ipc.order_words import Turn
+from layerzero.ipc.ring import Ring
+from layerzero.ipc.ring_words import SLOTS
 
 
 class GpuLane:

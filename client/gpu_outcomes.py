@@ -15,9 +15,9 @@ from layerzero.client.gpu_lane import GpuLane
 from layerzero.client.link import Link, Pending
 from layerzero.client.record import failure_of, report_of
 from layerzero.client.report import Copy, SelectionReport
-from layerzero.ipc import messages, ring, wire
+from layerzero.ipc import messages, ring_words, wire
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
 from layerzero.ipc.wire import Header, Kind
 
 MAX_LATE = 4096  # calls that may still get an answer after they have returned
@@ -166,7 +166,7 @@ class Outcomes:
             decision, kernel_ns = enqueued.route.decisions[header.aux], header.time
             is_replayed = bool(header.flags & wire.REPLAYED)
         elif isinstance(enqueued, OnRing):
-            is_replayed = enqueued.lane.status(enqueued.call) == ring.REPLAYED
+            is_replayed = enqueued.lane.status(enqueued.call) == ring_words.REPLAYED
         assert decision is not None
         if is_replayed:
             note += _REPLAYED
@@ -191,9 +191,9 @@ class Outcomes:
                 return  # with the session, which waits for what is enqueued
             self._link.read_nowait()
             status = lane.status(enqueued.call)
-            if enqueued.header is not None or status in (ring.ENQUEUED, ring.REPLAYED):
+            if enqueued.header is not None or status in (ring_words.ENQUEUED, ring_words.REPLAYED):
                 return
-            if enqueued.gpu.order.page.is_done(enqueued.turn) and status != ring.LEFT:
+            if enqueued.gpu.order.page.is_done(enqueued.turn) and status != ring_words.LEFT:
                 return  # its slot has a later call by now
             if self._link.lost is not None:
                 enqueued.error = self._link.gone(None)

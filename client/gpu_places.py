@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from layerzero.client.arrays import Array
+from layerzero.client.array_recognition import Array
 from layerzero.client.call import BACK, Route
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_arrays import new_like

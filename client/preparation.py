@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from layerzero.client import arena as arenas
 from layerzero.client import overlay
-from layerzero.client.arrays import Array, copy_into
+from layerzero.client.array_copies import copy_into
+from layerzero.client.array_recognition import Array
 from layerzero.client.call import Request, Submitted, overlap, refuse_gradients, refuse_sharing, why_copied
 from layerzero.client.in_process import Place
 from layerzero.client.link import Pending

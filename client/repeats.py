@@ -10,10 +10,10 @@ import threading
 from typing import TYPE_CHECKING
 
 from layerzero.client import compiled, overlay
-from layerzero.client.arrays import Array
+from layerzero.client.array_recognition import Array
 from layerzero.client.gpu_outcomes import OnRing
 from layerzero.client.link import Link
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
 
 if TYPE_CHECKING:
     from layerzero.client._repeats import Repeats, Site

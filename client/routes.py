@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from layerzero.client.arrays import Array
+from layerzero.client.array_recognition import Array
 from layerzero.client.call import Request, Route
 from layerzero.client.express import Lease
 from layerzero.client.link import Link

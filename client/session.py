@@ -13,7 +13,7 @@ from typing import Any
 
 from layerzero.client import arena as arenas
 from layerzero.client import overlay
-from layerzero.client.arrays import CPU, describe
+from layerzero.client.array_recognition import CPU, describe
 from layerzero.client.call import (
     Request,
     Route,
@@ -55,7 +55,7 @@ from layerzero.ipc.wire import Kind
 
 CLOSE_S = 10.0  # so long a session that is closed waits for its calls on GPUs
 ADAPTED_S = 1.0  # so long the copies that a kernel needs are made without asking the broker: policy may change
-_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
+_FAILED = int(Kind.FAILED)  # enums are slow
 
 
 class Session:
@@ -191,18 +191,16 @@ class Session:
 
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
-        body, flags = submitted.refs, 0
-        if not submitted.prior and time.monotonic() >= route.worker_until_s:
-            flags, route.stays_out = wire.MAY_RUN_HERE, ""
+        flags, body = 0, submitted.refs
         if route.needs_digest:
-            body, flags = body + submitted.digest(), flags | wire.HAS_DIGEST
+            flags, body = wire.pack_call(body, digest=submitted.digest())
+        if not submitted.prior and time.monotonic() >= route.worker_until_s:
+            flags, route.stays_out = flags | wire.MAY_RUN_HERE, ""
         time_us = 0 if timeout_s is None else microseconds(timeout_s)
         number, lane, call = route.number, submitted.after_lane, submitted.after_call
-        if lane:
-            flags |= wire.AFTER_LANE
         return submitted.link.submit(
             submitted.pending,
-            lambda seq: wire.pack(_EXECUTE, flags, number, seq, call, lane, time_us, body),
+            lambda seq: wire.pack_execute(flags, number, seq, body, time_us, lane, call),
         )
 
     def finish(self, submitted: Submitted) -> Any:

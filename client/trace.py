@@ -9,7 +9,8 @@ from typing import Any
 
 from layerzero.client import arena as arenas
 from layerzero.client import ops
-from layerzero.client.arrays import Array, describe, wrap
+from layerzero.client.array_recognition import Array, describe
+from layerzero.client.array_wrapping import wrap
 from layerzero.client.call import Request
 from layerzero.client.plans import Plan, plan_out
 from layerzero.client.session import Session

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.client import api, ops
-from layerzero.client.arrays import describe
+from layerzero.client.array_recognition import describe
 from layerzero.client.compiling import compile_ahead, in_line
 from layerzero.client.inputs import random_inputs, tensor_names
 from layerzero.client.report import Candidate, SelectionReport

@@ -8,20 +8,8 @@ from typing import Any
 
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.order import (
-    DONE,
-    LANE_BYTES,
-    LANES,
-    MASK,
-    PAGE_BYTES,
-    READY,
-    RUNG,
-    OrderPage,
-    Turn,
-    bell_words,
-    create_page,
-    index,
-)
+from layerzero.ipc.order import OrderPage, create_page
+from layerzero.ipc.order_words import DONE, LANE_BYTES, LANES, MASK, PAGE_BYTES, READY, RUNG, Turn, bell_words, index
 
 _turn = Turn._make
 PER_THREAD = 2  # CU_STREAM_PER_THREAD: a stream of its own in each thread, by one handle

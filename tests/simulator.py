@@ -52,7 +52,6 @@ from layerzero.broker.selection import CallSpec
 from layerzero.broker.settling import WATCH_S
 from layerzero.broker.shadow import Comparison
 from layerzero.broker.state import BrokerState
-from layerzero.broker.turns import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.compile_unit import Unit, unit_of
@@ -72,11 +71,11 @@ from layerzero.ipc.errors import (
     OutputTooSmall,
     from_wire,
 )
-from layerzero.ipc.lane import EXECUTING, mark
 from layerzero.ipc.messages import Decision, Lease, Route, decode, encode
-from layerzero.ipc.order import RUNG, SILENT, TAKEN, Turn
-from layerzero.ipc.ring import RingCall
+from layerzero.ipc.order_words import RUNG, SILENT, TAKEN, Turn
+from layerzero.ipc.ring_words import RingCall
 from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.worker_codes import LANE_CALL, RENEWAL_EXIT, STICKY_EXIT, mark
 
 LATE_S = 0.2  # a tick may be that late
 STOP_GRACE_S = 5.0
@@ -1937,7 +1936,7 @@ class World:
             is_in_gpu = stream.done + 1 == turn.number <= stream.ready or late_one.call.client.has_left
             is_long = self.now_s - stream.since_s >= self.limits.timeout_s - 1e-9
             self.require(is_in_gpu and is_long, "a worker is killed for a call of a ring that is not late")
-        elif is_deadline and process.page[0] & EXECUTING and self.state.workers[action.backend].late is None:
+        elif is_deadline and process.page[0] & LANE_CALL and self.state.workers[action.backend].late is None:
             process.killed_for = process.page[0]
             is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
             self.require(is_long, "a worker is killed for a head that waits for a call of a lane")
@@ -2415,7 +2414,7 @@ class World:
     def _check_deadline(self, process: Process) -> None:
         """Of the head. While it waits for a call of a lane, that call's end is near, too."""
         timeout_s = process.sent[0].call.timeout_s
-        if process.page[0] & EXECUTING:
+        if process.page[0] & LANE_CALL:
             since_s = max(process.head_since_s, process.began_s)
             limit_s = 2 * timeout_s + self.limits.timeout_s + 2 * LATE_S
             self.coverage.fates["lane_head_waited"] += self.now_s - process.head_since_s > timeout_s + LATE_S

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_handles import Key
 from layerzero.ipc.cuda_order import WorkerOrder
-from layerzero.ipc.order import MASK, READY, Turn, index
+from layerzero.ipc.order_words import MASK, READY, Turn, index
 
 _HALF = 1 << 31
 

@@ -14,9 +14,9 @@ from tests.fuzz.broker_ends import JOINED, TICKET, BrokerEnds, open_descriptors
 from tests.fuzz.source import Source, chunk
 from tests.simulator import GPU
 
-from layerzero.ipc import lane, memory, messages, order, ring
+from layerzero.ipc import lane, memory, messages, order_words, ring_words
 from layerzero.ipc.cuda_handles import ArenaHandle
-from layerzero.ipc.cuda_pair import PATTERN_BYTES
+from layerzero.ipc.cuda_offer import PATTERN_BYTES
 from layerzero.ipc.messages import (
     AddArena,
     AddGpu,
@@ -53,8 +53,8 @@ _MAKE: tuple[Callable[[], int], ...] = (
     _sealed(128),
     _sealed(4096),
     _sealed(memory.PAGE_BYTES),
-    _sealed(order.PAGE_BYTES),
-    _sealed(ring.PAGE_BYTES),
+    _sealed(order_words.PAGE_BYTES),
+    _sealed(ring_words.PAGE_BYTES),
     lane.create_doorbell,
     lambda: os.eventfd(0, os.EFD_CLOEXEC),
     lambda: os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC),

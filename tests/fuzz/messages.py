@@ -7,7 +7,7 @@ import random
 from tests.fuzz import values
 
 from layerzero.ipc.cuda_handles import ArenaHandle
-from layerzero.ipc.cuda_pair import PATTERN_BYTES, Offer
+from layerzero.ipc.cuda_offer import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import BackendError, InvalidArgument, ProtocolError, from_wire
 from layerzero.ipc.messages import (
     MESSAGES,

@@ -11,10 +11,12 @@ from tests.fuzz.source import Source
 
 from layerzero.broker.lane_ends import LaneEnds
 from layerzero.broker.leases import Leases
-from layerzero.ipc import lane, memory, order, ring
+from layerzero.ipc import lane, memory, order_words, ring, ring_words
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.order import OrderPage, Turn
+from layerzero.ipc.order import OrderPage
+from layerzero.ipc.order_words import Turn
 from layerzero.ipc.ring import Ring
+from layerzero.ipc.worker_codes import lane_of
 
 TYPED = (ProtocolError,)
 _LANE, _RING, _ORDER, _CONTROL = range(4)
@@ -24,7 +26,12 @@ _WORDS = {  # places in which there is something
     _ORDER: (0, 128, 256, 512, 1024, 64 * 512 - 256, 64 * 512, 64 * 512 + 4 * 4095, 64 * 512 + 4 * 4096, 65_536),
     _CONTROL: (0, 8),
 }
-_SIZES = {_LANE: memory.PAGE_BYTES, _RING: ring.PAGE_BYTES, _ORDER: order.PAGE_BYTES, _CONTROL: memory.PAGE_BYTES}
+_SIZES = {
+    _LANE: memory.PAGE_BYTES,
+    _RING: ring_words.PAGE_BYTES,
+    _ORDER: order_words.PAGE_BYTES,
+    _CONTROL: memory.PAGE_BYTES,
+}
 
 
 def run(data: bytes) -> None:
@@ -40,7 +47,7 @@ def run(data: bytes) -> None:
             _read_order(fd, number)
         else:
             dispatch, _ = memory.ControlPage(fd, writable=False).read()
-            lane.lane_of(dispatch)
+            lane_of(dispatch)
 
 
 @contextmanager
@@ -84,7 +91,7 @@ def _read_ring(fd: int, order_fd: int, call: int) -> None:
         for _ in range(2):
             look = ends.look(1, orders)
             assert look is not None
-            assert len(look.calls) <= ring.SLOTS
+            assert len(look.calls) <= ring_words.SLOTS
             list(ends.seen())
         worker = Ring(fd)
         worker.status(call)
@@ -92,8 +99,8 @@ def _read_ring(fd: int, order_fd: int, call: int) -> None:
             taken = worker.take()
             if taken is None:
                 break
-            assert len(taken.refs) <= ring.MAX_CALL_BYTES
-            worker.note(taken.call & (1 << 56) - 1, ring.LEFT)
+            assert len(taken.refs) <= ring_words.MAX_CALL_BYTES
+            worker.note(taken.call & (1 << 56) - 1, ring_words.LEFT)
         ends.call(1, call)
     finally:
         ends.close()
@@ -103,7 +110,7 @@ def _read_order(fd: int, number: int) -> None:
     page = OrderPage(fd)
     try:
         page.rung()
-        for bell in (number % order.BELLS, number):
+        for bell in (number % order_words.BELLS, number):
             page.bell(bell)
             page.is_bell_done(bell)
             for linked in (page.next_bell(bell), page.previous_bell(bell)):

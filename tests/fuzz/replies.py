@@ -16,9 +16,9 @@ from layerzero.broker import frames
 from layerzero.ipc import wire
 from layerzero.ipc.errors import BackendError, ProtocolError
 from layerzero.ipc.messages import Ready, encode
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
 from layerzero.ipc.plain import pack_body
-from layerzero.ipc.ring import RingCall
+from layerzero.ipc.ring_words import RingCall
 from layerzero.ipc.wire import HEADER_BYTES, Kind
 
 TYPED = ()

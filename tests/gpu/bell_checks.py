@@ -17,7 +17,7 @@ from tests.gpu.ring_checks import run
 
 from layerzero.ipc import messages
 from layerzero.ipc.errors import from_wire
-from layerzero.ipc.order import RUNG, TAKEN
+from layerzero.ipc.order_words import RUNG, TAKEN
 from layerzero.ipc.wire import Kind
 
 

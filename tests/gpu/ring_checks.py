@@ -18,9 +18,10 @@ from tests.gpu.peer import PATIENCE_S
 
 from layerzero.ipc import lane, messages
 from layerzero.ipc.errors import from_wire
-from layerzero.ipc.order import Turn
-from layerzero.ipc.ring import ENQUEUED, LEFT, REPLAYED
+from layerzero.ipc.order_words import Turn
+from layerzero.ipc.ring_words import ENQUEUED, LEFT, REPLAYED
 from layerzero.ipc.wire import Kind, Ref, pack_refs
+from layerzero.ipc.worker_codes import mark
 
 
 def left(worker: Worker) -> tuple[int, int, Any]:
@@ -180,7 +181,7 @@ class RingChecks:
         turn = ring.call(0, 1)
         assert worker.process.wait(PATIENCE_S) == -signal.SIGKILL
         assert (ring.ring.taken, client.order.page.is_done(turn)) == (2, False)
-        assert worker.page.read()[0] == lane.mark(3, 2)
+        assert worker.page.read()[0] == mark(3, 2)
         client.order.page.fail(turn, 1)
 
     def test_worker_goes_on_when_a_client_is_gone(self, spawn: Spawn, connect: Connect) -> None:

@@ -16,7 +16,8 @@ from layerzero.ipc import cuda, cuda_order
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
 from layerzero.ipc.cuda_order import ClientOrder, WorkerOrder
-from layerzero.ipc.order import DONE, LANES, MASK, PAGE_BYTES, READY, TAKEN, OrderPage, Turn, create_page, index
+from layerzero.ipc.order import OrderPage, create_page
+from layerzero.ipc.order_words import DONE, LANES, MASK, PAGE_BYTES, READY, TAKEN, Turn, index
 
 NBYTES = 64 << 10
 

@@ -17,8 +17,8 @@ from tests.gpu.peer import PATIENCE_S
 from layerzero.ipc import cuda, messages, wire
 from layerzero.ipc.cuda_handles import RUNGS
 from layerzero.ipc.cuda_memory import Arena
-from layerzero.ipc.cuda_pair import Trial
-from layerzero.ipc.order import Turn
+from layerzero.ipc.cuda_offer_client import Trial
+from layerzero.ipc.order_words import Turn
 from layerzero.ipc.wire import Kind
 
 

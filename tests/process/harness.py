@@ -22,7 +22,7 @@ from unittest import mock
 import zmq
 
 import layerzero as lz
-from layerzero.client import link, start
+from layerzero.client import retained, start
 from layerzero.ipc import control, messages, wire
 
 T = TypeVar("T")
@@ -229,7 +229,7 @@ class Site:
             os.kill(pid, signal.SIGTERM)
             wait_ended(pid)
         wait_until(lambda: not processes(self.folder))
-        link._quarantine.clear()  # the processes that could have written there are gone
+        retained._quarantine.clear()  # the processes that could have written there are gone
         if pid is not None:
             assert [path.name for path in self.folder.iterdir() if path.is_socket()] == []
         shutil.rmtree(self.folder)

@@ -405,11 +405,11 @@ def test_disconnect_ends_open_calls_as_cancelled(connected: Site) -> None:
     lz.disconnect()
     connected.connect()
     check(X, lz.silu(X))
-    from layerzero.client import link
+    from layerzero.client import retained
 
-    assert len(link._quarantine) == 3
+    assert len(retained._quarantine) == 3
     wait_until(lambda: connected.backend("gamma")["running"] == 0)
-    link._quarantine.clear()  # that worker is dead now
+    retained._quarantine.clear()  # that worker is dead now
 
 
 def test_disconnecting_under_load_neither_hangs_nor_crashes(connected: Site) -> None:
@@ -430,10 +430,10 @@ def test_disconnecting_under_load_neither_hangs_nor_crashes(connected: Site) -> 
             lz.disconnect()
             assert {c.result(timeout=20) for c in calls} <= {"CANCELLED", "NOT_CONNECTED"}
             connected.connect()
-    from layerzero.client import link
+    from layerzero.client import retained
 
     wait_until(lambda: all(b["running"] + b["waiting"] == 0 for b in lz.status()["backends"]))
-    link._quarantine.clear()
+    retained._quarantine.clear()
 
 
 @pytest.mark.usefixtures("connected")

@@ -19,7 +19,7 @@ from tests.backends.toy import HANG, KILL, fault
 from tests.process.harness import Site, is_running, processes, wait_ended, wait_until
 
 import layerzero as lz
-from layerzero.client import link
+from layerzero.client import link, retained
 from layerzero.client.arena import pool
 
 X = np.array([1, 2, 3], np.float32)
@@ -281,7 +281,7 @@ def test_a_broker_that_stands_still_is_given_up_and_its_calls_memory_is_not_reus
     del future
     gc.collect()
     assert pool.stats()["slots"] == slots + 2
-    assert [until_s for until_s, _ in link._quarantine] == [math.inf]
+    assert [until_s for until_s, _ in retained._quarantine] == [math.inf]
 
 
 def test_a_call_that_takes_longer_than_its_broker_may_be_silent_is_waited_for(

@@ -17,7 +17,7 @@ from tests.process.test_cli import lz as run_lz
 
 import layerzero as lz
 from layerzero.client import tune as tuning
-from layerzero.client.arrays import describe
+from layerzero.client.array_recognition import describe
 from layerzero.client.inputs import random_inputs
 from layerzero.client.tune_report import Times, TunedCall, TunedKernel, TuneReport
 from layerzero.ipc.ops import OPS

@@ -51,6 +51,10 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("broker", "zmq"): {"broker/remote.py", "broker/routers.py"},
     ("broker", "subprocess"): {"broker/supervisor.py"},
     ("broker", "sqlite3"): {"broker/perf_store.py"},
+    # Bytes of other processes are parsed in ipc.
+    ("broker", "struct"): set(),
+    ("client", "struct"): {"client/array_recognition.py"},  # sizes of C's types
+    ("workers", "struct"): set(),
 }
 # The core decides and does nothing else: no clock, no files, no sockets.
 PURE = (
@@ -104,6 +108,26 @@ PURE = (
     "capabilities/mends.py",
     "capabilities/reasons.py",
 )
+# What the core may use of ipc: values and arithmetic. No page is mapped, no library loaded, no descriptor touched.
+IPC_VALUES = {
+    f"ipc/{name}.py"
+    for name in (
+        "cuda_handles",
+        "cuda_offer",
+        "errors",
+        "messages",
+        "numerics",
+        "ops",
+        "order_words",
+        "plain",
+        "policy",
+        "ring_words",
+        "shape_class",
+        "tensors",
+        "wire",
+        "worker_codes",
+    )
+}
 PURE_STDLIB = {
     "__future__",
     "bisect",
@@ -180,6 +204,20 @@ def test_core_imports_nothing_that_does_io(file: str) -> None:
     assert {name.partition(".")[0] for name in outside} <= PURE_STDLIB
 
 
+@pytest.mark.parametrize("file", sorted({*(file for file in PURE if file.startswith("broker/")), *IPC_VALUES}))
+def test_core_uses_only_values_of_ipc(file: str) -> None:
+    """For the constant of how many workers sign an offer, the core once loaded ctypes and all of the CUDA driver."""
+    code = tree(file)
+    used = {name.removeprefix("layerzero.ipc.") for name in imported(code) if name.startswith("layerzero.ipc.")}
+    for node in ast.walk(code):
+        if isinstance(node, ast.ImportFrom) and node.module == "layerzero.ipc":
+            used |= {alias.name for alias in node.names}
+    assert {f"ipc/{name}.py" for name in used} <= IPC_VALUES
+    if file in IPC_VALUES:
+        outside = {name.partition(".")[0] for name in imported(code) if not name.startswith("layerzero.ipc")}
+        assert outside <= PURE_STDLIB | {"msgpack", "struct"}
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("workers/providers/")])
 def test_provider_imports_its_library_when_it_is_loaded(file: str) -> None:
     """Listing the providers must not load any library."""
@@ -212,12 +250,21 @@ def test_nothing_turns_bytes_into_code(file: str) -> None:
             assert not is_shell, f"{file}:{node.lineno}: shell=True"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in ("ipc/cuda.py", "ipc/cuda_abi.py")])
+CUDA_DRIVER = {"ipc/cuda.py", "ipc/cuda_abi.py", "ipc/cuda_library.py"}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in CUDA_DRIVER])
 def test_one_module_calls_the_cuda_driver(file: str) -> None:
     """The rest speaks of memory and order; a second caller would need all the care of the first."""
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert not DRIVER_FUNCTION.fullmatch(node.value), f"{file}:{node.lineno}: {node.value}"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "ipc/plain.py"])
+def test_one_module_reads_msgpack(file: str) -> None:
+    """It bounds how deep a value is and what its keys are; a second reader would take what this one refuses."""
+    assert not [node for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute) and node.attr == "unpackb"]
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if "yaml" in set(imported(tree(file)))])
@@ -231,7 +278,7 @@ def test_yaml_is_read_with_the_safe_loader_only(file: str) -> None:
 
 def test_tables_name_files_that_exist() -> None:
     """An exception that outlives its file would hide the next one."""
-    named = {*EXTRA, *PURE, *MAY_LOAD_CODE, *(file for files in ONLY_IN.values() for file in files)}
+    named = {*EXTRA, *PURE, *IPC_VALUES, *MAY_LOAD_CODE, *(file for files in ONLY_IN.values() for file in files)}
     assert named <= set(FILES)
 
 

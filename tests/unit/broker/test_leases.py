@@ -13,11 +13,10 @@ from layerzero.broker import events as ev
 from layerzero.broker.leases import MAX_LOST, SETTLED_CALLS
 from layerzero.broker.policy import Policy, Weights
 from layerzero.broker.settling import WATCH_S
-from layerzero.broker.turns import RENEWAL_EXIT, STALLED_EXIT
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc.errors import BackendError
-from layerzero.ipc.lane import mark
 from layerzero.ipc.messages import Decision, Lease, decode
+from layerzero.ipc.worker_codes import RENEWAL_EXIT, STALLED_EXIT, mark
 
 OTHER = b"C2"
 

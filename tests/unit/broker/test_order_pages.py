@@ -9,13 +9,13 @@ import pytest
 from tests.simulator import GPU
 
 from layerzero.broker.order_pages import Gpu, OrderPages, error_number
-from layerzero.ipc import order
-from layerzero.ipc.cuda_abi import IPC_HANDLE_BYTES
-from layerzero.ipc.cuda_handles import ARENA_STEP_BYTES, ArenaHandle
-from layerzero.ipc.cuda_pair import PATTERN_BYTES, Offer
+from layerzero.ipc import order, order_words
+from layerzero.ipc.cuda_handles import ARENA_STEP_BYTES, IPC_HANDLE_BYTES, ArenaHandle
+from layerzero.ipc.cuda_offer import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import BY_CODE
 from layerzero.ipc.messages import AddGpu
-from layerzero.ipc.order import OrderPage, Turn
+from layerzero.ipc.order import OrderPage
+from layerzero.ipc.order_words import Turn
 
 HANDLE = ArenaHandle(GPU, "c", 1, 1, "ipc", ARENA_STEP_BYTES, bytes(IPC_HANDLE_BYTES))
 MESSAGE = AddGpu(gpu=GPU, has_memops=True, offer=Offer(HANDLE, bytes(PATTERN_BYTES), 1).to_wire())
@@ -77,4 +77,4 @@ def test_workers_get_what_the_client_sent(pages: OrderPages) -> None:
 def test_every_error_has_its_own_number() -> None:
     """The word in the page is all that a stream's owner sees at first."""
     assert len({error_number(code) for code in BY_CODE}) == len(BY_CODE)
-    assert all(0 < error_number(code) <= order.MAX_ERROR for code in BY_CODE)
+    assert all(0 < error_number(code) <= order_words.MAX_ERROR for code in BY_CODE)

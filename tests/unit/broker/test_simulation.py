@@ -33,13 +33,13 @@ from layerzero.broker.selection import Verdict
 from layerzero.broker.sessions import Sessions
 from layerzero.broker.settling import Settling
 from layerzero.broker.state import BrokerState
-from layerzero.broker.turns import RENEWAL_EXIT, OpenTurn
+from layerzero.broker.turns import OpenTurn
 from layerzero.broker.unreachable import Unreachable
 from layerzero.broker.worker_fsm import TRANSITIONS, WorkerState
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import BackendError, LayerZeroError
-from layerzero.ipc.lane import EXECUTING
+from layerzero.ipc.worker_codes import LANE_CALL, RENEWAL_EXIT
 
 SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "3000"))
 CHUNK = 250
@@ -455,7 +455,7 @@ class KillsForWaitingHeads(BrokerState):
 
 class WaitsForLanesForEver(BrokerState):
     def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
-        if executing & EXECUTING:
+        if executing & LANE_CALL:
             worker.head_since_s = self.agenda.now_s
         else:
             super()._end_what_takes_too_long(worker, executing)

@@ -10,14 +10,14 @@ from tests.unit.broker.driver import BODY, CLIENT, Driver
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
-from layerzero.broker.turns import RENEWAL_EXIT, STALLED_EXIT
 from layerzero.broker.worker_fsm import TRANSITIONS, IllegalTransition, Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc import wire
 from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall
 from layerzero.ipc.messages import Decision, Prepare, decode, encode
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
+from layerzero.ipc.worker_codes import RENEWAL_EXIT, STALLED_EXIT
 
 SPEC = ["float32", [4], [1]]
 GENTLE = BackendError("RuntimeError: kernel raised")

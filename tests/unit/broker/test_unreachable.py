@@ -8,7 +8,7 @@ from tests.unit.broker.driver import CLIENT, Driver
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.ipc import wire
-from layerzero.ipc.order import Turn
+from layerzero.ipc.order_words import Turn
 
 
 def lose(d: Driver, backend: str) -> int:

@@ -13,7 +13,8 @@ from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu
 from layerzero.client.bells import Bells
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_order import ClientOrder
-from layerzero.ipc.order import RUNG, SILENT, TAKEN, OrderPage, create_page
+from layerzero.ipc.order import OrderPage, create_page
+from layerzero.ipc.order_words import RUNG, SILENT, TAKEN
 
 STREAM = 5
 

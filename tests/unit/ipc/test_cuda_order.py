@@ -12,7 +12,8 @@ from layerzero.ipc import cuda_order
 from layerzero.ipc.cuda import Context
 from layerzero.ipc.cuda_order import ClientOrder, WorkerOrder
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.order import BELLS, LANES, TAKEN, OrderPage, Turn, create_page
+from layerzero.ipc.order import OrderPage, create_page
+from layerzero.ipc.order_words import BELLS, LANES, TAKEN, Turn
 
 
 @pytest.fixture

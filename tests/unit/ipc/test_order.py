@@ -12,7 +12,8 @@ import pytest
 
 from layerzero.ipc import memory
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.order import BELLS, LANES, PAGE_BYTES, RUNG, TAKEN, OrderPage, Turn, create_page
+from layerzero.ipc.order import OrderPage, create_page
+from layerzero.ipc.order_words import BELLS, LANES, PAGE_BYTES, RUNG, TAKEN, Turn
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 from tests.unit.ipc.fake_cuda import UUID
-from tests.unit.workers.test_gpu import NBYTES, NONE, Rig
+from tests.unit.workers.test_gpu import NBYTES, Rig
 
 from layerzero.ipc import lane
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.memory import PAGE_BYTES, ControlPage, create_memfd
-from layerzero.ipc.order import Turn
-from layerzero.ipc.ring import LEFT, REPLAYED, Ring, create_page
+from layerzero.ipc.order_words import Turn
+from layerzero.ipc.ring import Ring, create_page
+from layerzero.ipc.ring_words import LEFT, REPLAYED
 from layerzero.ipc.wire import Ref, pack_refs
 from layerzero.workers.rings import BURST, Rings
 
@@ -34,9 +35,7 @@ class Table:
         self.ends: dict[int, Ring] = {}
         os.close(page)
         plans = {1: self.rig.plan}
-        self.rings = Rings(
-            select.poll(), self.rig.gpus, plans, self.control, NONE, lambda *what: self.left.append(what)
-        )
+        self.rings = Rings(select.poll(), self.rig.gpus, plans, self.control, lambda *what: self.left.append(what))
 
     def lend(self, number: int, *, is_allowed: bool = True) -> Ring:
         page = create_page()
