@@ -101,6 +101,16 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             },
         ),
     ),
+    "append_kv": (
+        Call(
+            "append_kv",
+            {
+                **{name: _f32(256, 8, 64) for name in ("key", "value")},
+                **{name: _f32(256, 16, 8, 64) for name in ("k_cache", "v_cache")},
+                "slots": _int32(256),
+            },
+        ),
+    ),
     "rope": (_rope(1), _rope(256)),
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),
@@ -117,6 +127,8 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "silu": (Call("silu", {"input": _f32(256, 2048)}),),
     "swiglu": (Call("swiglu", {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),),
     "embedding": (Call("embedding", {"input": TensorSpec.contiguous("int64", (256,)), "weight": _f32(8192, 512)}),),
+    "quantize": (Call("quantize", {"x": _f32(256, 2048), "scale": _f32(256, 1)}, {"dtype": "int8"}),),
+    "dequantize": (Call("dequantize", {"x": TensorSpec.contiguous("int8", (256, 2048)), "scale": _f32(256, 1)}),),
     "null": (Call("null"),),
 }
 
