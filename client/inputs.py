@@ -18,7 +18,11 @@ from layerzero.ipc.tensors import NARROW_DTYPES, TensorSpec
 def tensor_names(function: Callable[..., Any]) -> list[str]:
     """The parameters of an op that are arrays, in order."""
     parameters = inspect.signature(function).parameters
-    return [name for name, p in parameters.items() if p.annotation == "Any" and name != "out"]
+    return [name for name, p in parameters.items() if _is_array(str(p.annotation)) and name != "out"]
+
+
+def _is_array(annotation: str) -> bool:
+    return "Array" in annotation or annotation == "Any"
 
 
 def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) -> dict[str, Any]:

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tests.envs.harness import STORE
-from tests.process.harness import Site
+from tests.envs.harness import ON_CPU
 
 import layerzero as lz
 from layerzero.client import ready
-from layerzero.envs import build
 from layerzero.ipc.ops import OPS
-
-# Those that serve in this process's platform; GPU backends are there, too, and have nothing to run on.
-ON_CPU = {"mlx", "null", "onnx-reference", "onnxruntime", "tokenizers-0.13", "tokenizers-0.23", "torch", "zentorch"}
-
-
-@pytest.fixture(scope="module")
-def installation() -> Iterator[Site]:
-    for name in ON_CPU:
-        build.ensure(build.resolve(name), store=STORE)
-    site = Site(STORE)
-    del site.environ["LAYERZERO_MANIFEST_DIRS"]  # no toys
-    site.start().connect()
-    yield site
-    lz.disconnect()
-    site.stop()
 
 
 @pytest.mark.timeout(900)  # all environments are probed, where nobody has done so before
