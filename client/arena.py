@@ -28,6 +28,7 @@ OWN_ARENA_BYTES = 8 << 20  # slots from this size on get an arena of their own
 MAX_IDLE_BYTES = 256 << 20  # free memory of all arenas that keeps its pages, for the next slots
 KEPT_IDLE_BYTES = 128 << 20  # what is left of it then: a program that goes up and down pays for one half, not each time
 MIN_HOLE_BYTES = 64 << 10  # smaller free slots between live ones keep their pages
+MAX_NOTED = 1024  # small slots that wait for the next call to collect them, which is cheaper than at once
 _PAGE = 4096
 
 
@@ -157,14 +158,15 @@ class Pool:
         with self._lock:
             self._collect()
             arena, offset = self._take(size)
+            if arena.holes:
+                self._fill(arena, offset, size)
+            self._idle_bytes -= size
             view = arena.view[offset : offset + nbytes]
             lease = _Lease(view, self._note_freed)
             lease.arena, lease.offset, lease.size = arena, offset, size
             self._leases[id(lease)] = lease
             if self._has_hollow:
                 self._close_hollow()
-        if self._freed:  # meanwhile
-            self._collect_if_idle()
         return view, arena, offset
 
     def find(self, address: int, nbytes: int) -> tuple[Arena, int] | None:
@@ -192,7 +194,8 @@ class Pool:
     def _note_freed(self, lease: _Lease) -> None:
         """Called wherever the last view dies: takes no lock that somebody may have, and sends nothing."""
         self._freed.append(lease)
-        self._collect_if_idle()
+        if lease.size >= MIN_HOLE_BYTES or len(self._freed) >= MAX_NOTED:  # else it is the next call's
+            self._collect_if_idle()
 
     def _collect_if_idle(self) -> None:
         """Unless a thread is in here; perhaps it is this one, further up."""
@@ -239,18 +242,14 @@ class Pool:
         arena.registrations.clear()
         os.close(arena.fd)  # the mapping goes with the last view
 
-    def _take(self, size: int) -> tuple[Arena, int]:
-        arena, offset = self._place(size)
-        if arena.holes:
-            try:
-                self._idle_bytes += arena.fill(offset, size)
-            except BaseException:
-                arena.give(offset, size)
-                raise
-        self._idle_bytes -= size
-        return arena, offset
+    def _fill(self, arena: Arena, offset: int, size: int) -> None:
+        try:
+            self._idle_bytes += arena.fill(offset, size)
+        except BaseException:
+            arena.give(offset, size)
+            raise
 
-    def _place(self, size: int) -> tuple[Arena, int]:
+    def _take(self, size: int) -> tuple[Arena, int]:
         if size >= OWN_ARENA_BYTES:
             fits = [a for a in self._arenas if a.live == 0 and size <= a.nbytes <= 2 * size and a not in self._shared]
             arena = min(fits, key=lambda a: (a.hole_bytes, a.nbytes)) if fits else self._open(-(-size // _PAGE) * _PAGE)
