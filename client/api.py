@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import layerzero
 from layerzero.client import arena as arenas
@@ -18,6 +18,7 @@ from layerzero.client import ops, overlay
 from layerzero.client import start as starting
 from layerzero.client.array_copies import copy_into
 from layerzero.client.array_recognition import CPU, Array, describe
+from layerzero.client.array_types import ArrayT
 from layerzero.client.array_wrapping import wrap
 from layerzero.client.call import Request, Submitted
 from layerzero.client.gpu_arrays import give, is_on_gpu, new_like
@@ -28,6 +29,14 @@ from layerzero.client.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
 from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
+if TYPE_CHECKING:
+    from numpy import dtype as NumPyDtype
+    from numpy import float32, generic
+    from numpy.typing import NDArray
+
+    ScalarT = TypeVar("ScalarT", bound=generic)
+
+T = TypeVar("T")
 _session: Session | None = None
 _lock = threading.Lock()
 ENDING_POLL_S = 0.1
@@ -96,10 +105,15 @@ def session() -> Session:
     return current
 
 
-def last_report() -> SelectionReport | None:
+def last_report() -> SelectionReport:
     """Of this thread's last call: which kernel, what it cost, what was copied, which attempts failed, why not others.
-    None before the first call."""
-    return session().last_report()
+    Raises InvalidArgument before the first call, NotConnected."""
+    report = session().last_report()
+    if report is None:
+        raise InvalidArgument(
+            "make a call first: this thread has made none since lz.connect(); submitted ones have future.report"
+        )
+    return report
 
 
 def synchronize(timeout_s: float | None = None) -> None:
@@ -246,6 +260,22 @@ def _with_handler(
 # --- memory
 
 
+@overload
+def empty(shape: int | Sequence[int]) -> NDArray[float32]: ...
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: type[ScalarT] | NumPyDtype[ScalarT]) -> NDArray[ScalarT]: ...
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: str) -> NDArray[Any]: ...
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: Any) -> Any: ...
+
+
 def empty(shape: int | Sequence[int], dtype: Any = "float32") -> Any:
     """An uninitialised array that workers can use without a copy, as input and as out=.
 
@@ -266,12 +296,13 @@ def empty(shape: int | Sequence[int], dtype: Any = "float32") -> Any:
     return _fresh(spec, Array("torch" if is_torch else "numpy", spec, 0, None, None))[0]
 
 
-def empty_like(array: Any) -> Any:
+def empty_like(array: ArrayT) -> ArrayT:
     """As `empty`, of the shape, dtype and kind of `array`."""
     like = describe(array)
+    spec = TensorSpec.contiguous(like.spec.dtype, like.spec.shape)
     if like.device != CPU:
-        return give(like, new_like(like, TensorSpec.contiguous(like.spec.dtype, like.spec.shape))[0])
-    return _fresh(TensorSpec.contiguous(like.spec.dtype, like.spec.shape), like)[0]
+        return give(like, new_like(like, spec)[0])  # type: ignore[no-any-return]
+    return _fresh(spec, like)[0]  # type: ignore[no-any-return]
 
 
 def _fresh(spec: TensorSpec, like: Array) -> tuple[Any, memoryview]:
@@ -284,22 +315,27 @@ def _fresh(spec: TensorSpec, like: Array) -> tuple[Any, memoryview]:
     return value, memory
 
 
-def share(value: Any) -> Any:
+def share(value: T) -> T:
     """Move data where workers reach it without a copy: do it once for weights and caches.
 
     An array gives a copy of its kind in shared memory (or itself, when it lies there already); lists, tuples and
     dicts give the same with all arrays inside shared. A torch.nn.Module is changed in place: its parameters and
-    buffers move. Raises OutOfMemory.
+    buffers move. Raises OutOfMemory; what had moved until then stays moved.
     """
+    shared: T = _shared(value)
+    return shared
+
+
+def _shared(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: share(item) for key, item in value.items()}
+        return {key: _shared(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [share(item) for item in value]
+        items = [_shared(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.nn.Module):
         for tensor in (*value.parameters(), *value.buffers()):
-            tensor.data = share(tensor.data)
+            tensor.data = _shared(tensor.data)
         return value
     array = describe(value)
     if array.device != CPU:

@@ -276,12 +276,17 @@ def _describe_dlpack(obj: Any) -> Array:
     return Array("dlpack", spec, view.address, obj, view, False, not view.is_read_only, needs_copy, view.device)
 
 
+def _as_array(obj: Any) -> str:
+    """What makes an array of it."""
+    return "its .to_numpy()" if hasattr(obj, "to_numpy") else "numpy.asarray(...) of it"
+
+
 def _describe_buffer(obj: Any) -> Array:
     try:
         view = memoryview(obj)
     except TypeError:
         raise InvalidArgument(
-            f"{type(obj).__module__}.{type(obj).__qualname__} is no array; allowed: {ACCEPTED}"
+            f"{type(obj).__module__}.{type(obj).__qualname__} is no array; allowed: {ACCEPTED}; pass {_as_array(obj)}"
         ) from None
     name = _BUFFER_NAMES.get(view.format.lstrip(_NATIVE_PREFIXES))
     if name is None or ITEMSIZE[name] != view.itemsize:

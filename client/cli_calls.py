@@ -163,9 +163,7 @@ def run(
 
     def call() -> Any:
         value = function(**arguments, **options, backend=backend, timeout_s=timeout_s)
-        report = lz.last_report()
-        assert report is not None
-        reports.append(report)
+        reports.append(lz.last_report())
         return value
 
     with Connected():

@@ -13,12 +13,13 @@ from typing import Any
 
 from layerzero.client import arena as arenas
 from layerzero.client import overlay
-from layerzero.client.array_recognition import CPU, describe
+from layerzero.client.array_recognition import CPU
 from layerzero.client.call import (
     Request,
     Route,
     Submitted,
     describe_all,
+    describe_args,
     error_of,
     microseconds,
     place_key,
@@ -50,7 +51,6 @@ from layerzero.ipc.errors import (
     WorkerUnreachable,
 )
 from layerzero.ipc.plain import unpack_body
-from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import Kind
 
 CLOSE_S = 10.0  # so long a session that is closed waits for its calls on GPUs
@@ -293,7 +293,7 @@ class Session:
 
     def signature(self, request: Request) -> bytes:
         """The encoded Route message of a call; a TensorSpec may stand for an array."""
-        arrays = tuple(None if arg is None or isinstance(arg, TensorSpec) else describe(arg) for arg in request.args)
+        arrays = describe_args(request, takes_specs=True)
         specs = tuple(arg if array is None else array.spec for arg, array in zip(request.args, arrays, strict=True))
         device = device_of(request.op, arrays, None)
         plan = request.planner(*specs, **request.params)

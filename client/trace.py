@@ -11,7 +11,7 @@ from layerzero.client import arena as arenas
 from layerzero.client import ops
 from layerzero.client.array_recognition import Array, describe
 from layerzero.client.array_wrapping import wrap
-from layerzero.client.call import Request
+from layerzero.client.call import Request, describe_args
 from layerzero.client.plans import Plan, plan_out
 from layerzero.client.session import Session
 from layerzero.ipc.errors import InvalidArgument
@@ -61,7 +61,7 @@ class Tracer:
         number = len(self.calls)
         if number >= MAX_CALLS:
             raise InvalidArgument(f"the function makes more than {MAX_CALLS} calls; plan its parts one by one")
-        arrays = [None if arg is None else describe(arg) for arg in request.args]
+        arrays = describe_args(request)
         specs = request.shape_specs(tuple(None if array is None else self._spec(array) for array in arrays))
         plan = request.planner(*specs, **request.params)
         if request.out is not None:

@@ -228,7 +228,7 @@ def test_ctrl_c_prints_what_was_measured(new_site: Callable[..., Site]) -> None:
         **command(site, ("tune", "silu", "4x8:float32", "--budget", "600", "--json")), stdout=subprocess.PIPE
     ) as process:
         site.connect()
-        wait_until(lambda: site.backend("slow")["answered"] > tuning.WARM_UPS + 1)  # one round is complete
+        wait_until(lambda: site.backend("slow")["answered"] > tuning.WARM_UPS + 1, 100)  # one round is complete
         process.send_signal(signal.SIGINT)
         stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 130

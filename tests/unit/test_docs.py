@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from layerzero.client import ops
 from layerzero.ipc.ops import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -49,3 +51,21 @@ def test_guide_shows_the_descriptor_and_the_entry_point_of_the_example() -> None
     tables = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)[1].strip().split("\n\n")
     project = (EXAMPLE / "pyproject.toml").read_text()
     assert [table in project for table in tables] == [True, True]
+
+
+OPS_PAGE = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_are_documented_with_the_parameters_that_they_have(name: str) -> None:
+    """Names, order, defaults and which are keywords only; out=, backend= and timeout_s= are told of once for all."""
+    found = re.search(rf"^    ({name}\(.*?\))$", OPS_PAGE.partition(f"\n## {name}\n")[2], re.DOTALL | re.MULTILINE)
+    assert found
+    parameters = " ".join(found[1][len(name) + 1 : -1].split())
+    said = inspect.signature(eval(f"lambda {parameters}: None"))  # noqa: S307  # of our own page
+    have = inspect.signature(getattr(ops, name))
+    plain = [p.replace(annotation=p.empty) for p in have.parameters.values() if p.name not in COMMON]
+    assert str(said) == str(have.replace(parameters=plain, return_annotation=have.empty))
+
+
+COMMON = ("out", "backend", "timeout_s")

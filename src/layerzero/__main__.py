@@ -1,0 +1,1 @@
+../../client/facade/__main__.py
