@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.broker.dispatch_table import DispatchTable
 from layerzero.broker.host import free_memory_bytes
+from layerzero.broker.selection import unknown_backend
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import InvalidArgument
@@ -34,9 +34,7 @@ def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
     known = sorted(server.state.capabilities)
     for name in names or ():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidArgument(f"no backend is called {name!r:.60}{hint} Known: {', '.join(known)}")
+            raise InvalidArgument(unknown_backend(name, tuple(known), server.state.engine.refused.get(name, "")))
     if names is not None:
         return sorted(set(names))
     return [name for name in known if not _is_denied(server, name) and not _is_refused(server, name)]

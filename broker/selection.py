@@ -175,19 +175,23 @@ class Signature:
 
 
 @functools.lru_cache(maxsize=64)
-def _unknown(backend: str, known: tuple[str, ...]) -> str:
-    """Kept, because to look for what is meant costs as much as the rest of a refusal."""
+def unknown_backend(backend: str, known: tuple[str, ...], refused: str = "") -> str:
+    """What to say of a backend that does not exist. `refused`: why its descriptor cannot be used, if it has one. Kept,
+    because to look for what is meant costs as much as the rest of a refusal."""
+    if refused:
+        return f"no backend is called {backend!r}: its descriptor was refused: {refused}; mend it, then lz down"
     near = difflib.get_close_matches(backend, known, n=1)
-    hint = f"; did you mean {near[0]!r}" if near else ""
-    return f"no backend is called {backend!r}{hint}. Known: {', '.join(sorted(known))}"
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"no backend is called {backend!r:.60}{hint} Known: {', '.join(sorted(known))}"
 
 
 def no_backend(
-    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
+    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability], refused: Mapping[str, str]
 ) -> NoBackend | InvalidArgument:
-    """The error for a call that nobody can take: which candidates there are, and why each refuses."""
+    """The error for a call that nobody can take: which candidates there are, and why each refuses. `refused`: why
+    descriptors of further backends cannot be used."""
     if spec.pinned and spec.pinned not in known:
-        return InvalidArgument(_unknown(spec.pinned, tuple(known)))
+        return InvalidArgument(unknown_backend(spec.pinned, tuple(known), refused.get(spec.pinned, "")))
     if not ranked:
         return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
     relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]

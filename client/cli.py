@@ -467,18 +467,16 @@ def bench_check(
 )
 def env(ctx: typer.Context) -> None:
     """List, build, probe, lock and collect backend environments; see `lz env --help`."""
-    from layerzero.envs.__main__ import app as env_app  # a package of its own: it does not know of brokers
+    from layerzero.client import cli_env
 
-    code = env_app(args=ctx.args, prog_name="lz env", standalone_mode=False)
-    if ctx.args[:1] in (["build"], ["probe"]) and "--help" not in ctx.args:
-        from layerzero.client import cli_broker
-
-        cli_broker.tell_about_environments(ctx.args[1:])
-    raise typer.Exit(code if isinstance(code, int) else 0)
+    raise typer.Exit(cli_env.run(ctx.args))
 
 
 def main() -> None:
     """Run `lz` with this process's arguments; ends the process."""
+    from layerzero.client.cli_output import show_setting_warnings
+
+    show_setting_warnings()
     app(prog_name="lz")
 
 

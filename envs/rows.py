@@ -7,19 +7,21 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from layerzero.capabilities.descriptor import DescriptorError
 from layerzero.envs.additions import Site
 from layerzero.envs.base import inspect
 from layerzero.envs.build import Env, base_drift, command, drift, find
+from layerzero.envs.descriptors import read_all
 from layerzero.envs.downloads import Downloads, of_lock, of_wheels
 from layerzero.envs.installers import Installer
 from layerzero.envs.interpreters import find as find_python
@@ -35,9 +37,16 @@ out = Console()
 err = Console(stderr=True)
 
 
+class Chosen(NamedTuple):
+    """The manifests that a command is for, and rows of the report for those whose descriptors no broker would take."""
+
+    manifests: list[EnvManifest]
+    refused: list[dict[str, Any]]
+
+
 def choose(
     names: list[str] | None, folders: list[Path] | None, python: str | None = None, site: Site | None = None
-) -> list[EnvManifest]:
+) -> Chosen:
     """The manifests of those names, or all that may be built; for another Python than their first choice. With `site`
     those from outside, too."""
     found, problems = discover(folders or ()) if site is None else site.discover()
@@ -46,13 +55,37 @@ def choose(
     unknown = [name for name in names or () if name not in found]
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(found))}", param_hint="NAME")
-    chosen = [found[name] for name in dict.fromkeys(names or (n for n, one in found.items() if one.is_allowed))]
+    wanted = {name: found[name] for name in names or (n for n, one in found.items() if one.is_allowed)}
+    errors = read_all(found)[1]
+    refused = [refused_row(errors[name], one) for name, one in wanted.items() if name in errors]
+    chosen = [one for name, one in wanted.items() if name not in errors]
     if python is None:
-        return chosen
+        return Chosen(chosen, refused)
     try:
-        return [manifest.with_python(python) for manifest in chosen if names or python in manifest.pythons]
+        return Chosen([one.with_python(python) for one in chosen if names or python in one.pythons], refused)
     except ConfigError as exc:
         raise typer.BadParameter(exc.message, param_hint="--python") from exc
+
+
+def refused_row(error: DescriptorError, manifest: EnvManifest) -> dict[str, Any]:
+    """Of the report and of the list."""
+    cause, repair = error.message, f"mend {manifest.descriptor_path}"
+    return {
+        "name": manifest.name,
+        "ok": False,
+        "stage": "descriptor",
+        "state": "refused",
+        "cause": cause,
+        "repair": repair,
+    }
+
+
+def fail_on(refused: Sequence[Mapping[str, Any]]) -> None:
+    """Exits with 1 when there is one, for a command that cannot go on with the others."""
+    for row in refused:
+        err.print(row["cause"], style="red", markup=False, soft_wrap=True)
+    if refused:
+        raise typer.Exit(1)
 
 
 def end_cleanly_on_sigterm() -> None:

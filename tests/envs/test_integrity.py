@@ -194,7 +194,18 @@ def test_change_that_keeps_size_and_time_is_found_by_verify(
 
 
 def command_line(store: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "layerzero.envs", *args, "--json", "--store", str(store), "--manifests", str(SAMPLES)]
+    argv = [
+        sys.executable,
+        "-m",
+        "layerzero.client.cli",
+        "env",
+        *args,
+        "--json",
+        "--store",
+        str(store),
+        "--manifests",
+        str(SAMPLES),
+    ]
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
