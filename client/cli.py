@@ -384,6 +384,7 @@ def matrix(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Environments tried side by side.")] = 2,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one process may take.")] = 180.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Try again what is known of the same locks.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Try the whole default matrix without being asked.")] = False,
     bisect: Annotated[
         str | None,
         typer.Option("--bisect", metavar="'NAME FROM..TO'", help="Find the first version that fails --test."),
@@ -422,6 +423,7 @@ def matrix(
         jobs=jobs,
         timeout_s=timeout,
         fresh=fresh,
+        yes=yes,
         as_json=as_json,
     )
 

@@ -19,6 +19,7 @@ from layerzero.envs.build import Env, command, ensure_all, find
 from layerzero.envs.descriptors import read_all
 from layerzero.envs.gc import collect
 from layerzero.envs.installers import pick
+from layerzero.envs.lock import is_in_a_package
 from layerzero.envs.lock import lock as write_lock
 from layerzero.envs.manifest import VariantName
 from layerzero.envs.options import (
@@ -39,6 +40,7 @@ from layerzero.envs.probe import DEFAULT_TIMEOUT_S
 from layerzero.envs.rows import (
     choose,
     end_cleanly_on_sigterm,
+    err,
     fail_on,
     failing_cleanly,
     megabytes,
@@ -150,7 +152,8 @@ def build(
             base=overlay,
             wheelhouse=wheelhouse,
         )
-    report([*(verdict(m, built[m.name], None if no_probe else timeout) for m in chosen), *refused], as_json)
+    limit_s = None if no_probe else timeout
+    report([*(verdict(m, built[m.name], limit_s, is_anew=force) for m in chosen), *refused], as_json)
 
 
 @app.command()
@@ -199,6 +202,9 @@ def lock(
     for manifest in chosen:
         wanted: list[VariantName] = [variant.value] if variant else list(manifest.variants)
         for name in wanted:
+            if is_in_a_package(manifest):
+                text = f"{manifest.lock_path(name)} is of the installed package, whose next installation replaces it"
+                err.print(f"rewriting a file of LayerZero: {text}", style="yellow", highlight=False, soft_wrap=True)
             with failing_cleanly():
                 written = write_lock(manifest, name)
             rows.append({"name": manifest.name, "variant": name, "path": str(written.path), "pins": written.pins})
@@ -210,20 +216,29 @@ def lock(
 
 
 @app.command()
-def gc(ctx: typer.Context, store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False) -> None:
+def gc(
+    ctx: typer.Context,
+    store: StoreDir = STORE,
+    manifests: Folders = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be removed.")] = False,
+    as_json: Json = False,
+) -> None:
     """Remove environments and code that no manifest asks for and nobody uses."""
     copies, undecided = add_cli.site(ctx, store, manifests).wanted()
-    result = collect(store, (*(manifests or ()), *copies), undecided)
+    result = collect(store, (*(manifests or ()), *copies), undecided, dry_run=dry_run)
     if as_json:
         removed = [{"path": str(item.path), "freed_bytes": item.freed_bytes} for item in result.removed]
         in_use = [str(path) for path in result.in_use]
-        typer.echo(json.dumps({"schema": 1, "removed": removed, "in_use": in_use}, indent=1))
+        answer = {"schema": 1, "dry_run": dry_run, "removed": removed, "in_use": in_use}
+        typer.echo(json.dumps(answer, indent=1))
         return
     for item in result.removed:
-        out.print(f"removed {item.path} ({megabytes(item.freed_bytes)})", highlight=False, soft_wrap=True)
+        verb = "would remove" if dry_run else "removed"
+        out.print(f"{verb} {item.path} ({megabytes(item.freed_bytes)})", highlight=False, soft_wrap=True)
     for path in result.in_use:
         out.print(f"in use, kept: {path}", highlight=False, soft_wrap=True)
-    out.print(f"{result.freed_bytes} bytes freed", highlight=False)
+    end = "would be freed; nothing was removed" if dry_run else "freed"
+    out.print(f"{result.freed_bytes} bytes {end}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -309,7 +309,7 @@ def test_overlay_is_used_where_it_is_built_and_else_the_environment_of_the_lock(
 
 def command_line(*args: str | Path, **variables: str | Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    argv = [sys.executable, "-m", "layerzero.envs", *map(str, args)]
+    argv = [sys.executable, "-m", "layerzero.client.cli", "env", *map(str, args)]
     return subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
 
 

@@ -3,11 +3,14 @@ downloaded."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.harness import Site
+from tests.process.harness import BACKENDS, ROOT, Site
 from tests.process.test_cli import DONE, FAILED, USAGE, data, lz
 
 Sites = Callable[..., Site]
@@ -80,3 +83,90 @@ def test_the_broker_says_that_the_descriptor_was_refused(mistaken: tuple[Site, s
         assert said in refused.stderr
     for words in (("doctor", "odd"), ("restart", "odd"), ("status", "-b", "odd")):
         assert said in lz(site, *words).stderr
+
+
+# --- probes
+
+SEGV = """
+import os
+from layerzero.workers.provider import Loaded
+
+def load():
+    def silu(call, inputs, outputs):
+        return lambda: os.kill(os.getpid(), 11)
+    return Loaded({}, {"odd.silu": silu, "odd.null": lambda *_: lambda: None})
+"""
+# Right numbers, and zeros between the elements of the output.
+CARELESS = (
+    (BACKENDS / "toy.py").read_text()
+    + """
+_right = _silu
+
+def _silu(call, inputs, outputs):
+    run, memory = _right(call, inputs, outputs), outputs[0].memory
+
+    def careless():
+        memory[:] = bytes(len(memory))
+        run()
+
+    return careless
+"""
+)
+
+
+def test_a_kernel_that_kills_the_probe_is_named_with_its_case_and_what_to_mend(site: Site) -> None:
+    """To build again mends nothing."""
+    site.add_backend("odd", provider=SEGV)
+    row = rows(lz(site, "env", "probe", "odd", "--json"), FAILED)["odd"]
+    assert re.match(r"crash: the probe's process died of SIGSEGV in odd\.silu, float32, case '.+'$", row["cause"])
+    mend = f"mend odd.silu in {site.manifests / 'odd.py'}, or take it out of {site.manifests / 'odd.json'}, then: "
+    assert row["repair"].startswith(f"{mend}lz env probe odd --manifests {site.manifests} ")
+    assert "Segmentation fault" in row["probe"]["stderr_tail"]
+
+
+def test_what_is_not_certified_for_one_cause_is_one_line(site: Site) -> None:
+    """Dozens of near-equal lines are read by nobody."""
+    site.add_backend("odd", provider=CARELESS)
+    shown = lz(site, "env", "probe", "odd")
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("not certified")]
+    assert line.startswith("not certified: odd.silu in float32, ")
+    assert "the kernel wrote between the elements of its output" in line
+    assert line.endswith("does it need requires_contiguous?")
+    assert "more classes, of " in line
+
+
+# --- the command line itself
+
+
+@pytest.mark.parametrize(
+    "words", [(), *((verb,) for verb in ("list", "build", "probe", "lock", "gc", "add", "export"))]
+)
+def test_every_command_has_short_help(site: Site, words: tuple[str, ...]) -> None:
+    """As all others of `lz`; and `lz env` installs no completion of its own."""
+    shown = lz(site, "env", *words, "-h")
+    assert shown.returncode == DONE
+    assert "-h" in shown.stdout
+    assert "completion" not in shown.stdout
+
+
+def test_gc_can_be_asked_before(site: Site, tmp_path: Path) -> None:
+    """What is removed cost minutes to build."""
+    stale = tmp_path / "store" / "envs" / "gone-0000000000000003"
+    stale.mkdir(parents=True)
+    words = ("env", "gc", "--store", str(tmp_path / "store"))
+    said = data(lz(site, *words, "--dry-run", "--json"))
+    assert ([row["path"] for row in said["removed"]], said["dry_run"]) == ([str(stale)], True)
+    assert "nothing was removed" in lz(site, *words, "--dry-run").stdout
+    assert stale.exists()
+
+
+def test_a_lock_of_the_installed_package_is_not_rewritten_in_silence(site: Site, tmp_path: Path) -> None:
+    """The next `pip install` replaces it. Without an index nothing comes of it here."""
+    package = tmp_path / "site-packages" / "layerzero"
+    shutil.copytree(ROOT / "src" / "layerzero", package, ignore=shutil.ignore_patterns("__pycache__"))
+    said = lz(site, "env", "lock", "mlx", PYTHONPATH=str(package.parent), PIP_NO_INDEX="1")
+    assert said.returncode == FAILED
+    text = (
+        f"{package / 'envs' / 'locks' / 'mlx.cpu.txt'} is of the installed package, whose next installation replaces it"
+    )
+    assert text in said.stderr
