@@ -424,7 +424,7 @@ def _build(work: _Work, lock_fd: int) -> None:
         if wheels is None:
             assert work.lock is not None
             planned = downloads.of_lock(work.lock, work.python, work.installer)
-            work.say(str(planned))
+            work.say(str(planned).partition("\n")[0])  # why it is not known, the installer will say
             metered = replace(run, report=downloads.metered(planned, work.say))
             work.installer.install(folder, work.lock.path, metered)
         elif wheels.wheels:

@@ -19,6 +19,7 @@ from layerzero.envs.installers import InstallerName, find_uv, pick
 from layerzero.envs.lock import lock, read_lock
 from layerzero.envs.manifest import EnvManifest, load
 from layerzero.envs.progress import Lines
+from layerzero.envs.rows import verdict
 from layerzero.ipc.errors import EnvError
 
 SAMPLES = Path(__file__).parents[1] / "samples" / "manifests"
@@ -274,20 +275,18 @@ def test_what_has_not_changed_is_not_probed_again_by_a_build(tmp_path: Path) -> 
     been the machine's fault."""
     folder = tmp_path / "manifests"
     shutil.copytree(SAMPLES, folder)
+    manifest = load(folder / "tiny.toml")
+    env = ensure(manifest, store=tmp_path / "store")
 
-    def build(*args: str) -> bool:
-        argv = [sys.executable, "-m", "layerzero.client.cli", "env", "build", "tiny", "--json", "--manifests", folder]
-        ran = subprocess.run([*argv, "--store", tmp_path / "store", *args], capture_output=True, text=True, check=False)
-        [row] = json.loads(ran.stdout)["environments"]
-        assert isinstance(row["probe_is_kept"], bool)
-        return row["probe_is_kept"]
+    def is_kept(*, is_anew: bool = False) -> bool:
+        return bool(verdict(manifest, env, 100.0, is_anew=is_anew)["probe_is_kept"])
 
-    assert [build(), build(), build("--force"), build()] == [False, True, False, True]
+    assert [is_kept(), is_kept(), is_kept(is_anew=True), is_kept()] == [False, True, False, True]
     provider = folder / "tiny.py"
     provider.write_text(provider.read_text() + "\n# changed\n")
-    assert [build(), build()] == [False, True]
+    assert [is_kept(), is_kept()] == [False, True]
     provider.write_text("raise ImportError('nothing')\n")
-    assert [build(), build()] == [False, False]
+    assert [is_kept(), is_kept()] == [False, False]
 
 
 @needs_uv
