@@ -100,7 +100,7 @@ def test_exported_environment_is_built_and_works_without_a_network(
     house = there / "wheelhouses" / got.env.lock_target.name
     with pytest.raises(EnvError) as caught:
         check(find(got.manifest, store=there))
-    assert caught.value.facts["repair"] == f"lz env build tiny --offline --wheelhouse {house}"
+    assert caught.value.facts["repair"] == f"lz env build tiny --manifests {into} --offline --wheelhouse {house}"
     assert ensure(got.manifest, store=there, wheelhouse=house).is_built
     assert (module.is_file(), drift(got.env)) == (True, "")
 
