@@ -17,7 +17,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "layerzero.client.cli", "matrix", "--json", "--html", RESULTS / "matrix.html"]
+    command = [
+        sys.executable,
+        "-m",
+        "layerzero.client.cli",
+        "matrix",
+        "--yes",
+        "--json",
+        "--html",
+        RESULTS / "matrix.html",
+    ]
     made = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     (RESULTS / "matrix.md").write_text("\n".join(lines(made)) + "\n", encoding="utf-8")
 

@@ -344,5 +344,5 @@ class Calls:
             error: LayerZeroError = cls(f"{spec.op}: {what}: {call.last_error.message}")
             error.facts = dict(call.last_error.facts)
         else:
-            error = no_backend(spec, call.route.signature.ranked, self._engine.capabilities)
+            error = no_backend(spec, call.route.signature.ranked, self._engine.capabilities, self._engine.refused)
         return error

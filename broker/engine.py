@@ -85,8 +85,11 @@ class Engine:
         perf: PerfTable | None = None,
         health: Health | None = None,
         envs: Mapping[str, str] | None = None,
+        refused: Mapping[str, str] | None = None,
     ) -> None:
+        """`refused`: why the descriptors of further backends cannot be used."""
         self.capabilities = dict(capabilities)
+        self.refused = dict(refused or {})
         self.device = device
         self.devices = {"": device, **{gpu.device_uuid: gpu for gpu in gpus}}  # by Route.device
         self._no_gpus = no_gpus

@@ -413,7 +413,7 @@ class Joined:
         ended = Ended(None if message.is_late else message.code, out, message.stderr_tail.encode())
         timeout_s = self._settings.start_timeout_s
         repair = join_command(keeper.backend)
-        record = probe.judge(ended, keeper.backend, keeper.key, message.seconds, timeout_s, lambda _: repair)
+        record = probe.judge(ended, keeper.backend, keeper.key, message.seconds, timeout_s, lambda *_: repair)
         if record.ok and keeper.env:
             try:
                 probe.keep_record(self._record_path(keeper.backend, keeper.key), record)

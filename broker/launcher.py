@@ -11,12 +11,11 @@ from layerzero.broker import actions as act
 from layerzero.broker import kernel_sources
 from layerzero.broker.settings import Settings
 from layerzero.broker.supervisor import Launch
-from layerzero.capabilities import descriptor, vetting
 from layerzero.capabilities.compile_unit import Unit
-from layerzero.capabilities.descriptor import Capability, DescriptorError
+from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.envs import build, caches, compilation, probe, stage, third_party
+from layerzero.envs import build, caches, compilation, descriptors, probe, stage, third_party
 from layerzero.envs.allowed import Allowed
 from layerzero.envs.base import inspect
 from layerzero.envs.environ import worker_environ
@@ -64,23 +63,10 @@ class Launcher:
             if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
                 text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
                 self.problems.append(text)
-        owners: dict[str, str] = {}  # kernel id -> backend
-        # Those from outside come last: none of them can take a kernel id of ours.
-        for name, manifest in sorted(found.items(), key=lambda one: (one[1].source is not None, one[0])):
-            try:
-                capability = _capability(manifest)
-                if capability.backend != name:
-                    text = f"{manifest.descriptor_path}: backend is {capability.backend!r}, the manifest says {name!r}"
-                    raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
-                taken = sorted(kernel_id for kernel_id in capability.kernel_ids if kernel_id in owners)
-                if taken:
-                    text = f"{manifest.descriptor_path}: kernel id {taken[0]!r} belongs to backend {owners[taken[0]]!r}"
-                    raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
-            except DescriptorError as exc:
-                self.problems.append(f"{exc.reason.value}: {exc.message}")
-                continue
-            owners.update(dict.fromkeys(capability.kernel_ids, name))
-            self.manifests[name] = manifest
+        capabilities, self.refused = descriptors.read_all(found)
+        self.problems += [f"{exc.reason.value}: {exc.message}" for exc in self.refused.values()]
+        for name, capability in capabilities.items():
+            self.manifests[name] = found[name]
             self.capabilities[name] = capability
             if name in self.joined:
                 self.unusable[name] = Rejection(Reason.NOT_JOINED, not_joined(name))
@@ -309,11 +295,3 @@ def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str
             f"setting joined (LAYERZERO_JOINED): {unknown[0]!r:.60}; allowed: {ALL}, or names of: {known}"
         )
     return names
-
-
-def _capability(manifest: EnvManifest) -> Capability:
-    """Raises DescriptorError."""
-    path = manifest.descriptor_path
-    if manifest.source is None:
-        return descriptor.load(path)
-    return vetting.vet(path.read_text(encoding="utf-8", errors="replace"), str(path), manifest.name)

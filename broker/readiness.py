@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.broker.dispatch_table import DispatchTable
 from layerzero.broker.host import free_memory_bytes
+from layerzero.broker.selection import unknown_backend
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.ipc.names import unknown_name
 
 if TYPE_CHECKING:
     from layerzero.broker.server import Server
@@ -34,7 +34,7 @@ def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
     known = sorted(server.state.capabilities)
     for name in names or ():
         if name not in known:
-            raise InvalidArgument(unknown_name("backend", name, known))
+            raise InvalidArgument(unknown_backend(name, known, server.state.engine.refused.get(name, "")))
     if names is not None:
         return sorted(set(names))
     return [name for name in known if not _is_denied(server, name) and not _is_refused(server, name)]

@@ -19,7 +19,7 @@ from layerzero.broker.blocks import Link, Ranked, block_of
 from layerzero.broker.certification import Subject
 from layerzero.broker.planner import fixed_plan
 from layerzero.broker.readiness import examine, wanted_backends
-from layerzero.broker.selection import CallSpec, no_backend
+from layerzero.broker.selection import CallSpec, unknown_backend
 from layerzero.broker.shadow import Comparison
 from layerzero.broker.tuning import Usage, next_sample
 from layerzero.ipc import wire
@@ -134,12 +134,17 @@ def _backend(server: Server, name: str) -> dict[str, Any]:
     }
 
 
+def _unknown_backend(server: Server, name: object) -> InvalidArgument:
+    engine = server.state.engine
+    return InvalidArgument(unknown_backend(name, engine.capabilities, engine.refused.get(str(name), "")))
+
+
 def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Can this very backend serve? `ok`: it does, or starts when it is needed; `state`; `detail`: why not."""
     name = params.get("backend")
     worker = server.state.workers.get(name) if isinstance(name, str) else None
     if worker is None:
-        raise InvalidArgument(unknown_name("backend", name, sorted(server.state.workers)))
+        raise _unknown_backend(server, name)
     reason = server.state.unavailable.get(worker.backend)
     detail = f"{reason.code.value}: {reason.detail}" if reason else worker.state.value
     return {"ok": reason is None, "state": worker.state.value, "detail": detail}
@@ -151,9 +156,9 @@ def explain(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
     server.look_at_lanes()  # for times that workers have told by now
-    spec, ranked, candidates = server.state.explain(body, time.monotonic())
+    spec, _, candidates = server.state.explain(body, time.monotonic())
     if spec.pinned and spec.pinned not in server.state.capabilities:
-        raise no_backend(spec, ranked, server.state.capabilities)
+        raise _unknown_backend(server, spec.pinned)
     return {"candidates": candidates}
 
 
@@ -279,7 +284,7 @@ def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
     if name is not None and (not isinstance(name, str) or name not in server.state.workers):
-        raise InvalidArgument(unknown_name("backend", name, sorted(server.state.workers)))
+        raise _unknown_backend(server, name)
     names = [name] if name is not None else list(server.state.workers)
     for backend in names:
         if backend in server.joined.names:
@@ -288,6 +293,12 @@ def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
         else:
             server.handle(ev.BackendReset(backend, server.launcher.missing(backend)))
     return {"reset": names}
+
+
+def settings(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
+    """What this broker reads, for clients whose environment may name something else."""
+    folders = [str(path.absolute()) for path in server.settings.manifest_dirs]
+    return {"pid": os.getpid(), "policy": str(server.policy.file.absolute()), "manifest_dirs": folders}
 
 
 def stay(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,7 +318,7 @@ def provider(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     name = params.get("backend")
     manifest = server.launcher.manifests.get(name) if isinstance(name, str) else None
     if manifest is None:
-        raise InvalidArgument(unknown_name("backend", name, sorted(server.launcher.manifests)))
+        raise _unknown_backend(server, name)
     return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
 
 
@@ -373,6 +384,7 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "readiness": readiness,
     "reset": reset,
     "sample": sample,
+    "settings": settings,
     "shadow": shadow,
     "stay": stay,
     "shutdown": shutdown,

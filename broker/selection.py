@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -172,12 +172,20 @@ class Signature:
     users: int = 0  # routes and open calls
 
 
+def unknown_backend(backend: object, known: Iterable[str], refused: str = "") -> str:
+    """The text for a backend that does not exist. `refused`: why its descriptor cannot be used, if it has one."""
+    if refused:
+        return f"no backend is called {backend!r:.60}: its descriptor was refused: {refused}; mend it, then lz down"
+    return unknown_name("backend", backend, sorted(known))
+
+
 def no_backend(
-    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
+    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability], refused: Mapping[str, str]
 ) -> NoBackend | InvalidArgument:
-    """The error for a call that nobody can take: which candidates there are, and why each refuses."""
+    """The error for a call that nobody can take: which candidates there are, and why each refuses. `refused`: why
+    descriptors of further backends cannot be used."""
     if spec.pinned and spec.pinned not in known:
-        return InvalidArgument(unknown_name("backend", spec.pinned, sorted(known)))
+        return InvalidArgument(unknown_backend(spec.pinned, known, refused.get(spec.pinned, "")))
     if not ranked:
         return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
     relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]

@@ -75,6 +75,7 @@ class Server:
         self.launcher = launcher
         self.planner = Planner()
         self.policy = policy
+        self.policy.on_read = self._wake_up
         self.incarnation = os.urandom(8).hex()
         self.started_s = time.monotonic()
         self.stays = stays
@@ -229,6 +230,14 @@ class Server:
         self._looks.at_lanes()
         self._looks.at_rings()
         self._looks.at_bells()
+        self._follow_policy(now_s)
+        if self.state.engine.policy.memory_headroom_bytes is not None:
+            engine = self.state.engine
+            for device in ("", *self._pages.uuids()):
+                engine.note_free_memory(free_memory_bytes(engine.devices[device]), device)
+
+    def _follow_policy(self, now_s: float) -> None:
+        """Take what has changed in the policy's files."""
         before = self.policy.problem
         policy = self.policy.refresh(now_s)
         if policy is not None:
@@ -236,10 +245,6 @@ class Server:
             self.load_table()
         if self.policy.problem and self.policy.problem != before:
             log("policy.refused", problem=self.policy.problem)
-        if self.state.engine.policy.memory_headroom_bytes is not None:
-            engine = self.state.engine
-            for device in ("", *self._pages.uuids()):
-                engine.note_free_memory(free_memory_bytes(engine.devices[device]), device)
 
     def load_table(self) -> None:
         """Take the dispatch table that policy names, or none. One that cannot be used is a problem, and is not used."""
@@ -294,10 +299,16 @@ class Server:
         """From another thread or a signal handler: let the loop handle this event."""
         if not self._ended:
             self._from_threads.append(event)
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        """From another thread or a signal handler: let the loop look at what threads have done."""
+        if not self._ended:
             os.eventfd_write(self._wake, 1)
 
     def _take_from_threads(self) -> None:
         os.eventfd_read(self._wake)
+        self._follow_policy(time.monotonic())
         while self._from_threads:
             event = self._from_threads.popleft()
             if isinstance(event, ev.ProbeEnded) and event.record is not None:
@@ -476,6 +487,7 @@ class Server:
             path.unlink(missing_ok=True)
         self._probes.close()
         self._compilers.close()
+        self.policy.close()
         self._descriptors.close()
         os.close(self._wake)
 

@@ -1,4 +1,5 @@
-"""Every knob of the broker, declared once: name, default, unit, meaning. Variable: LAYERZERO_<NAME>.
+"""Every setting of the broker, declared once: name, default, unit, meaning. Variable: LAYERZERO_<NAME>.
+broker/settings_page.py makes docs/settings.md of them.
 
 Precedence: command line > environment > config.toml in the user's configuration folder > default.
 """

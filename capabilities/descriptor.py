@@ -6,6 +6,7 @@ unknown version, an unknown field or a missing constraint disables that backend,
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -230,17 +231,30 @@ def parse(text: str, origin: str) -> Capability:
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "descriptor"
         is_version = first["loc"] == ("schema_version",)
+        said = _unknown_field(first["loc"]) if first["type"] == "extra_forbidden" else first["msg"]
+        more = f"; {exc.error_count()} mistakes in all" if exc.error_count() > 1 else ""
         raise DescriptorError(
-            f"{origin}: {where}: {first['msg']} (got {first.get('input')!r:.120}; "
-            f"{exc.error_count()} problem(s) in all)",
+            f"{origin}: {where}: {said} (got {first.get('input')!r:.120}{more})",
             Reason.CAPABILITIES_SCHEMA_MISMATCH if is_version else Reason.CAPABILITIES_INVALID,
         ) from exc
 
 
+def _unknown_field(place: tuple[int | str, ...]) -> str:
+    """`place`: where pydantic found a field that the models do not have."""
+    known = Capability.model_fields if len(place) == 1 else KernelCapability.model_fields
+    near = difflib.get_close_matches(str(place[-1]), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    return f"unknown field {place[-1]!s:.80}; {hint}"
+
+
 def load(path: Path) -> Capability:
     """Read one descriptor file."""
+    return parse(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """A descriptor file's text. Raises DescriptorError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
         raise DescriptorError(f"{path}: cannot be read: {exc}", Reason.CAPABILITIES_INVALID) from exc
-    return parse(text, str(path))

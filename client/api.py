@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import layerzero
 from layerzero.client import arena as arenas
-from layerzero.client import ops, overlay
+from layerzero.client import ops, overlay, settings_check
 from layerzero.client import start as starting
 from layerzero.client.array_copies import copy_into
 from layerzero.client.array_recognition import CPU, Array, describe
@@ -71,12 +71,11 @@ def connect(
             _session = None
         deadline_s = time.monotonic() + starting.START_TIMEOUT_S
         while True:
-            if starts:
-                starting.ensure_broker(where, stays=False)
+            is_ours = starts and starting.ensure_broker(where, stays=False)
             overlay.set_environment(starting.policy_layers())
             try:
                 _session = Session(where.control, layerzero.__version__, key)
-                return _session
+                break
             except TimeoutError as exc:
                 raise BrokerLost(f"the broker on {where.control} does not answer; end it with lz down") from exc
             except (FileNotFoundError, ConnectionRefusedError, BrokerLost) as exc:
@@ -86,6 +85,10 @@ def connect(
                     starting.wait_for_end(where, ENDING_POLL_S)
                 else:
                     time.sleep(ENDING_POLL_S)
+        settings_check.warn_of_variables()
+        if not is_ours and key is None:  # one that has a secret is started with settings of its own, elsewhere maybe
+            settings_check.warn_of_broker(_session)
+        return _session
 
 
 def disconnect() -> None:

@@ -384,6 +384,7 @@ def matrix(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Environments tried side by side.")] = 2,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one process may take.")] = 180.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Try again what is known of the same locks.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Try the whole default matrix without being asked.")] = False,
     bisect: Annotated[
         str | None,
         typer.Option("--bisect", metavar="'NAME FROM..TO'", help="Find the first version that fails --test."),
@@ -422,6 +423,7 @@ def matrix(
         jobs=jobs,
         timeout_s=timeout,
         fresh=fresh,
+        yes=yes,
         as_json=as_json,
     )
 
@@ -467,18 +469,16 @@ def bench_check(
 )
 def env(ctx: typer.Context) -> None:
     """List, build, probe, lock and collect backend environments; see `lz env --help`."""
-    from layerzero.envs.__main__ import app as env_app  # a package of its own: it does not know of brokers
+    from layerzero.client import cli_env
 
-    code = env_app(args=ctx.args, prog_name="lz env", standalone_mode=False)
-    if ctx.args[:1] in (["build"], ["probe"]) and "--help" not in ctx.args:
-        from layerzero.client import cli_broker
-
-        cli_broker.tell_about_environments(ctx.args[1:])
-    raise typer.Exit(code if isinstance(code, int) else 0)
+    raise typer.Exit(cli_env.run(ctx.args))
 
 
 def main() -> None:
     """Run `lz` with this process's arguments; ends the process."""
+    from layerzero.client.cli_output import show_setting_warnings
+
+    show_setting_warnings()
     app(prog_name="lz")
 
 

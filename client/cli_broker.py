@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import layerzero
-from layerzero.client import cli_keys, start
+from layerzero.client import cli_keys, settings_check, start
 from layerzero.client import remote as remote_broker
 from layerzero.client.cli_output import FAILED, note, out, print_json
 from layerzero.client.session import Session
@@ -45,6 +45,8 @@ def connection(where: Endpoints) -> Iterator[Session]:
             f"{who} does not answer: {exc}", repair="try again; if it stays like this, lz down --force"
         ) from exc
     try:
+        if key is None:
+            settings_check.warn_of_broker(session)
         yield session
     finally:
         session.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from layerzero.client.report import SelectionReport
+from layerzero.ipc import variables
 from layerzero.ipc.errors import (
     BackendError,
     BrokerLost,
@@ -23,6 +26,7 @@ from layerzero.ipc.errors import (
     Poison,
     VersionMismatch,
 )
+from layerzero.ipc.variables import SettingWarning
 
 SCHEMA = 1  # of everything that --json prints; grows when a field is renamed, removed or changes its meaning
 FAILED, USAGE, NO_BROKER = 1, 2, 3
@@ -47,6 +51,22 @@ def print_json(value: Mapping[str, Any], *, indent: int | None = 1) -> None:
 def note(text: str) -> None:
     """What a person wants to know and a script does not."""
     err().print(Text(text, style="dim"), soft_wrap=True)
+
+
+def show_setting_warnings() -> None:
+    """As notes, each once; those of misspelt variables now."""
+    shown = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any) -> None:
+        if issubclass(category, SettingWarning):
+            err().print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+        else:
+            shown(message, category, filename, lineno, *more)
+
+    warnings.showwarning = show  # type: ignore[assignment]
+    warnings.simplefilter("once", SettingWarning)
+    for text in variables.mistakes(os.environ):
+        warnings.warn(text, SettingWarning, stacklevel=2)
 
 
 def show_error(error: LayerZeroError, *, as_json: bool) -> int:

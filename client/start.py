@@ -1,4 +1,4 @@
-"""Find this user's broker, or start one. The only place of the client that reads the environment."""
+"""Find this user's broker, or start one with this process's environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from layerzero.ipc import control, policy, secret
+from layerzero.ipc import control, policy, secret, variables
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir, open_endpoints
 from layerzero.ipc.errors import BrokerLost, ConfigError, from_wire
 from layerzero.ipc.plain import unpack_body
@@ -164,6 +164,9 @@ def environment(keep: Container[str] | None = None, **changes: str) -> dict[str,
     """What a process of ours is started with: our environment, and the folder that this very package was imported from.
     keep: the only LAYERZERO_ variables that it gets of ours; all of them if left out. changes: further variables."""
     found = {k: v for k, v in os.environ.items() if keep is None or k in keep or not k.startswith("LAYERZERO_")}
+    for name in (f"LAYERZERO_{name.upper()}" for name in variables.PATHS):
+        if found.get(name):  # a broker runs in another folder
+            found[name] = os.pathsep.join(os.path.abspath(path) for path in found[name].split(os.pathsep) if path)
     import layerzero
 
     root = str(Path(layerzero.__file__).parent.parent)

@@ -172,6 +172,12 @@ class EnvManifest(BaseModel):
             return (self.path.parent / self.descriptor).resolve()
         return package_folder("capabilities") / "descriptors" / f"{self.descriptor}.json"
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that has to be named to find this manifest; None for ours, and for what comes from outside."""
+        folder = self.path.parent.resolve()
+        return None if folder == BUILTIN or self.source is not None else folder
+
     def variant_for(self, wanted: VariantName) -> VariantName:
         """The variant to use on a machine set to `wanted`: a backend without builds for an accelerator has none for
         this one either, and serves on the CPU."""

@@ -43,11 +43,11 @@ GONE = {
 """Keys of earlier versions, and what to do about each: whoever sets one is told."""
 
 VARIABLE_PREFIX = "LAYERZERO_"
-_WITHOUT_VARIABLE = {"rules"}  # too much structure for one line of text
+WITHOUT_VARIABLE = {"rules"}  # too much structure for one line of text
 
 
 def variables(environ: Mapping[str, str], keys: tuple[str, ...] = KEYS) -> list[dict[str, Any]]:
     """One layer of policy for each variable that is set, of these keys and those that are gone: `origin` is its name,
     `values` has the text under its key."""
-    names = {key: VARIABLE_PREFIX + key.upper() for key in (*keys, *GONE) if key not in _WITHOUT_VARIABLE}
+    names = {key: VARIABLE_PREFIX + key.upper() for key in (*keys, *GONE) if key not in WITHOUT_VARIABLE}
     return [{"origin": name, "values": {key: environ[name]}} for key, name in names.items() if environ.get(name)]

@@ -54,7 +54,7 @@ def lz_env(site: Site) -> Lz:
     """Run `lz env ...`."""
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "layerzero.envs", *map(str, words)]
+        command = [sys.executable, "-m", "layerzero.client.cli", "env", *map(str, words)]
         with site.environment():
             return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
 

@@ -18,7 +18,16 @@ def test_a_probe_that_is_told_to_end_leaves_neither_folder_nor_process(
     """Job managers send SIGTERM; what is left then would be left at every restart."""
     site = new_site()
     site.add_backend("endless", provider="import threading\ndef load():\n    threading.Event().wait()\n")
-    command = [sys.executable, "-m", "layerzero.envs", "probe", "endless", "--manifests", str(site.manifests)]
+    command = [
+        sys.executable,
+        "-m",
+        "layerzero.client.cli",
+        "env",
+        "probe",
+        "endless",
+        "--manifests",
+        str(site.manifests),
+    ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
     probe = subprocess.Popen([*command, "--store", str(site.folder / "store")], env=environ)
     wait_until(lambda: any("layerzero.workers.probe" in command for command in processes(site.folder).values()))

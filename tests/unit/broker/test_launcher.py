@@ -74,11 +74,12 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "name of another backend": (
         lambda data: data.update(backend="first"),
-        "CAPABILITIES_INVALID: {path}: backend is 'first', the manifest says 'second'",
+        "CAPABILITIES_INVALID: {path}: backend is 'first', its manifest says 'second'",
     ),
     "unknown constraint": (
-        lambda data: silu(data).update(max_heads=8),
-        "CAPABILITIES_INVALID: {path}: ops.silu.0.max_heads: Extra inputs are not permitted (got 8",
+        lambda data: silu(data).update(require_contiguous=True),
+        "CAPABILITIES_INVALID: {path}: ops.silu.0.require_contiguous: "
+        "unknown field require_contiguous; did you mean requires_contiguous? (got True",
     ),
 }
 

@@ -87,8 +87,11 @@ BROKEN: dict[str, tuple[Change, str]] = {
         lambda d: d.update(platform="tpu"),
         "platform: Input should be 'cpu', 'cuda', 'rocm' or 'hpu'",
     ),
-    "unknown field": (lambda d: d.update(flavour="mint"), "flavour: Extra inputs are not permitted"),
-    "unknown constraint": (lambda d: silu(d).update(max_heads=8), "max_heads: Extra inputs are not permitted"),
+    "unknown field": (lambda d: d.update(flavour="mint"), "flavour: unknown field flavour; known: schema_version, "),
+    "unknown constraint": (
+        lambda d: silu(d).update(max_heads=8),
+        "unknown field max_heads; did you mean max_head_dim?",
+    ),
     "no source": (lambda d: silu(d).pop("source"), "source: Field required"),
     "no word on determinism": (lambda d: silu(d).pop("deterministic"), "deterministic: Field required"),
     "priority too high": (lambda d: silu(d).update(priority=101), "less than or equal to 100"),
