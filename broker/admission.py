@@ -85,7 +85,7 @@ class Admission:
                 return None
             limit = self._limits.max_in_flight
             if is_bounded and client.open_calls >= limit:
-                error = Busy(f"{client.open_calls} calls are open; allowed: {limit}", limit=client.open_calls)
+                error = Busy(f"{client.open_calls} calls are open; allowed: {limit}", limit=limit)
                 self._refuse(client, event.seq, turn, error)
                 return None
             arenas = route.checked.get(event.body)

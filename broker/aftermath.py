@@ -15,7 +15,7 @@ from layerzero.broker.bells import Bells
 from layerzero.broker.calls import Calls
 from layerzero.broker.closing import Closing
 from layerzero.broker.enqueued import Enqueued
-from layerzero.broker.fleet import Fleet
+from layerzero.broker.fleet import Fleet, exit_text
 from layerzero.broker.leases import Leases
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.rings import Rings, Stranded
@@ -65,7 +65,7 @@ class Aftermath:
         if is_renewal:
             event = replace(event, executing=0)
         was_stopping = worker.state is WorkerState.STOPPED
-        how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
+        how = exit_text(event.exit_code)
         error = worker.fault or _death(worker, event, how)
         facts = {
             "backend": worker.backend,

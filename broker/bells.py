@@ -105,8 +105,7 @@ class Bells:
             for call in worker.bells.values():
                 word = event.busy.get(call.dispatch)
                 if call.tried and (word is None or (call.bell_word >= TAKEN and call.bell_word != word)):
-                    call.deaths, call.attempts, call.last_error = 0, [], None  # it came through
-                    call.tried.clear()
+                    call.forget_attempts()  # it came through
                 self.is_awaited |= bool(call.tried)
                 if word is None or word != call.bell_word or call.busy_since_s == math.inf:
                     call.busy_since_s = now_s if word is not None else math.inf

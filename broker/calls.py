@@ -10,7 +10,7 @@ from layerzero.broker.agenda import Agenda
 from layerzero.broker.closing import Closing
 from layerzero.broker.compiling import Compiling, overdue
 from layerzero.broker.engine import Engine
-from layerzero.broker.fleet import Fleet, disabled
+from layerzero.broker.fleet import Fleet, disabled, exit_text
 from layerzero.broker.limits import Limits
 from layerzero.broker.loans import Loans
 from layerzero.broker.poison import MAX_DEATHS_PER_CALL, Quarantine
@@ -91,7 +91,9 @@ class Calls:
             return
         awaited = self._awaited(call)
         if awaited is None:
-            if not self._compiling.hold(call):
+            if self._goes_back(call):
+                self.place(call)
+            elif not self._compiling.hold(call):
                 self._closing.refuse(call, self.unserved(call))
         elif not self._sends_back(awaited, call):
             call.kernel_id = awaited.kernel_id
@@ -101,7 +103,7 @@ class Calls:
         """The best one not tried yet. One whose breaker is half open takes a single call; for others it comes last."""
         last: Verdict | None = None
         for verdict in order:
-            if verdict.backend in call.tried or (verdict.transforms and call.was_answered):
+            if not call.may_try(verdict.backend) or (verdict.transforms and call.was_answered):
                 continue  # the latter: its client has gone on, and makes no copies any more
             if verdict.transforms or not verdict.is_on_trial:  # a call that is sent back for copies tries nothing
                 return verdict
@@ -139,16 +141,27 @@ class Calls:
             is_down = [reason.code for reason in verdict.reasons] == [Reason.BACKEND_RESTARTING]
             if verdict.transforms and call.was_answered:
                 continue
-            if is_down and verdict.backend not in call.tried and self._is_back_in_time(verdict.backend, call):
+            if is_down and call.may_try(verdict.backend) and self._is_back_in_time(verdict.backend, call):
                 return verdict
         return None
 
+    def _goes_back(self, call: Call) -> bool:
+        """Nobody is left who has not tried. A backend whose worker has ended with the call may have it once more: one
+        death is no proof against a call, and two make it poison."""
+        if not call.lost_at or call.route.signature.spec.pinned:
+            return False
+        call.once_more |= call.lost_at
+        call.lost_at.clear()
+        return True
+
     def _has_other(self, call: Call) -> bool:
-        return any(verdict.backend not in call.tried for verdict in self._signatures.order(call.route.signature))
+        return any(call.may_try(verdict.backend) for verdict in self._signatures.order(call.route.signature))
 
     def can_place(self, call: Call) -> bool:
-        """Somebody can take it who has not tried, now or after a restart."""
-        return self._has_other(call) or self._awaited(call) is not None
+        """Somebody can take it, now or after a restart."""
+        if self._has_other(call) or self._awaited(call) is not None:
+            return True
+        return self._goes_back(call) and self.can_place(call)
 
     def _is_back_in_time(self, backend: str, call: Call) -> bool:
         return self._fleet.is_back_by(backend, self._agenda.now_s + call.timeout_s)
@@ -282,7 +295,11 @@ class Calls:
         )
         worker.failed += 1
         call.last_error = error
+        has_ended = exit_code is not None and error.code == BackendError.code  # and was not killed for the call
+        if worker.backend not in call.tried and (has_ended or phase == "queued"):
+            call.lost_at.add(worker.backend)
         call.tried.add(worker.backend)
+        call.once_more.discard(worker.backend)
 
     def watch_health(self) -> None:
         """A kernel that failed may be tried again from now on."""
@@ -297,7 +314,9 @@ class Calls:
         if worker.state is S.DISABLED:
             lost = disabled(worker)
         else:
-            lost = BackendError(f"the {worker.backend} worker died while the call was queued", backend=worker.backend)
+            how = exit_text(exit_code)
+            text = f"the {worker.backend} worker died ({how}) while the call was queued"
+            lost = BackendError(text, backend=worker.backend, exit_code=exit_code)
         self.attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)
 
     def leave(self, call: Call, worker: Worker, error: LayerZeroError) -> None:
@@ -344,5 +363,6 @@ class Calls:
             error: LayerZeroError = cls(f"{spec.op}: {what}: {call.last_error.message}")
             error.facts = dict(call.last_error.facts)
         else:
-            error = no_backend(spec, call.route.signature.ranked, self._engine.capabilities, self._engine.refused)
+            ranked = self._fleet.as_of_now(call.route.signature.ranked)
+            error = no_backend(spec, ranked, self._engine.capabilities, self._engine.refused)
         return error

@@ -58,7 +58,7 @@ class Closing:
 
     def end_in_error(self, call: Call, error: LayerZeroError) -> None:
         """One on a GPU ends when its client's stream has come to it."""
-        candidates = [v.to_wire() for v in call.route.signature.ranked]
+        candidates = [v.to_wire() for v in self._fleet.as_of_now(call.route.signature.ranked)]
         refusal = act.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
         if call.turn is None:
             self._agenda.do(refusal)

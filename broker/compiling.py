@@ -93,7 +93,7 @@ class Compiling:
         """Keep a call that nobody else can serve until a kernel is compiled for it. False: none will be."""
         signature = call.route.signature
         for verdict in signature.ranked:
-            if verdict.uncompiled is not None and verdict.backend not in call.tried:
+            if verdict.uncompiled is not None and call.may_try(verdict.backend):
                 self.start(signature.spec, (verdict,), is_urgent=True)
                 if not self._engine.compilation.is_under_way(_job(signature.spec, verdict)):
                     continue  # there is no room for it

@@ -95,12 +95,15 @@ class LaneEnds:
         end = self._ends.get(number)
         return not isinstance(end, _End) or end.page.get_end(call) is not None
 
-    def call(self, number: int, call: int) -> RingCall:
-        """What the client put into a ring. Raises ProtocolError when there is no such ring, or no such call in it."""
+    def call(self, number: int, call: int) -> RingCall | None:
+        """What the client put into a ring; None when it has written over it. Raises ProtocolError when the worker that
+        names it cannot have it from there: there is no such ring, or the call was never put or was done long ago."""
         end = self._ends.get(number)
-        found = end.page.call(call) if isinstance(end, _RingEnd) else None
-        if found is None:
-            raise ProtocolError(f"there is no call {call} on lane {number}")
+        if not isinstance(end, _RingEnd):
+            raise ProtocolError(f"there is no call {call} on lane {number}, which is no ring")
+        found, head = end.page.call(call) if call else None, end.page.head
+        if found is None and not end.first <= call <= head:
+            raise ProtocolError(f"there is no call {call} on lane {number}, which has {end.first} to {head}")
         return found
 
     def look(self, number: int, order: OrderPage) -> ev.RingLook | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,7 +69,7 @@ def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Ch
     missing = server.launcher.missing(backend, files=True)
     if missing is not None:
         return Check(name, False, *_split_repair(missing.detail))
-    reason = server.state.unavailable.get(backend)
+    reason = server.state.unavailable_at(time.monotonic()).get(backend)
     if reason is not None:
         return Check(name, False, f"{reason.code.value}: {reason.detail}", f"lz restart {backend}")
     if record is None:

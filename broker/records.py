@@ -107,6 +107,8 @@ class Call:
     kernel_id: str = ""
     attempts: list[dict[str, Any]] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
+    lost_at: set[str] = field(default_factory=set)  # of those: whose worker ended, and not to end this very call
+    once_more: set[str] = field(default_factory=set)  # of those: that it goes back to, as nobody else is left
     last_error: LayerZeroError | None = None
     may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
     turn: OpenTurn | None = None  # of a call on a GPU
@@ -123,6 +125,16 @@ class Call:
     @property
     def gpu(self) -> str:
         return self.route.signature.spec.device
+
+    def may_try(self, backend: str) -> bool:
+        """It has not failed there, or is to be tried there once more."""
+        return backend not in self.tried or backend in self.once_more
+
+    def forget_attempts(self) -> None:
+        """Of a call that is served again and again: what was tried for one time does not count for the next."""
+        self.deaths, self.attempts, self.last_error = 0, [], None
+        for backends in (self.tried, self.lost_at, self.once_more):
+            backends.clear()
 
     def take_bell(self, bell: int, binding: int) -> None:
         """It is in a CUDA graph of its client, which rings."""
@@ -166,7 +178,9 @@ class Worker:
     lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
     lane_call_since_s: float = 0.0
     started_s: float = 0.0
-    retry_at_s: float = 0.0
+    ready_s: float = 0.0  # when it last became ready
+    retry_at_s: float = 0.0  # when a worker in back-off, or one that crashes have disabled, is started again
+    times_disabled: int = 0  # by crashes, since it was last ready for `restart_window_s`
     is_joined: bool = False  # not started by the broker: it cannot always be killed, and gets no express lanes
     is_vacant: bool = False  # disabled, as nobody could start it; who comes to do so ends that
     was_ready: bool = False  # in this generation

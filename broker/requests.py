@@ -68,7 +68,7 @@ def status(server: Server, _: Mapping[str, Any]) -> Steps:
     yield
     backends = []
     for name in list(state.workers):
-        backends.append(_backend(server, name))
+        backends.append(_backend(server, name, time.monotonic()))
         if not len(backends) % BACKENDS_A_STEP:
             yield
     yield
@@ -111,8 +111,9 @@ def status(server: Server, _: Mapping[str, Any]) -> Steps:
     return facts
 
 
-def _backend(server: Server, name: str) -> dict[str, Any]:
-    worker, reason = server.state.workers[name], server.state.unavailable.get(name)
+def _backend(server: Server, name: str, now_s: float) -> dict[str, Any]:
+    worker, reason = server.state.workers[name], server.state.unavailable_at(now_s).get(name)
+    retry_in_s = server.state.fleet.retry_in_s(worker, now_s)
     process = server.processes.get((name, worker.generation))
     running = len(worker.running) + bool(process is not None and lane_of(process.page.read()[0]))
     return {
@@ -124,6 +125,7 @@ def _backend(server: Server, name: str) -> dict[str, Any]:
         "answered": worker.answered,
         "failed": worker.failed,
         "restarts": worker.restarts,
+        "retry_in_s": None if retry_in_s is None else round(retry_in_s, 1),
         "running": running,
         "waiting": len(worker.waiting),
         "enqueued": len(worker.enqueued),
@@ -145,7 +147,7 @@ def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     worker = server.state.workers.get(name) if isinstance(name, str) else None
     if worker is None:
         raise _unknown_backend(server, name)
-    reason = server.state.unavailable.get(worker.backend)
+    reason = server.state.unavailable_at(time.monotonic()).get(worker.backend)
     detail = f"{reason.code.value}: {reason.detail}" if reason else worker.state.value
     return {"ok": reason is None, "state": worker.state.value, "detail": detail}
 

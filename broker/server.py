@@ -365,11 +365,14 @@ class Server:
         if lane is None or said.lane not in self._lanes:
             self.state.fleet.stale += 1  # its client is gone
             return None
-        try:
-            return ev.CallLeft(peer.identity, said.lane, self._lanes.call(said.lane, said.call), said.error)
-        except ProtocolError as exc:  # the client has written over it
-            self._connections.drop_client(act.DropClient(lane.client.identity, str(exc)))
+        if (lane.worker.backend, lane.generation) != (peer.backend, peer.generation):
+            raise ProtocolError(f"it leaves call {said.call} of lane {said.lane}, which is another worker's")
+        call = self._lanes.call(said.lane, said.call)
+        if call is None:
+            text = f"it has written over call {said.call} of lane {said.lane}, which was not done"
+            self._connections.drop_client(act.DropClient(lane.client.identity, text))
             return None
+        return ev.CallLeft(peer.identity, said.lane, call, said.error)
 
     def _check_kernels(self, backend: str, ready: messages.Ready) -> None:
         claimed = {k.kernel_id for kernels in self.state.capabilities[backend].ops.values() for k in kernels}

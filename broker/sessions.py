@@ -80,7 +80,6 @@ class Sessions:
 
     def drop(self, client: Client, detail: str) -> None:
         self._agenda.do(act.DropClient(client.identity, detail))
-        self._agenda.do(act.Note("client.dropped", {"client": client.number, "detail": detail}))
         self.leave(ev.ClientLeft(client.identity))
 
     # --- memory --------------------------------------------------------------------------------------

@@ -183,6 +183,10 @@ class BrokerState:
         """Why backends do not serve now."""
         return self.fleet.unavailable
 
+    def unavailable_at(self, now_s: float) -> dict[str, Rejection]:
+        """As `unavailable`, with the time until the next try of those that crashes have disabled."""
+        return self.fleet.unavailable_at(now_s)
+
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for the broker to look at order pages and rings."""
@@ -191,7 +195,7 @@ class BrokerState:
     def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
         """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
         spec = CallSpec.parse(body)
-        return spec, *explain(self.engine, spec, self.unavailable, now_s)
+        return spec, *explain(self.engine, spec, self.unavailable_at(now_s), now_s)
 
     # --- workers -------------------------------------------------------------------------------------
 

@@ -11,8 +11,10 @@ who writes which memory until when, and raises Violation, with the seed, where t
 - an Answer stands for an attempt that ran to its end, and the memory still holds its result;
 - a Run finds its plan and its arenas at the worker;
 - attempts end by their deadline, restarts keep to their budget, a call kills two workers at most and is never given
-  back to a backend that failed it;
+  back to a backend that failed it, but for one whose worker died in it, once, when nobody else is left;
 - a call is refused only when no backend is left for it, not even one that restarts within its timeout;
+- a backend that crashes have disabled is tried again in time, one with a wrong configuration is not; no backend stays
+  disabled for ever by crashes;
 - what is due has a wakeup, counters add up, reasons are true, nothing is left behind;
 - a lease is granted for what the core would choose again, and ends with the epoch in which it was; a call of an express
   lane ends once for its client, comes to the broker only when its worker is done with it, and brings its death along; a
@@ -200,6 +202,7 @@ class Call:
     deaths: int = 0
     faults: set[str] = field(default_factory=set)  # what workers were killed for while they had it first
     failed_on: set[str] = field(default_factory=set)  # backends that raised, died or were killed for it
+    died_on: set[str] = field(default_factory=set)  # of those: that died, and may have it once more
     is_quarantined: bool = False
     deaf: set[str] = field(default_factory=set)  # backends that were known not to reach its memory when it came
     is_crowded: bool = False  # many others were open when it came
@@ -227,6 +230,16 @@ class Call:
         """A replay came through: those before it do not count."""
         self.deaths = 0
         self.failed_on.clear()
+        self.died_on.clear()
+
+    def fail_on(self, backend: str, *, is_death: bool) -> None:
+        """`is_death`: its worker died in it, and was not killed for it."""
+        self.deaths += is_death
+        if is_death and backend not in self.failed_on:
+            self.died_on.add(backend)
+        else:
+            self.died_on.discard(backend)
+        self.failed_on.add(backend)
 
 
 @dataclass(eq=False)
@@ -312,6 +325,7 @@ class Channel:
         self._world.push(self._last_s, arrive, *args)
 
 
+CRASHES = "crashes"  # why a backend is disabled that must be tried again
 FATES = (
     "runs",
     "raises",
@@ -373,6 +387,7 @@ TURN_FATES = {
     "deaf",
     "offered_again",
 }
+RETRY_FATES = {"tried_again", "went_back"}
 COMPILE_FATES = {"compiled", "compile_failed", "compile_awaited"}
 LANE_ENDS = {"sends_garbage": "broken", "lies_dispatch": "broken", "lies_attempt": ""}  # the last one never says
 LANE_ENDS |= dict.fromkeys(("raises", "refuses", "too_small"), "raised")
@@ -389,9 +404,11 @@ class Process:
         self.is_confirmed_dead = False
         self.is_given_up = False  # nobody could confirm that (simulator_joined.py)
         self.kill_reason = ""
+        self.is_too_late = False  # it was killed for not having loaded
         self.killed_during = -1
         self.killed_for = 0  # the mark of a lane's call; 0: for its head
         self.was_ready = False  # the broker got its READY in time
+        self.ready_s = 0.0
         self.exit_code: int | None = None
         self.lent: set[tuple[int, int]] = set()
         self.gpus: set[int] = set()  # clients whose GPU it was told of
@@ -456,7 +473,7 @@ class Process:
         if fate == "loads":
             self._say(ev.WorkerReady(self.identity, self.backend, self.generation, {"lib": "1"}))
         elif fate == "dies":
-            self.die(1)
+            self.die(rng.choice((1, 1, -9)))
 
     def _say(self, event: ev.Event) -> None:
         self._to_broker.send(self._heard, event)
@@ -1206,6 +1223,8 @@ class World:
             restart_window_s=rng.choice((2.0, 10.0)),
             backoff_s=0.5,
             backoff_max_s=3.0,
+            retry_disabled_s=2.0,
+            retry_disabled_max_s=6.0,
             poison_quarantine_s=rng.choice((1.0, 6.0)),
             express=rng.choice((True, True, False)),
         )
@@ -1257,6 +1276,7 @@ class World:
         self._arenas: set[tuple[int, int]] = set()  # known to the broker and not closed
         self._missing = {"delta"}
         self._is_broken: dict[str, str] = {}  # backend -> why it must be disabled
+        self._times_disabled = dict.fromkeys(PRIORITY, 0)  # by crashes, since it was last well
         self._has_served: set[str] = set()  # backends that were ready once
         self._crashes: dict[str, list[float]] = {name: [] for name in PRIORITY}
         self._restart_from_s: dict[str, float] = {}
@@ -1294,7 +1314,8 @@ class World:
         """Note refusals and transitions as the core decides them."""
         fleet: Any = self.state.fleet
         closing: Any = self.state._closing
-        signal_of, end_in_error_of = fleet._signal, closing.end_in_error
+        calls: Any = self.state._calls
+        signal_of, end_in_error_of, goes_back_of = fleet._signal, closing.end_in_error, calls._goes_back
 
         def signalled(worker: Worker, signal: Signal) -> None:
             self.coverage.transitions[worker.state, signal] += 1
@@ -1304,7 +1325,17 @@ class World:
             self._decided[call.client.number, call.seq] = self._events
             end_in_error_of(call, error)
 
+        def goes_back(call: Any) -> bool:
+            if not goes_back_of(call):
+                return False
+            known = self.clients[call.client.identity].open[call.seq]
+            others = known.signature.backends - {attempt["backend"] for attempt in call.attempts} - self._deaf_to(known)
+            left = {b for b in others if self._is_compiled(b, known) and self._could_serve(b, known)}
+            self.require(not left, f"a call goes back to where it was lost, although {left} could serve it")
+            return True
+
         fleet._signal, closing.end_in_error = signalled, end_in_error
+        calls._goes_back = goes_back
 
     # --- the clock and the schedule ------------------------------------------------------------------
 
@@ -1348,6 +1379,11 @@ class World:
                 stuck = [(s.issued, s.ready, s.done, s.passed) for s in client.streams if s.passed != s.issued]
                 self.require(not stuck, f"streams of client {client.number} hang: {stuck}")
                 self.require(not client.pending, f"turns {list(client.pending)} are never told of")
+        for name, worker in self.state.workers.items():
+            is_disabled = worker.state is WorkerState.DISABLED and not self._is_stopping
+            self.require(
+                not is_disabled or self._is_broken[name] != CRASHES, f"{name} stays disabled for ever by crashes"
+            )
         if rng.random() < 0.7:
             for client in self.clients.values():
                 client.hang_up()
@@ -1576,11 +1612,9 @@ class World:
         call.dispatches.append(Dispatch(lane.blamed, 1, call, 0, frozenset(), lane, is_over=True))
         if lane.blamed == mark(*call.after):
             self.coverage.fates["lane_blamed"] += 1
-            call.failed_on.add(process.backend)
+            call.fail_on(process.backend, is_death=not process.kill_reason)
             if process.kill_reason:
                 call.faults.add(process.kill_reason)
-            else:
-                call.deaths += 1
 
     def lane_offered(self, client: Client, lane: Lane) -> None:
         """By the control socket; the server itself refuses a lane that it has."""
@@ -1681,7 +1715,7 @@ class World:
                 else:
                     head.is_over = True
                 if isinstance(event, ev.CallRaised):
-                    head.call.failed_on.add(process.backend)
+                    head.call.fail_on(process.backend, is_death=False)
         elif isinstance(event, ev.CallLeft):
             lane = self.lanes[event.lane]
             call = lane.ring[event.call.call].call
@@ -1691,9 +1725,9 @@ class World:
                     self._note_arrival(call.client, call)
                     if event.error is not None and not self._is_stopping and not call.is_quarantined:
                         call.dispatches.append(lane.ring[event.call.call])
-                        call.failed_on.add(process.backend)
+                        call.fail_on(process.backend, is_death=False)
         elif isinstance(event, ev.WorkerReady) and is_heard and not self._is_stopping:
-            process.was_ready = True
+            process.was_ready, process.ready_s = True, self.now_s
             self._has_served.add(process.backend)
         self._deliver(event)
 
@@ -1739,10 +1773,9 @@ class World:
             is_first = position == 0 and not process.killed_for and process.late is None
             is_blamed = is_first if process.kill_reason else dispatch.number == executing and not is_sticky
             if is_blamed:
-                dispatch.call.failed_on.add(backend)
-                dispatch.call.deaths += not process.kill_reason
+                dispatch.call.fail_on(backend, is_death=not process.kill_reason)
         process.sent.clear()
-        self._count_exit(process)
+        self._count_exit(process, exit_code)
         failures = self._failures(backend)
         self._deliver(self._exit_event(process, exit_code, page, looks))
         is_well = not process.has_renewed or self._failures(backend) == failures
@@ -1759,17 +1792,25 @@ class World:
         words = "Traceback\nlast words"
         return ev.WorkerExited(process.backend, process.generation, exit_code, *page, words, looks)
 
-    def _count_exit(self, process: Process) -> None:
+    def _count_exit(self, process: Process, exit_code: int) -> None:
         """What the restart budget must be."""
-        backend, crashes = process.backend, self._crashes[process.backend]
-        if process.kill_reason != "deadline" and not process.has_renewed:
+        backend, crashes, limits = process.backend, self._crashes[process.backend], self.limits
+        is_crash = process.kill_reason != "deadline" and not process.has_renewed
+        if is_crash:
             crashes.append(self.now_s)
-        recent = [at_s for at_s in crashes if at_s >= self.now_s - self.limits.restart_window_s]
-        if backend not in self._has_served:
+        recent = [at_s for at_s in crashes if at_s >= self.now_s - limits.restart_window_s]
+        if process.was_ready and self.now_s - process.ready_s >= limits.restart_window_s:
+            self._times_disabled[backend] = 0
+        is_new, times = backend not in self._has_served, self._times_disabled[backend]
+        self._restart_from_s[backend] = self.now_s + 0.75 * limits.backoff_s
+        if is_new and not process.kill_reason and exit_code >= 0:
             self._is_broken[backend] = "never ready"
-        elif len(recent) > self.limits.restart_budget:
-            self._is_broken[backend] = "budget"
-        self._restart_from_s[backend] = self.now_s + 0.75 * self.limits.backoff_s
+        elif len(recent) > limits.restart_budget or (times and is_crash) or (is_new and process.is_too_late):
+            self._is_broken[backend] = CRASHES
+            delay_s = min(limits.retry_disabled_s * 2**times, limits.retry_disabled_max_s)
+            self._restart_from_s[backend] = self.now_s + delay_s
+            self._times_disabled[backend] += 1
+            crashes.clear()
 
     def _lose_bound(self, process: Process, is_open: bool) -> bool:
         """What it had bound is bound elsewhere, or ends. Whether one is to blame for its end."""
@@ -1779,8 +1820,7 @@ class World:
             call = dispatch.call
             dispatch.is_over = True
             if dispatch is process.late or number == guilty:
-                call.failed_on.add(process.backend)
-                call.deaths += not process.kill_reason
+                call.fail_on(process.backend, is_death=not process.kill_reason)
             if not call.client.has_left:
                 call.client.open[call.seq] = call
         process.bound.clear()
@@ -1798,8 +1838,7 @@ class World:
             call.dispatches.append(one)
             if one is guilty:
                 self.coverage.fates["ring_blamed"] += 1
-                call.failed_on.add(process.backend)
-                call.deaths += not process.kill_reason
+                call.fail_on(process.backend, is_death=not process.kill_reason)
                 if process.kill_reason:
                     call.faults.add(process.kill_reason)
             else:
@@ -1819,8 +1858,7 @@ class World:
             is_blamed = dispatch is process.late or (is_open and not has_blamed and is_first)
             if is_blamed:
                 has_blamed = True
-                call.failed_on.add(process.backend)
-                call.deaths += not process.kill_reason
+                call.fail_on(process.backend, is_death=not process.kill_reason)
             if not call.client.has_left:
                 call.client.open[call.seq] = call
         process.enqueued.clear()
@@ -1832,6 +1870,7 @@ class World:
             self._missing.discard(backend)
         else:
             self._missing.add(backend)
+        self._times_disabled[backend] = 0
         if self.state.workers[backend].state in (WorkerState.DISABLED, WorkerState.BACKOFF, WorkerState.ABSENT):
             self._is_broken.pop(backend, None)
             self._restart_from_s.pop(backend, None)
@@ -1897,6 +1936,9 @@ class World:
         backend, generation = action.backend, action.generation
         others = [p for p in self.processes.values() if p.backend == backend and not p.is_over]
         self.require(not others, f"{backend} is spawned while its worker before is not known to be dead")
+        if self._is_broken.get(backend) == CRASHES:
+            del self._is_broken[backend]
+            self.coverage.fates["tried_again"] += 1
         self.require(backend not in self._is_broken, f"{backend} is restarted in spite of: {self._is_broken}")
         self.require(self.now_s >= self._restart_from_s.get(backend, 0.0), f"{backend} is restarted without back-off")
         if not self.is_calm and self.rng.random() < self._p_spawn_fails:
@@ -1919,6 +1961,7 @@ class World:
         is_deadline = is_overdue or (type(event) is ev.Tick and process.was_ready)
         self.require(not process.kill_reason, "a worker is killed twice")
         process.kill_reason = "deadline" if is_deadline else "fault"
+        process.is_too_late = type(event) is ev.Tick and not process.was_ready
         process.killed_during = self._events
         if isinstance(event, ev.LaneOverdue):
             process.killed_for = mark(event.lane, event.call)
@@ -2172,7 +2215,11 @@ class World:
         self.require(arenas <= process.lent, "Run on arenas that were not lent")
         self.require(all(d.is_over for d in call.dispatches), "a call is dispatched again before its worker is done")
         self.require(call.deaths < MAX_DEATHS_PER_CALL, f"a call that killed {call.deaths} workers gets another")
-        self.require(process.backend not in call.failed_on, "a call is run again where it failed")
+        if process.backend in call.died_on:
+            self.require(not call.signature.pinned, "a pinned call is run again where it failed")
+            self.coverage.fates["went_back"] += 1
+        else:
+            self.require(process.backend not in call.failed_on, "a call is run again where it failed")
         self.require(self._is_compiled(process.backend, call) is True, "a kernel compiles within a call")
         self.require(not call.is_quarantined, "a quarantined call is run")
         self.require(action.attempt == len(call.dispatches) + 1, "attempts are not counted")
@@ -2255,10 +2302,12 @@ class World:
         self.require(all(d.is_over for d in call.dispatches), "a call is refused while a worker has it")
         self._check_blame(call, action.attempts)
         error = from_wire(action.error.to_wire())
-        tried = {attempt["backend"] for attempt in action.attempts}
-        left = {b for b in call.signature.backends - tried if self._could_serve(b, call)}
-        key = (client.number, GPU)
-        deaf = call.deaf | {b for b in call.signature.backends if key in self.state.workers[b].deaf}
+        failed = [attempt for attempt in action.attempts if attempt["code"] != "NOT_COMPILED"]
+        tried = Counter(attempt["backend"] for attempt in failed)
+        queued = {attempt["backend"] for attempt in failed if attempt["phase"] == "queued"}
+        unfinished = {backend for backend in call.died_on | queued if tried[backend] == 1}
+        left = {b for b in call.signature.backends - tried.keys() | unfinished if self._could_serve(b, call)}
+        deaf = self._deaf_to(call)
         left -= deaf
         if self._decided.get((client.number, action.seq)) != self._events:
             left = set()  # it was held back: much may have changed since it was refused
@@ -2316,6 +2365,11 @@ class World:
             is_innocent = lane.blamed != mark(*call.after) and attempts[0]["worker_pid"] == lane.process.pid
             is_blamed = attempts[0]["phase"] not in ("queued", "")  # the latter: its backend was disabled meanwhile
             self.require(not (is_innocent and is_blamed), "a call is blamed for another one's end")
+
+    def _deaf_to(self, call: Call) -> set[str]:
+        """Backends that its memory is known not to reach."""
+        key = (call.client.number, GPU)
+        return call.deaf | {b for b in call.signature.backends if key in self.state.workers[b].deaf}
 
     def _could_serve(self, backend: str, call: Call) -> bool:
         """It is available, or restarts within the call's timeout."""
@@ -2403,6 +2457,8 @@ class World:
                     self.require(reason is not None and worker.cause is not None, f"{name} is disabled without a cause")
                     self.require(name in self._is_broken, f"{name} is disabled for nothing")
                     self.require(not worker.waiting, f"calls wait for {name}, which is disabled")
+                    if self._is_broken[name] == CRASHES:
+                        due_s = self._restart_from_s[name]
                 case WorkerState.STOPPING if worker.running and worker.fault is None:
                     due_s = worker.head_deadline_s
                 case WorkerState.STOPPED:

@@ -150,6 +150,7 @@ class JoinedWorld(World):
         if self._idle[backend] and worker.state is WorkerState.DISABLED and worker.is_vacant:
             self._is_broken.pop(backend, None)
             self._restart_from_s.pop(backend, None)
+            self._times_disabled[backend] = 0
             self.coverage.fates["joined_anew"] += 1
         self._deliver(ev.BackendOffered(backend, None if self._idle[backend] else VACANCY))
 
@@ -181,7 +182,7 @@ class JoinedWorld(World):
         self.coverage.fates["joined_lost"] += 1
         for dispatch in process.sent:
             dispatch.is_over = True  # for the broker
-            dispatch.call.failed_on.add(backend)
+            dispatch.call.fail_on(backend, is_death=False)
             dispatch.call.is_lent = not dispatch.call.client.has_left
             self._decided[dispatch.call.client.number, dispatch.call.seq] = self._events + 1  # by what comes now
         process.sent.clear()
@@ -204,12 +205,12 @@ class JoinedWorld(World):
             else:
                 self._keeper_joins(process.backend)
 
-    def _count_exit(self, process: Process) -> None:
+    def _count_exit(self, process: Process, exit_code: int) -> None:
         if isinstance(process, JoinedProcess) and process.is_departing:
             self._restart_from_s.pop(process.backend, None)
             self.coverage.fates["joined_departed"] += 1
         else:
-            super()._count_exit(process)
+            super()._count_exit(process, exit_code)
 
     def _exit_event(
         self, process: Process, exit_code: int, page: tuple[int, str], looks: Mapping[int, ev.RingLook]
@@ -254,6 +255,7 @@ class JoinedWorld(World):
         if backend not in self.joined:
             super()._reset(backend)
             return
+        self._times_disabled[backend] = 0
         if self.state.workers[backend].state in (WorkerState.DISABLED, WorkerState.BACKOFF, WorkerState.ABSENT):
             self._is_broken.pop(backend, None)
             self._restart_from_s.pop(backend, None)

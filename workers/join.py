@@ -25,7 +25,7 @@ from layerzero.ipc import control, messages, secret, wire
 from layerzero.ipc.endpoints import Endpoints, default_runtime_dir
 from layerzero.ipc.errors import NEVER, ConfigError, LayerZeroError
 from layerzero.ipc.hello import greet
-from layerzero.ipc.logs import log
+from layerzero.ipc.logs import flush, log
 from layerzero.workers.keeper import Children, Place, describe_place
 
 REFUSED = 2  # exit code: the broker will not have us, and trying again changes nothing
@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as exc:
         print(f"error: {exc.message}", file=sys.stderr)
         return REFUSED
-    return Keeper(Endpoints(Path(folder)).control, place, key).run()
+    try:
+        return Keeper(Endpoints(Path(folder)).control, place, key).run()
+    finally:
+        flush()
 
 
 class Keeper:

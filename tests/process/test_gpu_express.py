@@ -283,6 +283,21 @@ def test_a_call_of_a_ring_that_nobody_can_finish_is_raised_later(new_site: Calla
         lz.synchronize(PATIENCE_S)
 
 
+def test_a_call_of_a_ring_goes_back_to_the_only_backend(new_site: Callable[..., Site]) -> None:
+    """Its worker was killed: that is not its caller's error. The restarted one takes the call from the broker."""
+    site = new_site("one")
+    site.connect()
+    x, values = randn(SLOW)
+    settle(lambda: slow(x))
+    result = slow(x)
+    assert report().lane == "express"
+    kill(site, "one")
+    close(result, gelu(values))
+    lz.synchronize(PATIENCE_S)
+    assert (report().backend, report().worker_pid) == ("one", site.backend("one")["pid"])
+    assert site.backend("one")["restarts"] == 1
+
+
 def test_a_full_ring_makes_its_caller_wait(connected: Site) -> None:
     """More calls than a ring has room for, behind one that takes its time."""
     x, _ = randn(SLOW)

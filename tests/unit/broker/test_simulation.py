@@ -124,7 +124,8 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Cover
     seen = {fate for fate, count in coverage.fates.items() if count}
     lanes = {f"lane_{fate}" for fate in simulator.LANE_FATES}
     lanes |= {f"ring_{fate}" for fate in simulator.RING_FATES} | {f"bell_{fate}" for fate in simulator.BELL_FATES}
-    others = {*simulator.GPU_FATES, *simulator.TURN_FATES, *simulator.COMPILE_FATES, "late_answer"}
+    others = {*simulator.GPU_FATES, *simulator.TURN_FATES, *simulator.COMPILE_FATES, *simulator.RETRY_FATES}
+    others.add("late_answer")
     joined = {f"joined_{fate}" for fate in simulator_joined.JOINED_FATES}
     assert seen == {*simulator.FATES, *lanes, *others, *joined}
 
@@ -261,6 +262,57 @@ class RestartsForEver(Fleet):
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         worker.deaths_s.clear()
         super().plan_restart(worker, error, stderr_tail, is_renewal=is_renewal)
+
+
+class StaysDisabled(Fleet):
+    """Leaves what crashes have disabled to whoever repairs it."""
+
+    def _disable_for_a_while(self, worker: Worker, text: str, repair: str) -> None:
+        super()._disable_for_a_while(worker, text, repair)
+        worker.retry_at_s = math.inf
+
+
+class TriesAgainAtOnce(Fleet):
+    def _disable_for_a_while(self, worker: Worker, text: str, repair: str) -> None:
+        super()._disable_for_a_while(worker, text, repair)
+        worker.retry_at_s = self._agenda.now_s
+        self._agenda.wake_by(self._agenda.now_s)
+
+
+class TriesAgainAsOftenAsEver(Fleet):
+    """Does not see that the try before has failed."""
+
+    def _disable_for_a_while(self, worker: Worker, text: str, repair: str) -> None:
+        worker.times_disabled = 0
+        super()._disable_for_a_while(worker, text, repair)
+
+
+class TriesTheUnrepairedAgain(Fleet):
+    """Takes a wrong configuration for a crash."""
+
+    def _disable(self, worker: Worker, cause: LayerZeroError, reason: Reason, *, retry_s: float | None = None) -> None:
+        super()._disable(worker, cause, reason, retry_s=retry_s or self._limits.retry_disabled_s)
+
+
+class NeverGoesBack(Calls):
+    """A worker that was killed is its caller's error, where it was the only one."""
+
+    def _goes_back(self, call: Call) -> bool:
+        return False
+
+
+class GoesBackToWhoRaised(Calls):
+    def _goes_back(self, call: Call) -> bool:
+        call.lost_at |= call.tried
+        return super()._goes_back(call)
+
+
+class GoesBackFirst(Calls):
+    """Prefers a backend whose worker died to those that have not tried."""
+
+    def place(self, call: Call) -> None:
+        self._goes_back(call)
+        super().place(call)
 
 
 class CountsRenewals(Fleet):
