@@ -251,7 +251,7 @@ class Fleet:
         """Calls that wait for it are the caller's."""
         worker.cause = cause
         repair = _repair(worker.backend, cause)
-        self.set_unavailable(worker.backend, Rejection(reason, f"{cause.message}; repair: {repair}"))
+        self.set_unavailable(worker.backend, Rejection(reason, cause.message, repair))
         facts = {"backend": worker.backend, "cause": cause.message, "repair": repair}
         self._agenda.do(act.Note("backend.disabled", facts))
 

@@ -51,9 +51,8 @@ def begin(server: Server, method: str, params: Mapping[str, Any]) -> Any:
     function = METHODS.get(method)
     if function is None:
         near = difflib.get_close_matches(method, METHODS, n=1)
-        raise InvalidArgument(
-            f"unknown method {method!r:.60}; known: {', '.join(METHODS)}{f'; near: {near}' if near else ''}"
-        )
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise InvalidArgument(f"unknown method {method!r:.60}{hint} Known: {', '.join(METHODS)}")
     return function(server, params)
 
 
@@ -130,7 +129,9 @@ def _backend(server: Server, name: str) -> dict[str, Any]:
         "running": running,
         "waiting": len(worker.waiting),
         "enqueued": len(worker.enqueued),
-        "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
+        "unavailable": (
+            {"code": reason.code.value, "detail": reason.detail, "repair": reason.repair} if reason else None
+        ),
         "cause": worker.cause.message if worker.cause else None,
         **server.launcher.facts(name),
         **server.joined.facts(name),
@@ -144,7 +145,7 @@ def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     if worker is None:
         raise InvalidArgument(f"no backend is called {name!r:.60}; known: {', '.join(sorted(server.state.workers))}")
     reason = server.state.unavailable.get(worker.backend)
-    detail = f"{reason.code.value}: {reason.detail}" if reason else worker.state.value
+    detail = str(reason) if reason else worker.state.value
     return {"ok": reason is None, "state": worker.state.value, "detail": detail}
 
 

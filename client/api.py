@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,14 @@ def status() -> dict[str, Any]:
     return answer
 
 
-def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> SelectionReport:
+def explain(op: str | Callable[..., Any], *args: Any, verbose: bool = False, **kwargs: Any) -> SelectionReport:
     """Which kernel would serve this call, and why not the others; runs nothing, copies nothing.
 
     op: an op's name or function, for instance lz.explain("attention", q, k, v, is_causal=True). An lz TensorSpec may
-    stand for an array.
+    stand for an array. verbose: the report prints every kernel with all its reasons.
     """
-    return _with_handler(session().explain, op, args, kwargs)  # type: ignore[no-any-return]
+    report: SelectionReport = _with_handler(session().explain, op, args, kwargs)
+    return replace(report, is_verbose=verbose)
 
 
 def signature(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:

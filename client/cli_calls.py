@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,21 @@ def parse_texts(function: Callable[..., Any], words: Sequence[str], tokenizer: P
 
 
 def explain(
-    op: str, words: Sequence[str], params: Sequence[str], *, tokenizer: Path | None, backend: str | None, as_json: bool
+    op: str,
+    words: Sequence[str],
+    params: Sequence[str],
+    *,
+    tokenizer: Path | None,
+    backend: str | None,
+    shows_all: bool,
+    as_json: bool,
 ) -> None:
-    """Print which kernel would serve the call, and why not the others."""
+    """Print which kernel would serve the call, and why not the others; with `shows_all` of every kernel."""
     function = find_op(op)
     options = parse_params(function, params)
     arguments = parse_texts(function, words, tokenizer) if op in TEXT_OPS else parse_arrays(function, words)
     with Connected():
-        report = lz.explain(op, **arguments, **options, backend=backend)
+        report = lz.explain(op, **arguments, **options, backend=backend, verbose=shows_all)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -157,6 +165,7 @@ def run(
     timeout_s: float | None,
     repeat: int,
     seed: int,
+    shows_all: bool,
     as_json: bool,
 ) -> None:
     """Run the call `repeat` times; print its result, times and report."""
@@ -172,7 +181,7 @@ def run(
         value = function(**arguments, **options, backend=backend, timeout_s=timeout_s)
         report = lz.last_report()
         assert report is not None
-        reports.append(report)
+        reports.append(replace(report, is_verbose=shows_all))
         return value
 
     with Connected():

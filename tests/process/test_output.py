@@ -1,0 +1,139 @@
+"""What a person sees: reports, errors and tables as they are printed at 80 columns, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.process.harness import Site
+from tests.process.test_cli import DONE, FAILED, data
+from tests.process.test_cli import lz as run_lz
+
+import layerzero as lz
+from layerzero.broker.cuda_driver import detect_gpus
+from layerzero.envs.manifest import discover
+
+Sites = Callable[..., Site]
+X = np.ones((2, 8), np.float32)
+GPU_BACKENDS = sorted(name for name, one in discover()[0].items() if one.variants and "cpu" not in one.variants)
+TOYS = ("alpha", "beta", "gamma")
+
+pytestmark = pytest.mark.skipif(bool(detect_gpus().devices), reason="what is said where there is no GPU")
+
+
+@pytest.fixture
+def site(new_site: Sites) -> Site:
+    """A healthy machine: the toys are there, and all GPU backends are allowed; other environments are not built."""
+    return new_site(allow_sources=";".join((*TOYS, *GPU_BACKENDS))).start()
+
+
+def fits(text: str, *, lines: int) -> bool:
+    """Whether it fits so many lines of 80 columns."""
+    return len(text.splitlines()) <= lines and all(len(line) <= 80 for line in text.splitlines())
+
+
+# --- backends of other machines
+
+
+def test_doctor_finds_a_healthy_machine_healthy(site: Site) -> None:
+    """Ten backends for GPUs are here as files, and are no fault of a machine without one: one line in all."""
+    site.connect()
+    site.wait_ready(*TOYS)
+    assert len(GPU_BACKENDS) >= 10
+    shown = run_lz(site, "doctor", COLUMNS="80")
+    assert (shown.returncode, shown.stdout.splitlines()[0]) == (DONE, "ready")
+    checks = {check["name"]: check for check in data(run_lz(site, "doctor", "--json"))["checks"]}
+    assert not [name for name in GPU_BACKENDS if f"environment {name}" in checks]
+    platforms = checks["platforms"]
+    expected = f"not for this machine: {', '.join(GPU_BACKENDS)}: needs an NVIDIA GPU, and this machine has none"
+    assert (platforms["ok"], platforms["detail"].startswith(expected)) == (True, True)
+
+
+def test_doctor_fails_where_a_gpu_backend_is_needed(site: Site) -> None:
+    """Who names it needs it; then it is a fault that there is no GPU."""
+    answer = data(run_lz(site, "doctor", "torch-cuda", "--json"), FAILED)
+    [check] = [check for check in answer["checks"] if check["name"] == "environment torch-cuda"]
+    assert (check["ok"], check["repair"]) == (False, "a machine that has one")
+    assert check["detail"].startswith("NOT_FOR_MACHINE: needs an NVIDIA GPU")
+
+
+def test_status_of_a_healthy_machine_finds_nothing_wrong(site: Site) -> None:
+    """GPU backends are one line, all of them on request, and complete in JSON."""
+    rows = {row["name"]: row for row in data(run_lz(site, "status", "--json"))["backends"]}
+    assert {rows[name]["unavailable"]["code"] for name in GPU_BACKENDS} == {"NOT_FOR_MACHINE"}
+    assert set(rows["torch-cuda"]["unavailable"]) == {"code", "detail", "repair"}
+    shown = run_lz(site, "status", COLUMNS="80").stdout
+    wrong = shown.partition("what is wrong")[2]
+    assert [name for name in GPU_BACKENDS if name in wrong] == []
+    assert f"not for this machine, --all shows why: {', '.join(GPU_BACKENDS)}" in " ".join(shown.split())
+    in_full = run_lz(site, "status", "--all", COLUMNS="80").stdout
+    assert "torch-cuda" in in_full.partition("backend ")[2].partition("\n\n")[0]
+    assert "needs an NVIDIA GPU, and this machine has none" in in_full.partition("\nnot for this machine\n")[2]
+
+
+# --- reports
+
+
+def test_report_of_attention_fits_a_small_terminal(new_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first lines that anybody prints; fifteen kernels for GPUs are one of them."""
+    monkeypatch.setenv("COLUMNS", "80")
+    new_site().connect()
+    q = np.ones((1, 8, 16, 64), np.float32)
+    report = lz.explain("attention", q, q, q)
+    text = str(report)
+    print(text)
+    assert fits(text, lines=15)
+    count = sum(candidate.backend in GPU_BACKENDS for candidate in report.candidates)
+    assert f"{count} kernels need an NVIDIA GPU; full list: --all, or report.text(verbose=True)" in text
+    assert text.index("lz env build torch") < text.index("need an NVIDIA GPU")
+    whole = report.text(verbose=True)
+    assert [c.kernel_id for c in report.candidates if c.kernel_id not in whole] == []
+    assert "PLATFORM_MISMATCH" in whole
+    assert str(lz.explain("attention", q, q, q, verbose=True)) == whole
+    assert {c["kernel_id"] for c in report.to_dict()["candidates"]} == {c.kernel_id for c in report.candidates}
+
+
+def test_report_shows_chosen_then_accepted_then_what_can_be_repaired(new_site: Sites) -> None:
+    """What the reader can act on comes before what nobody can change."""
+    new_site().connect()
+    lz.silu(X)
+    report = lz.last_report()
+    assert report is not None
+    kernels = [line.split()[0] for line in str(report).splitlines() if ".silu " in line and "silu:" not in line]
+    assert kernels == ["alpha.silu", "beta.silu", "gamma.silu", "torch.silu"]
+    assert "need an NVIDIA GPU" in report._repr_html_()
+
+
+def test_report_of_a_pinned_call_shows_the_pinned_kernel_only(site: Site) -> None:
+    """That the others are not pinned is what the caller asked for."""
+    shown = run_lz(site, "explain", "silu", "4:f32", "--backend", "beta", COLUMNS="80").stdout
+    assert "beta.silu" in shown
+    assert "alpha.silu" not in shown
+    assert "NOT_PINNED" not in shown
+    assert "kernels need the call to be pinned to another backend" in " ".join(shown.split())
+    in_full = run_lz(site, "explain", "silu", "4:f32", "--backend", "beta", "--all", COLUMNS="80").stdout
+    assert "NOT_PINNED" in in_full
+
+
+# --- errors
+
+
+def test_first_line_of_an_error_says_what_to_do(new_site: Sites) -> None:
+    """Who has forgotten `lz env build` learns that, and not first where manifests of GPU backends lie."""
+    site = new_site().start()
+    site.connect()
+    with pytest.raises(lz.NoBackend) as failure:
+        lz.gelu(X)
+    first, *more = str(failure.value).splitlines()
+    assert first == "gelu: no kernel accepts this call; repair: lz env build torch"
+    assert more[-1].strip().endswith("need an NVIDIA GPU")
+    assert "/manifests/" not in str(failure.value)
+    assert failure.value.facts["repair"] == "lz env build torch"
+    with pytest.raises(lz.NoBackend) as failure:
+        lz.gelu(X, backend="torch-cuda")
+    text = str(failure.value)
+    assert "torch-cuda.gelu: PLATFORM_MISMATCH" in text
+    assert "NOT_FOR_MACHINE: needs an NVIDIA GPU" in text
+    assert json.dumps(failure.value.report.to_dict()).count("NOT_FOR_MACHINE") >= 1
