@@ -297,6 +297,19 @@ def reset(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"reset": names}
 
 
+def waits(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Which calls of the client with this `identity` wait for a worker that does not run yet, what it does meanwhile
+    (`state`) and for how long they have waited."""
+    identity, now_s, found = params.get("identity"), time.monotonic(), []
+    for worker in server.state.workers.values():
+        for call in worker.waiting:
+            if call.client.identity == identity and call.waits_since_s <= now_s:
+                spec, waited_s = call.route.signature.spec, now_s - call.waits_since_s + call.start_wait_s
+                row = {"op": spec.op, "backend": worker.backend, "state": worker.state.value, "waited_s": waited_s}
+                found.append(row)
+    return {"calls": found}
+
+
 def stay(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     """Do not end with the last client: `lz up` finds a broker that a client has started."""
     server.stays = True
@@ -383,6 +396,7 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "shadow": shadow,
     "stay": stay,
     "shutdown": shutdown,
+    "waits": waits,
     "solve": solve,
     "ping": ping,
     "plan": plan,

@@ -184,7 +184,7 @@ class Future:
         try:
             submitted = self._submitted
             if submitted is not None:
-                if not submitted.link.wait(submitted.pending, until_s):
+                if not self._session.await_answer(submitted, until_s):
                     raise self._too_early(timeout)
                 try:
                     self._value = self._session.finish(submitted)

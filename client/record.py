@@ -69,6 +69,11 @@ def failure_of(
     )
 
 
+def waited(outcome: messages.Outcome) -> str:
+    """A note: how much of a call's time was the start of its worker; empty for one that was running."""
+    return f"{outcome.waited_s:.1f} s: its worker was started" if outcome.waited_s else ""
+
+
 def attempts_of(outcome: messages.Outcome) -> tuple[Attempt, ...]:
     """Those that failed, as the broker tells them."""
     return tuple(_attempt(a) for a in outcome.attempts)

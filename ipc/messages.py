@@ -387,13 +387,15 @@ class Lease(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Message):
-    """Body of FAILED, and of DONE when attempts failed before: the error, if any, and the attempts."""
+    """Body of FAILED, and of DONE when attempts failed before or the call waited for a worker to start: the error, if
+    any, the attempts, and for how long."""
 
     kind: ClassVar[str] = "outcome"
     error: dict = field(default_factory=dict)  # type: ignore[type-arg]
     attempts: list = field(default_factory=list)  # type: ignore[type-arg]
     candidates: list = field(default_factory=list)  # type: ignore[type-arg]
     result: bytes = b""
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import pty
+import select
+import subprocess
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.process.harness import Site
+from tests.process.harness import BACKENDS, PATIENCE_S, Site
 from tests.process.test_cli import DONE, FAILED, data
 from tests.process.test_cli import lz as run_lz
 
@@ -137,3 +143,68 @@ def test_first_line_of_an_error_says_what_to_do(new_site: Sites) -> None:
     assert "torch-cuda.gelu: PLATFORM_MISMATCH" in text
     assert "NOT_FOR_MACHINE: needs an NVIDIA GPU" in text
     assert json.dumps(failure.value.report.to_dict()).count("NOT_FOR_MACHINE") >= 1
+
+
+# --- waiting
+
+GATED = """
+import os, time
+_real = load
+
+
+def load():
+    while not os.path.exists(os.environ["LZ_GATE"]):
+        time.sleep(0.01)
+    return _real()
+"""
+CALL = """
+import array, sys
+lz.connect()
+print("calls", flush=True)
+lz.silu(array.array("f", [1.0]), backend="gated")
+print(lz.last_report(), flush=True)
+"""
+
+
+def test_first_call_says_on_a_terminal_why_it_waits_and_in_the_report_for_how_long(new_site: Sites) -> None:
+    """Seconds of silence look like a hang. A pipe, and a terminal whose user wants it quiet, hear nothing."""
+    site = new_site()
+    gate = site.folder / "gate"
+    toy = (BACKENDS / "toy.py").read_text()
+    site.add_backend("gated", provider=toy + GATED, env={"LZ_GATE": str(gate)})
+    site.start()
+    terminal, slave = pty.openpty()
+    muted, muted_slave = pty.openpty()
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, terminal)
+        stack.callback(os.close, muted)
+        piped = stack.enter_context(site.python(CALL, stderr=subprocess.PIPE))
+        site.environ["LAYERZERO_PROGRESS"] = "0"
+        quiet = stack.enter_context(site.python(CALL, stderr=muted_slave))
+        del site.environ["LAYERZERO_PROGRESS"]
+        for client in (piped, quiet):  # they wait for longer than the one that is listened to
+            assert client.stdout is not None
+            assert client.stdout.readline() == "calls\n"
+        shown = stack.enter_context(site.python(CALL, stderr=slave))
+        os.close(slave)
+        os.close(muted_slave)
+        assert select.select([terminal], [], [], PATIENCE_S)[0], "nothing is said"
+        line = os.read(terminal, 1000).decode()
+        gate.touch()
+        reports = [client.stdout.read() for client in (piped, quiet, shown) if client.stdout is not None]
+        assert piped.stderr is not None
+        assert piped.stderr.read() == ""
+        assert [client.wait(PATIENCE_S) for client in (piped, quiet, shown)] == [0, 0, 0]
+        assert not select.select([muted], [], [], 0)[0] or _is_hung_up(muted)
+    assert line.startswith("layerzero: silu waits: the gated worker is ")
+    assert line.rstrip().endswith("s so far")
+    for report in reports:
+        assert " s: its worker was started\n" in report
+
+
+def _is_hung_up(terminal: int) -> bool:
+    """Nobody has the other end, and nothing was written to it."""
+    try:
+        return os.read(terminal, 1) == b""
+    except OSError as exc:
+        return exc.errno == errno.EIO
