@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import math
 import os
 import sys
@@ -25,6 +26,7 @@ from layerzero.client.record import Record
 from layerzero.client.report import SelectionReport
 from layerzero.client.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
 _session: Session | None = None
@@ -234,12 +236,24 @@ def _with_handler(
 ) -> Any:
     function = getattr(ops, op, None) if isinstance(op, str) else op
     if getattr(function, "__module__", None) != ops.__name__ or function is None:
-        raise InvalidArgument(f"{op!r} is not an op; ops are lz.attention, lz.linear and so on, or their names")
+        raise _no_op(op)
     token = ops.handler.set(handle)
     try:
         return function(*args, **kwargs)
     finally:
         ops.handler.reset(token)
+
+
+def _no_op(op: object) -> InvalidArgument:
+    """The error for what is no op of ours, with the one that is meant: by its name, or by what torch calls it."""
+    name = op if isinstance(op, str) else str(getattr(op, "__name__", ""))
+    shown = f"the function {name}" if name and not isinstance(op, str) else repr(op)
+    meant = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name.lower(), OPS, n=1)), None)
+    hint = f"did you mean lz.{meant}? " if meant else ""
+    return InvalidArgument(f"{shown} is not an op; {hint}Ops: {', '.join(OPS)}; pass the name, or lz.NAME")
+
+
+_ELSEWHERE = {"scaled_dot_product_attention": "attention", "bmm": "matmul", "mm": "matmul", "dot": "matmul"}
 
 
 # --- memory

@@ -20,7 +20,7 @@ from layerzero.client.cli_output import FAILED, note, out, print_json
 from layerzero.client.session import Session
 from layerzero.ipc import control
 from layerzero.ipc.endpoints import Endpoints
-from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, ProtocolError
+from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected, ProtocolError
 from layerzero.ipc.wording import counted
 
 STOP_TIMEOUT_S = 10.0
@@ -30,16 +30,17 @@ _STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cy
 
 @contextmanager
 def connection(where: Endpoints) -> Iterator[Session]:
-    """A session with the broker that runs; starts none. Raises BrokerLost when there is none."""
+    """A session with the broker that runs; starts none. Raises NotConnected when there is none, BrokerLost when it does
+    not answer."""
     key = start.secret_key()
     pid = start.broker_pid(where) if key is None else 0  # of another container, maybe
     if pid is None:
-        raise BrokerLost(f"no broker runs in {where.folder}", repair="lz up")
+        raise NotConnected(f"no broker runs in {where.folder}", repair="lz up")
     try:
         session = Session(where.control, layerzero.__version__, key)
     except (OSError, ProtocolError) as exc:
         if key is not None and isinstance(exc, (FileNotFoundError, ConnectionRefusedError)):
-            raise BrokerLost(f"no broker runs in {where.folder}", repair="start the one of this stack") from exc
+            raise NotConnected(f"no broker runs in {where.folder}", repair="start the one of this stack") from exc
         who = f"the broker (pid {pid})" if pid else "the broker"
         raise BrokerLost(
             f"{who} does not answer: {exc}", repair="try again; if it stays like this, lz down --force"
@@ -81,7 +82,7 @@ def ensure_it_stays(where: Endpoints) -> bool:
             with connection(where) as session:
                 session.ask("stay")
                 return False
-        except BrokerLost as exc:
+        except (BrokerLost, NotConnected) as exc:
             if isinstance(exc.__cause__, TimeoutError) or time.monotonic() > deadline_s:
                 raise
             start.wait_for_end(where, ENDING_POLL_S)  # its last client has left just now
@@ -167,7 +168,7 @@ def tell_about_environments(words: Sequence[str]) -> None:
             for name in known.intersection(words) or known:
                 session.ask("reset", backend=name)
             note(f"the broker (pid {session.broker_pid}) looks at them again")
-    except BrokerLost:
+    except (BrokerLost, NotConnected):
         return  # one that starts later reads them anyway
     except LayerZeroError as exc:
         note(f"the running broker was not told: {exc.message}")

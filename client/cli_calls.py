@@ -97,7 +97,8 @@ def parse_arrays(function: Callable[..., Any], words: Sequence[str]) -> dict[str
     needed = sum(parameters[name].default is inspect.Parameter.empty for name in names)
     if not needed <= len(words) <= len(names):
         count = str(needed) if needed == len(names) else f"{needed} to {len(names)}"
-        wanted = f"{count} arrays as SHAPE:DTYPE ({', '.join(names)})" if names else "no arrays"
+        noun = "array" if count == "1" else "arrays"
+        wanted = f"{count} {noun} as SHAPE:DTYPE ({', '.join(names)})" if names else "no arrays"
         raise InvalidArgument(f"{function.__name__} takes {wanted}, got {len(words)}")
     return {name: parse_spec(word) for name, word in zip(names, words, strict=False)}
 

@@ -74,12 +74,12 @@ class ReadinessReport:
         from rich.text import Text
 
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("check", "", "found", "repair"):
-            table.add_column(name, overflow="fold")
+        for name in ("check", "", "found"):
+            table.add_column(name, no_wrap=name != "found", overflow="fold")
         for check in self.checks:
             style = "" if check.ok else "bold red"
-            cells = (check.name, "ok" if check.ok else "FAIL", check.detail, check.repair)
-            table.add_row(*(Text(cell) for cell in cells), style=style)
+            detail = f"{check.detail}\nrepair: {check.repair}" if check.repair else check.detail
+            table.add_row(*(Text(cell) for cell in (check.name, "ok" if check.ok else "FAIL", detail)), style=style)
         return Group(Text(self._headline(), style="bold green" if self.ok else "bold red"), table)
 
 

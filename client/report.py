@@ -125,7 +125,8 @@ class SelectionReport:
     `elapsed_us` is the caller's wall time, `kernel_us` the kernel's own; both are None for an explanation.
     `lane` is "broker", "express" or "in_process" (docs/design.md). `attempts` has every try, the successful one last
     with outcome None. `notes`: what else there is to say, such as why a backend that policy wants in the caller's
-    process did not run there.
+    process did not run there. `verdicts_age_s`: so long before this call `candidates` were looked at, where it runs as
+    earlier ones of its kind did; lz.explain has the present ones.
 
     Prints in a few lines: what was chosen, what else was accepted, then why others refuse, those first that a repair
     makes eligible. `text(verbose=True)` prints all of it, as does a report whose `is_verbose` is set.
@@ -142,6 +143,7 @@ class SelectionReport:
     attempts: tuple[Attempt, ...] = ()
     candidates: tuple[Candidate, ...] = field(default=())
     notes: tuple[str, ...] = ()
+    verdicts_age_s: float = 0.0
     is_verbose: bool = field(default=False, repr=False, compare=False)
 
     @property
@@ -197,7 +199,8 @@ class SelectionReport:
             more.insert(0, f"{counted(len(refusing) - MAX_REFUSING, 'more kernel')} refused")
         if more:
             more[-1] += "; full list: --all, or report.text(verbose=True)"
-        return [_Row.of(c, self.kernel_id, verbose=verbose) for c in shown], more
+        is_old = self.verdicts_age_s > 0
+        return [_Row.of(c, self.kernel_id, verbose=verbose, is_old=is_old) for c in shown], more
 
     def _notes(self) -> list[str]:
         notes = list(self.notes)
@@ -212,6 +215,9 @@ class SelectionReport:
             notes.append(f"copied {names}: {nbytes:,} bytes in the {where}, {reason}")
         if self.elapsed_us is not None and not self.copies:
             notes.append("copied nothing")
+        if self.verdicts_age_s:
+            ago = f"{self.verdicts_age_s:,.1f} s" if self.verdicts_age_s >= 0.1 else "a moment"
+            notes.append(f"verdicts of {ago} before this call; lz.explain has the present ones")
         return notes
 
     def text(self, *, verbose: bool = False) -> str:
@@ -265,10 +271,12 @@ class _Row(NamedTuple):
     why: str
 
     @classmethod
-    def of(cls, c: Candidate, chosen: str | None, *, verbose: bool) -> _Row:
+    def of(cls, c: Candidate, chosen: str | None, *, verbose: bool, is_old: bool) -> _Row:
         why = "; ".join(map(str, c.reasons))
         if c.accepted:
-            measured = "measured " + time_text(c.measured_us) if c.measured_us is not None else "not measured yet"
+            measured = "not measured then" if is_old else "not measured yet"
+            if c.measured_us is not None:
+                measured = f"measured {time_text(c.measured_us)}"
             terms = " ".join(f"{name} {value:+.4g}" for name, value in c.terms.items())
             parts = [terms] if len(c.terms) > 1 and verbose else []
             why = "; ".join((measured, *parts, *c.transforms, *c.notes))
@@ -315,6 +323,12 @@ def html_of(
     table = f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
     below = "".join(f"<div>{html.escape(text)}</div>" for text in more)
     return f"<b>{html.escape(headline)}</b>" + (f"<ul>{listed}</ul>" if notes else "") + table + below
+
+
+def html_of_text(text: str) -> str:
+    """A report in a notebook whose lines are all there is to it: the first one is its headline."""
+    headline, _, more = text.partition("\n")
+    return f"<b>{html.escape(headline)}</b>" + (f"<pre>{html.escape(more)}</pre>" if more else "")
 
 
 def time_text(us: float) -> str:

@@ -46,6 +46,7 @@ from layerzero.client.shadow import Shadow
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import (
     AdaptationRequired,
+    Busy,
     DigestRequired,
     LayerZeroError,
     Poison,
@@ -57,6 +58,7 @@ from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.tensors import TensorSpec
 from layerzero.ipc.wire import Kind
 
+REPR_S = 1.0  # so long may it take to say what this is
 QUIET_S = 2.0  # a call may take so long without a word to whoever looks at a terminal
 _DOING = {"probing": "being probed", "starting": "starting", "backoff": "restarting", "killing": "being killed"}
 CLOSE_S = 10.0  # so long a session that is closed waits for its calls on GPUs
@@ -113,6 +115,16 @@ class Session:
     @property
     def broker_pid(self) -> int:
         return self._link.welcome.broker_pid
+
+    def __repr__(self) -> str:
+        """With the backends that can serve, where the broker tells that at once."""
+        if self._link.forks != arenas.forks or not self._link.is_alive:
+            return f"<lz.Session in {self.path.parent}: not connected>"
+        text = f"<lz.Session with broker pid {self.broker_pid} in {self.path.parent}"
+        with contextlib.suppress(LayerZeroError):
+            rows = self.ask("status", within_s=REPR_S)["backends"]
+            text += f", backends: {', '.join(row['name'] for row in rows if not row['unavailable']) or 'none'}"
+        return f"{text}>"
 
     def __enter__(self) -> Session:
         return self
@@ -321,12 +333,14 @@ class Session:
         """As `explain`, for what `route_body` made."""
         return explanation(op, self.ask("explain", route=body))
 
-    def ask(self, method: str, **params: Any) -> Any:
-        """A request to the broker: status, explain, reset, shutdown. Returns plain values."""
+    def ask(self, method: str, *, within_s: float = math.inf, **params: Any) -> Any:
+        """A request to the broker: status, explain, reset, shutdown. Returns plain values. Raises Busy when there is no
+        answer `within_s` seconds."""
         link, pending = self.link, Pending()
         body = messages.encode(messages.Request(method=method, params=params))
         link.submit(pending, lambda seq: wire.pack(Kind.REQUEST, seq=seq, body=body))
-        link.wait(pending)
+        if not link.wait(pending, time.monotonic() + within_s):
+            raise Busy(f"the broker has not answered {method} within {within_s:g} s")
         if pending.error is not None:
             raise pending.error
         assert pending.header is not None
