@@ -300,7 +300,9 @@ class Calls:
         if worker.state is S.DISABLED:
             lost = disabled(worker)
         else:
-            lost = BackendError(f"the {worker.backend} worker died while the call was queued", backend=worker.backend)
+            how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+            text = f"the {worker.backend} worker died ({how}) while the call was queued"
+            lost = BackendError(text, backend=worker.backend)
         self.attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)
 
     def leave(self, call: Call, worker: Worker, error: LayerZeroError) -> None:

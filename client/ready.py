@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerzero.client import api
-from layerzero.client.report import SelectionReport
+from layerzero.client.report import SelectionReport, html_of_text
 from layerzero.client.tune import DEFAULTS, Call
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
 from layerzero.ipc.tensors import TensorSpec
@@ -81,6 +81,9 @@ class ReadinessReport:
             detail = f"{check.detail}\nrepair: {check.repair}" if check.repair else check.detail
             table.add_row(*(Text(cell) for cell in (check.name, "ok" if check.ok else "FAIL", detail)), style=style)
         return Group(Text(self._headline(), style="bold green" if self.ok else "bold red"), table)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
 
 def readiness_check(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.process.harness import BACKENDS, PATIENCE_S, Site
+from tests.process.harness import BACKENDS, PATIENCE_S, Site, wait_until
 from tests.process.test_cli import DONE, FAILED, data
 from tests.process.test_cli import lz as run_lz
 
@@ -208,3 +208,90 @@ def _is_hung_up(terminal: int) -> bool:
         return os.read(terminal, 1) == b""
     except OSError as exc:
         return exc.errno == errno.EIO
+
+
+# --- what is known, and of when
+
+
+def test_report_of_a_repeated_call_says_of_when_its_verdicts_are(new_site: Sites) -> None:
+    """A settled call asks nobody: what its report says of kernels was true when it was chosen, and may not be now."""
+    site = new_site()
+    site.connect()
+    site.wait_ready(*TOYS)
+    x, out = lz.share(X), lz.empty_like(X)
+    lz.silu(x, out=out)
+    report = lz.last_report()
+    assert report is not None
+    assert (report.verdicts_age_s, "verdicts of" in str(report)) == (0.0, False)
+
+    def settled() -> lz.SelectionReport | None:
+        lz.silu(x, out=out)
+        report = lz.last_report()
+        return report if report is not None and report.lane == "express" else None
+
+    report = wait_until(settled)
+    assert report is not None
+    assert report.verdicts_age_s > 0
+    assert "before this call; lz.explain has the present ones" in str(report)
+    assert "not measured yet" not in str(report)
+    assert f"verdicts of {report.verdicts_age_s:,.1f} s" in str(report) or "verdicts of a moment" in str(report)
+
+
+def test_plan_without_times_has_no_sums(new_site: Sites) -> None:
+    """ "0 us with the joint plan" reads like a measurement."""
+    new_site().connect()
+    text = str(lz.dry_run(lambda: lz.silu(lz.silu(X))))
+    assert text.splitlines()[0] == "2 calls, no times yet: lz.tune(...) or lz.warmup(...) measures them"
+    assert " us" not in text
+    assert str(lz.dry_run(lambda: lz.silu(X))).startswith("1 call, ")
+
+
+# --- words
+
+
+def test_explain_suggests_the_op_that_is_meant(new_site: Sites) -> None:
+    """By a name that is nearly right, and by a function of torch that does the same."""
+    new_site().connect()
+
+    def scaled_dot_product_attention() -> None: ...
+
+    for given, meant in (("attenton", "attention"), (scaled_dot_product_attention, "attention"), (np.matmul, "matmul")):
+        with pytest.raises(lz.InvalidArgument, match=rf"did you mean lz\.{meant}\? Ops: "):
+            lz.explain(given, X)  # type: ignore[arg-type]
+
+
+def test_objects_say_what_they_are(new_site: Sites) -> None:
+    """A notebook shows them, and nobody reads addresses."""
+    site = new_site()
+    session = site.connect()
+    assert repr(session) == (
+        f"<lz.Session with broker pid {site.broker_pid} in {site.folder}, backends: alpha, beta, gamma, null>"
+    )
+    compiled = lz.compile(lambda: lz.silu(X))
+    assert repr(compiled).endswith("<lambda>: 0 runs, 0 plans>")
+    with lz.prefer("beta") as scope:
+        assert "beta" in repr(scope)
+    assert repr(scope).endswith("not in force here>")
+    plan = lz.dry_run(lambda: lz.silu(X))
+    assert plan._repr_html_().startswith("<b>1 call, no times yet")
+    lz.disconnect()
+    assert "not connected" in repr(session)
+
+
+def test_policy_shows_rules_as_they_were_written(new_site: Sites) -> None:
+    """What is printed can be pasted into a policy."""
+    site = new_site()
+    rule = {"match": {"op": ["matmul", "linear"], "seq_len": ">=128"}, "prefer": ["beta"], "bonus": 20}
+    site.set_policy(f"rules: [{json.dumps(rule)}]\n")
+    assert data(run_lz(site, "policy", "show", "--json"))["values"]["rules.0"] == rule
+
+
+def test_status_fits_a_small_terminal(new_site: Sites) -> None:
+    """Versions are cut, names and states are not."""
+    site = new_site()
+    site.connect()
+    site.wait_ready(*TOYS)
+    shown = run_lz(site, "status", COLUMNS="80").stdout.partition("what is wrong")[0].partition("\nbackend ")[2]
+    rows = [line.split()[:2] for line in shown.splitlines()]
+    assert [row for row in rows if row and row[0] in TOYS] == [[name, "ready"] for name in TOYS]
+    assert max(map(len, shown.splitlines())) <= 80
