@@ -14,7 +14,7 @@ from layerzero.ipc.wording import counted, shared_causes
 BROKER, EXPRESS, IN_PROCESS = "broker", "express", "in_process"  # lanes
 MIN_WIDTH = 80  # a report that is printed is made for a terminal at least so wide
 MIN_COLUMN = 24  # so wide is the last column of a table at least
-MAX_WHY = 120  # characters of why a kernel refuses
+MAX_WHY = 160  # characters of why a kernel refuses
 MAX_REFUSING = 5  # so many kernels say why they refuse; all of them in what is `verbose`
 ADAPTED = "the chosen kernel takes it only contiguous (policy: allow_adaptation)"
 
@@ -289,20 +289,33 @@ class _Row(NamedTuple):
 
 
 def _in_short(c: Candidate, fix: str) -> str:
-    """What to look at first of a kernel that refuses: what to do, where that is known, or the first reason."""
+    """What to look at first of a kernel that refuses: the first reason, and what to do, where that is known. A repair
+    has a line of its own: it is to be copied."""
     if not c.reasons:
         return fix
     first = c.reasons[0]
-    why = f"{first.code}: repair: {c.repair}" if c.repair else f"{first.code}{fix}" if fix else str(first)
-    if len(why) > MAX_WHY:
-        why = f"{why[: MAX_WHY - 3]}..."
-    return why if len(c.reasons) == 1 or c.repair or fix else f"{why} (and {len(c.reasons) - 1} more)"
+    head, tail = f"{first.code}: {first.detail}", f"\nrepair: {c.repair}" if c.repair else ""
+    if fix and not c.repair:
+        head = f"{first.code}{fix}"
+    if len(head) > MAX_WHY:
+        head = f"{head[: MAX_WHY - 3]}..."
+    more = "" if len(c.reasons) == 1 or c.repair or fix else f" (and {len(c.reasons) - 1} more)"
+    return head + tail + more
 
 
 def _beside(left: str, text: str, columns: int) -> list[str]:
     """`text` in lines to the right of `left`. No word is broken: it may be something to copy."""
     indent = " " * min(len(left), columns - MIN_COLUMN)
-    return textwrap.wrap(left + text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    lines: list[str] = []
+    for part in text.split("\n"):
+        lines += textwrap.wrap(
+            (indent if lines else left) + part,
+            columns,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
 
 
 def html_of(

@@ -136,7 +136,7 @@ def test_backends_that_cannot_load_are_disabled_one_by_one(new_site: Callable[..
         status = wait_until(lambda name=name: _disabled(site, f"{name}-in-load"))  # type: ignore[misc]
         assert status["unavailable"]["code"] == "BACKEND_IMPORT_FAILED"
         assert cause in status["cause"]
-        assert status["unavailable"]["repair"] == f"lz env probe {name}-in-load"
+        assert status["unavailable"]["repair"].startswith(f"lz env probe {name}-in-load")
         assert status["restarts"] == 0
         with pytest.raises(lz.NoBackend, match="BACKEND_IMPORT_FAILED"):
             lz.silu(X, backend=f"{name}-in-load")
