@@ -209,7 +209,7 @@ class SendDecision:
 @dataclass(slots=True)
 class Answer:
     """A call ended well; one on a GPU is enqueued there, and may be answered or refused again if its worker dies.
-    `attempts` lists failures on the way, usually none."""
+    `attempts` lists failures on the way, usually none; `waited_s`: so long it waited for workers to start."""
 
     identity: bytes
     seq: int
@@ -219,6 +219,7 @@ class Answer:
     body: bytes
     attempts: list[dict[str, Any]] = field(default_factory=list)
     is_replayed: bool = False
+    waited_s: float = 0.0
 
 
 @dataclass(slots=True)

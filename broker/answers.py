@@ -71,6 +71,7 @@ class Answers:
                 self._settling.settle(call, worker)
             answer = act.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
             answer.attempts, answer.is_replayed = call.attempts, event.is_replayed
+            answer.waited_s = call.start_wait_s
             self._agenda.do(answer)
         if turn is not None:
             self._enqueued.add(call, worker, turn)

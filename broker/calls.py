@@ -82,7 +82,7 @@ class Calls:
             if worker.state is S.READY and not worker.waiting.holds(number) and self._has_room(worker, number):
                 self._send(worker, call)
             else:
-                worker.waiting.append(call)
+                self._let_wait(call, worker)
                 self._fleet.need(worker)
             if call.attempt <= 1 and not signature.spec.pinned:
                 after = order.index(verdict) + 1
@@ -97,7 +97,7 @@ class Calls:
                 self._closing.refuse(call, self.unserved(call))
         elif not self._sends_back(awaited, call):
             call.kernel_id = awaited.kernel_id
-            workers[awaited.backend].waiting.append(call)
+            self._let_wait(call, workers[awaited.backend])
 
     def _pick(self, call: Call, order: tuple[Verdict, ...]) -> Verdict | None:
         """The best one not tried yet. One whose breaker is half open takes a single call; for others it comes last."""
@@ -201,6 +201,9 @@ class Calls:
     def _send(self, worker: Worker, call: Call) -> None:
         plan = self._signatures.prepare(worker, call)
         self._loans.lend(worker, call)
+        if call.waits_since_s != math.inf:
+            call.start_wait_s += self._agenda.now_s - call.waits_since_s
+            call.waits_since_s = math.inf
         call.attempt += 1
         call.dispatch = next(self._numbers)
         worker.running.append(call)
@@ -327,9 +330,15 @@ class Calls:
     def _awaits_restart(self, call: Call, worker: Worker) -> bool:
         may_wait = worker.state is S.BACKOFF and not call.is_unwanted
         if may_wait and self._is_back_in_time(worker.backend, call) and not self._has_other(call):
-            worker.waiting.append(call)
+            self._let_wait(call, worker)
             return True
         return False
+
+    def _let_wait(self, call: Call, worker: Worker) -> None:
+        """Until the worker has room for it; how long for want of a worker that runs is kept for the report."""
+        if worker.state is not S.READY:
+            call.waits_since_s = min(call.waits_since_s, self._agenda.now_s)
+        worker.waiting.append(call)
 
     def leave_disabled(self, worker: Worker) -> None:
         """If the worker will not come, those that wait for it go on."""

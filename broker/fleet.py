@@ -289,7 +289,7 @@ class Fleet:
             self._agenda.wake_by(worker.retry_at_s)
             facts["retry_s"] = retry_s
             when = "; it is tried again after a while"
-        self.set_unavailable(worker.backend, Rejection(reason, f"{cause.message}{when}; repair: {repair}"))
+        self.set_unavailable(worker.backend, Rejection(reason, f"{cause.message}{when}", repair))
         self._agenda.do(act.Note("backend.disabled", facts))
 
     def reset(self, event: ev.BackendReset) -> None:
@@ -332,7 +332,7 @@ class Fleet:
                 assert worker.cause is not None
                 when = "is being tried again" if left_s is None else f"tries again in {math.ceil(left_s)} s"
                 repair = _repair(backend, worker.cause)
-                found[backend] = Rejection(reason.code, f"{worker.cause.message}; {when}; repair: {repair}")
+                found[backend] = Rejection(reason.code, f"{worker.cause.message}; {when}", repair)
         return found
 
     def as_of_now(self, ranked: Iterable[Verdict]) -> tuple[Verdict, ...]:

@@ -24,6 +24,7 @@ from layerzero.ipc.errors import (
 from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.wire import HAS_TAIL, HEADER_BYTES, Kind
 
+WORTH_TELLING_S = 0.05  # a client hears of a wait for a worker's start from here on
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 _EXECUTE, _RAN = int(Kind.EXECUTE), int(Kind.RAN)  # enums cost a microsecond a use, and these are used on every message
 # What a worker may say of a call; anything else it says counts as a failed kernel.
@@ -121,9 +122,10 @@ def _kernel_error(body: bytes) -> LayerZeroError:
 
 def _answer(action: act.Answer) -> bytes:
     body, flags = action.body, wire.REPLAYED if action.is_replayed else 0
-    if action.attempts:
+    if action.attempts or action.waited_s >= WORTH_TELLING_S:
         flags |= wire.HAS_OUTCOME
-        body = messages.encode(messages.Outcome(attempts=action.attempts, result=action.body))
+        outcome = messages.Outcome(attempts=action.attempts, result=action.body, waited_s=action.waited_s)
+        body = messages.encode(outcome)
     return wire.pack(
         Kind.DONE,
         flags=flags,

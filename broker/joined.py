@@ -21,7 +21,7 @@ from pathlib import Path
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
-from layerzero.broker.launcher import Launcher, join_command, not_joined
+from layerzero.broker.launcher import Launcher, join_command
 from layerzero.broker.peers import Peer
 from layerzero.broker.settings import Settings
 from layerzero.broker.supervisor import Exit
@@ -228,6 +228,10 @@ class Joined:
             if not self._settle_if_ended(remote):
                 self._await_end(remote)
         self.offer(keeper.backend)
+
+    def records(self, backend: str) -> list[ProbeRecord]:
+        """What the probes of its keepers that may serve have shown."""
+        return [keeper.record for keeper in self._keepers.get(backend, ()) if keeper.is_usable and keeper.record]
 
     def facts(self, backend: str) -> dict[str, object]:
         """For `lz status`."""
@@ -440,12 +444,14 @@ class Joined:
         failed = [keeper.record for keeper in keepers if keeper.record is not None and not keeper.record.ok]
         if failed:
             text = f"the probe of a joined worker failed ({failed[0].kind}): {failed[0].message}"
-            return Rejection(Reason.BACKEND_IMPORT_FAILED, text)
+            return Rejection(Reason.BACKEND_IMPORT_FAILED, text, failed[0].repair)
         if any(keeper.is_silent for keeper in keepers):
-            return Rejection(Reason.NOT_JOINED, "its joined worker does not answer; is its container paused?")
+            return Rejection(Reason.NOT_JOINED, "its joined worker does not answer", "unpause or restart its container")
         if keepers:
-            return Rejection(Reason.NOT_JOINED, "its joined worker is being probed")
-        return Rejection(Reason.NOT_JOINED, not_joined(backend))
+            return Rejection(
+                Reason.NOT_JOINED, "its joined worker is being probed", "wait; lz logs shows the end of it"
+            )
+        return self._launcher.absence(backend)
 
     def _record_path(self, backend: str, key: str) -> Path:
         return self._settings.store / "probes" / f"{backend}-{key}.json"

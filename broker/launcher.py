@@ -9,10 +9,12 @@ from contextlib import ExitStack, suppress
 
 from layerzero.broker import actions as act
 from layerzero.broker import kernel_sources
+from layerzero.broker.cuda_driver import Gpus
 from layerzero.broker.settings import Settings
 from layerzero.broker.supervisor import Launch
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.descriptor import Capability
+from layerzero.capabilities.device import DEVICE_NAMES
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs import build, caches, compilation, descriptors, probe, stage, third_party
@@ -34,10 +36,11 @@ class Launcher:
     `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
 
-    def __init__(self, settings: Settings, *, has_mps: bool = False) -> None:
-        """`has_mps`: workers share their GPU by MPS."""
+    def __init__(self, settings: Settings, gpus: Gpus | None = None) -> None:
+        """`gpus`: those of this machine; None where nobody has looked."""
         self._settings = settings
-        self.has_mps = has_mps
+        self._gpus = gpus
+        self.has_mps = gpus is not None and gpus.has_mps  # workers share their GPU
         self._held: dict[str, ExitStack] = {}
         self._plans: dict[str, build.Env] = {}
         self._facts: dict[str, tuple[float, dict[str, object]]] = {}  # and until when they hold
@@ -69,7 +72,7 @@ class Launcher:
             self.manifests[name] = found[name]
             self.capabilities[name] = capability
             if name in self.joined:
-                self.unusable[name] = Rejection(Reason.NOT_JOINED, not_joined(name))
+                self.unusable[name] = self.absence(name)
             elif (missing := self.missing(name)) is not None:
                 self.unusable[name] = missing
 
@@ -132,21 +135,43 @@ class Launcher:
         refused = self._refusal(backend)
         if refused is not None:
             reason = Reason.SOURCE_CHANGED if refused.is_changed else Reason.SOURCE_NOT_ALLOWED
-            return Rejection(reason, f"{refused.refusal}; repair: {refused.repair}")
-        why = self._unbuilt(backend, files)
-        return Rejection(Reason.NOT_INSTALLED, why) if why else None
+            return Rejection(reason, refused.refusal, refused.repair)
+        return self._lacks_device(backend) or self._unbuilt(backend, files)
 
-    def _unbuilt(self, backend: str, files: bool) -> str | None:
+    def _lacks_device(self, backend: str) -> Rejection | None:
+        """The one place that tells whether a backend is for this machine at all: the machine has a device of its
+        platform. One that is not for this machine is no fault, and NOT_FOR_MACHINE says so to everybody; where the
+        driver does not tell whether there is a GPU, that is a fault."""
+        platform, gpus = self.capabilities[backend].platform, self._gpus
+        if gpus is None or platform in ("cpu", *(device.device_type for device in gpus.devices)):
+            return None
+        if platform == "cuda" and gpus.has_failed:
+            return Rejection(Reason.BACKEND_DISABLED, gpus.reason, "mend what nvidia-smi shows, then lz down")
+        why = f" ({gpus.reason.partition(':')[0]})" if platform == "cuda" else ""
+        return Rejection(Reason.NOT_FOR_MACHINE, f"needs {DEVICE_NAMES[platform]}, and this machine has none{why}")
+
+    def absence(self, backend: str) -> Rejection:
+        """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
+        where = f"run where it is installed: {join_command(backend)}"
+        return self._lacks_device(backend) or Rejection(Reason.NOT_JOINED, "no worker has joined", where)
+
+    def _unbuilt(self, backend: str, files: bool) -> Rejection | None:
         self._plans.pop(backend, None)
         self._facts.pop(backend, None)
+        manifest, variant = self.manifests[backend], self._settings.variant
+        if manifest.variants and manifest.variant_for(variant) not in manifest.variants:
+            text = f"it is not made for the variant {variant!r}, which this broker uses; {backend} has: "
+            wanted = next(iter(manifest.variants))
+            repair = f"export LAYERZERO_VARIANT={wanted}, then lz env build {backend}, lz down and lz up"
+            return Rejection(Reason.NOT_INSTALLED, text + ", ".join(manifest.variants), repair)
         try:
             env = self._plan(backend)
             changed = build.drift(env) if files else build.base_drift(env)
         except (EnvError, ConfigError) as exc:
-            return exc.message
-        if changed:
-            return f"{changed}; run: {build.command('build', env)}"
-        return None if env.is_built else f"its environment is not built; run: {build.command('build', env)}"
+            return Rejection(Reason.NOT_INSTALLED, exc.message, str(exc.facts.get("repair") or "lz env list"))
+        if not changed and env.is_built:
+            return None
+        return Rejection(Reason.NOT_INSTALLED, changed or "its environment is not built", build.command("build", env))
 
     def records(self) -> dict[str, ProbeRecord]:
         """The probes that are known without running one, by backend."""
@@ -169,7 +194,7 @@ class Launcher:
         env = self._plan(backend)
         if not env.is_built:
             repair = build.command("build", env)
-            raise EnvError(f"its environment is not built; run: {repair}", env=backend, repair=repair)
+            raise EnvError("its environment is not built", env=backend, repair=repair)
         build.check(env)  # here, beside the broker's own thread; a restart is checked by `launch`
         self._checked.add(backend)
         stage.stage(env.store)
@@ -276,11 +301,6 @@ ALL = "all"  # of the setting `joined`
 
 def join_command(backend: str) -> str:
     return f"python -m layerzero.workers.join --backend {backend}"
-
-
-def not_joined(backend: str) -> str:
-    """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
-    return f"no worker has joined; run, where it is: {join_command(backend)}"
 
 
 def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str]:

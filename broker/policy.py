@@ -222,7 +222,7 @@ class Policy:
 
 
 def _rule_row(rule: Rule) -> dict[str, Any]:
-    row: dict[str, Any] = {"match": [condition.text for condition in rule.conditions]}
+    row: dict[str, Any] = {"match": {condition.field: condition.written for condition in rule.conditions}}
     row |= {limit.key: list(limit.patterns) for limit in rule.limits}
     if rule.prefer:
         row |= {"prefer": list(rule.prefer), "bonus": rule.bonus}

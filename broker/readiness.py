@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from layerzero.broker.dispatch_table import DispatchTable
 from layerzero.broker.host import free_memory_bytes
 from layerzero.broker.selection import unknown_backend
+from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.envs.probe import ProbeRecord
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.wording import counted
 
 if TYPE_CHECKING:
     from layerzero.broker.server import Server
@@ -38,15 +39,18 @@ def wanted_backends(server: Server, names: Sequence[str] | None) -> list[str]:
             raise InvalidArgument(unknown_backend(name, known, server.state.engine.refused.get(name, "")))
     if names is not None:
         return sorted(set(names))
-    return [name for name in known if not _is_denied(server, name) and not _is_refused(server, name)]
+    return [name for name in known if not _is_denied(server, name) and not _is_left_alone(server, name)]
 
 
-def _is_refused(server: Server, backend: str) -> bool:
-    """It comes from outside, and may not be used; `_sources` tells."""
-    if server.launcher.manifests[backend].source is None:
-        return False
+def _is_left_alone(server: Server, backend: str) -> bool:
+    """A backend from outside that may not be used (`_sources` tells), or one that is not for this machine (`_platforms`
+    tells)."""
     missing = server.launcher.missing(backend)
-    return missing is not None and missing.code in (Reason.SOURCE_NOT_ALLOWED, Reason.SOURCE_CHANGED)
+    return missing is not None and missing.code in (
+        Reason.SOURCE_NOT_ALLOWED,
+        Reason.SOURCE_CHANGED,
+        Reason.NOT_FOR_MACHINE,
+    )
 
 
 def _is_denied(server: Server, backend: str) -> bool:
@@ -58,8 +62,11 @@ def _is_denied(server: Server, backend: str) -> bool:
 
 def examine(server: Server, names: Sequence[str] | None) -> list[Check]:
     """All checks, environments first."""
-    records = server.launcher.records()
-    checks = [_environment(server, name, records.get(name)) for name in wanted_backends(server, names)]
+    records, joined = server.launcher.records(), server.joined.names
+    checks = [
+        _joined(server, name) if name in joined else _environment(server, name, records.get(name))
+        for name in wanted_backends(server, names)
+    ]
     return [*checks, *(question(server) for question in QUESTIONS)]
 
 
@@ -68,23 +75,48 @@ def _environment(server: Server, backend: str, record: ProbeRecord | None) -> Ch
     name = f"environment {backend}"
     missing = server.launcher.missing(backend, files=True)
     if missing is not None:
-        return Check(name, False, *_split_repair(missing.detail))
+        return _fault(name, missing, "a machine that has one")
     reason = server.state.unavailable_at(time.monotonic()).get(backend)
     if reason is not None:
-        return Check(name, False, f"{reason.code.value}: {reason.detail}", f"lz restart {backend}")
+        return _fault(name, reason, f"lz restart {backend}")
     if record is None:
         return Check(name, False, "built, and not probed yet", f"lz env probe {backend}")
     if not record.ok:
         return Check(name, False, record.cause, record.repair)
+    return Check(name, True, f"built and probed; {_certified(record)}")
+
+
+def _joined(server: Server, backend: str) -> Check:
+    """A worker of it has joined, or stands by; what is installed where the broker is does not matter."""
+    name = f"environment {backend}"
+    reason = server.state.unavailable.get(backend)
+    if reason is not None:
+        return _fault(name, reason, f"lz restart {backend}")
+    records = server.joined.records(backend)
+    certified = _certified(records[0]) if records else "one that serves has no keeper any more"
+    return Check(name, True, f"{counted(len(records), 'worker')} joined; {certified}")
+
+
+def _fault(name: str, reason: Rejection, otherwise: str) -> Check:
+    """`otherwise`: the repair where the reason names none."""
+    return Check(name, False, f"{reason.code.value}: {reason.detail}", reason.repair or otherwise)
+
+
+def _certified(record: ProbeRecord) -> str:
     certified, refused = record.counts
-    more = f", {refused} refused" if refused else ""
-    return Check(name, True, f"built and probed; {certified} classes of calls certified{more}")
+    kinds = f"{certified:,} class{'' if certified == 1 else 'es'} of calls certified"
+    return f"{kinds}, {refused:,} refused" if refused else kinds
 
 
-def _split_repair(text: str) -> tuple[str, str]:
-    """The launcher says "...; run: COMMAND" or "...; repair: WHAT"."""
-    detail, *command = re.split("; (?:run|repair): ", text, maxsplit=1)
-    return detail, command[0] if command else "lz env list"
+def _platforms(server: Server) -> Check:
+    """Backends for devices that this machine has not are no fault of it."""
+    details: dict[str, list[str]] = {}
+    for backend in sorted(server.launcher.manifests):
+        missing = server.launcher.missing(backend)
+        if missing is not None and missing.code is Reason.NOT_FOR_MACHINE:
+            details.setdefault(missing.detail, []).append(backend)
+    lines = [f"not for this machine: {', '.join(names)}: {detail}" for detail, names in details.items()]
+    return Check("platforms", True, _lines(lines) if lines else "all backends are for this machine")
 
 
 def _descriptors(server: Server) -> Check:
@@ -100,9 +132,9 @@ def _sources(server: Server) -> Check:
     for backend, manifest in sorted(server.launcher.manifests.items()):
         missing = server.launcher.missing(backend) if manifest.source is not None else None
         if missing is not None and missing.code is Reason.SOURCE_CHANGED:
-            return Check(name, False, *_split_repair(missing.detail))
+            return Check(name, False, missing.detail, missing.repair)
         if missing is not None and missing.code is Reason.SOURCE_NOT_ALLOWED:
-            told.append(missing.detail)
+            told.append(f"{missing.detail}; repair: {missing.repair}")
         elif manifest.source is not None:
             told.append(f"{backend} of {manifest.source.origin}: allowed, {manifest.source.sha256}")
     return Check(name, True, _lines(told) if told else "no backend comes from outside")
@@ -127,7 +159,10 @@ def _table(server: Server) -> Check:
     if server.table_problem or not isinstance(table, DispatchTable):
         return Check(name, False, server.table_problem, "lz solve")
     return Check(
-        name, True, f"{path}: {len(table.groups)} kinds of calls, {table.buckets} buckets; made for this machine"
+        name,
+        True,
+        f"{path}: {counted(len(table.groups), 'kind')} of calls, {counted(table.buckets, 'bucket')}; made for "
+        "this machine",
     )
 
 
@@ -181,6 +216,7 @@ def _lines(texts: Iterable[str]) -> str:
 
 QUESTIONS: tuple[Callable[[Server], Check], ...] = (
     _descriptors,
+    _platforms,
     _sources,
     _policy,
     _table,

@@ -120,6 +120,8 @@ class Call:
     is_unbound: bool = False  # its client wants it no more
     is_enqueued: bool = False  # a worker has answered it, and the GPU is not done with it
     was_answered: bool = False  # its client has gone on
+    waits_since_s: float = math.inf  # for a worker that does not run yet
+    start_wait_s: float = 0.0  # so long it has waited for workers to start
     excused: set[str] = field(default_factory=set)  # backends whose worker began anew in it for the order of its calls
 
     @property

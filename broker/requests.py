@@ -129,7 +129,9 @@ def _backend(server: Server, name: str, now_s: float) -> dict[str, Any]:
         "running": running,
         "waiting": len(worker.waiting),
         "enqueued": len(worker.enqueued),
-        "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
+        "unavailable": (
+            {"code": reason.code.value, "detail": reason.detail, "repair": reason.repair} if reason else None
+        ),
         "cause": worker.cause.message if worker.cause else None,
         **server.launcher.facts(name),
         **server.joined.facts(name),
@@ -148,7 +150,7 @@ def health(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
     if worker is None:
         raise _unknown_backend(server, name)
     reason = server.state.unavailable_at(time.monotonic()).get(worker.backend)
-    detail = f"{reason.code.value}: {reason.detail}" if reason else worker.state.value
+    detail = str(reason) if reason else worker.state.value
     return {"ok": reason is None, "state": worker.state.value, "detail": detail}
 
 
@@ -303,6 +305,19 @@ def settings(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     return {"pid": os.getpid(), "policy": str(server.policy.file.absolute()), "manifest_dirs": folders}
 
 
+def waits(server: Server, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Which calls of the client with this `identity` wait for a worker that does not run yet, what it does meanwhile
+    (`state`) and for how long they have waited."""
+    identity, now_s, found = params.get("identity"), time.monotonic(), []
+    for worker in server.state.workers.values():
+        for call in worker.waiting:
+            if call.client.identity == identity and call.waits_since_s <= now_s:
+                spec, waited_s = call.route.signature.spec, now_s - call.waits_since_s + call.start_wait_s
+                row = {"op": spec.op, "backend": worker.backend, "state": worker.state.value, "waited_s": waited_s}
+                found.append(row)
+    return {"calls": found}
+
+
 def stay(server: Server, _: Mapping[str, Any]) -> dict[str, Any]:
     """Do not end with the last client: `lz up` finds a broker that a client has started."""
     server.stays = True
@@ -390,6 +405,7 @@ METHODS: dict[str, Callable[[Server, Mapping[str, Any]], Any]] = {
     "shadow": shadow,
     "stay": stay,
     "shutdown": shutdown,
+    "waits": waits,
     "solve": solve,
     "ping": ping,
     "plan": plan,

@@ -110,7 +110,7 @@ def counterfactual(context: SelectionContext, kernel: KernelCapability, rejectio
     advice: list[str] = []
     for rejection in rejections:
         if rejection.code in _BY_OPERATOR:
-            advice.append(f"{_BY_OPERATOR[rejection.code]} ({rejection.detail})")
+            advice.append(f"{_BY_OPERATOR[rejection.code]} ({rejection.repair or rejection.detail})")
         elif rejection.code not in _BY_CALLER:
             return None
     found = _mended(context, kernel, _BY_CALLER, codes)

@@ -17,10 +17,16 @@ from layerzero.ipc.tensors import FLOAT_DTYPES, ITEMSIZE
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """`code` is stable; `detail` names the offending value and what is allowed."""
+    """`code` is stable; `detail` names the offending value and what is allowed. `repair`: the command or the change
+    that removes a cause which lies not in the call; empty where there is none."""
 
     code: Reason
     detail: str
+    repair: str = ""
+
+    def __str__(self) -> str:
+        """One line, for people."""
+        return f"{self.code.value}: {self.detail}" + (f"; repair: {self.repair}" if self.repair else "")
 
 
 Found = Iterator[tuple[Reason, str]]

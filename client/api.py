@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -27,6 +29,7 @@ from layerzero.client.record import Record
 from layerzero.client.report import SelectionReport
 from layerzero.client.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
+from layerzero.ipc.ops import OPS
 from layerzero.ipc.tensors import ITEMSIZE, TensorSpec
 
 if TYPE_CHECKING:
@@ -134,13 +137,14 @@ def status() -> dict[str, Any]:
     return answer
 
 
-def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> SelectionReport:
+def explain(op: str | Callable[..., Any], *args: Any, verbose: bool = False, **kwargs: Any) -> SelectionReport:
     """Which kernel would serve this call, and why not the others; runs nothing, copies nothing.
 
     op: an op's name or function, for instance lz.explain("attention", q, k, v, is_causal=True). An lz TensorSpec may
-    stand for an array.
+    stand for an array. verbose: the report prints every kernel with all its reasons.
     """
-    return _with_handler(session().explain, op, args, kwargs)  # type: ignore[no-any-return]
+    report: SelectionReport = _with_handler(session().explain, op, args, kwargs)
+    return replace(report, is_verbose=verbose)
 
 
 def signature(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
@@ -202,7 +206,7 @@ class Future:
         try:
             submitted = self._submitted
             if submitted is not None:
-                if not submitted.link.wait(submitted.pending, until_s):
+                if not self._session.await_answer(submitted, until_s):
                     raise self._too_early(timeout)
                 try:
                     self._value = self._session.finish(submitted)
@@ -252,12 +256,24 @@ def _with_handler(
 ) -> Any:
     function = getattr(ops, op, None) if isinstance(op, str) else op
     if getattr(function, "__module__", None) != ops.__name__ or function is None:
-        raise InvalidArgument(f"{op!r} is not an op; ops are lz.attention, lz.linear and so on, or their names")
+        raise _no_op(op)
     token = ops.handler.set(handle)
     try:
         return function(*args, **kwargs)
     finally:
         ops.handler.reset(token)
+
+
+def _no_op(op: object) -> InvalidArgument:
+    """The error for what is no op of ours, with the one that is meant: by its name, or by what torch calls it."""
+    name = op if isinstance(op, str) else str(getattr(op, "__name__", ""))
+    shown = f"the function {name}" if name and not isinstance(op, str) else repr(op)
+    meant = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name.lower(), OPS, n=1)), None)
+    hint = f"did you mean lz.{meant}? " if meant else ""
+    return InvalidArgument(f"{shown} is not an op; {hint}Ops: {', '.join(OPS)}; pass the name, or lz.NAME")
+
+
+_ELSEWHERE = {"scaled_dot_product_attention": "attention", "bmm": "matmul", "mm": "matmul", "dot": "matmul"}
 
 
 # --- memory

@@ -81,6 +81,7 @@ Keys = Annotated[
     Path | None, typer.Option("--keys", metavar="DIR", help="Folder of keys; default LAYERZERO_KEYS.", file_okay=False)
 ]
 Backend = Annotated[str | None, typer.Option("--backend", "-b", metavar="NAME", help="Allow this backend only.")]
+All = Annotated[bool, typer.Option("--all", help="Show every kernel, with all reasons and parts of its score.")]
 Tokenizer = Annotated[
     Path | None,
     typer.Option("--tokenizer", exists=True, dir_okay=False, help="tokenizer.json, for tokenize and detokenize."),
@@ -151,12 +152,16 @@ def status(
         str | None, typer.Option("--remote", metavar="tcp://ADDRESS:PORT", help="A broker that listens there.")
     ] = None,
     folder: Keys = None,
+    shows_all: Annotated[
+        bool, typer.Option("--all", help="Show backends that are not for this machine, too, and why.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show the broker, its clients and backends, what is wrong and how to repair it."""
     from layerzero.client import cli_broker
 
-    raise typer.Exit(cli_broker.status(backend=backend, remote=remote, keys=folder, as_json=as_json))
+    code = cli_broker.status(backend=backend, remote=remote, keys=folder, shows_all=shows_all, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -181,12 +186,15 @@ def explain(
     param: Params = None,
     backend: Backend = None,
     tokenizer: Tokenizer = None,
+    shows_all: All = False,
     as_json: Json = False,
 ) -> None:
     """Show which kernel would serve a call, and why not the others. Runs nothing."""
     from layerzero.client import cli_calls
 
-    cli_calls.explain(op, args or (), param or (), tokenizer=tokenizer, backend=backend, as_json=as_json)
+    cli_calls.explain(
+        op, args or (), param or (), tokenizer=tokenizer, backend=backend, shows_all=shows_all, as_json=as_json
+    )
 
 
 @app.command()
@@ -201,6 +209,7 @@ def run(
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="Run it so many times.")] = 1,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random inputs.")] = 0,
+    shows_all: All = False,
     as_json: Json = False,
 ) -> None:
     """Run an op on random inputs, or a text; show the result, the times and why this kernel."""
@@ -215,6 +224,7 @@ def run(
         timeout_s=timeout,
         repeat=repeat,
         seed=seed,
+        shows_all=shows_all,
         as_json=as_json,
     )
 

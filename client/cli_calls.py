@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def parse_arrays(function: Callable[..., Any], words: Sequence[str]) -> dict[str
     needed = sum(parameters[name].default is inspect.Parameter.empty for name in names)
     if not needed <= len(words) <= len(names):
         count = str(needed) if needed == len(names) else f"{needed} to {len(names)}"
-        wanted = f"{count} arrays as SHAPE:DTYPE ({', '.join(names)})" if names else "no arrays"
+        noun = "array" if count == "1" else "arrays"
+        wanted = f"{count} {noun} as SHAPE:DTYPE ({', '.join(names)})" if names else "no arrays"
         raise InvalidArgument(f"{function.__name__} takes {wanted}, got {len(words)}")
     return {name: parse_spec(word) for name, word in zip(names, words, strict=False)}
 
@@ -111,14 +113,21 @@ def parse_texts(function: Callable[..., Any], words: Sequence[str], tokenizer: P
 
 
 def explain(
-    op: str, words: Sequence[str], params: Sequence[str], *, tokenizer: Path | None, backend: str | None, as_json: bool
+    op: str,
+    words: Sequence[str],
+    params: Sequence[str],
+    *,
+    tokenizer: Path | None,
+    backend: str | None,
+    shows_all: bool,
+    as_json: bool,
 ) -> None:
-    """Print which kernel would serve the call, and why not the others."""
+    """Print which kernel would serve the call, and why not the others; with `shows_all` of every kernel."""
     function = find_op(op)
     options = parse_params(function, params)
     arguments = parse_texts(function, words, tokenizer) if op in TEXT_OPS else parse_arrays(function, words)
     with Connected():
-        report = lz.explain(op, **arguments, **options, backend=backend)
+        report = lz.explain(op, **arguments, **options, backend=backend, verbose=shows_all)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -150,6 +159,7 @@ def run(
     timeout_s: float | None,
     repeat: int,
     seed: int,
+    shows_all: bool,
     as_json: bool,
 ) -> None:
     """Run the call `repeat` times; print its result, times and report."""
@@ -163,7 +173,7 @@ def run(
 
     def call() -> Any:
         value = function(**arguments, **options, backend=backend, timeout_s=timeout_s)
-        reports.append(lz.last_report())
+        reports.append(replace(lz.last_report(), is_verbose=shows_all))
         return value
 
     with Connected():

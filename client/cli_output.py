@@ -113,7 +113,7 @@ def next_step(error: LayerZeroError) -> str:
         case BackendError():
             return "lz logs " + str(error.facts.get("backend", "BACKEND"))
         case NoBackend():
-            return _build_command(error) or "lz status shows the backends; change what the reasons name"
+            return "lz status shows the backends; change what the reasons name"
         case BrokerLost():
             return "lz up, then lz logs if it does not come up"
         case VersionMismatch():
@@ -122,12 +122,4 @@ def next_step(error: LayerZeroError) -> str:
             return "change the inputs, or lz logs to see what died"
         case Busy():
             return "wait for calls to end, then try again"
-    return ""
-
-
-def _build_command(error: NoBackend) -> str:
-    """A backend that only lacks its environment is one command away."""
-    for candidate in error.report.candidates if error.report is not None else ():
-        if [reason.code for reason in candidate.reasons] == ["NOT_INSTALLED"]:
-            return f"lz env build {candidate.backend}"
     return ""

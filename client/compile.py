@@ -16,10 +16,12 @@ from layerzero.client.call import Request
 from layerzero.client.compiling import compile_ahead, in_line
 from layerzero.client.dry_run import PlanReport, plan_calls
 from layerzero.client.overlay import Overlay
+from layerzero.client.report import html_of_text
 from layerzero.client.session import Session
 from layerzero.client.trace import Key, TracedCall, bucket_key, call_key, imagine, watch
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.tensors import TensorSpec
+from layerzero.ipc.wording import counted
 
 MAX_PLANS = 256  # of one function; the one that was not used for longest goes
 MAX_UNPLANNED = 64  # different calls that a report names
@@ -46,11 +48,15 @@ class CompileReport:
     unplanned: Mapping[str, int]
 
     def __str__(self) -> str:
-        lines = [f"{self.runs} runs with {len(self.plans)} plans, {self.planned_calls} calls as planned"]
-        lines += [f"  {count} calls in no plan: {label}" for label, count in self.unplanned.items()]
+        runs, plans = counted(self.runs, "run"), counted(len(self.plans), "plan")
+        lines = [f"{runs} with {plans}, {counted(self.planned_calls, 'call')} as planned"]
+        lines += [f"  {counted(count, 'call')} in no plan: {label}" for label, count in self.unplanned.items()]
         for baked in self.plans:
             lines += f"plan: {baked.plan or baked.problem}".splitlines()
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
 
 @dataclass
@@ -100,6 +106,10 @@ class Compiled:
         self._lock = threading.Lock()
         self._unplanned: Counter[str] = Counter()
         self._runs = self._planned = 0
+
+    def __repr__(self) -> str:
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        return f"<lz.compile of {name}: {counted(self._runs, 'run')}, {counted(len(self._plans), 'plan')}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key = arguments_key((args, kwargs))

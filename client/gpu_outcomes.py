@@ -13,7 +13,7 @@ from layerzero.client.express import Lease
 from layerzero.client.gpu import Gpu
 from layerzero.client.gpu_lane import GpuLane
 from layerzero.client.link import Link, Pending
-from layerzero.client.record import failure_of, report_of
+from layerzero.client.record import failure_of, report_of, waited
 from layerzero.client.report import Copy, SelectionReport
 from layerzero.ipc import messages, ring_words, wire
 from layerzero.ipc.errors import LayerZeroError
@@ -162,7 +162,8 @@ class Outcomes:
             if header.kind == _FAILED:
                 return failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, error_of(body)[1])
             if header.flags & wire.HAS_OUTCOME:
-                attempts = messages.decode(body, messages.Outcome).attempts
+                outcome = messages.decode(body, messages.Outcome)
+                attempts, note = outcome.attempts, "; ".join(filter(None, (waited(outcome), note)))
             decision, kernel_ns = enqueued.route.decisions[header.aux], header.time
             is_replayed = bool(header.flags & wire.REPLAYED)
         elif isinstance(enqueued, OnRing):

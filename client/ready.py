@@ -10,7 +10,7 @@ from typing import Any
 
 from layerzero.client import api
 from layerzero.client.inputs import plain_inputs
-from layerzero.client.report import SelectionReport
+from layerzero.client.report import SelectionReport, html_of_text
 from layerzero.client.tune import DEFAULTS, Call
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
 
@@ -73,13 +73,16 @@ class ReadinessReport:
         from rich.text import Text
 
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("check", "", "found", "repair"):
-            table.add_column(name, overflow="fold")
+        for name in ("check", "", "found"):
+            table.add_column(name, no_wrap=name != "found", overflow="fold")
         for check in self.checks:
             style = "" if check.ok else "bold red"
-            cells = (check.name, "ok" if check.ok else "FAIL", check.detail, check.repair)
-            table.add_row(*(Text(cell) for cell in cells), style=style)
+            detail = f"{check.detail}\nrepair: {check.repair}" if check.repair else check.detail
+            table.add_row(*(Text(cell) for cell in (check.name, "ok" if check.ok else "FAIL", detail)), style=style)
         return Group(Text(self._headline(), style="bold green" if self.ok else "bold red"), table)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
 
 def readiness_check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from layerzero.client.call import Submitted
@@ -11,6 +12,18 @@ from layerzero.client.plans import Plan
 from layerzero.client.report import BROKER, IN_PROCESS, Attempt, Candidate, Copy, SelectionReport
 from layerzero.ipc import messages
 from layerzero.ipc.errors import ProtocolError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(messages.Decision):
+    """A decision as this process heard of it: its verdicts on kernels are of then. `told_ns`: on the clock of calls."""
+
+    told_ns: int
+
+    @classmethod
+    def of(cls, decision: messages.Decision) -> Told:
+        return cls(**vars(decision), told_ns=time.perf_counter_ns())
+
 
 # Of a call that ended well: plan, copies, start and end in ns, the kernel's ns, failed attempts as the broker tells
 # them, what served, attempts that failed before the broker was asked, a note or "". A tuple: every call makes one.
@@ -31,6 +44,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         nbytes = sum(spec.numel * spec.itemsize for spec in specs if spec is not None)
         if is_copied and nbytes:
             copies.append(Copy(name, nbytes, where, f"{decision.backend} owns its arrays' memory"))
+    age_s = max(start_ns - decision.told_ns, 0) / 1e9 if isinstance(decision, Told) else 0.0
     good = Attempt(decision.backend, decision.kernel_id, None, worker_pid=decision.worker_pid)
     return SelectionReport(
         op=plan.op,
@@ -44,6 +58,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         attempts=(*prior, *(_attempt(a) for a in attempts), good),
         candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
         notes=(note,) if note else (),
+        verdicts_age_s=age_s,
     )
 
 
@@ -67,6 +82,11 @@ def failure_of(
         attempts=(*prior, *(_attempt(a) for a in outcome.attempts)),
         candidates=tuple(Candidate.from_wire(c) for c in outcome.candidates),
     )
+
+
+def waited(outcome: messages.Outcome) -> str:
+    """A note: how much of a call's time was the start of its worker; empty for one that was running."""
+    return f"{outcome.waited_s:.1f} s: its worker was started" if outcome.waited_s else ""
 
 
 def attempts_of(outcome: messages.Outcome) -> tuple[Attempt, ...]:

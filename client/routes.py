@@ -17,6 +17,7 @@ from layerzero.client.express import Lease
 from layerzero.client.link import Link
 from layerzero.client.overlay import Overlay
 from layerzero.client.plans import Plan, plan_out
+from layerzero.client.record import Told
 from layerzero.client.report import EXPRESS
 from layerzero.client.shadow import Shadow
 from layerzero.ipc import messages, wire
@@ -127,7 +128,7 @@ class Routes:
         if route is not None:
             if len(route.decisions) >= MAX_DECISIONS:
                 del route.decisions[next(iter(route.decisions))]
-            decision = route.decisions[header.aux] = messages.decode(body, messages.Decision)
+            decision = route.decisions[header.aux] = Told.of(messages.decode(body, messages.Decision))
             route.slot = decision.slot
             self._shadow.follow(route.overlay, decision.shadow_rate, tunes=decision.offers_samples)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client import arena as arenas
-from layerzero.client import overlay
+from layerzero.client import overlay, start
 from layerzero.client.array_recognition import CPU
 from layerzero.client.call import (
     Request,
@@ -36,7 +39,7 @@ from layerzero.client.link import Link, Pending
 from layerzero.client.local import Local
 from layerzero.client.plans import Plan
 from layerzero.client.preparation import prepare
-from layerzero.client.record import Record, attempts_of, explanation, failure, report_of
+from layerzero.client.record import Record, attempts_of, explanation, failure, report_of, waited
 from layerzero.client.repeats import MISS
 from layerzero.client.report import Attempt, Copy, SelectionReport
 from layerzero.client.routes import Routes, route_message
@@ -44,7 +47,9 @@ from layerzero.client.shadow import Shadow
 from layerzero.ipc import messages, wire
 from layerzero.ipc.errors import (
     AdaptationRequired,
+    Busy,
     DigestRequired,
+    LayerZeroError,
     Poison,
     ProtocolError,
     RunInProcess,
@@ -53,6 +58,9 @@ from layerzero.ipc.errors import (
 from layerzero.ipc.plain import unpack_body
 from layerzero.ipc.wire import Kind
 
+REPR_S = 1.0  # so long may it take to say what this is
+QUIET_S = 2.0  # a call may take so long without a word to whoever looks at a terminal
+_DOING = {"probing": "being probed", "starting": "starting", "backoff": "restarting", "killing": "being killed"}
 CLOSE_S = 10.0  # so long a session that is closed waits for its calls on GPUs
 ADAPTED_S = 1.0  # so long the copies that a kernel needs are made without asking the broker: policy may change
 _FAILED = int(Kind.FAILED)  # enums are slow
@@ -107,6 +115,16 @@ class Session:
     @property
     def broker_pid(self) -> int:
         return self._link.welcome.broker_pid
+
+    def __repr__(self) -> str:
+        """With the backends that can serve, where the broker tells that at once."""
+        if self._link.forks != arenas.forks or not self._link.is_alive:
+            return f"<lz.Session in {self.path.parent}: not connected>"
+        text = f"<lz.Session with broker pid {self.broker_pid} in {self.path.parent}"
+        with contextlib.suppress(LayerZeroError):
+            rows = self.ask("status", within_s=REPR_S)["backends"]
+            text += f", backends: {', '.join(row['name'] for row in rows if not row['unavailable']) or 'none'}"
+        return f"{text}>"
 
     def __enter__(self) -> Session:
         return self
@@ -212,6 +230,7 @@ class Session:
         header = pending.header
         assert header is not None
         attempts: list[Any] = []
+        note = submitted.route.stays_out
         if header.kind == _FAILED:
             error, outcome = error_of(pending.body)
             if isinstance(error, AdaptationRequired):
@@ -238,6 +257,7 @@ class Session:
         if header.flags & wire.HAS_OUTCOME:
             outcome = messages.decode(body, messages.Outcome)
             attempts, body = outcome.attempts, outcome.result
+            note = "; ".join(filter(None, (waited(outcome), note)))
         result = submitted.result(body)
         decision = submitted.decision or submitted.route.decisions[header.aux]
         if submitted.sample is not None:
@@ -252,7 +272,7 @@ class Session:
             attempts,
             decision,
             submitted.prior,
-            submitted.route.stays_out,
+            note,
         )
         return result
 
@@ -311,12 +331,14 @@ class Session:
         """As `explain`, for what `route_body` made."""
         return explanation(op, self.ask("explain", route=body))
 
-    def ask(self, method: str, **params: Any) -> Any:
-        """A request to the broker: status, explain, reset, shutdown. Returns plain values."""
+    def ask(self, method: str, *, within_s: float = math.inf, **params: Any) -> Any:
+        """A request to the broker: status, explain, reset, shutdown. Returns plain values. Raises Busy when there is no
+        answer `within_s` seconds."""
         link, pending = self.link, Pending()
         body = messages.encode(messages.Request(method=method, params=params))
         link.submit(pending, lambda seq: wire.pack(Kind.REQUEST, seq=seq, body=body))
-        link.wait(pending)
+        if not link.wait(pending, time.monotonic() + within_s):
+            raise Busy(f"the broker has not answered {method} within {within_s:g} s")
         if pending.error is not None:
             raise pending.error
         assert pending.header is not None
@@ -326,8 +348,22 @@ class Session:
 
     def wait(self, submitted: Submitted) -> Any:
         """Wait for a submitted call and take its result."""
-        submitted.link.wait(submitted.pending)
+        self.await_answer(submitted)
         return self.finish(submitted)
+
+    def await_answer(self, submitted: Submitted, until_s: float = math.inf) -> bool:
+        """As Link.wait. On a terminal it says what takes so long, when that is the start of a worker."""
+        link, pending = submitted.link, submitted.pending
+        if link.wait(pending, min(until_s, time.monotonic() + QUIET_S)) or time.monotonic() >= until_s:
+            return pending.is_done
+        if start.shows_progress():
+            with contextlib.suppress(LayerZeroError):  # it is told by the call itself
+                calls = self.ask("waits", identity=link.welcome.identity)["calls"]
+                for row in [row for row in calls if row["op"] == submitted.request.op][:1]:
+                    doing = _DOING.get(row["state"], row["state"])
+                    text = f"layerzero: {row['op']} waits: the {row['backend']} worker is {doing}"
+                    print(f"{text}, {row['waited_s']:.0f} s so far", file=sys.stderr, flush=True)
+        return link.wait(pending, until_s)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from layerzero.client.overlay import Overlay, Scope
 from layerzero.client.tune import BUDGET_S, Call, Progress, calls_of, tune_calls
 from layerzero.client.tune_report import TuneReport
 from layerzero.ipc.errors import ConfigError, InvalidArgument
+from layerzero.ipc.wording import counted
 
 FILE_NAME = "dispatch_table.json"
 
@@ -50,11 +52,14 @@ class SolveReport:
             Text(self._warning().strip(), style="bold yellow"),
         )
 
+    def _repr_html_(self) -> str:
+        return f"{self.measured._repr_html_()}<b>{html.escape(self._verdict())}</b>"
+
     def _verdict(self) -> str:
         if self.path is None:
             why = "interrupted" if self.measured.was_interrupted else "nothing was measured"
             return f"no dispatch table was written: {why}"
-        text = f"{self.path}: {self.kinds} kinds of calls, {self.buckets} buckets"
+        text = f"{self.path}: {counted(self.kinds, 'kind')} of calls, {counted(self.buckets, 'bucket')}"
         return f"{text}, in force" if self.in_force else f"{text}; dispatch_table: {self.path} in the policy uses it"
 
     @property

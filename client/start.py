@@ -34,6 +34,12 @@ def policy_layers() -> list[dict[str, Any]]:
     return policy.variables(os.environ, policy.PER_CALL)
 
 
+def shows_progress() -> bool:
+    """Whether a person looks at stderr, and LAYERZERO_PROGRESS does not say no."""
+    is_wanted = os.environ.get("LAYERZERO_PROGRESS", "1").lower() not in ("0", "false", "no", "off")
+    return is_wanted and sys.stderr is not None and sys.stderr.isatty()
+
+
 def secret_key(path: Path | None = None) -> bytes | None:
     """The secret of the broker's stack, from a file or from the one that LAYERZERO_SECRET_FILE names; None without.
     Raises ConfigError."""

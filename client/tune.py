@@ -52,7 +52,7 @@ class Call:
 
     def explain(self) -> SelectionReport:
         """As lz.explain."""
-        return api.explain(self.function, **self.arrays, **self.params)
+        return api.explain(self.function, **{**self.arrays, **self.params})
 
     def compile(self, backends: Iterable[str]) -> None:
         """Wait until their kernels are compiled for it, or could not be."""

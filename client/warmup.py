@@ -10,7 +10,7 @@ from typing import Any
 from layerzero.client import api
 from layerzero.client.compiling import in_line
 from layerzero.client.inputs import random_inputs
-from layerzero.client.report import time_text
+from layerzero.client.report import html_of_text, time_text
 from layerzero.client.tune import Call, calls_of
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
 
@@ -54,6 +54,9 @@ class WarmupReport:
                 result = f"first call {time_text(run.first_us)}, kernel then {time_text(run.later_us)}"
             lines.append(f"  {run.call} on {run.kernel_id or 'no kernel'}: {result}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
 
 def warmup(

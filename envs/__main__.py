@@ -74,6 +74,7 @@ def list_(
     manifests: Folders = None,
     variant: VariantChoice = Variant.CPU,
     overlay: Base = None,
+    shows_all: Annotated[bool, typer.Option("--all", help="Those that are not made for the variant, too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show every environment: built or not, over which interpreter, and what its last probe said."""
@@ -88,13 +89,18 @@ def list_(
     if as_json:
         print_json(rows)
         return
+    others = [] if shows_all else [row for row in rows if row["state"] == "other variant"]
     table = Table("environment", "state", "python", "size", "probe", "about", box=None)
-    for row in rows:
+    for row in (row for row in rows if row not in others):
         size, about = megabytes(row.get("size_bytes")), row.get("cause") or row["summary"]
         table.add_row(row["name"], row["state"], row.get("python", ""), size, row.get("probe", ""), escape(about))
     for column in table.columns[:-1]:
         column.no_wrap = True
     out.print(table)
+    if others:
+        names = ", ".join(row["name"] for row in others)
+        text = f"not made for the variant {variant.value}, --all shows for which: {names}"
+        out.print(text, markup=False, highlight=False)
     if overlay is not None:
         out.print(f"overlay: over {overlay}", markup=False, highlight=False, soft_wrap=True)
 

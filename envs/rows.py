@@ -120,6 +120,10 @@ def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Pa
         if not manifest.is_allowed:
             cause, repair = manifest.source.refusal, manifest.source.repair
             return {**row, "state": "refused", "cause": f"{cause}; repair: {repair}", "repair": repair}
+    if manifest.variants and manifest.variant_for(variant) not in manifest.variants:
+        made = ", ".join(manifest.variants)
+        repair = f"lz env build {manifest.name} --variant {next(iter(manifest.variants))}"
+        return {**row, "state": "other variant", "cause": f"made for {made}, which need a GPU", "repair": repair}
     try:
         env = find(manifest, variant=variant, store=store, base=overlay)
         changed = drift(env)

@@ -388,13 +388,15 @@ class Lease(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Message):
-    """Body of FAILED, and of DONE when attempts failed before: the error, if any, and the attempts."""
+    """Body of FAILED, and of DONE when attempts failed before or the call waited for a worker to start: the error, if
+    any, the attempts, and for how long."""
 
     kind: ClassVar[str] = "outcome"
     error: dict[str, Any] = field(default_factory=dict)
     attempts: list[Any] = field(default_factory=list)
     candidates: list[Any] = field(default_factory=list)
     result: bytes = b""
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ HAS_TURN = 16  # flag of EXECUTE and RUN: after its references the body has a tu
 REPLAYED = 32  # flag of DONE: the worker launched a CUDA graph that it had captured of this call
 HAS_BELL = 64  # flag of EXECUTE and RUN: bind the call to a bell in place of running it; the body ends with the bell
 STILL_LENT = 128  # flag of FAILED: a worker that cannot be reached may still write into the call's memory
-HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, because attempts failed before
+HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, with what happened on the way
 HAS_TAIL = HAS_DIGEST | HAS_TURN | HAS_BELL  # flags of EXECUTE and RUN: more than references
 _EXECUTE, _RUN = int(Kind.EXECUTE), int(Kind.RUN)  # enums are slow
 

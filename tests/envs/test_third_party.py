@@ -73,7 +73,7 @@ def restart(site: Site) -> None:
 
 
 def reasons(failure: lz.NoBackend) -> dict[str, list[tuple[str, str]]]:
-    return {one.kernel_id: [(r.code, r.detail) for r in one.reasons] for one in failure.report.candidates}
+    return {one.kernel_id: [(r.code, str(r)) for r in one.reasons] for one in failure.report.candidates}
 
 
 def test_installed_backend_serves_when_it_is_allowed_and_built_and_not_after_it_has_changed(

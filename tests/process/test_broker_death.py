@@ -111,9 +111,12 @@ def test_a_watchdog_replaces_brokers_that_die_until_they_die_too_often(
 
 
 def test_a_watchdog_ends_with_a_broker_that_was_told_to_end(watchdog: tuple[Site, subprocess.Popen[str]]) -> None:
-    """`lz down` means down."""
+    """`lz down` means down; who waits for the prompt is told that it does not come before."""
     site, process = watchdog
-    _, pid = said(process)
+    assert process.stdout is not None
+    started = json.loads(process.stdout.readline())
+    assert "stays in the foreground" in started["detail"]
+    pid = started["pid"]
     with site.environment():
         subprocess.run(
             [sys.executable, "-m", "layerzero.client.cli", "down"],

@@ -141,7 +141,7 @@ def test_report_names_kernel_cost_copies_and_the_other_candidates(connected: Sit
     assert verdicts == {**toys, "torch.silu": False, "torch-cuda.silu": False, "cupy.silu": False}
     torch_reason = next(c for c in report.candidates if c.backend == "torch").reasons[0]
     assert torch_reason.code == "NOT_INSTALLED"
-    assert "lz env build torch" in torch_reason.detail
+    assert torch_reason.repair == "lz env build torch"
 
 
 def test_report_prints_as_text_and_as_html() -> None:

@@ -80,7 +80,7 @@ def test_status_without_a_broker_starts_none(idle: Site) -> None:
 
 def test_error_is_json_too_when_json_was_asked_for(idle: Site) -> None:
     """A script parses one thing, whatever happens."""
-    assert data(lz(idle, "status", "--json"), NO_BROKER)["error"]["code"] == "BROKER_LOST"
+    assert data(lz(idle, "status", "--json"), NO_BROKER)["error"]["code"] == "NOT_CONNECTED"
 
 
 def test_up_makes_a_broker_stay_that_a_client_has_started(new_site: Sites) -> None:
@@ -208,7 +208,7 @@ def test_run_without_numpy_says_what_to_install(site: Site, tmp_path: Any) -> No
         (("explain", "softmx", "4:float32"), "did you mean 'softmax'"),
         (("run", "silu", "4:flot32"), "did you mean 'float32'"),
         (("run", "silu", "4y4:float32"), "SHAPE:DTYPE"),
-        (("run", "silu"), "1 arrays as SHAPE:DTYPE (input), got 0"),
+        (("run", "silu"), "1 array as SHAPE:DTYPE (input), got 0"),
         (("explain", "softmax", "4:f32"), "--param dim=VALUE"),
         (("explain", "gelu", "4:f32", "-p", "aproximate=tanh"), "did you mean 'approximate'"),
         (("explain", "gelu", "4:f32", "-p", "approximate"), "not name=value"),

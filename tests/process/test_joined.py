@@ -20,6 +20,7 @@ from tests.process.join_site import Keeper, can_unshare
 
 import layerzero as lz
 from layerzero.client import arena, start
+from layerzero.client import ready as lz_ready
 from layerzero.ipc import control, messages, secret
 
 SILENCE_S = 1.0
@@ -122,6 +123,21 @@ def test_a_joined_worker_serves_and_comes_back_after_each_end(stack: Stack) -> N
     assert other.end() == 0
     assert call(backend="alpha").backend == "alpha"
     assert "no worker has joined" in stack.site.backend("gamma")["unavailable"]["detail"]
+
+
+def test_doctor_finds_a_backend_in_order_whose_worker_has_joined(stack: Stack) -> None:
+    """What is installed beside the broker does not matter; who has not joined is told with the command that helps."""
+
+    def checks() -> dict[str, lz_ready.Check]:
+        report = lz.readiness_check(backends=["alpha", "gamma"], starts_workers=False)
+        return {check.name: check for check in report.checks if check.name.startswith("environment ")}
+
+    stack.join()
+    stack.wait_ready()
+    alpha, gamma = checks()["environment alpha"], checks()["environment gamma"]
+    assert (alpha.ok, alpha.repair, "1 worker joined" in alpha.detail) == (True, "", True)
+    assert (gamma.ok, gamma.detail) == (False, "NOT_JOINED: no worker has joined")
+    assert gamma.repair == "run where it is installed: python -m layerzero.workers.join --backend gamma"
 
 
 def test_a_container_that_dies_in_a_call_costs_one_attempt(stack: Stack) -> None:

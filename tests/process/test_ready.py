@@ -26,6 +26,7 @@ from layerzero.ipc.tensors import TensorSpec
 TOYS = ["alpha", "beta", "gamma"]
 GENERAL = [
     "descriptors",
+    "platforms",
     "kernel sources",
     "policy",
     "dispatch table",
@@ -237,7 +238,7 @@ def test_a_dispatch_table_must_be_of_this_machine(toys: Callable[..., Site], tmp
     check = found(lz.readiness_check(starts_workers=False))["dispatch table"]
     assert check.ok is is_ours
     if is_ours:
-        assert "1 kinds of calls, 1 buckets" in check.detail
+        assert "1 kind of calls, 1 bucket;" in check.detail
     else:
         assert "descriptor of alpha: table another" in check.detail
 

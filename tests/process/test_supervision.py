@@ -136,7 +136,7 @@ def test_backends_that_cannot_load_are_disabled_one_by_one(new_site: Callable[..
         status = wait_until(lambda name=name: _disabled(site, f"{name}-in-load"))  # type: ignore[misc]
         assert status["unavailable"]["code"] == "BACKEND_IMPORT_FAILED"
         assert cause in status["cause"]
-        assert f"repair: lz env probe {name}-in-load" in status["unavailable"]["detail"]
+        assert status["unavailable"]["repair"].startswith(f"lz env probe {name}-in-load")
         assert status["restarts"] == 0
         with pytest.raises(lz.NoBackend, match="BACKEND_IMPORT_FAILED"):
             lz.silu(X, backend=f"{name}-in-load")
@@ -182,9 +182,10 @@ def test_an_unbuilt_environment_names_the_command_that_builds_it(connected: Site
     assert (status["state"], status["built"]) == ("absent", False)
     assert status["unavailable"] == {
         "code": "NOT_INSTALLED",
-        "detail": "its environment is not built; run: lz env build torch",
+        "detail": "its environment is not built",
+        "repair": "lz env build torch",
     }
-    with pytest.raises(lz.NoBackend, match="run: lz env build torch"):
+    with pytest.raises(lz.NoBackend, match=r"^gelu: no kernel accepts this call; repair: lz env build torch\n"):
         lz.gelu(X)
 
 

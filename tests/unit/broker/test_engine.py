@@ -13,7 +13,7 @@ from tests.simulator import CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route_
 from layerzero.broker.engine import GPU_TIE_US, TIE_US, Engine
 from layerzero.broker.explain import explain
 from layerzero.broker.policy import Layer, Policy
-from layerzero.broker.selection import CallSpec, Verdict
+from layerzero.broker.selection import CallSpec, Verdict, no_backend
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability
@@ -205,6 +205,40 @@ def test_explain_says_what_would_make_a_rejected_kernel_eligible_and_what_it_sav
     assert alpha["accepted"] is False
     assert "float32" in alpha["fix"]
     assert alpha["fix_saves_us"] is None  # nobody serves the call as it is: nothing to compare with
+
+
+def test_kernels_that_refuse_for_no_reason_of_the_call_are_of_a_group() -> None:
+    """Fifteen of them are one line for whoever reads the report; those with reasons of the call stay alone."""
+    one = engine({name: OURS[name] for name in ("torch", "onnxruntime", "torch-cuda")})
+    here = {"torch-cuda": Rejection(Reason.NOT_FOR_MACHINE, "needs an NVIDIA GPU, and this machine has none")}
+    body = softmax(64, 64, dtype="bfloat16")
+    groups = {v.backend: v.group for v in ranked(one, body, **here)}
+    assert groups == {"torch": "", "onnxruntime": "", "torch-cuda": "need an NVIDIA GPU"}
+    on_gpu_machine = {v.backend: v.group for v in ranked(one, body)}
+    assert on_gpu_machine["torch-cuda"] == "need tensors on an NVIDIA GPU"
+    one.set_policy(Policy.of(Layer("a", {"avoid_sources": ["onnxruntime"]})))
+    assert {v.backend: v.group for v in ranked(one, body, **here)}["onnxruntime"] == "need another policy"
+
+
+def test_error_of_an_unserved_call_begins_with_what_helps() -> None:
+    """First the repair or the change of the call, last those that nobody can help."""
+    one = engine({name: OURS[name] for name in ("onnxruntime", "torch-cuda", "torch")})
+    spec = CallSpec.parse(softmax(64, 64, dtype="bfloat16"))
+    here = {"torch-cuda": Rejection(Reason.NOT_FOR_MACHINE, "needs an NVIDIA GPU, and this machine has none")}
+    down = {"torch": Rejection(Reason.NOT_INSTALLED, "its environment is not built", "lz env build torch"), **here}
+    error = no_backend(spec, one.rank(spec, one.context(spec), down, 0.0), one.capabilities)
+    assert error.message.splitlines() == [
+        "softmax: no kernel accepts this call; repair: lz env build torch",
+        "  torch.softmax: NOT_INSTALLED: its environment is not built; repair: lz env build torch",
+        "  onnxruntime.softmax: DTYPE_UNSUPPORTED: x is bfloat16; allowed: float32, float64, float16",
+        "  1 kernel needs an NVIDIA GPU",
+    ]
+    assert error.facts == {"repair": "lz env build torch"}
+    one = engine({name: OURS[name] for name in ("onnxruntime", "torch-cuda")})
+    error = no_backend(spec, one.rank(spec, one.context(spec), here, 0.0), one.capabilities)
+    assert error.message.splitlines()[0].startswith(
+        "softmax: no kernel accepts this call; for onnxruntime.softmax: cast x bfloat16->"
+    )
 
 
 def test_a_fix_is_worth_what_was_measured_of_the_changed_call() -> None:

@@ -182,7 +182,7 @@ def test_without_a_driver_there_are_no_gpus_and_a_reason() -> None:
 def test_library_that_is_no_driver_is_named(tmp_path: Path) -> None:
     """A stub library (as in CUDA's container images) must not stop the broker."""
     found = cuda_driver.detect_gpus("libc.so.6")
-    assert found == cuda_driver.Gpus((), "the NVIDIA driver failed: it lacks cuInit; it is too old")
+    assert found == cuda_driver.Gpus((), "the NVIDIA driver failed: it lacks cuInit; it is too old", has_failed=True)
     assert cuda_driver.free_memory_bytes("GPU-0", "libc.so.6") is None
 
 
@@ -252,9 +252,14 @@ def test_the_daemon_of_mps_is_seen_where_the_driver_says_nothing(
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize(
-    ("count", "fails", "reason"),
-    [(0, 0, "the NVIDIA driver sees no GPU"), (1, 100, "the NVIDIA driver failed: cuInit returned 100")],
+    ("count", "fails", "reason", "has_failed"),
+    [
+        (0, 0, "the NVIDIA driver sees no GPU", False),
+        (1, 100, "the NVIDIA driver sees no GPU: cuInit returned 100", False),
+        (1, 999, "the NVIDIA driver failed: cuInit returned 999", True),
+    ],
 )
-def test_driver_without_gpus_says_so(tmp_path: Path, count: int, fails: int, reason: str) -> None:
-    """Error 100 is "no device": the repair is another than for a missing driver."""
-    assert cuda_driver.detect_gpus(driver(tmp_path, count=count, fails=fails)) == cuda_driver.Gpus((), reason)
+def test_driver_without_gpus_says_so(tmp_path: Path, count: int, fails: int, reason: str, has_failed: bool) -> None:
+    """Error 100 is "no device", which is no fault of a machine; a driver that fails otherwise hides its GPUs."""
+    expected = cuda_driver.Gpus((), reason, has_failed=has_failed)
+    assert cuda_driver.detect_gpus(driver(tmp_path, count=count, fails=fails)) == expected
