@@ -52,7 +52,7 @@ from layerzero.broker.selection import CallSpec
 from layerzero.broker.settling import WATCH_S
 from layerzero.broker.shadow import Comparison
 from layerzero.broker.state import BrokerState
-from layerzero.broker.turns import RENEWAL_EXIT, STICKY_EXIT
+from layerzero.broker.turns import RENEWAL_EXIT, STICKY_EXIT, Key
 from layerzero.broker.worker_fsm import Signal, WorkerState
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.compile_unit import Unit, unit_of
@@ -648,11 +648,9 @@ class Process:
                 case "sends_garbage":
                     self._say(ev.WorkerMisbehaved(self.backend, self.generation, "garbage"))
                 case "lies_dispatch":
-                    ran.dispatch += rng.choice((-1, 1, 1000))
-                    self._say(ran)
+                    self._say(replace(ran, dispatch=number + rng.choice((-1, 1, 1000))))
                 case "lies_attempt":
-                    ran.attempt += 1
-                    self._say(ran)
+                    self._say(replace(ran, attempt=attempt + 1))
                 case _:
                     self._say(ran)
                     if fate == "answers_twice":
@@ -1070,10 +1068,8 @@ class Client:
             self.world.push(self.world.now_s + self.world.delay_s(), self.advance, stream)
 
     def _event(self, call: Call, timeout_s: float, after: tuple[int, int]) -> ev.CallArrived:
-        event = ev.CallArrived(self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
-        event.after_lane, event.after_call = after
-        event.turn = call.turn
-        return event
+        what = (self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
+        return ev.CallArrived(*what, after_lane=after[0], after_call=after[1], turn=call.turn)
 
     def advance(self, stream: Stream) -> None:
         """The stream goes on: past calls that are done, and to the next one."""
@@ -1190,7 +1186,7 @@ class World:
 
     may_have_gpu = True
 
-    def __init__(self, seed: int, state_class: type[BrokerState] = BrokerState) -> None:
+    def __init__(self, seed: int, state_class: Callable[..., BrokerState] = BrokerState) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.now_s = 0.0
@@ -1277,7 +1273,7 @@ class World:
         self._tick_at_s = math.inf
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
 
-        self._decided: dict[tuple[int, int], int] = {}  # client, call -> number of the event in which it was refused
+        self._held_since: dict[Key, int] = {}  # turns that were refused and not told -> number of the event of that
         known = GPU_CAPABILITIES if self.device else CAPABILITIES
         if self.compiles:
             platform = "cuda" if self.device else "cpu"
@@ -1292,20 +1288,12 @@ class World:
         self._observe()
 
     def _observe(self) -> None:
-        """Note refusals and transitions as the core decides them."""
-        fleet: Any = self.state.fleet
-        closing: Any = self.state._closing
-        signal_of, end_in_error_of = fleet._signal, closing.end_in_error
+        """Note transitions as the core makes them."""
 
         def signalled(worker: Worker, signal: Signal) -> None:
             self.coverage.transitions[worker.state, signal] += 1
-            signal_of(worker, signal)
 
-        def end_in_error(call: Any, error: LayerZeroError) -> None:
-            self._decided[call.client.number, call.seq] = self._events
-            end_in_error_of(call, error)
-
-        fleet._signal, closing.end_in_error = signalled, end_in_error
+        self.state.fleet.observer = signalled
 
     # --- the clock and the schedule ------------------------------------------------------------------
 
@@ -1394,6 +1382,8 @@ class World:
         self._history.append((self.now_s, event))
         self.coverage.events[type(event).__name__] += 1
         actions = self.state.handle(event, self.now_s)
+        for key in self.state.turns.held:
+            self._held_since.setdefault(key, self._events)
         self._note_lanes(actions)
         for action in actions:
             if type(action) is not act.Note:
@@ -1920,11 +1910,13 @@ class World:
         is_deadline = is_overdue or (type(event) is ev.Tick and process.was_ready)
         self.require(not process.kill_reason, "a worker is killed twice")
         process.kill_reason = "deadline" if is_deadline else "fault"
+        worker = self.state.workers[action.backend]
+        late = worker.enqueued.get(worker.blame.dispatch) or worker.bells.get(worker.blame.dispatch)
         process.killed_during = self._events
         if isinstance(event, ev.LaneOverdue):
             process.killed_for = mark(event.lane, event.call)
         elif isinstance(event, ev.RingsSeen):
-            process.killed_for = self.state.workers[action.backend].fault_call
+            process.killed_for = self.state.workers[action.backend].blame.mark
             self.coverage.fates["ring_late"] += 1
             (late_one,) = (
                 one
@@ -1937,11 +1929,11 @@ class World:
             is_in_gpu = stream.done + 1 == turn.number <= stream.ready or late_one.call.client.has_left
             is_long = self.now_s - stream.since_s >= self.limits.timeout_s - 1e-9
             self.require(is_in_gpu and is_long, "a worker is killed for a call of a ring that is not late")
-        elif is_deadline and process.page[0] & EXECUTING and self.state.workers[action.backend].late is None:
+        elif is_deadline and process.page[0] & EXECUTING and late is None:
             process.killed_for = process.page[0]
             is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
             self.require(is_long, "a worker is killed for a head that waits for a call of a lane")
-        elif (late := self.state.workers[action.backend].late) is not None:
+        elif late is not None:
             if late.bell is not None:
                 self.coverage.fates["bell_late"] += 1
                 process.late = process.bound[late.dispatch]
@@ -2261,7 +2253,7 @@ class World:
         key = (client.number, GPU)
         deaf = call.deaf | {b for b in call.signature.backends if key in self.state.workers[b].deaf}
         left -= deaf
-        if self._decided.get((client.number, action.seq)) != self._events:
+        if call.turn is not None and self._held_since.get((client.number, GPU, call.turn)) != self._events:
             left = set()  # it was held back: much may have changed since it was refused
         match error.code:
             case "POISON":
@@ -2482,7 +2474,7 @@ class World:
             "calls that wait for compilers": state.compiling.held,
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
             "lanes": state.leases.lanes,
-            "turns": state.turns._lanes,
+            "turns": state.turns.pages,
             "calls on GPUs": [w.backend for w in state.workers.values() if w.enqueued or w.bells or w.gpus or w.deaf],
             "pages": [c.number for c in self.clients.values() if c.has_gpu and self.device],
             "lanes in workers": [p.backend for p in self.processes.values() if p.is_alive and p.lanes],
@@ -2524,7 +2516,7 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
 }
 
 
-def run(seed: int, state_class: type[BrokerState] = BrokerState) -> Coverage:
+def run(seed: int, state_class: Callable[..., BrokerState] = BrokerState) -> Coverage:
     """One schedule from start to end. Raises Violation, or whatever the core raises, with the seed in its notes."""
     world = World(seed, state_class)
     try:

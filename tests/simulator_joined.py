@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.simulator import BUSY_S, STOP_GRACE_S, Call, Channel, Client, Coverage, Process, Violation, World
@@ -115,7 +115,7 @@ class JoinedWorld(World):
     def __init__(self, seed: int, state_class: Callable[..., BrokerState] = BrokerState) -> None:
         self.chance = chance = random.Random(seed + 4)
         self.joined = frozenset(name for name in ("alpha", "beta", "gamma") if chance.random() < 0.6) or {"alpha"}
-        super().__init__(seed, functools.partial(state_class, joined=self.joined))  # type: ignore[arg-type]
+        super().__init__(seed, functools.partial(state_class, joined=self.joined))
         self.compiles = False
         self._idle = dict.fromkeys(self.joined, 0)  # keepers that could start a worker
         for backend in self.joined:
@@ -183,7 +183,6 @@ class JoinedWorld(World):
             dispatch.is_over = True  # for the broker
             dispatch.call.failed_on.add(backend)
             dispatch.call.is_lent = not dispatch.call.client.has_left
-            self._decided[dispatch.call.client.number, dispatch.call.seq] = self._events + 1  # by what comes now
         process.sent.clear()
         self._restart_from_s.pop(backend, None)
         self._deliver(ev.WorkerLost(backend, process.generation))
@@ -215,8 +214,7 @@ class JoinedWorld(World):
         self, process: Process, exit_code: int, page: tuple[int, str], looks: Mapping[int, ev.RingLook]
     ) -> ev.WorkerExited:
         event = super()._exit_event(process, exit_code, page, looks)
-        event.is_departure = isinstance(process, JoinedProcess) and process.is_departing
-        return event
+        return replace(event, is_departure=isinstance(process, JoinedProcess) and process.is_departing)
 
     # --- actions
 
