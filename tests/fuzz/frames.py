@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.fuzz import values
-from tests.simulator import route_body
+from tests.simulation import route_body
 
 from layerzero.broker import frames
 from layerzero.broker.selection import CallSpec

@@ -1,6 +1,6 @@
 """The core keeps its promises in every schedule, and the simulator notices when it does not.
 
-LZ_SIM_SCHEDULES sets how many schedules run (default 3000); a failure names its seed, which `simulator.run(seed)`
+LZ_SIM_SCHEDULES sets how many schedules run (default 3000); a failure names its seed, which `simulation.run(seed)`
 shows again.
 """
 
@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests import simulator, simulator_joined
+from tests import simulation
+from tests.simulation import joined
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
@@ -83,52 +84,52 @@ REASONS = {
 def test_every_schedule_keeps_the_promises(first: int) -> None:
     """Faults meet in orders that nobody thinks of."""
     for seed in range(first, min(first + CHUNK, SCHEDULES)):
-        simulator.run(seed)
+        simulation.run(seed)
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 4, CHUNK))
 def test_every_schedule_with_joined_workers_keeps_the_promises(first: int) -> None:
     """They leave with their containers, and stand still with calls that they go on with later."""
     for seed in range(first, min(first + CHUNK, SCHEDULES // 4)):
-        simulator_joined.run(seed)
+        joined.run(seed)
 
 
 def test_same_seed_gives_the_same_schedule() -> None:
     """A failure that cannot be shown again cannot be repaired."""
-    assert simulator.run(11) == simulator.run(11)
+    assert simulation.run(11) == simulation.run(11)
 
 
 @pytest.fixture(scope="module")
-def coverage() -> simulator.Coverage:
-    seen = simulator.Coverage()
+def coverage() -> simulation.Coverage:
+    seen = simulation.Coverage()
     for seed in range(1000):
-        seen.update(simulator.run(seed))
+        seen.update(simulation.run(seed))
     for seed in range(60):
-        seen.update(simulator_joined.run(seed))
+        seen.update(joined.run(seed))
     return seen
 
 
-def test_schedules_take_every_transition(coverage: simulator.Coverage) -> None:
+def test_schedules_take_every_transition(coverage: simulation.Coverage) -> None:
     """A row of the table that no schedule takes is dead, or untested."""
     assert set(coverage.transitions) == set(TRANSITIONS)
 
 
-def test_schedules_lead_to_every_code_and_reason(coverage: simulator.Coverage) -> None:
+def test_schedules_lead_to_every_code_and_reason(coverage: simulation.Coverage) -> None:
     """An error that never occurs here may be wrong when it does elsewhere."""
     assert set(coverage.codes) == CODES
     assert set(coverage.reasons) == {reason.value for reason in REASONS}
 
 
-def test_schedules_contain_every_event_action_and_fate(coverage: simulator.Coverage) -> None:
+def test_schedules_contain_every_event_action_and_fate(coverage: simulation.Coverage) -> None:
     """What the world never does proves nothing."""
     assert set(coverage.events) == {cls.__name__ for cls in ev.Event.__args__}
     assert set(coverage.actions) == {cls.__name__ for cls in act.Action.__args__}
     seen = {fate for fate, count in coverage.fates.items() if count}
-    lanes = {f"lane_{fate}" for fate in simulator.LANE_FATES}
-    lanes |= {f"ring_{fate}" for fate in simulator.RING_FATES} | {f"bell_{fate}" for fate in simulator.BELL_FATES}
-    others = {*simulator.GPU_FATES, *simulator.TURN_FATES, *simulator.COMPILE_FATES, "late_answer"}
-    joined = {f"joined_{fate}" for fate in simulator_joined.JOINED_FATES}
-    assert seen == {*simulator.FATES, *lanes, *others, *joined}
+    lanes = {f"lane_{fate}" for fate in simulation.LANE_FATES}
+    lanes |= {f"ring_{fate}" for fate in simulation.RING_FATES} | {f"bell_{fate}" for fate in simulation.BELL_FATES}
+    others = {*simulation.GPU_FATES, *simulation.TURN_FATES, *simulation.COMPILE_FATES, "late_answer"}
+    of_joined = {f"joined_{fate}" for fate in joined.JOINED_FATES}
+    assert seen == {*simulation.FATES, *lanes, *others, *of_joined}
 
 
 # --- planted bugs ----------------------------------------------------------------------------------------
@@ -664,7 +665,7 @@ def test_planted_bug_is_found(mutant: type) -> None:
     """A simulator that finds nothing may just not look."""
     (part,) = mutant.__bases__
     core = mutant if part is BrokerState else functools.partial(BrokerState, parts={part: mutant})
-    run = simulator_joined.run if mutant in OF_JOINED else simulator.run
+    run = joined.run if mutant in OF_JOINED else simulation.run
     for seed in range(FOUND_WITHIN):
         try:
             run(seed, core)

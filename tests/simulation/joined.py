@@ -9,7 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.simulator import BUSY_S, STOP_GRACE_S, Call, Channel, Client, Coverage, Process, Violation, World
+from tests.simulation.clients import BUSY_S, Client
+from tests.simulation.coverage import Coverage, Violation
+from tests.simulation.model import Call, Channel
+from tests.simulation.worker_actions import STOP_GRACE_S
+from tests.simulation.workers import Process
+from tests.simulation.world import World
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
