@@ -95,7 +95,7 @@ class Admission:
             call.turn, turn.call = turn, call
         if event.bell is not None:
             call.take_bell(event.bell, event.binding)
-        if call.gpu:
+        if turn is not None or event.bell is not None:  # it is on a GPU
             self._pass_by_the_deaf(call)
         return call
 
@@ -129,12 +129,16 @@ class Admission:
         """The call goes past workers that its client's memory is known not to reach, and is not run by the client."""
         call.may_run_here = False
         workers = self.fleet.workers
-        if any(worker.deaf for worker in workers.values()):
-            for verdict in self.signatures.order(call.route.signature):
-                error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
-                if error is not None:
-                    call.tried.add(verdict.backend)
-                    call.last_error = error
+        for worker in workers.values():
+            if worker.deaf:
+                break
+        else:
+            return
+        for verdict in self.signatures.order(call.route.signature):
+            error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
+            if error is not None:
+                call.tried.add(verdict.backend)
+                call.last_error = error
 
     def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""

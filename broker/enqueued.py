@@ -18,6 +18,8 @@ from layerzero.broker.fleet import Fleet, too_long
 from layerzero.broker.records import Call, Client, Worker
 from layerzero.broker.turns import OpenTurn, Turns
 
+_ENQUEUED = CallState.ENQUEUED  # as in call_fsm.py: each call on a GPU needs it
+
 
 @dataclass(eq=False, kw_only=True)
 class Enqueued:
@@ -30,7 +32,7 @@ class Enqueued:
 
     def add(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
         """The worker has answered: the call's client goes on, the call stays until the GPU is done with it."""
-        move(call, CallState.ENQUEUED, worker)
+        move(call, _ENQUEUED, worker)
         turn.began_s = math.inf
 
     def on_turns_reached(self, event: ev.TurnsReached) -> None:
@@ -52,7 +54,7 @@ class Enqueued:
                 self.agenda.wake_by(begun.turn.due_s)
         for turn in list(self.turns.first()):
             client, its = turn.client, turn.call
-            is_its = its is not None and its.state is CallState.ENQUEUED and its.worker is worker
+            is_its = its is not None and its.state is _ENQUEUED and its.worker is worker
             is_ready = its is None or its.dispatch in event.ready
             if is_its and client.has_left and not is_ready and not self.closing.has_rings(client):
                 # It is this one's turn; or a stream of the client's has overwritten the word.

@@ -218,11 +218,12 @@ class BrokerState:
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         """Take one event; returns what must be done, in order."""
-        self.agenda.begin(now_s)
+        agenda = self.agenda
+        agenda.now_s, agenda.actions = now_s, []
         self._handlers[type(event)](event)
         if self.engine.epoch != self.settling.leased_epoch:  # it may decide otherwise by now
             self.settling.revoke()
-        return self.agenda.actions
+        return agenda.actions
 
     # --- what others may know --------------------------------------------------------------------------
 
