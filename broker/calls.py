@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from layerzero.broker import actions as act
 from layerzero.broker.agenda import Agenda
+from layerzero.broker.call_fsm import CallState, move, take
 from layerzero.broker.closing import Closing
 from layerzero.broker.compiling import Compiling, overdue
 from layerzero.broker.engine import Engine
@@ -19,6 +22,7 @@ from layerzero.broker.selection import Verdict, no_backend
 from layerzero.broker.signatures import Signatures
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.attempts import failed_attempt
 from layerzero.ipc.errors import (
     NEVER,
     SAME,
@@ -35,41 +39,32 @@ IN_PROCESS_LEASE_S = 1.0  # a client that runs a backend itself asks again after
 SHARED_S = 0.1  # so long after calls of two clients a worker counts as theirs
 LONE_S = 0.01  # so long after a call of a client that had no other open, a worker is kept free for its next one
 S = WorkerState
+_IN_HAND, _RUNNING, _WAITING = CallState.IN_HAND, CallState.RUNNING, CallState.WAITING
 
 
+@dataclass(eq=False, kw_only=True)
 class Calls:
-    def __init__(
-        self,
-        engine: Engine,
-        fleet: Fleet,
-        signatures: Signatures,
-        loans: Loans,
-        compiling: Compiling,
-        closing: Closing,
-        quarantine: Quarantine,
-        limits: Limits,
-        agenda: Agenda,
-    ) -> None:
-        self._engine = engine
-        self._fleet = fleet
-        self._signatures = signatures
-        self._loans = loans
-        self._compiling = compiling
-        self._closing = closing
-        self._quarantine = quarantine
-        self._limits = limits
-        self._agenda = agenda
-        self._numbers = itertools.count(1)
-        self.health_at_s = math.inf  # when a kernel that failed may be tried again
+    engine: Engine
+    fleet: Fleet
+    signatures: Signatures
+    loans: Loans
+    compiling: Compiling
+    closing: Closing
+    quarantine: Quarantine
+    limits: Limits
+    agenda: Agenda
+    _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    health_at_s: float = field(init=False, default=math.inf)  # when a kernel that failed may be tried again
+    observer: Callable[[Call], None] | None = None  # hears of each call that goes back to where it was lost
 
     # --- where it goes -------------------------------------------------------------------------------
 
     def place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
-        signature, workers = call.route.signature, self._fleet.workers
-        order = self._signatures.order(signature)
+        signature, workers = call.route.signature, self.fleet.workers
+        order = self.signatures.order(signature)
         if signature.to_compile:
-            self._compiling.start(signature.spec, signature.to_compile)
+            self.compiling.start(signature.spec, signature.to_compile)
         if call.attempts:  # a fallback is in a hurry: those that are warm first
             order = tuple(sorted(order, key=lambda v: workers[v.backend].state is not S.READY))
         verdict = self._pick(call, order)
@@ -80,21 +75,21 @@ class Calls:
             worker, number = workers[verdict.backend], call.client.number
             self._note_use(worker, call.client)
             if worker.state is S.READY and not worker.waiting.holds(number) and self._has_room(worker, number):
-                self._send(worker, call)
+                self.send(worker, call)
             else:
                 self._let_wait(call, worker)
-                self._fleet.need(worker)
+                self.fleet.need(worker)
             if call.attempt <= 1 and not signature.spec.pinned:
                 after = order.index(verdict) + 1
-                for spare in order[after : after + self._limits.standby]:
-                    self._fleet.need(workers[spare.backend])
+                for spare in order[after : after + self.limits.standby]:
+                    self.fleet.need(workers[spare.backend])
             return
-        awaited = self._awaited(call)
+        awaited = self.awaited(call)
         if awaited is None:
             if self._goes_back(call):
                 self.place(call)
-            elif not self._compiling.hold(call):
-                self._closing.refuse(call, self.unserved(call))
+            elif not self.compiling.hold(call):
+                self.closing.refuse(call, self.unserved(call))
         elif not self._sends_back(awaited, call):
             call.kernel_id = awaited.kernel_id
             self._let_wait(call, workers[awaited.backend])
@@ -108,7 +103,7 @@ class Calls:
             if verdict.transforms or not verdict.is_on_trial:  # a call that is sent back for copies tries nothing
                 return verdict
             spec = call.route.signature.spec
-            if self._engine.reserve_trial(verdict.backend, spec.op, self._agenda.now_s, spec.device):
+            if self.engine.reserve_trial(verdict.backend, spec.op, self.agenda.now_s, spec.device):
                 return verdict
             last = last or verdict
         return last
@@ -132,10 +127,10 @@ class Calls:
             )
         else:
             return False
-        self._closing.end_in_error(call, error)
+        self.closing.end_in_error(call, error)
         return True
 
-    def _awaited(self, call: Call) -> Verdict | None:
+    def awaited(self, call: Call) -> Verdict | None:
         """The best candidate that nothing but a restart keeps from the call, and that will be back in time for it."""
         for verdict in call.route.signature.ranked:
             is_down = [reason.code for reason in verdict.reasons] == [Reason.BACKEND_RESTARTING]
@@ -152,33 +147,35 @@ class Calls:
             return False
         call.once_more |= call.lost_at
         call.lost_at.clear()
+        if self.observer is not None:
+            self.observer(call)
         return True
 
     def _has_other(self, call: Call) -> bool:
-        return any(call.may_try(verdict.backend) for verdict in self._signatures.order(call.route.signature))
+        return any(call.may_try(verdict.backend) for verdict in self.signatures.order(call.route.signature))
 
     def can_place(self, call: Call) -> bool:
         """Somebody can take it, now or after a restart."""
-        if self._has_other(call) or self._awaited(call) is not None:
+        if self._has_other(call) or self.awaited(call) is not None:
             return True
         return self._goes_back(call) and self.can_place(call)
 
     def _is_back_in_time(self, backend: str, call: Call) -> bool:
-        return self._fleet.is_back_by(backend, self._agenda.now_s + call.timeout_s)
+        return self.fleet.is_back_by(backend, self.agenda.now_s + call.timeout_s)
 
     def end_waits(self) -> None:
         """Calls that have waited for a compilation for as long as they may run end, unless somebody can take them by
         now, be it after a restart."""
-        for held in self._compiling.take_overdue():
+        for held in self.compiling.take_overdue():
             if self.can_place(held.call):
                 self.place(held.call)
             else:
-                self._closing.refuse(held.call, overdue(held))
+                self.closing.refuse(held.call, overdue(held))
 
     # --- at a worker ---------------------------------------------------------------------------------
 
     def _note_use(self, worker: Worker, client: Client) -> None:
-        last, now_s = worker.last_client, self._agenda.now_s
+        last, now_s = worker.last_client, self.agenda.now_s
         if last is not client:
             if last is not None and not last.has_left and now_s - worker.last_use_s < SHARED_S:
                 worker.shared_until_s = now_s + SHARED_S
@@ -190,50 +187,62 @@ class Calls:
     def _has_room(self, worker: Worker, client: int) -> bool:
         """What was sent ahead runs first. So while others call a worker, too, a client has few calls there, and one
         while some of them wait for each of theirs."""
-        count, now_s = len(worker.running), self._agenda.now_s
-        if count >= self._limits.depth:
+        count, now_s = len(worker.running), self.agenda.now_s
+        if count >= self.limits.depth:
             return False
-        share = 1 if now_s < worker.lone_until_s else self._limits.share
+        share = 1 if now_s < worker.lone_until_s else self.limits.share
         if count < share or now_s >= worker.shared_until_s:
             return True
         return sum(call.client.number == client for call in worker.running) < share
 
-    def _send(self, worker: Worker, call: Call) -> None:
-        plan = self._signatures.prepare(worker, call)
-        self._loans.lend(worker, call)
+    def send(self, worker: Worker, call: Call) -> None:
+        plan = self.signatures.prepare(worker, call)
+        self.loans.lend(worker, call)
         if call.waits_since_s != math.inf:
-            call.start_wait_s += self._agenda.now_s - call.waits_since_s
+            call.start_wait_s += self.agenda.now_s - call.waits_since_s
             call.waits_since_s = math.inf
         call.attempt += 1
         call.dispatch = next(self._numbers)
-        worker.running.append(call)
+        move(call, _RUNNING, worker)
         if len(worker.running) == 1:
-            self._start_clock(worker)
+            self.start_clock(worker)
         turn = call.turn.turn if call.turn is not None else None
         number = call.client.number
-        place = (turn, call.bell, call.binding)
-        self._agenda.do(act.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, *place))
+        self.agenda.do(
+            act.Run(
+                worker.identity,
+                plan,
+                call.dispatch,
+                call.attempt,
+                number,
+                call.body,
+                turn,
+                call.bell,
+                call.binding,
+            )
+        )
 
     def send_waiting(self, worker: Worker) -> None:
         """It has become ready, or got room."""
-        while worker.waiting and len(worker.running) < self._limits.depth:
-            call = worker.waiting.take(lambda number: self._has_room(worker, number))
+        while worker.waiting and len(worker.running) < self.limits.depth:
+            call = worker.waiting.first(lambda number: self._has_room(worker, number))
             if call is None:
                 break
-            self._send(worker, call)
+            self.send(worker, call)
 
     def take_head(self, worker: Worker) -> Call:
         """The oldest running call is over; the next one starts, and a waiting one is sent."""
-        call = worker.running.popleft()
+        call = worker.running[0]
+        move(call, _IN_HAND)
         if worker.waiting and worker.state is S.READY:
             self.send_waiting(worker)
         if worker.running:
-            self._start_clock(worker)
+            self.start_clock(worker)
         return call
 
-    def _start_clock(self, worker: Worker) -> None:
-        worker.head_since_s = self._agenda.now_s
-        self._agenda.wake_by(worker.head_deadline_s)
+    def start_clock(self, worker: Worker) -> None:
+        worker.head_since_s = self.agenda.now_s
+        self.agenda.wake_by(worker.head_deadline_s)
 
     # --- on to the next ------------------------------------------------------------------------------
 
@@ -249,11 +258,11 @@ class Calls:
     ) -> None:
         """An attempt is over for good (the worker has answered, or is dead): try the next kernel, or end the call."""
         if call.is_unwanted:
-            self._closing.close(call)
+            self.closing.close(call)
             return
         cannot_bind = error.code == CudaGraphUnsafe.code  # by this kernel; it is well, and another may
         if error.retry in (NEVER, SAME) and exit_code is None and not cannot_bind:
-            self._closing.refuse(call, error)
+            self.closing.refuse(call, error)
             return
         self.note_attempt(call, worker, error, exit_code=exit_code, phase=phase, pid=pid)
         spec = call.route.signature.spec
@@ -262,15 +271,15 @@ class Calls:
         elif (
             phase != "queued" and not cannot_bind and error.code != DeadlineExceeded.code
         ):  # a short timeout_s is the caller's doing
-            self._engine.note_failure(worker.backend, spec.op, error, self._agenda.now_s, spec.device)
-            self.health_at_s = self._engine.health.next_change_s(self._agenda.now_s)
-            self._agenda.wake_by(self.health_at_s)
+            self.engine.note_failure(worker.backend, spec.op, error, self.agenda.now_s, spec.device)
+            self.health_at_s = self.engine.health.next_change_s(self.agenda.now_s)
+            self.agenda.wake_by(self.health_at_s)
         if call.deaths >= MAX_DEATHS_PER_CALL:
-            self._closing.refuse(call, self._quarantine.verdict(call.deaths))
+            self.closing.refuse(call, self.quarantine.verdict(call.deaths))
         elif spec.pinned:
-            self._closing.refuse(call, error)
-        elif self._agenda.stopping:
-            self._closing.end_for_shutdown(call)
+            self.closing.refuse(call, error)
+        elif self.agenda.stopping:
+            self.closing.end_for_shutdown(call)
         else:
             self.place(call)
 
@@ -284,18 +293,9 @@ class Calls:
         phase: str = "",
         pid: int | None = None,
     ) -> None:
-        call.attempts.append(
-            {
-                "backend": worker.backend,
-                "kernel_id": call.kernel_id,
-                "worker_pid": worker.pid if pid is None else pid,
-                "code": error.code,
-                "detail": error.message,
-                "exit_signal": -exit_code if exit_code is not None and exit_code < 0 else None,
-                "exit_code": exit_code if exit_code is not None and exit_code >= 0 else None,
-                "phase": phase,
-            }
-        )
+        pid = worker.pid if pid is None else pid
+        words = (worker.backend, call.kernel_id, error.code, error.message)
+        call.attempts.append(failed_attempt(*words, pid=pid, exit_code=exit_code, phase=phase))
         worker.failed += 1
         call.last_error = error
         has_ended = exit_code is not None and error.code == BackendError.code  # and was not killed for the call
@@ -306,9 +306,9 @@ class Calls:
 
     def watch_health(self) -> None:
         """A kernel that failed may be tried again from now on."""
-        if self._agenda.now_s >= self.health_at_s:
-            self._engine.epoch += 1
-            self.health_at_s = self._engine.health.next_change_s(self._agenda.now_s)
+        if self.agenda.now_s >= self.health_at_s:
+            self.engine.epoch += 1
+            self.health_at_s = self.engine.health.next_change_s(self.agenda.now_s)
 
     def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
@@ -337,21 +337,21 @@ class Calls:
     def _let_wait(self, call: Call, worker: Worker) -> None:
         """Until the worker has room for it; how long for want of a worker that runs is kept for the report."""
         if worker.state is not S.READY:
-            call.waits_since_s = min(call.waits_since_s, self._agenda.now_s)
-        worker.waiting.append(call)
+            call.waits_since_s = min(call.waits_since_s, self.agenda.now_s)
+        move(call, _WAITING, worker)
 
     def leave_disabled(self, worker: Worker) -> None:
         """If the worker will not come, those that wait for it go on."""
         if worker.state is S.DISABLED:
-            for call in worker.take_waiting():
+            for call in take(worker.waiting):
                 self.attempt_failed(call, worker, disabled(worker))
 
     def leave_uncertified(self, worker: Worker) -> None:
         """Calls that wait for a kernel which the probe did not certify for them go to another."""
-        for call in worker.take_waiting():
-            order = self._signatures.order(call.route.signature)
+        for call in take(worker.waiting):
+            order = self.signatures.order(call.route.signature)
             if any(verdict.kernel_id == call.kernel_id for verdict in order):
-                worker.waiting.append(call)
+                move(call, _WAITING, worker)
             else:
                 self.place(call)
 
@@ -372,6 +372,6 @@ class Calls:
             error: LayerZeroError = cls(f"{spec.op}: {what}: {call.last_error.message}")
             error.facts = dict(call.last_error.facts)
         else:
-            ranked = self._fleet.as_of_now(call.route.signature.ranked)
-            error = no_backend(spec, ranked, self._engine.capabilities, self._engine.refused)
+            ranked = self.fleet.as_of_now(call.route.signature.ranked)
+            error = no_backend(spec, ranked, self.engine.capabilities, self.engine.refused)
         return error

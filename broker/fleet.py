@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
 from layerzero.broker.agenda import Agenda
+from layerzero.broker.blame import NOBODY, Blame
 from layerzero.broker.engine import Engine
 from layerzero.broker.limits import Limits
 from layerzero.broker.records import Worker
@@ -51,6 +52,7 @@ class Fleet:
         self.stale = 0  # messages that came too late to count
         self.by_identity: dict[bytes, Worker] = {}
         self._slots = itertools.count(1)  # of starts of GPU workers
+        self.observer: Callable[[Worker, Signal], None] | None = None  # hears of each transition before it is made
 
     # --- which one -----------------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class Fleet:
         worker.generation += 1
         worker.started_s = self._agenda.now_s
         worker.was_ready = worker.is_vacant = False
-        worker.fault = worker.late = None
+        worker.fault, worker.blame = None, NOBODY
         worker.pid = 0
         if self._engine.capabilities[worker.backend].platform == "cuda":
             worker.slot = next(self._slots)
@@ -180,12 +182,13 @@ class Fleet:
 
     # --- ends ----------------------------------------------------------------------------------------
 
-    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
-        """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before. `call`: as
-        Worker.fault_call."""
+    def fault(self, worker: Worker, error: LayerZeroError, blame: Blame | None = None) -> None:
+        """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before. `blame`: for
+        which call; None: for the oldest that it has not answered, if any."""
         if worker.state in (S.STARTING, S.READY, S.STOPPING) and worker.fault is None:
             self._signal(worker, Signal.FAULT)
-            worker.fault, worker.fault_call = error, call
+            head = worker.running[0].dispatch if worker.running else 0
+            worker.fault, worker.blame = error, Blame(dispatch=head) if blame is None else blame
             if worker.was_ready or not worker.times_disabled:  # else it is disabled as before
                 killed = Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}")
                 self.set_unavailable(worker.backend, killed)
@@ -350,8 +353,9 @@ class Fleet:
             self.unavailable[backend] = reason
         self._engine.epoch += 1
 
-    @staticmethod
-    def _signal(worker: Worker, signal: Signal) -> None:
+    def _signal(self, worker: Worker, signal: Signal) -> None:
+        if self.observer is not None:
+            self.observer(worker, signal)
         worker.state = step(worker.state, signal)
 
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from layerzero.broker import actions as act
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.fleet import Fleet
 from layerzero.broker.records import Call, Client, Worker
 
 
+@dataclass(eq=False, kw_only=True)
 class Loans:
-    def __init__(self, fleet: Fleet, agenda: Agenda) -> None:
-        self._fleet = fleet
-        self._agenda = agenda
+    fleet: Fleet
+    agenda: Agenda
 
     def lend(self, worker: Worker, call: Call) -> None:
         """All that the call is about."""
         number, gpu = call.client.number, call.gpu
         if gpu and (number, gpu) not in worker.gpus:
             worker.gpus.add((number, gpu))
-            self._agenda.do(act.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
+            self.agenda.do(act.LendGpu(worker.backend, worker.generation, number, gpu, worker.slot))
         for arena in call.arenas:
             key = (number, arena)
             if key not in worker.arenas:
                 worker.arenas.add(key)
-                self._agenda.do(act.LendArena(worker.backend, worker.generation, number, arena))
+                self.agenda.do(act.LendArena(worker.backend, worker.generation, number, arena))
 
     def close_arena(self, client: Client, arena: int) -> None:
         key = (client.number, arena)
@@ -31,22 +33,22 @@ class Loans:
         client.retiring.discard(arena)
         for route in client.routes.values():
             route.checked.clear()
-        for worker in self._fleet.workers.values():
+        for worker in self.fleet.workers.values():
             if key in worker.arenas:
                 worker.arenas.discard(key)
-                self._agenda.do(act.TakeBackArena(worker.backend, worker.generation, *key))
-        self._agenda.do(act.CloseArena(*key))
+                self.agenda.do(act.TakeBackArena(worker.backend, worker.generation, *key))
+        self.agenda.do(act.CloseArena(*key))
 
     def take_back_gpu(self, client: Client, gpu: str) -> None:
         """Workers let go of what they had, and may reach what is offered next."""
         key = (client.number, gpu)
-        for worker in self._fleet.workers.values():
+        for worker in self.fleet.workers.values():
             worker.deaf.pop(key, None)
             if key in worker.gpus:
                 worker.gpus.discard(key)
-                self._agenda.do(act.TakeBackGpu(worker.backend, worker.generation, *key))
+                self.agenda.do(act.TakeBackGpu(worker.backend, worker.generation, *key))
 
     def close_gpu(self, client: Client, gpu: str) -> None:
         client.gpus.discard(gpu)
         self.take_back_gpu(client, gpu)
-        self._agenda.do(act.CloseGpu(client.number, gpu))
+        self.agenda.do(act.CloseGpu(client.number, gpu))

@@ -6,15 +6,19 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from layerzero.broker.blame import NOBODY, Blame
+from layerzero.broker.call_fsm import CallState
 from layerzero.broker.selection import Signature
 from layerzero.broker.waiting import Waiting
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.ipc import wire
+from layerzero.ipc.attempts import FailedAttempt
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 
 if TYPE_CHECKING:
+    from layerzero.broker.compiling import Held
     from layerzero.broker.leases import Lost
     from layerzero.broker.turns import OpenTurn
 
@@ -80,7 +84,7 @@ class Client:
     gpus: set[str] = field(default_factory=set)  # UUIDs of those that it has offered
     routes: dict[int, Route] = field(default_factory=dict)
     refused_routes: dict[int, LayerZeroError] = field(default_factory=dict)  # on GPUs that are not here
-    open_calls: int = 0  # not answered
+    open_calls: int = 0  # not answered; this and the next one are for call_fsm.py to count
     enqueued: int = 0  # answered calls that a GPU is not done with
     has_left: bool = False
     next_decision: int = 1
@@ -92,8 +96,7 @@ class Client:
 @dataclass(slots=True, eq=False)
 class Call:
     """One call from arrival to its single answer, on a GPU to its end there, in a client's CUDA graph until that is
-    gone. It is in exactly one worker's `running`, `waiting`, `enqueued` or `bells`, or refused and held back until its
-    client's stream has come to it."""
+    gone. Where it is says `state`, which call_fsm.py alone changes, with `worker` and `was_answered`."""
 
     client: Client
     route: Route
@@ -101,11 +104,14 @@ class Call:
     timeout_s: float
     body: bytes
     arenas: tuple[int, ...]
+    state: CallState = CallState.IN_HAND
+    worker: Worker | None = None  # that has it, or that it waits for
+    held: Held | None = None  # while it waits for a compilation
     dispatch: int = 0  # id of the present attempt
     attempt: int = 0
     deaths: int = 0  # workers that died while executing it
     kernel_id: str = ""
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[FailedAttempt] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
     lost_at: set[str] = field(default_factory=set)  # of those: whose worker ended, and not to end this very call
     once_more: set[str] = field(default_factory=set)  # of those: that it goes back to, as nobody else is left
@@ -118,11 +124,10 @@ class Call:
     busy_since_s: float = math.inf  # when it was first seen so, with something to do
     watched_since_s: float = math.inf  # when it was looked at closely for that
     is_unbound: bool = False  # its client wants it no more
-    is_enqueued: bool = False  # a worker has answered it, and the GPU is not done with it
     was_answered: bool = False  # its client has gone on
     waits_since_s: float = math.inf  # for a worker that does not run yet
     start_wait_s: float = 0.0  # so long it has waited for workers to start
-    excused: set[str] = field(default_factory=set)  # backends whose worker began anew in it for the order of its calls
+    excused: frozenset[str] = frozenset()  # backends whose worker began anew in it for the order of its calls
 
     @property
     def gpu(self) -> str:
@@ -188,8 +193,7 @@ class Worker:
     was_ready: bool = False  # in this generation
     has_served: bool = False  # in any generation
     fault: LayerZeroError | None = None  # why the broker kills it
-    fault_call: int = 0  # the call of an express lane that it is killed for, as worker_codes.mark says; 0: for its head
-    late: Call | None = None  # the enqueued call that it is killed for
+    blame: Blame = NOBODY  # for which call
     cause: LayerZeroError | None = None  # why it is not serving
     deaths_s: deque[float] = field(default_factory=deque)
     restarts: int = 0
@@ -204,9 +208,3 @@ class Worker:
     @property
     def head_deadline_s(self) -> float:
         return self.head_since_s + self.running[0].timeout_s
-
-    def take_waiting(self) -> list[Call]:
-        """Those that wait do so no more."""
-        calls = list(self.waiting)
-        self.waiting.clear()
-        return calls

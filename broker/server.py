@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -328,7 +329,7 @@ class Server:
                     if self._lanes.has_ended(event.lane, event.call):
                         return  # just now
                 except ProtocolError as exc:
-                    event.nonsense = str(exc)
+                    event = replace(event, nonsense=str(exc))
         except ProtocolError as exc:
             self._connections.drop_client(act.DropClient(identity, str(exc)))
             return
@@ -451,10 +452,16 @@ class Server:
         rings = self._looks.at_what_is_left(backend)
         ended = process.reap()
         exited = ev.WorkerExited(
-            backend, generation, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, rings
+            backend,
+            generation,
+            ended.exit_code,
+            ended.executing,
+            ended.phase,
+            ended.stderr_tail,
+            rings,
+            is_departure=isinstance(process, RemoteWorker) and not process.has_keeper,
+            oom=ended.oom,
         )
-        exited.is_departure = isinstance(process, RemoteWorker) and not process.has_keeper
-        exited.oom = ended.oom
         self.handle(exited)
 
     def _stop_worker(self, action: act.StopWorker) -> None:

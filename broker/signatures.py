@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from layerzero.broker import actions as act
 from layerzero.broker.agenda import Agenda
@@ -13,19 +15,19 @@ from layerzero.broker.records import Call, Worker
 from layerzero.broker.selection import CallSpec, Signature, Verdict
 
 
+@dataclass(eq=False, kw_only=True)
 class Signatures:
-    def __init__(self, engine: Engine, fleet: Fleet, agenda: Agenda) -> None:
-        self._engine = engine
-        self._fleet = fleet
-        self._agenda = agenda
-        self.known: dict[bytes, Signature] = {}  # by the encoded Route message
-        self.plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
-        self._numbers = itertools.count(1)
+    engine: Engine
+    fleet: Fleet
+    agenda: Agenda
+    known: dict[bytes, Signature] = field(init=False, default_factory=dict)  # by the encoded Route message
+    plans: dict[tuple[bytes, str], int] = field(init=False, default_factory=dict)  # number by (signature, kernel)
+    _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
 
     def add(self, body: bytes, spec: CallSpec) -> Signature:
         """Nobody uses it yet. Raises LayerZeroError for a bad one."""
-        context = self._engine.context(spec)
-        signature = Signature(body, spec, context, self._engine.cell(context), self._engine.kernels(spec.op))
+        context = self.engine.context(spec)
+        signature = Signature(body, spec, context, self.engine.cell(context), self.engine.kernels(spec.op))
         self.known[body] = signature
         return signature
 
@@ -37,19 +39,19 @@ class Signatures:
         del self.known[signature.key]
         for kernel_id, backend in signature.kernels:
             plan = self.plans.pop((signature.key, kernel_id), None)
-            worker = self._fleet.workers.get(backend)
+            worker = self.fleet.workers.get(backend)
             if plan is not None and worker is not None and plan in worker.plans:
                 worker.plans.discard(plan)
-                self._agenda.do(act.SendDrop(worker.identity, plan))
+                self.agenda.do(act.SendDrop(worker.identity, plan))
 
     def order(self, signature: Signature) -> tuple[Verdict, ...]:
         """Accepted candidates, best first; kept until something that could change them does."""
-        engine, cell = self._engine, signature.cell
+        engine, cell = self.engine, signature.cell
         if signature.seen != (engine.epoch, cell.generation):
             if signature.seen[0] != engine.epoch:  # the policy may be another
                 signature.context = engine.context(signature.spec)
-            unavailable = self._fleet.unavailable
-            signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self._agenda.now_s)
+            unavailable = self.fleet.unavailable
+            signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self.agenda.now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
             signature.to_compile = to_compile(signature.ranked)
             signature.seen = (engine.epoch, cell.generation)
@@ -64,9 +66,9 @@ class Signatures:
             plan = self.plans[key] = next(self._numbers)
         if plan not in worker.plans:
             worker.plans.add(plan)
-            is_graph_safe = self._engine.kernel(call.kernel_id).is_cuda_graph_safe
+            is_graph_safe = self.engine.kernel(call.kernel_id).is_cuda_graph_safe
             body = signature.spec.prepare(call.kernel_id, is_graph_safe=is_graph_safe)
-            self._agenda.do(act.SendPrepare(worker.identity, plan, body))
+            self.agenda.do(act.SendPrepare(worker.identity, plan, body))
         return plan
 
     def plan_of(self, call: Call) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
@@ -22,6 +22,8 @@ from layerzero.broker.aftermath import Aftermath
 from layerzero.broker.agenda import Agenda
 from layerzero.broker.answers import Answers
 from layerzero.broker.bells import Bells
+from layerzero.broker.blame import Blame
+from layerzero.broker.call_fsm import take
 from layerzero.broker.calls import Calls
 from layerzero.broker.closing import Closing
 from layerzero.broker.compiling import Compiling
@@ -45,15 +47,17 @@ from layerzero.broker.turns import Turns
 from layerzero.broker.unreachable import Unreachable
 from layerzero.broker.worker_fsm import WorkerState
 from layerzero.capabilities.match import Rejection
-from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.worker_codes import LANE_CALL, mark
 
 S = WorkerState
+P = TypeVar("P")
 
 
 class BrokerState:
     """`engine` knows what each usable backend claims. `unusable`: why the others cannot start. `joined`: those whose
-    workers the broker does not start."""
+    workers the broker does not start. `parts`: subclasses that stand in for parts of the core, by the class that each
+    replaces; the simulation plants bugs with them."""
 
     def __init__(
         self,
@@ -63,105 +67,163 @@ class BrokerState:
         rng: random.Random,
         *,
         joined: Collection[str] = (),
+        parts: Mapping[type, type] | None = None,
     ) -> None:
+
+        def part(kind: type[P]) -> type[P]:
+            return (parts or {}).get(kind, kind)
+
         self.engine = engine
         self.capabilities = engine.capabilities
         self.limits = limits
         self.clients: dict[bytes, Client] = {}
         self._shadow = ShadowLedger()
         self.agenda = agenda = Agenda()
-        self.leases = leases = Leases()
-        self.turns = turns = Turns()
+        self.leases = leases = part(Leases)()
+        self.turns = turns = part(Turns)()
         quarantine = Quarantine(limits.poison_quarantine_s)
-        decisions = Decisions(engine, agenda)
-        self.fleet = fleet = Fleet(engine, unusable, limits, rng, agenda, joined)
-        self.compiling = compiling = Compiling(engine, fleet, agenda)
-        self.signatures = signatures = Signatures(engine, fleet, agenda)
-        loans = Loans(fleet, agenda)
-        self._settling = settling = Settling(engine, signatures, quarantine, leases, limits, agenda)
-        self._closing = closing = Closing(fleet, signatures, loans, leases, turns, compiling, agenda)
-        self._calls = calls = Calls(engine, fleet, signatures, loans, compiling, closing, quarantine, limits, agenda)
-        self._enqueued = enqueued = Enqueued(engine, fleet, turns, decisions, closing, agenda)
-        self.bells = bells = Bells(self.clients, fleet, signatures, compiling, closing, limits, agenda)
-        answers = Answers(engine, fleet, calls, decisions, settling, enqueued, bells, closing, agenda)
-        sessions = Sessions(
-            self.clients,
-            engine,
-            fleet,
-            signatures,
-            loans,
-            leases,
-            settling,
-            turns,
-            enqueued,
-            bells,
-            compiling,
-            closing,
-            agenda,
+        decisions = part(Decisions)(engine=engine, agenda=agenda)
+        self.fleet = fleet = part(Fleet)(engine, unusable, limits, rng, agenda, joined)
+        self.compiling = compiling = part(Compiling)(engine=engine, fleet=fleet, agenda=agenda)
+        self.signatures = signatures = part(Signatures)(engine=engine, fleet=fleet, agenda=agenda)
+        loans = part(Loans)(fleet=fleet, agenda=agenda)
+        self.settling = settling = part(Settling)(
+            engine=engine, signatures=signatures, quarantine=quarantine, leases=leases, limits=limits, agenda=agenda
         )
-        admission = Admission(
-            self.clients,
-            sessions,
-            fleet,
-            signatures,
-            calls,
-            settling,
-            turns,
-            bells,
-            quarantine,
-            limits,
-            agenda,
+        self.closing = closing = part(Closing)(
+            fleet=fleet,
+            signatures=signatures,
+            loans=loans,
+            leases=leases,
+            turns=turns,
+            compiling=compiling,
+            agenda=agenda,
         )
-        self._rings = rings = Rings(fleet, leases, turns, admission, calls, closing, limits, agenda)
-        self._aftermath = Aftermath(fleet, calls, enqueued, bells, leases, rings, closing, agenda)
-        self.unreachable = unreachable = Unreachable(fleet, calls, closing, agenda)
+        self.calls = calls = part(Calls)(
+            engine=engine,
+            fleet=fleet,
+            signatures=signatures,
+            loans=loans,
+            compiling=compiling,
+            closing=closing,
+            quarantine=quarantine,
+            limits=limits,
+            agenda=agenda,
+        )
+        self.enqueued = enqueued = part(Enqueued)(
+            engine=engine, fleet=fleet, turns=turns, decisions=decisions, closing=closing, agenda=agenda
+        )
+        self.bells = bells = part(Bells)(
+            clients=self.clients,
+            fleet=fleet,
+            signatures=signatures,
+            compiling=compiling,
+            closing=closing,
+            limits=limits,
+            agenda=agenda,
+        )
+        answers = part(Answers)(
+            engine=engine,
+            fleet=fleet,
+            calls=calls,
+            decisions=decisions,
+            settling=settling,
+            enqueued=enqueued,
+            bells=bells,
+            closing=closing,
+            agenda=agenda,
+        )
+        sessions = part(Sessions)(
+            clients=self.clients,
+            engine=engine,
+            fleet=fleet,
+            signatures=signatures,
+            loans=loans,
+            leases=leases,
+            settling=settling,
+            turns=turns,
+            enqueued=enqueued,
+            bells=bells,
+            compiling=compiling,
+            closing=closing,
+            agenda=agenda,
+        )
+        admission = part(Admission)(
+            clients=self.clients,
+            sessions=sessions,
+            fleet=fleet,
+            signatures=signatures,
+            calls=calls,
+            settling=settling,
+            turns=turns,
+            bells=bells,
+            quarantine=quarantine,
+            limits=limits,
+            agenda=agenda,
+        )
+        self.rings = rings = part(Rings)(
+            fleet=fleet,
+            leases=leases,
+            turns=turns,
+            admission=admission,
+            calls=calls,
+            closing=closing,
+            limits=limits,
+            agenda=agenda,
+        )
+        self.aftermath = part(Aftermath)(
+            fleet=fleet, calls=calls, leases=leases, rings=rings, closing=closing, agenda=agenda
+        )
+        self.unreachable = unreachable = part(Unreachable)(fleet=fleet, calls=calls, closing=closing, agenda=agenda)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.ClientJoined: sessions.join,
-            ev.ClientLeft: sessions.leave,
-            ev.ArenaOffered: sessions.offer_arena,
-            ev.ArenaGivenUp: sessions.give_up_arena,
-            ev.GpuOffered: sessions.offer_gpu,
-            ev.LaneOpened: sessions.open_lane,
-            ev.RouteDefined: sessions.define_route,
-            ev.RouteForgotten: sessions.forget_route,
-            ev.RanInClient: sessions.note_own_run,
-            ev.CallArrived: admission.take,
-            ev.CallPoisoned: admission.poison,
-            ev.CallUnbound: bells.unbind,
-            ev.BellsSeen: bells.see,
-            ev.LaneOverdue: self._lane_overdue,
-            ev.LaneSeen: self._lane_seen,
-            ev.CallLeft: rings.take,
-            ev.RingsSeen: rings.see,
-            ev.TurnsReached: enqueued.reach,
-            ev.TurnsSeen: enqueued.see,
-            ev.ProbeEnded: self._probe_ended,
-            ev.CompileAsked: compiling.start_asked,
-            ev.CompileEnded: self._compile_ended,
+            ev.ClientJoined: sessions.on_client_joined,
+            ev.ClientLeft: sessions.on_client_left,
+            ev.ArenaOffered: sessions.on_arena_offered,
+            ev.ArenaGivenUp: sessions.on_arena_given_up,
+            ev.GpuOffered: sessions.on_gpu_offered,
+            ev.LaneOpened: sessions.on_lane_opened,
+            ev.RouteDefined: sessions.on_route_defined,
+            ev.RouteForgotten: sessions.on_route_forgotten,
+            ev.RanInClient: sessions.on_ran_in_client,
+            ev.CallArrived: admission.on_call_arrived,
+            ev.CallPoisoned: admission.on_call_poisoned,
+            ev.CallUnbound: bells.on_call_unbound,
+            ev.BellsSeen: bells.on_bells_seen,
+            ev.LaneOverdue: self.on_lane_overdue,
+            ev.LaneSeen: self.on_lane_seen,
+            ev.CallLeft: rings.on_call_left,
+            ev.RingsSeen: rings.on_rings_seen,
+            ev.TurnsReached: enqueued.on_turns_reached,
+            ev.TurnsSeen: enqueued.on_turns_seen,
+            ev.ProbeEnded: self.on_probe_ended,
+            ev.CompileAsked: compiling.on_compile_asked,
+            ev.CompileEnded: self.on_compile_ended,
             ev.WorkerSpawned: fleet.note_spawned,
-            ev.SpawnFailed: self._spawn_failed,
-            ev.WorkerReady: self._worker_ready,
-            ev.CallRan: answers.take,
-            ev.CallRaised: answers.take_error,
+            ev.SpawnFailed: self.on_spawn_failed,
+            ev.WorkerReady: self.on_worker_ready,
+            ev.CallRan: answers.on_call_ran,
+            ev.CallRaised: answers.on_call_raised,
             ev.WorkerMisbehaved: fleet.note_misbehaviour,
-            ev.WorkerExited: self._worker_exited,
-            ev.WorkerLost: self._worker_lost,
-            ev.WorkerGone: unreachable.release,
+            ev.WorkerExited: self.on_worker_exited,
+            ev.WorkerLost: self.on_worker_lost,
+            ev.WorkerGone: unreachable.on_worker_gone,
             ev.BackendOffered: fleet.take_offer,
-            ev.BackendReset: self._backend_reset,
-            ev.PolicyChanged: self._policy_changed,
-            ev.ShadowCompared: self._shadow_compared,
-            ev.TimesLoaded: self._times_loaded,
-            ev.Tick: self._tick,
-            ev.ShutdownAsked: self._shutdown_asked,
+            ev.BackendReset: self.on_backend_reset,
+            ev.PolicyChanged: self.on_policy_changed,
+            ev.ShadowCompared: self.on_shadow_compared,
+            ev.TimesLoaded: self.on_times_loaded,
+            ev.Tick: self.on_tick,
+            ev.ShutdownAsked: self.on_shutdown_asked,
         }
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         """Take one event; returns what must be done, in order."""
-        self.agenda.begin(now_s)
+        agenda = self.agenda
+        agenda.now_s, agenda.actions = now_s, []
         self._handlers[type(event)](event)
-        self._settling.revoke_outdated()
-        return self.agenda.actions
+        if self.engine.epoch != self.settling.leased_epoch:  # it may decide otherwise by now
+            self.settling.revoke()
+        return agenda.actions
 
     # --- what others may know --------------------------------------------------------------------------
 
@@ -190,7 +252,7 @@ class BrokerState:
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for the broker to look at order pages and rings."""
-        return self.turns.is_awaited or self._rings.is_awaited or self.bells.is_awaited
+        return self.turns.is_awaited or self.rings.is_awaited or self.bells.is_awaited
 
     def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
         """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
@@ -199,47 +261,47 @@ class BrokerState:
 
     # --- workers -------------------------------------------------------------------------------------
 
-    def _probe_ended(self, event: ev.ProbeEnded) -> None:
+    def on_probe_ended(self, event: ev.ProbeEnded) -> None:
         if event.record is not None:
             self.engine.set_certification(self.engine.certification.with_record(event.record))
         worker = self.fleet.end_probe(event)
         if worker is not None:
-            self._calls.leave_disabled(worker)
-            self._calls.leave_uncertified(worker)
+            self.calls.leave_disabled(worker)
+            self.calls.leave_uncertified(worker)
 
-    def _compile_ended(self, event: ev.CompileEnded) -> None:
+    def on_compile_ended(self, event: ev.CompileEnded) -> None:
         for call in self.compiling.end(event):
-            self._calls.place(call)
+            self.calls.place(call)
 
-    def _spawn_failed(self, event: ev.SpawnFailed) -> None:
+    def on_spawn_failed(self, event: ev.SpawnFailed) -> None:
         worker = self.fleet.fail_spawn(event)
         if worker is not None:
-            self._calls.leave_disabled(worker)
+            self.calls.leave_disabled(worker)
             self._exit_if_stopped()
 
-    def _worker_ready(self, event: ev.WorkerReady) -> None:
+    def on_worker_ready(self, event: ev.WorkerReady) -> None:
         worker = self.fleet.note_ready(event)
         if worker is not None:
-            self._calls.send_waiting(worker)
+            self.calls.send_waiting(worker)
 
-    def _worker_exited(self, event: ev.WorkerExited) -> None:
-        if self._aftermath.take(event) is not None:
+    def on_worker_exited(self, event: ev.WorkerExited) -> None:
+        if self.aftermath.on_worker_exited(event) is not None:
             self._exit_if_stopped()
 
-    def _worker_lost(self, event: ev.WorkerLost) -> None:
-        self.unreachable.lose(event)
+    def on_worker_lost(self, event: ev.WorkerLost) -> None:
+        self.unreachable.on_worker_lost(event)
         self._exit_if_stopped()
 
-    def _lane_overdue(self, event: ev.LaneOverdue) -> None:
+    def on_lane_overdue(self, event: ev.LaneOverdue) -> None:
         lane = self.leases.lanes.get(event.lane)
         if lane is not None and lane.client.identity == event.identity:
             name = lane.kernels.get(event.route, f"a call of {lane.worker.backend}")
-            error = too_long(name, lane.worker, event.timeout_s)
-            self.fleet.fault(
-                lane.worker, ProtocolError(event.nonsense) if event.nonsense else error, mark(lane.number, event.call)
-            )
+            error: LayerZeroError = too_long(name, lane.worker, event.timeout_s)
+            if event.nonsense:
+                error = ProtocolError(event.nonsense)
+            self.fleet.fault(lane.worker, error, Blame(mark=mark(lane.number, event.call)))
 
-    def _lane_seen(self, event: ev.LaneSeen) -> None:
+    def on_lane_seen(self, event: ev.LaneSeen) -> None:
         lane = self.leases.lanes.get(event.lane)
         if lane is None:
             return
@@ -247,9 +309,9 @@ class BrokerState:
         route = lane.route_of(event.plan)
         if route is not None:
             kernel_id, cell = lane.kernels[route.number], route.signature.cell
-            self._settling.note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
+            self.settling.note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
 
-    def _backend_reset(self, event: ev.BackendReset) -> None:
+    def on_backend_reset(self, event: ev.BackendReset) -> None:
         if event.backend in self.workers:
             self.engine.forgive(event.backend)
             self._shadow.forget(self.capabilities[event.backend].kernel_ids)
@@ -257,41 +319,41 @@ class BrokerState:
 
     # --- what the broker learns ------------------------------------------------------------------------
 
-    def _policy_changed(self, event: ev.PolicyChanged) -> None:
+    def on_policy_changed(self, event: ev.PolicyChanged) -> None:
         """Calls that are placed stay where they are; those that come next are ranked anew."""
         self.engine.set_policy(event.policy)
         self.agenda.do(act.Note("policy.changed", {"hash": event.policy.hash}))
 
-    def _shadow_compared(self, event: ev.ShadowCompared) -> None:
+    def on_shadow_compared(self, event: ev.ShadowCompared) -> None:
         subject = event.comparison.subject
         evidence = self._shadow.note(event.comparison)
         if evidence is not None:
             self.engine.set_certification(self.engine.certification.with_quarantine(subject, evidence))
             self.agenda.do(act.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
 
-    def _times_loaded(self, event: ev.TimesLoaded) -> None:
+    def on_times_loaded(self, event: ev.TimesLoaded) -> None:
         self.engine.load_times(event.rows)
 
     # --- time and the end ------------------------------------------------------------------------------
 
-    def _tick(self, event: ev.Tick) -> None:
+    def on_tick(self, event: ev.Tick) -> None:
         agenda = self.agenda
-        self._calls.watch_health()
-        self._settling.watch()
-        agenda.wakeup_s = min(self._calls.health_at_s, self._settling.watch_at_s)
-        self._enqueued.end_late()
-        self._calls.end_waits()
+        self.calls.watch_health()
+        self.settling.watch()
+        agenda.wakeup_s = min(self.calls.health_at_s, self.settling.watch_at_s)
+        self.enqueued.end_late()
+        self.calls.end_waits()
         for worker in self.workers.values():
             if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
                 if agenda.now_s >= worker.head_deadline_s:
-                    self._end_what_takes_too_long(worker, event.executing.get((worker.backend, worker.generation), 0))
+                    self.end_what_takes_too_long(worker, event.executing.get((worker.backend, worker.generation), 0))
                 if worker.fault is None:
                     agenda.wake_by(worker.head_deadline_s)
             else:
                 self.fleet.tick(worker)
-                self._calls.leave_disabled(worker)
+                self.calls.leave_disabled(worker)
 
-    def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
+    def end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
         """The head is due. One that waits for a call of an express lane gets more time, but not for ever: that call's
         client watches its deadline, unless it has left."""
         head, now_s, timeout_s = worker.running[0], self.agenda.now_s, self.limits.timeout_s
@@ -303,22 +365,22 @@ class BrokerState:
         elif now_s < worker.lane_call_since_s + timeout_s:
             worker.head_since_s = now_s
         else:
-            self.fleet.fault(worker, too_long("a call on an express lane", worker, timeout_s), executing)
+            self.fleet.fault(worker, too_long("a call on an express lane", worker, timeout_s), Blame(mark=executing))
 
-    def _shutdown_asked(self, _: ev.ShutdownAsked) -> None:
+    def on_shutdown_asked(self, _: ev.ShutdownAsked) -> None:
         if self.stopping:
             return
         self.agenda.stopping = True
-        self._settling.revoke()
+        self.settling.revoke()
         for call in self.compiling.take():
-            self._closing.end_for_shutdown(call)
+            self.closing.end_for_shutdown(call)
         for worker in self.workers.values():
-            for call in worker.take_waiting():
-                self._closing.end_for_shutdown(call)
+            for call in take(worker.waiting):
+                self.closing.end_for_shutdown(call)
             self.fleet.stop(worker)
         self._exit_if_stopped()
 
     def _exit_if_stopped(self) -> None:
         if self.stopping and self.fleet.is_stopped:
-            self._closing.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
+            self.closing.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
             self.agenda.do(act.Exit())

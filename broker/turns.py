@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from layerzero.broker import actions as act
-from layerzero.broker.records import Call, Client, Worker
+from layerzero.broker.records import Call, Client
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.order_words import LANES, Turn, is_before
 
@@ -29,7 +29,6 @@ class OpenTurn:
     gpu: str
     turn: Turn
     call: Call | None = None  # none for one that was refused as it came
-    worker: Worker | None = None  # that has enqueued it
     began_s: float = math.inf  # when the GPU was seen to be able to run it: its READY was there
     refusal: act.Refuse | None = None  # held back
 
@@ -55,6 +54,11 @@ class Turns:
     def held(self) -> tuple[Key, ...]:
         """Those that were refused, and that their clients' streams have not come to."""
         return tuple(self._held)
+
+    @property
+    def pages(self) -> set[tuple[int, str]]:
+        """Clients, by their numbers, and GPUs, of whose order pages lanes are known."""
+        return {(number, gpu) for number, gpu, _ in self._lanes}
 
     @property
     def is_awaited(self) -> bool:

@@ -11,7 +11,7 @@ from layerzero.client.call import Submitted
 from layerzero.client.plans import Plan
 from layerzero.client.report import BROKER, IN_PROCESS, Attempt, Candidate, Copy, SelectionReport
 from layerzero.ipc import messages
-from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.attempts import as_failed_attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +109,14 @@ def explanation(op: str, answer: Mapping[str, Any]) -> SelectionReport:
 
 
 def _attempt(value: Any) -> Attempt:
-    try:
-        return Attempt(
-            value["backend"],
-            value["kernel_id"],
-            value["code"],
-            value["detail"],
-            value["exit_signal"],
-            value["exit_code"],
-            value["phase"],
-            value["worker_pid"],
-        )
-    except (KeyError, TypeError) as exc:
-        raise ProtocolError(f"not an attempt: {value!r:.200}") from exc
+    failed = as_failed_attempt(value)
+    return Attempt(
+        failed["backend"],
+        failed["kernel_id"],
+        failed["code"],
+        failed["detail"],
+        failed["exit_signal"],
+        failed["exit_code"],
+        failed["phase"],
+        failed["worker_pid"],
+    )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tests.fuzz import values
 from tests.fuzz.broker_ends import JOINED, TICKET, BrokerEnds, open_descriptors
 from tests.fuzz.source import Source, chunk
-from tests.simulator import GPU
+from tests.simulation import GPU
 
 from layerzero.ipc import lane, memory, messages, order_words, ring_words
 from layerzero.ipc.cuda_handles import ArenaHandle

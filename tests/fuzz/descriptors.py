@@ -7,7 +7,7 @@ import random
 from functools import cache
 
 from tests.fuzz import values
-from tests.simulator import route_body
+from tests.simulation import route_body
 
 from layerzero.broker.engine import Engine
 from layerzero.broker.explain import explain

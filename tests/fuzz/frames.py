@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from tests.fuzz import values
-from tests.simulator import route_body
+from tests.simulation import route_body
 
 from layerzero.broker import frames
 from layerzero.broker.selection import CallSpec

@@ -7,7 +7,7 @@ import random
 import msgpack
 import yaml
 from tests.fuzz import values
-from tests.simulator import CAPABILITIES
+from tests.simulation import CAPABILITIES
 
 from layerzero.broker import policy_source
 from layerzero.broker.policy import Layer, Policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.simulator import CAPABILITIES, route_body
+from tests.simulation import CAPABILITIES, route_body
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev

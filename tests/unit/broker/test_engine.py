@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulator import CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route_body
+from tests.simulation import CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route_body
 
 from layerzero.broker.engine import GPU_TIE_US, TIE_US, Engine
 from layerzero.broker.explain import explain

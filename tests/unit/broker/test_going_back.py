@@ -8,12 +8,11 @@ from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker import actions as act
 from layerzero.broker import events as ev
-from layerzero.broker.turns import STICKY_EXIT
 from layerzero.ipc import wire
 from layerzero.ipc.errors import BackendError, LayerZeroError
-from layerzero.ipc.lane import mark
 from layerzero.ipc.messages import Lease, decode
 from layerzero.ipc.order import Turn
+from layerzero.ipc.worker_codes import STICKY_EXIT, mark
 
 GENTLE = BackendError("RuntimeError: kernel raised")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.simulator import route_body
+from tests.simulation import route_body
 from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker import actions as act

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from tests.simulator import GPU
+from tests.simulation import GPU
 
 from layerzero.broker.order_pages import Gpu, OrderPages, error_number
 from layerzero.ipc import order, order_words

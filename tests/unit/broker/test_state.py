@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.simulator import ARENA_BYTES, DEVICES, GPU, GPU_CAPABILITIES, route_body
+from tests.simulation import ARENA_BYTES, DEVICES, GPU, GPU_CAPABILITIES, route_body
 from tests.unit.broker.driver import BODY, CLIENT, Driver
 
 from layerzero.broker import actions as act

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulator import DEVICES, GPU, GPU_CAPABILITIES
+from tests.simulation import DEVICES, GPU, GPU_CAPABILITIES
 from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker import actions as act
