@@ -163,8 +163,6 @@ class Verdict:
             platform = self.kernel.platform
             if platform not in (None, self.refused_in.device.device_type):
                 return f"need tensors on {DEVICE_NAMES[platform]}"
-        if Reason.POLICY_DENIED in by_code or Reason.POLICY_LOCKED in by_code:
-            return "need another policy"
         return ""
 
     @property

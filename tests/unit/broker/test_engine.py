@@ -216,8 +216,6 @@ def test_kernels_that_refuse_for_no_reason_of_the_call_are_of_a_group() -> None:
     assert groups == {"torch": "", "onnxruntime": "", "torch-cuda": "need an NVIDIA GPU"}
     on_gpu_machine = {v.backend: v.group for v in ranked(one, body)}
     assert on_gpu_machine["torch-cuda"] == "need tensors on an NVIDIA GPU"
-    one.set_policy(Policy.of(Layer("a", {"avoid_sources": ["onnxruntime"]})))
-    assert {v.backend: v.group for v in ranked(one, body, **here)}["onnxruntime"] == "need another policy"
 
 
 def test_error_of_an_unserved_call_begins_with_what_helps() -> None:
