@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from tests.process.invariants import check_settled, promises
 import layerzero as lz
 
 THREADS, CALLS = 64, 60
-BUSY_S = 0.01  # by when a caller knows that there is no room
 FEW = 20
 FLOOD, IN_TURN = 400, 10  # three calls of one client and as many of the flood between them, and what is under way
 
@@ -50,7 +48,8 @@ def test_64_threads_with_mixed_calls_get_their_own_answers(connected: Site) -> N
 
 
 def test_who_finds_no_room_knows_it_at_once(new_site: Callable[..., Site]) -> None:
-    """BUSY late is a queue without bounds. The limit is per client: another one is served meanwhile."""
+    """BUSY late is a queue without bounds: it is said while nothing moves. The limit is per client: another one is
+    served meanwhile."""
     site = new_site(max_in_flight=FEW, express=False)
     site.connect()
     alpha, _ = site.wait_ready("alpha", "beta")
@@ -59,13 +58,9 @@ def test_who_finds_no_room_knows_it_at_once(new_site: Callable[..., Site]) -> No
     os.kill(alpha, signal.SIGSTOP)
     try:
         open_calls = [lz.submit(lz.silu, x, backend="alpha") for _ in range(FEW)]
-        waits_s = []
         for _ in range(50):
-            start_s = time.monotonic()
             with pytest.raises(lz.Busy, match=f"allowed: {FEW}"):
                 lz.submit(lz.silu, x, backend="alpha")
-            waits_s.append(time.monotonic() - start_s)
-        assert sorted(waits_s)[len(waits_s) // 2] < BUSY_S
         other = site.python(
             "import sys, numpy as np\nlz.connect()\nprint(lz.silu(np.zeros(2, np.float32), backend='beta').sum())"
         )
@@ -78,7 +73,7 @@ def test_who_finds_no_room_knows_it_at_once(new_site: Callable[..., Site]) -> No
 
 
 def test_with_all_backends_down_callers_learn_it_at_once_and_each_reason(new_site: Callable[..., Site]) -> None:
-    """No kernel is an answer, too, and one that must not take long."""
+    """No kernel is an answer, too, and not one that waits for a restart: those take ten minutes here."""
     site = new_site(restart_budget=0, backoff_s=600, backoff_max_s=600)
     site.connect()
     names = ("alpha", "beta", "gamma")
@@ -86,15 +81,11 @@ def test_with_all_backends_down_callers_learn_it_at_once_and_each_reason(new_sit
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: all(site.backend(name)["state"] == "disabled" for name in names))
     x = np.ones(4, np.float32)
-    waits_s = []
     for _ in range(50):
-        start_s = time.monotonic()
         with pytest.raises(lz.NoBackend) as failure:
             lz.silu(x)
-        waits_s.append(time.monotonic() - start_s)
         for name in names:
             assert f"{name}.silu: BACKEND_DISABLED" in str(failure.value)
-    assert sorted(waits_s)[len(waits_s) // 2] < 5 * BUSY_S
     check_settled(site)
 
 
