@@ -121,7 +121,7 @@ BROKEN = {
     "raises": ("def load():\n    raise ImportError(\"No module named 'quux'\")\n", "No module named 'quux'"),
     "dies": ("import os, signal\ndef load():\n    os.kill(os.getpid(), signal.SIGKILL)\n", "SIGKILL"),
     "lies": ("from tests_no_such import nothing\n", "tests_no_such"),
-    "hangs": ("import threading\ndef load():\n    threading.Event().wait()\n", "did not end within 2 s"),
+    "hangs": ("import threading\ndef load():\n    threading.Event().wait()\n", "did not end within 6 s"),
 }
 TOY = (Path(__file__).parents[1] / "backends" / "toy.py").read_text()
 PARENT = TOY.replace("def load()", "import subprocess\nsubprocess.Popen(['sleep', '600'])\n\n\ndef load()")
@@ -133,7 +133,7 @@ UNREADY = TOY.replace(
 
 def test_backends_that_cannot_load_are_disabled_one_by_one(new_site: Callable[..., Site]) -> None:
     """A broken environment is a configuration failure: tried once, named with its repair, harmless to the others."""
-    site = new_site(standby=8, start_timeout_s=2)
+    site = new_site(standby=8, start_timeout_s=6)
     for name, (source, _) in BROKEN.items():
         site.add_backend(f"{name}-in-load", provider=source)
     site.connect()
