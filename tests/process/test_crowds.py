@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from tests.backends.toy import COUNT
-from tests.process.harness import Site, wait_until
+from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.process.invariants import check_settled, promises
 
 import layerzero as lz
@@ -36,7 +36,8 @@ def test_64_threads_with_mixed_calls_get_their_own_answers(connected: Site) -> N
             elif kind == 1:
                 futures = [lz.submit(lz.silu, x + n) for n in range(3)]
                 for n, future in enumerate(futures):
-                    np.testing.assert_allclose(future.result(60), (x + n) / (1 + np.exp(-x - n)), rtol=1e-5, atol=1e-6)
+                    want = (x + n) / (1 + np.exp(-x - n))
+                    np.testing.assert_allclose(future.result(PATIENCE_S), want, rtol=1e-5, atol=1e-6)
             elif kind == 2:
                 np.testing.assert_allclose(lz.matmul(x, x.T), x @ x.T, rtol=1e-4, atol=1e-5)
             else:
@@ -64,11 +65,11 @@ def test_who_finds_no_room_knows_it_at_once(new_site: Callable[..., Site]) -> No
         other = site.python(
             "import sys, numpy as np\nlz.connect()\nprint(lz.silu(np.zeros(2, np.float32), backend='beta').sum())"
         )
-        assert other.communicate(timeout=60)[0] == "0.0\n"
+        assert other.communicate(timeout=PATIENCE_S)[0] == "0.0\n"
     finally:
         os.kill(alpha, signal.SIGCONT)
     for future in open_calls:
-        np.testing.assert_allclose(future.result(60), x / (1 + np.exp(-x)), rtol=1e-6)
+        np.testing.assert_allclose(future.result(PATIENCE_S), x / (1 + np.exp(-x)), rtol=1e-6)
     check_settled(site)
 
 
@@ -124,6 +125,6 @@ def test_clients_are_served_in_turn_whoever_came_first_with_hundreds(new_site: C
     other.stdin.close()
     other.stdout.close()
     other.wait(30)
-    assert max(future.result(60)[0] for future in flood) == 1 + FLOOD + 3
+    assert max(future.result(PATIENCE_S)[0] for future in flood) == 1 + FLOOD + 3
     assert last <= 1 + IN_TURN
     check_settled(site)

@@ -50,12 +50,12 @@ def is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def settle(call: Callable[[], Any], lane: str = "express") -> None:
-    """Make a call until its route has a lease."""
+    """Make a call until its route has a lease, and no worker is about to be ready, which would take it back."""
 
     def is_settled() -> bool:
         call()
-        lz.status()  # what the broker has sent is here when this returns
-        return report().lane == lane
+        states = {row["state"] for row in lz.status()["backends"]}  # what the broker has sent is here by now
+        return report().lane == lane and not states & {"probing", "starting"}
 
     wait_until(is_settled)
 

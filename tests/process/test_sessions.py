@@ -45,7 +45,7 @@ def check(x: np.ndarray, result: np.ndarray) -> None:
 def test_processes_share_one_broker(connected: Site) -> None:
     """One set of workers, one view of what is broken."""
     other = connected.python("print(lz.connect().broker_pid, lz.session().broker_pid)")
-    assert other.communicate(timeout=30)[0].split() == [str(lz.session().broker_pid)] * 2
+    assert other.communicate(timeout=PATIENCE_S)[0].split() == [str(lz.session().broker_pid)] * 2
     assert connected.connect() is lz.session()
 
 
@@ -155,7 +155,7 @@ def test_sixteen_threads_get_their_own_answers() -> None:
 
     with ThreadPoolExecutor(16) as threads:
         for done in [threads.submit(work, seed) for seed in range(16)]:
-            done.result(timeout=100)
+            done.result(timeout=PATIENCE_S)
 
 
 class Gate(threading.Event):
@@ -190,13 +190,13 @@ def test_a_waiting_thread_takes_over_reading_even_from_one_that_was_slow_to_wake
             os.kill(beta, signal.SIGCONT)
             wait_until(lambda: pending.is_done)
             os.kill(alpha, signal.SIGCONT)
-            check(X, first.result(timeout=20))
+            check(X, first.result(timeout=PATIENCE_S))
         finally:
             event.gate.set()
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-        check(X, second.result(timeout=20))
-        check(X, third.result(timeout=20))
+        check(X, second.result(timeout=PATIENCE_S))
+        check(X, third.result(timeout=PATIENCE_S))
 
 
 @pytest.mark.usefixtures("connected")
@@ -433,7 +433,7 @@ def test_disconnecting_under_load_neither_hangs_nor_crashes(connected: Site) -> 
             for _ in range(20):
                 lz.status()
             lz.disconnect()
-            assert {c.result(timeout=20) for c in calls} <= {"CANCELLED", "NOT_CONNECTED"}
+            assert {c.result(timeout=PATIENCE_S) for c in calls} <= {"CANCELLED", "NOT_CONNECTED"}
             connected.connect()
     from layerzero.client import link
 
@@ -612,7 +612,7 @@ def test_a_flood_of_silent_connections_shuts_nobody_out(connected: Site) -> None
     lz.status()  # whoever connected before this was asked is accepted by now
     wait_until(lambda: len(os.listdir(f"/proc/{connected.broker_pid}/fd")) < before + 80)
     other = connected.python("lz.connect()\nprint(lz.null(backend='alpha'))")
-    assert other.communicate(timeout=30)[0].split() == ["None"]
+    assert other.communicate(timeout=PATIENCE_S)[0].split() == ["None"]
     for sock in flood:
         sock.close()
     check(X, lz.silu(X))

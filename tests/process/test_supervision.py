@@ -282,7 +282,7 @@ def test_a_broker_that_stands_still_is_given_up_and_its_calls_memory_is_not_reus
     os.kill(session.broker_pid, signal.SIGSTOP)
     future = lz.submit(lz.silu, X, timeout_s=0.2)
     with pytest.raises(lz.BrokerLost, match=r"said nothing for 0\.5 s.*lz down --force"):
-        future.result(timeout=20)
+        future.result(timeout=PATIENCE_S)
     assert not session.is_alive
     with pytest.raises(lz.BrokerLost):
         lz.silu(X)
@@ -307,7 +307,7 @@ def test_a_call_that_takes_longer_than_its_broker_may_be_silent_is_waited_for(
         second.result(timeout=1)
     os.kill(alpha, signal.SIGCONT)
     for future in (second, first):
-        np.testing.assert_allclose(future.result(timeout=20), silu(X), rtol=1e-6)
+        np.testing.assert_allclose(future.result(timeout=PATIENCE_S), silu(X), rtol=1e-6)
 
 
 # --- a client's death
