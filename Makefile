@@ -54,8 +54,11 @@ format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: envs  ## regenerate the tables in bench/results
-	$(BIN)/python bench/dispatch.py
+BENCHES := selection dispatch fairness regret chaos environments matrix
+
+bench: envs  ## regenerate the tables in bench/results that need no GPU, at most half an hour each; QUICK=1 saves nothing
+	@for bench in $(BENCHES); do echo "== $$bench"; \
+		timeout 1800 $(BIN)/python bench/$$bench.py $(if $(QUICK),--quick) || exit 1; done
 
 clean:  ## remove .venv and caches of the checkout; built environments stay (lz env gc removes those)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz src/*.egg-info
