@@ -198,7 +198,7 @@ def probe_cached(
 ) -> ProbeRecord:
     """The kept verdict, or a new one that is then kept. `refresh` probes in any case."""
     record = None if refresh else cached_probe(env, manifest)
-    if record is None:
+    if record is None or record.kind == "timeout":  # the machine may have been busy then
         record = probe(env, manifest, timeout_s=timeout_s, verify=verify)
         if not record.changed:  # else it is no verdict on what the key names
             keep_record(record_path(env, manifest), record)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.process.harness import ROOT, Site, processes, wait_until
+from tests.process.harness import PATIENCE_S, ROOT, Site, processes, wait_until
 
 
 def test_a_probe_that_is_told_to_end_leaves_neither_folder_nor_process(
@@ -32,6 +32,6 @@ def test_a_probe_that_is_told_to_end_leaves_neither_folder_nor_process(
     probe = subprocess.Popen([*command, "--store", str(site.folder / "store")], env=environ)
     wait_until(lambda: any("layerzero.workers.probe" in command for command in processes(site.folder).values()))
     probe.terminate()
-    assert probe.wait(timeout=20) == 128 + signal.SIGTERM
+    assert probe.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
     wait_until(lambda: processes(site.folder) == {})

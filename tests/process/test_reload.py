@@ -56,7 +56,7 @@ class Callers:
 
     def wait_for(self, backend: str) -> None:
         """Both are served by it soon: within a second, says docs/policy.md, and this machine may be busy."""
-        wait_until(lambda: self.failed or self.served == [backend, backend], timeout_s=4.0)
+        wait_until(lambda: self.failed or self.served == [backend, backend])
         assert self.failed == []
 
 
@@ -79,7 +79,7 @@ def test_policy_file_changes_while_calls_run_and_none_is_lost(new_site: Make) ->
         site.set_policy("locks: {silu: beta.silu}\n")
         callers.wait_for("beta")
         site.set_policy("locks: {silu: gama.silu}\n")
-        said = wait_until(problems, timeout_s=4.0)
+        said = wait_until(problems)
         assert "policy.yaml:2: no kernel is called 'gama.silu'; did you mean 'gamma.silu'" in said[0]
         before = sum(callers.calls)
         wait_until(lambda: callers.failed or sum(callers.calls) > before + 20)
@@ -90,7 +90,7 @@ def test_policy_file_changes_while_calls_run_and_none_is_lost(new_site: Make) ->
         site.set_policy("locks: {silu: beta.silu}\n")
         callers.wait_for("beta")
         (site.folder / "layerzero" / "policy.yaml").unlink()
-        wait_until(lambda: lz.policy()["values"]["weights.perfdb"]["origin"] == "default", timeout_s=4.0)
+        wait_until(lambda: lz.policy()["values"]["weights.perfdb"]["origin"] == "default")
         assert "locks.silu" not in lz.policy()["values"]
     assert callers.failed == []
     assert all(calls > 20 for calls in callers.calls)

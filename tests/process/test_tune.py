@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.harness import BACKENDS, Site, wait_until
+from tests.process.harness import BACKENDS, PATIENCE_S, Site, wait_until
 from tests.process.test_cli import command, data
 from tests.process.test_cli import lz as run_lz
 
@@ -230,7 +230,7 @@ def test_ctrl_c_prints_what_was_measured(new_site: Callable[..., Site]) -> None:
         site.connect()
         wait_until(lambda: site.backend("slow")["answered"] > tuning.WARM_UPS + 1, 100)  # one round is complete
         process.send_signal(signal.SIGINT)
-        stdout, _ = process.communicate(timeout=60)
+        stdout, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     report = json.loads(stdout)
     assert report["was_interrupted"]
