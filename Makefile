@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help dev envs demo test fuzz test-gpu test-containers check format bench clean
+.PHONY: help dev envs demo test test-all fuzz test-gpu test-containers check format bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,8 +28,13 @@ envs: $(STAMP)  ## build and probe the backend environments
 demo: envs  ## the main job: a sentence-embedding model across environments that cannot coexist
 	$(BIN)/python examples/minilm.py
 
-test: envs  ## all tests that need no GPU
-	$(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+
+test: envs  ## all that shows behaviour and needs no GPU, in some minutes
+	LZ_SIM_SCHEDULES=$(or $(LZ_SIM_SCHEDULES),500) $(PYTEST) -m 'not long'
+
+test-all: envs  ## the rest, too: thousands of schedules, planted bugs, fuzzing, chaos
+	$(PYTEST)
 
 fuzz: $(STAMP)  ## fuzz all targets for ten minutes each; TARGET= and SECONDS= for less
 	$(BIN)/python -m tests.fuzz $(TARGET) --seconds $(or $(SECONDS),600) --keep .fuzz
@@ -49,8 +54,11 @@ format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: envs  ## regenerate the tables in bench/results
-	$(BIN)/python bench/dispatch.py
+BENCHES := selection dispatch fairness regret chaos environments matrix
+
+bench: envs  ## regenerate the tables in bench/results that need no GPU, at most half an hour each; QUICK=1 saves nothing
+	@for bench in $(BENCHES); do echo "== $$bench"; \
+		timeout 1800 $(BIN)/python bench/$$bench.py $(if $(QUICK),--quick) || exit 1; done
 
 clean:  ## remove .venv and caches of the checkout; built environments stay (lz env gc removes those)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz src/*.egg-info

@@ -12,7 +12,6 @@ some machines, in process too, which hides what a dispatch costs.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import multiprocessing
@@ -32,9 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
-from common import backend_versions, save
-from rich.console import Console
-from rich.table import Table
+from common import at_most, backend_versions, finish, own_broker, p50_us, parser, verdict
 
 import layerzero as lz
 from layerzero.client.facade.api import session
@@ -51,19 +48,6 @@ class Row(NamedTuple):
     floor: str
     peer: str
     ratio: str
-
-
-def verdict(is_met: bool) -> str:
-    return "met" if is_met else "MISSED"
-
-
-def p50_us(call: Callable[[], Any], count: int) -> float:
-    times = []
-    for _ in range(count):
-        start = time.perf_counter_ns()
-        call()
-        times.append(time.perf_counter_ns() - start)
-    return statistics.median(times) / 1e3
 
 
 # --- floor: echo over pyzmq through three processes
@@ -304,8 +288,7 @@ def large_rows(rounds: int, threads: str) -> Iterator[Row]:
                 f"{ours_us:,.0f} us",
                 f"{local_us:,.0f} us in process; {bare_us:,.0f} us behind bare pyzmq",
                 f"{pipe_us:,.0f} us (echo alone)",
-                f"(ours - null) / in process = {ratio:.2f} (at most 1.15: {verdict(ratio <= 1.15)}); "
-                f"bare pyzmq: {bare_ratio:.2f}",
+                f"(ours - null) / in process = {at_most(ratio, 1.15)}; bare pyzmq: {bare_ratio:.2f}",
             )
 
 
@@ -375,7 +358,7 @@ def small_rows(quick: bool) -> Iterator[Row]:
             f"{ours:,.0f} us",
             f"{floor:,.0f} us",
             f"{pipe_us:,.0f} us",
-            f"{ratio:.2f} (at most 1.5: {verdict(ratio <= 1.5)})",
+            at_most(ratio, 1.5),
         )
         rates = [(null_rate(piped), echo_rate(sock, piped)) for _ in range(rounds)]
         ours, floor = (statistics.median(column) for column in zip(*rates, strict=True))
@@ -401,21 +384,6 @@ def death_row(quick: bool) -> Row:
     )
 
 
-@contextlib.contextmanager
-def own_broker(**environ: str) -> Iterator[None]:
-    """A broker and workers of this bench alone, with `environ` in their environment and ours."""
-    before = dict(os.environ)
-    os.environ.update(environ)
-    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
-        lz.connect(runtime_dir=folder)
-        try:
-            yield
-        finally:
-            lz.disconnect()
-            os.environ.clear()
-            os.environ.update(before)
-
-
 def measure(quick: bool) -> tuple[list[Row], dict[str, Any]]:
     rows: list[Row] = []
     with own_broker(LAYERZERO_EXPRESS="false"):
@@ -439,17 +407,9 @@ HEADINGS = ("figure", "LayerZero", "floor", "multiprocessing.Pipe", "ratio to fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the calls, nothing saved")
-    args = parser.parse_args()
+    args = parser(__doc__, "a tenth of the calls").parse_args()
     rows, versions = measure(args.quick)
-    table = Table(*HEADINGS, title="Cost of a dispatch")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    if not args.quick:
-        path = save("dispatch", "Cost of a dispatch", versions, "python bench/dispatch.py", HEADINGS, rows)
-        print(f"written: {path}", file=sys.stderr)
+    finish("dispatch", "Cost of a dispatch", versions, HEADINGS, rows, is_quick=args.quick)
 
 
 if __name__ == "__main__":

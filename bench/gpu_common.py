@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from common import backend_versions
 
 import layerzero as lz
 from layerzero.ipc.cuda import driver
@@ -22,6 +24,12 @@ class Row(NamedTuple):
     ours: str
     floor: str
     ratio: str
+
+
+def versions() -> dict[str, Mapping[str, str]]:
+    """Of the backends that have run, the GPU and the framework here."""
+    gpu = torch.cuda.get_device_properties(0)
+    return {**backend_versions(), "client": {"GPU": gpu.name, "torch here": torch.__version__}}
 
 
 def qkv(batch: int, heads: int, length: int, width: int, keys: int | None = None, kv_heads: int | None = None) -> Any:
@@ -68,11 +76,16 @@ class Authentication:
         self._word[0] = self._number
 
 
-def kernel() -> str:
-    """Which one served the last call."""
+def served() -> lz.SelectionReport:
+    """The report of the last call."""
     report = lz.last_report()
     assert report is not None
-    return str(report.kernel_id)
+    return report
+
+
+def kernel() -> str:
+    """Which one served the last call."""
+    return str(served().kernel_id)
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from gpu_common import F, Row, attention, qkv, torch, wait_until
+from gpu_common import F, Row, attention, qkv, served, torch, wait_until
 
 import layerzero as lz
 
@@ -63,7 +63,7 @@ def kills(quick: bool, ours: Any, right: Any, backends: list[str]) -> Row:
         wait_until(lambda: sum(state == "ready" for state, _ in states(backends).values()) > 1, "two workers are ready")
         ours()
         torch.cuda.synchronize()
-        pid = states(backends)[backend()][1]
+        pid = states(backends)[str(served().backend)][1]
         results = [ours() for _ in range(CALLS)]
         time.sleep(rng.uniform(0, 0.004))
         stream = torch.cuda.current_stream()
@@ -174,13 +174,6 @@ def free_mib(call: Any, backends: list[str]) -> float:
     torch.cuda.empty_cache()
     time.sleep(SETTLE_S)
     return float(torch.cuda.mem_get_info()[0] / 2**20)
-
-
-def backend() -> str:
-    """Which one served the last call."""
-    report = lz.last_report()
-    assert report is not None
-    return str(report.backend)
 
 
 def faults(quick: bool) -> Iterator[Row]:

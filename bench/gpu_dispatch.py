@@ -10,7 +10,6 @@ their ratios.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -19,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import backend_versions, save
-from gpu_common import F, Row, attention, kernel, pipelined, qkv, torch
+from common import RESULTS, at_most, finish, parser
+from gpu_common import F, Row, attention, kernel, pipelined, qkv, torch, versions
 from gpu_deaths import RESTARTS, deaths, faults
 from gpu_sweep import sweep
 
@@ -29,10 +28,6 @@ import layerzero as lz
 COUNT, ROUNDS = 200, 9
 BACKEND = "torch-cuda"
 LAYER_BACKENDS = ("triton", "liger", "cupy", "flashinfer")
-
-
-def verdict(ratio: float, limit: float) -> str:
-    return f"{ratio:.2f} (at most {limit}: {'met' if ratio <= limit else 'MISSED'})"
 
 
 def synchronous(call: Callable[[], Any], count: int) -> tuple[float, float]:
@@ -92,7 +87,7 @@ def small(quick: bool) -> Iterator[Row]:
             f"attention, bf16, causal, (1,16,{length},128), pipelined, host time a call; served by {kernel()}",
             f"{found.ours_host:.1f} us (wall {found.ours_wall:.1f} us)",
             f"{found.floor_host:.1f} us (wall {found.floor_wall:.1f} us)",
-            f"{verdict(found.host_ratio, 1.0)}; wall {found.wall_ratio:.2f}",
+            f"{at_most(found.host_ratio, 1.0)}; wall {found.wall_ratio:.2f}",
         )
 
 
@@ -103,7 +98,7 @@ def large(quick: bool) -> Iterator[Row]:
         f"the same, (4,32,4096,128), wall; served by {kernel()}",
         f"{found.ours_wall:,.0f} us",
         f"{found.floor_wall:,.0f} us",
-        verdict(found.wall_ratio, 1.03),
+        at_most(found.wall_ratio, 1.03),
     )
 
 
@@ -114,7 +109,7 @@ def waited(quick: bool) -> Iterator[Row]:
         "attention (1,16,1,128), synchronous",
         f"{found.ours_wall:.1f} us",
         f"{found.floor_wall:.1f} us",
-        verdict(found.wall_ratio, 2.0),
+        at_most(found.wall_ratio, 2.0),
     )
 
 
@@ -136,7 +131,7 @@ def captured(quick: bool) -> Iterator[Row]:
         f"{count} remote attentions (1,16,1,128) in the caller's CUDA graph, per op, against the eager loop in process",
         f"{found.ours_wall / count:.1f} us",
         f"{found.floor_wall / count:.1f} us; as a graph {local.ours_wall / count:.1f} us",
-        verdict(found.wall_ratio, 0.9),
+        at_most(found.wall_ratio, 0.9),
     )
 
 
@@ -214,7 +209,7 @@ def one_layer(tokens: int, norms: str, rounds: int) -> Row:
         f"a Llama-shaped layer, {tokens} tokens, hidden {hidden}, 9 ops on {BACKEND}, {norms} and cupy, wall",
         f"{found.ours_wall:,.0f} us",
         f"{found.floor_wall:,.0f} us",
-        verdict(found.wall_ratio, 1.25),
+        at_most(found.wall_ratio, 1.25),
     )
 
 
@@ -222,14 +217,13 @@ ROWS = {row.__name__: row for row in (small, large, waited, captured, layer, swe
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and shapes, nothing saved")
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument(
+    arguments = parser(__doc__, "fewer rounds and shapes")
+    arguments.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
+    arguments.add_argument(
         "--without", nargs="+", default=[], metavar="NAME", help="backends or kernels that sweep leaves out"
     )
-    parser.add_argument("--out", type=Path, help="write the table here, too")
-    args = parser.parse_args()
+    arguments.add_argument("--out", type=Path, help="write the table here, too")
+    args = arguments.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no NVIDIA GPU")
     for name, value in RESTARTS.items():
@@ -240,21 +234,10 @@ def main() -> None:
         for row in sweep(args.quick, args.without) if name == "sweep" else ROWS[name](args.quick):
             rows.append(row)
             print(" | ".join(row), flush=True)
-    gpu = torch.cuda.get_device_properties(0)
-    versions = {**backend_versions(), "client": {"GPU": gpu.name, "torch here": torch.__version__}}
     headings = ("figure", "LayerZero", "in process", "ratio")
-    if not args.quick:
-        path = save(
-            "gpu_dispatch",
-            "Calls on a GPU",
-            versions,
-            "python bench/gpu_dispatch.py",
-            headings,
-            [list(r) for r in rows],
-        )
-        print("written:", path)
-        if args.out:
-            args.out.write_text(path.read_text())
+    finish("gpu_dispatch", "Calls on a GPU", versions(), headings, rows, is_quick=args.quick)
+    if args.out and not args.quick:
+        args.out.write_text((RESULTS / "gpu_dispatch.md").read_text())
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from common import backend_versions, save
-from gpu_common import Authentication, Row, attention, kernel, pipelined, qkv, torch, wait_until
+from common import save
+from gpu_common import Authentication, Row, attention, kernel, pipelined, qkv, torch, versions, wait_until
 
 import layerzero as lz
 
@@ -173,12 +173,10 @@ def default_kernel(q: Any, k: Any, v: Any, is_causal: bool) -> str:
 
 
 def save_shapes(found: Sequence[Found], without: Sequence[str]) -> None:
-    gpu = torch.cuda.get_device_properties(0)
-    versions = {**backend_versions(), "client": {"GPU": gpu.name, "torch here": torch.__version__}}
     path = save(
         "gpu_sweep",
         "Attention on a GPU: the kernel that measured best",
-        versions,
+        versions(),
         "python bench/gpu_dispatch.py --only sweep" + "".join(f" --without {name}" for name in without),
         (
             "bf16, causal where there are several queries",

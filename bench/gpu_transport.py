@@ -32,7 +32,8 @@ from layerzero.ipc.cuda.handles import ArenaHandle
 from layerzero.ipc.cuda.mappings import Mapping, Mappings
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
-from layerzero.ipc.shm.timeline_page import Turn, create_page
+from layerzero.ipc.shm.timeline_page import create_page
+from layerzero.ipc.shm.timeline_words import Turn
 
 RESULTS = Path(__file__).parent / "results" / "gpu_transport.md"
 NBYTES = 64 << 10  # of the copy that stands for a kernel: a few microseconds

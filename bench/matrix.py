@@ -1,6 +1,8 @@
 """The conflict matrix of the default set: writes bench/results/matrix.md, and matrix.html with all evidence.
 
-`python bench/matrix.py`; a quarter of an hour with nothing kept, then a minute.
+    python bench/matrix.py [--quick]
+
+A quarter of an hour with nothing kept, then a minute.
 """
 
 from __future__ import annotations
@@ -10,16 +12,21 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from common import RESULTS, parser
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "layerzero.client.cli.app", "matrix", "--json", "--html", RESULTS / "matrix.html"]
+    args = parser(__doc__, "the report is printed").parse_args()
+    command = [sys.executable, "-m", "layerzero.client.cli.app", "matrix", "--yes", "--json"]
+    command += [] if args.quick else ["--html", RESULTS / "matrix.html"]
     made = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    (RESULTS / "matrix.md").write_text("\n".join(lines(made)) + "\n", encoding="utf-8")
+    report = "\n".join(lines(made)) + "\n"
+    if args.quick:
+        print(report)
+    else:
+        (RESULTS / "matrix.md").write_text(report, encoding="utf-8")
 
 
 def lines(made: Mapping[str, Any]) -> Iterator[str]:

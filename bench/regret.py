@@ -10,22 +10,17 @@ medians is always too low, and luck in the first measurement counts against the 
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import random
 import statistics
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import backend_versions, save
+from common import backend_versions, finish, own_broker, parser, verdict
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import layerzero as lz
 
@@ -149,33 +144,19 @@ def rows(outcomes: list[Outcome]) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="30 shapes, nothing saved")
-    parser.add_argument("--seed", type=int, default=3)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder:
-        os.environ["LAYERZERO_PERF_DB"] = f"{folder}/perf.db"  # times of this run alone
-        lz.connect(runtime_dir=folder)
-        try:
-            outcomes = measure(list(sweep(30 if args.quick else 240, args.seed)))
-            versions = backend_versions()
-        finally:
-            lz.disconnect()
+    arguments = parser(__doc__, "30 shapes")
+    arguments.add_argument("--seed", type=int, default=3)
+    args = arguments.parse_args()
+    with own_broker():
+        outcomes = measure(list(sweep(30 if args.quick else 240, args.seed)))
+        versions = backend_versions()
+    engine = regret([o.engine for o in outcomes])
+    note = (
+        f"Geometric mean over {len(outcomes)} shapes: {engine:.1f} % (aim: at most 5 %: {verdict(engine <= 5)}). "
+        "Kernel times; the second measurement judges the choice made after the first."
+    )
     found = list(rows(outcomes))
-    table = Table(*HEADINGS, title="Regret against the best candidate per shape")
-    for row in found:
-        table.add_row(*row)
-    Console().print(table)
-    if not args.quick:
-        engine = regret([o.engine for o in outcomes])
-        title = "Regret of the selection engine"
-        verdict = "met" if engine <= 5 else "MISSED"
-        note = (
-            f"Geometric mean over {len(outcomes)} shapes: {engine:.1f} % (aim: at most 5 %: {verdict}). "
-            "Kernel times; the second measurement judges the choice made after the first."
-        )
-        path = save("regret", title, versions, "python bench/regret.py", HEADINGS, found, [note])
-        print(f"written: {path}", file=sys.stderr)
+    finish("regret", "Regret of the selection engine", versions, HEADINGS, found, [note], is_quick=args.quick)
 
 
 if __name__ == "__main__":

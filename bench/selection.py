@@ -7,17 +7,12 @@ No process, no socket: the broker's core is called directly, with 100 synthetic 
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
-from common import save
-from rich.console import Console
-from rich.table import Table
+from common import finish, p50_us, parser, verdict
 
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core.state import BrokerState
@@ -70,17 +65,6 @@ def route(batch: int, queries: int, dim: int) -> bytes:
     return messages.encode(messages.Route(op="attention", inputs=[q, q, q, None], outputs=[q], attrs=ATTRS))
 
 
-def p50_ns(call: Callable[[], Any], count: int, repeat: int) -> float:
-    """Median over `count` timings of `repeat` calls each, a call."""
-    times = []
-    for _ in range(count):
-        start = time.perf_counter_ns()
-        for _ in range(repeat):
-            call()
-        times.append((time.perf_counter_ns() - start) / repeat)
-    return statistics.median(times)
-
-
 def engine(device: Any) -> Engine:
     return Engine({f"b{n}": capability(n) for n in range(BACKENDS)}, device)
 
@@ -91,18 +75,18 @@ def measure(quick: bool) -> list[tuple[str, str, str, str]]:
     known = engine(device)
     table = {(f"op{n}", n, "float32"): n for n in range(1000)}
     key = ("op500", 500, "float32")
-    dict_ns = p50_ns(lambda: table[key], count, 1000)
+    dict_us = p50_us(lambda: table[key], count, 1000)
 
     spec = CallSpec.parse(route(1, 128, 64))
     context = known.context(spec)
     signature = Signature(b"", spec, context, known.cell(context), known.kernels("attention"))
     core = BrokerState(known, {}, Settings().limits(), random.Random(0))
     core.signatures.order(signature)
-    hit_ns = p50_ns(lambda: core.signatures.order(signature), count, 1000)
+    hit_us = p50_us(lambda: core.signatures.order(signature), count, 1000)
 
     known.rank(spec, context, {}, 0.0)
-    rank_ns = p50_ns(lambda: known.rank(spec, known.context(spec), {}, 0.0), count, 5)
-    context_ns = p50_ns(lambda: known.context(spec), count, 50)
+    rank_us = p50_us(lambda: known.rank(spec, known.context(spec), {}, 0.0), count, 5)
+    context_us = p50_us(lambda: known.context(spec), count, 50)
     cold = []
     for _ in range(count):
         fresh = CallSpec.parse(route(1, 128, 64))
@@ -110,18 +94,18 @@ def measure(quick: bool) -> list[tuple[str, str, str, str]]:
         start = time.perf_counter_ns()
         other.rank(fresh, other.context(fresh), {}, 0.0)
         cold.append(time.perf_counter_ns() - start)
-    cold_ns = statistics.median(cold)
+    cold_us = statistics.median(cold) / 1e3
 
-    def row(what: str, ns: float, aim: str) -> tuple[str, str, str, str]:
-        return what, f"{ns / 1e3:,.2f} us", f"{ns / dict_ns:,.1f}", aim
+    def row(what: str, us: float, aim: str) -> tuple[str, str, str, str]:
+        return what, f"{us:,.2f} us", f"{us / dict_us:,.1f}", aim
 
     kernels = BACKENDS * KERNELS
     return [
-        row("bare dict hit", dict_ns, ""),
-        row("cached decision", hit_ns, f"at most 30: {'met' if hit_ns <= 30 * dict_ns else 'MISSED'}"),
-        row("build of the context", context_ns, ""),
-        row(f"ranking anew, {kernels} kernels, validity cached", rank_ns, ""),
-        row(f"cold decision, {kernels} kernels", cold_ns, f"at most 1 ms: {'met' if cold_ns <= 1e6 else 'MISSED'}"),
+        row("bare dict hit", dict_us, ""),
+        row("cached decision", hit_us, f"at most 30: {verdict(hit_us <= 30 * dict_us)}"),
+        row("build of the context", context_us, ""),
+        row(f"ranking anew, {kernels} kernels, validity cached", rank_us, ""),
+        row(f"cold decision, {kernels} kernels", cold_us, f"at most 1 ms: {verdict(cold_us <= 1e3)}"),
     ]
 
 
@@ -129,17 +113,8 @@ HEADINGS = ("step", "time, p50", "ratio to a dict hit", "aim")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the runs, nothing saved")
-    args = parser.parse_args()
-    rows = measure(args.quick)
-    table = Table(*HEADINGS, title="Cost of a selection")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    if not args.quick:
-        path = save("selection", "Cost of a selection", {}, "python bench/selection.py", HEADINGS, rows)
-        print(f"written: {path}", file=sys.stderr)
+    args = parser(__doc__, "a tenth of the runs").parse_args()
+    finish("selection", "Cost of a selection", {}, HEADINGS, measure(args.quick), is_quick=args.quick)
 
 
 if __name__ == "__main__":

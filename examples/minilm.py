@@ -108,15 +108,21 @@ def nearest(vectors: Vectors, sentences: int) -> NDArray[np.intp]:
 
 
 def call_table(reports: list[lz.SelectionReport]) -> Table:
-    libraries = {b["name"]: ", ".join(map(" ".join, b["versions"].items())) for b in lz.status()["backends"]}
-    table = Table("op", "environment", "libraries", box=None, padding=(0, 2, 0, 0))
-    for name in ("calls", "kernel ms", "mean us", "call us", "copied B"):
-        table.add_column(name, justify="right")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("op", "environment", "calls", "kernel ms", "mean us", "call us", "copied B"):
+        table.add_column(name, justify="left" if name in ("op", "environment") else "right", no_wrap=True)
     for key in dict.fromkeys((r.op, r.backend) for r in reports):
         costs = np.array([(r.kernel_us, r.elapsed_us, r.copied_bytes) for r in reports if (r.op, r.backend) == key])
         numbers = len(costs), costs[:, 0].sum() / 1e3, *costs.mean(axis=0)
-        table.add_row(*key, libraries[key[1]], *(f"{number:,.0f}" for number in numbers))
+        table.add_row(*key, *(f"{number:,.0f}" for number in numbers))
     return table
+
+
+def libraries(reports: list[lz.SelectionReport]) -> str:
+    """What the environments that served have installed: one line each."""
+    served = {report.backend for report in reports}
+    rows = [b for b in lz.status()["backends"] if b["name"] in served]
+    return "\n".join(f"{b['name']}: {', '.join(map(' '.join, b['versions'].items()))}" for b in rows)
 
 
 def main() -> None:
@@ -130,7 +136,7 @@ def main() -> None:
         vectors = encoder.encode(sentences + queries)
         seconds = time.perf_counter() - start_s
         show(f"{len(vectors)} texts in {seconds:.2f} s, {len(vectors) / seconds:.0f} a second, {moment}")
-    show("", call_table(encoder.reports), "", sep="\n")
+    show("", call_table(encoder.reports), "", libraries(encoder.reports), "", sep="\n")
     best = nearest(vectors, len(sentences))
     for query, vector, row in zip(queries, vectors[len(sentences) :], best, strict=True):
         found = (f"{vectors[i] @ vector:.2f}  {sentences[i]}" for i in row)

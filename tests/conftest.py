@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tests.process.harness import PREFIX, Site, arena_files, open_files, processes, wait_until
 
 import layerzero as lz
@@ -17,6 +19,23 @@ from layerzero.client.connection import arena
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a background job: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Images set it to be small. Then each of the thousand processes that tests start would compile all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# How long an example takes is the machine's affair: it says nothing about what is tested.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
+
+# Tests of the simulator itself: they look for planted bugs in thousands of schedules.
+LONG = ("test_simulation.py::test_planted_bug_is_found",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(name in item.nodeid for name in LONG):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +97,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.stash[FAILED]:  # its traceback keeps all sorts of things
         return
-    wait_until(lambda: gc.collect() >= 0 and arena.pool.stats()["slots"] <= slots, 5)
-    wait_until(lambda: not open_files() - files, 5)
+    wait_until(lambda: gc.collect() >= 0 and arena.pool.stats()["slots"] <= slots)
+    wait_until(lambda: not open_files() - files)
     assert arena_files() == 2 * arena.pool.stats()["arenas"]  # the arena's own, and mmap's copy of it
     strays = processes(Path(tempfile.gettempdir()) / PREFIX)
     for site in Site.live:

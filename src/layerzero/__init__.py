@@ -16,72 +16,80 @@ from typing import TYPE_CHECKING, Any
 from layerzero.ipc.version import __version__
 
 if TYPE_CHECKING:
-    from layerzero.client.connection.report import SelectionReport
     from layerzero.client.facade.api import (
-        connect,
-        disconnect,
-        empty,
-        empty_like,
-        explain,
-        last_report,
-        session,
-        share,
-        status,
-        submit,
-        synchronize,
+        connect as connect,
+        disconnect as disconnect,
+        empty as empty,
+        empty_like as empty_like,
+        explain as explain,
+        last_report as last_report,
+        session as session,
+        share as share,
+        status as status,
+        submit as submit,
+        synchronize as synchronize,
     )
+    from layerzero.client.tools.compile import compile as compile
+    from layerzero.client.tools.dry_run import PlanReport as PlanReport, dry_run as dry_run
     from layerzero.client.facade.ops import (
-        append_kv,
-        attention,
-        attention_varlen,
-        dequantize,
-        detokenize,
-        embedding,
-        gelu,
-        layer_norm,
-        linear,
-        matmul,
-        null,
-        paged_attention,
-        quantize,
-        rms_norm,
-        rope,
-        silu,
-        softmax,
-        swiglu,
-        tokenize,
+        append_kv as append_kv,
+        attention as attention,
+        attention_varlen as attention_varlen,
+        dequantize as dequantize,
+        detokenize as detokenize,
+        embedding as embedding,
+        gelu as gelu,
+        layer_norm as layer_norm,
+        linear as linear,
+        matmul as matmul,
+        null as null,
+        paged_attention as paged_attention,
+        quantize as quantize,
+        rms_norm as rms_norm,
+        rope as rope,
+        silu as silu,
+        softmax as softmax,
+        swiglu as swiglu,
+        tokenize as tokenize,
     )
-    from layerzero.client.facade.policy import avoid, configure, lock, policy, prefer, unlock
-    from layerzero.client.planning.tokenizer import TokenizerFile
-    from layerzero.client.session.session import Session
-    from layerzero.client.tools.compile import compile
-    from layerzero.client.tools.dry_run import PlanReport, dry_run
-    from layerzero.client.tools.ready import ReadinessReport, readiness_check
-    from layerzero.client.tools.solve import SolveReport, solve
-    from layerzero.client.tools.tune import Call, tune
-    from layerzero.client.tools.tune_report import TuneReport
-    from layerzero.client.tools.warmup import WarmupReport, warmup
+    from layerzero.client.facade.policy import (
+        avoid as avoid,
+        configure as configure,
+        lock as lock,
+        policy as policy,
+        prefer as prefer,
+        unlock as unlock,
+    )
+    from layerzero.client.tools.ready import ReadinessReport as ReadinessReport, readiness_check as readiness_check
+    from layerzero.client.connection.report import SelectionReport as SelectionReport
+    from layerzero.client.session.session import Session as Session
+    from layerzero.client.tools.solve import SolveReport as SolveReport, solve as solve
+    from layerzero.client.planning.tokenizer import TokenizerFile as TokenizerFile
+    from layerzero.client.tools.tune import Call as Call, tune as tune
+    from layerzero.client.tools.tune_report import TuneReport as TuneReport
+    from layerzero.client.tools.warmup import WarmupReport as WarmupReport, warmup as warmup
     from layerzero.ipc.errors import (
-        BackendError,
-        BrokerLost,
-        Busy,
-        Cancelled,
-        ConfigError,
-        CudaError,
-        CudaGraphUnsafe,
-        DeadlineExceeded,
-        EnvError,
-        InvalidArgument,
-        LayerZeroError,
-        NoBackend,
-        NotAllowed,
-        NotConnected,
-        NoTransport,
-        OutOfMemory,
-        Poison,
-        VersionMismatch,
-        WorkerUnreachable,
+        BackendError as BackendError,
+        BrokerLost as BrokerLost,
+        Busy as Busy,
+        Cancelled as Cancelled,
+        ConfigError as ConfigError,
+        CudaError as CudaError,
+        CudaGraphUnsafe as CudaGraphUnsafe,
+        DeadlineExceeded as DeadlineExceeded,
+        EnvError as EnvError,
+        InvalidArgument as InvalidArgument,
+        LayerZeroError as LayerZeroError,
+        NoBackend as NoBackend,
+        NotAllowed as NotAllowed,
+        NotConnected as NotConnected,
+        NoTransport as NoTransport,
+        OutOfMemory as OutOfMemory,
+        Poison as Poison,
+        VersionMismatch as VersionMismatch,
+        WorkerUnreachable as WorkerUnreachable,
     )
+    from layerzero.ipc.vocabulary.tensors import TensorSpec as TensorSpec
 
 _HOME = {
     "layerzero.client.facade.api": (
@@ -107,90 +115,20 @@ _HOME = {
         "InvalidArgument LayerZeroError NoBackend NoTransport NotAllowed NotConnected OutOfMemory Poison "
         "VersionMismatch WorkerUnreachable"
     ),
+    "layerzero.ipc.vocabulary.tensors": "TensorSpec",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
-__all__ = [
-    "BackendError",
-    "BrokerLost",
-    "Busy",
-    "Call",
-    "Cancelled",
-    "ConfigError",
-    "CudaError",
-    "CudaGraphUnsafe",
-    "DeadlineExceeded",
-    "EnvError",
-    "InvalidArgument",
-    "LayerZeroError",
-    "NoBackend",
-    "NoTransport",
-    "NotAllowed",
-    "NotConnected",
-    "OutOfMemory",
-    "PlanReport",
-    "Poison",
-    "ReadinessReport",
-    "SelectionReport",
-    "Session",
-    "SolveReport",
-    "TokenizerFile",
-    "TuneReport",
-    "VersionMismatch",
-    "WarmupReport",
-    "WorkerUnreachable",
-    "__version__",
-    "append_kv",
-    "attention",
-    "attention_varlen",
-    "avoid",
-    "compile",
-    "configure",
-    "connect",
-    "dequantize",
-    "detokenize",
-    "disconnect",
-    "dry_run",
-    "embedding",
-    "empty",
-    "empty_like",
-    "explain",
-    "gelu",
-    "last_report",
-    "layer_norm",
-    "linear",
-    "lock",
-    "matmul",
-    "null",
-    "paged_attention",
-    "policy",
-    "prefer",
-    "quantize",
-    "readiness_check",
-    "rms_norm",
-    "rope",
-    "session",
-    "share",
-    "silu",
-    "softmax",
-    "solve",
-    "status",
-    "submit",
-    "swiglu",
-    "synchronize",
-    "tokenize",
-    "tune",
-    "unlock",
-    "warmup",
-]
+__all__ = ["__version__", *sorted(_MODULE_OF)]  # for type checkers, the imports above say what is public
 
+if not TYPE_CHECKING:  # else every name would be one that exists
 
-def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(module), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        module = _MODULE_OF.get(name)
+        if module is None:
+            raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(module), name)
+        return value
 
 
 def __dir__() -> list[str]:

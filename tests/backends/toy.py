@@ -13,7 +13,6 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,9 @@ from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 if TYPE_CHECKING:
     import numpy as np
 
-KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF, SLOW, HOARD, COUNT = (
+KILL, SEGV, ABORT, EXIT0, RAISE, HANG, INVALID, WRITE_INPUT, SPIN, SCRIBBLE, HALF, PAUSE, HOARD, COUNT = (
     6660 + i for i in range(14)
 )
-SLOW_S = 0.6
 HOARD_BYTES = 1 << 30
 _counted = itertools.count(1)
 _SCOPE = {"": 0.0, "alpha": 0.25, "beta": 0.5, "gamma": 0.75}
@@ -153,10 +151,8 @@ def _strike(action: int, source: Block, target: Block) -> None:
     elif action == SPIN:
         while True:
             pass
-    elif action == SLOW:  # at work, unlike one that hangs, and it ends
-        end_s = time.monotonic() + SLOW_S
-        while time.monotonic() < end_s:
-            pass
+    elif action == PAUSE:  # until someone sends SIGCONT; then it ends well, unlike one that hangs
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif action == HOARD:
         raise MemoryError(f"nobody stopped the toy from taking {len(b'x' * HOARD_BYTES)} bytes")
     elif action == INVALID:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ import pytest
 from layerzero.envs.build.build import ensure, ensure_all, hold, plan
 from layerzero.envs.build.installers import InstallerName, find_uv, pick
 from layerzero.envs.build.lock import lock, read_lock
+from layerzero.envs.build.progress import Lines
+from layerzero.envs.cli.rows import verdict
 from layerzero.envs.manifest import EnvManifest, load
 from layerzero.envs.transfer.gc import collect
 from layerzero.ipc.errors import EnvError
@@ -185,7 +188,7 @@ def test_failed_build_says_why_and_what_to_run(tmp_path: Path, tiny: EnvManifest
     assert isinstance(error, EnvError)
     assert error.facts["env"] == "broken"
     assert "layerzero-no-such-package" in error.facts["cause"]
-    assert error.facts["repair"] == "lz env build broken"
+    assert error.facts["repair"] == f"lz env build broken --manifests {tmp_path / 'manifests'}"
     assert results["tiny"] == plan(tiny, store=tmp_path)
     assert names(tmp_path) == [".locks", plan(tiny, store=tmp_path).prefix.name]
 
@@ -210,7 +213,9 @@ def test_lock_resolves_to_hashes_and_nothing_else(tmp_path: Path) -> None:
     assert read_lock(manifest, "cpu") == made
     assert "://" not in made.text
     assert str(tmp_path) not in made.text
-    assert made.text.splitlines()[1] == "# Do not edit. Regenerate: lz env lock broken --variant cpu"
+    assert made.text.splitlines()[1] == (
+        "# Do not edit. Regenerate, in this folder: lz env lock broken --variant cpu --manifests ."
+    )
 
 
 @needs_uv
@@ -239,7 +244,18 @@ def test_held_environment_survives_gc_and_force(tmp_path: Path, tiny: EnvManifes
 
 
 def command_line(store: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "layerzero.envs", *args, "--json", "--store", str(store), "--manifests", str(SAMPLES)]
+    argv = [
+        sys.executable,
+        "-m",
+        "layerzero.client.cli.app",
+        "env",
+        *args,
+        "--json",
+        "--store",
+        str(store),
+        "--manifests",
+        str(SAMPLES),
+    ]
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
@@ -254,11 +270,49 @@ def test_command_line_builds_and_probes(tmp_path: Path) -> None:
         assert (row["name"], row["ok"], row["probe"]["versions"]["tiny"]) == ("tiny", True, "on")
 
 
+def test_what_has_not_changed_is_not_probed_again_by_a_build(tmp_path: Path) -> None:
+    """It took as long as the build. A verdict holds for exactly this environment, code and machine; a bad one may have
+    been the machine's fault."""
+    folder = tmp_path / "manifests"
+    shutil.copytree(SAMPLES, folder)
+    manifest = load(folder / "tiny.toml")
+    env = ensure(manifest, store=tmp_path / "store")
+
+    def is_kept(*, is_anew: bool = False) -> bool:
+        return bool(verdict(manifest, env, 100.0, is_anew=is_anew)["probe_is_kept"])
+
+    assert [is_kept(), is_kept(), is_kept(is_anew=True), is_kept()] == [False, True, False, True]
+    provider = folder / "tiny.py"
+    provider.write_text(provider.read_text() + "\n# changed\n")
+    assert [is_kept(), is_kept()] == [False, True]
+    provider.write_text("raise ImportError('nothing')\n")
+    assert [is_kept(), is_kept()] == [False, False]
+
+
+@needs_uv
+def test_a_failed_build_says_once_what_the_installer_said(tmp_path: Path, tiny: EnvManifest) -> None:
+    """Three copies of uv's words hide the line that helps."""
+    text = read_lock(tiny, "cpu").text + f"torch==2.13.0+nosuch --hash=sha256:{'0' * 64}\n"
+    broken = third_party(tmp_path / "manifests", text)
+    broken.path.write_text(broken.path.read_text().replace("layerzero-no-such-package==1.0", "msgpack"))
+    lines = io.StringIO()
+    with pytest.raises(EnvError) as caught:
+        ensure(load(broken.path), store=tmp_path, progress=Lines(lines))
+    setting = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/nosuch"
+    cause = caught.value.facts["cause"]
+    assert cause.splitlines()[0] == (
+        f"torch==2.13.0+nosuch must come from an index or folder that has this build: {setting}, or a mirror of it"
+    )
+    assert caught.value.facts["repair"].startswith(f"{setting} lz env build broken --manifests ")
+    last = cause.splitlines()[-1].strip()
+    assert last not in lines.getvalue()
+
+
 def test_command_line_tells_failure_from_wrong_usage(tmp_path: Path) -> None:
     """Scripts go by the exit code."""
     not_built = command_line(tmp_path, "probe", "tiny")
     assert not_built.returncode == 1
-    assert json.loads(not_built.stdout)["environments"][0]["repair"] == "lz env build tiny"
+    assert json.loads(not_built.stdout)["environments"][0]["repair"] == f"lz env build tiny --manifests {SAMPLES}"
     unknown = command_line(tmp_path, "build", "tny")
     assert (unknown.returncode, unknown.stdout) == (2, "")
 

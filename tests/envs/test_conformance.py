@@ -15,6 +15,7 @@ from tests import reference
 from tests.envs.cases import CASES, Case, in_dtype, lay_out, memory_of, refilled, strided, strided_bytes
 from tests.envs.harness import FILL, STORE, Harness, Harnesses
 
+from layerzero.broker.processes.host import detect_cpu
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.descriptor import load as load_descriptor
@@ -28,6 +29,10 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 FOLDER = Path(__file__).parents[2] / "src" / "layerzero" / "capabilities" / "descriptors"
 DESCRIPTORS = [path for path in sorted(FOLDER.glob("*.json")) if load_descriptor(path).platform == "cpu"]
+# What a library has for some CPUs only; elsewhere its probe certifies the rest.
+LACKING = {
+    made for made, isa in {("zentorch.linear", "bfloat16"): "avx512_bf16"}.items() if isa not in detect_cpu().isa
+}
 MIN_RUN = 8  # cases per kernel; fewer mean that the descriptor refuses what the cases cover
 
 
@@ -77,7 +82,7 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     outs = [spec for i in places if (spec := specs[i])] or [
         lay_out(expected[0][0], case.attrs.get("dtype", dtype), case.out_layout)[0]
     ]
-    if match(SelectionContext.of(op, specs, outs, case.attrs, DeviceSpec()), kernel):
+    if match(SelectionContext(op, tuple(specs), tuple(outs), case.attrs, DeviceSpec()), kernel):
         raise Refused
     answer, written = harness.run(kernel.kernel_id, op, specs, outs, case.attrs, sets)
     if "error" in answer:
@@ -101,6 +106,8 @@ def test_kernel_gives_the_reference_result(
     harnesses: Harnesses, backend: str, op: str, kernel: KernelCapability, dtype: str
 ) -> None:
     """A kernel that is wrong for a call its descriptor admits corrupts a model silently."""
+    if (kernel.kernel_id, dtype) in LACKING:
+        pytest.skip("the library has it for CPUs with other instruction sets")
     wrong, ran = {}, 0
     for case in CASES[op](np.random.default_rng(20)):
         try:
@@ -191,4 +198,6 @@ def test_environment_passes_its_probe(backend: str) -> None:
     """The probe certifies what we ship; it must pass where this whole file does."""
     manifest = resolve(backend)
     record = probe(ensure(manifest, store=STORE), manifest)
-    assert (record.ok, record.message, list(record.failures)) == (True, "", [])
+    failed = {(failure["kernel_id"], failure["dtype"]) for failure in record.failures}
+    assert (record.ok, record.message) == (True, "")
+    assert failed == {made for made in LACKING if made[0].startswith(f"{backend}.")}

@@ -187,14 +187,28 @@ def test_change_that_keeps_size_and_time_is_found_by_verify(
         assert "msgpack/__init__.py of msgpack" in drift(tiny, verify=True)
         said = command_line(tiny.store, "probe", "tiny", "--verify")
         [row] = json.loads(said.stdout)["environments"]
-        assert (said.returncode, row["ok"], row["repair"]) == (1, False, "lz env build tiny --force")
+        assert (said.returncode, row["ok"], row["repair"]) == (
+            *(1, False),
+            f"lz env build tiny --manifests {SAMPLES} --force",
+        )
     finally:
         file.write_bytes(data)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def command_line(store: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "layerzero.envs", *args, "--json", "--store", str(store), "--manifests", str(SAMPLES)]
+    argv = [
+        sys.executable,
+        "-m",
+        "layerzero.client.cli.app",
+        "env",
+        *args,
+        "--json",
+        "--store",
+        str(store),
+        "--manifests",
+        str(SAMPLES),
+    ]
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
@@ -267,4 +281,4 @@ def test_worker_does_not_start_where_a_file_has_changed(
     considered = {c.kernel_id: [r.code for r in c.reasons] for c in lz.last_report().candidates}
     assert considered["tiny.null"] == ["ENV_CHANGED"]
     check = next(c for c in lz.readiness_check(backends=["tiny"]).checks if c.name == "environment tiny")
-    assert (check.ok, check.repair) == (False, "lz env build tiny")
+    assert (check.ok, check.repair) == (False, f"lz env build tiny --manifests {SAMPLES}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -128,6 +130,40 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     work = tmp_path / "matrix" / "work"
     assert [path.name for path in work.rglob("*")] == [".locks"]
     assert list((tmp_path / "matrix" / "cells").glob("*.json"))
+
+
+def test_requirements_of_before_numpy_2_are_tried_with_an_older_one(tmp_path: Path) -> None:
+    """Nobody wrote down that this blis needs one; and of colorama no op is known, so nothing computed right."""
+    words = command(tmp_path, "blis==0.7.11", "colorama==0.4.6", "--json")
+    answer = subprocess.run(**words, capture_output=True, timeout=170, check=False)
+    assert answer.returncode == 0, answer.stderr
+    data = json.loads(answer.stdout)
+    alone = cell(data, "blis==0.7.11")
+    assert (alone["state"], alone["kind"], alone["care"]) == ("care", "struct", ["numpy<2"])
+    assert data["environments"]["unserved"] == []
+    assert cell(data, "colorama==0.4.6")["plain"]["summary"] == "imported; no op is known for it"
+    both = cell(data, "blis==0.7.11", "colorama==0.4.6")["careful"]["summary"]
+    assert both == "imported in both orders; computed right: blis==0.7.11; no op is known for colorama==0.4.6"
+
+
+def test_the_whole_default_matrix_is_not_tried_unasked(tmp_path: Path) -> None:
+    """It takes a quarter of an hour. Without a terminal it is an error that says what to type, with one a question."""
+    answer = subprocess.run(**command(tmp_path), capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+    assert answer.returncode == 2
+    assert "add --yes, or name a few: lz matrix torch mlx" in answer.stderr
+    assert re.search(r"tries 17 libraries, alone and in pairs: 153 environments, about \d+ minutes", answer.stderr)
+    own, theirs = pty.openpty()
+    with subprocess.Popen(**command(tmp_path), stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as process:
+        os.close(theirs)
+        said = b""
+        while b"Go on? [y/N]" not in said:
+            said += os.read(own, 4096)
+        os.write(own, b"n\n")
+        assert process.wait(timeout=60) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+    os.close(own)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_word_is_wrong_usage(tmp_path: Path) -> None:

@@ -90,10 +90,11 @@ def test_each_outcome_inside_becomes_the_outcome_here(project: pytest.Pytester) 
     out = result.stdout
     out.fnmatch_lines(["*PASSED*test_them.py::test_versions?colorama==0.4.5?*"])
     out.fnmatch_lines(["*PASSED*test_them.py::test_crashes?*False*"])
-    out.fnmatch_lines(["inside colorama==0.4.6: died of SIGSEGV", "*Fatal Python error: Segmentation fault*"])
-    out.fnmatch_lines(["inside colorama==0.4.6, call:", "*left = 1*", "*assert 1 == 2*", "*said before*"])
+    out.fnmatch_lines(["died of SIGSEGV, inside colorama==0.4.6", "*Fatal Python error: Segmentation fault*"])
+    out.fnmatch_lines(["assert 1 == 2, inside colorama==0.4.6, call", "*left = 1*", "*assert 1 == 2*", "*said before*"])
     out.fnmatch_lines(["there is no environment for 'colorama==99':", "*no version of colorama==99*"])
-    out.fnmatch_lines(["inside colorama==0.4.6: pytest ended with exit code 0 and no result"])
+    out.fnmatch_lines(["pytest ended with exit code 0 and no result, inside colorama==0.4.6"])
+    out.fnmatch_lines(["FAILED *test_fails*- assert 1 == 2, in*"])
 
 
 def test_a_test_that_hangs_is_ended(project: pytest.Pytester) -> None:
@@ -105,7 +106,7 @@ def test_a_test_that_hangs_is_ended(project: pytest.Pytester) -> None:
         )
     )
     result = project.runpytest_subprocess(*PLUGIN, "--lz-matrix", "--lz-timeout", "3", timeout=100)
-    result.stdout.fnmatch_lines(["inside colorama==0.4.6: no end within 3 s"])
+    result.stdout.fnmatch_lines(["no end within 3 s, inside colorama==0.4.6"])
 
 
 def test_without_the_flag_marked_tests_are_skipped(project: pytest.Pytester) -> None:
@@ -121,6 +122,7 @@ def test_a_mark_that_names_nothing_is_refused(project: pytest.Pytester) -> None:
     result = project.runpytest_subprocess(*PLUGIN, "--lz-matrix", timeout=60)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(["*lz_env takes environments as strings*"])
+    result.stdout.no_fnmatch_line("*lz_matrix_inside.py*")  # a sentence, and no traceback of ours
 
 
 def test_the_plugin_is_light() -> None:

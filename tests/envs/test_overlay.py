@@ -236,7 +236,8 @@ def test_base_that_changed_is_refused_until_the_overlay_is_built_again(
     assert drift(env) == f"{base} has changed since the build: heavy 2.0 is now 2.1"
     with pytest.raises(EnvError) as caught:
         hold(env)
-    assert caught.value.facts["repair"] == f"lz env build tiny --overlay {base} --offline --wheelhouse {house}"
+    over = f"--manifests {manifest.path.parent} --overlay {base} --offline --wheelhouse {house}"
+    assert caught.value.facts["repair"] == f"lz env build tiny {over}"
     again = ensure(manifest, store=store, base=base, wheelhouse=house)
     assert again.id != env.id
     assert plan(manifest, store=store, base=base) == again
@@ -309,7 +310,7 @@ def test_overlay_is_used_where_it_is_built_and_else_the_environment_of_the_lock(
 
 def command_line(*args: str | Path, **variables: str | Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    argv = [sys.executable, "-m", "layerzero.envs", *map(str, args)]
+    argv = [sys.executable, "-m", "layerzero.client.cli.app", "env", *map(str, args)]
     return subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
 
 
@@ -354,4 +355,5 @@ def test_broker_serves_from_overlays_by_its_setting(
     with pytest.raises(lz.LayerZeroError) as caught:
         lz.null(backend="tiny")
     assert "heavy 2.0 is now 2.1" in str(caught.value)
-    assert f"lz env build tiny --overlay {base} --offline --wheelhouse {house}" in str(caught.value)
+    over = f"--manifests {manifest.path.parent} --overlay {base} --offline --wheelhouse {house}"
+    assert f"lz env build tiny {over}" in str(caught.value)

@@ -54,7 +54,7 @@ def lz_env(site: Site) -> Lz:
     """Run `lz env ...`."""
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "layerzero.envs", *map(str, words)]
+        command = [sys.executable, "-m", "layerzero.client.cli.app", "env", *map(str, words)]
         with site.environment():
             return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
 
@@ -73,7 +73,7 @@ def restart(site: Site) -> None:
 
 
 def reasons(failure: lz.NoBackend) -> dict[str, list[tuple[str, str]]]:
-    return {one.kernel_id: [(r.code, r.detail) for r in one.reasons] for one in failure.report.candidates}
+    return {one.kernel_id: [(r.code, str(r)) for r in one.reasons] for one in failure.report.candidates}
 
 
 def test_installed_backend_serves_when_it_is_allowed_and_built_and_not_after_it_has_changed(

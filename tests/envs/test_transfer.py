@@ -100,7 +100,7 @@ def test_exported_environment_is_built_and_works_without_a_network(
     house = there / "wheelhouses" / got.env.lock_target.name
     with pytest.raises(EnvError) as caught:
         check(find(got.manifest, store=there))
-    assert caught.value.facts["repair"] == f"lz env build tiny --offline --wheelhouse {house}"
+    assert caught.value.facts["repair"] == f"lz env build tiny --manifests {into} --offline --wheelhouse {house}"
     assert ensure(got.manifest, store=there, wheelhouse=house).is_built
     assert (module.is_file(), drift(got.env)) == (True, "")
 
@@ -236,7 +236,7 @@ def test_plan_says_what_is_cached_and_how_much_is_to_be_downloaded(
 def test_build_that_was_killed_goes_on_where_it_was(tmp_path: Path, manifest: EnvManifest, index: type[Index]) -> None:
     """What was downloaded whole is not downloaded again, and nothing half is used."""
     index.stuck = "pyzmq"
-    argv = [sys.executable, "-m", "layerzero.envs", "build", "tiny", "--store", tmp_path / "store"]
+    argv = [sys.executable, "-m", "layerzero.client.cli.app", "env", "build", "tiny", "--store", tmp_path / "store"]
     command = [*map(str, argv), "--manifests", str(manifest.path.parent)]
     killed = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
     while set(index.fetched) != {"leaf", "msgpack", "pyzmq", "twig"}:
@@ -279,7 +279,10 @@ def test_environment_is_built_with_another_python_and_found(
     both = load(manifest.path)
     other, folder = both.with_python(minor), str(manifest.path.parent)
     ran = subprocess.run(
-        [*(sys.executable, "-m", "layerzero.envs", "lock", "tiny"), *("--python", minor, "--manifests", folder)],
+        [
+            *(sys.executable, "-m", "layerzero.client.cli.app", "env", "lock", "tiny"),
+            *("--python", minor, "--manifests", folder),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -310,7 +313,7 @@ def test_command_line_exports_and_imports(tmp_path: Path, manifest: EnvManifest,
     folder, file = manifest.path.parent, tmp_path / "tiny.tar.gz"
 
     def lz_env(*args: str | Path) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "layerzero.envs", *map(str, args), "--json"]
+        argv = [sys.executable, "-m", "layerzero.client.cli.app", "env", *map(str, args), "--json"]
         return subprocess.run(argv, capture_output=True, text=True, check=False)
 
     store, common = ("--store", tmp_path / "store"), ("--manifests", folder)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from tests.fuzz import scratch
-from tests.simulator import GPU
+from tests.simulation import GPU
 from tests.unit.broker.driver import Driver
 
 from layerzero.broker.configuration.settings import Settings

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from tests.fuzz import values
 from tests.fuzz.broker_ends import JOINED, TICKET, BrokerEnds, open_descriptors
 from tests.fuzz.source import Source, chunk
-from tests.simulator import GPU
+from tests.simulation import GPU
 
 from layerzero.ipc.cuda.handles import ArenaHandle
-from layerzero.ipc.cuda.pair import PATTERN_BYTES
-from layerzero.ipc.shm import lane, memory, ring, timeline_page
+from layerzero.ipc.cuda.offer import PATTERN_BYTES
+from layerzero.ipc.shm import lane, memory, ring_words, timeline_words
 from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.messages import (
     AddArena,
@@ -54,8 +54,8 @@ _MAKE: tuple[Callable[[], int], ...] = (
     _sealed(128),
     _sealed(4096),
     _sealed(memory.PAGE_BYTES),
-    _sealed(timeline_page.PAGE_BYTES),
-    _sealed(ring.PAGE_BYTES),
+    _sealed(timeline_words.PAGE_BYTES),
+    _sealed(ring_words.PAGE_BYTES),
     lane.create_doorbell,
     lambda: os.eventfd(0, os.EFD_CLOEXEC),
     lambda: os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC),

@@ -7,7 +7,7 @@ import random
 from functools import cache
 
 from tests.fuzz import values
-from tests.simulator import route_body
+from tests.simulation import route_body
 
 from layerzero.broker.selection.explain import explain
 from layerzero.broker.selection.ranking import Engine

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from tests.fuzz import values
-from tests.simulator import route_body
+from tests.simulation import route_body
 
 from layerzero.broker.io import frame_codec
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import BackendError, InvalidArgument, ProtocolError
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import RanHere, Ready, Request, encode
 from layerzero.ipc.transport.plain import pack_body
@@ -36,16 +38,21 @@ def mutate(data: bytes, rng: random.Random) -> bytes | None:
     return None if body is None else data[:head] + body
 
 
+def _call(refs: bytes, turn: Turn | None = None, **rest: Any) -> bytes:
+    flags, body = wire.pack_call(refs, turn, **rest)
+    return wire.pack_execute(flags, 1, 2, body)
+
+
 def seeds() -> dict[str, bytes]:
     refs = wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(wire.NO_ARENA, 0, 0, 0), wire.Ref(1, 0, 64, 64)])
-    turn, bell, digest = wire.TURN.pack(1, 7), wire.BELL.pack(3, 1), bytes(range(wire.DIGEST_BYTES))
+    digest = bytes(range(wire.DIGEST_BYTES))
     ran = RanHere(kernel_id="alpha.silu", kernel_ns=5, error=BackendError("no", exit_code=1).to_wire())
     error = pack_body(BackendError("no", backend="alpha").to_wire())
     of_client = {
-        "execute": wire.pack(Kind.EXECUTE, route=1, seq=2, time=5_000_000, body=refs),
-        "execute_digest": wire.pack(Kind.EXECUTE, wire.HAS_DIGEST, route=1, seq=2, body=refs + digest),
-        "execute_turn": wire.pack(Kind.EXECUTE, wire.HAS_TURN, route=1, seq=2, body=refs + turn),
-        "execute_bell": wire.pack(Kind.EXECUTE, wire.HAS_BELL, route=1, seq=2, body=refs + bell),
+        "execute": wire.pack_execute(0, 1, 2, refs, 5_000_000),
+        "execute_digest": _call(refs, digest=digest),
+        "execute_turn": _call(refs, Turn(1, 7)),
+        "execute_bell": _call(refs, bell=3, binding=1),
         "route": wire.pack(Kind.ROUTE, route=1, body=route_body("gelu", backend="alpha")),
         "route_gpu": wire.pack(Kind.ROUTE, route=2, body=route_body(device="GPU-1")),
         "forget": wire.pack(Kind.FORGET, route=1),

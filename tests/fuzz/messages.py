@@ -7,7 +7,7 @@ import random
 from tests.fuzz import values
 
 from layerzero.ipc.cuda.handles import ArenaHandle
-from layerzero.ipc.cuda.pair import PATTERN_BYTES, Offer
+from layerzero.ipc.cuda.offer import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import BackendError, InvalidArgument, ProtocolError, from_wire
 from layerzero.ipc.transport.messages import (
     MESSAGES,

@@ -12,9 +12,11 @@ from tests.fuzz.source import Source
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm import lane, memory, ring, timeline_page
+from layerzero.ipc.shm import lane, memory, ring, ring_words, timeline_words
 from layerzero.ipc.shm.ring import Ring
-from layerzero.ipc.shm.timeline_page import OrderPage, Turn
+from layerzero.ipc.shm.timeline_page import OrderPage
+from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 TYPED = (ProtocolError,)
 _LANE, _RING, _ORDER, _CONTROL = range(4)
@@ -26,8 +28,8 @@ _WORDS = {  # places in which there is something
 }
 _SIZES = {
     _LANE: memory.PAGE_BYTES,
-    _RING: ring.PAGE_BYTES,
-    _ORDER: timeline_page.PAGE_BYTES,
+    _RING: ring_words.PAGE_BYTES,
+    _ORDER: timeline_words.PAGE_BYTES,
     _CONTROL: memory.PAGE_BYTES,
 }
 
@@ -45,7 +47,7 @@ def run(data: bytes) -> None:
             _read_order(fd, number)
         else:
             dispatch, _ = memory.ControlPage(fd, writable=False).read()
-            lane.lane_of(dispatch)
+            lane_of(dispatch)
 
 
 @contextmanager
@@ -89,7 +91,7 @@ def _read_ring(fd: int, order_fd: int, call: int) -> None:
         for _ in range(2):
             look = ends.look(1, orders)
             assert look is not None
-            assert len(look.calls) <= ring.SLOTS
+            assert len(look.calls) <= ring_words.SLOTS
             list(ends.seen())
         worker = Ring(fd)
         worker.status(call)
@@ -97,8 +99,8 @@ def _read_ring(fd: int, order_fd: int, call: int) -> None:
             taken = worker.take()
             if taken is None:
                 break
-            assert len(taken.refs) <= ring.MAX_CALL_BYTES
-            worker.note(taken.call & (1 << 56) - 1, ring.LEFT)
+            assert len(taken.refs) <= ring_words.MAX_CALL_BYTES
+            worker.note(taken.call & (1 << 56) - 1, ring_words.LEFT)
         ends.call(1, call)
     finally:
         ends.close()
@@ -108,7 +110,7 @@ def _read_order(fd: int, number: int) -> None:
     page = OrderPage(fd)
     try:
         page.rung()
-        for bell in (number % timeline_page.BELLS, number):
+        for bell in (number % timeline_words.BELLS, number):
             page.bell(bell)
             page.is_bell_done(bell)
             for linked in (page.next_bell(bell), page.previous_bell(bell)):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.fuzz import scratch, values
 
-from layerzero.broker.storage.perf_rows import Failure, Identity, Measurement
+from layerzero.broker.storage.perf_rows import Identity, Measurement
 from layerzero.broker.storage.perf_store import Damaged, Store, Unavailable
 from layerzero.broker.storage.perfdb import perf_rows
 
@@ -18,7 +18,6 @@ TYPED = (Damaged, Unavailable)
 _FOLDER = scratch.folder()
 _IDENTITY = Identity(backend_version="1")
 _ROW = Measurement("alpha.silu", "silu|float32|0", _IDENTITY.hash, "alpha", 5, 10.0, 12.0, 0.5, 1.0, 1e9)
-_FAILURE = Failure("alpha", "silu", "", "WORKER_CRASHED", _IDENTITY.hash, 1, 1e9, 1e9)
 _ROWS, _PATCHES = b"R", b"P"
 _PLAIN = (type(None), int, float, str)
 
@@ -39,9 +38,8 @@ def run(data: bytes) -> None:
         rows = store.load("alpha", _IDENTITY)
         assert [row for row in rows if row != _ROW] == []
         perf_rows(rows, 1.0, 2e9)
-        store.failures()
         store.prune()
-        store.save([_IDENTITY], [_ROW], [_FAILURE])
+        store.save([_IDENTITY], [_ROW])
         assert store.load("alpha", _IDENTITY)[0] == _ROW
     finally:
         store.close()
@@ -50,7 +48,7 @@ def run(data: bytes) -> None:
 def _sound(path: Path) -> None:
     store, problem = Store.open(path)
     assert not problem
-    store.save([_IDENTITY], [_ROW], [_FAILURE])
+    store.save([_IDENTITY], [_ROW])
     store.close()
 
 
@@ -85,7 +83,6 @@ def _with_rows(path: Path, data: bytes) -> None:
             if isinstance(row, list) and len(row) == 11 and all(isinstance(value, _PLAIN) for value in row):
                 try:
                     db.execute("INSERT OR REPLACE INTO measurements VALUES (?,?,?,?,?,?,?,?,?,?,?)", row)
-                    db.execute("INSERT OR REPLACE INTO failures VALUES (?,?,?,?,?,?,?,?,?)", row[:9])
                 except (sqlite3.Error, OverflowError, UnicodeEncodeError):
                     continue
     db.close()

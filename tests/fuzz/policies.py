@@ -7,7 +7,7 @@ import random
 import msgpack
 import yaml
 from tests.fuzz import values
-from tests.simulator import CAPABILITIES
+from tests.simulation import CAPABILITIES
 
 from layerzero.broker.configuration import policy_source
 from layerzero.broker.selection.policy import Layer, Policy
@@ -23,7 +23,7 @@ TYPED = (ConfigError, InvalidArgument, ProtocolError)
 _FILE, _OVERLAY, _VARIABLE = b"F", b"O", b"V"
 _KNOWN = Known.of(CAPABILITIES, OPS)
 _SPEC = TensorSpec.contiguous("float32", (4,))
-_CONTEXT = SelectionContext.of("silu", (_SPEC,), (_SPEC,), {}, DeviceSpec())
+_CONTEXT = SelectionContext("silu", (_SPEC,), (_SPEC,), {}, DeviceSpec())
 
 
 def run(data: bytes) -> None:

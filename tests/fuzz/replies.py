@@ -14,8 +14,8 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.io import frame_codec
 from layerzero.ipc.errors import BackendError, ProtocolError
-from layerzero.ipc.shm.ring import RingCall
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.ring_words import RingCall
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import Ready, encode
 from layerzero.ipc.transport.plain import pack_body

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.fuzz import scratch, values
-from tests.simulator import route_body
+from tests.simulation import route_body
 
 from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.configuration.settings import Settings

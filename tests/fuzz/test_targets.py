@@ -1,4 +1,5 @@
-"""Fuzzing in CI: the corpora, with what was found in the past, then twenty seconds of libFuzzer for each target."""
+"""Fuzzing in CI: the corpora, with what was found in the past, then twenty seconds of libFuzzer for each target
+(`make test-all`)."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ def test_corpus_is_handled(target: str) -> None:
         checked(path.read_bytes())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris has no build for this Python or platform")
 @pytest.mark.parametrize("target", targets())
 def test_fuzzing_finds_nothing(target: str, tmp_path: Path) -> None:

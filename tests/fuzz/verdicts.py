@@ -23,7 +23,8 @@ _PATH = scratch.folder() / "probes" / "alpha-key.json"
 
 
 def run(data: bytes) -> None:
-    record = probe.judge(Ended(0, data, b"last words"), "alpha", "key", 1.0, 10.0, lambda kind: f"lz env probe {kind}")
+    ended = Ended(0, data, b"last words")
+    record = probe.judge(ended, "alpha", "key", 1.0, 10.0, lambda kind, _: f"lz env probe {kind}")
     probe.keep_record(_PATH, record)
     kept = probe.cached_record(_PATH)
     assert kept is not None

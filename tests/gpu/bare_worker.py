@@ -21,13 +21,15 @@ from tests.gpu.peer import PATIENCE_S, ROOT
 
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.memory import Arena
-from layerzero.ipc.cuda.pair import Offer, Trial
+from layerzero.ipc.cuda.offer import Offer
+from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import LayerZeroError, from_wire
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring import create_page as create_ring
-from layerzero.ipc.shm.timeline_page import BELLS, LANES, MASK, Turn, create_page
+from layerzero.ipc.shm.timeline_page import create_page
+from layerzero.ipc.shm.timeline_words import BELLS, LANES, MASK, Turn
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import HEADER_BYTES, Header, Kind, Ref
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -96,19 +98,13 @@ class Worker:
         control.send(self._control, message, fds)
 
     def run(self, dispatch: int, client: Client, turn: Turn, refs: bytes, kernel: str = "copy") -> None:
-        frame = wire.pack(
-            Kind.RUN, flags=wire.HAS_TURN, route=PLANS[kernel], seq=dispatch, attempt=1, aux=client.number,
-            body=refs + wire.TURN.pack(*turn),
-        )  # fmt: skip
-        self.send(frame)
+        flags, body = wire.pack_call(refs, turn)
+        self.send(wire.pack_run(flags, PLANS[kernel], dispatch, 1, client.number, body))
 
     def bind(self, client: Client, bell: int, refs: bytes, kernel: str = "copy") -> tuple[Header, bytes]:
         """Bind a call to a bell; its answer."""
-        frame = wire.pack(
-            Kind.RUN, flags=wire.HAS_BELL, route=PLANS[kernel], seq=bell + 1, attempt=1, aux=client.number,
-            body=refs + wire.BELL.pack(bell, client.order.page.binding(bell)),
-        )  # fmt: skip
-        self.send(frame)
+        flags, body = wire.pack_call(refs, bell=bell, binding=client.order.page.binding(bell))
+        self.send(wire.pack_run(flags, PLANS[kernel], bell + 1, 1, client.number, body))
         return self.answer()
 
     def mute(self, client: Client, bell: int, kernel: str = "copy") -> None:

@@ -16,7 +16,7 @@ from tests.gpu.peer import PATIENCE_S
 from tests.gpu.ring_checks import run
 
 from layerzero.ipc.errors import from_wire
-from layerzero.ipc.shm.timeline_page import RUNG, TAKEN
+from layerzero.ipc.shm.timeline_words import RUNG, TAKEN
 from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.wire import Kind
 

@@ -22,13 +22,16 @@ from typing import Any
 import msgpack
 
 from layerzero.ipc.cuda import driver as cuda
-from layerzero.ipc.cuda import pair
 from layerzero.ipc.cuda.handles import ArenaHandle, Key
 from layerzero.ipc.cuda.mappings import Mappings
 from layerzero.ipc.cuda.memory import InPlace
+from layerzero.ipc.cuda.offer import Offer
+from layerzero.ipc.cuda.offer_client import Trial
+from layerzero.ipc.cuda.offer_worker import sign
 from layerzero.ipc.cuda.streams import WorkerOrder
 from layerzero.ipc.errors import LayerZeroError, NoTransport, from_wire
-from layerzero.ipc.shm.timeline_page import OrderPage, Turn
+from layerzero.ipc.shm.timeline_page import OrderPage
+from layerzero.ipc.shm.timeline_words import Turn
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0  # a first context takes seconds on a busy machine
@@ -62,7 +65,7 @@ class Peer:
 
     def tries(self, context: cuda.Context, number: int, rung: str, **changes: Any) -> str:
         """Offer memory on a rung: why it does not reach this worker and come back, or "". `changes`: of the offer."""
-        trial = pair.Trial(context, "c1", number, rung)
+        trial = Trial(context, "c1", number, rung)
         offer = replace(trial.offer, **changes)
         reason: str = self.ask("sign", *(() if trial.fd is None else (trial.fd,)), offer=offer.to_wire(), slot=number)
         if not reason:
@@ -122,7 +125,7 @@ class Server:
     def sign(self, fd: int | None = None, *, offer: Any, slot: int) -> str:
         """Why not, or ""."""
         try:
-            pair.sign(self._mappings, pair.Offer.from_wire(offer), fd, slot)
+            sign(self._mappings, Offer.from_wire(offer), fd, slot)
         except NoTransport as exc:
             return str(exc.facts["reason"])
         return ""

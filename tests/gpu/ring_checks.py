@@ -18,10 +18,11 @@ from tests.gpu.peer import PATIENCE_S
 
 from layerzero.ipc.errors import from_wire
 from layerzero.ipc.shm import lane
-from layerzero.ipc.shm.ring import ENQUEUED, LEFT, REPLAYED
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.ring_words import ENQUEUED, LEFT, REPLAYED
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.wire import Kind, Ref, pack_refs
+from layerzero.ipc.vocabulary.worker_codes import mark
 
 
 def left(worker: Worker) -> tuple[int, int, Any]:
@@ -181,7 +182,7 @@ class RingChecks:
         turn = ring.call(0, 1)
         assert worker.process.wait(PATIENCE_S) == -signal.SIGKILL
         assert (ring.ring.taken, client.order.page.is_done(turn)) == (2, False)
-        assert worker.page.read()[0] == lane.mark(3, 2)
+        assert worker.page.read()[0] == mark(3, 2)
         client.order.page.fail(turn, 1)
 
     def test_worker_goes_on_when_a_client_is_gone(self, spawn: Spawn, connect: Connect) -> None:

@@ -17,18 +17,8 @@ from layerzero.ipc.cuda import streams as cuda_order
 from layerzero.ipc.cuda.handles import RUNGS
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
-from layerzero.ipc.shm.timeline_page import (
-    DONE,
-    LANES,
-    MASK,
-    PAGE_BYTES,
-    READY,
-    TAKEN,
-    OrderPage,
-    Turn,
-    create_page,
-    index,
-)
+from layerzero.ipc.shm.timeline_page import OrderPage, create_page
+from layerzero.ipc.shm.timeline_words import DONE, LANES, MASK, PAGE_BYTES, READY, TAKEN, Turn, index
 
 NBYTES = 64 << 10
 

@@ -17,8 +17,8 @@ from tests.gpu.peer import PATIENCE_S
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.handles import RUNGS
 from layerzero.ipc.cuda.memory import Arena
-from layerzero.ipc.cuda.pair import Trial
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.cuda.offer_client import Trial
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Kind
 

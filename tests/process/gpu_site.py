@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_gpu import GATE, driver
 
 import layerzero as lz
 from layerzero.client.gpu import memory
@@ -125,6 +126,17 @@ def close(result: Any, expected: np.ndarray) -> None:
 
 def slow(x: Any, **options: Any) -> Any:
     return lz.gelu(x, approximate="tanh", **options)
+
+
+@contextlib.contextmanager
+def held(site: Site) -> Iterator[None]:
+    """What the workers' streams are slow in ends after the block."""
+    gate = site.manifests / GATE
+    gate.touch()
+    try:
+        yield
+    finally:
+        gate.unlink()
 
 
 def report() -> lz.SelectionReport:

@@ -22,7 +22,7 @@ from unittest import mock
 import zmq
 
 import layerzero as lz
-from layerzero.client.connection import link, start
+from layerzero.client.connection import retained, start
 from layerzero.ipc.transport import control, messages, wire
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 BACKENDS = ROOT / "tests" / "backends"
 PREFIX = f"lz{os.getpid()}-"  # of all our runtime folders: it tells this process's brokers from other test runs'
 FIXED_PRIORITY = "weights: {perfdb: 0, reliability: 0}\n"  # else noise in times and past faults decide who serves
-PATIENCE_S = 30.0  # far more than anything takes here, even on a busy machine
+PATIENCE_S = 120.0  # far more than anything takes here, even on a machine with ten processes for each core
 _never = threading.Event()
 
 
@@ -43,12 +43,22 @@ def wait_until(predicate: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
     return value
 
 
+def state_of(pid: int) -> str:
+    """What the kernel calls it: S for one that waits, T for one that was stopped, Z for one that has ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def is_running(pid: int) -> bool:
     """False for an ended process, also when nobody has reaped it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state_of(pid) != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def is_paused(pid: int) -> bool:
+    """It has been stopped, or has stopped itself."""
+    return state_of(pid) == "T"
 
 
 def wait_ended(pid: int, timeout_s: float = PATIENCE_S) -> None:
@@ -229,7 +239,7 @@ class Site:
             os.kill(pid, signal.SIGTERM)
             wait_ended(pid)
         wait_until(lambda: not processes(self.folder))
-        link._quarantine.clear()  # the processes that could have written there are gone
+        retained._quarantine.clear()  # the processes that could have written there are gone
         if pid is not None:
             assert [path.name for path in self.folder.iterdir() if path.is_socket()] == []
         shutil.rmtree(self.folder)

@@ -13,10 +13,6 @@ from tests.process.harness import Site, is_running, wait_until
 
 import layerzero as lz
 
-LEFT_S = 2.0  # after that nothing of a fault may be left
-TRUE_S = 1.0  # after that health says what is so
-BUSY = 5.0  # times as long, on a machine where dozens of tests run
-
 
 def silu(x: np.ndarray) -> np.ndarray:
     wide = np.asarray(x, np.float64)
@@ -60,9 +56,9 @@ def open_of(pid: int | None) -> int:
 
 def check_settled(site: Site) -> None:
     """No call is open or running, and `ready` is said of workers that run and of no others."""
-    wait_until(lambda: not any(client["open_calls"] for client in lz.status()["clients"]), BUSY * LEFT_S)
-    wait_until(lambda: not any(row["running"] for row in lz.status()["backends"]), BUSY * LEFT_S)
-    wait_until(lambda: _is_health_true(site), BUSY * TRUE_S)
+    wait_until(lambda: not any(client["open_calls"] for client in lz.status()["clients"]))
+    wait_until(lambda: not any(row["running"] for row in lz.status()["backends"]))
+    wait_until(lambda: _is_health_true(site))
 
 
 def _is_health_true(site: Site) -> bool:

@@ -111,10 +111,10 @@ def test_policy_file_takes_effect_for_calls_that_the_client_adapts_by_itself(new
     lz.silu(x)
     assert report().backend == "dense"
     site.set_policy("strict_mode: true\n")
-    wait_until(lambda: lz.silu(x) is not None and report().backend == "alpha", timeout_s=4.0)
+    wait_until(lambda: lz.silu(x) is not None and report().backend == "alpha")
     assert report().copies == ()
     site.set_policy("")
-    wait_until(lambda: lz.silu(x) is not None and report().backend == "dense", timeout_s=4.0)
+    wait_until(lambda: lz.silu(x) is not None and report().backend == "dense")
     assert is_adapted(report(), x)
 
 

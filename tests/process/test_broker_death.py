@@ -8,19 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from tests.backends.toy import HANG, fault
-from tests.process.harness import ROOT, Site, open_files, wait_ended, wait_until
+from tests.process.harness import PATIENCE_S, ROOT, Site, open_files, wait_ended, wait_until
 from tests.process.invariants import promises, silu
 
 import layerzero as lz
 
-LOST_S = 1.0
-BUSY = 3.0  # times as long, on a machine where dozens of tests run
 KILLS = 4
 
 
@@ -34,25 +31,23 @@ def test_clients_go_on_after_each_of_many_brokers(new_site: Callable[..., Site])
         pid = site.broker_pid
         assert pid is not None
         with promises(site, is_broker_same=False) as asked:
-            ended_s: list[float] = []
+            ended: list[str] = []
 
-            def hang(name: str, ended_s: list[float] = ended_s, n: int = n) -> None:
+            def hang(name: str, ended: list[str] = ended, n: int = n) -> None:
                 with pytest.raises(lz.BrokerLost):
-                    lz.silu(np.array([fault(HANG), n], np.float32), backend=name)
-                ended_s.append(time.monotonic())
+                    lz.silu(np.array([fault(HANG), n], np.float32), backend=name, timeout_s=600)
+                ended.append(name)
 
             threads = [threading.Thread(target=hang, args=(name,)) for name in ("alpha", "beta") for _ in range(4)]
             for thread in threads:
                 thread.start()
             wait_until(lambda: sum(site.backend(name)["running"] for name in ("alpha", "beta")) == 8)
-            killed_s = time.monotonic()
             os.kill(pid, signal.SIGKILL)
             for thread in threads:
-                thread.join(20)
-            assert len(ended_s) == 8
-            assert max(ended_s) - killed_s < BUSY * LOST_S
+                thread.join(PATIENCE_S)  # long before their calls' deadline
+            assert len(ended) == 8
             for worker in workers:
-                wait_ended(worker, BUSY * 2)
+                wait_ended(worker)
             assert isinstance(asked.silu(), lz.BrokerLost)
             site.connect()
             assert asked.silu() is None
@@ -107,13 +102,16 @@ def test_a_watchdog_replaces_brokers_that_die_until_they_die_too_often(
             np.testing.assert_allclose(lz.silu(np.ones(3, np.float32)), silu(np.ones(3)), rtol=1e-6)
     os.kill(pid, signal.SIGKILL)
     assert said(process) == ("given up", pid)
-    assert process.wait(20) == 1
+    assert process.wait(PATIENCE_S) == 1
 
 
 def test_a_watchdog_ends_with_a_broker_that_was_told_to_end(watchdog: tuple[Site, subprocess.Popen[str]]) -> None:
-    """`lz down` means down."""
+    """`lz down` means down; who waits for the prompt is told that it does not come before."""
     site, process = watchdog
-    _, pid = said(process)
+    assert process.stdout is not None
+    started = json.loads(process.stdout.readline())
+    assert "stays in the foreground" in started["detail"]
+    pid = started["pid"]
     with site.environment():
         subprocess.run(
             [sys.executable, "-m", "layerzero.client.cli.app", "down"],
@@ -122,7 +120,7 @@ def test_a_watchdog_ends_with_a_broker_that_was_told_to_end(watchdog: tuple[Site
             check=True,
         )
     assert said(process) == ("ended", pid)
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert site.broker_pid is None
 
 
@@ -131,7 +129,7 @@ def test_a_watchdog_that_is_told_to_end_ends_its_broker(watchdog: tuple[Site, su
     _, process = watchdog
     _, pid = said(process)
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_S) == 0
     wait_ended(pid)
 
 
@@ -151,6 +149,6 @@ def test_a_watchdog_takes_over_a_broker_that_a_client_has_started(new_site: Call
         assert lz.status()["broker"]["stays"]
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert process.stdout is not None
         process.stdout.close()

@@ -62,8 +62,8 @@ def test_a_broker_that_probes_ends_at_once(new_site: Callable[..., Site]) -> Non
     call = lz.submit("null", backend="endless")
     wait_until(lambda: any("layerzero.workers.probe" in command for command in processes(site.folder).values()))
     os.kill(pid, signal.SIGTERM)
-    wait_ended(pid, 5)
-    wait_until(lambda: processes(site.folder) == {}, 5)
+    wait_ended(pid)
+    wait_until(lambda: processes(site.folder) == {})
     with pytest.raises(lz.BrokerLost):
         call.result()
     assert site.connect().broker_pid != pid
@@ -81,7 +81,7 @@ def test_a_signal_that_another_thread_gets_ends_the_broker_all_the_same(new_site
     assert pid is not None
     others = [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir() if int(entry.name) != pid]
     assert ctypes.CDLL(None).tgkill(pid, max(others), signal.SIGTERM) == 0
-    wait_ended(pid, 10)
+    wait_ended(pid)
 
 
 def test_a_signal_ends_a_broker_in_order_from_when_it_says_that_it_is_ready(new_site: Callable[..., Site]) -> None:

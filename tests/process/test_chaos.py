@@ -15,7 +15,7 @@ from layerzero.client.chaos.schedule import DECK
 
 SEED, SECONDS, GAP_S = 7, 20.0, 0.55  # more faults than the deck has cards: each kind strikes
 LIMIT_S = 280.0
-LOST_S = 3.0  # a call that was open when the broker was killed knows; 1 s where nobody else is busy
+LOST_S = 20.0  # a call that was open when the broker was killed knows, long before its deadline; else in milliseconds
 
 
 def lz(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,8 @@ def environ(store: Path, tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.long
+@pytest.mark.timeout(3 * LIMIT_S)
 def test_every_call_ends_once_and_right_whatever_is_broken(environ: dict[str, str], tmp_path: Path) -> None:
     """The promise of the whole thing, under kills, stops, slowness and hang-ups of each kind of process."""
     kept = tmp_path / "history"

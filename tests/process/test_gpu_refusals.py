@@ -15,9 +15,10 @@ from tests.process.harness import Site, bare_client
 
 import layerzero as lz
 from layerzero.ipc.cuda.handles import ARENA_STEP_BYTES, ArenaHandle
-from layerzero.ipc.cuda.pair import PATTERN_BYTES, Offer
+from layerzero.ipc.cuda.offer import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import LayerZeroError, from_wire
 from layerzero.ipc.shm import memory, timeline_page
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import control, messages, wire
 
 NOWHERE = "GPU-of-another-machine"
@@ -26,7 +27,7 @@ OFFER = Offer(HANDLE, bytes(PATTERN_BYTES), 1)
 SPEC = ["float32", [4], [1]]
 ROUTE = messages.Route(op="silu", inputs=[SPEC], outputs=[SPEC], attrs={})
 REFS = wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(1, 0, 64, 64)])
-TURN = wire.TURN.pack(0, 1)
+TURN = wire.pack_call(b"", Turn(0, 1))[1]
 
 Bare = tuple[socket.socket, zmq.Socket[bytes]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.backends.toy import RAISE, fault
-from tests.process.harness import BACKENDS, Site, wait_until
+from tests.process.harness import BACKENDS, PATIENCE_S, Site, wait_until
 
 import layerzero as lz
 
@@ -245,7 +245,7 @@ def test_policy_that_changes_its_mind_is_followed_within_the_lease(here: Site) -
     settle()
     wait_until(lambda: lz.silu(X) is not None and report().lane == "in_process")
     here.set_policy()
-    wait_until(lambda: lz.silu(X) is not None and report().lane == "broker", timeout_s=4.0)
+    wait_until(lambda: lz.silu(X) is not None and report().lane == "broker")
     assert (report().backend, report().notes) == ("alpha", ())
 
 
@@ -282,4 +282,4 @@ if child == 0:
 print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 """
     with here.python(code) as parent:
-        assert json.loads(parent.communicate(timeout=30)[0]) == 0
+        assert json.loads(parent.communicate(timeout=PATIENCE_S)[0]) == 0

@@ -8,18 +8,18 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.backends.toy import HANG, SLOW, fault
-from tests.process.harness import Site, wait_ended, wait_until
+from tests.backends.toy import HANG, PAUSE, fault
+from tests.process.harness import Site, is_paused, wait_ended, wait_until
 from tests.process.join_site import Keeper, can_unshare
 
 import layerzero as lz
 from layerzero.client.connection import arena, start
+from layerzero.client.tools import ready as lz_ready
 from layerzero.ipc.transport import control, messages, secret
 
 SILENCE_S = 1.0
@@ -124,6 +124,21 @@ def test_a_joined_worker_serves_and_comes_back_after_each_end(stack: Stack) -> N
     assert "no worker has joined" in stack.site.backend("gamma")["unavailable"]["detail"]
 
 
+def test_doctor_finds_a_backend_in_order_whose_worker_has_joined(stack: Stack) -> None:
+    """What is installed beside the broker does not matter; who has not joined is told with the command that helps."""
+
+    def checks() -> dict[str, lz_ready.Check]:
+        report = lz.readiness_check(backends=["alpha", "gamma"], starts_workers=False)
+        return {check.name: check for check in report.checks if check.name.startswith("environment ")}
+
+    stack.join()
+    stack.wait_ready()
+    alpha, gamma = checks()["environment alpha"], checks()["environment gamma"]
+    assert (alpha.ok, alpha.repair, "1 worker joined" in alpha.detail) == (True, "", True)
+    assert (gamma.ok, gamma.detail) == (False, "NOT_JOINED: no worker has joined")
+    assert gamma.repair == "run where it is installed: python -m layerzero.workers.join --backend gamma"
+
+
 def test_a_container_that_dies_in_a_call_costs_one_attempt(stack: Stack) -> None:
     """The kernel closes its connections, which confirms that it writes no more: the same memory goes to the next."""
     keeper = stack.join()
@@ -142,7 +157,7 @@ def test_a_hanging_kernel_of_a_joined_worker_is_killed_by_its_keeper(stack: Stac
     """A container stays when the library in it does not answer; the worker in it is a new one."""
     keeper = stack.join(is_pid_1=can_unshare())
     stack.wait_ready()
-    report = call(struck(HANG), timeout_s=0.3)
+    report = call(struck(HANG), timeout_s=1)
     failed, served = report.attempts
     assert (failed.outcome, failed.exit_signal, served.backend) == ("DEADLINE", signal.SIGKILL, "beta")
     stack.wait_ready()
@@ -158,7 +173,7 @@ def test_a_paused_container_costs_its_calls_their_memory_and_no_wrong_result(sta
     stack.wait_ready()
     call(backend="beta")  # it is warm
     slots = arena.pool.stats()["slots"]
-    x = struck(SLOW)
+    x = struck(PAUSE)
     results: list[np.ndarray] = []
     reports: list[lz.SelectionReport | None] = []
 
@@ -167,11 +182,9 @@ def test_a_paused_container_costs_its_calls_their_memory_and_no_wrong_result(sta
         reports.append(lz.last_report())
 
     thread = in_thread(work)
-    wait_until(lambda: stack.site.backend("alpha")["running"] == 1)
+    wait_until(lambda: any(map(is_paused, keeper.children())))  # it is in the call
     keeper.pause()
-    start_s = time.monotonic()
     thread.join()
-    assert time.monotonic() - start_s < SILENCE_S + 3
     (report,) = reports
     assert report is not None
     assert [a.backend for a in report.attempts] == ["alpha", "beta"]

@@ -191,7 +191,7 @@ def test_a_route_is_forgotten_only_when_no_thread_can_call_on_it(monkeypatch: py
     def others_call_first(submitted: Submitted) -> int:
         if threading.get_ident() == main:
             for _ in range(2 * routes.MAX_ROUTES):
-                assert others.submit(lz.silu, np.ones(next(shapes), np.float32)).result(timeout=30) is not None
+                assert others.submit(lz.silu, np.ones(next(shapes), np.float32)).result(timeout=PATIENCE_S) is not None
         return send(submitted)
 
     with ThreadPoolExecutor(1) as others:
@@ -216,4 +216,4 @@ def test_threads_with_more_shapes_than_are_kept_get_their_answers(monkeypatch: p
 
     with ThreadPoolExecutor(8) as threads:
         for done in [threads.submit(work, n) for n in range(8)]:
-            done.result(timeout=60)
+            done.result(timeout=PATIENCE_S)

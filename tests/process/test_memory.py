@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -31,6 +32,17 @@ def report() -> lz.SelectionReport:
     found = lz.last_report()
     assert found is not None
     return found
+
+
+def shared_bytes() -> int:
+    """What the kernel holds for this process's arenas."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(entry) == "/memfd:layerzero (deleted)":
+                stat = entry.stat()
+                found[stat.st_ino] = 512 * stat.st_blocks
+    return sum(found.values())
 
 
 def address(array: np.ndarray) -> int:
@@ -72,6 +84,44 @@ class TestZeroCopy:
         x[...] = 1
         lz.silu(x)
         assert report().copies == ()
+
+    def test_more_than_the_machine_has_is_out_of_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernel has no limit for shared memory: it would fill the machine and then kill some process. Nothing may
+        be reserved before memory was asked for, so reserving ends this test in case it is tried."""
+
+        def reserve(fd: int, offset: int, nbytes: int) -> None:
+            raise AssertionError(f"{nbytes} bytes would have been reserved")
+
+        monkeypatch.setattr(os, "posix_fallocate", reserve)
+        with pytest.raises(lz.OutOfMemory, match="4 TiB of shared memory are asked for, and the machine has") as caught:
+            lz.empty((1 << 40,))
+        assert caught.value.facts["nbytes"] == 1 << 42 > caught.value.facts["available_bytes"]
+
+    @pytest.mark.parametrize("call", [lz.silu, lz.share, lz.empty_like, lambda x: lz.silu(x[::2])])
+    def test_copies_results_and_shares_ask_for_memory_too(
+        self, monkeypatch: pytest.MonkeyPatch, call: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        """Here by a margin that no machine has; the session serves the next call."""
+        pool.stats()  # closes what earlier tests left; of the rest, nothing has room for this
+        x = np.zeros(100 << 20, np.float32)
+        monkeypatch.setenv("LAYERZERO_MEMORY_MARGIN_MIB", str(1 << 30))
+        with pytest.raises(lz.OutOfMemory, match="MiB of shared memory are asked for"):
+            call(x)
+        monkeypatch.delenv("LAYERZERO_MEMORY_MARGIN_MIB")
+        assert lz.silu(x[:10]).shape == (10,)
+
+    def test_freed_results_give_their_pages_back(self) -> None:
+        """A service that kept a large batch once must not hold its memory for ever; up to 256 MiB are kept for the next
+        calls. The broker and the worker have maps of the same pages, and a result that is kept is untouched."""
+        x = lz.share(numbers(1 << 20))
+        results = [lz.silu(x) for _ in range(120)]
+        assert shared_bytes() > 480 << 20
+        kept = results[60]
+        del results
+        assert shared_bytes() <= (256 + 4 + 4) << 20
+        again = [lz.silu(x) for _ in range(120)]
+        for result in (kept, *again[::40]):
+            np.testing.assert_allclose(result, silu(x), rtol=1e-5)
 
     def test_copies_are_reported_with_bytes_and_reason(self) -> None:
         """A copy nobody knows of is a performance bug nobody finds."""

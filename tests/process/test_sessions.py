@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from tests.backends.toy import HANG, RAISE, fault
-from tests.process.harness import Site, bare_client, is_running, wait_ended, wait_until
+from tests.backends.toy import HANG, PAUSE, RAISE, fault
+from tests.process.harness import PATIENCE_S, Site, bare_client, is_paused, is_running, wait_ended, wait_until
 
 import layerzero as lz
 from layerzero.ipc.shm import memory
@@ -46,7 +46,7 @@ def check(x: np.ndarray, result: np.ndarray) -> None:
 def test_processes_share_one_broker(connected: Site) -> None:
     """One set of workers, one view of what is broken."""
     other = connected.python("print(lz.connect().broker_pid, lz.session().broker_pid)")
-    assert other.communicate(timeout=30)[0].split() == [str(lz.session().broker_pid)] * 2
+    assert other.communicate(timeout=PATIENCE_S)[0].split() == [str(lz.session().broker_pid)] * 2
     assert connected.connect() is lz.session()
 
 
@@ -156,7 +156,7 @@ def test_sixteen_threads_get_their_own_answers() -> None:
 
     with ThreadPoolExecutor(16) as threads:
         for done in [threads.submit(work, seed) for seed in range(16)]:
-            done.result(timeout=100)
+            done.result(timeout=PATIENCE_S)
 
 
 class Gate(threading.Event):
@@ -191,13 +191,13 @@ def test_a_waiting_thread_takes_over_reading_even_from_one_that_was_slow_to_wake
             os.kill(beta, signal.SIGCONT)
             wait_until(lambda: pending.is_done)
             os.kill(alpha, signal.SIGCONT)
-            check(X, first.result(timeout=20))
+            check(X, first.result(timeout=PATIENCE_S))
         finally:
             event.gate.set()
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-        check(X, second.result(timeout=20))
-        check(X, third.result(timeout=20))
+        check(X, second.result(timeout=PATIENCE_S))
+        check(X, third.result(timeout=PATIENCE_S))
 
 
 @pytest.mark.usefixtures("connected")
@@ -220,10 +220,10 @@ def test_futures_can_be_asked_in_any_order_and_awaited() -> None:
 def test_done_becomes_true_without_anyone_waiting() -> None:
     """Polling is how event loops and progress bars look at futures."""
     future = lz.submit(lz.silu, X)
-    wait_until(future.done, 10)
+    wait_until(future.done)
     check(X, future.result())
     failing = lz.submit(lz.silu, np.array([fault(RAISE)]), backend="alpha")
-    wait_until(failing.done, 10)
+    wait_until(failing.done)
     for _ in range(2):
         with pytest.raises(lz.BackendError):
             failing.result()
@@ -231,8 +231,10 @@ def test_done_becomes_true_without_anyone_waiting() -> None:
 
 def test_a_future_can_be_asked_for_a_while_and_again(connected: Site) -> None:
     """Servers poll with a limit of their own; running out of it must not cost the call."""
-    connected.wait_ready("gamma")
-    future = lz.submit(lz.silu, np.array([fault(HANG), 1, 2], np.float32), backend="gamma", timeout_s=1.5)
+    (gamma,) = connected.wait_ready("gamma")
+    before = lz.submit(lz.silu, np.array([fault(PAUSE), 1, 2], np.float32), backend="gamma", timeout_s=600)
+    wait_until(lambda: is_paused(gamma))
+    future = lz.submit(lz.silu, np.array([fault(HANG), 1, 2], np.float32), backend="gamma", timeout_s=0.5)
     assert repr(future) == "<lz.Future of silu: running>"
     for timeout in (0, 0.05):
         with pytest.raises(TimeoutError, match="silu is still running"):
@@ -243,9 +245,11 @@ def test_a_future_can_be_asked_for_a_while_and_again(connected: Site) -> None:
         with pytest.raises(TimeoutError):
             future.result(timeout=0.05)
         other = lz.submit(lz.silu, X, backend="alpha")
-        check(X, other.result(timeout=20))
+        check(X, other.result(timeout=PATIENCE_S))
+        os.kill(gamma, signal.SIGCONT)
         with pytest.raises(lz.DeadlineExceeded, match="larger timeout_s") as failure:
-            asked.result(timeout=20)
+            asked.result(timeout=PATIENCE_S)
+    before.result()
     assert repr(future) == "<lz.Future of silu: failed, DEADLINE>"
     assert future.report is failure.value.report
     assert repr(other) == "<lz.Future of silu: done>"
@@ -357,14 +361,15 @@ def test_more_open_calls_than_allowed_are_busy(new_site: Callable[..., Site]) ->
     """A queue without a limit hides overload until memory is gone; one that is full says so and recovers."""
     site = new_site(max_in_flight=4, standby=0, backoff_s=0.01)
     site.connect()
-    site.wait_ready("alpha")
-    hanging = [lz.submit(lz.silu, np.array([fault(HANG), i]), backend="alpha", timeout_s=0.1) for i in range(4)]
+    (alpha,) = site.wait_ready("alpha")
+    os.kill(alpha, signal.SIGSTOP)
+    waiting = [lz.submit(lz.silu, X, backend="alpha", timeout_s=600) for _ in range(4)]
     with pytest.raises(lz.Busy, match="allowed: 4") as failure:
         lz.silu(X)
     assert failure.value.facts["limit"] == 4
-    for call in hanging:
-        with pytest.raises(lz.BackendError):
-            call.result()
+    os.kill(alpha, signal.SIGCONT)
+    for call in waiting:
+        check(X, call.result())
     check(X, lz.silu(X))
 
 
@@ -383,22 +388,22 @@ def test_who_submits_without_waiting_is_slowed_down_and_not_cut_off() -> None:
 
 def test_disconnect_ends_open_calls_as_cancelled(connected: Site) -> None:
     """Whoever waits in another thread must be told, at once; the memory of the call is not used again."""
-    connected.wait_ready("gamma")
+    (gamma,) = connected.wait_ready("gamma")
     session = lz.session()
-    waiting = threading.Event()
 
-    def hang() -> None:
-        future = lz.submit(lz.silu, np.array([fault(HANG), 1], np.float32), backend="gamma", timeout_s=0.5)
-        waiting.set()
-        future.result()
+    def wait_for(first: float) -> None:
+        lz.submit(lz.silu, np.array([first, 1], np.float32), backend="gamma", timeout_s=600).result()
 
     with ThreadPoolExecutor(3) as threads:
-        calls = [threads.submit(hang) for _ in range(3)]
+        calls = [threads.submit(wait_for, fault(PAUSE))]
+        wait_until(lambda: is_paused(gamma))
+        calls += [threads.submit(wait_for, 1.0) for _ in range(2)]
         wait_until(lambda: connected.backend("gamma")["running"] == 3)
         lz.disconnect()
         for call in calls:
             with pytest.raises(lz.Cancelled, match="session was closed"):
-                call.result(timeout=10)
+                call.result(timeout=PATIENCE_S)
+    os.kill(gamma, signal.SIGCONT)
     with pytest.raises(lz.NotConnected, match=r"lz\.connect\(\)"):
         lz.silu(X)
     with pytest.raises(lz.NotConnected, match=r"lz\.connect\(\)"):
@@ -406,11 +411,11 @@ def test_disconnect_ends_open_calls_as_cancelled(connected: Site) -> None:
     lz.disconnect()
     connected.connect()
     check(X, lz.silu(X))
-    from layerzero.client.connection import link
+    from layerzero.client.connection import retained
 
-    assert len(link._quarantine) == 3
+    assert len(retained._quarantine) == 3
     wait_until(lambda: connected.backend("gamma")["running"] == 0)
-    link._quarantine.clear()  # that worker is dead now
+    retained._quarantine.clear()  # that worker is dead now
 
 
 def test_disconnecting_under_load_neither_hangs_nor_crashes(connected: Site) -> None:
@@ -429,12 +434,12 @@ def test_disconnecting_under_load_neither_hangs_nor_crashes(connected: Site) -> 
             for _ in range(20):
                 lz.status()
             lz.disconnect()
-            assert {c.result(timeout=20) for c in calls} <= {"CANCELLED", "NOT_CONNECTED"}
+            assert {c.result(timeout=PATIENCE_S) for c in calls} <= {"CANCELLED", "NOT_CONNECTED"}
             connected.connect()
-    from layerzero.client.connection import link
+    from layerzero.client.connection import retained
 
     wait_until(lambda: all(b["running"] + b["waiting"] == 0 for b in lz.status()["backends"]))
-    link._quarantine.clear()
+    retained._quarantine.clear()
 
 
 @pytest.mark.usefixtures("connected")
@@ -551,7 +556,7 @@ def test_a_client_that_breaks_the_protocol_is_dropped_alone(connected: Site) -> 
         for frame in frames:
             dealer.send(frame)
         try:
-            wait_until(lambda sock=sock: sock.recv(1 << 16) == b"", 5)  # type: ignore[misc]
+            wait_until(lambda sock=sock: sock.recv(1 << 16) == b"")  # type: ignore[misc]
         except (AssertionError, TimeoutError):
             pytest.fail(f"{frames} is accepted")
         dealer.close(linger=0)
@@ -606,9 +611,9 @@ def test_a_flood_of_silent_connections_shuts_nobody_out(connected: Site) -> None
     before = len(os.listdir(f"/proc/{connected.broker_pid}/fd"))
     flood = [control.connect(connected.endpoints.control, timeout_s=5) for _ in range(300)]
     lz.status()  # whoever connected before this was asked is accepted by now
-    wait_until(lambda: len(os.listdir(f"/proc/{connected.broker_pid}/fd")) < before + 80, 3)
+    wait_until(lambda: len(os.listdir(f"/proc/{connected.broker_pid}/fd")) < before + 80)
     other = connected.python("lz.connect()\nprint(lz.null(backend='alpha'))")
-    assert other.communicate(timeout=30)[0].split() == ["None"]
+    assert other.communicate(timeout=PATIENCE_S)[0].split() == ["None"]
     for sock in flood:
         sock.close()
     check(X, lz.silu(X))

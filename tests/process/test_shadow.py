@@ -132,7 +132,7 @@ def test_worn_kernel_is_quarantined_and_reports_say_why(store: Path) -> None:
         assert {line["kernel_id"] for line in site.events("kernel.quarantined")} == {"worn.silu"}  # checks overlap
         assert session.shadow.rate == 1.0
         site.set_policy()
-        wait_until(lambda: lz.silu(X) is not None and session.shadow.rate == 0.0, timeout_s=4.0)
+        wait_until(lambda: lz.silu(X) is not None and session.shadow.rate == 0.0)
         session.ask("reset", backend="worn")
         assert worn(site) == []
     finally:

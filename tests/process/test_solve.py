@@ -62,6 +62,29 @@ def test_the_table_has_the_fastest_kernel_of_each_size_and_rules_when_policy_nam
 
 
 @pytest.mark.usefixtures("connected")
+def test_calls_that_have_not_settled_are_named_last(tmp_path: Path) -> None:
+    """A table of one sample each decides for good; its reader must know."""
+    report = lz.solve([silu(4), silu(8)], path=tmp_path / "table.json", budget_s=1e-6)
+    assert report.unsettled == ("silu(4x8:float32)",)
+    assert str(report).endswith(
+        "1 of 2 calls have not settled: silu(4x8:float32); solve again with a larger budget_s than 1e-06"
+    )
+
+
+def test_starts_of_workers_are_no_part_of_the_budget(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    """They take seconds; the first call's share was gone before anything had been timed, and one run of it decided."""
+    site = new_site()
+    load = "def load() -> Loaded:\n"
+    late = provider("None").replace(load, f"{load}    threading.Event().wait(3)\n")
+    site.add_backend("late", priority=90, provider=late)
+    site.start().connect()
+    report = lz.solve([silu(4), silu(8)], path=tmp_path / "table.json", budget_s=4.0)
+    counts = [kernel.kernel.count for call in report.measured.calls for kernel in call.kernels if kernel.kernel]
+    assert len(counts) == 8
+    assert min(counts) > 1
+
+
+@pytest.mark.usefixtures("connected")
 def test_without_a_path_it_lies_in_the_store(broker: Site) -> None:
     """And the report says what puts it in force."""
     report = lz.solve("null", budget_s=2.0)

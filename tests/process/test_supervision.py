@@ -16,10 +16,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.backends.toy import HANG, KILL, fault
-from tests.process.harness import Site, is_running, processes, wait_ended, wait_until
+from tests.process.harness import (
+    PATIENCE_S,
+    Site,
+    is_paused,
+    is_running,
+    processes,
+    state_of,
+    wait_ended,
+    wait_until,
+)
 
 import layerzero as lz
-from layerzero.client.connection import link
+from layerzero.client.connection import link, retained
 from layerzero.client.connection.arena import pool
 
 X = np.array([1, 2, 3], np.float32)
@@ -59,7 +68,7 @@ def test_a_stopped_worker_is_killed_at_the_deadline(connected: Site) -> None:
     """SIGSTOP looks alive to everything but a deadline."""
     alpha, _ = connected.wait_ready("alpha", "beta")
     os.kill(alpha, signal.SIGSTOP)
-    np.testing.assert_allclose(lz.silu(X, timeout_s=0.2), silu(X), rtol=1e-6)
+    np.testing.assert_allclose(lz.silu(X, timeout_s=1), silu(X), rtol=1e-6)
     report = lz.last_report()
     assert report is not None
     assert [(a.backend, a.outcome, a.exit_signal) for a in report.attempts] == [
@@ -78,7 +87,7 @@ def test_what_a_worker_started_ends_with_it(new_site: Callable[..., Site]) -> No
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     assert len(children) == 1
     os.kill(pid, signal.SIGKILL)
-    wait_ended(int(children[0]), 2)
+    wait_ended(int(children[0]))
 
 
 def test_a_crash_loop_ends_in_disabled_with_cause_and_repair(new_site: Callable[..., Site]) -> None:
@@ -112,7 +121,7 @@ BROKEN = {
     "raises": ("def load():\n    raise ImportError(\"No module named 'quux'\")\n", "No module named 'quux'"),
     "dies": ("import os, signal\ndef load():\n    os.kill(os.getpid(), signal.SIGKILL)\n", "SIGKILL"),
     "lies": ("from tests_no_such import nothing\n", "tests_no_such"),
-    "hangs": ("import threading\ndef load():\n    threading.Event().wait()\n", "did not end within 2 s"),
+    "hangs": ("import threading\ndef load():\n    threading.Event().wait()\n", "did not end within 6 s"),
 }
 TOY = (Path(__file__).parents[1] / "backends" / "toy.py").read_text()
 PARENT = TOY.replace("def load()", "import subprocess\nsubprocess.Popen(['sleep', '600'])\n\n\ndef load()")
@@ -124,7 +133,7 @@ UNREADY = TOY.replace(
 
 def test_backends_that_cannot_load_are_disabled_one_by_one(new_site: Callable[..., Site]) -> None:
     """A broken environment is a configuration failure: tried once, named with its repair, harmless to the others."""
-    site = new_site(standby=8, start_timeout_s=2)
+    site = new_site(standby=8, start_timeout_s=6)
     for name, (source, _) in BROKEN.items():
         site.add_backend(f"{name}-in-load", provider=source)
     site.connect()
@@ -136,7 +145,7 @@ def test_backends_that_cannot_load_are_disabled_one_by_one(new_site: Callable[..
         status = wait_until(lambda name=name: _disabled(site, f"{name}-in-load"))  # type: ignore[misc]
         assert status["unavailable"]["code"] == "BACKEND_IMPORT_FAILED"
         assert cause in status["cause"]
-        assert f"repair: lz env probe {name}-in-load" in status["unavailable"]["detail"]
+        assert status["unavailable"]["repair"].startswith(f"lz env probe {name}-in-load")
         assert status["restarts"] == 0
         with pytest.raises(lz.NoBackend, match="BACKEND_IMPORT_FAILED"):
             lz.silu(X, backend=f"{name}-in-load")
@@ -182,9 +191,10 @@ def test_an_unbuilt_environment_names_the_command_that_builds_it(connected: Site
     assert (status["state"], status["built"]) == ("absent", False)
     assert status["unavailable"] == {
         "code": "NOT_INSTALLED",
-        "detail": "its environment is not built; run: lz env build torch",
+        "detail": "its environment is not built",
+        "repair": "lz env build torch",
     }
-    with pytest.raises(lz.NoBackend, match="run: lz env build torch"):
+    with pytest.raises(lz.NoBackend, match=r"^gelu: no kernel accepts this call; repair: lz env build torch\n"):
         lz.gelu(X)
 
 
@@ -192,32 +202,29 @@ def test_an_unbuilt_environment_names_the_command_that_builds_it(connected: Site
 
 
 def test_broker_death_is_seen_at_once_and_leaves_no_worker(new_site: Callable[..., Site]) -> None:
-    """A call in flight ends in BrokerLost, nothing keeps running, and connecting again brings everything back."""
+    """A call in flight ends in BrokerLost, long before its deadline, nothing keeps running, and connecting again brings
+    everything back."""
     site = new_site()
     session = site.connect()
     alpha, beta = site.wait_ready("alpha", "beta")
     errors: list[BaseException] = []
-    lost_s: list[float] = []
 
     def hang() -> None:
         try:
-            lz.silu(np.array([fault(HANG), 1], np.float32), backend="alpha")
+            lz.silu(np.array([fault(HANG), 1], np.float32), backend="alpha", timeout_s=600)
         except BaseException as exc:
-            lost_s.append(time.monotonic())
             errors.append(exc)
 
     threads = [threading.Thread(target=hang) for _ in range(3)]
     for thread in threads:
         thread.start()
     wait_until(lambda: site.backend("alpha")["running"] == 3)
-    killed_s = time.monotonic()
     os.kill(session.broker_pid, signal.SIGKILL)
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(PATIENCE_S)
     assert [type(e) for e in errors] == [lz.BrokerLost] * 3
-    assert max(lost_s) - killed_s < 1
     for pid in (alpha, beta):
-        wait_ended(pid, 2)
+        wait_ended(pid)
     with pytest.raises(lz.BrokerLost, match=r"lz\.connect\(\)"):
         lz.silu(X)
     again = site.connect()
@@ -250,11 +257,13 @@ def test_a_stopped_broker_that_goes_on_kills_no_healthy_worker(new_site: Callabl
     alpha, _ = site.wait_ready("alpha", "beta")
     lz.silu(X)
     os.kill(alpha, signal.SIGSTOP)
-    future = lz.submit(lz.silu, X)
+    out = lz.empty(X.shape)
+    future = lz.submit(lz.silu, X, out=out)
     wait_until(lambda: site.backend("alpha")["running"] == 1)
     start_s = time.monotonic()
     os.kill(session.broker_pid, signal.SIGSTOP)
     os.kill(alpha, signal.SIGCONT)  # it answers, and the deadline passes, while the broker sees nothing of either
+    wait_until(lambda: np.allclose(out, silu(X)) and state_of(alpha) == "S")
     wait_until(lambda: time.monotonic() > start_s + 1.2)
     os.kill(session.broker_pid, signal.SIGCONT)
     np.testing.assert_allclose(future.result(), silu(X), rtol=1e-6)
@@ -274,14 +283,14 @@ def test_a_broker_that_stands_still_is_given_up_and_its_calls_memory_is_not_reus
     os.kill(session.broker_pid, signal.SIGSTOP)
     future = lz.submit(lz.silu, X, timeout_s=0.2)
     with pytest.raises(lz.BrokerLost, match=r"said nothing for 0\.5 s.*lz down --force"):
-        future.result(timeout=20)
+        future.result(timeout=PATIENCE_S)
     assert not session.is_alive
     with pytest.raises(lz.BrokerLost):
         lz.silu(X)
     del future
     gc.collect()
     assert pool.stats()["slots"] == slots + 2
-    assert [until_s for until_s, _ in link._quarantine] == [math.inf]
+    assert [until_s for until_s, _ in retained._quarantine] == [math.inf]
 
 
 def test_a_call_that_takes_longer_than_its_broker_may_be_silent_is_waited_for(
@@ -299,7 +308,7 @@ def test_a_call_that_takes_longer_than_its_broker_may_be_silent_is_waited_for(
         second.result(timeout=1)
     os.kill(alpha, signal.SIGCONT)
     for future in (second, first):
-        np.testing.assert_allclose(future.result(timeout=20), silu(X), rtol=1e-6)
+        np.testing.assert_allclose(future.result(timeout=PATIENCE_S), silu(X), rtol=1e-6)
 
 
 # --- a client's death
@@ -307,11 +316,11 @@ def test_a_call_that_takes_longer_than_its_broker_may_be_silent_is_waited_for(
 
 CLIENT = """
 import sys, numpy as np
-from tests.backends.toy import HANG, fault
+from tests.backends.toy import PAUSE, fault
 lz.connect()
 held = lz.share(np.ones(1 << 20, np.float32))
 lz.silu(held)
-call = lz.submit(lz.silu, np.array([fault(HANG), 7], np.float32), backend="gamma", timeout_s={timeout_s})
+call = lz.submit(lz.silu, np.array([fault(PAUSE), 7], np.float32), backend="gamma", timeout_s=600)
 if {forks}:
     import os, signal
     if os.fork() == 0:
@@ -325,22 +334,23 @@ sys.stdin.read()
 def test_a_clients_death_in_a_call_gives_everything_back(connected: Site, forks: bool) -> None:
     """The broker drops its arenas once no worker can write there; the others notice nothing. A child that the client
     forked has copies of its sockets and must not keep it alive."""
-    connected.wait_ready("alpha", "beta", "gamma")
+    _, _, gamma = connected.wait_ready("alpha", "beta", "gamma")
     lz.silu(X)
     mine = lz.status()["clients"]
     held = _arenas_held(connected.broker_pid)
-    client = connected.python(CLIENT.format(timeout_s=0.3, forks=forks), stdin=subprocess.PIPE, process_group=0)
+    client = connected.python(CLIENT.format(forks=forks), stdin=subprocess.PIPE, process_group=0)
     assert client.stdout is not None
     assert client.stdin is not None
     try:
         client.stdout.readline()
-        wait_until(lambda: connected.backend("gamma")["running"] == 1)
+        wait_until(lambda: is_paused(gamma))
         (theirs,) = [c for c in lz.status()["clients"] if c not in mine]
         assert theirs["bytes"] >= 4 << 20
         client.kill()
         client.wait()
         wait_until(lambda: [c["number"] for c in lz.status()["clients"]] == [c["number"] for c in mine])
         np.testing.assert_allclose(lz.silu(X), silu(X), rtol=1e-6)
+        os.kill(gamma, signal.SIGCONT)
         wait_until(lambda: connected.backend("gamma")["running"] == 0)
         connected.wait_ready("gamma")
         assert _arenas_held(connected.broker_pid) == held

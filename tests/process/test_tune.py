@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.harness import BACKENDS, Site, wait_until
+from tests.process.harness import BACKENDS, PATIENCE_S, Site, wait_until
 from tests.process.test_cli import command, data
 from tests.process.test_cli import lz as run_lz
 
 import layerzero as lz
-from layerzero.client.arrays.arrays import describe
+from layerzero.client.arrays.recognition import describe
 from layerzero.client.tools import tune as tuning
 from layerzero.client.tools.inputs import random_inputs
 from layerzero.client.tools.tune_report import Times, TunedCall, TunedKernel, TuneReport
@@ -228,9 +228,9 @@ def test_ctrl_c_prints_what_was_measured(new_site: Callable[..., Site]) -> None:
         **command(site, ("tune", "silu", "4x8:float32", "--budget", "600", "--json")), stdout=subprocess.PIPE
     ) as process:
         site.connect()
-        wait_until(lambda: site.backend("slow")["answered"] > tuning.WARM_UPS + 1)  # one round is complete
+        wait_until(lambda: site.backend("slow")["answered"] > tuning.WARM_UPS + 1, 100)  # one round is complete
         process.send_signal(signal.SIGINT)
-        stdout, _ = process.communicate(timeout=60)
+        stdout, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     report = json.loads(stdout)
     assert report["was_interrupted"]

@@ -4,7 +4,8 @@ What the driver promises about order holds: work of a stream runs later, in its 
 that is exported is the same memory elsewhere. Numbers that only a GPU has (times, limits) mean nothing here. As a
 backend's provider it runs NumPy kernels on such streams; LZ_TOY_NAME says which backend it is.
 
-gelu of SLOW elements keeps its stream busy for SLOW_S first. layer_norm with an eps of FAULTS strikes in backend "one".
+gelu of SLOW elements keeps its stream busy for SLOW_S first, and for as long as there is a file GATE beside the
+provider, so that tests meet calls under way. layer_norm with an eps of FAULTS strikes in backend "one".
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 UUID = "GPU-50f70000-0000-0000-0000-000000000000"
 SLOW, SLOW_S = 4099, 0.2
+GATE = "gate"
 ILLEGAL, RAISE, STUCK = FAULTS = (0.4375, 0.109375, 0.21875)
 _HANDLE = struct.Struct("<IIQ")  # pid, descriptor, bytes
 _ILLEGAL_ADDRESS, _INVALID_CONTEXT, _ILLEGAL_STATE = 700, 201, 401
@@ -547,10 +549,13 @@ def _gelu(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[]
     import numpy as np
 
     is_tanh = call.attrs["approximate"] == "tanh"
+    gate = os.path.join(os.path.dirname(__file__), GATE)
 
     def run() -> None:
         if out.size == SLOW:
             time.sleep(SLOW_S)
+            while os.path.exists(gate):
+                time.sleep(0.001)
         x = inputs[0].astype(np.float64)
         if is_tanh:
             out[...] = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

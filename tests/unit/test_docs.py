@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
 
 import pytest
+
+from layerzero.client.facade import ops
+from layerzero.ipc.vocabulary.ops import OPS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "layerzero"  # documents name the files of the package from here
@@ -19,6 +23,12 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
     """A table that walks the code is worth nothing once it leads astray."""
     named = set(FILE.findall(document.read_text(encoding="utf-8")))
     assert not [name for name in sorted(named) if not any((top / name).exists() for top in (ROOT, SOURCE))]
+
+
+def test_every_op_has_its_section() -> None:
+    """docs/ops.md is where users read what an op means, and what its kernels are held to."""
+    document = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    assert [line[3:] for line in document.splitlines() if line[3:] in OPS] == list(OPS)
 
 
 EXAMPLE = ROOT / "examples" / "third-party-backend"
@@ -42,3 +52,21 @@ def test_guide_shows_the_descriptor_and_the_entry_point_of_the_example() -> None
     tables = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)[1].strip().split("\n\n")
     project = (EXAMPLE / "pyproject.toml").read_text()
     assert [table in project for table in tables] == [True, True]
+
+
+OPS_PAGE = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_are_documented_with_the_parameters_that_they_have(name: str) -> None:
+    """Names, order, defaults and which are keywords only; out=, backend= and timeout_s= are told of once for all."""
+    found = re.search(rf"^    ({name}\(.*?\))$", OPS_PAGE.partition(f"\n## {name}\n")[2], re.DOTALL | re.MULTILINE)
+    assert found
+    parameters = " ".join(found[1][len(name) + 1 : -1].split())
+    said = inspect.signature(eval(f"lambda {parameters}: None"))  # noqa: S307  # of our own page
+    have = inspect.signature(getattr(ops, name))
+    plain = [p.replace(annotation=p.empty) for p in have.parameters.values() if p.name not in COMMON]
+    assert str(said) == str(have.replace(parameters=plain, return_annotation=have.empty))
+
+
+COMMON = ("out", "backend", "timeout_s")

@@ -15,6 +15,7 @@ from tests.structure import SOURCE
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "ipc": (set(), {"msgpack", "zmq"}),
     "capabilities": ({"ipc"}, {"pydantic"}),
+    # What is built is what a broker would take: descriptors have one reader, which is pure.
     "envs": ({"capabilities", "ipc"}, {"packaging", "platformdirs", "pydantic", "rich", "typer"}),
     "workers": ({"ipc"}, {"msgpack", "zmq"}),
     "broker": (
@@ -29,9 +30,8 @@ EXTRA: dict[str, set[str]] = {
     "client/cli": {"", "envs", "platformdirs", "typer"},
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.
     "client/cli/policy.py": {"broker", "rich"},
-    # Which backends from outside may be built is a matter of policy, which the broker's code reads; their descriptors
-    # are checked before they are recorded.
-    "envs/cli/additions.py": {"broker"},
+    # Which backends from outside may be built is a matter of policy, which the broker's code reads.
+    "client/cli/env.py": {"broker"},
     "client/session": {"workers"},  # in-process calls run providers as a worker does
     "client/tools/isolated.py": {"", "envs"},
     "envs/matrix/child_tests.py": {"pytest"},
@@ -47,6 +47,10 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("broker", "zmq"): {"broker/io"},
     ("broker", "subprocess"): {"broker/processes"},
     ("broker", "sqlite3"): {"broker/storage"},
+    # Bytes of other processes are parsed in ipc.
+    ("broker", "struct"): set(),
+    ("client", "struct"): {"client/arrays/recognition.py"},  # sizes of C's types
+    ("workers", "struct"): set(),
 }
 # What decides does nothing else: no clock, no files, no sockets, nor does anything that it loads.
 PURE = ("broker/core", "broker/selection")
@@ -186,12 +190,21 @@ def test_nothing_turns_bytes_into_code(file: str) -> None:
             assert not is_shell, f"{file}:{node.lineno}: shell=True"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in ("ipc/cuda/driver.py", "ipc/cuda/abi.py")])
+CUDA_DRIVER = {"ipc/cuda/driver.py", "ipc/cuda/abi.py", "ipc/cuda/library.py"}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in CUDA_DRIVER])
 def test_one_module_calls_the_cuda_driver(file: str) -> None:
     """The rest speaks of memory and order; a second caller would need all the care of the first."""
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert not DRIVER_FUNCTION.fullmatch(node.value), f"{file}:{node.lineno}: {node.value}"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "ipc/transport/plain.py"])
+def test_one_module_reads_msgpack(file: str) -> None:
+    """It bounds how deep a value is and what its keys are; a second reader would take what this one refuses."""
+    assert not [node for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute) and node.attr == "unpackb"]
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if "yaml" in imported(file)])

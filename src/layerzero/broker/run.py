@@ -54,7 +54,7 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
         keep_in(endpoints.log)
     gpus = detect_gpus()
     try:
-        launcher = Launcher(settings, has_mps=gpus.has_mps)
+        launcher = Launcher(settings, gpus)
         policy = _policy(settings, launcher)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
@@ -65,6 +65,7 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
         no_gpus=gpus.reason,
         policy=policy.policy,
         envs=launcher.env_ids(),
+        refused={name: error.message for name, error in launcher.refused.items()},
     )
     engine.set_certification(Certification(launcher.records()))
     engine.set_compilation(Compilation(launcher.compiled()))

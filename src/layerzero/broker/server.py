@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,7 @@ class Server:
         self.launcher = launcher
         self.planner = Planner()
         self.policy = policy
+        self.policy.on_read = self._wake_up
         self.incarnation = os.urandom(8).hex()
         self.started_s = time.monotonic()
         self.stays = stays
@@ -233,6 +235,14 @@ class Server:
         self._page_poller.at_lanes()
         self._page_poller.at_rings()
         self._page_poller.at_bells()
+        self._follow_policy(now_s)
+        if self.state.engine.policy.memory_headroom_bytes is not None:
+            engine = self.state.engine
+            for device in ("", *self._pages.uuids()):
+                engine.note_free_memory(free_memory_bytes(engine.devices[device]), device)
+
+    def _follow_policy(self, now_s: float) -> None:
+        """Take what has changed in the policy's files."""
         before = self.policy.problem
         policy = self.policy.refresh(now_s)
         if policy is not None:
@@ -240,10 +250,6 @@ class Server:
             self.load_table()
         if self.policy.problem and self.policy.problem != before:
             log("policy.refused", problem=self.policy.problem)
-        if self.state.engine.policy.memory_headroom_bytes is not None:
-            engine = self.state.engine
-            for device in ("", *self._pages.uuids()):
-                engine.note_free_memory(free_memory_bytes(engine.devices[device]), device)
 
     def load_table(self) -> None:
         """Take the dispatch table that policy names, or none. One that cannot be used is a problem, and is not used."""
@@ -298,10 +304,16 @@ class Server:
         """From another thread or a signal handler: let the loop handle this event."""
         if not self._ended:
             self._from_threads.append(event)
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        """From another thread or a signal handler: let the loop look at what threads have done."""
+        if not self._ended:
             os.eventfd_write(self._wake, 1)
 
     def _take_from_threads(self) -> None:
         os.eventfd_read(self._wake)
+        self._follow_policy(time.monotonic())
         while self._from_threads:
             event = self._from_threads.popleft()
             if isinstance(event, ev.ProbeEnded) and event.record is not None:
@@ -321,7 +333,7 @@ class Server:
                     if self._lanes.has_ended(event.lane, event.call):
                         return  # just now
                 except ProtocolError as exc:
-                    event.nonsense = str(exc)
+                    event = replace(event, nonsense=str(exc))
         except ProtocolError as exc:
             self._connections.drop_client(act.DropClient(identity, str(exc)))
             return
@@ -358,11 +370,14 @@ class Server:
         if lane is None or said.lane not in self._lanes:
             self.state.lifecycle.stale += 1  # its client is gone
             return None
-        try:
-            return ev.CallHandedBack(peer.identity, said.lane, self._lanes.call(said.lane, said.call), said.error)
-        except ProtocolError as exc:  # the client has written over it
-            self._connections.drop_client(act.DropClient(lane.client.identity, str(exc)))
+        if (lane.worker.backend, lane.generation) != (peer.backend, peer.generation):
+            raise ProtocolError(f"it leaves call {said.call} of lane {said.lane}, which is another worker's")
+        call = self._lanes.call(said.lane, said.call)
+        if call is None:
+            text = f"it has written over call {said.call} of lane {said.lane}, which was not done"
+            self._connections.drop_client(act.DropClient(lane.client.identity, text))
             return None
+        return ev.CallHandedBack(peer.identity, said.lane, call, said.error)
 
     def _check_kernels(self, backend: str, ready: messages.Ready) -> None:
         claimed = {k.kernel_id for kernels in self.state.capabilities[backend].ops.values() for k in kernels}
@@ -441,10 +456,16 @@ class Server:
         rings = self._page_poller.at_what_is_left(backend)
         ended = process.reap()
         exited = ev.WorkerExited(
-            backend, generation, ended.exit_code, ended.executing, ended.phase, ended.stderr_tail, rings
+            backend,
+            generation,
+            ended.exit_code,
+            ended.executing,
+            ended.phase,
+            ended.stderr_tail,
+            rings,
+            is_departure=isinstance(process, RemoteWorker) and not process.has_keeper,
+            oom=ended.oom,
         )
-        exited.is_departure = isinstance(process, RemoteWorker) and not process.has_keeper
-        exited.oom = ended.oom
         self.handle(exited)
 
     def _stop_worker(self, action: act.StopWorker) -> None:
@@ -480,6 +501,7 @@ class Server:
             path.unlink(missing_ok=True)
         self._probes.close()
         self._compilers.close()
+        self.policy.close()
         self._poller.close()
         os.close(self._wake)
 

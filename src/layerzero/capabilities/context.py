@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,6 @@ from layerzero.capabilities.device import DeviceSpec, DeviceType
 from layerzero.ipc.vocabulary.ops import OPS, Heads, heads
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
-ALIGNMENT_BYTES = 16  # what kernels mean by aligned: the widest load of a GPU thread, a vector register of any CPU
 _ATTENTION = "attention"
 # Attributes whose value is data: kernels take as long for one as for another.
 DATA_ATTRS = frozenset({"scale", "eps", "tokenizer_digest"})
@@ -24,13 +23,12 @@ DATA_ATTRS = frozenset({"scale", "eps", "tokenizer_digest"})
 
 @dataclass(frozen=True, eq=False)
 class SelectionContext:
-    """A call in canonical form (ipc/vocabulary/ops.py), the device it runs on, and the conditions that policy and
-    caller set.
+    """A call in canonical form (`op` is one of OPS, its tensors are in wire order), the device it runs on, and the
+    conditions that policy sets.
 
     Extents are counted in elements; a property is None (or empty) where the op or the call has no such thing. dtypes
     are names as in ipc/vocabulary/tensors.py. Attributes that no op of ours has yet (quantization, KV cache, packed
-    weights) are read from `attrs` under the name of their property.
-    """
+    weights, dropout, parts of a tokenizer) are read from `attrs` under the name of their property."""
 
     op: str
     inputs: tuple[TensorSpec | None, ...]
@@ -38,68 +36,12 @@ class SelectionContext:
     attrs: Mapping[str, Any]
     device: DeviceSpec
     policy_hash: str = ""
-    allow_fallback: bool = True
     allow_jit_compile: bool = True
     requires_deterministic: bool = False
-    is_cuda_graph_capturing: bool = False
     memory_headroom_bytes: int | None = None  # that must stay free; None: any use is fine
     free_memory_bytes: int | None = None  # of the device, when last asked
-    strict_mode: bool = False
-    alignment_bytes: int | None = None  # that the start of every tensor has at least; None: not known
-
-    @classmethod
-    def of(
-        cls,
-        op: str,
-        inputs: Sequence[TensorSpec | None],
-        outputs: Sequence[TensorSpec],
-        attrs: Mapping[str, Any],
-        device: DeviceSpec,
-        *,
-        policy_hash: str = "",
-        allow_fallback: bool = True,
-        allow_jit_compile: bool = True,
-        requires_deterministic: bool = False,
-        is_cuda_graph_capturing: bool = False,
-        memory_headroom_bytes: int | None = None,
-        free_memory_bytes: int | None = None,
-        strict_mode: bool = False,
-        alignment_bytes: int | None = None,
-    ) -> SelectionContext:
-        """`op` must be one of OPS, with its inputs and outputs in wire order."""
-        return cls(
-            op,
-            tuple(inputs),
-            tuple(outputs),
-            attrs,
-            device,
-            policy_hash,
-            allow_fallback,
-            allow_jit_compile,
-            requires_deterministic,
-            is_cuda_graph_capturing,
-            memory_headroom_bytes,
-            free_memory_bytes,
-            strict_mode,
-            alignment_bytes,
-        )
 
     # --- the call
-
-    @property
-    def op_id(self) -> str:
-        """The op's name, as the spec calls it."""
-        return self.op
-
-    @property
-    def op_metadata(self) -> Mapping[str, Any]:
-        """All attributes of the call."""
-        return self.attrs
-
-    @property
-    def device_spec(self) -> DeviceSpec:
-        """The device, as the spec calls it."""
-        return self.device
 
     @property
     def device_type(self) -> DeviceType:
@@ -175,11 +117,6 @@ class SelectionContext:
         return None if self.heads is None else self.heads.dims[0][1]
 
     @property
-    def head_dim_v(self) -> int | None:
-        """Of values and results; of rope, how much of a head is rotated."""
-        return None if self.heads is None else self.heads.dims[1][1]
-
-    @property
     def enable_gqa(self) -> bool:
         """Groups of query heads share a key head."""
         return self.num_heads != self.num_kv_heads
@@ -194,25 +131,10 @@ class SelectionContext:
         """BHSD or BSHD: the order of the caller's memory. The tensors here are BHSD views either way."""
         return self.attrs.get("layout")
 
-    @property
-    def layout_hint(self) -> str | None:
-        """The layout that a result without given memory had best have; None: that of the inputs."""
-        return self.attrs.get("layout_hint")
-
-    @cached_property
-    def stride_last_dim(self) -> int | None:
-        """Of the first input, in elements."""
-        return self.first.strides[-1] if self.first is not None and self.first.ndim else None
-
     @cached_property
     def is_contiguous(self) -> bool:
         """Every input is row-major without gaps."""
         return all(spec.is_contiguous for spec in self.given.values())
-
-    @cached_property
-    def is_last_dim_contiguous(self) -> bool:
-        """No input has gaps between the elements of a row."""
-        return all(has_dense_rows(spec) for spec in self.given.values())
 
     # --- attention
 
@@ -275,18 +197,6 @@ class SelectionContext:
     def _mask(self) -> TensorSpec | None:
         return self.given.get("attn_mask") if self.op == _ATTENTION else None
 
-    # --- training: never; the client refuses calls that need it
-
-    @property
-    def is_training(self) -> bool:
-        """Always False."""
-        return False
-
-    @property
-    def requires_grad(self) -> bool:
-        """Always False."""
-        return False
-
     # --- attributes of ops with text
 
     @property
@@ -311,19 +221,9 @@ class SelectionContext:
         return self.attrs.get("added_tokens_hash")
 
     @property
-    def special_tokens_hash(self) -> str | None:
-        """Of the special tokens."""
-        return self.attrs.get("special_tokens_hash")
-
-    @property
     def normalizer_id(self) -> str | None:
         """Name of the normalizer."""
         return self.attrs.get("normalizer_id")
-
-    @property
-    def pretokenizer_id(self) -> str | None:
-        """Name of the pre-tokenizer."""
-        return self.attrs.get("pretokenizer_id")
 
     @property
     def return_offsets(self) -> bool:
@@ -394,13 +294,9 @@ class SelectionContext:
             tuple((name, type(self.attrs[name]).__name__, self.attrs[name]) for name in sorted(self.attrs)),
             self.device,
             self.policy_hash,
-            self.allow_fallback,
             self.allow_jit_compile,
             self.requires_deterministic,
-            self.is_cuda_graph_capturing,
             self.memory_headroom_bytes,
-            self.strict_mode,
-            self.alignment_bytes is not None and self.alignment_bytes % ALIGNMENT_BYTES == 0,
         )
 
     def perf_key(self) -> str:
@@ -428,22 +324,9 @@ def has_dense_rows(spec: TensorSpec) -> bool:
     return not spec.ndim or spec.shape[-1] <= 1 or spec.strides[-1] == 1
 
 
-def has_aligned_rows(spec: TensorSpec) -> bool:
-    """If the first element is aligned, so is the start of every row."""
-    rows = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
-    return all(extent <= 1 or stride * spec.itemsize % ALIGNMENT_BYTES == 0 for extent, stride in rows)
-
-
 def _memory_key(spec: TensorSpec) -> tuple[Any, ...]:
     """All that a rule reads of a tensor besides the extents of attention."""
-    return (
-        spec.dtype,
-        spec.ndim,
-        spec.numel == 0,
-        spec.is_contiguous,
-        has_dense_rows(spec),
-        has_aligned_rows(spec),
-    )
+    return (spec.dtype, spec.ndim, spec.numel == 0, spec.is_contiguous, has_dense_rows(spec))
 
 
 def _bucket(extent: int) -> int:

@@ -6,6 +6,7 @@ unknown version, an unknown field or a missing constraint disables that backend,
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -65,7 +66,6 @@ class KernelCapability(BaseModel):
     supports_empty: bool = False  # tensors with an extent of 0
     requires_contiguous: bool = False  # every input row-major without gaps
     requires_last_dim_stride1: bool = False
-    requires_aligned: bool = False  # every row of every tensor starts at a multiple of 16 bytes
     optional_args: tuple[str, ...] = ()  # optional tensor arguments that may be given
     required_args: tuple[str, ...] = ()  # optional tensor arguments that must be given
     attrs: dict[str, tuple[Attr, ...]] = {}  # attribute -> allowed values
@@ -85,8 +85,7 @@ class KernelCapability(BaseModel):
     head_dim_multiple: Positive = 1
     equal_head_dims: bool = False  # that of values is that of queries and keys
     max_seq_len: Positive | None = None
-    supports_gqa: bool = False
-    gqa_layout: Literal["grouped", "interleaved"] = "grouped"  # query head h uses key head h // group, or h % key heads
+    supports_gqa: bool = False  # query head h uses key head h // group; kernels with another rule say false
     attn_mask_types: tuple[Literal["bool", "float"], ...] = ()
     attn_mask_layouts: tuple[Literal["broadcast", "per_head"], ...] = ("broadcast", "per_head")
     causal_alignments: tuple[Literal["top_left", "bottom_right"], ...] = ()
@@ -110,9 +109,7 @@ class KernelCapability(BaseModel):
     vocab_hashes: tuple[str, ...] | None = None
     merges_hashes: tuple[str, ...] | None = None
     added_tokens_hashes: tuple[str, ...] | None = None
-    special_tokens_hashes: tuple[str, ...] | None = None
     supports_normalizers: tuple[str, ...] | None = None
-    supports_pretokenizers: tuple[str, ...] | None = None
 
     # semantics
     compute_dtype: str = "same"  # accumulation dtype; "same" is that of the inputs
@@ -120,14 +117,12 @@ class KernelCapability(BaseModel):
     rng: Literal["none", "seeded", "global"] = "none"  # draws no random numbers, those of a given seed, or any
     is_cuda_graph_safe: bool = False
     mutates_inputs: bool = False
-    out_contract: Literal["overwrites", "accumulates"] = "overwrites"  # what it does to the memory of results
     copies_inputs: bool = False  # the library copies inputs into its own memory
     copies_outputs: bool = False  # results are copied into the caller's memory
 
     # cost
     needs_jit: bool = False  # it is compiled before it can run
     compiled_for: tuple[Facet, ...] | None = None  # in what calls agree that one compilation serves; None: in all
-    init_cost_ms: Annotated[float, Field(ge=0)] | None = None  # of the first call in a process
     transform_cost_hint: Annotated[int, Field(ge=0)] = 0  # in points of the score
     fuses_ops: tuple[str, ...] = ()  # adjacent ops that it does in the same pass
     workspace_bytes: Annotated[int, Field(ge=0)] = 0  # beyond the caller's memory, for any call
@@ -236,17 +231,30 @@ def parse(text: str, origin: str) -> Capability:
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "descriptor"
         is_version = first["loc"] == ("schema_version",)
+        said = _unknown_field(first["loc"]) if first["type"] == "extra_forbidden" else first["msg"]
+        more = f"; {exc.error_count()} mistakes in all" if exc.error_count() > 1 else ""
         raise DescriptorError(
-            f"{origin}: {where}: {first['msg']} (got {first.get('input')!r:.120}; "
-            f"{exc.error_count()} problem(s) in all)",
+            f"{origin}: {where}: {said} (got {first.get('input')!r:.120}{more})",
             Reason.CAPABILITIES_SCHEMA_MISMATCH if is_version else Reason.CAPABILITIES_INVALID,
         ) from exc
 
 
+def _unknown_field(place: tuple[int | str, ...]) -> str:
+    """`place`: where pydantic found a field that the models do not have."""
+    known = Capability.model_fields if len(place) == 1 else KernelCapability.model_fields
+    near = difflib.get_close_matches(str(place[-1]), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    return f"unknown field {place[-1]!s:.80}; {hint}"
+
+
 def load(path: Path) -> Capability:
     """Read one descriptor file."""
+    return parse(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """A descriptor file's text. Raises DescriptorError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
         raise DescriptorError(f"{path}: cannot be read: {exc}", Reason.CAPABILITIES_INVALID) from exc
-    return parse(text, str(path))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 DeviceType = Literal["cpu", "cuda", "rocm", "hpu"]
+# For people.
+DEVICE_NAMES: Mapping[str, str] = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "rocm": "an AMD GPU", "hpu": "a Gaudi HPU"}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ _BY_COPY: Mapping[Reason, Mend] = {
 _BY_CALLER: Mapping[Reason, Mend] = {
     **_BY_COPY,
     Reason.LAYOUT_UNSUPPORTED: mends.relayout,
-    Reason.NOT_ALIGNED: mends.align,
     Reason.DTYPE_UNSUPPORTED: mends.cast,
     Reason.DTYPE_MIXED: mends.cast,
     Reason.ARG_UNSUPPORTED: mends.leave_out,
@@ -38,7 +37,6 @@ _BY_CALLER: Mapping[Reason, Mend] = {
     Reason.PACKED_WEIGHTS_REQUIRED: mends.pack_weights,
     Reason.NON_DETERMINISTIC: mends.allow_nondeterminism,
     Reason.JIT_DISABLED: mends.allow_jit,
-    Reason.CUDA_GRAPH_UNSAFE: mends.leave_capture,
     Reason.MEMORY_HEADROOM_EXCEEDED: mends.lower_headroom,
 }
 # Reasons that lie not in the call: what to do, and the detail says to what.
@@ -112,7 +110,7 @@ def counterfactual(context: SelectionContext, kernel: KernelCapability, rejectio
     advice: list[str] = []
     for rejection in rejections:
         if rejection.code in _BY_OPERATOR:
-            advice.append(f"{_BY_OPERATOR[rejection.code]} ({rejection.detail})")
+            advice.append(f"{_BY_OPERATOR[rejection.code]} ({rejection.repair or rejection.detail})")
         elif rejection.code not in _BY_CALLER:
             return None
     found = _mended(context, kernel, _BY_CALLER, codes)

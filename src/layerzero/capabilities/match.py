@@ -8,19 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from layerzero.capabilities.context import ALIGNMENT_BYTES, SelectionContext, has_aligned_rows, has_dense_rows
+from layerzero.capabilities.context import SelectionContext, has_dense_rows
 from layerzero.capabilities.descriptor import TOKENIZER_OPS, KernelCapability
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.vocabulary.ops import OPS, Heads
-from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE, TensorSpec
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """`code` is stable; `detail` names the offending value and what is allowed."""
+    """`code` is stable; `detail` names the offending value and what is allowed. `repair`: the command or the change
+    that removes a cause which lies not in the call; empty where there is none."""
 
     code: Reason
     detail: str
+    repair: str = ""
+
+    def __str__(self) -> str:
+        """One line, for people."""
+        return f"{self.code.value}: {self.detail}" + (f"; repair: {self.repair}" if self.repair else "")
 
 
 Found = Iterator[tuple[Reason, str]]
@@ -114,14 +120,10 @@ def _conditions(context: SelectionContext, kernel: KernelCapability) -> Found:
     """What the kernel does besides computing, against what caller and policy permit."""
     if context.requires_deterministic and not (kernel.deterministic and kernel.rng != "global"):
         yield Reason.NON_DETERMINISTIC, f"deterministic={kernel.deterministic}, rng={kernel.rng!r}; allowed: repeatable"
-    if context.is_cuda_graph_capturing and not kernel.is_cuda_graph_safe:
-        yield Reason.CUDA_GRAPH_UNSAFE, "is_cuda_graph_safe=False; a CUDA graph is being captured, which needs True"
     if kernel.needs_jit and not context.allow_jit_compile:
         yield Reason.JIT_DISABLED, "needs_jit=True; allow_jit_compile=False allows only kernels that are compiled"
     if kernel.mutates_inputs and not kernel.copies_inputs:
         yield Reason.INPUT_MUTATED, "mutates_inputs=True on the caller's memory; allowed: on copies"
-    if kernel.out_contract != "overwrites" and not kernel.copies_outputs:
-        yield Reason.OUT_CONTRACT_UNSUPPORTED, f"out_contract={kernel.out_contract!r}; allowed: 'overwrites'"
 
 
 def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
@@ -138,8 +140,6 @@ def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
             yield Reason.NOT_CONTIGUOUS, f"{name} has shape {list(spec.shape)} and strides {list(spec.strides)}"
         elif kernel.requires_last_dim_stride1 and not has_dense_rows(spec):
             yield Reason.STRIDE_LAST_DIM, f"{name} has stride {spec.strides[-1]} in its last dimension; needed: 1"
-        if kernel.requires_aligned:
-            yield from _alignment(context, name, spec)
     scales = OPS[context.op].scales
     floats = {spec.dtype for name, spec in context.given.items() if name not in scales and spec.dtype in FLOAT_DTYPES}
     if len(floats) > 1:
@@ -154,16 +154,6 @@ def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
             yield Reason.RANK_UNSUPPORTED, f"{ndim} dimensions; needed: at least {kernel.min_ndim}"
         if kernel.max_ndim is not None and ndim > kernel.max_ndim:
             yield Reason.RANK_UNSUPPORTED, f"{ndim} dimensions; allowed: at most {kernel.max_ndim}"
-
-
-def _alignment(context: SelectionContext, name: str, spec: TensorSpec) -> Found:
-    start = context.alignment_bytes
-    if start is None or start % ALIGNMENT_BYTES:
-        text = "at an unknown address" if start is None else f"at a multiple of {start} bytes"
-        yield Reason.NOT_ALIGNED, f"{name} starts {text}; needed: a multiple of {ALIGNMENT_BYTES}"
-    elif not has_aligned_rows(spec):
-        text = f"{name} has strides {list(spec.strides)} of {spec.itemsize} bytes"
-        yield Reason.NOT_ALIGNED, f"{text}; needed: rows at multiples of {ALIGNMENT_BYTES} bytes"
 
 
 def _data(context: SelectionContext, kernel: KernelCapability) -> Found:
@@ -223,9 +213,6 @@ def _heads(heads: Heads, kernel: KernelCapability) -> Found:
         yield Reason.GQA_HEADS_MISMATCH, f"{text}; allowed: as many values as keys, queries a multiple of them"
     elif count != kv_heads and not kernel.supports_gqa:
         text = f"{count} query heads on {kv_heads} key heads; the kernel needs equal numbers"
-        yield Reason.GQA_UNSUPPORTED, text
-    elif count != kv_heads and kernel.gqa_layout != "grouped":
-        text = f"neighbouring query heads share a key head; the kernel has them {kernel.gqa_layout}"
         yield Reason.GQA_UNSUPPORTED, text
 
 
@@ -294,9 +281,7 @@ _TOKENIZER_LIMITS = (
     ("vocab_hashes", "vocab_hash", Reason.VOCAB_HASH_MISMATCH),
     ("merges_hashes", "merges_hash", Reason.MERGES_HASH_MISMATCH),
     ("added_tokens_hashes", "added_tokens_hash", Reason.ADDED_TOKENS_MISMATCH),
-    ("special_tokens_hashes", "special_tokens_hash", Reason.SPECIAL_TOKENS_MISMATCH),
     ("supports_normalizers", "normalizer_id", Reason.NORMALIZER_MISMATCH),
-    ("supports_pretokenizers", "pretokenizer_id", Reason.PRETOKENIZER_MISMATCH),
 )
 
 

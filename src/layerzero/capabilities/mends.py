@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layerzero.capabilities.context import ALIGNMENT_BYTES, SelectionContext, has_aligned_rows
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.match import workspace_bytes
 from layerzero.ipc.vocabulary.ops import OPS
@@ -78,24 +78,6 @@ def _in_layout(spec: TensorSpec, layout: str) -> TensorSpec:
     if layout == "BHSD":
         return TensorSpec.contiguous(spec.dtype, spec.shape)
     return TensorSpec.contiguous(spec.dtype, (b, s, h, d)).permute(0, 2, 1, 3)
-
-
-def align(context: SelectionContext, kernel: KernelCapability) -> Step | None:
-    """Copy into memory whose start, and padded rows, are aligned."""
-    padded = {name: _with_aligned_rows(spec) for name, spec in context.given.items()}
-    changed = replace(_with(context, padded), alignment_bytes=ALIGNMENT_BYTES)
-    text = f"copy {_listed(padded)} to memory with rows at multiples of {ALIGNMENT_BYTES} bytes"
-    return Step(changed, text, tuple(f"align {name}" for name in padded))
-
-
-def _with_aligned_rows(spec: TensorSpec) -> TensorSpec:
-    dense = TensorSpec.contiguous(spec.dtype, spec.shape)
-    if has_aligned_rows(dense):
-        return dense
-    unit = ALIGNMENT_BYTES // spec.itemsize
-    width = -(-spec.shape[-1] // unit) * unit
-    rows = TensorSpec.contiguous(spec.dtype, (*spec.shape[:-1], width))
-    return TensorSpec(spec.dtype, spec.shape, rows.strides)
 
 
 def cast(context: SelectionContext, kernel: KernelCapability) -> Step | None:
@@ -285,11 +267,6 @@ def allow_nondeterminism(context: SelectionContext, kernel: KernelCapability) ->
 def allow_jit(context: SelectionContext, kernel: KernelCapability) -> Step | None:
     """Policy."""
     return Step(replace(context, allow_jit_compile=True), "set allow_jit_compile: true in the policy")
-
-
-def leave_capture(context: SelectionContext, kernel: KernelCapability) -> Step | None:
-    """Call it elsewhere."""
-    return Step(replace(context, is_cuda_graph_capturing=False), "make the call outside of the CUDA graph capture")
 
 
 def lower_headroom(context: SelectionContext, kernel: KernelCapability) -> Step | None:

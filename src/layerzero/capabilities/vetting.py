@@ -1,26 +1,30 @@
-"""What a descriptor from outside must satisfy beyond the schema: its own name, our ops, kernels that bear its name."""
+"""What a descriptor must satisfy beyond the schema: the name of its backend and our ops; one from outside, kernels that
+bear its name, too."""
 
 from __future__ import annotations
 
-import difflib
-
 from layerzero.capabilities.descriptor import Capability, DescriptorError, parse
 from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import OPS
 
 MAX_KERNELS = 256
 
 
-def vet(text: str, origin: str, backend: str) -> Capability:
+def check(text: str, origin: str, backend: str) -> Capability:
     """The capability of the backend `backend`. Raises DescriptorError naming the value and what is allowed."""
     found = parse(text, origin)
     if found.backend != backend:
-        raise _wrong(origin, f"backend is {found.backend!r}; its manifest and entry point say {backend!r}")
+        raise _wrong(origin, f"backend is {found.backend!r}, its manifest says {backend!r}")
     for op in found.ops:
         if op not in OPS:
-            near = difflib.get_close_matches(op, OPS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise _wrong(origin, f"ops.{op:.80}: no op is called so{hint} Known: {', '.join(OPS)}")
+            raise _wrong(origin, f"ops: {unknown_name('op', op, OPS)}")
+    return found
+
+
+def vet(text: str, origin: str, backend: str) -> Capability:
+    """As `check`, of a backend from outside."""
+    found = check(text, origin, backend)
     if not 1 <= len(found.kernel_ids) <= MAX_KERNELS:
         raise _wrong(origin, f"lists {len(found.kernel_ids)} kernels; allowed: 1 to {MAX_KERNELS}")
     for kernel_id in found.kernel_ids:

@@ -1,5 +1,6 @@
-"""`lz env` and `python -m layerzero.envs`: list, build, probe, lock, gc, add, remove, export and import. Data on
-stdout, progress on stderr.
+"""`lz env`: list, build, probe, lock, gc, add, remove, export and import. Data on stdout, progress on stderr.
+
+client/cli/env.py runs it: who does gives a LoadSite (envs/cli/additions.py) as the context's `obj`.
 
 Exit codes: 0 done, 1 a build, probe or lock failed, 2 wrong usage.
 """
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from layerzero.envs.build.build import Env, command, ensure_all, find
 from layerzero.envs.build.installers import pick
+from layerzero.envs.build.lock import is_in_a_package
 from layerzero.envs.build.lock import lock as write_lock
 from layerzero.envs.cli import add_cli, transfer_cli
 from layerzero.envs.cli.options import (
@@ -34,23 +36,30 @@ from layerzero.envs.cli.options import (
 from layerzero.envs.cli.rows import (
     choose,
     end_cleanly_on_sigterm,
+    err,
+    fail_on,
     failing_cleanly,
     megabytes,
     out,
     print_json,
+    refused_row,
     report,
     row_of,
     show_plans,
     showing_progress,
     verdict,
 )
+from layerzero.envs.descriptors import read_all
 from layerzero.envs.manifest import VariantName
 from layerzero.envs.probe.probe import DEFAULT_TIMEOUT_S
 from layerzero.envs.transfer.gc import collect
 from layerzero.ipc.errors import ConfigError, EnvError
 
 app = typer.Typer(
-    help="Backend environments: list, build, probe, lock, gc, add, remove, export, import.", no_args_is_help=True
+    help="Backend environments: list, build, probe, lock, gc, add, remove, export, import.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("add")(add_cli.add)
 app.command("remove")(add_cli.remove)
@@ -60,32 +69,45 @@ app.command("import")(transfer_cli.import_)
 
 @app.command("list")
 def list_(
+    ctx: typer.Context,
     store: StoreDir = STORE,
     manifests: Folders = None,
     variant: VariantChoice = Variant.CPU,
     overlay: Base = None,
+    shows_all: Annotated[bool, typer.Option("--all", help="Those that are not made for the variant, too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show every environment: built or not, over which interpreter, and what its last probe said."""
-    found, problems = add_cli.site(store, manifests).discover()
-    rows = [row_of(manifest, variant.value, store, overlay) for manifest in found.values()]
+    found, problems = add_cli.site(ctx, store, manifests).discover()
+    refused = read_all(found)[1]
+    rows = [
+        row_of(manifest, variant.value, store, overlay)
+        | (refused_row(refused[name], manifest) if name in refused else {})
+        for name, manifest in found.items()
+    ]
     rows += [{"name": p.name, "state": "disabled", "cause": p.message, "repair": f"edit {p.path}"} for p in problems]
     if as_json:
         print_json(rows)
         return
+    others = [] if shows_all else [row for row in rows if row["state"] == "other variant"]
     table = Table("environment", "state", "python", "size", "probe", "about", box=None)
-    for row in rows:
+    for row in (row for row in rows if row not in others):
         size, about = megabytes(row.get("size_bytes")), row.get("cause") or row["summary"]
         table.add_row(row["name"], row["state"], row.get("python", ""), size, row.get("probe", ""), escape(about))
     for column in table.columns[:-1]:
         column.no_wrap = True
     out.print(table)
+    if others:
+        names = ", ".join(row["name"] for row in others)
+        text = f"not made for the variant {variant.value}, --all shows for which: {names}"
+        out.print(text, markup=False, highlight=False)
     if overlay is not None:
         out.print(f"overlay: over {overlay}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
 def build(
+    ctx: typer.Context,
     names: Names = None,
     store: StoreDir = STORE,
     manifests: Folders = None,
@@ -113,9 +135,10 @@ def build(
     end_cleanly_on_sigterm()
     if offline and wheelhouse is None and overlay is None:
         raise typer.BadParameter("needs --wheelhouse DIR, --overlay PYTHON or both", param_hint="--offline")
+    found, refused = choose(names, manifests, python, add_cli.site(ctx, store, manifests))
     chosen = [
         manifest
-        for manifest in choose(names, manifests, python, add_cli.site(store, manifests))
+        for manifest in found
         if names or manifest.interpreter == "host" or manifest.variant_for(variant.value) in manifest.variants
     ]
     with failing_cleanly():
@@ -135,11 +158,13 @@ def build(
             base=overlay,
             wheelhouse=wheelhouse,
         )
-    report([verdict(m, built[m.name], None if no_probe else timeout) for m in chosen], as_json)
+    limit_s = None if no_probe else timeout
+    report([*(verdict(m, built[m.name], limit_s, is_anew=force) for m in chosen), *refused], as_json)
 
 
 @app.command()
 def probe(
+    ctx: typer.Context,
     names: Names = None,
     store: StoreDir = STORE,
     manifests: Folders = None,
@@ -154,7 +179,8 @@ def probe(
     that are built."""
     end_cleanly_on_sigterm()
     rows = []
-    for manifest in choose(names, manifests, python, add_cli.site(store, manifests)):
+    chosen, refused = choose(names, manifests, python, add_cli.site(ctx, store, manifests))
+    for manifest in chosen:
         try:
             env: Env | EnvError | ConfigError = find(manifest, variant=variant.value, store=store, base=overlay)
         except (EnvError, ConfigError) as exc:
@@ -164,7 +190,7 @@ def probe(
             env = EnvError(f"{manifest.name} is not built", env=manifest.name, cause="not built", repair=repair)
         if names or isinstance(env, Env):
             rows.append(verdict(manifest, env, timeout, verify=verify))
-    report(rows, as_json)
+    report([*rows, *refused], as_json)
 
 
 @app.command()
@@ -177,9 +203,14 @@ def lock(
 ) -> None:
     """Resolve requirements afresh and write the locks. Needs uv; downloads metadata only."""
     rows: list[dict[str, Any]] = []
-    for manifest in choose(names, manifests, python):
+    chosen, refused = choose(names, manifests, python)
+    fail_on(refused)
+    for manifest in chosen:
         wanted: list[VariantName] = [variant.value] if variant else list(manifest.variants)
         for name in wanted:
+            if is_in_a_package(manifest):
+                text = f"{manifest.lock_path(name)} is of the installed package, whose next installation replaces it"
+                err.print(f"rewriting a file of LayerZero: {text}", style="yellow", highlight=False, soft_wrap=True)
             with failing_cleanly():
                 written = write_lock(manifest, name)
             rows.append({"name": manifest.name, "variant": name, "path": str(written.path), "pins": written.pins})
@@ -191,21 +222,30 @@ def lock(
 
 
 @app.command()
-def gc(store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False) -> None:
+def gc(
+    ctx: typer.Context,
+    store: StoreDir = STORE,
+    manifests: Folders = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be removed.")] = False,
+    as_json: Json = False,
+) -> None:
     """Remove environments and code that no manifest asks for and nobody uses."""
-    copies, undecided = add_cli.site(store, manifests).wanted()
-    result = collect(store, (*(manifests or ()), *copies), undecided)
+    copies, undecided = add_cli.site(ctx, store, manifests).wanted()
+    result = collect(store, (*(manifests or ()), *copies), undecided, dry_run=dry_run)
     if as_json:
         removed = [{"path": str(item.path), "freed_bytes": item.freed_bytes} for item in result.removed]
         in_use = [str(path) for path in result.in_use]
-        typer.echo(json.dumps({"schema": 1, "removed": removed, "in_use": in_use}, indent=1))
+        answer = {"schema": 1, "dry_run": dry_run, "removed": removed, "in_use": in_use}
+        typer.echo(json.dumps(answer, indent=1))
         return
     for item in result.removed:
-        out.print(f"removed {item.path} ({megabytes(item.freed_bytes)})", highlight=False, soft_wrap=True)
+        verb = "would remove" if dry_run else "removed"
+        out.print(f"{verb} {item.path} ({megabytes(item.freed_bytes)})", highlight=False, soft_wrap=True)
     for path in result.in_use:
         out.print(f"in use, kept: {path}", highlight=False, soft_wrap=True)
-    out.print(f"{result.freed_bytes} bytes freed", highlight=False)
+    end = "would be freed; nothing was removed" if dry_run else "freed"
+    out.print(f"{result.freed_bytes} bytes {end}", highlight=False)
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m layerzero.envs")
+    raise SystemExit("run: lz env ..., which knows what policy allows (python -m layerzero.client.cli.app env ...)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pydantic import (
 )
 
 from layerzero.ipc.errors import ConfigError
+from layerzero.ipc.names import unknown_name
 
 BUILTIN = Path(__file__).resolve().parent / "manifests"
 VariantName = Literal["cpu", "cu12", "cu13"]
@@ -173,6 +173,12 @@ class EnvManifest(BaseModel):
             return (self.path.parent / self.descriptor).resolve()
         return package_folder("capabilities") / "descriptors" / f"{self.descriptor}.json"
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that has to be named to find this manifest; None for ours, and for what comes from outside."""
+        folder = self.path.parent.resolve()
+        return None if folder == BUILTIN or self.source is not None else folder
+
     def variant_for(self, wanted: VariantName) -> VariantName:
         """The variant to use on a machine set to `wanted`: a backend without builds for an accelerator has none for
         this one either, and serves on the CPU."""
@@ -263,8 +269,6 @@ def _explain(error: Any, data: dict[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         model = EnvManifest if len(error["loc"]) == 1 else Variant
         allowed = [key for key in model.model_fields if key not in _NOT_IN_TEXT]
-        close = difflib.get_close_matches(str(error["loc"][-1]), allowed, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return f"{where}: unknown key with value {error['input']!r:.80}; allowed: {', '.join(allowed)}{hint}"
+        return f"{where}: {unknown_name('key', error['loc'][-1], allowed)} (got {error['input']!r:.80})"
     value = "" if error["input"] is data or not where else f" (got {error['input']!r:.120})"
     return f"{where or 'manifest'}: {message}{value}"

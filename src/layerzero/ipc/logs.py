@@ -1,6 +1,7 @@
 """One JSON line per event on stderr: `log(event, **facts)`. Event names are noun.verb. Shapes, never contents.
 
-Equal records in a row are written once and then counted. `keep_in(path)` bounds the file that stderr is.
+Equal records in a row are written once and then counted; the count is written before the next other record, after each
+REPEATS_S, and by `flush`. `keep_in(path)` bounds the file that stderr is. Any thread may call.
 """
 
 from __future__ import annotations
@@ -8,26 +9,45 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 LIMIT_BYTES = 16 << 20  # then the file is moved to `.log.1`, over the one before
+REPEATS_S = 60.0
+_lock = threading.Lock()  # of all that follows
 _last: tuple[str, dict[str, Any]] | None = None
 _repeats = 0
+_written_s = 0.0  # when the last record or its count was written
 _file: Path | None = None
 
 
 def log(event: str, **facts: Any) -> None:
     """Write one line; never raises on facts that JSON does not know, they are written as text."""
     global _last, _repeats
-    if _last == (event, facts):
-        _repeats += 1
-        return
+    with _lock:
+        if _last == (event, facts):
+            _repeats += 1
+            if time.monotonic() - _written_s >= REPEATS_S:
+                _write_repeats()
+            return
+        _write_repeats()
+        _last = (event, facts)
+        _write(json.dumps({"event": event, **facts}, default=str))
+
+
+def flush() -> None:
+    """At a process's end: how often its last record was repeated."""
+    with _lock:
+        _write_repeats()
+
+
+def _write_repeats() -> None:
+    global _repeats
     if _repeats and _last is not None:
         _write(json.dumps({"event": "record.repeated", "times": _repeats, "record": _last[0]}))
-    _last, _repeats = (event, facts), 0
-    _write(json.dumps({"event": event, **facts}, default=str))
+    _repeats = 0
 
 
 def keep_in(path: Path) -> None:
@@ -37,6 +57,8 @@ def keep_in(path: Path) -> None:
 
 
 def _write(record: str) -> None:
+    global _written_s
+    _written_s = time.monotonic()
     with contextlib.suppress(OSError):  # a full disk must not end a broker
         if _file is not None and os.fstat(2).st_size > LIMIT_BYTES:
             _file.replace(_file.with_suffix(".log.1"))

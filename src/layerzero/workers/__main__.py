@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 
 from layerzero.workers import boot
 from layerzero.workers.loop import serve
@@ -15,7 +17,15 @@ def main() -> int:
     config = boot.read_config(parser.parse_args().boot_fd)
     boot.die_with_parent(config.parent_pid)
     boot.point_stdout_at_stderr()
-    return serve(config)
+    try:
+        return serve(config)
+    except BaseException as exc:
+        # Ends with all descriptors open: the broker kills a worker that closes its connection, and an end by a signal
+        # would look like a crash that may pass.
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exc.code if isinstance(exc, SystemExit) and isinstance(exc.code, int) else 1)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from typing import cast
 
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.transport.plain import unpack_body
-from layerzero.workers.gpu.graph_cache import BUDGET_BYTES
 from layerzero.workers.provider import Provider
 
 _PR_SET_PDEATHSIG = 1
 GRAPH_VARIABLE = "LAYERZERO_WORKER_GRAPH_MIB"
+GRAPH_BYTES = 256 << 20  # without it
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def read_graph_bytes(environ: Mapping[str, str]) -> int:
     """GPU memory that CUDA graphs of this worker may take. Raises ConfigError for what is no number of MiB."""
     text = environ.get(GRAPH_VARIABLE, "")
     if not text:
-        return BUDGET_BYTES
+        return GRAPH_BYTES
     if not text.isdecimal():
         raise ConfigError(f"{GRAPH_VARIABLE}={text!r}; allowed: a whole number of MiB, 0 for no graphs")
     return int(text) << 20

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from layerzero.ipc.errors import NEVER, ConfigError, LayerZeroError
-from layerzero.ipc.logs import log
+from layerzero.ipc.logs import flush, log
 from layerzero.ipc.transport import control, messages, secret, wire
 from layerzero.ipc.transport.endpoints import Endpoints, default_runtime_dir
 from layerzero.ipc.transport.hello import greet
@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as exc:
         print(f"error: {exc.message}", file=sys.stderr)
         return REFUSED
-    return Keeper(Endpoints(Path(folder)).control, place, key).run()
+    try:
+        return Keeper(Endpoints(Path(folder)).control, place, key).run()
+    finally:
+        flush()
 
 
 class Keeper:

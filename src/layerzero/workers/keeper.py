@@ -313,7 +313,7 @@ class Children:
         return {**_texts(self._keep.defaults), **own, **given, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
 
 
-def _texts(variables: Mapping[object, object]) -> dict[str, str]:
+def _texts(variables: Mapping[str, object]) -> dict[str, str]:
     return {str(name): str(value) for name, value in variables.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from layerzero.ipc.errors import ProtocolError
@@ -22,8 +22,13 @@ class Lane:
     client: int
     page: lane.Page
     doorbell: int
-    answer: int
+    answer: int  # the client's doorbell
     ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
+
+    def end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
+        """Tell the client how its call ended."""
+        self.page.put_end(call, status, plan, kernel_ns, said)
+        lane.ring(self.answer)
 
     def remember(self, plan: int, refs: bytes, bound: Bound) -> None:
         if len(self.ready) >= MAX_READY:
@@ -34,10 +39,10 @@ class Lane:
 class Lanes:
     """Doorbells are watched by `poll`, which the worker waits on."""
 
-    def __init__(self, poll: select.poll) -> None:
-        self._poll = poll
+    def __init__(self, poll: select.poll, open_page: Callable[[int], lane.Page] = lane.Page) -> None:
+        self._poll, self._open_page = poll, open_page
         self._lanes: dict[int, Lane] = {}
-        self._by_bell: dict[int, Lane] = {}
+        self._by_doorbell: dict[int, Lane] = {}
         self._plans: dict[int, set[int]] = {}  # leases may come before their lane
 
     def __bool__(self) -> bool:
@@ -50,21 +55,21 @@ class Lanes:
             if len(fds) != 3 or number in self._lanes:
                 raise ProtocolError(f"lane {number} comes with {len(fds)} descriptors; needed: 3, once")
             page, doorbell, answer = fds
-            made = Lane(number, client, lane.Page(page), doorbell, answer)
+            made = Lane(number, client, self._open_page(page), doorbell, answer)
             self._poll.register(doorbell, select.POLLIN)
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
         os.close(page)
-        self._lanes[number] = self._by_bell[doorbell] = made
+        self._lanes[number] = self._by_doorbell[doorbell] = made
 
     def close(self, number: int) -> None:
         gone = self._lanes.pop(number, None)
         self._plans.pop(number, None)
         if gone is not None:
             self._poll.unregister(gone.doorbell)
-            del self._by_bell[gone.doorbell]
+            del self._by_doorbell[gone.doorbell]
             gone.page.close()
             os.close(gone.doorbell)
             os.close(gone.answer)
@@ -88,9 +93,9 @@ class Lanes:
         for one in self._lanes.values():
             one.ready.clear()
 
-    def rung(self, events: Iterable[tuple[int, int]]) -> Iterator[Lane]:
+    def claimed(self, events: Iterable[tuple[int, int]]) -> Iterator[Lane]:
         """Lanes, among what `poll` returned, with a call that this worker has claimed."""
         for fd, _ in events:
-            found = self._by_bell.get(fd)
+            found = self._by_doorbell.get(fd)
             if found is not None and lane.take(fd):  # else its client has withdrawn the call
                 yield found

@@ -12,41 +12,35 @@ import traceback
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import zmq
 
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.shm import lane, memory
-from layerzero.ipc.shm.timeline_page import Turn
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import (
-    BELL,
-    BELL_BYTES,
     HAS_BELL,
     HAS_TURN,
     HEADER_BYTES,
     NO_ARENA,
     REF_BYTES,
-    TURN,
-    TURN_BYTES,
     Header,
     Kind,
 )
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 from layerzero.workers import boot
 from layerzero.workers.boot import BootConfig, import_provider
-from layerzero.workers.failpoint import Failpoints
-from layerzero.workers.gpu.executor import Gpus
-from layerzero.workers.gpu.plan import Enqueued, Plan
-from layerzero.workers.gpu.polling import Spin
-from layerzero.workers.gpu.rings import Rings
 from layerzero.workers.lanes import Lane, Lanes
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
-IDLE, MAPPED, EXECUTING, WRITTEN = range(4)
+if TYPE_CHECKING:
+    from layerzero.workers.failpoint import Faults
+    from layerzero.workers.gpu.serving import GpuServing
+
 MAX_BOUND = 64  # sets of blocks kept bound per signature
 CONTROL_TIMEOUT_S = 10.0
 FINISH_PAUSE_S = 0.001
@@ -78,7 +72,7 @@ class _Prepared:
     call: Call
     bind: Bind
     is_sized: bool
-    gpu: Plan | None  # of a call on a GPU
+    gpu: str  # UUID; empty for a call on the CPU
     bound: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
 
 
@@ -93,7 +87,8 @@ def serve(config: BootConfig) -> int:
     answer, fds = control.receive(sock, messages.Welcome, messages.Refused)
     if isinstance(answer, messages.Refused):
         raise from_wire(answer.error)
-    page = memory.ControlPage(fds[0], writable=True)
+    faults = _faults(config.failpoints, fds[0])
+    page = memory.ControlPage(fds[0], writable=True) if faults is None else faults.page
     os.close(fds[0])
     loaded = import_provider(config.provider).load()
 
@@ -102,11 +97,19 @@ def serve(config: BootConfig) -> int:
     ready = messages.Ready(versions=dict(loaded.versions), kernels=sorted(loaded.kernels))
     dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
     try:
-        _Loop(dealer, sock, page, loaded, Failpoints(config.failpoints) or None, graph_bytes).run()
+        _Loop(dealer if faults is None else faults.dealer(dealer), sock, page, loaded, faults, graph_bytes).run()
     finally:
         dealer.close()
         context.term()
     return 0
+
+
+def _faults(text: str, page: int) -> Faults | None:
+    if not text:
+        return None
+    from layerzero.workers.failpoint import Faults
+
+    return Faults(text, page)
 
 
 class _Loop:
@@ -116,22 +119,20 @@ class _Loop:
         sock: socket.socket,
         page: memory.ControlPage,
         loaded: Loaded,
-        failpoints: Failpoints | None,
+        faults: Faults | None,
         graph_bytes: int,
     ) -> None:
         self._dealer = dealer
         self._control = sock
         self._page = page
+        self._loaded = loaded
         self._kernels = loaded.kernels
-        self._failpoints = failpoints
+        self._faults, self._graph_bytes = faults, graph_bytes
         self._arenas: dict[tuple[int, int], _Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
-        self._lanes = Lanes(self._poll)
-        self._gpus = Gpus(loaded.on_stream, self._hear, graph_bytes=graph_bytes)
-        self._gpu_plans: dict[int, Plan] = {}
-        self._rings = Rings(self._poll, self._gpus, self._gpu_plans, page, failpoints, self._leave)
-        self._spin = Spin(self._poll, self._rings, self._gpus.bells, failpoints)
+        self._lanes = Lanes(self._poll, lane.Page if faults is None else faults.open_lane)
+        self._gpu: GpuServing | None = None  # until the first GPU is offered
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""
@@ -151,9 +152,11 @@ class _Loop:
                     self._drop(header.route)
                 elif header.kind == Kind.ALLOW:  # which kind of lane it is may not be known yet
                     self._lanes.allow(header.aux, header.route)
-                    self._rings.allow(header.aux, header.route)
+                    if self._gpu is not None:
+                        self._gpu.allow(header.aux, header.route)
                 elif header.kind == Kind.MUTE:
-                    self._gpus.mute(header.aux, header.seq, header.route)
+                    if self._gpu is not None:
+                        self._gpu.gpus.mute(header.aux, header.seq, header.route)
                 elif header.kind == Kind.STOP:
                     self._finish()
                     return
@@ -161,10 +164,9 @@ class _Loop:
                     raise ProtocolError(f"a worker does not take kind {header.kind}")
                 if self._lanes:  # they take turns with the broker's calls
                     self._serve_lanes(poll.poll(0))
-                self._spin.serve()
-                self._gpus.watch_if_due()
-            events = self._spin.wait(self._gpus.timeout_ms)
-            self._gpus.watch_if_due()
+                if self._gpu is not None:
+                    self._gpu.serve()
+            events = poll.poll() if self._gpu is None else self._gpu.wait()
             self._serve_lanes(events)
             if any(fd == control_fd for fd, _ in events):
                 try:
@@ -174,13 +176,29 @@ class _Loop:
 
     def _finish(self) -> None:
         """Wait for what was enqueued on GPUs; not for longer than the broker does."""
-        while self._gpus.is_busy:
+        while self._gpu is not None and self._gpu.gpus.is_busy:
             try:
                 if control.is_readable(self._control.fileno(), FINISH_PAUSE_S):
                     self._take_control()
             except control.Closed:
                 return
-            self._gpus.watch()
+            self._gpu.gpus.watch()
+
+    def _gpu_serving(self) -> GpuServing:
+        """Loads what speaks CUDA, for the first GPU that is offered."""
+        if self._gpu is None:
+            from layerzero.workers.gpu.serving import GpuServing
+
+            self._gpu = GpuServing(
+                self._poll,
+                self._page,
+                self._loaded.on_stream,
+                self._hear,
+                self._leave,
+                graph_bytes=self._graph_bytes,
+                faults=self._faults,
+            )
+        return self._gpu
 
     def _prepare(self, route: int, body: bytes) -> None:
         message = messages.decode(body, messages.Prepare)
@@ -188,45 +206,36 @@ class _Loop:
         outputs = tuple(TensorSpec.from_wire(o) for o in message.outputs)
         call = Call(message.op, message.kernel_id, inputs, outputs, message.attrs)
         bind = self._kernels[message.kernel_id]
-        plan = Plan(call, bind, message.device, message.is_graph_safe) if message.device else None
-        self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, plan)
-        if plan is not None:
-            self._gpu_plans[route] = plan
+        self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, message.device)
+        if message.device:
+            self._gpu_serving().prepare(route, call, bind, message)
 
     def _drop(self, route: int) -> None:
-        prepared = self._prepared.pop(route, None)
-        if prepared is not None and prepared.gpu is not None:
-            del self._gpu_plans[route]
-            self._gpus.drop(prepared.gpu)
+        self._prepared.pop(route, None)
+        if self._gpu is not None:
+            self._gpu.drop(route)
         self._lanes.forget_plan(route)
-        self._rings.forget_plan(route)
 
     def _run(self, header: Header, body: bytes) -> None:
-        dispatch, fault, how = header.seq, "", 0
-        self._page.write(dispatch, MAPPED)
+        dispatch, is_replayed = header.seq, False
         try:
-            if self._failpoints:
-                self._failpoints.hit("received")
+            self._page.write(dispatch, MAPPED)
             if header.flags & HAS_TURN:
-                elapsed_ns, result, fault, how = self._call_on_gpu(header, body)
+                elapsed_ns, result, is_replayed = self._gpu_serving().run(header, body)
             elif header.flags & HAS_BELL:
-                self._bind_bell(header, body)
+                self._gpu_serving().bind_bell(header, body)
                 elapsed_ns, result = 0, None
             else:
                 bound = self._bound(header.route, header.aux, body)
-                elapsed_ns, result, fault = self._call(dispatch, bound)
+                elapsed_ns, result = self._call(dispatch, bound)
             said = b"" if result is None else msgpack.packb(result)
-            reply = wire.pack(_RAN, seq=dispatch, attempt=header.attempt, aux=how, time=elapsed_ns, body=said)
+            reply = wire.pack(_RAN, seq=dispatch, attempt=header.attempt, aux=is_replayed, time=elapsed_ns, body=said)
         except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
-            self._gpus.check(exc)
+            if self._gpu is not None:
+                self._gpu.gpus.check(exc)
             body = _error_body(exc)
             reply = wire.pack(Kind.RAISED, seq=dispatch, attempt=header.attempt, body=body)
-        if fault:
-            reply = _spoil(reply, fault)
-        if reply:
-            self._dealer.send(reply)
-        if self._failpoints:
-            self._failpoints.hit("sent")
+        self._dealer.send(reply)
         self._page.write(0, IDLE)
 
     def _bound(self, plan: int, client: int, body: bytes) -> Bound:
@@ -240,47 +249,15 @@ class _Loop:
             prepared.bound[key] = bound
         return bound
 
-    def _call(self, dispatch: int, bound: Bound) -> tuple[int, Any, str]:
-        """Run a call: (time of the kernel in ns, what it returned, the fault that a failpoint wants in the answer)."""
-        page, failpoints = self._page, self._failpoints
-        if failpoints:
-            failpoints.hit("mapped")
+    def _call(self, dispatch: int, bound: Bound) -> tuple[int, Any]:
+        """Run a call: (time of the kernel in ns, what it returned)."""
+        page = self._page
         page.write(dispatch, EXECUTING)
-        if failpoints:
-            failpoints.hit("executing")
         start_ns = time.perf_counter_ns()
         result = bound()
         elapsed_ns = time.perf_counter_ns() - start_ns
         page.write(dispatch, WRITTEN)
-        return elapsed_ns, result, failpoints.hit("written") if failpoints else ""
-
-    def _call_on_gpu(self, header: Header, body: bytes) -> Enqueued:
-        page, failpoints = self._page, self._failpoints
-        plan = self._gpu_plan(header, body, TURN_BYTES)
-        turn = Turn._make(TURN.unpack_from(body, len(body) - TURN_BYTES))
-        if self._rings:
-            self._rings.catch_up(header.aux, plan.gpu, turn)
-            page.write(header.seq, MAPPED)
-        task = self._gpus.task(plan, header.aux, body[:-TURN_BYTES])
-        if failpoints:
-            failpoints.hit("mapped")
-        page.write(header.seq, EXECUTING)
-        enqueued = self._gpus.run(plan, task, header.aux, turn, failpoints)
-        page.write(header.seq, WRITTEN)
-        return enqueued
-
-    def _bind_bell(self, header: Header, body: bytes) -> None:
-        plan = self._gpu_plan(header, body, BELL_BYTES)
-        bell, binding = BELL.unpack_from(body, len(body) - BELL_BYTES)
-        self._gpus.bind_bell(plan, header.route, header.aux, body[:-BELL_BYTES], bell, binding)
-
-    def _gpu_plan(self, header: Header, body: bytes, tail_bytes: int) -> Plan:
-        plan = self._prepared[header.route].gpu
-        if plan is None or len(body) < tail_bytes:
-            raise ProtocolError(
-                f"a call with a turn or a bell on plan {header.route}, which is not on a GPU, or without its bytes"
-            )
-        return plan
+        return elapsed_ns, result
 
     def _leave(self, number: int, call: int, error: Exception | None) -> None:
         body = b"" if error is None else _error_body(error)
@@ -288,25 +265,22 @@ class _Loop:
 
     def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
         """One call of each lane that has one."""
-        for rung in self._lanes.rung(events):
-            call, plan, body = rung.page.get_call()
-            bound = rung.ready.get((plan, body))
-            if bound is not None or (self._lanes.allows(rung.number, plan) and self._has_arenas(plan, rung, body)):
-                self._run_on_lane(rung, call, plan, body, bound)
+        for one in self._lanes.claimed(events):
+            call, plan, body = one.page.get_call()
+            bound = one.ready.get((plan, body))
+            if bound is not None or (self._lanes.allows(one.number, plan) and self._has_arenas(plan, one.client, body)):
+                self._run_on_lane(one, call, plan, body, bound)
             else:
-                rung.page.put_end(call, lane.DECLINED)
-                lane.ring(rung.answer)
+                one.end(call, lane.DECLINED)
 
-    def _run_on_lane(self, rung: Lane, call: int, plan: int, body: bytes, bound: Bound | None) -> None:
-        dispatch, fault, said = lane.mark(rung.number, call), "", b""
-        self._page.write(dispatch, MAPPED)
+    def _run_on_lane(self, one: Lane, call: int, plan: int, body: bytes, bound: Bound | None) -> None:
+        dispatch, said = mark(one.number, call), b""
         try:
-            if self._failpoints:
-                self._failpoints.hit("received")
+            self._page.write(dispatch, MAPPED)
             if bound is None:
-                bound = self._bound(plan, rung.client, body)
-                rung.remember(plan, body, bound)
-            elapsed_ns, result, fault = self._call(dispatch, bound)
+                bound = self._bound(plan, one.client, body)
+                one.remember(plan, body, bound)
+            elapsed_ns, result = self._call(dispatch, bound)
             status = lane.OK
             if result is not None:
                 said = msgpack.packb(result)
@@ -315,33 +289,23 @@ class _Loop:
         except Exception as exc:  # as above; the broker hears of it when the client brings the call there
             short = BackendError(f"{type(exc).__name__}: {exc}"[:400])
             status, elapsed_ns, said = lane.RAISED, 0, msgpack.packb(short.to_wire())
-        if not fault:
-            rung.page.put_end(call, status, plan, elapsed_ns, said)
-            lane.ring(rung.answer)
-        elif fault == "stale":
-            rung.page.put_end(call + 1_000_000, status)
-            lane.ring(rung.answer)
-        elif fault != "silent":
-            rung.page.put_end(call, 99)
-            lane.ring(rung.answer)
-        if self._failpoints:
-            self._failpoints.hit("sent")
+        one.end(call, status, plan, elapsed_ns, said)
         self._page.write(0, IDLE)
 
-    def _has_arenas(self, plan: int, rung: Lane, body: bytes) -> bool:
+    def _has_arenas(self, plan: int, client: int, body: bytes) -> bool:
         prepared = self._prepared.get(plan)
-        if prepared is None or prepared.gpu is not None:
+        if prepared is None or prepared.gpu:
             return False
         count = len(prepared.call.inputs) + len(prepared.call.outputs)
         if len(body) != count * REF_BYTES:
             return False
         refs = wire.unpack_refs(body, count)
-        return all(ref.arena == NO_ARENA or (rung.client, ref.arena) in self._arenas for ref in refs)
+        return all(ref.arena == NO_ARENA or (client, ref.arena) in self._arenas for ref in refs)
 
     def _bind(self, prepared: _Prepared, client: int, body: bytes) -> Bound:
         call = prepared.call
-        if prepared.gpu is not None:
-            raise ProtocolError(f"a call on {prepared.gpu.gpu} has no turn")
+        if prepared.gpu:
+            raise ProtocolError(f"a call on {prepared.gpu} has no turn")
         refs = wire.unpack_refs(body, len(call.inputs) + len(call.outputs))
         inputs: list[Block | None] = []
         for spec, ref in zip(call.inputs, refs, strict=False):
@@ -385,26 +349,29 @@ class _Loop:
         message, fds = control.receive(self._control, *_CONTROL)
         if isinstance(message, messages.MapLane):
             if message.gpu:
-                self._rings.open(message.lane, message.client, message.gpu, fds)
+                self._gpu_serving().open_ring(message, fds)
             else:
                 self._lanes.open(message.lane, message.client, fds)
         elif isinstance(message, messages.UnmapLane):
-            self._rings.close(message.lane)
+            if self._gpu is not None:
+                self._gpu.close_ring(message.lane)
             self._lanes.close(message.lane)
         elif isinstance(message, messages.MapArena):
             self._arenas[message.client, message.arena] = _map_arena(fds[0], message.nbytes)
         elif isinstance(message, messages.UnmapArena):
             self._unmap_arena(message.client, message.arena)
         elif isinstance(message, messages.MapGpu):
-            self._gpus.map_gpu(message, fds)
+            self._gpu_serving().gpus.map_gpu(message, fds)
         elif isinstance(message, messages.UnmapGpu):
-            self._gpus.unmap_gpu(message.client, message.gpu)
+            if self._gpu is not None:
+                self._gpu.gpus.unmap_gpu(message.client, message.gpu)
         elif isinstance(message, messages.MapGpuArena):
-            self._gpus.map_arena(message, fds)
+            self._gpu_serving().gpus.map_arena(message, fds)
 
     def _unmap_arena(self, client: int, arena: int) -> None:
         if self._arenas.pop((client, arena), None) is None:
-            self._gpus.unmap_arena(client, arena, self._gpu_plans.values())
+            if self._gpu is not None:
+                self._gpu.unmap_arena(client, arena)
             return
         for prepared in self._prepared.values():  # views keep the maps alive
             prepared.bound.clear()
@@ -440,14 +407,3 @@ def _describe(exc: Exception) -> LayerZeroError:
         return exc
     text = "".join(traceback.format_exception(exc))
     return BackendError(f"{type(exc).__name__}: {exc}"[:2000], exception=type(exc).__name__, traceback=text[-4000:])
-
-
-def _spoil(reply: bytes, fault: str) -> bytes:
-    """What a faulty worker may send instead of `reply`; see failpoint.py."""
-    header = wire.unpack(reply)
-    return {
-        "garbage": b"\xff" * 64,
-        "truncated": reply[: HEADER_BYTES // 2],
-        "stale": wire.pack(Kind.RAN, seq=header.seq + 1_000_000, attempt=header.attempt),
-        "silent": b"",
-    }[fault]

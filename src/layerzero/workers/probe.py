@@ -6,16 +6,20 @@ Run in a throw-away process by envs/probe/probe.py; ends with its parent when th
 "failures": [{"kernel_id", "dtype", "shape_class", "case", "error", "tolerance", "detail"}],
 "error": null | {"kind", "message", "missing", "traceback"}}.
 A class in which one case fails is not certified; the others stay so. It is an error when nothing is certified at all.
+While it works, a regular file on stdout holds {"at": [kernel id, dtype, case]} instead, or {"at": []} before the first
+case: whoever finds that knows where the process died or hangs.
 Kinds: import (something is missing), abi, version, load (the provider raised anything else), numeric, kernel (a kernel
 raised), descriptor. The cases are those of workers/certify/cases.py.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
+import stat
 import statistics
 import sys
 import time
@@ -94,11 +98,33 @@ def main(argv: Sequence[str]) -> int:
         boot.die_with_parent(int(parent[0]))
     answer = os.fdopen(os.dup(1), "w")
     boot.point_stdout_at_stderr()
-    print(json.dumps(probe(provider, Path(descriptor))), file=answer, flush=True)
+    position = Position(answer.fileno())
+    verdict = json.dumps(probe(provider, Path(descriptor), position))
+    position.clear()
+    print(verdict, file=answer, flush=True)
     return 0
 
 
-def probe(provider: str, descriptor: Path) -> dict[str, Any]:
+class Position:
+    """Where the probe is, in a file that whoever runs it can read; of other things than files, nothing is written."""
+
+    def __init__(self, fd: int = -1) -> None:
+        is_file = fd >= 0 and stat.S_ISREG(os.fstat(fd).st_mode)
+        self._fd = fd if is_file and not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND else -1
+        self.note()
+
+    def note(self, *where: str) -> None:
+        """It begins with this case; without words, to load the provider."""
+        if self._fd >= 0:
+            self.clear()
+            os.pwrite(self._fd, json.dumps({"at": where}).encode(), 0)
+
+    def clear(self) -> None:
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+
+
+def probe(provider: str, descriptor: Path, position: Position | None = None) -> dict[str, Any]:
     """Load the provider and run every kernel of the descriptor. The result is described at the top."""
     verdict: dict[str, Any] = {"ok": False, "versions": {}, "kernels": {}, "certified": {}, "failures": []}
     try:
@@ -119,7 +145,8 @@ def probe(provider: str, descriptor: Path) -> dict[str, Any]:
         bench = bench_for(loaded)
     except Exception as exc:
         return {**verdict, "error": classify(exc)}
-    checked = {kernel["kernel_id"]: _check(bench, loaded, op, kernel) for op, kernel in kernels}
+    position = position or Position()
+    checked = {kernel["kernel_id"]: _check(bench, loaded, op, kernel, position) for op, kernel in kernels}
     verdict["kernels"] = {kernel_id: one.summary() for kernel_id, one in checked.items()}
     verdict["certified"] = {kernel_id: one.certified for kernel_id, one in checked.items()}
     verdict["failures"] = [asdict(failure) for one in checked.values() for failure in one.failures]
@@ -161,7 +188,7 @@ def _error(kind: str, message: str, exc: BaseException | None = None, missing: s
     return {"kind": kind, "message": message[:2000], "missing": missing, "traceback": text[-4000:]}
 
 
-def _check(bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any]) -> KernelVerdict:
+def _check(bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], position: Position) -> KernelVerdict:
     """Run one kernel on every case of its op that its descriptor admits, in each of its dtypes."""
     verdict, kernel_id = KernelVerdict(), kernel["kernel_id"]
     problems = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
@@ -173,6 +200,7 @@ def _check(bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any]) -> 
             name = case.shape_class
             if name in failed:
                 continue
+            position.note(kernel_id, dtype, case.name)
             try:
                 error, detail = _run(bench, loaded.kernels[kernel_id], op, kernel_id, case), ""
                 if not error <= allowed:

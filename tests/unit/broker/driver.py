@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.simulator import CAPABILITIES, route_body
+from tests.simulation import CAPABILITIES, route_body
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
@@ -29,6 +29,8 @@ LIMITS: dict[str, Any] = {
     "restart_window_s": 30.0,
     "backoff_s": 0.5,
     "backoff_max_s": 30.0,
+    "retry_disabled_s": 30.0,
+    "retry_disabled_max_s": 600.0,
     "poison_quarantine_s": 600.0,
     "express": False,
 }

@@ -52,10 +52,7 @@ def spec(*shape: int, dtype: str = "float32", strides: tuple[int, ...] | None = 
     return TensorSpec.contiguous(dtype, shape) if strides is None else TensorSpec(dtype, shape, strides)
 
 
-CONDITIONS = frozenset(
-    {"requires_deterministic", "is_cuda_graph_capturing", "allow_jit_compile", "memory_headroom_bytes"}
-    | {"free_memory_bytes", "alignment_bytes"}
-)
+CONDITIONS = frozenset({"requires_deterministic", "allow_jit_compile", "memory_headroom_bytes", "free_memory_bytes"})
 
 
 def call(op: str, *inputs: TensorSpec | None, out: TensorSpec | None = None, device: DeviceSpec | None = None,
@@ -63,10 +60,8 @@ def call(op: str, *inputs: TensorSpec | None, out: TensorSpec | None = None, dev
     """`named` are attributes, or conditions of the context."""
     attrs = {name: value for name, value in named.items() if name not in CONDITIONS}
     conditions = {name: value for name, value in named.items() if name in CONDITIONS}
-    outputs = [out] if out is not None else []
-    return SelectionContext.of(
-        op, inputs, outputs, {**ATTRS.get(op, {}), **attrs}, device or DeviceSpec(), **conditions
-    )
+    outputs = (out,) if out is not None else ()
+    return SelectionContext(op, inputs, outputs, {**ATTRS.get(op, {}), **attrs}, device or DeviceSpec(), **conditions)
 
 
 def attention_call(q: TensorSpec, k: TensorSpec | None = None, v: TensorSpec | None = None,

@@ -36,15 +36,13 @@ def test_fields_of_attention_follow_from_its_tensors() -> None:
     """Rules, plans and reports read them; the client sends only tensors."""
     k, v = spec(2, 4, 9, 16), spec(2, 4, 9, 32)
     one = attention_call(Q, k, v, spec(1, 8, 6, 9, dtype="bool"), scale=0.25)
-    assert (one.op_id, one.dtype, one.device_type, one.device_spec) == ("attention", "float32", "cpu", DeviceSpec())
+    assert (one.dtype, one.device_type) == ("float32", "cpu")
     assert (one.batch_size, one.seq_len_q, one.seq_len_k, one.seq_len) == (2, 6, 9, 9)
-    assert (one.num_heads, one.num_kv_heads, one.head_dim, one.head_dim_v) == (8, 4, 16, 32)
-    assert (one.enable_gqa, one.layout, one.layout_hint) == (True, "BHSD", None)
+    assert (one.num_heads, one.num_kv_heads, one.head_dim) == (8, 4, 16)
+    assert (one.enable_gqa, one.layout) == (True, "BHSD")
     assert (one.is_causal, one.causal_alignment, one.scale, one.has_default_scale) == (False, "top_left", 0.25, True)
     assert (one.attn_mask_type, one.attn_mask_layout, one.attn_mask_problem) == ("bool", "per_head", None)
-    assert (one.is_contiguous, one.is_last_dim_contiguous, one.stride_last_dim) == (True, True, 1)
-    assert (one.dropout_p, one.is_training, one.requires_grad) == (0.0, False, False)
-    assert one.op_metadata == one.attrs
+    assert (one.is_contiguous, one.dropout_p) == (True, 0.0)
 
 
 def test_mask_that_repeats_one_head_is_a_broadcast() -> None:
@@ -59,20 +57,17 @@ def test_fields_of_other_ops_are_rows_or_nothing() -> None:
     assert (one.batch_size, one.seq_len, one.num_heads, one.head_dim, one.layout) == (15, None, None, None, None)
     assert (one.attn_mask_type, one.attn_mask_layout, one.has_default_scale) == ("none", None, True)
     empty = call("null")
-    assert (empty.dtype, empty.batch_size, empty.stride_last_dim, empty.is_contiguous) == (None, None, None, True)
+    assert (empty.dtype, empty.batch_size, empty.is_contiguous) == (None, None, True)
     assert call("silu", spec()).batch_size is None
     assert call("embedding", spec(3, dtype="int64"), spec(9, 4, dtype="float16")).dtype == "float16"
 
 
 ATTRIBUTES = {
-    "layout_hint": "BSHD",
     "tokenizer_id": "t",
     "vocab_hash": "v",
     "merges_hash": "m",
     "added_tokens_hash": "a",
-    "special_tokens_hash": "s",
     "normalizer_id": "n",
-    "pretokenizer_id": "p",
     "return_offsets": True,
     "quant_dtype": "int8",
     "quant_scale_granularity": "per_tensor",
@@ -106,7 +101,6 @@ def test_sm_is_that_of_the_device() -> None:
 
 STRIDED = spec(2, 8, 6, 16, strides=(1536, 192, 32, 2))
 ROWS = spec(2, 8, 6, 16, strides=(1536, 192, 32, 1))
-UNALIGNED = spec(2, 8, 6, 16, strides=(816, 102, 17, 1))
 MASK = spec(1, 1, 6, 6, dtype="bool")
 DIFFERENT: dict[str, Callable[[], SelectionContext]] = {
     "plain": lambda: attention_call(Q),
@@ -117,7 +111,6 @@ DIFFERENT: dict[str, Callable[[], SelectionContext]] = {
     "output": lambda: attention_call(Q, out=Q),
     "gaps": lambda: attention_call(ROWS),
     "last stride": lambda: attention_call(STRIDED),
-    "unaligned rows": lambda: attention_call(UNALIGNED),
     "gaps in one input": lambda: attention_call(Q, ROWS, Q),
     "empty": lambda: attention_call(spec(0, 8, 6, 16)),
     "head_dim": lambda: attention_call(spec(2, 8, 6, 32)),
@@ -151,13 +144,9 @@ DIFFERENT: dict[str, Callable[[], SelectionContext]] = {
     "eps": lambda: call("layer_norm", Q, None, None, eps=0.5),
     "tokenizer": lambda: call("tokenize", *[spec(3, dtype="uint8")] * 3),
     "deterministic": lambda: attention_call(Q, requires_deterministic=True),
-    "capturing": lambda: attention_call(Q, is_cuda_graph_capturing=True),
     "no jit": lambda: attention_call(Q, allow_jit_compile=False),
     "headroom": lambda: attention_call(Q, memory_headroom_bytes=1),
-    "aligned": lambda: attention_call(Q, alignment_bytes=64),
     "policy": lambda: replace(attention_call(Q), policy_hash="p"),
-    "no fallback": lambda: replace(attention_call(Q), allow_fallback=False),
-    "strict": lambda: replace(attention_call(Q), strict_mode=True),
     "device": lambda: attention_call(Q, device=CPU),
     "isa": lambda: attention_call(Q, device=replace(CPU, isa=())),
     "sm": lambda: attention_call(Q, device=DeviceSpec("cuda", sm_version=80)),
@@ -167,7 +156,7 @@ DIFFERENT: dict[str, Callable[[], SelectionContext]] = {
         name: lambda name=name: call("tokenize", *[spec(3, dtype="uint8")] * 3, **{name: "x"})  # type: ignore[misc]
         for name in (
             *("tokenizer_digest", "tokenizer_format", "vocab_hash", "merges_hash", "added_tokens_hash"),
-            *("special_tokens_hash", "normalizer_id", "pretokenizer_id", "return_offsets", "max_length"),
+            *("normalizer_id", "return_offsets", "max_length"),
         )
     },
 }
@@ -199,7 +188,7 @@ ODD_KERNELS: dict[str, list[dict[str, Any]]] = {
             {},
             {"requires_contiguous": True, "supports_gqa": True, "supports_empty": True},
             {"requires_last_dim_stride1": True, "copies_outputs": True, "requires_contiguous": True},
-            {"requires_aligned": True, "max_seq_len": 7, "supports_gqa": True, "gqa_layout": "interleaved"},
+            {"max_seq_len": 7, "supports_gqa": True},
             {"requires_layouts": ["BSHD"], "produces_layout": "BHSD", "supports_scale": False},
             {"attn_mask_types": ["bool", "float"], "attn_mask_layouts": ["broadcast"], "max_seq_len": 3},
             {"requires_dtype": "float16", "produces_dtype": "float32", "deterministic": False},
@@ -213,7 +202,7 @@ ODD_KERNELS: dict[str, list[dict[str, Any]]] = {
         {"optional_args": ["weight"], "supports_empty": True},
         {"required_args": ["weight"], "optional_args": ["bias"], "requires_contiguous": True},
         {"optional_args": ["weight", "bias"], "requires_last_dim_stride1": True, "min_ndim": 2, "max_ndim": 3},
-        {"optional_args": ["weight", "bias"], "requires_aligned": True, "attrs": {"ndim": [1]}},
+        {"optional_args": ["weight", "bias"], "attrs": {"ndim": [1]}},
         {"optional_args": ["bias"], "produces_dtype": "float16", "rng": "global", "deterministic": False},
     ],
     "tokenize": [
@@ -221,8 +210,8 @@ ODD_KERNELS: dict[str, list[dict[str, Any]]] = {
         for more in (
             {"supports_offsets": True},
             {"tokenizer_ids": ["d"], "vocab_hashes": ["v", "w"]},
-            {"merges_hashes": ["v"], "added_tokens_hashes": ["v"], "special_tokens_hashes": ["v"]},
-            {"supports_normalizers": ["v"], "supports_pretokenizers": ["v"]},
+            {"merges_hashes": ["v"], "added_tokens_hashes": ["v"]},
+            {"supports_normalizers": ["v"]},
         )
     ],
 }
@@ -256,6 +245,7 @@ def contexts(draw: st.DrawFn, op: str) -> SelectionContext:
     """Any call that can be expressed, valid or not."""
     attrs = dict(ATTRS[op])
     inputs: list[TensorSpec | None]
+    outputs: list[TensorSpec]
     if op == "attention":
         b, h, hk, sq, sk, d = (draw(few) for _ in range(6))
         v_heads = draw(st.sampled_from([hk, hk, hk, h]))
@@ -283,18 +273,17 @@ def contexts(draw: st.DrawFn, op: str) -> SelectionContext:
     else:
         inputs = [draw(tensors((draw(few),), "uint8")) for _ in range(3)]
         outputs = []
-        names = ["vocab_hash", "merges_hash", "added_tokens_hash", "special_tokens_hash", "normalizer_id"]
-        attrs |= draw(st.dictionaries(st.sampled_from([*names, "pretokenizer_id"]), st.sampled_from(["v", "w"])))
+        names = ["vocab_hash", "merges_hash", "added_tokens_hash", "normalizer_id"]
+        attrs |= draw(st.dictionaries(st.sampled_from(names), st.sampled_from(["v", "w"])))
         attrs["tokenizer_format"] = draw(st.sampled_from(["plain", "0.13"]))
         attrs["return_offsets"] = draw(st.booleans())
     device = draw(st.sampled_from([CPU, replace(CPU, isa=()), *(DeviceSpec("cuda", sm_version=n) for n in (75, 86))]))
     flags = {
         name: draw(st.booleans())
-        for name in ("requires_deterministic", "is_cuda_graph_capturing", "allow_jit_compile")
+        for name in ("requires_deterministic", "allow_jit_compile")
         if draw(st.sampled_from([False, False, True]))
     }
-    start = draw(st.sampled_from([None, 4, 16, 64]))
-    return SelectionContext.of(op, inputs, outputs, attrs, device, alignment_bytes=start, **flags)
+    return SelectionContext(op, tuple(inputs), tuple(outputs), attrs, device, **flags)
 
 
 @st.composite

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from layerzero.capabilities import descriptor
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, DescriptorError
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.match import match
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
 DESCRIPTORS = sorted((Path(descriptor.__file__).parent / "descriptors").glob("*.json"))
 GOOD: dict[str, Any] = {
@@ -83,8 +87,11 @@ BROKEN: dict[str, tuple[Change, str]] = {
         lambda d: d.update(platform="tpu"),
         "platform: Input should be 'cpu', 'cuda', 'rocm' or 'hpu'",
     ),
-    "unknown field": (lambda d: d.update(flavour="mint"), "flavour: Extra inputs are not permitted"),
-    "unknown constraint": (lambda d: silu(d).update(max_heads=8), "max_heads: Extra inputs are not permitted"),
+    "unknown field": (lambda d: d.update(flavour="mint"), "flavour: unknown field flavour; known: schema_version, "),
+    "unknown constraint": (
+        lambda d: silu(d).update(max_heads=8),
+        "unknown field max_heads; did you mean max_head_dim?",
+    ),
     "no source": (lambda d: silu(d).pop("source"), "source: Field required"),
     "no word on determinism": (lambda d: silu(d).pop("deterministic"), "deterministic: Field required"),
     "priority too high": (lambda d: silu(d).update(priority=101), "less than or equal to 100"),
@@ -152,3 +159,21 @@ def test_our_own_descriptors_are_good(path: Path) -> None:
             assert kernel.kernel_id.endswith(op) or "." in kernel.kernel_id
             assert set(kernel.attrs) <= set(OPS[op].attrs)
             assert {*kernel.optional_args, *kernel.required_args} <= OPS[op].optional
+
+
+@pytest.mark.parametrize("dtype", sorted(FLOAT_DTYPES))
+@pytest.mark.parametrize("op", ["matmul", "softmax", "silu", "gelu", "layer_norm", "rms_norm"])
+def test_torch_takes_any_memory_and_any_float(op: str, dtype: str) -> None:
+    """It is the last resort: when it refuses, the call fails."""
+    attrs: dict[str, Any] = {"softmax": {"dim": 0}, "gelu": {"approximate": "tanh"}}.get(op, {})
+    if op.endswith("norm"):
+        attrs = {"ndim": 1, "eps": 1e-5}
+    (kernel,) = descriptor.load(next(path for path in DESCRIPTORS if path.stem == "torch")).ops[op]
+    absent = (None,) * len(OPS[op].optional)
+    for strided in (
+        TensorSpec(dtype, (3, 3), (1, 3)),
+        TensorSpec(dtype, (3, 3), (0, 0)),
+        TensorSpec(dtype, (0, 3), (3, 1)),
+    ):
+        inputs = (*(strided,) * (len(OPS[op].inputs) - len(absent)), *absent)
+        assert match(SelectionContext(op, inputs, (strided,), attrs, DeviceSpec()), kernel) == []

@@ -37,10 +37,6 @@ FIXES: dict[str, tuple[SelectionContext, KernelCapability, str, tuple[str, ...]]
         call("silu", spec(2, 8, strides=(1, 2))), kernel(requires_last_dim_stride1=True), "make x contiguous",
         ("contiguous x",),
     ),
-    "aligned rows": (
-        call("silu", spec(2, 3)), kernel(requires_aligned=True), "copy x to memory with rows at multiples of 16 bytes",
-        ("align x",),
-    ),
     "wider dtype": (
         call("silu", spec(4, dtype="bfloat16"), out=spec(4, dtype="bfloat16")), kernel(),
         "cast x bfloat16->float32, cast out float32->bfloat16",
@@ -127,9 +123,6 @@ FIXES: dict[str, tuple[SelectionContext, KernelCapability, str, tuple[str, ...]]
     "jit": (
         call("silu", X, allow_jit_compile=False), kernel(needs_jit=True),
         "set allow_jit_compile: true in the policy", (),
-    ),
-    "capture": (
-        call("silu", X, is_cuda_graph_capturing=True), kernel(), "make the call outside of the CUDA graph capture", (),
     ),
 }  # fmt: skip
 

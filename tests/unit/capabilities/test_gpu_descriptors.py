@@ -70,7 +70,7 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
     }  # fmt: skip
     given = {name: attrs[name] for name in OPS[op].attrs}
     specs = inputs.get(op, (dense(64, 128),))
-    return SelectionContext.of(op, specs, [dense(64, 128)], given, device)
+    return SelectionContext(op, tuple(specs), (dense(64, 128),), given, device)
 
 
 @pytest.mark.parametrize(("op", "kernel"), KERNELS)

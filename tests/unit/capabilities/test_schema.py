@@ -1,4 +1,4 @@
-"""What is published about descriptors is what the reader does; a backend as a whole follows from its own."""
+"""What is published about descriptors is what the reader does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.capabilities.test_descriptor import DESCRIPTORS, GOOD, first, silu
+from tests.unit.capabilities.test_descriptor import GOOD, first
 
 from layerzero.capabilities import descriptor, schema
-from layerzero.capabilities.backend import BackendSpec
 from layerzero.capabilities.descriptor import Capability, DescriptorError, KernelCapability
 from layerzero.capabilities.reasons import Reason
 
@@ -87,35 +86,3 @@ def test_kernel_has_the_platform_of_its_backend() -> None:
     capability = descriptor.parse(json.dumps(GOOD), "")
     assert {kernel.platform for kernels in capability.ops.values() for kernel in kernels} == {"cpu"}
     assert capability.kernel_ids == ("lib.silu", "lib.attention", "lib.tokenize")
-
-
-def test_backend_follows_from_descriptor_and_manifest() -> None:
-    """Reports and tools want one object per backend."""
-    data = copy.deepcopy(GOOD)
-    silu(data).update(init_cost_ms=20, is_cuda_graph_safe=True)
-    first(data, "attention").update(init_cost_ms=35.5)
-    capability = descriptor.parse(json.dumps(data), "")
-    spec = BackendSpec.of(capability, import_name="lib_provider", requires=["lib==1.2"], plugin_origin="entry_point")
-    assert spec == BackendSpec(
-        name="lib",
-        version="1.2",
-        platform="cpu",
-        import_name="lib_provider",
-        plugin_origin="entry_point",
-        requires=("lib==1.2",),
-        provides_ops=("attention", "silu", "tokenize"),
-        supports_graphs=False,
-        init_cost_ms=35.5,
-        capabilities_hash=capability.hash,
-        capabilities_schema_version="1.0",
-        entry_point_group="layerzero.backends",
-    )
-
-
-@pytest.mark.parametrize("path", DESCRIPTORS, ids=lambda path: path.stem)
-def test_our_own_backends_can_be_described(path: Path) -> None:
-    """None of ours declares a cost of the first call, and none can be captured on a CPU."""
-    capability = descriptor.load(path)
-    spec = BackendSpec.of(capability, import_name=f"layerzero.workers.providers.{path.stem}")
-    assert spec.init_cost_ms is None
-    assert capability.platform == "cuda" or not spec.supports_graphs

@@ -34,7 +34,7 @@ def write(folder: Path, text: str, name: str = "sample.toml") -> Path:
     [
         ('summary = "s"', "", ["summary: missing"]),
         ('summary = "s"', "summary = 5", ["summary", "5", "valid string"]),
-        ('summary = "s"', 'summary = "s"\nsumary = "x"', ["sumary", "'x'", "allowed: summary", "mean 'summary'"]),
+        ('summary = "s"', 'summary = "s"\nsumary = "x"', ["sumary", "'x'", "Known: summary", "mean 'summary'"]),
         ('summary = "s"', 'summary = "s"\nname = "other"', ["name", "'other'", "must be absent"]),
         ('python = "3.11"', 'python = "3"', ["python", "'3'", r"^3\.[1-9][0-9]$"]),
         ('python = "3.11"', "", ["`python`", "venv"]),
@@ -53,7 +53,7 @@ def write(folder: Path, text: str, name: str = "sample.toml") -> Path:
         ("variants.cpu", "variants.rocm", ["variants.rocm", "'rocm'", "'cpu', 'cu12' or 'cu13'"]),
         ('"numpy>=2"', '"numpy=>2"', ["variants.cpu.requirements.0", "'numpy=>2'", "must be a requirement"]),
         ('"numpy>=2"', '"--index-url=x"', ["variants.cpu.requirements.0", "'--index-url=x'", "requirement"]),
-        ('["numpy>=2"]', "[]\nindex = 1", ["variants.cpu.index", "1", "allowed: requirements"]),
+        ('["numpy>=2"]', "[]\nindex = 1", ["variants.cpu.index", "1", "Known: requirements"]),
         ("[variants.cpu]", '[env]\nPYTHONPATH = "x"\n[variants.cpu]', ["env.PYTHONPATH", "variable name other than"]),
         ("[variants.cpu]", "[env]\nA = 1\n[variants.cpu]", ["env.A", "1", "valid string"]),
         ('python = "3.11"', "python = ", ["TOML", "line 4"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -33,6 +34,48 @@ def test_equal_records_in_a_row_are_written_once_and_counted(tmp_path: Path) -> 
         {"event": "record.repeated", "times": 2, "record": "a.happened"},
         {"event": "a.happened", "n": 2},
     ]
+
+
+def test_a_record_that_repeats_until_the_end_is_counted(tmp_path: Path) -> None:
+    """The last thing that a process saw is what one looks for."""
+    run(tmp_path / "a.log", "for n in (1, 1, 1): logs.log('a.happened', n=n)\nlogs.flush(); logs.flush()")
+    assert lines(tmp_path / "a.log") == [
+        {"event": "a.happened", "n": 1},
+        {"event": "record.repeated", "times": 2, "record": "a.happened"},
+    ]
+
+
+def test_a_record_that_repeats_for_long_is_counted_meanwhile(tmp_path: Path) -> None:
+    """It may be all that happens for a month, and a process that is killed says nothing at its end."""
+    run(tmp_path / "a.log", "logs.REPEATS_S = 0\nfor n in (1, 1, 1): logs.log('a.happened', n=n)")
+    repeated = {"event": "record.repeated", "times": 1, "record": "a.happened"}
+    assert lines(tmp_path / "a.log") == [{"event": "a.happened", "n": 1}, repeated, repeated]
+
+
+THREADS = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+def write(name):
+    for _ in range(2000): logs.log(name)
+threads = [threading.Thread(target=write, args=(f"a.{n}",)) for n in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+logs.flush()
+"""
+
+
+def test_records_of_several_threads_are_all_counted(tmp_path: Path) -> None:
+    """Probes and the database of times have threads of their own."""
+    run(tmp_path / "a.log", "logs.LIMIT_BYTES = 1 << 30" + THREADS)
+    written = lines(tmp_path / "a.log")
+    counts = dict.fromkeys((f"a.{n}" for n in range(4)), 0)
+    for before, line in itertools.pairwise([{}, *written]):
+        if line["event"] == "record.repeated":
+            assert line["record"] == before["event"]
+            counts[str(line["record"])] += int(str(line["times"]))
+        else:
+            counts[str(line["event"])] += 1
+    assert set(counts.values()) == {2000}
 
 
 def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import msgpack
 import pytest
 
 from layerzero.ipc.errors import BY_CODE, ProtocolError, from_wire
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import MESSAGES, decode, encode
 
@@ -55,10 +56,13 @@ def test_frame_vector_holds_both_ways(vector: dict[str, Any]) -> None:
     body = frame[wire.HEADER_BYTES :]
     match vector["body"]:
         case {"refs": refs, **rest}:
-            made = wire.pack_refs([wire.Ref(*ref) for ref in refs])
-            made += wire.TURN.pack(*rest["turn"]) if "turn" in rest else b""
-            made += wire.BELL.pack(*rest["bell"]) if "bell" in rest else b""
-            made += bytes.fromhex(str(rest.get("digest", "")))
+            packed = wire.pack_refs([wire.Ref(*ref) for ref in refs])
+            turn = Turn(*rest["turn"]) if "turn" in rest else None
+            bell, binding = rest.get("bell", (None, 0))
+            call = (packed, turn, bell, binding, bytes.fromhex(str(rest.get("digest", ""))))
+            flags, made = wire.pack_call(*call)
+            assert flags == header["flags"] & wire.HAS_TAIL or header["kind"] not in (wire.Kind.EXECUTE, wire.Kind.RUN)
+            assert wire.unpack_call(flags, body) == call
             assert [list(ref) for ref in wire.unpack_refs(body, len(refs))] == refs
         case {"message": kind, "fields": given}:
             message = MESSAGES[kind](**plain(given))

@@ -5,7 +5,9 @@ The only file that reads YAML, with PyYAML's SafeLoader and less than that allow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from layerzero.broker.selection.policy import Layer, Policy, compose
 from layerzero.broker.selection.policy_values import Known, Place
 from layerzero.ipc.errors import ConfigError
 
-MAX_FILE_BYTES = 64 * 1024  # half a second of PyYAML at worst, and the broker's loop reads it
+MAX_FILE_BYTES = 64 * 1024  # half a second of PyYAML at worst
 MAX_DEPTH = 32  # of brackets
 CHECK_S = 1.0  # how often the file is looked at
+PATIENCE_S = 0.02  # so long the broker's loop waits for its thread: an ordinary file holds for the call that woke it
 _HINT = "quote what begins with > < ! = * & or %"
 _SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null")}
 
@@ -25,12 +28,12 @@ Stamp = tuple[int, int, int]  # mtime_ns, size, inode
 
 
 class PolicySource:
-    """The policy in force. Raises ConfigError when there is none to begin with.
+    """The source of the policy in force, which is read at once. Raises ConfigError when that cannot be done.
 
     file: the policy file. is_optional: it need not exist. variables: layers of the environment
     (ipc/vocabulary/policy.py), which do not change. known: the names that a policy may use. record: what `lz env add`
-    has written, if there is any; all else goes before it.
-    """
+    has written, if there is any; all else goes before it. on_read: called from another thread when `refresh` has
+    something that it had no patience for."""
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class PolicySource:
         variables: Sequence[Mapping[str, Any]],
         known: Known,
         record: Path | None = None,
+        on_read: Callable[[], None] = lambda: None,
     ) -> None:
         self.file = file
         self.problem = ""  # why the file as it is now is not in force
@@ -48,8 +52,11 @@ class PolicySource:
         self._known = known
         self._check_at_s = 0.0
         self._record = record
+        self.on_read = on_read
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
+        self._reading: Future[Policy] | None = None
         self._stamp = self._stamps()
-        self.policy = self._read()
+        self.policy = self._read(self._stamp)
 
     def describe(self, overlay: Mapping[str, Any]) -> dict[str, Any]:
         """The policy with a caller's overlay on top, as plain values. Raises InvalidArgument for a wrong overlay."""
@@ -64,28 +71,39 @@ class PolicySource:
 
     def refresh(self, now_s: float) -> Policy | None:
         """The new policy when the file has changed, else None. A file that is broken now leaves the policy as it is and
-        is a `problem`. Cheap enough for every turn of a loop: it looks once in CHECK_S."""
-        if now_s < self._check_at_s:
+        is a `problem`. Cheap enough for every turn of a loop: it looks once in CHECK_S, and a thread reads."""
+        if self._reading is None:
+            if now_s < self._check_at_s:
+                return None
+            self._check_at_s = now_s + CHECK_S
+            stamp = self._stamps()
+            if stamp == self._stamp:
+                return None
+            self._stamp = stamp
+            self._reading = self._thread.submit(self._read, stamp)
+            if not wait((self._reading,), PATIENCE_S).done:
+                self._reading.add_done_callback(lambda _: self.on_read())
+        if not self._reading.done():
             return None
-        self._check_at_s = now_s + CHECK_S
-        stamp = self._stamps()
-        if stamp == self._stamp:
-            return None
-        self._stamp = stamp
+        reading, self._reading = self._reading, None
         try:
-            self.policy = self._read()
+            self.policy = reading.result()
         except ConfigError as exc:
             self.problem = f"{exc.message}\nthe policy from before stays in force"
             return None
         self.problem = ""
         return self.policy
 
+    def close(self) -> None:
+        """What is read now is not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def _stamps(self) -> tuple[Stamp | None, Stamp | None]:
-        """Of the record and the file."""
+        """The stamps of the record and of the file; None for one that is not there."""
         return None if self._record is None else _stamp(self._record), _stamp(self.file)
 
-    def _read(self) -> Policy:
-        recorded, written = self._stamp
+    def _read(self, stamp: tuple[Stamp | None, Stamp | None]) -> Policy:
+        recorded, written = stamp
         if written is None and not self._is_optional:
             raise ConfigError(f"the policy file {self.file} does not exist")
         layers = [] if recorded is None or self._record is None else [load_layer(self._record)]
@@ -106,6 +124,12 @@ def _stamp(file: Path) -> Stamp | None:
 
 def load_layer(file: Path) -> Layer:
     """A policy file as a layer, not yet checked. Raises ConfigError for what is not YAML."""
+    return _load_layer(file, _stamp(file))
+
+
+@functools.lru_cache(maxsize=4)
+def _load_layer(file: Path, _: Stamp | None) -> Layer:
+    """Kept while the file is the same: with each look at a backend from outside, policy is asked for its sources."""
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
@@ -138,7 +162,8 @@ def parse_layer(text: str, origin: str) -> Layer:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML looks ahead over all open brackets at each token; so many are none of a policy's."""
+    """A SafeLoader that takes MAX_DEPTH open brackets and no more: PyYAML looks ahead over all of them at each
+    token."""
 
     def fetch_flow_collection_start(self, kind: Any) -> None:
         if self.flow_level >= MAX_DEPTH:

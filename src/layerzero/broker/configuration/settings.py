@@ -1,4 +1,5 @@
-"""Every knob of the broker, declared once: name, default, unit, meaning. Variable: LAYERZERO_<NAME>.
+"""Every setting of the broker, declared once: name, default, unit, meaning. Variable: LAYERZERO_<NAME>.
+broker/configuration/settings_page.py makes docs/settings.md of them.
 
 Precedence: command line > environment > config.toml in the user's configuration folder > default.
 """
@@ -70,6 +71,10 @@ class Settings(BaseSettings):
     restart_window_s: Seconds = Field(30.0, description="window of restart_budget")
     backoff_s: Seconds = Field(0.5, description="delay of the first restart; doubles with each crash in the window")
     backoff_max_s: Seconds = Field(30.0, description="longest delay of a restart")
+    retry_disabled_s: Seconds = Field(
+        30.0, description="when a backend that crashes have disabled is tried again; doubles with each try that fails"
+    )
+    retry_disabled_max_s: Seconds = Field(600.0, description="longest delay of such a try")
     poison_quarantine_s: Seconds = Field(600.0, description="how long inputs that killed two workers are refused")
     express: bool = Field(True, description="lend settled routes a lane straight to their worker")
     allow_mps: bool = Field(

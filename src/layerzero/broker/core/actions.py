@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from layerzero.broker.core.plain_data import plain
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.transport.attempts import FailedAttempt
 
 
-@dataclass(slots=True)
+@plain
 class Probe:
     backend: str
 
 
-@dataclass(slots=True)
+@plain
 class Compile:
     """Run a kernel once in a process of its environment, so that its caches have what the worker will need. `body`:
     the encoded Prepare message."""
@@ -25,39 +27,39 @@ class Compile:
     body: bytes
 
 
-@dataclass(slots=True)
+@plain
 class Spawn:
     backend: str
     generation: int
 
 
-@dataclass(slots=True)
+@plain
 class Kill:
     backend: str
     generation: int
 
 
-@dataclass(slots=True)
+@plain
 class StopWorker:
     backend: str
     generation: int
     identity: bytes  # empty: it has not said hello yet
 
 
-@dataclass(slots=True)
+@plain
 class SendPrepare:
     identity: bytes
     plan: int
     body: bytes
 
 
-@dataclass(slots=True)
+@plain
 class SendDrop:
     identity: bytes
     plan: int
 
 
-@dataclass(slots=True)
+@plain
 class GrantArena:
     backend: str
     generation: int
@@ -65,7 +67,7 @@ class GrantArena:
     arena: int
 
 
-@dataclass(slots=True)
+@plain
 class TakeBackArena:
     backend: str
     generation: int
@@ -73,7 +75,7 @@ class TakeBackArena:
     arena: int
 
 
-@dataclass(slots=True)
+@plain
 class CloseArena:
     """Nobody uses it any more: the broker closes its descriptor."""
 
@@ -81,7 +83,7 @@ class CloseArena:
     arena: int
 
 
-@dataclass(slots=True)
+@plain
 class GrantGpu:
     """A worker is to open the order page and the offer of a client, and to sign the offer at `slot`."""
 
@@ -92,7 +94,7 @@ class GrantGpu:
     slot: int
 
 
-@dataclass(slots=True)
+@plain
 class TakeBackGpu:
     backend: str
     generation: int
@@ -100,7 +102,7 @@ class TakeBackGpu:
     gpu: str
 
 
-@dataclass(slots=True)
+@plain
 class CloseGpu:
     """Its client has left, and no worker has calls of it: the broker lets go of the page and the offer."""
 
@@ -108,7 +110,7 @@ class CloseGpu:
     gpu: str
 
 
-@dataclass(slots=True)
+@plain
 class FailTurn:
     """No worker will finish this call: its client's stream may go on. Comes before the Refuse, and when the stream has
     come to it."""
@@ -119,7 +121,7 @@ class FailTurn:
     code: str  # of the error
 
 
-@dataclass(slots=True)
+@plain
 class ReleaseTurn:
     """The client is gone and a worker has this call: its inputs count as ready, lest the worker's stream waits for
     ever."""
@@ -129,14 +131,14 @@ class ReleaseTurn:
     turn: Turn
 
 
-@dataclass(slots=True)
+@plain
 class SendAllow:
     identity: bytes
     plan: int
     lane: int
 
 
-@dataclass(slots=True)
+@plain
 class SendLease:
     identity: bytes
     route: int
@@ -144,7 +146,7 @@ class SendLease:
     body: bytes
 
 
-@dataclass(slots=True)
+@plain
 class GrantLane:
     backend: str
     generation: int
@@ -153,13 +155,13 @@ class GrantLane:
     gpu: str = ""
 
 
-@dataclass(slots=True)
+@plain
 class RevokeLane:
     lane: int
     epoch: int
 
 
-@dataclass(slots=True)
+@plain
 class TakeBackLane:
     """Its client is gone."""
 
@@ -168,14 +170,14 @@ class TakeBackLane:
     lane: int
 
 
-@dataclass(slots=True)
+@plain
 class EndLane:
     """Its worker is gone: the client must hear of it, if it has opened the lane."""
 
     lane: int
 
 
-@dataclass(slots=True)
+@plain
 class Run:
     identity: bytes
     plan: int
@@ -188,7 +190,7 @@ class Run:
     binding: int = 0  # of the bell
 
 
-@dataclass(slots=True)
+@plain
 class SendMute:
     """A bell is no longer served."""
 
@@ -198,7 +200,7 @@ class SendMute:
     bell: int
 
 
-@dataclass(slots=True)
+@plain
 class SendDecision:
     identity: bytes
     route: int
@@ -206,10 +208,10 @@ class SendDecision:
     body: bytes
 
 
-@dataclass(slots=True)
+@plain
 class Answer:
     """A call ended well; one on a GPU is enqueued there, and may be answered or refused again if its worker dies.
-    `attempts` lists failures on the way, usually none."""
+    `attempts` lists failures on the way, usually none; `waited_s`: so long it waited for workers to start."""
 
     identity: bytes
     seq: int
@@ -217,23 +219,24 @@ class Answer:
     attempt: int
     kernel_ns: int
     body: bytes
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[FailedAttempt] = field(default_factory=list)
     is_replayed: bool = False
+    waited_s: float = 0.0
 
 
-@dataclass(slots=True)
+@plain
 class Refuse:
     """A call ended in an error."""
 
     identity: bytes
     seq: int
     error: LayerZeroError
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[FailedAttempt] = field(default_factory=list)
     candidates: list[dict[str, Any]] = field(default_factory=list)
     is_lent: bool = False  # a lost worker may still write to its outputs; ReleaseCall follows, if ever
 
 
-@dataclass(slots=True)
+@plain
 class ReleaseCall:
     """Nobody writes any more to what a call was refused with `is_lent`."""
 
@@ -241,7 +244,7 @@ class ReleaseCall:
     seq: int
 
 
-@dataclass(slots=True)
+@plain
 class DropClient:
     """It broke the protocol."""
 
@@ -249,7 +252,7 @@ class DropClient:
     detail: str
 
 
-@dataclass(slots=True)
+@plain
 class Note:
     """A line for the log: `event` is noun.verb."""
 
@@ -257,7 +260,7 @@ class Note:
     facts: dict[str, Any]
 
 
-@dataclass(slots=True)
+@plain
 class Exit:
     """Everything is stopped; the server may end."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
+from layerzero.broker.core.call_fsm import begin
 from layerzero.broker.core.clients import ClientLifecycle
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
@@ -22,37 +24,24 @@ from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, ProtocolError
 
 
+@dataclass(eq=False, kw_only=True)
 class Admission:
     """`clients` are by identity."""
 
-    def __init__(
-        self,
-        clients: Mapping[bytes, Client],
-        sessions: ClientLifecycle,
-        lifecycle: WorkerLifecycle,
-        signatures: PreparedCalls,
-        calls: Dispatch,
-        lease_policy: LeasePolicy,
-        turns: Turns,
-        bells: Bells,
-        quarantine: Quarantine,
-        limits: Limits,
-        effects: Effects,
-    ) -> None:
-        self._clients = clients
-        self._client_lifecycle = sessions
-        self._lifecycle = lifecycle
-        self._prepared = signatures
-        self._calls = calls
-        self._lease_policy = lease_policy
-        self._turns = turns
-        self._bells = bells
-        self._quarantine = quarantine
-        self._limits = limits
-        self._effects = effects
+    clients: Mapping[bytes, Client]
+    sessions: ClientLifecycle
+    lifecycle: WorkerLifecycle
+    signatures: PreparedCalls
+    calls: Dispatch
+    lease_policy: LeasePolicy
+    turns: Turns
+    bells: Bells
+    quarantine: Quarantine
+    limits: Limits
+    effects: Effects
 
-    def take(self, event: ev.CallArrived) -> None:
-        client = self._clients[event.identity]
+    def on_call_arrived(self, event: ev.CallArrived) -> None:
+        client = self.clients[event.identity]
         lost = client.lost.get(event.after_lane)
         if lost is not None and lost.has_taken(event.after_call):
             return
@@ -60,7 +49,7 @@ class Admission:
         if call is None:
             return
         if lost is None:
-            self._calls.place(call)
+            self.calls.place(call)
         elif lost.is_ring:  # it was put when nobody would take it any more
             self.resume(call, lost, is_blamed=False)
         else:
@@ -69,44 +58,44 @@ class Admission:
 
     def admit(self, event: ev.CallArrived, *, is_bounded: bool = True) -> Call | None:
         """A call comes to the broker. None when it has ended in an error, or its client is dropped for it."""
-        client = self._clients[event.identity]
+        client = self.clients[event.identity]
         route = client.routes.get(event.route)
         if route is None:
             missing = client.refused_routes.get(event.route)
             if missing is not None:
-                self._effects.emit(act.Refuse(client.identity, event.seq, missing))
+                self.effects.emit(act.Refuse(client.identity, event.seq, missing))
             else:
-                self._client_lifecycle.drop(client, f"call on unknown route {event.route}")
+                self.sessions.drop(client, f"call on unknown route {event.route}")
             return None
         try:
             turn = self._begin_turn(client, route, event)
-            if self._effects.stopping:
+            if self.effects.stopping:
                 self._refuse(client, event.seq, turn, BrokerLost("the broker is shutting down"))
                 return None
-            limit = self._limits.max_in_flight
+            limit = self.limits.max_in_flight
             if is_bounded and client.open_calls >= limit:
-                error = Busy(f"{client.open_calls} calls are open; allowed: {limit}", limit=client.open_calls)
+                error = Busy(f"{client.open_calls} calls are open; allowed: {limit}", limit=limit)
                 self._refuse(client, event.seq, turn, error)
                 return None
             arenas = route.checked.get(event.body)
             if arenas is None:
                 arenas = route.check(event.body, client.arenas)
         except ProtocolError as exc:
-            self._client_lifecycle.drop(client, str(exc))
+            self.sessions.drop(client, str(exc))
             return None
-        refusal = self._quarantine.refusal(route.signature.key, event.digest, self._effects.now_s)
+        refusal = self.quarantine.refusal(route.signature.key, event.digest, self.effects.now_s)
         if refusal is not None:
             self._refuse(client, event.seq, turn, refusal)
             return None
-        client.open_calls += 1
         route.signature.users += 1
-        timeout_s = event.timeout_s or self._limits.timeout_s
+        timeout_s = event.timeout_s or self.limits.timeout_s
         call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
+        begin(call)
         if turn is not None:
             call.turn, turn.call = turn, call
         if event.bell is not None:
             call.take_bell(event.bell, event.binding)
-        if call.gpu:
+        if turn is not None or event.bell is not None:  # it is on a GPU
             self._pass_by_the_deaf(call)
         return call
 
@@ -114,9 +103,9 @@ class Admission:
         """It never becomes a call."""
         refusal = act.Refuse(client.identity, seq, error)
         if turn is None:
-            self._effects.emit(refusal)
+            self.effects.emit(refusal)
         else:
-            self._turns.fail(turn, refusal)
+            self.turns.fail(turn, refusal)
 
     def _begin_turn(self, client: Client, route: Route, event: ev.CallArrived) -> OpenTurn | None:
         """None for a call on the CPU, or with a bell. Raises ProtocolError for a call without the turn or bell that its
@@ -132,40 +121,44 @@ class Admission:
             raise ProtocolError(f"a call on {gpu}, which the client has not added")
         if event.turn is None:
             assert event.bell is not None
-            self._bells.check(client, gpu, event.bell)
+            self.bells.check(client, gpu, event.bell)
             return None
-        return self._turns.begin(client, gpu, event.turn)
+        return self.turns.begin(client, gpu, event.turn)
 
     def _pass_by_the_deaf(self, call: Call) -> None:
         """The call goes past workers that its client's memory is known not to reach, and is not run by the client."""
         call.may_run_here = False
-        workers = self._lifecycle.workers
-        if any(worker.deaf for worker in workers.values()):
-            for verdict in self._prepared.order(call.route.signature):
-                error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
-                if error is not None:
-                    call.tried.add(verdict.backend)
-                    call.last_error = error
+        workers = self.lifecycle.workers
+        for worker in workers.values():
+            if worker.deaf:
+                break
+        else:
+            return
+        for verdict in self.signatures.order(call.route.signature):
+            error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
+            if error is not None:
+                call.tried.add(verdict.backend)
+                call.last_error = error
 
     def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
-        worker = self._lifecycle.workers[lost.backend]
+        worker = self.lifecycle.workers[lost.backend]
         if call.route.number not in lost.kernels:
-            self._calls.place(call)
+            self.calls.place(call)
             return
         call.kernel_id = lost.kernels[call.route.number]
         call.attempt = 1
         if is_blamed:
             call.deaths += lost.is_crash
             error, code = lost.error, lost.exit_code
-            self._calls.attempt_failed(call, worker, error, exit_code=code, phase=lost.phase, pid=lost.worker_pid)
+            self.calls.attempt_failed(call, worker, error, exit_code=code, phase=lost.phase, pid=lost.worker_pid)
         elif worker.state in (WorkerState.BACKOFF, WorkerState.DISABLED):
-            self._calls.requeue(call, worker, lost.exit_code, lost.worker_pid)
+            self.calls.requeue(call, worker, lost.exit_code, lost.worker_pid)
         else:  # the worker is back already
-            self._calls.place(call)
+            self.calls.place(call)
 
-    def poison(self, event: ev.CallPoisoned) -> None:
-        route = self._clients[event.identity].routes.get(event.route)
+    def on_call_poisoned(self, event: ev.CallPoisoned) -> None:
+        route = self.clients[event.identity].routes.get(event.route)
         if route is not None:
-            self._quarantine.add(route.signature.key, event.digest, self._effects.now_s)
-            self._lease_policy.revoke()  # calls of this signature must show what they bring
+            self.quarantine.add(route.signature.key, event.digest, self.effects.now_s)
+            self.lease_policy.revoke()  # calls of this signature must show what they bring

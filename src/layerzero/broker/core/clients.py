@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.compile_waits import CompileWaits
@@ -24,69 +26,51 @@ MAX_ARENAS = 4096  # of one client; ours keeps far fewer
 MAX_ROUTES = 8192  # likewise
 
 
+@dataclass(eq=False, kw_only=True)
 class ClientLifecycle:
     """`clients` are by identity; this alone adds and removes."""
 
-    def __init__(
-        self,
-        clients: dict[bytes, Client],
-        engine: Engine,
-        lifecycle: WorkerLifecycle,
-        signatures: PreparedCalls,
-        grants: Grants,
-        leases: Leases,
-        lease_policy: LeasePolicy,
-        turns: Turns,
-        enqueued: GpuInFlight,
-        bells: Bells,
-        compiling: CompileWaits,
-        closing: Release,
-        effects: Effects,
-    ) -> None:
-        self._clients = clients
-        self._engine = engine
-        self._lifecycle = lifecycle
-        self._prepared = signatures
-        self._grants = grants
-        self._leases = leases
-        self._lease_policy = lease_policy
-        self._turns = turns
-        self._enqueued = enqueued
-        self._bells = bells
-        self._compiling = compiling
-        self._releases = closing
-        self._effects = effects
+    clients: dict[bytes, Client]
+    engine: Engine
+    lifecycle: WorkerLifecycle
+    signatures: PreparedCalls
+    grants: Grants
+    leases: Leases
+    lease_policy: LeasePolicy
+    turns: Turns
+    enqueued: GpuInFlight
+    bells: Bells
+    compiling: CompileWaits
+    closing: Release
+    effects: Effects
 
-    def join(self, event: ev.ClientJoined) -> None:
-        self._clients[event.identity] = Client(event.identity, event.number)
+    def on_client_joined(self, event: ev.ClientJoined) -> None:
+        self.clients[event.identity] = Client(event.identity, event.number)
 
-    def leave(self, event: ev.ClientLeft) -> None:
-        client = self._clients.pop(event.identity, None)
+    def on_client_left(self, event: ev.ClientLeft) -> None:
+        client = self.clients.pop(event.identity, None)
         if client is None:
             return
         client.has_left = True
-        self._effects.emit(*self._leases.end_client(client))
-        self._releases.tell(self._turns.drop_held(client))  # nobody waits for what failed
-        for worker in self._lifecycle.workers.values():
-            gone = [call for call in worker.waiting if call.client is client]
-            for call in gone:
-                worker.waiting.remove(call)
-                self._releases.close(call)
-        for call in self._compiling.take(client):
-            self._releases.close(call)
-        self._bells.end_client(client)
-        self._enqueued.release(client)
-        self._releases.finish_leaving(client)
+        self.effects.emit(*self.leases.end_client(client))
+        self.closing.tell(self.turns.drop_held(client))  # nobody waits for what failed
+        for worker in self.lifecycle.workers.values():
+            for call in [call for call in worker.waiting if call.client is client]:
+                self.closing.close(call)
+        for call in self.compiling.take(client):
+            self.closing.close(call)
+        self.bells.end_client(client)
+        self.enqueued.release(client)
+        self.closing.finish_leaving(client)
 
     def drop(self, client: Client, detail: str) -> None:
-        self._effects.emit(act.DropClient(client.identity, detail))
-        self._effects.emit(act.Note("client.dropped", {"client": client.number, "detail": detail}))
-        self.leave(ev.ClientLeft(client.identity))
+        self.effects.emit(act.DropClient(client.identity, detail))
+        self.on_client_left(ev.ClientLeft(client.identity))
 
     # --- memory --------------------------------------------------------------------------------------
 
-    def offer_arena(self, event: ev.ArenaOffered) -> None:
-        client = self._clients[event.identity]
+    def on_arena_offered(self, event: ev.ArenaOffered) -> None:
+        client = self.clients[event.identity]
         if event.arena in client.arenas:
             self.drop(client, f"arena {event.arena} offered twice")
             return
@@ -98,77 +82,77 @@ class ClientLifecycle:
             return
         client.arenas[event.arena] = Arena(event.nbytes, event.gpu)
 
-    def give_up_arena(self, event: ev.ArenaGivenUp) -> None:
-        client = self._clients.get(event.identity)
+    def on_arena_given_up(self, event: ev.ArenaGivenUp) -> None:
+        client = self.clients.get(event.identity)
         if client is None or event.arena not in client.arenas:
             return
-        users = self._releases.users(client, event.arena)
+        users = self.closing.users(client, event.arena)
         # The bell of a graph that is gone may be unbound a moment later; what a GPU is done with, answered.
         if any(call.bell is None and call.turn is None for call in users):
             self.drop(client, f"arena {event.arena} was retired with open calls that use it")
         elif users:
             client.retiring.add(event.arena)
         else:
-            self._grants.close_arena(client, event.arena)
+            self.grants.close_arena(client, event.arena)
 
-    def offer_gpu(self, event: ev.GpuOffered) -> None:
+    def on_gpu_offered(self, event: ev.GpuOffered) -> None:
         """For the first time, or on another rung: then workers let go of what they had, and may reach the new one."""
-        client = self._clients.get(event.identity)
+        client = self.clients.get(event.identity)
         if client is None:  # it was cut off a moment ago, since it does not read
             return
         if event.gpu in client.gpus and event.has_new_page:
-            if self._turns.of(client, event.gpu):
+            if self.turns.of(client, event.gpu):
                 self.drop(client, f"another order page for {event.gpu} while calls on the first are not done")
                 return
-            self._turns.forget(client, event.gpu)
+            self.turns.forget(client, event.gpu)
         client.gpus.add(event.gpu)
-        lanes = [lane for lane in self._leases.of(client) if lane.gpu == event.gpu]
-        self._effects.emit(*self._leases.revoke(lanes))
-        self._grants.take_back_gpu(client, event.gpu)
+        lanes = [lane for lane in self.leases.of(client) if lane.gpu == event.gpu]
+        self.effects.emit(*self.leases.revoke(lanes))
+        self.grants.take_back_gpu(client, event.gpu)
 
-    def open_lane(self, event: ev.LaneOpened) -> None:
-        client = self._clients[event.identity]
+    def on_lane_opened(self, event: ev.LaneOpened) -> None:
+        client = self.clients[event.identity]
         try:
-            self._effects.emit(*self._leases.open(client, event.lane, event.gpu))
+            self.effects.emit(*self.leases.open(client, event.lane, event.gpu))
         except ProtocolError as exc:
-            self._effects.emit(act.EndLane(event.lane))  # what came with the message is not the lane's page
+            self.effects.emit(act.EndLane(event.lane))  # what came with the message is not the lane's page
             self.drop(client, str(exc))
 
     # --- routes --------------------------------------------------------------------------------------
 
-    def define_route(self, event: ev.RouteDefined) -> None:
-        client = self._clients[event.identity]
+    def on_route_defined(self, event: ev.RouteDefined) -> None:
+        client = self.clients[event.identity]
         if event.route in client.routes or event.route in client.refused_routes:
             self.drop(client, f"route {event.route} defined twice")
             return
         if len(client.routes) + len(client.refused_routes) >= MAX_ROUTES:
             self.drop(client, f"more than {MAX_ROUTES} routes; forget some")
             return
-        signature = self._prepared.known.get(event.body)
+        signature = self.signatures.known.get(event.body)
         if signature is None:
             try:
                 spec = CallSpec.parse(event.body)
-                missing = self._engine.missing(spec.device)
+                missing = self.engine.missing(spec.device)
                 if missing is not None:  # its calls shall hear of it, the client's others go on
                     client.refused_routes[event.route] = missing
                     return
-                signature = self._prepared.add(event.body, spec)
+                signature = self.signatures.add(event.body, spec)
             except LayerZeroError as exc:
                 self.drop(client, f"route {event.route}: {exc}")
                 return
         signature.users += 1
         client.routes[event.route] = Route(event.route, signature)
 
-    def forget_route(self, event: ev.RouteForgotten) -> None:
-        client = self._clients[event.identity]
+    def on_route_forgotten(self, event: ev.RouteForgotten) -> None:
+        client = self.clients[event.identity]
         client.refused_routes.pop(event.route, None)
         route = client.routes.get(event.route)
         if route is not None:
-            self._releases.drop_route(client, route)
+            self.closing.drop_route(client, route)
 
-    def note_own_run(self, event: ev.RanInClient) -> None:
+    def on_ran_in_client(self, event: ev.RanInClient) -> None:
         """A kernel ran in the client's own process, or failed there."""
-        client = self._clients[event.identity]
+        client = self.clients[event.identity]
         route = client.routes.get(event.route)
         if route is None:
             self.drop(client, f"a run on unknown route {event.route}")
@@ -180,6 +164,6 @@ class ClientLifecycle:
             return
         if event.error is not None:
             facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
-            self._effects.emit(act.Note("client.kernel_failed", {**facts, "client": client.number}))
+            self.effects.emit(act.Note("client.kernel_failed", {**facts, "client": client.number}))
             return  # its libraries are the client's own; other clients and the workers are not concerned
-        self._lease_policy.note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)
+        self.lease_policy.note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.decisions import Decisions
@@ -17,75 +19,74 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.ipc.errors import BackendError, CudaGraphUnsafe, ProtocolError
 
 
+@dataclass(eq=False, kw_only=True)
 class Completion:
-    def __init__(
-        self,
-        engine: Engine,
-        lifecycle: WorkerLifecycle,
-        calls: Dispatch,
-        decisions: Decisions,
-        lease_policy: LeasePolicy,
-        enqueued: GpuInFlight,
-        bells: Bells,
-        closing: Release,
-        effects: Effects,
-    ) -> None:
-        self._engine = engine
-        self._lifecycle = lifecycle
-        self._calls = calls
-        self._decisions = decisions
-        self._lease_policy = lease_policy
-        self._enqueued = enqueued
-        self._bells = bells
-        self._releases = closing
-        self._effects = effects
+    engine: Engine
+    lifecycle: WorkerLifecycle
+    calls: Dispatch
+    decisions: Decisions
+    lease_policy: LeasePolicy
+    enqueued: GpuInFlight
+    bells: Bells
+    closing: Release
+    effects: Effects
 
-    def _answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
+    def answers_head(self, identity: bytes, dispatch: int, attempt: int) -> Worker | None:
         """The worker whose oldest running call this answers. Late answers of a killed one are counted, not used."""
-        worker = self._lifecycle.answering(identity)
+        worker = self.lifecycle.answering(identity)
         if worker is None:
-            self._lifecycle.stale += 1
+            self.lifecycle.stale += 1
             return None
         head = worker.running[0] if worker.running else None
         if head is None or head.dispatch != dispatch or head.attempt != attempt:
             text = f"answered dispatch {dispatch}.{attempt}, which is not the one it runs"
-            self._lifecycle.fault(worker, ProtocolError(text))
+            self.lifecycle.fault(worker, ProtocolError(text))
             return None
         return worker
 
-    def take(self, event: ev.CallRan) -> None:
-        worker = self._answers_head(event.identity, event.dispatch, event.attempt)
+    def on_call_ran(self, event: ev.CallRan) -> None:
+        worker = self.answers_head(event.identity, event.dispatch, event.attempt)
         if worker is None:
             return
-        call = self._calls.take_head(worker)
+        call = self.calls.take_head(worker)
         worker.answered += 1
         client, signature, turn = call.client, call.route.signature, call.turn
         if event.kernel_ns or not call.gpu:  # of a GPU, 0 is no new sample
-            self._lease_policy.note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
+            self.lease_policy.note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
         if turn is None:
             spec = signature.spec
-            self._engine.note_success(worker.backend, spec.op, self._effects.now_s, spec.device)
+            self.engine.note_success(worker.backend, spec.op, self.effects.now_s, spec.device)
         if not call.is_unwanted:
-            decision = self._decisions.number(call, worker)
+            decision = self.decisions.number(call, worker)
             if call.bell is None:
-                self._lease_policy.settle(call, worker)
-            answer = act.Answer(client.identity, call.seq, decision, call.attempt, event.kernel_ns, event.body)
-            answer.attempts, answer.is_replayed = call.attempts, event.is_replayed
-            self._effects.emit(answer)
+                self.lease_policy.settle(call, worker)
+            self.effects.emit(
+                act.Answer(
+                    client.identity,
+                    call.seq,
+                    decision,
+                    call.attempt,
+                    event.kernel_ns,
+                    event.body,
+                    call.attempts,
+                    event.is_replayed,
+                    call.start_wait_s,
+                )
+            )
         if turn is not None:
-            self._enqueued.add(call, worker, turn)
+            self.enqueued.add(call, worker, turn)
         elif call.bell is not None and not call.is_unbound:
-            self._bells.bind(call, worker)
+            self.bells.bind(call, worker)
             if client.has_left:
-                self._bells.end_client(client)
+                self.bells.end_client(client)
         else:
-            self._releases.close(call)
+            self.closing.close(call)
 
-    def take_error(self, event: ev.CallRaised) -> None:
-        worker = self._answers_head(event.identity, event.dispatch, event.attempt)
+    def on_call_raised(self, event: ev.CallRaised) -> None:
+        worker = self.answers_head(event.identity, event.dispatch, event.attempt)
         if worker is None:
             return
-        call, error = self._calls.take_head(worker), event.error
+        call, error = self.calls.take_head(worker), event.error
         if error.code == CudaGraphUnsafe.code and call.bell is None:  # nobody asked
             error = BackendError(f"{error.code}: {error.message}")
-        self._calls.attempt_failed(call, worker, error)
+        self.calls.attempt_failed(call, worker, error)

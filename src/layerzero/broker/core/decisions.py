@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Worker
@@ -9,10 +11,10 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.ipc.transport.messages import Decision, encode
 
 
+@dataclass(eq=False, kw_only=True)
 class Decisions:
-    def __init__(self, engine: Engine, effects: Effects) -> None:
-        self._engine = engine
-        self._effects = effects
+    engine: Engine
+    effects: Effects
 
     def number(self, call: Call, worker: Worker) -> int:
         """Of the decision that the worker's answer to this call follows."""
@@ -22,7 +24,7 @@ class Decisions:
             route.decided_for = decided_for
             route.decision = call.client.next_decision
             call.client.next_decision += 1
-            kernel = self._engine.kernel(call.kernel_id)
+            kernel = self.engine.kernel(call.kernel_id)
             body = encode(
                 Decision(
                     kernel_id=call.kernel_id,
@@ -31,10 +33,10 @@ class Decisions:
                     copies_inputs=kernel.copies_inputs,
                     copies_outputs=kernel.copies_outputs,
                     candidates=[v.to_wire() for v in signature.ranked],
-                    shadow_rate=self._engine.policy_for(signature.spec).shadow_rate,
-                    offers_samples=self._engine.policy.tune_budget > 0,
+                    shadow_rate=self.engine.policy_for(signature.spec).shadow_rate,
+                    offers_samples=self.engine.policy.tune_budget > 0,
                     slot=worker.slot if signature.spec.device else 0,
                 )
             )
-            self._effects.emit(act.SendDecision(call.client.identity, route.number, route.decision, body))
+            self.effects.emit(act.SendDecision(call.client.identity, route.number, route.decision, body))
         return route.decision

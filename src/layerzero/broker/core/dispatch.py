@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from layerzero.broker.core import actions as act
+from layerzero.broker.core.call_fsm import CallState, move, take
 from layerzero.broker.core.compile_waits import CompileWaits, overdue
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.grants import Grants
@@ -15,7 +18,7 @@ from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import MAX_DEATHS_PER_CALL, Quarantine
 from layerzero.broker.core.release import Release
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, disabled
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, disabled, exit_text
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import Verdict, no_backend
 from layerzero.capabilities.reasons import Reason
@@ -30,46 +33,38 @@ from layerzero.ipc.errors import (
     NoTransport,
     RunInProcess,
 )
+from layerzero.ipc.transport.attempts import failed_attempt
 
 IN_PROCESS_LEASE_S = 1.0  # a client that runs a backend itself asks again after so long: policy may have changed
 SHARED_S = 0.1  # so long after calls of two clients a worker counts as theirs
 LONE_S = 0.01  # so long after a call of a client that had no other open, a worker is kept free for its next one
 S = WorkerState
+_IN_HAND, _RUNNING, _WAITING = CallState.IN_HAND, CallState.RUNNING, CallState.WAITING
 
 
+@dataclass(eq=False, kw_only=True)
 class Dispatch:
-    def __init__(
-        self,
-        engine: Engine,
-        lifecycle: WorkerLifecycle,
-        signatures: PreparedCalls,
-        grants: Grants,
-        compiling: CompileWaits,
-        closing: Release,
-        quarantine: Quarantine,
-        limits: Limits,
-        effects: Effects,
-    ) -> None:
-        self._engine = engine
-        self._lifecycle = lifecycle
-        self._prepared = signatures
-        self._grants = grants
-        self._compiling = compiling
-        self._releases = closing
-        self._quarantine = quarantine
-        self._limits = limits
-        self._effects = effects
-        self._numbers = itertools.count(1)
-        self.health_at_s = math.inf  # when a kernel that failed may be tried again
+    engine: Engine
+    lifecycle: WorkerLifecycle
+    signatures: PreparedCalls
+    grants: Grants
+    compiling: CompileWaits
+    closing: Release
+    quarantine: Quarantine
+    limits: Limits
+    effects: Effects
+    _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    health_at_s: float = field(init=False, default=math.inf)  # when a kernel that failed may be tried again
+    observer: Callable[[Call], None] | None = None  # hears of each call that goes back to where it was lost
 
     # --- where it goes -------------------------------------------------------------------------------
 
     def place(self, call: Call) -> None:
         """Give the call to the best candidate it has not tried, or to one that is restarting, or end it."""
-        signature, workers = call.route.signature, self._lifecycle.workers
-        order = self._prepared.order(signature)
+        signature, workers = call.route.signature, self.lifecycle.workers
+        order = self.signatures.order(signature)
         if signature.to_compile:
-            self._compiling.start(signature.spec, signature.to_compile)
+            self.compiling.start(signature.spec, signature.to_compile)
         if call.attempts:  # a fallback is in a hurry: those that are warm first
             order = tuple(sorted(order, key=lambda v: workers[v.backend].state is not S.READY))
         verdict = self._pick(call, order)
@@ -80,33 +75,35 @@ class Dispatch:
             worker, number = workers[verdict.backend], call.client.number
             self._note_use(worker, call.client)
             if worker.state is S.READY and not worker.waiting.holds(number) and self._has_room(worker, number):
-                self._send(worker, call)
+                self.send(worker, call)
             else:
-                worker.waiting.append(call)
-                self._lifecycle.need(worker)
+                self._let_wait(call, worker)
+                self.lifecycle.need(worker)
             if call.attempt <= 1 and not signature.spec.pinned:
                 after = order.index(verdict) + 1
-                for spare in order[after : after + self._limits.standby]:
-                    self._lifecycle.need(workers[spare.backend])
+                for spare in order[after : after + self.limits.standby]:
+                    self.lifecycle.need(workers[spare.backend])
             return
-        awaited = self._awaited(call)
+        awaited = self.awaited(call)
         if awaited is None:
-            if not self._compiling.hold(call):
-                self._releases.refuse(call, self.unserved(call))
+            if self._goes_back(call):
+                self.place(call)
+            elif not self.compiling.hold(call):
+                self.closing.refuse(call, self.unserved(call))
         elif not self._sends_back(awaited, call):
             call.kernel_id = awaited.kernel_id
-            workers[awaited.backend].waiting.append(call)
+            self._let_wait(call, workers[awaited.backend])
 
     def _pick(self, call: Call, order: tuple[Verdict, ...]) -> Verdict | None:
         """The best one not tried yet. One whose breaker is half open takes a single call; for others it comes last."""
         last: Verdict | None = None
         for verdict in order:
-            if verdict.backend in call.tried or (verdict.transforms and call.was_answered):
+            if not call.may_try(verdict.backend) or (verdict.transforms and call.was_answered):
                 continue  # the latter: its client has gone on, and makes no copies any more
             if verdict.transforms or not verdict.is_on_trial:  # a call that is sent back for copies tries nothing
                 return verdict
             spec = call.route.signature.spec
-            if self._engine.reserve_trial(verdict.backend, spec.op, self._effects.now_s, spec.device):
+            if self.engine.reserve_trial(verdict.backend, spec.op, self.effects.now_s, spec.device):
                 return verdict
             last = last or verdict
         return last
@@ -130,42 +127,55 @@ class Dispatch:
             )
         else:
             return False
-        self._releases.end_in_error(call, error)
+        self.closing.end_in_error(call, error)
         return True
 
-    def _awaited(self, call: Call) -> Verdict | None:
+    def awaited(self, call: Call) -> Verdict | None:
         """The best candidate that nothing but a restart keeps from the call, and that will be back in time for it."""
         for verdict in call.route.signature.ranked:
             is_down = [reason.code for reason in verdict.reasons] == [Reason.BACKEND_RESTARTING]
             if verdict.transforms and call.was_answered:
                 continue
-            if is_down and verdict.backend not in call.tried and self._is_back_in_time(verdict.backend, call):
+            if is_down and call.may_try(verdict.backend) and self._is_back_in_time(verdict.backend, call):
                 return verdict
         return None
 
+    def _goes_back(self, call: Call) -> bool:
+        """Nobody is left who has not tried. A backend whose worker has ended with the call may have it once more: one
+        death is no proof against a call, and two make it poison."""
+        if not call.lost_at or call.route.signature.spec.pinned:
+            return False
+        call.once_more |= call.lost_at
+        call.lost_at.clear()
+        if self.observer is not None:
+            self.observer(call)
+        return True
+
     def _has_other(self, call: Call) -> bool:
-        return any(verdict.backend not in call.tried for verdict in self._prepared.order(call.route.signature))
+        return any(call.may_try(verdict.backend) for verdict in self.signatures.order(call.route.signature))
 
     def can_place(self, call: Call) -> bool:
-        """Somebody can take it who has not tried, now or after a restart."""
-        return self._has_other(call) or self._awaited(call) is not None
+        """Somebody can take it, now or after a restart."""
+        if self._has_other(call) or self.awaited(call) is not None:
+            return True
+        return self._goes_back(call) and self.can_place(call)
 
     def _is_back_in_time(self, backend: str, call: Call) -> bool:
-        return self._lifecycle.is_back_by(backend, self._effects.now_s + call.timeout_s)
+        return self.lifecycle.is_back_by(backend, self.effects.now_s + call.timeout_s)
 
     def end_waits(self) -> None:
         """Calls that have waited for a compilation for as long as they may run end, unless somebody can take them by
         now, be it after a restart."""
-        for held in self._compiling.take_overdue():
+        for held in self.compiling.take_overdue():
             if self.can_place(held.call):
                 self.place(held.call)
             else:
-                self._releases.refuse(held.call, overdue(held))
+                self.closing.refuse(held.call, overdue(held))
 
     # --- at a worker ---------------------------------------------------------------------------------
 
     def _note_use(self, worker: Worker, client: Client) -> None:
-        last, now_s = worker.last_client, self._effects.now_s
+        last, now_s = worker.last_client, self.effects.now_s
         if last is not client:
             if last is not None and not last.has_left and now_s - worker.last_use_s < SHARED_S:
                 worker.shared_until_s = now_s + SHARED_S
@@ -177,47 +187,62 @@ class Dispatch:
     def _has_room(self, worker: Worker, client: int) -> bool:
         """What was sent ahead runs first. So while others call a worker, too, a client has few calls there, and one
         while some of them wait for each of theirs."""
-        count, now_s = len(worker.running), self._effects.now_s
-        if count >= self._limits.depth:
+        count, now_s = len(worker.running), self.effects.now_s
+        if count >= self.limits.depth:
             return False
-        share = 1 if now_s < worker.lone_until_s else self._limits.share
+        share = 1 if now_s < worker.lone_until_s else self.limits.share
         if count < share or now_s >= worker.shared_until_s:
             return True
         return sum(call.client.number == client for call in worker.running) < share
 
-    def _send(self, worker: Worker, call: Call) -> None:
-        plan = self._prepared.prepare(worker, call)
-        self._grants.lend(worker, call)
+    def send(self, worker: Worker, call: Call) -> None:
+        plan = self.signatures.prepare(worker, call)
+        self.grants.lend(worker, call)
+        if call.waits_since_s != math.inf:
+            call.start_wait_s += self.effects.now_s - call.waits_since_s
+            call.waits_since_s = math.inf
         call.attempt += 1
         call.dispatch = next(self._numbers)
-        worker.running.append(call)
+        move(call, _RUNNING, worker)
         if len(worker.running) == 1:
-            self._start_clock(worker)
+            self.start_clock(worker)
         turn = call.turn.turn if call.turn is not None else None
         number = call.client.number
-        place = (turn, call.bell, call.binding)
-        self._effects.emit(act.Run(worker.identity, plan, call.dispatch, call.attempt, number, call.body, *place))
+        self.effects.emit(
+            act.Run(
+                worker.identity,
+                plan,
+                call.dispatch,
+                call.attempt,
+                number,
+                call.body,
+                turn,
+                call.bell,
+                call.binding,
+            )
+        )
 
     def send_waiting(self, worker: Worker) -> None:
         """It has become ready, or got room."""
-        while worker.waiting and len(worker.running) < self._limits.depth:
-            call = worker.waiting.take(lambda number: self._has_room(worker, number))
+        while worker.waiting and len(worker.running) < self.limits.depth:
+            call = worker.waiting.first(lambda number: self._has_room(worker, number))
             if call is None:
                 break
-            self._send(worker, call)
+            self.send(worker, call)
 
     def take_head(self, worker: Worker) -> Call:
         """The oldest running call is over; the next one starts, and a waiting one is sent."""
-        call = worker.running.popleft()
+        call = worker.running[0]
+        move(call, _IN_HAND)
         if worker.waiting and worker.state is S.READY:
             self.send_waiting(worker)
         if worker.running:
-            self._start_clock(worker)
+            self.start_clock(worker)
         return call
 
-    def _start_clock(self, worker: Worker) -> None:
-        worker.head_since_s = self._effects.now_s
-        self._effects.wake_by(worker.head_deadline_s)
+    def start_clock(self, worker: Worker) -> None:
+        worker.head_since_s = self.effects.now_s
+        self.effects.wake_by(worker.head_deadline_s)
 
     # --- on to the next ------------------------------------------------------------------------------
 
@@ -233,11 +258,11 @@ class Dispatch:
     ) -> None:
         """An attempt is over for good (the worker has answered, or is dead): try the next kernel, or end the call."""
         if call.is_unwanted:
-            self._releases.close(call)
+            self.closing.close(call)
             return
         cannot_bind = error.code == CudaGraphUnsafe.code  # by this kernel; it is well, and another may
         if error.retry in (NEVER, SAME) and exit_code is None and not cannot_bind:
-            self._releases.refuse(call, error)
+            self.closing.refuse(call, error)
             return
         self.note_attempt(call, worker, error, exit_code=exit_code, phase=phase, pid=pid)
         spec = call.route.signature.spec
@@ -246,15 +271,15 @@ class Dispatch:
         elif (
             phase != "queued" and not cannot_bind and error.code != DeadlineExceeded.code
         ):  # a short timeout_s is the caller's doing
-            self._engine.note_failure(worker.backend, spec.op, error, self._effects.now_s, spec.device)
-            self.health_at_s = self._engine.health.next_change_s(self._effects.now_s)
-            self._effects.wake_by(self.health_at_s)
+            self.engine.note_failure(worker.backend, spec.op, error, self.effects.now_s, spec.device)
+            self.health_at_s = self.engine.health.next_change_s(self.effects.now_s)
+            self.effects.wake_by(self.health_at_s)
         if call.deaths >= MAX_DEATHS_PER_CALL:
-            self._releases.refuse(call, self._quarantine.verdict(call.deaths))
+            self.closing.refuse(call, self.quarantine.verdict(call.deaths))
         elif spec.pinned:
-            self._releases.refuse(call, error)
-        elif self._effects.stopping:
-            self._releases.end_for_shutdown(call)
+            self.closing.refuse(call, error)
+        elif self.effects.stopping:
+            self.closing.end_for_shutdown(call)
         else:
             self.place(call)
 
@@ -268,27 +293,22 @@ class Dispatch:
         phase: str = "",
         pid: int | None = None,
     ) -> None:
-        call.attempts.append(
-            {
-                "backend": worker.backend,
-                "kernel_id": call.kernel_id,
-                "worker_pid": worker.pid if pid is None else pid,
-                "code": error.code,
-                "detail": error.message,
-                "exit_signal": -exit_code if exit_code is not None and exit_code < 0 else None,
-                "exit_code": exit_code if exit_code is not None and exit_code >= 0 else None,
-                "phase": phase,
-            }
-        )
+        pid = worker.pid if pid is None else pid
+        words = (worker.backend, call.kernel_id, error.code, error.message)
+        call.attempts.append(failed_attempt(*words, pid=pid, exit_code=exit_code, phase=phase))
         worker.failed += 1
         call.last_error = error
+        has_ended = exit_code is not None and error.code == BackendError.code  # and was not killed for the call
+        if worker.backend not in call.tried and (has_ended or phase == "queued"):
+            call.lost_at.add(worker.backend)
         call.tried.add(worker.backend)
+        call.once_more.discard(worker.backend)
 
     def watch_health(self) -> None:
         """A kernel that failed may be tried again from now on."""
-        if self._effects.now_s >= self.health_at_s:
-            self._engine.epoch += 1
-            self.health_at_s = self._engine.health.next_change_s(self._effects.now_s)
+        if self.effects.now_s >= self.health_at_s:
+            self.engine.epoch += 1
+            self.health_at_s = self.engine.health.next_change_s(self.effects.now_s)
 
     def requeue(self, call: Call, worker: Worker, exit_code: int, pid: int) -> None:
         """On to another candidate, or, if there is none, the call stays for the restart, should it be soon enough."""
@@ -297,7 +317,9 @@ class Dispatch:
         if worker.state is S.DISABLED:
             lost = disabled(worker)
         else:
-            lost = BackendError(f"the {worker.backend} worker died while the call was queued", backend=worker.backend)
+            how = exit_text(exit_code)
+            text = f"the {worker.backend} worker died ({how}) while the call was queued"
+            lost = BackendError(text, backend=worker.backend, exit_code=exit_code)
         self.attempt_failed(call, worker, lost, exit_code=exit_code, phase="queued", pid=pid)
 
     def leave(self, call: Call, worker: Worker, error: LayerZeroError) -> None:
@@ -308,22 +330,28 @@ class Dispatch:
     def _awaits_restart(self, call: Call, worker: Worker) -> bool:
         may_wait = worker.state is S.BACKOFF and not call.is_unwanted
         if may_wait and self._is_back_in_time(worker.backend, call) and not self._has_other(call):
-            worker.waiting.append(call)
+            self._let_wait(call, worker)
             return True
         return False
+
+    def _let_wait(self, call: Call, worker: Worker) -> None:
+        """Until the worker has room for it; how long for want of a worker that runs is kept for the report."""
+        if worker.state is not S.READY:
+            call.waits_since_s = min(call.waits_since_s, self.effects.now_s)
+        move(call, _WAITING, worker)
 
     def leave_disabled(self, worker: Worker) -> None:
         """If the worker will not come, those that wait for it go on."""
         if worker.state is S.DISABLED:
-            for call in worker.take_waiting():
+            for call in take(worker.waiting):
                 self.attempt_failed(call, worker, disabled(worker))
 
     def leave_uncertified(self, worker: Worker) -> None:
         """Calls that wait for a kernel which the probe did not certify for them go to another."""
-        for call in worker.take_waiting():
-            order = self._prepared.order(call.route.signature)
+        for call in take(worker.waiting):
+            order = self.signatures.order(call.route.signature)
             if any(verdict.kernel_id == call.kernel_id for verdict in order):
-                worker.waiting.append(call)
+                move(call, _WAITING, worker)
             else:
                 self.place(call)
 
@@ -344,5 +372,6 @@ class Dispatch:
             error: LayerZeroError = cls(f"{spec.op}: {what}: {call.last_error.message}")
             error.facts = dict(call.last_error.facts)
         else:
-            error = no_backend(spec, call.route.signature.ranked, self._engine.capabilities)
+            ranked = self.lifecycle.as_of_now(call.route.signature.ranked)
+            error = no_backend(spec, ranked, self.engine.capabilities, self.engine.refused)
         return error

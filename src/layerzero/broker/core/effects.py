@@ -11,15 +11,10 @@ class Effects:
     """Shared by the core's parts."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s = 0.0  # of the present event
         self.wakeup_s = math.inf  # the server sends a Tick at this time
         self.stopping = False  # the broker takes no more calls
-        self.actions: list[act.Action] = []
-
-    def begin(self, now_s: float) -> None:
-        """Another event."""
-        self.now_s = now_s
-        self.actions = []
+        self.actions: list[act.Action] = []  # that the present event has led to so far
 
     def emit(self, *actions: act.Action) -> None:
         self.actions += actions

@@ -6,8 +6,9 @@ Byte strings named `identity` are the routing ids of ZeroMQ peers: one per start
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from layerzero.broker.core.plain_data import plain
 from layerzero.broker.selection.policy import Policy
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec
@@ -16,22 +17,22 @@ from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.shm.ring import RingCall
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.ring_words import RingCall
+from layerzero.ipc.shm.timeline_words import Turn
 
 
-@dataclass(slots=True)
+@plain
 class ClientJoined:
     identity: bytes
     number: int
 
 
-@dataclass(slots=True)
+@plain
 class ClientLeft:
     identity: bytes
 
 
-@dataclass(slots=True)
+@plain
 class ArenaOffered:
     identity: bytes
     arena: int
@@ -39,7 +40,7 @@ class ArenaOffered:
     gpu: str = ""  # UUID of the GPU that it is on
 
 
-@dataclass(slots=True)
+@plain
 class GpuOffered:
     """The client brings an order page and a memory offer for its calls on a GPU, for the first time or again."""
 
@@ -48,13 +49,13 @@ class GpuOffered:
     has_new_page: bool = True  # False: the page is the one of its last offer
 
 
-@dataclass(slots=True)
+@plain
 class ArenaGivenUp:
     identity: bytes
     arena: int
 
 
-@dataclass(slots=True)
+@plain
 class RouteDefined:
     """`body` is the encoded Route message: equal bodies are equal signatures."""
 
@@ -63,13 +64,13 @@ class RouteDefined:
     body: bytes
 
 
-@dataclass(slots=True)
+@plain
 class RouteForgotten:
     identity: bytes
     route: int
 
 
-@dataclass(slots=True)
+@plain
 class CallArrived:
     identity: bytes
     route: int
@@ -85,7 +86,7 @@ class CallArrived:
     binding: int = 0  # of the bell
 
 
-@dataclass(slots=True)
+@plain
 class CallUnbound:
     """The graph that a bound call is in is gone, or its client does not want it in any more."""
 
@@ -93,7 +94,7 @@ class CallUnbound:
     seq: int
 
 
-@dataclass(slots=True)
+@plain
 class GraphSlotsPolled:
     """Bells of bound calls that are rung, or taken and not done, by dispatches: the words. Comes once a second while
     there are bound calls, and just before WorkerExited."""
@@ -101,7 +102,7 @@ class GraphSlotsPolled:
     busy: Mapping[int, int]
 
 
-@dataclass(slots=True)
+@plain
 class LaneOpened:
     """The client made the page of a lane that a lease named, on a GPU its ring."""
 
@@ -110,7 +111,7 @@ class LaneOpened:
     gpu: str = ""
 
 
-@dataclass(slots=True)
+@plain
 class LaneOverdue:
     """A call on a lane has run longer than its client allows, and has not ended. `nonsense`: what is wrong with the end
     that the worker gave it instead."""
@@ -123,7 +124,7 @@ class LaneOverdue:
     nonsense: str = ""
 
 
-@dataclass(slots=True)
+@plain
 class LanePolled:
     """`calls` more have ended on a lane; the last one took `kernel_ns` on `plan`, 0 when it did not run to its end."""
 
@@ -133,7 +134,7 @@ class LanePolled:
     kernel_ns: int
 
 
-@dataclass(slots=True)
+@plain
 class CallHandedBack:
     """A worker does not enqueue a call of a ring: it is the broker's from here on. `error`: the kernel raised it."""
 
@@ -143,7 +144,7 @@ class CallHandedBack:
     error: LayerZeroError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class RingSnapshot:
     """What is on a ring: calls whose turns are not done, oldest first, and which of them have their inputs. Some may
     have been left to the broker. `head`: the last call that was put; `taken`: that the worker has taken."""
@@ -154,7 +155,7 @@ class RingSnapshot:
     ready: Collection[int] = ()  # numbers of calls
 
 
-@dataclass(slots=True)
+@plain
 class RingsPolled:
     """All rings at one time, by lanes. Comes once a second while there are any, and more often while the broker ends
     those of a client that has left."""
@@ -162,14 +163,14 @@ class RingsPolled:
     page_poller: Mapping[int, RingSnapshot]
 
 
-@dataclass(slots=True)
+@plain
 class TurnsReached:
     """Streams of clients have come to these turns, which were refused: client's number, GPU, place."""
 
     keys: Sequence[tuple[int, str, Turn]]
 
 
-@dataclass(slots=True)
+@plain
 class TimelinesPolled:
     """What order pages say of the calls that a worker has enqueued on a GPU, by their dispatches: which are done, and
     of which the inputs are there. Comes once a second while there are any, before each Tick, and just before
@@ -181,14 +182,14 @@ class TimelinesPolled:
     ready: Collection[int] = ()
 
 
-@dataclass(slots=True)
+@plain
 class CallPoisoned:
     identity: bytes
     route: int
     digest: bytes
 
 
-@dataclass(slots=True)
+@plain
 class ProbeEnded:
     """`error` is None when the environment works; `record` says what of it is certified, and is None when no probe
     could run."""
@@ -198,7 +199,7 @@ class ProbeEnded:
     record: ProbeRecord | None = None
 
 
-@dataclass(slots=True)
+@plain
 class CompileAsked:
     """Somebody wants kernels compiled before calls of this signature come."""
 
@@ -206,7 +207,7 @@ class CompileAsked:
     backends: Collection[str]
 
 
-@dataclass(slots=True)
+@plain
 class CompileEnded:
     """`failure` is empty when the kernel is compiled for these calls now; else the compiler's last lines."""
 
@@ -216,14 +217,14 @@ class CompileEnded:
     seconds: float
 
 
-@dataclass(slots=True)
+@plain
 class WorkerSpawned:
     backend: str
     generation: int
     pid: int
 
 
-@dataclass(slots=True)
+@plain
 class SpawnFailed:
     """`vacancy`: of a joined backend, why nobody was there to start it."""
 
@@ -233,7 +234,7 @@ class SpawnFailed:
     vacancy: Rejection | None = None
 
 
-@dataclass(slots=True)
+@plain
 class BackendOffered:
     """Of a joined backend: someone is there who can start its worker, or why nobody is."""
 
@@ -241,7 +242,7 @@ class BackendOffered:
     vacancy: Rejection | None
 
 
-@dataclass(slots=True)
+@plain
 class WorkerLost:
     """A joined worker that was to be killed cannot be reached: it may yet write, and nobody knows until when. Comes
     after Kill; WorkerGone follows when its end is confirmed, if ever."""
@@ -250,7 +251,7 @@ class WorkerLost:
     generation: int
 
 
-@dataclass(slots=True)
+@plain
 class WorkerGone:
     """The end of a worker that was lost is confirmed."""
 
@@ -258,7 +259,7 @@ class WorkerGone:
     generation: int
 
 
-@dataclass(slots=True)
+@plain
 class WorkerReady:
     identity: bytes
     backend: str
@@ -266,7 +267,7 @@ class WorkerReady:
     versions: Mapping[str, str]
 
 
-@dataclass(slots=True)
+@plain
 class CallRan:
     identity: bytes
     dispatch: int
@@ -276,7 +277,7 @@ class CallRan:
     is_replayed: bool = False  # from a CUDA graph
 
 
-@dataclass(slots=True)
+@plain
 class CallRaised:
     identity: bytes
     dispatch: int
@@ -284,7 +285,7 @@ class CallRaised:
     error: LayerZeroError
 
 
-@dataclass(slots=True)
+@plain
 class WorkerMisbehaved:
     """It sent bytes that break the protocol. `is_silent`: it says nothing, in place of that."""
 
@@ -294,7 +295,7 @@ class WorkerMisbehaved:
     is_silent: bool = False
 
 
-@dataclass(slots=True)
+@plain
 class WorkerExited:
     """Its exit is confirmed: no write of this process can come any more. `executing` is what its control page said at
     the end, 0 when idle. Calls that it had enqueued are not done, or TimelinesPolled has just said so. `rings`: what
@@ -311,7 +312,7 @@ class WorkerExited:
     oom: str = ""  # where the kernel killed it for lack of memory, if it did
 
 
-@dataclass(slots=True)
+@plain
 class BackendReset:
     """Someone repaired it: forget its failures. `missing` says why it still cannot start, or is None."""
 
@@ -319,21 +320,21 @@ class BackendReset:
     missing: Rejection | None
 
 
-@dataclass(slots=True)
+@plain
 class ShadowCompared:
     """A client ran a call again on a reference kernel, and compared."""
 
     comparison: Comparison
 
 
-@dataclass(slots=True)
+@plain
 class TimesLoaded:
     """Measured times of a backend that an earlier broker stored."""
 
     rows: Sequence[PerfRow]
 
 
-@dataclass(slots=True)
+@plain
 class Tick:
     """Time has passed `BrokerState.wakeup_s`. `executing`: what the workers' control pages say, by backend and
     generation."""
@@ -341,12 +342,12 @@ class Tick:
     executing: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@plain
 class PolicyChanged:
     policy: Policy
 
 
-@dataclass(slots=True)
+@plain
 class RanInClient:
     """A kernel that policy wants in the client's process ran there."""
 
@@ -357,7 +358,7 @@ class RanInClient:
     error: LayerZeroError | None = None
 
 
-@dataclass(slots=True)
+@plain
 class ShutdownAsked:
     pass
 

@@ -21,41 +21,31 @@ class FairQueue:
     def append(self, call: Call) -> None:
         self._lines.setdefault(call.client.number, deque()).append(call)
 
-    def popleft(self) -> Call:
-        """Raises StopIteration when nothing waits."""
-        return self._take(next(iter(self._lines)))
-
-    def take(self, may_send: Callable[[int], bool]) -> Call | None:
-        """Of the first client, by its number, that may send one."""
+    def first(self, may_send: Callable[[int], bool]) -> Call | None:
+        """The oldest call of the first client, by its number, that may send one."""
         number = next(filter(may_send, self._lines), None)
-        return None if number is None else self._take(number)
+        return None if number is None else self._lines[number][0]
 
-    def _take(self, number: int) -> Call:
-        line = self._lines.pop(number)
-        call = line.popleft()
+    def serve(self, call: Call) -> None:
+        """Remove a call that is sent now: the next turn is another client's."""
+        line = self._lines.pop(call.client.number)
+        line.remove(call)
         if line:
-            self._lines[number] = line  # at the end
-        return call
+            self._lines[call.client.number] = line  # at the end
 
     def holds(self, number: int) -> bool:
         """Whether calls of this client wait."""
         return number in self._lines
 
     def remove(self, call: Call) -> None:
-        """Raises KeyError or ValueError when it does not wait."""
+        """The turns stay as they are. Raises KeyError or ValueError when the call does not wait."""
         line = self._lines[call.client.number]
         line.remove(call)
         if not line:
             del self._lines[call.client.number]
 
-    def clear(self) -> None:
-        self._lines.clear()
-
     def __iter__(self) -> Iterator[Call]:
         return chain.from_iterable(self._lines.values())
-
-    def __contains__(self, call: object) -> bool:
-        return any(call is one for one in self)
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))

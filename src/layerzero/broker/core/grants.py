@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 
 
+@dataclass(eq=False, kw_only=True)
 class Grants:
-    def __init__(self, lifecycle: WorkerLifecycle, effects: Effects) -> None:
-        self._lifecycle = lifecycle
-        self._effects = effects
+    lifecycle: WorkerLifecycle
+    effects: Effects
 
     def lend(self, worker: Worker, call: Call) -> None:
         """All that the call is about."""
         number, gpu = call.client.number, call.gpu
         if gpu and (number, gpu) not in worker.gpus:
             worker.gpus.add((number, gpu))
-            self._effects.emit(act.GrantGpu(worker.backend, worker.generation, number, gpu, worker.slot))
+            self.effects.emit(act.GrantGpu(worker.backend, worker.generation, number, gpu, worker.slot))
         for arena in call.arenas:
             key = (number, arena)
             if key not in worker.arenas:
                 worker.arenas.add(key)
-                self._effects.emit(act.GrantArena(worker.backend, worker.generation, number, arena))
+                self.effects.emit(act.GrantArena(worker.backend, worker.generation, number, arena))
 
     def close_arena(self, client: Client, arena: int) -> None:
         key = (client.number, arena)
@@ -31,22 +33,22 @@ class Grants:
         client.retiring.discard(arena)
         for route in client.routes.values():
             route.checked.clear()
-        for worker in self._lifecycle.workers.values():
+        for worker in self.lifecycle.workers.values():
             if key in worker.arenas:
                 worker.arenas.discard(key)
-                self._effects.emit(act.TakeBackArena(worker.backend, worker.generation, *key))
-        self._effects.emit(act.CloseArena(*key))
+                self.effects.emit(act.TakeBackArena(worker.backend, worker.generation, *key))
+        self.effects.emit(act.CloseArena(*key))
 
     def take_back_gpu(self, client: Client, gpu: str) -> None:
         """Workers let go of what they had, and may reach what is offered next."""
         key = (client.number, gpu)
-        for worker in self._lifecycle.workers.values():
+        for worker in self.lifecycle.workers.values():
             worker.deaf.pop(key, None)
             if key in worker.gpus:
                 worker.gpus.discard(key)
-                self._effects.emit(act.TakeBackGpu(worker.backend, worker.generation, *key))
+                self.effects.emit(act.TakeBackGpu(worker.backend, worker.generation, *key))
 
     def close_gpu(self, client: Client, gpu: str) -> None:
         client.gpus.discard(gpu)
         self.take_back_gpu(client, gpu)
-        self._effects.emit(act.CloseGpu(client.number, gpu))
+        self.effects.emit(act.CloseGpu(client.number, gpu))

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
+from layerzero.broker.core.blame import Blame
+from layerzero.broker.core.call_fsm import CallState, move
 from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.limits import Limits
@@ -16,34 +19,25 @@ from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.release import Release
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm.timeline_page import BELLS, TAKEN
+from layerzero.ipc.shm.timeline_words import BELLS, TAKEN
 
 
+@dataclass(eq=False, kw_only=True)
 class Bells:
     """A bound call counts as enqueued. `clients` are by identity."""
 
-    def __init__(
-        self,
-        clients: Mapping[bytes, Client],
-        lifecycle: WorkerLifecycle,
-        signatures: PreparedCalls,
-        compiling: CompileWaits,
-        closing: Release,
-        limits: Limits,
-        effects: Effects,
-    ) -> None:
-        self._clients = clients
-        self._lifecycle = lifecycle
-        self._prepared = signatures
-        self._compiling = compiling
-        self._releases = closing
-        self._limits = limits
-        self._effects = effects
-        self.is_awaited = False  # somebody waits for the broker to look at bells closely
+    clients: Mapping[bytes, Client]
+    lifecycle: WorkerLifecycle
+    signatures: PreparedCalls
+    compiling: CompileWaits
+    closing: Release
+    limits: Limits
+    effects: Effects
+    is_awaited: bool = field(init=False, default=False)  # somebody waits for the broker to look at bells closely
 
     def holds(self, identity: bytes, gpu: str) -> bool:
         """Whether a client has bells on a GPU: then its memory must stay as workers reach it."""
-        return any(its == gpu for its, _ in self._clients[identity].bells)
+        return any(its == gpu for its, _ in self.clients[identity].bells)
 
     @staticmethod
     def check(client: Client, gpu: str, bell: int) -> None:
@@ -56,57 +50,42 @@ class Bells:
     def bind(self, call: Call, worker: Worker) -> None:
         """The worker has answered: it serves the bell from here on."""
         self.is_awaited |= bool(call.tried)
-        worker.bells[call.dispatch] = call
+        move(call, CallState.BOUND, worker)
         call.busy_since_s = call.watched_since_s = math.inf
-        call.client.open_calls -= 1
-        call.client.enqueued += 1
-        call.is_enqueued = call.was_answered = True
 
-    def unbind(self, event: ev.CallUnbound) -> None:
-        call = self._clients[event.identity].bound.get(event.seq)
+    def on_call_unbound(self, event: ev.CallUnbound) -> None:
+        call = self.clients[event.identity].bound.get(event.seq)
         if call is None:
             return  # it has just ended in an error
         call.free_bell()
         call.is_unbound = True
-        if self._compiling.drop(call):
-            self._releases.close(call)
-        for worker in self._lifecycle.workers.values():
-            if call in worker.waiting:
-                worker.waiting.remove(call)
-                self._releases.close(call)
-            elif call in worker.running:  # at once: the bell's next call may go to this worker
-                self._mute(worker, call)
-            elif worker.bells.get(call.dispatch) is call:
-                self._release(worker, call)
+        match call.state:
+            case CallState.COMPILING:
+                move(call, CallState.IN_HAND)
+                self.closing.close(call)
+            case CallState.WAITING:
+                self.closing.close(call)
+            case CallState.RUNNING:  # at once: the bell's next call may go to this worker
+                self._mute(call)
+            case CallState.BOUND:
+                self._release(call)
 
     def end_client(self, client: Client) -> None:
-        for worker in self._lifecycle.workers.values():
+        for worker in self.lifecycle.workers.values():
             for call in [call for call in worker.bells.values() if call.client is client]:
-                self._release(worker, call)
+                self._release(call)
 
-    @staticmethod
-    def take_all(worker: Worker) -> list[Call]:
-        """The worker is dead: these are to be bound elsewhere."""
-        calls = list(worker.bells.values())
-        worker.bells.clear()
-        for call in calls:
-            call.client.open_calls += 1
-            call.client.enqueued -= 1
-            call.is_enqueued = False
-        return calls
-
-    def see(self, event: ev.GraphSlotsPolled) -> None:
+    def on_bells_seen(self, event: ev.GraphSlotsPolled) -> None:
         """A bell that is seen busy twice may be in another replay by then: one that has been busy for half the time is
         watched closely for the other half. So is one that was moved: what was tried for one replay does not count for
         all later ones."""
-        now_s, timeout_s = self._effects.now_s, self._limits.timeout_s
+        now_s, timeout_s = self.effects.now_s, self.limits.timeout_s
         self.is_awaited = False
-        for worker in self._lifecycle.workers.values():
+        for worker in self.lifecycle.workers.values():
             for call in worker.bells.values():
                 word = event.busy.get(call.dispatch)
                 if call.tried and (word is None or (call.bell_word >= TAKEN and call.bell_word != word)):
-                    call.deaths, call.attempts, call.last_error = 0, [], None  # it came through
-                    call.tried.clear()
+                    call.forget_attempts()  # it came through
                 self.is_awaited |= bool(call.tried)
                 if word is None or word != call.bell_word or call.busy_since_s == math.inf:
                     call.busy_since_s = now_s if word is not None else math.inf
@@ -115,20 +94,15 @@ class Bells:
                     call.watched_since_s = min(call.watched_since_s, now_s)
                     self.is_awaited = True
                     if now_s - call.watched_since_s >= timeout_s / 2 and worker.fault is None:
-                        worker.late = call
-                        self._lifecycle.fault(worker, too_long(call.kernel_id, worker, timeout_s))
+                        late = Blame(dispatch=call.dispatch)
+                        self.lifecycle.fault(worker, too_long(call.kernel_id, worker, timeout_s), late)
 
-    @staticmethod
-    def in_gpu(worker: Worker) -> Call | None:
-        """One that the GPU may have been in."""
-        return next((call for call in worker.bells.values() if call.busy_since_s < math.inf), None)
+    def _release(self, call: Call) -> None:
+        self._mute(call)
+        self.closing.close(call)
 
-    def _release(self, worker: Worker, call: Call) -> None:
-        del worker.bells[call.dispatch]
-        self._mute(worker, call)
-        self._releases.close(call)
-
-    def _mute(self, worker: Worker, call: Call) -> None:
-        if worker.identity and call.bell is not None:
-            plan = self._prepared.plan_of(call)
-            self._effects.emit(act.SendMute(worker.identity, plan, call.client.number, call.bell))
+    def _mute(self, call: Call) -> None:
+        worker = call.worker
+        if worker is not None and worker.identity and call.bell is not None:
+            plan = self.signatures.plan_of(call)
+            self.effects.emit(act.SendMute(worker.identity, plan, call.client.number, call.bell))

@@ -14,10 +14,10 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.model import Call, Client, Route, Worker
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
-from layerzero.ipc.shm.lane import mark
-from layerzero.ipc.shm.ring import SLOTS
-from layerzero.ipc.shm.timeline_page import MASK
+from layerzero.ipc.shm.ring_words import SLOTS
+from layerzero.ipc.shm.timeline_words import MASK
 from layerzero.ipc.transport.messages import Lease, encode
+from layerzero.ipc.vocabulary.worker_codes import mark
 
 SETTLED_CALLS = 3  # a route that one worker answered so often in a row gets a lease
 MAX_LOST = 64  # ended lanes remembered per client; one of the CPU until it says which call was on it
@@ -66,7 +66,7 @@ class Lost:
     error: LayerZeroError
     exit_code: int
     phase: str
-    blamed: int  # the call that the worker died in or was killed for, as lane.mark says; 0 for none of a lane
+    blamed: int  # the call that the worker died in or was killed for, as worker_codes.mark says; 0 for none of a lane
     is_crash: bool  # the worker died by itself
     kernels: dict[int, str]
     is_ring: bool = False

@@ -17,5 +17,7 @@ class Limits:
     restart_window_s: float
     backoff_s: float
     backoff_max_s: float
+    retry_disabled_s: float
+    retry_disabled_max_s: float
     poison_quarantine_s: float
     express: bool

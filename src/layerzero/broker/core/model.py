@@ -6,15 +6,19 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from layerzero.broker.core.blame import NOBODY, Blame
+from layerzero.broker.core.call_fsm import CallState
 from layerzero.broker.core.fair_queue import FairQueue
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.signature import Signature
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.attempts import FailedAttempt
 
 if TYPE_CHECKING:
+    from layerzero.broker.core.compile_waits import Held
     from layerzero.broker.core.leases import Lost
     from layerzero.broker.core.stream_order import OpenTurn
 
@@ -80,7 +84,7 @@ class Client:
     gpus: set[str] = field(default_factory=set)  # UUIDs of those that it has offered
     routes: dict[int, Route] = field(default_factory=dict)
     refused_routes: dict[int, LayerZeroError] = field(default_factory=dict)  # on GPUs that are not here
-    open_calls: int = 0  # not answered
+    open_calls: int = 0  # not answered; this and the next one are for call_fsm.py to count
     enqueued: int = 0  # answered calls that a GPU is not done with
     has_left: bool = False
     next_decision: int = 1
@@ -92,8 +96,7 @@ class Client:
 @dataclass(slots=True, eq=False)
 class Call:
     """One call from arrival to its single answer, on a GPU to its end there, in a client's CUDA graph until that is
-    gone. It is in exactly one worker's `running`, `waiting`, `enqueued` or `bells`, or refused and held back until its
-    client's stream has come to it."""
+    gone. Where it is says `state`, which call_fsm.py alone changes, with `worker` and `was_answered`."""
 
     client: Client
     route: Route
@@ -101,12 +104,17 @@ class Call:
     timeout_s: float
     body: bytes
     arenas: tuple[int, ...]
+    state: CallState = CallState.IN_HAND
+    worker: Worker | None = None  # that has it, or that it waits for
+    held: Held | None = None  # while it waits for a compilation
     dispatch: int = 0  # id of the present attempt
     attempt: int = 0
     deaths: int = 0  # workers that died while executing it
     kernel_id: str = ""
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[FailedAttempt] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
+    lost_at: set[str] = field(default_factory=set)  # of those: whose worker ended, and not to end this very call
+    once_more: set[str] = field(default_factory=set)  # of those: that it goes back to, as nobody else is left
     last_error: LayerZeroError | None = None
     may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
     turn: OpenTurn | None = None  # of a call on a GPU
@@ -116,13 +124,24 @@ class Call:
     busy_since_s: float = math.inf  # when it was first seen so, with something to do
     watched_since_s: float = math.inf  # when it was looked at closely for that
     is_unbound: bool = False  # its client wants it no more
-    is_enqueued: bool = False  # a worker has answered it, and the GPU is not done with it
     was_answered: bool = False  # its client has gone on
-    excused: set[str] = field(default_factory=set)  # backends whose worker began anew in it for the order of its calls
+    waits_since_s: float = math.inf  # for a worker that does not run yet
+    start_wait_s: float = 0.0  # so long it has waited for workers to start
+    excused: frozenset[str] = frozenset()  # backends whose worker began anew in it for the order of its calls
 
     @property
     def gpu(self) -> str:
         return self.route.signature.spec.device
+
+    def may_try(self, backend: str) -> bool:
+        """It has not failed there, or is to be tried there once more."""
+        return backend not in self.tried or backend in self.once_more
+
+    def forget_attempts(self) -> None:
+        """Of a call that is served again and again: what was tried for one time does not count for the next."""
+        self.deaths, self.attempts, self.last_error = 0, [], None
+        for backends in (self.tried, self.lost_at, self.once_more):
+            backends.clear()
 
     def take_bell(self, bell: int, binding: int) -> None:
         """It is in a CUDA graph of its client, which rings."""
@@ -166,14 +185,15 @@ class Worker:
     lane_call: int = 0  # the call of an express lane that a due head was found to wait for, as its control page says
     lane_call_since_s: float = 0.0
     started_s: float = 0.0
-    retry_at_s: float = 0.0
+    ready_s: float = 0.0  # when it last became ready
+    retry_at_s: float = 0.0  # when a worker in back-off, or one that crashes have disabled, is started again
+    times_disabled: int = 0  # by crashes, since it was last ready for `restart_window_s`
     is_joined: bool = False  # not started by the broker: it cannot always be killed, and gets no express lanes
     is_vacant: bool = False  # disabled, as nobody could start it; who comes to do so ends that
     was_ready: bool = False  # in this generation
     has_served: bool = False  # in any generation
     fault: LayerZeroError | None = None  # why the broker kills it
-    fault_call: int = 0  # the call of an express lane that it is killed for, as lane.mark says; 0: for its head
-    late: Call | None = None  # the enqueued call that it is killed for
+    blame: Blame = NOBODY  # for which call
     cause: LayerZeroError | None = None  # why it is not serving
     deaths_s: deque[float] = field(default_factory=deque)
     restarts: int = 0
@@ -188,9 +208,3 @@ class Worker:
     @property
     def head_deadline_s(self) -> float:
         return self.head_since_s + self.running[0].timeout_s
-
-    def take_waiting(self) -> list[Call]:
-        """Those that wait do so no more."""
-        calls = list(self.waiting)
-        self.waiting.clear()
-        return calls

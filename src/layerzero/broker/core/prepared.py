@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.compile_waits import to_compile
@@ -13,19 +15,19 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
 
 
+@dataclass(eq=False, kw_only=True)
 class PreparedCalls:
-    def __init__(self, engine: Engine, lifecycle: WorkerLifecycle, effects: Effects) -> None:
-        self._engine = engine
-        self._lifecycle = lifecycle
-        self._effects = effects
-        self.known: dict[bytes, Signature] = {}  # by the encoded Route message
-        self.plans: dict[tuple[bytes, str], int] = {}  # (signature, kernel) -> number used with workers
-        self._numbers = itertools.count(1)
+    engine: Engine
+    lifecycle: WorkerLifecycle
+    effects: Effects
+    known: dict[bytes, Signature] = field(init=False, default_factory=dict)  # by the encoded Route message
+    plans: dict[tuple[bytes, str], int] = field(init=False, default_factory=dict)  # number by (signature, kernel)
+    _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
 
     def add(self, body: bytes, spec: CallSpec) -> Signature:
         """Nobody uses it yet. Raises LayerZeroError for a bad one."""
-        context = self._engine.context(spec)
-        signature = Signature(body, spec, context, self._engine.cell(context), self._engine.kernels(spec.op))
+        context = self.engine.context(spec)
+        signature = Signature(body, spec, context, self.engine.cell(context), self.engine.kernels(spec.op))
         self.known[body] = signature
         return signature
 
@@ -37,19 +39,19 @@ class PreparedCalls:
         del self.known[signature.key]
         for kernel_id, backend in signature.kernels:
             plan = self.plans.pop((signature.key, kernel_id), None)
-            worker = self._lifecycle.workers.get(backend)
+            worker = self.lifecycle.workers.get(backend)
             if plan is not None and worker is not None and plan in worker.plans:
                 worker.plans.discard(plan)
-                self._effects.emit(act.SendDrop(worker.identity, plan))
+                self.effects.emit(act.SendDrop(worker.identity, plan))
 
     def order(self, signature: Signature) -> tuple[Verdict, ...]:
         """Accepted candidates, best first; kept until something that could change them does."""
-        engine, cell = self._engine, signature.cell
+        engine, cell = self.engine, signature.cell
         if signature.seen != (engine.epoch, cell.generation):
             if signature.seen[0] != engine.epoch:  # the policy may be another
                 signature.context = engine.context(signature.spec)
-            unavailable = self._lifecycle.unavailable
-            signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self._effects.now_s)
+            unavailable = self.lifecycle.unavailable
+            signature.ranked = engine.rank(signature.spec, signature.context, unavailable, self.effects.now_s)
             signature.order = tuple(v for v in signature.ranked if v.is_accepted)
             signature.to_compile = to_compile(signature.ranked)
             signature.seen = (engine.epoch, cell.generation)
@@ -64,9 +66,9 @@ class PreparedCalls:
             plan = self.plans[key] = next(self._numbers)
         if plan not in worker.plans:
             worker.plans.add(plan)
-            is_graph_safe = self._engine.kernel(call.kernel_id).is_cuda_graph_safe
+            is_graph_safe = self.engine.kernel(call.kernel_id).is_cuda_graph_safe
             body = signature.spec.prepare(call.kernel_id, is_graph_safe=is_graph_safe)
-            self._effects.emit(act.SendPrepare(worker.identity, plan, body))
+            self.effects.emit(act.SendPrepare(worker.identity, plan, body))
         return plan
 
     def plan_of(self, call: Call) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from layerzero.broker.core import actions as act
+from layerzero.broker.core.call_fsm import CallState, move
 from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.grants import Grants
@@ -13,58 +16,53 @@ from layerzero.broker.core.stream_order import OpenTurn, Turns
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BrokerLost, LayerZeroError
 
+_CLOSED = CallState.CLOSED  # as in call_fsm.py: each call needs it
 
+
+@dataclass(eq=False, kw_only=True)
 class Release:
-    def __init__(
-        self,
-        lifecycle: WorkerLifecycle,
-        signatures: PreparedCalls,
-        grants: Grants,
-        leases: Leases,
-        turns: Turns,
-        compiling: CompileWaits,
-        effects: Effects,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._prepared = signatures
-        self._grants = grants
-        self._leases = leases
-        self._turns = turns
-        self._compiling = compiling
-        self._effects = effects
+    lifecycle: WorkerLifecycle
+    signatures: PreparedCalls
+    grants: Grants
+    leases: Leases
+    turns: Turns
+    compiling: CompileWaits
+    effects: Effects
 
     # --- calls ---------------------------------------------------------------------------------------
 
     def close(self, call: Call) -> None:
         """The call is over for the broker: its client has its answer or has left, and no worker has it."""
-        if call.is_enqueued:
-            call.client.enqueued -= 1
-        else:
-            call.client.open_calls -= 1
-        self._prepared.release(call.route.signature)
+        client = call.client
+        move(call, _CLOSED)
+        self.signatures.release(call.route.signature)
         if call.turn is not None:
-            self._turns.end(call.turn)
-        call.free_bell()
-        for arena in call.client.retiring.intersection(call.arenas):
-            if not self.users(call.client, arena):
-                self._grants.close_arena(call.client, arena)
-        self.release_if_done(call.client)
+            self.turns.end(call.turn)
+        if call.bell is not None:
+            call.free_bell()
+        if client.retiring:
+            for arena in client.retiring.intersection(call.arenas):
+                if not self.users(client, arena):
+                    self.grants.close_arena(client, arena)
+        if client.has_left:
+            self.release_if_done(client)
 
     def refuse(self, call: Call, error: LayerZeroError) -> None:
         """It has failed for good."""
         facts = {"op": call.route.signature.spec.op, "code": error.code, "detail": error.message}
-        self._effects.emit(act.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
+        self.effects.emit(act.Note("call.failed", {**facts, "attempts": call.attempts, "client": call.client.number}))
         self.end_in_error(call, error)
 
     def end_in_error(self, call: Call, error: LayerZeroError) -> None:
         """One on a GPU ends when its client's stream has come to it."""
-        candidates = [v.to_wire() for v in call.route.signature.ranked]
+        candidates = [v.to_wire() for v in self.lifecycle.as_of_now(call.route.signature.ranked)]
         refusal = act.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
         if call.turn is None:
-            self._effects.emit(refusal)
+            self.effects.emit(refusal)
             self.close(call)
         else:
-            self._turns.fail(call.turn, refusal)
+            move(call, CallState.REFUSED)
+            self.turns.fail(call.turn, refusal)
 
     def end_for_shutdown(self, call: Call) -> None:
         if call.is_unwanted:
@@ -78,15 +76,15 @@ class Release:
             refusal = turn.refusal
             assert refusal is not None
             if not turn.client.has_left:
-                self._effects.emit(act.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
-                self._effects.emit(refusal)
+                self.effects.emit(act.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
+                self.effects.emit(refusal)
             if turn.call is not None:
                 self.close(turn.call)
 
     def users(self, client: Client, arena: int) -> list[Call]:
         """Open calls that refer to it."""
-        calls = self._compiling.calls()
-        for w in self._lifecycle.workers.values():
+        calls = self.compiling.calls()
+        for w in self.lifecycle.workers.values():
             calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.bells.values()]
         return [call for call in calls if call.client is client and arena in call.arenas]
 
@@ -94,7 +92,7 @@ class Release:
 
     def has_rings(self, client: Client) -> bool:
         """Whether something may be on rings of a client that has left."""
-        return bool(self._leases.of(client))
+        return bool(self.leases.of(client))
 
     def finish_leaving(self, client: Client) -> None:
         """What is on its rings needs the plans of its routes."""
@@ -105,14 +103,14 @@ class Release:
 
     def drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
-        self._leases.drop_route(client, route)
-        self._prepared.release(route.signature)
+        self.leases.drop_route(client, route)
+        self.signatures.release(route.signature)
 
     def release_if_done(self, client: Client) -> None:
         """A client's memory is given back when it has left and no worker may write into it any more."""
         if client.has_left and client.open_calls == client.enqueued == 0 and not self.has_rings(client):
             for arena in list(client.arenas):
-                self._grants.close_arena(client, arena)
+                self.grants.close_arena(client, arena)
             for gpu in list(client.gpus):
-                self._turns.forget(client, gpu)
-                self._grants.close_gpu(client, gpu)
+                self.turns.forget(client, gpu)
+                self.grants.close_gpu(client, gpu)

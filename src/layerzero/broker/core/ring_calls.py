@@ -4,24 +4,25 @@ that come back from a dead worker, those that take too long, and those of client
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.admission import Admission
+from layerzero.broker.core.blame import Blame
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.leases import Lane, Leases
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Worker
 from layerzero.broker.core.release import Release
-from layerzero.broker.core.stream_order import STICKY_EXIT, Turns
+from layerzero.broker.core.stream_order import Turns
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm.lane import mark
-from layerzero.ipc.shm.ring import RingCall
-from layerzero.ipc.shm.timeline_page import Turn, is_before
+from layerzero.ipc.shm.ring_words import RingCall
+from layerzero.ipc.shm.timeline_words import Turn, is_before
+from layerzero.ipc.vocabulary.worker_codes import mark
 
 
 class Stranded(NamedTuple):
@@ -31,43 +32,37 @@ class Stranded(NamedTuple):
     call: RingCall
     is_ready: bool
 
+    @property
+    def mark(self) -> int:
+        return mark(self.lane.number, self.call.call)
 
+
+@dataclass(eq=False, kw_only=True)
 class RingCalls:
-    def __init__(
-        self,
-        lifecycle: WorkerLifecycle,
-        leases: Leases,
-        turns: Turns,
-        admission: Admission,
-        calls: Dispatch,
-        closing: Release,
-        limits: Limits,
-        effects: Effects,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._leases = leases
-        self._turns = turns
-        self._admission = admission
-        self._calls = calls
-        self._releases = closing
-        self._limits = limits
-        self._effects = effects
+    lifecycle: WorkerLifecycle
+    leases: Leases
+    turns: Turns
+    admission: Admission
+    calls: Dispatch
+    closing: Release
+    limits: Limits
+    effects: Effects
 
     @property
     def is_awaited(self) -> bool:
         """Whether a client has left whose calls on rings are to be ended, one after the other."""
-        return any(lane.client.has_left for lane in self._leases.lanes.values())
+        return any(lane.client.has_left for lane in self.leases.lanes.values())
 
     # --- calls that workers leave --------------------------------------------------------------------
 
-    def take(self, event: ev.CallHandedBack) -> None:
-        worker, lane = self._lifecycle.answering(event.identity), self._leases.lanes.get(event.lane)
+    def on_call_left(self, event: ev.CallHandedBack) -> None:
+        worker, lane = self.lifecycle.answering(event.identity), self.leases.lanes.get(event.lane)
         if worker is None or lane is None:  # it is being killed, and its calls are read off the ring; or nobody is left
-            self._lifecycle.stale += 1
+            self.lifecycle.stale += 1
             return
         number = event.call.call
         if lane.worker is not worker or number in lane.left:
-            self._lifecycle.fault(
+            self.lifecycle.fault(
                 worker, ProtocolError(f"left call {number} of lane {lane.number}, which it does not have")
             )
             return
@@ -78,17 +73,17 @@ class RingCalls:
             return
         kernel_id = lane.kernels.get(call.route.number)
         if event.error is None or kernel_id is None:
-            self._calls.place(call)
+            self.calls.place(call)
         else:
             call.kernel_id, call.attempt = kernel_id, 1
-            self._calls.attempt_failed(call, worker, event.error)
+            self.calls.attempt_failed(call, worker, event.error)
 
     def _admit(self, lane: Lane, call: RingCall) -> Call | None:
         """As if EXECUTE had come with it. None when the call has ended in an error, or its client is gone."""
         if lane.client.has_left:
             return None
         event = ev.CallArrived(lane.client.identity, call.route, call.seq, 0.0, call.refs, turn=call.turn)
-        return self._admission.admit(event, is_bounded=False)  # the ring itself has bounds
+        return self.admission.admit(event, is_bounded=False)  # the ring itself has bounds
 
     # --- the end of a worker -------------------------------------------------------------------------
 
@@ -96,31 +91,23 @@ class RingCalls:
         """What was on its rings and had not been left; to be asked before its lanes end."""
         return [
             Stranded(lane, call, call.call in look.ready)
-            for lane in self._leases.rings(worker)
+            for lane in self.leases.rings(worker)
             if (look := event.rings.get(lane.number)) is not None and not lane.client.has_left
             for call in look.calls
             if call.call not in lane.left
         ]
-
-    @staticmethod
-    def named(worker: Worker, stranded: list[Stranded], event: ev.WorkerExited) -> Stranded | None:
-        """The one that the worker was killed for, or that its CPU died in."""
-        wanted = event.executing if worker.fault is None else worker.fault_call
-        if worker.fault is None and event.exit_code == STICKY_EXIT:
-            return None  # what the GPU was in is to blame
-        return next((one for one in stranded if mark(one.lane.number, one.call.call) == wanted), None)
 
     def come_back(self, one: Stranded, *, is_blamed: bool) -> None:
         """Its worker has ended: it runs elsewhere, or ends."""
         lost = one.lane.client.lost.get(one.lane.number)
         call = self._admit(one.lane, one.call)
         if call is not None and lost is not None:
-            self._admission.resume(call, replace(lost, phase="executing"), is_blamed=is_blamed)
+            self.admission.resume(call, replace(lost, phase="executing"), is_blamed=is_blamed)
 
     # --- looks at the rings --------------------------------------------------------------------------
 
-    def see(self, event: ev.RingsPolled) -> None:
-        rings = self._leases.rings()
+    def on_rings_seen(self, event: ev.RingsPolled) -> None:
+        rings = self.leases.rings()
         for lane in rings:
             look = event.page_poller.get(lane.number)
             if look is not None:
@@ -131,16 +118,16 @@ class RingCalls:
     def _end_late(self, lane: Lane, look: ev.RingSnapshot) -> None:
         """A GPU is in a call from when its READY is there: then all before it in its lane are done. One that waits for
         the worker's CPU waits for a call that has its own deadline."""
-        now_s, worker = self._effects.now_s, lane.worker
+        now_s, worker = self.effects.now_s, lane.worker
         ready = [call for call in look.calls if call.call in look.ready and call.call not in lane.left]
         if worker.running:
             ready = [call for call in ready if call.call <= look.taken]
         lane.begun = {call.call: lane.begun.get(call.call, now_s) for call in ready}
-        timeout_s = self._limits.timeout_s
+        timeout_s = self.limits.timeout_s
         late = next((call for call in ready if now_s - lane.begun[call.call] >= timeout_s), None)
         if late is not None and worker.fault is None:
             name = lane.kernels.get(late.route, f"a call of {worker.backend}")
-            self._lifecycle.fault(worker, too_long(name, worker, timeout_s), mark(lane.number, late.call))
+            self.lifecycle.fault(worker, too_long(name, worker, timeout_s), Blame(mark=mark(lane.number, late.call)))
 
     def _end_left(self, rings: list[Lane], page_poller: Mapping[int, ev.RingSnapshot]) -> None:
         """A client has left: in each lane of its order pages the first call counts as ready, be it on a ring or not,
@@ -148,20 +135,20 @@ class RingCalls:
         client = rings[0].client
         if any(lane.number not in page_poller for lane in rings):
             return
-        firsts: dict[tuple[str, int], int] = {}
+        firsts: dict[tuple[str, int], int] = {}  # the first open turn's number, by GPU and lane of its order page
         on_rings = {
             lane.number: [call for call in page_poller[lane.number].calls if call.call not in lane.left]
             for lane in rings
         }
-        open_turns = [(turn.gpu, turn.turn) for turn in self._turns.of(client) if turn.call is not None]
+        open_turns = [(turn.gpu, turn.turn) for turn in self.turns.of(client) if turn.call is not None]
         open_turns += [(lane.gpu, call.turn) for lane in rings for call in on_rings[lane.number]]
         for gpu, turn in open_turns:
             first = firsts.setdefault((gpu, turn.lane), turn.number)
             if is_before(turn.number, first):
                 firsts[gpu, turn.lane] = turn.number
-        for (gpu, number), first in firsts.items():
-            self._effects.emit(act.ReleaseTurn(client.number, gpu, Turn(number, first)))
+        for (gpu, order_lane), number in firsts.items():
+            self.effects.emit(act.ReleaseTurn(client.number, gpu, Turn(order_lane, number)))
         for lane in rings:
             if not on_rings[lane.number]:
-                self._effects.emit(*self._leases.end_ring(lane))
-        self._releases.finish_leaving(client)
+                self.effects.emit(*self.leases.end_ring(lane))
+        self.closing.finish_leaving(client)

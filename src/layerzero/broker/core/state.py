@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.admission import Admission
+from layerzero.broker.core.blame import Blame
+from layerzero.broker.core.call_fsm import take
 from layerzero.broker.core.clients import ClientLifecycle
 from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.completion import Completion
@@ -45,15 +47,17 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.shadow import ShadowLedger
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.capabilities.match import Rejection
-from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm.lane import EXECUTING, mark
+from layerzero.ipc.errors import LayerZeroError, ProtocolError
+from layerzero.ipc.vocabulary.worker_codes import LANE_CALL, mark
 
 S = WorkerState
+P = TypeVar("P")
 
 
 class BrokerState:
     """`engine` knows what each usable backend claims. `unusable`: why the others cannot start. `joined`: those whose
-    workers the broker does not start."""
+    workers the broker does not start. `parts`: subclasses that stand in for parts of the core, by the class that each
+    replaces; the simulation plants bugs with them."""
 
     def __init__(
         self,
@@ -63,107 +67,165 @@ class BrokerState:
         rng: random.Random,
         *,
         joined: Collection[str] = (),
+        parts: Mapping[type, type] | None = None,
     ) -> None:
+
+        def part(kind: type[P]) -> type[P]:
+            return (parts or {}).get(kind, kind)
+
         self.engine = engine
         self.capabilities = engine.capabilities
         self.limits = limits
         self.clients: dict[bytes, Client] = {}
         self._shadow = ShadowLedger()
         self.effects = effects = Effects()
-        self.leases = leases = Leases()
-        self.turns = turns = Turns()
+        self.leases = leases = part(Leases)()
+        self.turns = turns = part(Turns)()
         quarantine = Quarantine(limits.poison_quarantine_s)
-        decisions = Decisions(engine, effects)
-        self.lifecycle = lifecycle = WorkerLifecycle(engine, unusable, limits, rng, effects, joined)
-        self.compiling = compiling = CompileWaits(engine, lifecycle, effects)
-        self.signatures = signatures = PreparedCalls(engine, lifecycle, effects)
-        grants = Grants(lifecycle, effects)
-        self._lease_policy = lease_policy = LeasePolicy(engine, signatures, quarantine, leases, limits, effects)
-        self._releases = closing = Release(lifecycle, signatures, grants, leases, turns, compiling, effects)
-        self._calls = calls = Dispatch(
-            engine, lifecycle, signatures, grants, compiling, closing, quarantine, limits, effects
+        decisions = part(Decisions)(engine=engine, effects=effects)
+        self.lifecycle = lifecycle = part(WorkerLifecycle)(engine, unusable, limits, rng, effects, joined)
+        self.compiling = compiling = part(CompileWaits)(engine=engine, lifecycle=lifecycle, effects=effects)
+        self.signatures = signatures = part(PreparedCalls)(engine=engine, lifecycle=lifecycle, effects=effects)
+        grants = part(Grants)(lifecycle=lifecycle, effects=effects)
+        self.lease_policy = lease_policy = part(LeasePolicy)(
+            engine=engine, signatures=signatures, quarantine=quarantine, leases=leases, limits=limits, effects=effects
         )
-        self._enqueued = enqueued = GpuInFlight(engine, lifecycle, turns, decisions, closing, effects)
-        self.bells = bells = Bells(self.clients, lifecycle, signatures, compiling, closing, limits, effects)
-        answers = Completion(engine, lifecycle, calls, decisions, lease_policy, enqueued, bells, closing, effects)
-        sessions = ClientLifecycle(
-            self.clients,
-            engine,
-            lifecycle,
-            signatures,
-            grants,
-            leases,
-            lease_policy,
-            turns,
-            enqueued,
-            bells,
-            compiling,
-            closing,
-            effects,
+        self.closing = closing = part(Release)(
+            lifecycle=lifecycle,
+            signatures=signatures,
+            grants=grants,
+            leases=leases,
+            turns=turns,
+            compiling=compiling,
+            effects=effects,
         )
-        admission = Admission(
-            self.clients,
-            sessions,
-            lifecycle,
-            signatures,
-            calls,
-            lease_policy,
-            turns,
-            bells,
-            quarantine,
-            limits,
-            effects,
+        self.calls = calls = part(Dispatch)(
+            engine=engine,
+            lifecycle=lifecycle,
+            signatures=signatures,
+            grants=grants,
+            compiling=compiling,
+            closing=closing,
+            quarantine=quarantine,
+            limits=limits,
+            effects=effects,
         )
-        self._rings = rings = RingCalls(lifecycle, leases, turns, admission, calls, closing, limits, effects)
-        self._worker_exits = WorkerExits(lifecycle, calls, enqueued, bells, leases, rings, closing, effects)
-        self.unreachable = unreachable = UnreachableWorkers(lifecycle, calls, closing, effects)
+        self.enqueued = enqueued = part(GpuInFlight)(
+            engine=engine, lifecycle=lifecycle, turns=turns, decisions=decisions, closing=closing, effects=effects
+        )
+        self.bells = bells = part(Bells)(
+            clients=self.clients,
+            lifecycle=lifecycle,
+            signatures=signatures,
+            compiling=compiling,
+            closing=closing,
+            limits=limits,
+            effects=effects,
+        )
+        answers = part(Completion)(
+            engine=engine,
+            lifecycle=lifecycle,
+            calls=calls,
+            decisions=decisions,
+            lease_policy=lease_policy,
+            enqueued=enqueued,
+            bells=bells,
+            closing=closing,
+            effects=effects,
+        )
+        sessions = part(ClientLifecycle)(
+            clients=self.clients,
+            engine=engine,
+            lifecycle=lifecycle,
+            signatures=signatures,
+            grants=grants,
+            leases=leases,
+            lease_policy=lease_policy,
+            turns=turns,
+            enqueued=enqueued,
+            bells=bells,
+            compiling=compiling,
+            closing=closing,
+            effects=effects,
+        )
+        admission = part(Admission)(
+            clients=self.clients,
+            sessions=sessions,
+            lifecycle=lifecycle,
+            signatures=signatures,
+            calls=calls,
+            lease_policy=lease_policy,
+            turns=turns,
+            bells=bells,
+            quarantine=quarantine,
+            limits=limits,
+            effects=effects,
+        )
+        self.rings = rings = part(RingCalls)(
+            lifecycle=lifecycle,
+            leases=leases,
+            turns=turns,
+            admission=admission,
+            calls=calls,
+            closing=closing,
+            limits=limits,
+            effects=effects,
+        )
+        self.worker_exits = part(WorkerExits)(
+            lifecycle=lifecycle, calls=calls, leases=leases, rings=rings, closing=closing, effects=effects
+        )
+        self.unreachable = unreachable = part(UnreachableWorkers)(
+            lifecycle=lifecycle, calls=calls, closing=closing, effects=effects
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.ClientJoined: sessions.join,
-            ev.ClientLeft: sessions.leave,
-            ev.ArenaOffered: sessions.offer_arena,
-            ev.ArenaGivenUp: sessions.give_up_arena,
-            ev.GpuOffered: sessions.offer_gpu,
-            ev.LaneOpened: sessions.open_lane,
-            ev.RouteDefined: sessions.define_route,
-            ev.RouteForgotten: sessions.forget_route,
-            ev.RanInClient: sessions.note_own_run,
-            ev.CallArrived: admission.take,
-            ev.CallPoisoned: admission.poison,
-            ev.CallUnbound: bells.unbind,
-            ev.GraphSlotsPolled: bells.see,
-            ev.LaneOverdue: self._lane_overdue,
-            ev.LanePolled: self._lane_seen,
-            ev.CallHandedBack: rings.take,
-            ev.RingsPolled: rings.see,
-            ev.TurnsReached: enqueued.reach,
-            ev.TimelinesPolled: enqueued.see,
-            ev.ProbeEnded: self._probe_ended,
-            ev.CompileAsked: compiling.start_asked,
-            ev.CompileEnded: self._compile_ended,
+            ev.ClientJoined: sessions.on_client_joined,
+            ev.ClientLeft: sessions.on_client_left,
+            ev.ArenaOffered: sessions.on_arena_offered,
+            ev.ArenaGivenUp: sessions.on_arena_given_up,
+            ev.GpuOffered: sessions.on_gpu_offered,
+            ev.LaneOpened: sessions.on_lane_opened,
+            ev.RouteDefined: sessions.on_route_defined,
+            ev.RouteForgotten: sessions.on_route_forgotten,
+            ev.RanInClient: sessions.on_ran_in_client,
+            ev.CallArrived: admission.on_call_arrived,
+            ev.CallPoisoned: admission.on_call_poisoned,
+            ev.CallUnbound: bells.on_call_unbound,
+            ev.GraphSlotsPolled: bells.on_bells_seen,
+            ev.LaneOverdue: self.on_lane_overdue,
+            ev.LanePolled: self.on_lane_seen,
+            ev.CallHandedBack: rings.on_call_left,
+            ev.RingsPolled: rings.on_rings_seen,
+            ev.TurnsReached: enqueued.on_turns_reached,
+            ev.TimelinesPolled: enqueued.on_turns_seen,
+            ev.ProbeEnded: self.on_probe_ended,
+            ev.CompileAsked: compiling.on_compile_asked,
+            ev.CompileEnded: self.on_compile_ended,
             ev.WorkerSpawned: lifecycle.note_spawned,
-            ev.SpawnFailed: self._spawn_failed,
-            ev.WorkerReady: self._worker_ready,
-            ev.CallRan: answers.take,
-            ev.CallRaised: answers.take_error,
+            ev.SpawnFailed: self.on_spawn_failed,
+            ev.WorkerReady: self.on_worker_ready,
+            ev.CallRan: answers.on_call_ran,
+            ev.CallRaised: answers.on_call_raised,
             ev.WorkerMisbehaved: lifecycle.note_misbehaviour,
-            ev.WorkerExited: self._worker_exited,
-            ev.WorkerLost: self._worker_lost,
-            ev.WorkerGone: unreachable.release,
+            ev.WorkerExited: self.on_worker_exited,
+            ev.WorkerLost: self.on_worker_lost,
+            ev.WorkerGone: unreachable.on_worker_gone,
             ev.BackendOffered: lifecycle.take_offer,
-            ev.BackendReset: self._backend_reset,
-            ev.PolicyChanged: self._policy_changed,
-            ev.ShadowCompared: self._shadow_compared,
-            ev.TimesLoaded: self._times_loaded,
-            ev.Tick: self._tick,
-            ev.ShutdownAsked: self._shutdown_asked,
+            ev.BackendReset: self.on_backend_reset,
+            ev.PolicyChanged: self.on_policy_changed,
+            ev.ShadowCompared: self.on_shadow_compared,
+            ev.TimesLoaded: self.on_times_loaded,
+            ev.Tick: self.on_tick,
+            ev.ShutdownAsked: self.on_shutdown_asked,
         }
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         """Take one event; returns what must be done, in order."""
-        self.effects.begin(now_s)
+        effects = self.effects
+        effects.now_s, effects.actions = now_s, []
         self._handlers[type(event)](event)
-        self._lease_policy.revoke_outdated()
-        return self.effects.actions
+        if self.engine.epoch != self.lease_policy.leased_epoch:  # it may decide otherwise by now
+            self.lease_policy.revoke()
+        return effects.actions
 
     # --- what others may know --------------------------------------------------------------------------
 
@@ -185,59 +247,63 @@ class BrokerState:
         """Why backends do not serve now."""
         return self.lifecycle.unavailable
 
+    def unavailable_at(self, now_s: float) -> dict[str, Rejection]:
+        """As `unavailable`, with the time until the next try of those that crashes have disabled."""
+        return self.lifecycle.unavailable_at(now_s)
+
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for the broker to look at order pages and rings."""
-        return self.turns.is_awaited or self._rings.is_awaited or self.bells.is_awaited
+        return self.turns.is_awaited or self.rings.is_awaited or self.bells.is_awaited
 
     def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
         """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
         spec = CallSpec.parse(body)
-        return spec, *explain(self.engine, spec, self.unavailable, now_s)
+        return spec, *explain(self.engine, spec, self.unavailable_at(now_s), now_s)
 
     # --- workers -------------------------------------------------------------------------------------
 
-    def _probe_ended(self, event: ev.ProbeEnded) -> None:
+    def on_probe_ended(self, event: ev.ProbeEnded) -> None:
         if event.record is not None:
             self.engine.set_certification(self.engine.certification.with_record(event.record))
         worker = self.lifecycle.end_probe(event)
         if worker is not None:
-            self._calls.leave_disabled(worker)
-            self._calls.leave_uncertified(worker)
+            self.calls.leave_disabled(worker)
+            self.calls.leave_uncertified(worker)
 
-    def _compile_ended(self, event: ev.CompileEnded) -> None:
+    def on_compile_ended(self, event: ev.CompileEnded) -> None:
         for call in self.compiling.end(event):
-            self._calls.place(call)
+            self.calls.place(call)
 
-    def _spawn_failed(self, event: ev.SpawnFailed) -> None:
+    def on_spawn_failed(self, event: ev.SpawnFailed) -> None:
         worker = self.lifecycle.fail_spawn(event)
         if worker is not None:
-            self._calls.leave_disabled(worker)
+            self.calls.leave_disabled(worker)
             self._exit_if_stopped()
 
-    def _worker_ready(self, event: ev.WorkerReady) -> None:
+    def on_worker_ready(self, event: ev.WorkerReady) -> None:
         worker = self.lifecycle.note_ready(event)
         if worker is not None:
-            self._calls.send_waiting(worker)
+            self.calls.send_waiting(worker)
 
-    def _worker_exited(self, event: ev.WorkerExited) -> None:
-        if self._worker_exits.take(event) is not None:
+    def on_worker_exited(self, event: ev.WorkerExited) -> None:
+        if self.worker_exits.on_worker_exited(event) is not None:
             self._exit_if_stopped()
 
-    def _worker_lost(self, event: ev.WorkerLost) -> None:
-        self.unreachable.lose(event)
+    def on_worker_lost(self, event: ev.WorkerLost) -> None:
+        self.unreachable.on_worker_lost(event)
         self._exit_if_stopped()
 
-    def _lane_overdue(self, event: ev.LaneOverdue) -> None:
+    def on_lane_overdue(self, event: ev.LaneOverdue) -> None:
         lane = self.leases.lanes.get(event.lane)
         if lane is not None and lane.client.identity == event.identity:
             name = lane.kernels.get(event.route, f"a call of {lane.worker.backend}")
-            error = too_long(name, lane.worker, event.timeout_s)
-            self.lifecycle.fault(
-                lane.worker, ProtocolError(event.nonsense) if event.nonsense else error, mark(lane.number, event.call)
-            )
+            error: LayerZeroError = too_long(name, lane.worker, event.timeout_s)
+            if event.nonsense:
+                error = ProtocolError(event.nonsense)
+            self.lifecycle.fault(lane.worker, error, Blame(mark=mark(lane.number, event.call)))
 
-    def _lane_seen(self, event: ev.LanePolled) -> None:
+    def on_lane_seen(self, event: ev.LanePolled) -> None:
         lane = self.leases.lanes.get(event.lane)
         if lane is None:
             return
@@ -245,9 +311,9 @@ class BrokerState:
         route = lane.route_of(event.plan)
         if route is not None:
             kernel_id, cell = lane.kernels[route.number], route.signature.cell
-            self._lease_policy.note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
+            self.lease_policy.note_time(kernel_id, cell, event.kernel_ns, is_clean=True)
 
-    def _backend_reset(self, event: ev.BackendReset) -> None:
+    def on_backend_reset(self, event: ev.BackendReset) -> None:
         if event.backend in self.workers:
             self.engine.forgive(event.backend)
             self._shadow.forget(self.capabilities[event.backend].kernel_ids)
@@ -255,45 +321,45 @@ class BrokerState:
 
     # --- what the broker learns ------------------------------------------------------------------------
 
-    def _policy_changed(self, event: ev.PolicyChanged) -> None:
+    def on_policy_changed(self, event: ev.PolicyChanged) -> None:
         """Calls that are placed stay where they are; those that come next are ranked anew."""
         self.engine.set_policy(event.policy)
         self.effects.emit(act.Note("policy.changed", {"hash": event.policy.hash}))
 
-    def _shadow_compared(self, event: ev.ShadowCompared) -> None:
+    def on_shadow_compared(self, event: ev.ShadowCompared) -> None:
         subject = event.comparison.subject
         evidence = self._shadow.note(event.comparison)
         if evidence is not None:
             self.engine.set_certification(self.engine.certification.with_quarantine(subject, evidence))
             self.effects.emit(act.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
 
-    def _times_loaded(self, event: ev.TimesLoaded) -> None:
+    def on_times_loaded(self, event: ev.TimesLoaded) -> None:
         self.engine.load_times(event.rows)
 
     # --- time and the end ------------------------------------------------------------------------------
 
-    def _tick(self, event: ev.Tick) -> None:
+    def on_tick(self, event: ev.Tick) -> None:
         effects = self.effects
-        self._calls.watch_health()
-        self._lease_policy.watch()
-        effects.wakeup_s = min(self._calls.health_at_s, self._lease_policy.watch_at_s)
-        self._enqueued.end_late()
-        self._calls.end_waits()
+        self.calls.watch_health()
+        self.lease_policy.watch()
+        effects.wakeup_s = min(self.calls.health_at_s, self.lease_policy.watch_at_s)
+        self.enqueued.end_late()
+        self.calls.end_waits()
         for worker in self.workers.values():
             if worker.state in (S.READY, S.STOPPING) and worker.running and worker.fault is None:
                 if effects.now_s >= worker.head_deadline_s:
-                    self._end_what_takes_too_long(worker, event.executing.get((worker.backend, worker.generation), 0))
+                    self.end_what_takes_too_long(worker, event.executing.get((worker.backend, worker.generation), 0))
                 if worker.fault is None:
                     effects.wake_by(worker.head_deadline_s)
             else:
                 self.lifecycle.tick(worker)
-                self._calls.leave_disabled(worker)
+                self.calls.leave_disabled(worker)
 
-    def _end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
+    def end_what_takes_too_long(self, worker: Worker, executing: int) -> None:
         """The head is due. One that waits for a call of an express lane gets more time, but not for ever: that call's
         client watches its deadline, unless it has left."""
         head, now_s, timeout_s = worker.running[0], self.effects.now_s, self.limits.timeout_s
-        if not executing & EXECUTING:
+        if not executing & LANE_CALL:
             self.lifecycle.fault(worker, too_long(head.kernel_id, worker, head.timeout_s))
         elif worker.lane_call != executing:
             worker.lane_call, worker.lane_call_since_s = executing, now_s
@@ -301,22 +367,24 @@ class BrokerState:
         elif now_s < worker.lane_call_since_s + timeout_s:
             worker.head_since_s = now_s
         else:
-            self.lifecycle.fault(worker, too_long("a call on an express lane", worker, timeout_s), executing)
+            self.lifecycle.fault(
+                worker, too_long("a call on an express lane", worker, timeout_s), Blame(mark=executing)
+            )
 
-    def _shutdown_asked(self, _: ev.ShutdownAsked) -> None:
+    def on_shutdown_asked(self, _: ev.ShutdownAsked) -> None:
         if self.stopping:
             return
         self.effects.stopping = True
-        self._lease_policy.revoke()
+        self.lease_policy.revoke()
         for call in self.compiling.take():
-            self._releases.end_for_shutdown(call)
+            self.closing.end_for_shutdown(call)
         for worker in self.workers.values():
-            for call in worker.take_waiting():
-                self._releases.end_for_shutdown(call)
+            for call in take(worker.waiting):
+                self.closing.end_for_shutdown(call)
             self.lifecycle.stop(worker)
         self._exit_if_stopped()
 
     def _exit_if_stopped(self) -> None:
         if self.stopping and self.lifecycle.is_stopped:
-            self._releases.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
+            self.closing.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
             self.effects.emit(act.Exit())

@@ -12,14 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from layerzero.broker.core import actions as act
-from layerzero.broker.core.model import Call, Client, Worker
+from layerzero.broker.core.model import Call, Client
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm.timeline_page import LANES, Turn, is_before
+from layerzero.ipc.shm.timeline_words import LANES, Turn, is_before
 
 MAX_OPEN = 4096  # in one lane; ours keeps to 256 that the GPU is not done with
-STICKY_EXIT = 70  # of a worker whose GPU context is lost: what its GPU was in is to blame
-RENEWAL_EXIT = 71  # of one that got calls in an order in which it could not run them: nobody is to blame
-STALLED_EXIT = -14  # SIGALRM: of one that noticed that too late to end by itself
 
 Key = tuple[int, str, Turn]  # client's number, GPU, place
 
@@ -32,7 +29,6 @@ class OpenTurn:
     gpu: str
     turn: Turn
     call: Call | None = None  # none for one that was refused as it came
-    worker: Worker | None = None  # that has enqueued it
     began_s: float = math.inf  # when the GPU was seen to be able to run it: its READY was there
     refusal: act.Refuse | None = None  # held back
 
@@ -58,6 +54,11 @@ class Turns:
     def held(self) -> tuple[Key, ...]:
         """Those that were refused, and that their clients' streams have not come to."""
         return tuple(self._held)
+
+    @property
+    def pages(self) -> set[tuple[int, str]]:
+        """Clients, by their numbers, and GPUs, of whose order pages lanes are known."""
+        return {(number, gpu) for number, gpu, _ in self._lanes}
 
     @property
     def is_awaited(self) -> bool:

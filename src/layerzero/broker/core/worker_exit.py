@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
+from layerzero.broker.core.blame import NOBODY, Blame, Evidence, blame_for
+from layerzero.broker.core.call_fsm import take
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.gpu_in_flight import GpuInFlight
-from layerzero.broker.core.graph_calls import Bells
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Release
 from layerzero.broker.core.ring_calls import RingCalls, Stranded
-from layerzero.broker.core.stream_order import RENEWAL_EXIT, STALLED_EXIT, STICKY_EXIT
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
+from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, exit_text
 from layerzero.ipc.errors import BackendError, LayerZeroError
-from layerzero.ipc.shm.lane import lane_of
+from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STALLED_EXIT, STICKY_EXIT, lane_of
 
 NEEDS_MEMORY = "raise the limit of that cgroup or container, or run less in it"
 
@@ -36,37 +36,23 @@ class Move(NamedTuple):
     do: Callable[[], None]
 
 
+@dataclass(eq=False, kw_only=True)
 class WorkerExits:
-    def __init__(
-        self,
-        lifecycle: WorkerLifecycle,
-        calls: Dispatch,
-        enqueued: GpuInFlight,
-        bells: Bells,
-        leases: Leases,
-        rings: RingCalls,
-        closing: Release,
-        effects: Effects,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._calls = calls
-        self._enqueued = enqueued
-        self._bells = bells
-        self._leases = leases
-        self._rings = rings
-        self._releases = closing
-        self._effects = effects
+    lifecycle: WorkerLifecycle
+    calls: Dispatch
+    leases: Leases
+    rings: RingCalls
+    closing: Release
+    effects: Effects
 
-    def take(self, event: ev.WorkerExited) -> Worker | None:
+    def on_worker_exited(self, event: ev.WorkerExited) -> Worker | None:
         """The worker; None when its exit is known."""
-        worker = self._lifecycle.take_exit(event)
+        worker = self.lifecycle.take_exit(event)
         if worker is None:
             return None
         is_renewal = self._begins_anew(worker, event)
-        if is_renewal:
-            event = replace(event, executing=0)
         was_stopping = worker.state is WorkerState.STOPPED
-        how = f"signal {-event.exit_code}" if event.exit_code < 0 else f"exit code {event.exit_code}"
+        how = exit_text(event.exit_code)
         error = worker.fault or _death(worker, event, how)
         facts = {
             "backend": worker.backend,
@@ -75,104 +61,86 @@ class WorkerExits:
             "cause": "it was told to stop" if was_stopping and event.exit_code == 0 else error.message,
             "phase": event.phase,
         }
-        self._effects.emit(act.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
-        lanes, stranded = self._leases.lanes_to(worker), self._rings.stranded(worker, event)
-        blamed = event.executing if worker.fault is None else worker.fault_call
-        self._effects.emit(*self._leases.end_worker(worker, error, event, blamed, is_crash=worker.fault is None))
-        on_ring = self._rings.named(worker, stranded, event)
-        in_gpu = self._in_gpu(worker, event) if on_ring is None and not is_renewal else None
-        if (
-            on_ring is None
-            and in_gpu is None
-            and worker.fault is None
-            and not is_renewal
-            and not _died_in_running(worker, event)
-        ):
-            on_ring = next((one for one in stranded if one.is_ready), None)
-            in_gpu = self._bells.in_gpu(worker) if on_ring is None else None
-        enqueued = self._enqueued.take_all(worker) + self._bells.take_all(worker)
-        running, waiting = list(worker.running), worker.take_waiting()
-        worker.running.clear()
+        self.effects.emit(act.Note("worker.exited", {**facts, "stderr_tail": event.stderr_tail}))
+        lanes, stranded = self.leases.lanes_to(worker), self.rings.stranded(worker, event)
+        blame = self.blame_for(evidence_of(worker, event, stranded, is_renewal=is_renewal))
+        self.effects.emit(*self.leases.end_worker(worker, error, event, blame.mark, is_crash=worker.fault is None))
+        on_gpu, running, waiting = self.take_calls(worker)
         if was_stopping:
-            for call in (*enqueued, *running, *waiting):
-                self._releases.end_for_shutdown(call)
+            for call in (*on_gpu, *running, *waiting):
+                self.closing.end_for_shutdown(call)
             for one in stranded:
-                self._rings.come_back(one, is_blamed=False)
+                self.rings.come_back(one, is_blamed=False)
         else:
             if event.is_departure:
-                self._lifecycle.replace(worker, error)
+                self.lifecycle.replace(worker, error)
             else:
-                self._lifecycle.plan_restart(worker, error, event.stderr_tail, is_renewal=is_renewal)
-            moves = self._moves_of_enqueued(worker, enqueued, in_gpu, error, event)
-            if in_gpu is not None or on_ring is not None:  # nobody else is to blame
-                event = replace(event, executing=0)
-            moves += self._moves(worker, running, waiting, error, event)
-            moves += self._moves_of_stranded(stranded, on_ring)
-            for move in in_order(moves):
-                move.do()
+                self.lifecycle.plan_restart(worker, error, event.stderr_tail, is_renewal=is_renewal)
+            moves = [self._move(worker, call, blame, error, event, "executing") for call in on_gpu]
+            moves += [self._move(worker, call, blame, error, event, event.phase) for call in running]
+            moves += [self._move(worker, call, NOBODY, error, event, "") for call in waiting]
+            moves += [self._move_stranded(one, blame) for one in stranded]
+            for one_move in in_order(moves):
+                one_move.do()
         for lane in lanes:
-            self._releases.finish_leaving(lane.client)
+            self.closing.finish_leaving(lane.client)
         return worker
 
-    @staticmethod
-    def _in_gpu(worker: Worker, event: ev.WorkerExited) -> Call | None:
-        """The enqueued call to blame for the worker's end: what it was killed for, or what the GPU was in, unless its
-        CPU died in another one. Which of several lanes it was in nobody can tell; then it is the oldest."""
-        if worker.fault is not None:
-            return worker.late
-        if _died_in_running(worker, event):
-            return None
-        begun = (c for c in worker.enqueued.values() if c.turn is not None and c.turn.has_begun)
-        return next(begun, None)
+    def blame_for(self, end: Evidence) -> Blame:
+        """Whom the worker's end is to blame on."""
+        return blame_for(end)
 
-    def _moves(
-        self, worker: Worker, running: list[Call], waiting: list[Call], error: LayerZeroError, event: ev.WorkerExited
-    ) -> list[Move]:
-        """The one it was killed for or died in is blamed; those behind it only lost their place."""
-        moves = []
-        is_open = worker.fault is not None and not worker.fault_call and worker.late is None  # whom it is killed for
-        for position, call in enumerate(running):
-            is_first = position == 0 and is_open
-            is_blamed = is_first if worker.fault is not None else call.dispatch == event.executing
-            moves.append(self._move(worker, call, error if is_blamed else None, event, event.phase))
-        return [*moves, *(self._move(worker, call, None, event, "") for call in waiting)]
+    def take_calls(self, worker: Worker) -> tuple[list[Call], list[Call], list[Call]]:
+        """The worker is dead: its calls are in hand. Those that it had answered and its GPU was not done with, those
+        that it had not answered, those that waited for it."""
+        on_gpu = (*worker.enqueued.values(), *worker.bells.values())
+        return take(on_gpu), take(worker.running), take(worker.waiting)
 
     def _begins_anew(self, worker: Worker, event: ev.WorkerExited) -> bool:
-        """It says that the order of its calls on a GPU was the cause. Of each call a backend's may say so once."""
+        """It says that the order of its calls on a GPU was the cause. Of each call a worker of a backend may say so
+        once."""
         if event.exit_code not in (RENEWAL_EXIT, STALLED_EXIT) or worker.fault is not None:
             return False
         call = next((call for call in worker.running if call.dispatch == event.executing), None)
         if call is None:
-            ring = self._leases.lanes.get(lane_of(event.executing))
+            ring = self.leases.lanes.get(lane_of(event.executing))
             return ring is not None and bool(ring.gpu)
         is_new = call.turn is not None and worker.backend not in call.excused
-        call.excused.add(worker.backend)
+        call.excused |= {worker.backend}
         return is_new
 
-    def _moves_of_enqueued(
-        self, worker: Worker, calls: list[Call], blamed: Call | None, error: LayerZeroError, event: ev.WorkerExited
-    ) -> list[Move]:
-        return [self._move(worker, call, error if call is blamed else None, event, "executing") for call in calls]
-
-    def _moves_of_stranded(self, stranded: list[Stranded], blamed: Stranded | None) -> list[Move]:
-        return [
-            Move(one.lane.client, one.call.seq, True, partial(self._rings.come_back, one, is_blamed=one is blamed))
-            for one in stranded
-        ]
-
     def _move(
-        self, worker: Worker, call: Call, blame: LayerZeroError | None, event: ev.WorkerExited, phase: str
+        self, worker: Worker, call: Call, blame: Blame, error: LayerZeroError, event: ev.WorkerExited, phase: str
     ) -> Move:
-        """`blame`: with this error."""
+        """The call that is to blame has failed with this error; others only lost their place."""
+        is_blamed = blame.is_on(call.dispatch)
 
         def do() -> None:
-            if blame is None:
-                self._calls.requeue(call, worker, event.exit_code, worker.pid)
-            else:
+            if is_blamed:
                 call.deaths += worker.fault is None
-                self._calls.attempt_failed(call, worker, blame, exit_code=event.exit_code, phase=phase)
+                self.calls.attempt_failed(call, worker, error, exit_code=event.exit_code, phase=phase)
+            else:
+                self.calls.requeue(call, worker, event.exit_code, worker.pid)
 
         return Move(call.client, call.seq, call.turn is not None, do)
+
+    def _move_stranded(self, one: Stranded, blame: Blame) -> Move:
+        do = partial(self.rings.come_back, one, is_blamed=one.mark == blame.mark)
+        return Move(one.lane.client, one.call.seq, True, do)
+
+
+def evidence_of(worker: Worker, event: ev.WorkerExited, stranded: Iterable[Stranded], *, is_renewal: bool) -> Evidence:
+    """What a worker that has ended leaves behind, before its calls are taken."""
+    return Evidence(
+        killed_for=worker.blame if worker.fault is not None else None,
+        is_renewal=is_renewal,
+        is_gpu_lost=event.exit_code == STICKY_EXIT,
+        executing=event.executing,
+        running=[call.dispatch for call in worker.running],
+        begun=[n for n, call in worker.enqueued.items() if call.turn is not None and call.turn.has_begun],
+        rings={one.mark: one.is_ready for one in stranded},
+        rung=[n for n, call in worker.bells.items() if call.busy_since_s < math.inf],
+    )
 
 
 def _death(worker: Worker, event: ev.WorkerExited, how: str) -> BackendError:
@@ -204,8 +172,3 @@ def in_order(moves: list[Move]) -> list[Move]:
         for at, move in zip(places, made, strict=True):
             ordered[at] = move
     return ordered
-
-
-def _died_in_running(worker: Worker, event: ev.WorkerExited) -> bool:
-    """Its CPU was in a call that it had not answered, and its GPU was well."""
-    return event.exit_code != STICKY_EXIT and any(call.dispatch == event.executing for call in worker.running)

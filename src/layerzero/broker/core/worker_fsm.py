@@ -14,7 +14,7 @@ class WorkerState(Enum):
     READY = "ready"
     KILLING = "killing"  # SIGKILL sent; its memory is still lent until the exit is confirmed
     BACKOFF = "backoff"  # died; restarts at `retry_at_s`
-    DISABLED = "disabled"  # until someone repairs it; the cause is kept
+    DISABLED = "disabled"  # until someone repairs it, or, after crashes, until `retry_at_s`; the cause is kept
     STOPPING = "stopping"  # told to finish and exit
     STOPPED = "stopped"  # final
 
@@ -28,7 +28,7 @@ class Signal(Enum):
     FAULT = "fault"  # deadline, bad message, start timeout: the broker kills it
     EXITED = "exited"
     RETRY_DUE = "retry_due"
-    GIVEN_UP = "given_up"  # restart budget spent, or it never became ready
+    GIVEN_UP = "given_up"  # restart budget spent, it failed when it was tried again, or it said that it cannot load
     RESET = "reset"  # someone repaired it
     STOP = "stop"
 
@@ -56,6 +56,7 @@ TRANSITIONS: dict[tuple[WorkerState, Signal], WorkerState] = {
     (_S.BACKOFF, _G.GIVEN_UP): _S.DISABLED,
     (_S.BACKOFF, _G.RESET): _S.ABSENT,
     (_S.BACKOFF, _G.STOP): _S.STOPPED,
+    (_S.DISABLED, _G.RETRY_DUE): _S.STARTING,
     (_S.DISABLED, _G.RESET): _S.ABSENT,
     (_S.DISABLED, _G.STOP): _S.STOPPED,
     (_S.STOPPING, _G.FAULT): _S.STOPPING,

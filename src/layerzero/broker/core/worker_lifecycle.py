@@ -1,22 +1,31 @@
 """The workers' life as the core leads it: probed and started when needed, killed when wrong, restarted within a budget,
-disabled beyond it. What becomes of their calls is others' to decide (calls.py, aftermath.py)."""
+disabled beyond it. What becomes of their calls is others' to decide (calls.py, aftermath.py).
+
+A backend that cannot be started, as its environment or its provider says, is disabled until somebody repairs it. One
+that crashes have disabled is tried again after a while: a storm of faults may have passed.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
+from layerzero.broker.core.blame import NOBODY, Blame
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Worker
 from layerzero.broker.core.worker_fsm import Signal, WorkerState, step
 from layerzero.broker.selection.ranking import Engine
+from layerzero.broker.selection.signature import Verdict
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.cuda.pair import SLOTS
+from layerzero.ipc.cuda.offer import SLOTS
 from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvChanged, EnvError, LayerZeroError, ProtocolError
 
 S = WorkerState
@@ -43,6 +52,7 @@ class WorkerLifecycle:
         self.stale = 0  # messages that came too late to count
         self.by_identity: dict[bytes, Worker] = {}
         self._slots = itertools.count(1)  # of starts of GPU workers
+        self.observer: Callable[[Worker, Signal], None] | None = None  # hears of each transition before it is made
 
     # --- which one -----------------------------------------------------------------------------------
 
@@ -84,8 +94,8 @@ class WorkerLifecycle:
     def _spawn(self, worker: Worker) -> None:
         worker.generation += 1
         worker.started_s = self._effects.now_s
-        worker.was_ready = False
-        worker.fault = worker.late = None
+        worker.was_ready = worker.is_vacant = False
+        worker.fault, worker.blame = None, NOBODY
         worker.pid = 0
         if self._engine.capabilities[worker.backend].platform == "cuda":
             worker.slot = next(self._slots)
@@ -130,7 +140,7 @@ class WorkerLifecycle:
             return
         if worker.state is S.DISABLED:
             self._signal(worker, Signal.RESET)
-        worker.cause, worker.is_vacant = None, False
+        worker.cause, worker.is_vacant, worker.times_disabled = None, False, 0
         self.set_unavailable(event.backend, None)
         self.need(worker)
 
@@ -144,6 +154,7 @@ class WorkerLifecycle:
         worker.versions = dict(event.versions)
         self._engine.note_versions(worker.backend, worker.versions)
         worker.was_ready = worker.has_served = True
+        worker.ready_s = self._effects.now_s
         self.by_identity[event.identity] = worker
         self.set_unavailable(worker.backend, None)
         start_s = round(self._effects.now_s - worker.started_s, 3)
@@ -152,7 +163,7 @@ class WorkerLifecycle:
         return worker
 
     def tick(self, worker: Worker) -> None:
-        """One that is starting or backing off may be due."""
+        """One that is starting, or waits for its next start, may be due."""
         now_s = self._effects.now_s
         if worker.state is S.STARTING:
             due_s = worker.started_s + self._limits.start_timeout_s
@@ -161,8 +172,9 @@ class WorkerLifecycle:
                 self.fault(worker, EnvError(text, env=worker.backend, repair=f"lz env probe {worker.backend}"))
             else:
                 self._effects.wake_by(due_s)
-        elif worker.state is S.BACKOFF:
+        elif worker.state in (S.BACKOFF, S.DISABLED):
             if now_s >= worker.retry_at_s:
+                worker.restarts += worker.state is S.DISABLED  # else that was counted when it was planned
                 self._signal(worker, Signal.RETRY_DUE)
                 self._spawn(worker)
             else:
@@ -170,13 +182,16 @@ class WorkerLifecycle:
 
     # --- ends ----------------------------------------------------------------------------------------
 
-    def fault(self, worker: Worker, error: LayerZeroError, call: int = 0) -> None:
-        """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before. `call`: as
-        Worker.fault_call."""
+    def fault(self, worker: Worker, error: LayerZeroError, blame: Blame | None = None) -> None:
+        """Kill a worker that is alive but wrong. Its calls move on when its exit is confirmed, not before. `blame`: for
+        which call; None: for the oldest that it has not answered, if any."""
         if worker.state in (S.STARTING, S.READY, S.STOPPING) and worker.fault is None:
             self._signal(worker, Signal.FAULT)
-            worker.fault, worker.fault_call = error, call
-            self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}"))
+            head = worker.running[0].dispatch if worker.running else 0
+            worker.fault, worker.blame = error, Blame(dispatch=head) if blame is None else blame
+            if worker.was_ready or not worker.times_disabled:  # else it is disabled as before
+                killed = Rejection(Reason.BACKEND_RESTARTING, f"being killed: {error.message}")
+                self.set_unavailable(worker.backend, killed)
             self._effects.emit(act.Kill(worker.backend, worker.generation))
 
     def note_misbehaviour(self, event: ev.WorkerMisbehaved) -> None:
@@ -217,27 +232,35 @@ class WorkerLifecycle:
         limits, now_s = self._limits, self._effects.now_s
         worker.cause = error
         is_late = worker.fault is not None and worker.fault.code == DeadlineExceeded.code
-        if not (is_late or is_renewal):
+        is_crash = not (is_late or is_renewal)
+        if is_crash:
             worker.deaths_s.append(now_s)
+        if worker.was_ready and now_s - worker.ready_s >= limits.restart_window_s:
+            worker.times_disabled = 0  # it was well again
         while worker.deaths_s and worker.deaths_s[0] < now_s - limits.restart_window_s:
             worker.deaths_s.popleft()
         needs = error.facts.get("repair") if worker.fault is None else None
         repair = f"{needs}, then lz restart {worker.backend}" if needs else ""
-        if not worker.has_served:
+        is_new, lines = not worker.has_served, stderr_tail.strip().splitlines()
+        last_words = f"; its last words: {lines[-1][:300]}" if lines and not worker.was_ready else ""
+        if is_new and _cannot_load(worker, error):
             self._signal(worker, Signal.GIVEN_UP)
             cause = EnvError(
-                f"the {worker.backend} worker never became ready: {error.message}"
-                + (f"; its last words: {stderr_tail.strip().splitlines()[-1][:300]}" if stderr_tail.strip() else ""),
+                f"the {worker.backend} worker never became ready: {error.message}{last_words}",
                 env=worker.backend,
                 cause=error.message,
                 repair=repair or f"lz env probe {worker.backend}",
             )
             self._disable(worker, cause, Reason.BACKEND_IMPORT_FAILED)
+        elif is_crash and worker.times_disabled:
+            self._disable_for_a_while(worker, f"was tried again, and failed: {error.message}{last_words}", repair)
         elif len(worker.deaths_s) > limits.restart_budget:
-            self._signal(worker, Signal.GIVEN_UP)
-            text = f"died {len(worker.deaths_s)} times in {limits.restart_window_s:g} s; the last time: {error.message}"
-            spent = BackendError(text, repair=repair or f"lz restart {worker.backend}")
-            self._disable(worker, spent, Reason.BACKEND_DISABLED)
+            count = len(worker.deaths_s)
+            times = f"died {count} times in {limits.restart_window_s:g} s; the last time" if count > 1 else "died once"
+            self._disable_for_a_while(worker, f"{times}: {error.message}{last_words}", repair)
+        elif is_new and isinstance(worker.fault, EnvError):  # its time is up; callers do not wait for that again
+            text = f"never became ready: {error.message}{last_words}"
+            self._disable_for_a_while(worker, text, repair or f"lz env probe {worker.backend}")
         else:
             exponent = max(len(worker.deaths_s) - 1, 0)
             delay_s = min(limits.backoff_s * 2**exponent, limits.backoff_max_s) * self._rng.uniform(0.75, 1.25)
@@ -247,18 +270,38 @@ class WorkerLifecycle:
             detail = f"{error.message}; restarts in {delay_s:.1f} s"
             self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, detail))
 
-    def _disable(self, worker: Worker, cause: LayerZeroError, reason: Reason) -> None:
-        """Calls that wait for it are the caller's."""
+    def _disable_for_a_while(self, worker: Worker, text: str, repair: str) -> None:
+        """Crashes may have passed by then."""
+        limits = self._limits
+        self._signal(worker, Signal.GIVEN_UP)
+        delay_s = min(limits.retry_disabled_s * 2.0 ** min(worker.times_disabled, 64), limits.retry_disabled_max_s)
+        worker.times_disabled += 1
+        worker.deaths_s.clear()
+        cause = BackendError(text, repair=repair or f"lz restart {worker.backend}")
+        self._disable(worker, cause, Reason.BACKEND_DISABLED, retry_s=delay_s)
+
+    def _disable(self, worker: Worker, cause: LayerZeroError, reason: Reason, *, retry_s: float | None = None) -> None:
+        """Calls that wait for it are the caller's. `retry_s`: so long; without, until it is repaired."""
         worker.cause = cause
         repair = _repair(worker.backend, cause)
-        self.set_unavailable(worker.backend, Rejection(reason, f"{cause.message}; repair: {repair}"))
-        facts = {"backend": worker.backend, "cause": cause.message, "repair": repair}
+        facts: dict[str, Any] = {"backend": worker.backend, "cause": cause.message, "repair": repair}
+        when = ""
+        worker.retry_at_s = math.inf
+        if retry_s is not None:
+            worker.retry_at_s = self._effects.now_s + retry_s
+            self._effects.wake_by(worker.retry_at_s)
+            facts["retry_s"] = retry_s
+            when = "; it is tried again after a while"
+        self.set_unavailable(worker.backend, Rejection(reason, f"{cause.message}{when}", repair))
         self._effects.emit(act.Note("backend.disabled", facts))
 
     def reset(self, event: ev.BackendReset) -> None:
         """Somebody repaired it."""
         worker = self.workers[event.backend]
-        if worker.state in (S.DISABLED, S.BACKOFF, S.ABSENT):
+        is_being_tried, worker.times_disabled = worker.times_disabled and worker.state is S.STARTING, 0
+        if is_being_tried:
+            self.set_unavailable(worker.backend, event.missing)  # calls may wait for it
+        elif worker.state in (S.DISABLED, S.BACKOFF, S.ABSENT):
             self._signal(worker, Signal.RESET)
             worker.cause = None
             worker.deaths_s.clear()
@@ -276,6 +319,33 @@ class WorkerLifecycle:
     def is_stopped(self) -> bool:
         return all(worker.state is S.STOPPED for worker in self.workers.values())
 
+    def retry_in_s(self, worker: Worker, now_s: float) -> float | None:
+        """When a worker that waits for its next start gets it; None for one that does not."""
+        is_waiting = worker.state in (S.BACKOFF, S.DISABLED) and worker.retry_at_s < math.inf
+        return max(worker.retry_at_s - now_s, 0.0) if is_waiting else None
+
+    def unavailable_at(self, now_s: float) -> dict[str, Rejection]:
+        """`unavailable`, and of those that crashes have disabled, when they are tried again."""
+        found = dict(self.unavailable)
+        for backend, reason in self.unavailable.items():
+            worker = self.workers[backend]
+            left_s = self.retry_in_s(worker, now_s)
+            is_tried = left_s is not None or worker.state is not S.DISABLED
+            if worker.times_disabled and reason.code is Reason.BACKEND_DISABLED and is_tried:
+                assert worker.cause is not None
+                when = "is being tried again" if left_s is None else f"tries again in {math.ceil(left_s)} s"
+                repair = _repair(backend, worker.cause)
+                found[backend] = Rejection(reason.code, f"{worker.cause.message}; {when}", repair)
+        return found
+
+    def as_of_now(self, ranked: Iterable[Verdict]) -> tuple[Verdict, ...]:
+        """Candidates whose reasons say when a backend is tried again, for errors: rankings are kept for longer."""
+        now = self.unavailable_at(self._effects.now_s)
+        fresh = {old: now[backend] for backend, old in self.unavailable.items() if now[backend] is not old}
+        if not fresh:
+            return tuple(ranked)
+        return tuple(replace(v, others=tuple(fresh.get(reason, reason) for reason in v.others)) for v in ranked)
+
     def set_unavailable(self, backend: str, reason: Rejection | None) -> None:
         if reason is None:
             self.unavailable.pop(backend, None)
@@ -283,8 +353,9 @@ class WorkerLifecycle:
             self.unavailable[backend] = reason
         self._engine.epoch += 1
 
-    @staticmethod
-    def _signal(worker: Worker, signal: Signal) -> None:
+    def _signal(self, worker: Worker, signal: Signal) -> None:
+        if self.observer is not None:
+            self.observer(worker, signal)
         worker.state = step(worker.state, signal)
 
 
@@ -296,12 +367,25 @@ def too_long(what: str, worker: Worker, timeout_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(text, timeout_s=timeout_s, backend=worker.backend)
 
 
+def exit_text(exit_code: int) -> str:
+    """How a process ended, for people."""
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+
+
 def disabled(worker: Worker) -> BackendError:
     """For calls that waited for a worker that will not come."""
     assert worker.cause is not None
     error = BackendError(f"the {worker.backend} backend is disabled: {worker.cause.message}")
     error.facts = {**worker.cause.facts, "repair": _repair(worker.backend, worker.cause)}
     return error
+
+
+def _cannot_load(worker: Worker, error: LayerZeroError) -> bool:
+    """It said so: by an exit code, or by what it sent. A signal may have come from anywhere, and one that is too slow
+    may have had no time."""
+    if worker.fault is not None:
+        return worker.fault.code == ProtocolError.code
+    return int(error.facts["exit_code"]) >= 0
 
 
 def _reason(cause: LayerZeroError) -> Reason:

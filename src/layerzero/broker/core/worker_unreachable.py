@@ -6,8 +6,11 @@ clients call again with other memory; that memory is theirs again when the end o
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
+from layerzero.broker.core.call_fsm import take
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
@@ -17,68 +20,69 @@ from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BackendError, BrokerLost, LayerZeroError, WorkerUnreachable
 
 
+@dataclass(eq=False, kw_only=True)
 class UnreachableWorkers:
-    def __init__(self, lifecycle: WorkerLifecycle, calls: Dispatch, closing: Release, effects: Effects) -> None:
-        self._lifecycle = lifecycle
-        self._calls = calls
-        self._releases = closing
-        self._effects = effects
-        self._lent: dict[tuple[str, int], list[tuple[Client, int]]] = {}  # and seq, by lost workers
+    lifecycle: WorkerLifecycle
+    calls: Dispatch
+    closing: Release
+    effects: Effects
+    # Clients and seqs of calls that lost workers may still write for, by backend and generation.
+    _lent: dict[tuple[str, int], list[tuple[Client, int]]] = field(init=False, default_factory=dict)
 
-    def lose(self, event: ev.WorkerLost) -> None:
+    def on_worker_lost(self, event: ev.WorkerLost) -> None:
         """Nobody can say when it ends. One with calls on a GPU is waited for all the same: streams wait for them, and
         their memory is in use until then."""
-        worker = self._lifecycle.current(event.backend, event.generation)
+        worker = self.lifecycle.current(event.backend, event.generation)
         if worker is None or worker.state not in (WorkerState.KILLING, WorkerState.STOPPING):
             return
-        waiting = worker.take_waiting()
+        waiting = take(worker.waiting)
         if not (worker.enqueued or worker.bells or any(call.gpu for call in worker.running)):
             self._let_go(worker)
         for call in waiting:
-            self._calls.leave(call, worker, BackendError(f"the {worker.backend} worker cannot be reached"))
+            self.calls.leave(call, worker, BackendError(f"the {worker.backend} worker cannot be reached"))
 
     def _let_go(self, worker: Worker) -> None:
         fault = worker.fault or BackendError("it was told to stop")
         is_stopping = worker.state is WorkerState.STOPPING
-        running = list(worker.running)
-        head = running[0] if running and worker.late is None and not worker.fault_call else None
+        running = take(worker.running)
+        blamed = worker.blame.dispatch if worker.fault is not None else running[0].dispatch if running else 0
         behind = BackendError(f"the {worker.backend} worker cannot be reached: {fault.message}")
-        worker.running.clear()
-        self._lifecycle.part_from(worker)
+        self.lifecycle.part_from(worker)
         facts = {"backend": worker.backend, "calls": len(running), "cause": fault.message}
-        self._effects.emit(act.Note("worker.lost", facts))
+        self.effects.emit(act.Note("worker.lost", facts))
         if not is_stopping:
-            self._lifecycle.replace(worker, fault)
+            self.lifecycle.replace(worker, fault)
         lent = self._lent[worker.backend, worker.generation] = []
         for call in running:
             if call.is_unwanted:
-                self._releases.close(call)
+                self.closing.close(call)
             else:
                 lent.append((call.client, call.seq))
-                self._refuse(call, worker, fault if call is head else behind, is_final=is_stopping)
+                is_blamed = call.dispatch == blamed
+                self.refuse(call, worker, fault if is_blamed else behind, is_final=is_stopping)
 
-    def _refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
+    def refuse(self, call: Call, worker: Worker, fault: LayerZeroError, *, is_final: bool) -> None:
         """`fault`: what the worker was killed for, if it was for this call."""
         spec = call.route.signature.spec
-        self._calls.note_attempt(call, worker, fault, phase="unreachable")
+        self.calls.note_attempt(call, worker, fault, phase="unreachable")
         error: LayerZeroError
         if is_final:
             error = BrokerLost("the broker was shut down before the call ended")
         elif spec.pinned:
             error = fault
-        elif not self._calls.can_place(call):
-            error = self._calls.unserved(call)
+        elif not self.calls.can_place(call):
+            error = self.calls.unserved(call)
         else:
             error = WorkerUnreachable(f"{spec.op}: {fault.message}", backend=worker.backend)
-        self._effects.emit(act.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
-        self._releases.close(call)
+        self.effects.emit(act.Refuse(call.client.identity, call.seq, error, call.attempts, [], is_lent=True))
+        self.closing.close(call)
 
     def has_let_go(self, backend: str, generation: int) -> bool:
         """Whether WorkerGone is awaited of this worker. Else it is WorkerExited, whoever could not reach it."""
         return (backend, generation) in self._lent
 
-    def release(self, event: ev.WorkerGone) -> None:
+    def on_worker_gone(self, event: ev.WorkerGone) -> None:
         """Its end is confirmed."""
         for client, seq in self._lent.pop((event.backend, event.generation), ()):
             if not client.has_left:
-                self._effects.emit(act.ReleaseCall(client.identity, seq))
+                self.effects.emit(act.ReleaseCall(client.identity, seq))

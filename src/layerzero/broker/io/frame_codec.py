@@ -20,11 +20,11 @@ from layerzero.ipc.errors import (
     ProtocolError,
     from_wire,
 )
-from layerzero.ipc.shm.timeline_page import Turn
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.plain import unpack_body
-from layerzero.ipc.transport.wire import HEADER_BYTES, Kind
+from layerzero.ipc.transport.wire import HAS_TAIL, HEADER_BYTES, Kind
 
+WORTH_TELLING_S = 0.05  # a client hears of a wait for a worker's start from here on
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 _EXECUTE, _RAN = int(Kind.EXECUTE), int(Kind.RAN)  # enums cost a microsecond a use, and these are used on every message
 # What a worker may say of a call; anything else it says counts as a failed kernel.
@@ -58,21 +58,9 @@ def of_client(identity: bytes, frame: bytes) -> ev.Event | Asked:
     _, kind, flags, route, seq, attempt, aux, time_us = wire.unpack(frame)
     body = frame[HEADER_BYTES:]
     if kind == _EXECUTE:
-        digest = b""
-        if flags & wire.HAS_DIGEST:
-            body, digest = body[: -wire.DIGEST_BYTES], body[-wire.DIGEST_BYTES :]
-        turn = bell = None
-        binding = 0
-        if flags & wire.HAS_BELL:
-            if len(body) < wire.BELL_BYTES:
-                raise ProtocolError(f"a body of {len(body)} bytes is too short for a bell")
-            bell, binding = wire.BELL.unpack(body[-wire.BELL_BYTES :])
-            body = body[: -wire.BELL_BYTES]
-        if flags & wire.HAS_TURN:
-            if len(body) < wire.TURN_BYTES:
-                raise ProtocolError(f"a body of {len(body)} bytes is too short for a turn")
-            turn = Turn(*wire.TURN.unpack(body[-wire.TURN_BYTES :]))
-            body = body[: -wire.TURN_BYTES]
+        turn, bell, binding, digest = None, None, 0, b""
+        if flags & HAS_TAIL:
+            body, turn, bell, binding, digest = wire.unpack_call(flags, body)
         may_run_here, after_lane = bool(flags & wire.MAY_RUN_HERE), aux if flags & wire.AFTER_LANE else 0
         timeout_s = time_us / 1e6
         return ev.CallArrived(
@@ -134,9 +122,10 @@ def _kernel_error(body: bytes) -> LayerZeroError:
 
 def _answer(action: act.Answer) -> bytes:
     body, flags = action.body, wire.REPLAYED if action.is_replayed else 0
-    if action.attempts:
+    if action.attempts or action.waited_s >= WORTH_TELLING_S:
         flags |= wire.HAS_OUTCOME
-        body = messages.encode(messages.Outcome(attempts=action.attempts, result=action.body))
+        outcome = messages.Outcome(attempts=action.attempts, result=action.body, waited_s=action.waited_s)
+        body = messages.encode(outcome)
     return wire.pack(
         Kind.DONE,
         flags=flags,
@@ -182,20 +171,8 @@ def refused_request(seq: int, error: LayerZeroError) -> bytes:
 
 
 def _run(action: act.Run) -> bytes:
-    body, flags = action.body, 0
-    if action.turn is not None:
-        body, flags = body + wire.TURN.pack(*action.turn), wire.HAS_TURN
-    if action.bell is not None:
-        body, flags = body + wire.BELL.pack(action.bell, action.binding), flags | wire.HAS_BELL
-    return wire.pack(
-        Kind.RUN,
-        flags=flags,
-        route=action.plan,
-        seq=action.dispatch,
-        attempt=action.attempt,
-        aux=action.client,
-        body=body,
-    )
+    flags, body = wire.pack_call(action.body, action.turn, action.bell, action.binding)
+    return wire.pack_run(flags, action.plan, action.dispatch, action.attempt, action.client, body)
 
 
 def _prepare(action: act.SendPrepare) -> bytes:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from layerzero.broker.core import events as ev
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory
-from layerzero.ipc.shm.ring import Ring, RingCall
+from layerzero.ipc.shm.ring import Ring
+from layerzero.ipc.shm.ring_words import RingCall
 from layerzero.ipc.shm.timeline_page import OrderPage
 
 MAX_CALLS = 1 << 32  # that a worker may claim to have run between two looks
@@ -94,12 +95,15 @@ class LanePages:
         end = self._ends.get(number)
         return not isinstance(end, _End) or end.page.get_end(call) is not None
 
-    def call(self, number: int, call: int) -> RingCall:
-        """What the client put into a ring. Raises ProtocolError when there is no such ring, or no such call in it."""
+    def call(self, number: int, call: int) -> RingCall | None:
+        """What the client put into a ring; None when it has written over it. Raises ProtocolError when the worker that
+        names it cannot have it from there: there is no such ring, or the call was never put or was done long ago."""
         end = self._ends.get(number)
-        found = end.page.call(call) if isinstance(end, _RingEnd) else None
-        if found is None:
-            raise ProtocolError(f"there is no call {call} on lane {number}")
+        if not isinstance(end, _RingEnd):
+            raise ProtocolError(f"there is no call {call} on lane {number}, which is no ring")
+        found, head = end.page.call(call) if call else None, end.page.head
+        if found is None and not end.first <= call <= head:
+            raise ProtocolError(f"there is no call {call} on lane {number}, which has {end.first} to {head}")
         return found
 
     def look(self, number: int, order: OrderPage) -> ev.RingSnapshot | None:

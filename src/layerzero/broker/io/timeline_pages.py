@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from layerzero.broker.core.model import Call
 from layerzero.ipc.cuda.handles import STAGED, ArenaHandle
-from layerzero.ipc.cuda.pair import Offer
+from layerzero.ipc.cuda.offer import Offer
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
-from layerzero.ipc.shm.timeline_page import RUNG, SILENT, OrderPage, Turn
+from layerzero.ipc.shm.timeline_page import OrderPage
+from layerzero.ipc.shm.timeline_words import RUNG, SILENT, Turn
 from layerzero.ipc.transport.messages import AddGpu, MapGpu
 
 

@@ -11,19 +11,22 @@ from pathlib import Path
 
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.ipc.cuda import driver as cuda
+from layerzero.ipc.cuda.library import LIBRARY
 from layerzero.ipc.errors import CudaError
 
+_NO_GPU = (34, 100)  # CUDA_ERROR_STUB_LIBRARY, CUDA_ERROR_NO_DEVICE
 _MODULE_VERSION = Path("/sys/module/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
     """`reason`: why there are none, with the driver's own words; empty where there are some. `has_mps`: processes share
-    one of them by MPS."""
+    one of them by MPS. `has_failed`: there is a driver, and it does not tell whether there are GPUs."""
 
     devices: tuple[DeviceSpec, ...]
     reason: str = ""
     has_mps: bool = False
+    has_failed: bool = False
 
 
 class _NvmlError(Exception):
@@ -36,7 +39,7 @@ class _MemoryInfo(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def detect_gpus(library: str = cuda.LIBRARY) -> Gpus:
+def detect_gpus(library: str = LIBRARY) -> Gpus:
     """All GPUs that this process may use (CUDA_VISIBLE_DEVICES counts), in the driver's order."""
     try:
         driver = cuda.Driver(library)
@@ -47,7 +50,9 @@ def detect_gpus(library: str = cuda.LIBRARY) -> Gpus:
     except OSError as exc:
         return Gpus((), f"no NVIDIA driver: {exc}")
     except CudaError as exc:
-        return Gpus((), f"the NVIDIA driver failed: {exc}")
+        if exc.number in _NO_GPU:
+            return Gpus((), f"the NVIDIA driver sees no GPU: {exc}")
+        return Gpus((), f"the NVIDIA driver failed: {exc}", has_failed=True)
     return Gpus(devices, "" if devices else "the NVIDIA driver sees no GPU", has_mps)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from layerzero.broker.processes import cuda_driver
 from layerzero.capabilities.device import DeviceSpec
-from layerzero.ipc.errors import ConfigError
+from layerzero.ipc import free_memory
+from layerzero.ipc.free_memory import groups, read
 
 ROOT = Path("/")
 # What kernel libraries choose their code by; /proc/cpuinfo lists a hundred more.
@@ -27,25 +28,6 @@ _ISA = frozenset(
 _VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd", "HygonGenuine": "hygon", "0x41": "arm", "0x61": "apple"}
 
 
-def detect_device(variant: str) -> DeviceSpec:
-    """What kernels of an environment variant ("cpu", "cu12", "cu13") run on: the CPU, or the first GPU.
-
-    Raises ConfigError, with the reason, where a GPU variant finds none that its CUDA version can use.
-    """
-    if variant == "cpu":
-        return detect_cpu()
-    gpus = cuda_driver.detect_gpus()
-    if not gpus.devices:
-        raise ConfigError(f"variant {variant!r} needs an NVIDIA GPU: {gpus.reason}; use the variant 'cpu'")
-    device, wanted = gpus.devices[0], int(variant.removeprefix("cu"))
-    if int(device.cuda_version.partition(".")[0]) < wanted:
-        raise ConfigError(
-            f"variant {variant!r} needs a driver for CUDA {wanted}; this one ({device.driver_version}) serves CUDA "
-            f"{device.cuda_version}; update it or use an older variant"
-        )
-    return device
-
-
 def free_memory_bytes(device: DeviceSpec, root: Path = ROOT) -> int | None:
     """What can still be had on a device; None where nobody tells.
 
@@ -55,18 +37,15 @@ def free_memory_bytes(device: DeviceSpec, root: Path = ROOT) -> int | None:
         return cuda_driver.free_memory_bytes(device.device_uuid)
     if device.device_type != "cpu":
         return None
-    available = [_meminfo(root, "MemAvailable")]
-    for limit, used in _memory_groups(root):
-        available.append(max(limit - used, 0))
-    return min((n for n in available if n is not None), default=None)
+    return free_memory.available_bytes(root)
 
 
 def detect_cpu(root: Path = ROOT) -> DeviceSpec:
     """The CPU as this process may use it: affinity and control groups count."""
-    text = _read(root / "proc/cpuinfo")
-    total = [_meminfo(root, "MemTotal"), *(limit for limit, _ in _memory_groups(root))]
+    text = read(root / "proc/cpuinfo")
+    total_bytes = min((bound.total_bytes for bound in free_memory.bounds(root)), default=0)
     cores = min(len(os.sched_getaffinity(0)), *_core_quotas(root), os.cpu_count() or 1)
-    return parse_cpu(text, cores=cores, memory_bytes=min((n for n in total if n is not None), default=0))
+    return parse_cpu(text, cores=cores, memory_bytes=total_bytes)
 
 
 def parse_cpu(cpuinfo: str, *, cores: int, memory_bytes: int) -> DeviceSpec:
@@ -94,56 +73,10 @@ def parse_cpu(cpuinfo: str, *, cores: int, memory_bytes: int) -> DeviceSpec:
     )
 
 
-def _read(path: Path) -> str:
-    """The text of a file of the kernel's; empty where it does not exist."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _meminfo(root: Path, name: str) -> int | None:
-    for line in _read(root / "proc/meminfo").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024  # always in kB
-    return None
-
-
-def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control groups that bind this process, inner first. Version 2 has one tree, version 1 one for
-    each controller. In a container the outer part of the path may not be visible; what is, counts."""
-    mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top = mount
-        elif controller in controllers.split(","):
-            top = mount / controller
-        else:
-            continue
-        inner = top / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            if folder.is_dir():
-                yield folder
-            if folder == top:
-                break
-
-
-def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, use) in bytes of each control group that limits memory."""
-    for folder in _groups(root, "memory"):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with suppress(ValueError):  # absent, or "max"
-                yield int(_read(folder / limit)), int(_read(folder / used))
-
-
 def _core_quotas(root: Path) -> Iterator[int]:
     """Cores that each control group's time quota amounts to, rounded up."""
-    for folder in _groups(root, "cpu"):
-        text = _read(folder / "cpu.max") or (
-            f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-        )
+    for folder in groups(root, "cpu"):
+        text = read(folder / "cpu.max") or (f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')}")
         with suppress(ValueError, ZeroDivisionError):  # absent, or "max"
             quota, period = (int(word) for word in text.split())
             if quota > 0:

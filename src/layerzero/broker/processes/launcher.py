@@ -10,13 +10,15 @@ from contextlib import ExitStack, suppress
 from layerzero.broker.configuration import kernel_sources
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
+from layerzero.broker.processes.cuda_driver import Gpus
 from layerzero.broker.processes.supervisor import Launch
-from layerzero.capabilities import descriptor, vetting
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
-from layerzero.capabilities.descriptor import Capability, DescriptorError
+from layerzero.capabilities.descriptor import Capability
+from layerzero.capabilities.device import DEVICE_NAMES
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
+from layerzero.envs import descriptors
 from layerzero.envs.build import build, stage
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.environ import worker_environ
@@ -37,10 +39,11 @@ class Launcher:
     `probe` and `compile` may be called from other threads; the rest only from the broker's own.
     """
 
-    def __init__(self, settings: Settings, *, has_mps: bool = False) -> None:
-        """`has_mps`: workers share their GPU by MPS."""
+    def __init__(self, settings: Settings, gpus: Gpus | None = None) -> None:
+        """`gpus`: those of this machine; None where nobody has looked."""
         self._settings = settings
-        self.has_mps = has_mps
+        self._gpus = gpus
+        self.has_mps = gpus is not None and gpus.has_mps  # workers share their GPU
         self._held: dict[str, ExitStack] = {}
         self._plans: dict[str, build.Env] = {}
         self._facts: dict[str, tuple[float, dict[str, object]]] = {}  # and until when they hold
@@ -66,26 +69,13 @@ class Launcher:
             if source is not None and settings.joined.strip() != ALL:  # all: those that may be used
                 text = f"joined: {name} cannot join: {source.refusal}; repair: {source.repair}, then lz down"
                 self.problems.append(text)
-        owners: dict[str, str] = {}  # kernel id -> backend
-        # Those from outside come last: none of them can take a kernel id of ours.
-        for name, manifest in sorted(found.items(), key=lambda one: (one[1].source is not None, one[0])):
-            try:
-                capability = _capability(manifest)
-                if capability.backend != name:
-                    text = f"{manifest.descriptor_path}: backend is {capability.backend!r}, the manifest says {name!r}"
-                    raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
-                taken = sorted(kernel_id for kernel_id in capability.kernel_ids if kernel_id in owners)
-                if taken:
-                    text = f"{manifest.descriptor_path}: kernel id {taken[0]!r} belongs to backend {owners[taken[0]]!r}"
-                    raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
-            except DescriptorError as exc:
-                self.problems.append(f"{exc.reason.value}: {exc.message}")
-                continue
-            owners.update(dict.fromkeys(capability.kernel_ids, name))
-            self.manifests[name] = manifest
+        capabilities, self.refused = descriptors.read_all(found)
+        self.problems += [f"{exc.reason.value}: {exc.message}" for exc in self.refused.values()]
+        for name, capability in capabilities.items():
+            self.manifests[name] = found[name]
             self.capabilities[name] = capability
             if name in self.joined:
-                self.unusable[name] = Rejection(Reason.NOT_JOINED, not_joined(name))
+                self.unusable[name] = self.absence(name)
             elif (missing := self.missing(name)) is not None:
                 self.unusable[name] = missing
 
@@ -148,21 +138,43 @@ class Launcher:
         refused = self._refusal(backend)
         if refused is not None:
             reason = Reason.SOURCE_CHANGED if refused.is_changed else Reason.SOURCE_NOT_ALLOWED
-            return Rejection(reason, f"{refused.refusal}; repair: {refused.repair}")
-        why = self._unbuilt(backend, files)
-        return Rejection(Reason.NOT_INSTALLED, why) if why else None
+            return Rejection(reason, refused.refusal, refused.repair)
+        return self._lacks_device(backend) or self._unbuilt(backend, files)
 
-    def _unbuilt(self, backend: str, files: bool) -> str | None:
+    def _lacks_device(self, backend: str) -> Rejection | None:
+        """The one place that tells whether a backend is for this machine at all: the machine has a device of its
+        platform. One that is not for this machine is no fault, and NOT_FOR_MACHINE says so to everybody; where the
+        driver does not tell whether there is a GPU, that is a fault."""
+        platform, gpus = self.capabilities[backend].platform, self._gpus
+        if gpus is None or platform in ("cpu", *(device.device_type for device in gpus.devices)):
+            return None
+        if platform == "cuda" and gpus.has_failed:
+            return Rejection(Reason.BACKEND_DISABLED, gpus.reason, "mend what nvidia-smi shows, then lz down")
+        why = f" ({gpus.reason.partition(':')[0]})" if platform == "cuda" else ""
+        return Rejection(Reason.NOT_FOR_MACHINE, f"needs {DEVICE_NAMES[platform]}, and this machine has none{why}")
+
+    def absence(self, backend: str) -> Rejection:
+        """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
+        where = f"run where it is installed: {join_command(backend)}"
+        return self._lacks_device(backend) or Rejection(Reason.NOT_JOINED, "no worker has joined", where)
+
+    def _unbuilt(self, backend: str, files: bool) -> Rejection | None:
         self._plans.pop(backend, None)
         self._facts.pop(backend, None)
+        manifest, variant = self.manifests[backend], self._settings.variant
+        if manifest.variants and manifest.variant_for(variant) not in manifest.variants:
+            text = f"it is not made for the variant {variant!r}, which this broker uses; {backend} has: "
+            wanted = next(iter(manifest.variants))
+            repair = f"export LAYERZERO_VARIANT={wanted}, then lz env build {backend}, lz down and lz up"
+            return Rejection(Reason.NOT_INSTALLED, text + ", ".join(manifest.variants), repair)
         try:
             env = self._plan(backend)
             changed = build.drift(env) if files else build.base_drift(env)
         except (EnvError, ConfigError) as exc:
-            return exc.message
-        if changed:
-            return f"{changed}; run: {build.command('build', env)}"
-        return None if env.is_built else f"its environment is not built; run: {build.command('build', env)}"
+            return Rejection(Reason.NOT_INSTALLED, exc.message, str(exc.facts.get("repair") or "lz env list"))
+        if not changed and env.is_built:
+            return None
+        return Rejection(Reason.NOT_INSTALLED, changed or "its environment is not built", build.command("build", env))
 
     def records(self) -> dict[str, ProbeRecord]:
         """The probes that are known without running one, by backend."""
@@ -185,7 +197,7 @@ class Launcher:
         env = self._plan(backend)
         if not env.is_built:
             repair = build.command("build", env)
-            raise EnvError(f"its environment is not built; run: {repair}", env=backend, repair=repair)
+            raise EnvError("its environment is not built", env=backend, repair=repair)
         build.check(env)  # here, beside the broker's own thread; a restart is checked by `launch`
         self._checked.add(backend)
         stage.stage(env.store)
@@ -294,11 +306,6 @@ def join_command(backend: str) -> str:
     return f"python -m layerzero.workers.join --backend {backend}"
 
 
-def not_joined(backend: str) -> str:
-    """Why a backend cannot serve whose worker the broker does not start, when none has registered."""
-    return f"no worker has joined; run, where it is: {join_command(backend)}"
-
-
 def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str]:
     """The backends that `joined` names. Raises ConfigError."""
     if setting.strip() == ALL:
@@ -311,11 +318,3 @@ def _joined(setting: str, manifests: Mapping[str, EnvManifest]) -> frozenset[str
             f"setting joined (LAYERZERO_JOINED): {unknown[0]!r:.60}; allowed: {ALL}, or names of: {known}"
         )
     return names
-
-
-def _capability(manifest: EnvManifest) -> Capability:
-    """Raises DescriptorError."""
-    path = manifest.descriptor_path
-    if manifest.source is None:
-        return descriptor.load(path)
-    return vetting.vet(path.read_text(encoding="utf-8", errors="replace"), str(path), manifest.name)

@@ -23,8 +23,8 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.io.peers import Peer
-from layerzero.broker.processes.launcher import Launcher, join_command, not_joined
-from layerzero.broker.processes.supervisor import Exit, phase_name
+from layerzero.broker.processes.launcher import Launcher, join_command
+from layerzero.broker.processes.supervisor import Exit
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
@@ -36,6 +36,7 @@ from layerzero.ipc.errors import Busy, ConfigError, EnvError, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, messages
+from layerzero.ipc.vocabulary.worker_codes import phase_name
 
 PING_S = 0.5
 CONFIRM_S = 1.0  # so long the end of a worker that is killed may take until it counts as unreachable
@@ -230,6 +231,10 @@ class Joined:
                 self._await_end(remote)
         self.offer(keeper.backend)
 
+    def records(self, backend: str) -> list[ProbeRecord]:
+        """What the probes of its keepers that may serve have shown."""
+        return [keeper.record for keeper in self._keepers.get(backend, ()) if keeper.is_usable and keeper.record]
+
     def facts(self, backend: str) -> dict[str, object]:
         """For `lz status`."""
         if backend not in self.names:
@@ -414,7 +419,7 @@ class Joined:
         ended = Ended(None if message.is_late else message.code, out, message.stderr_tail.encode())
         timeout_s = self._settings.start_timeout_s
         repair = join_command(keeper.backend)
-        record = probe.judge(ended, keeper.backend, keeper.key, message.seconds, timeout_s, lambda _: repair)
+        record = probe.judge(ended, keeper.backend, keeper.key, message.seconds, timeout_s, lambda *_: repair)
         if record.ok and keeper.env:
             try:
                 probe.keep_record(self._record_path(keeper.backend, keeper.key), record)
@@ -441,12 +446,14 @@ class Joined:
         failed = [keeper.record for keeper in keepers if keeper.record is not None and not keeper.record.ok]
         if failed:
             text = f"the probe of a joined worker failed ({failed[0].kind}): {failed[0].message}"
-            return Rejection(Reason.BACKEND_IMPORT_FAILED, text)
+            return Rejection(Reason.BACKEND_IMPORT_FAILED, text, failed[0].repair)
         if any(keeper.is_silent for keeper in keepers):
-            return Rejection(Reason.NOT_JOINED, "its joined worker does not answer; is its container paused?")
+            return Rejection(Reason.NOT_JOINED, "its joined worker does not answer", "unpause or restart its container")
         if keepers:
-            return Rejection(Reason.NOT_JOINED, "its joined worker is being probed")
-        return Rejection(Reason.NOT_JOINED, not_joined(backend))
+            return Rejection(
+                Reason.NOT_JOINED, "its joined worker is being probed", "wait; lz logs shows the end of it"
+            )
+        return self._launcher.absence(backend)
 
     def _record_path(self, backend: str, key: str) -> Path:
         return self._settings.store / "probes" / f"{backend}-{key}.json"

@@ -15,10 +15,10 @@ import msgpack
 
 from layerzero.ipc import oom
 from layerzero.ipc.shm import memory
+from layerzero.ipc.vocabulary.worker_codes import phase_name
 
 STDERR_TAIL_BYTES = 2048
 LOG_LIMIT_BYTES = 16 << 20
-PHASES = ("idle", "mapped", "executing", "written")
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,6 @@ class Exit:
     phase: str
     stderr_tail: str
     oom: str = ""  # where the kernel killed it for lack of memory, if it did
-
-
-def phase_name(phase: int) -> str:
-    """Of what a control page says."""
-    return PHASES[phase] if phase < len(PHASES) else "unknown"
 
 
 def spawn(

@@ -3,7 +3,6 @@ long as a call is a generator: its answer is made in steps (questions.py)."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import os
@@ -21,12 +20,13 @@ from layerzero.broker.selection.blocks import Link, Ranked, block_of
 from layerzero.broker.selection.certification import Subject
 from layerzero.broker.selection.planner import fixed_plan
 from layerzero.broker.selection.shadow import Comparison
-from layerzero.broker.selection.signature import CallSpec, no_backend
+from layerzero.broker.selection.signature import CallSpec, unknown_backend
 from layerzero.broker.selection.tuning import Usage, next_sample
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
-from layerzero.ipc.shm.lane import lane_of
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport import wire
 from layerzero.ipc.version import __version__
+from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 BACKENDS_A_STEP = 4
 Steps = Generator[None, None, dict[str, Any]]
@@ -48,10 +48,7 @@ def begin(server: BrokerView, method: str, params: Mapping[str, Any]) -> Any:
     """As `answer`, or the Steps to it."""
     function = METHODS.get(method)
     if function is None:
-        near = difflib.get_close_matches(method, METHODS, n=1)
-        raise InvalidArgument(
-            f"unknown method {method!r:.60}; known: {', '.join(METHODS)}{f'; near: {near}' if near else ''}"
-        )
+        raise InvalidArgument(unknown_name("method", method, METHODS))
     return function(server, params)
 
 
@@ -69,7 +66,7 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
     yield
     backends = []
     for name in list(state.workers):
-        backends.append(_backend(server, name))
+        backends.append(_backend(server, name, time.monotonic()))
         if not len(backends) % BACKENDS_A_STEP:
             yield
     yield
@@ -112,8 +109,9 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
     return facts
 
 
-def _backend(server: BrokerView, name: str) -> dict[str, Any]:
-    worker, reason = server.state.workers[name], server.state.unavailable.get(name)
+def _backend(server: BrokerView, name: str, now_s: float) -> dict[str, Any]:
+    worker, reason = server.state.workers[name], server.state.unavailable_at(now_s).get(name)
+    retry_in_s = server.state.lifecycle.retry_in_s(worker, now_s)
     process = server.processes.get((name, worker.generation))
     running = len(worker.running) + bool(process is not None and lane_of(process.page.read()[0]))
     return {
@@ -125,14 +123,22 @@ def _backend(server: BrokerView, name: str) -> dict[str, Any]:
         "answered": worker.answered,
         "failed": worker.failed,
         "restarts": worker.restarts,
+        "retry_in_s": None if retry_in_s is None else round(retry_in_s, 1),
         "running": running,
         "waiting": len(worker.waiting),
         "enqueued": len(worker.enqueued),
-        "unavailable": {"code": reason.code.value, "detail": reason.detail} if reason else None,
+        "unavailable": (
+            {"code": reason.code.value, "detail": reason.detail, "repair": reason.repair} if reason else None
+        ),
         "cause": worker.cause.message if worker.cause else None,
         **server.launcher.facts(name),
         **server.joined.facts(name),
     }
+
+
+def _unknown_backend(server: BrokerView, name: object) -> InvalidArgument:
+    engine = server.state.engine
+    return InvalidArgument(unknown_backend(name, engine.capabilities, engine.refused.get(str(name), "")))
 
 
 def health(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,9 +146,9 @@ def health(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     name = params.get("backend")
     worker = server.state.workers.get(name) if isinstance(name, str) else None
     if worker is None:
-        raise InvalidArgument(f"no backend is called {name!r:.60}; known: {', '.join(sorted(server.state.workers))}")
-    reason = server.state.unavailable.get(worker.backend)
-    detail = f"{reason.code.value}: {reason.detail}" if reason else worker.state.value
+        raise _unknown_backend(server, name)
+    reason = server.state.unavailable_at(time.monotonic()).get(worker.backend)
+    detail = str(reason) if reason else worker.state.value
     return {"ok": reason is None, "state": worker.state.value, "detail": detail}
 
 
@@ -152,9 +158,9 @@ def explain(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
     server.poll_lanes()  # for times that workers have told by now
-    spec, ranked, candidates = server.state.explain(body, time.monotonic())
+    spec, _, candidates = server.state.explain(body, time.monotonic())
     if spec.pinned and spec.pinned not in server.state.capabilities:
-        raise no_backend(spec, ranked, server.state.capabilities)
+        raise _unknown_backend(server, spec.pinned)
     return {"candidates": candidates}
 
 
@@ -281,10 +287,7 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     """Forget a backend's failures, or those of all, after a repair."""
     name = params.get("backend")
     if name is not None and (not isinstance(name, str) or name not in server.state.workers):
-        near = difflib.get_close_matches(str(name), server.state.workers, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(sorted(server.state.workers))
-        raise InvalidArgument(f"no backend is called {name!r:.60}{hint or '.'} Known: {known}")
+        raise _unknown_backend(server, name)
     names = [name] if name is not None else list(server.state.workers)
     for backend in names:
         if backend in server.joined.names:
@@ -293,6 +296,25 @@ def reset(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
         else:
             server.handle(ev.BackendReset(backend, server.launcher.missing(backend)))
     return {"reset": names}
+
+
+def settings(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
+    """What this broker reads, for clients whose environment may name something else."""
+    folders = [str(path.absolute()) for path in server.settings.manifest_dirs]
+    return {"pid": os.getpid(), "policy": str(server.policy.file.absolute()), "manifest_dirs": folders}
+
+
+def waits(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Which calls of the client with this `identity` wait for a worker that does not run yet, what it does meanwhile
+    (`state`) and for how long they have waited."""
+    identity, now_s, found = params.get("identity"), time.monotonic(), []
+    for worker in server.state.workers.values():
+        for call in worker.waiting:
+            if call.client.identity == identity and call.waits_since_s <= now_s:
+                spec, waited_s = call.route.signature.spec, now_s - call.waits_since_s + call.start_wait_s
+                row = {"op": spec.op, "backend": worker.backend, "state": worker.state.value, "waited_s": waited_s}
+                found.append(row)
+    return {"calls": found}
 
 
 def stay(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,7 +334,7 @@ def provider(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     name = params.get("backend")
     manifest = server.launcher.manifests.get(name) if isinstance(name, str) else None
     if manifest is None:
-        raise InvalidArgument(f"no backend is called {name!r:.60}")
+        raise _unknown_backend(server, name)
     return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
 
 
@@ -378,9 +400,11 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "readiness": readiness,
     "reset": reset,
     "sample": sample,
+    "settings": settings,
     "shadow": shadow,
     "stay": stay,
     "shutdown": shutdown,
+    "waits": waits,
     "solve": solve,
     "ping": ping,
     "plan": plan,

@@ -3,17 +3,19 @@ try."""
 
 from __future__ import annotations
 
-import difflib
-import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.queries.broker_view import BrokerView
 from layerzero.broker.selection.dispatch_table import DispatchTable
+from layerzero.broker.selection.signature import unknown_backend
 from layerzero.capabilities.certificate import ProbeRecord
+from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.wording import counted
 
 
 class Check(NamedTuple):
@@ -33,20 +35,21 @@ def wanted_backends(server: BrokerView, names: Sequence[str] | None) -> list[str
     known = sorted(server.state.capabilities)
     for name in names or ():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidArgument(f"no backend is called {name!r:.60}{hint} Known: {', '.join(known)}")
+            raise InvalidArgument(unknown_backend(name, known, server.state.engine.refused.get(name, "")))
     if names is not None:
         return sorted(set(names))
-    return [name for name in known if not _is_denied(server, name) and not _is_refused(server, name)]
+    return [name for name in known if not _is_denied(server, name) and not _is_left_alone(server, name)]
 
 
-def _is_refused(server: BrokerView, backend: str) -> bool:
-    """It comes from outside, and may not be used; `_sources` tells."""
-    if server.launcher.manifests[backend].source is None:
-        return False
+def _is_left_alone(server: BrokerView, backend: str) -> bool:
+    """A backend from outside that may not be used (`_sources` tells), or one that is not for this machine (`_platforms`
+    tells)."""
     missing = server.launcher.missing(backend)
-    return missing is not None and missing.code in (Reason.SOURCE_NOT_ALLOWED, Reason.SOURCE_CHANGED)
+    return missing is not None and missing.code in (
+        Reason.SOURCE_NOT_ALLOWED,
+        Reason.SOURCE_CHANGED,
+        Reason.NOT_FOR_MACHINE,
+    )
 
 
 def _is_denied(server: BrokerView, backend: str) -> bool:
@@ -58,8 +61,11 @@ def _is_denied(server: BrokerView, backend: str) -> bool:
 
 def examine(server: BrokerView, names: Sequence[str] | None) -> list[Check]:
     """All checks, environments first."""
-    records = server.launcher.records()
-    checks = [_environment(server, name, records.get(name)) for name in wanted_backends(server, names)]
+    records, joined = server.launcher.records(), server.joined.names
+    checks = [
+        _joined(server, name) if name in joined else _environment(server, name, records.get(name))
+        for name in wanted_backends(server, names)
+    ]
     return [*checks, *(question(server) for question in QUESTIONS)]
 
 
@@ -68,23 +74,48 @@ def _environment(server: BrokerView, backend: str, record: ProbeRecord | None) -
     name = f"environment {backend}"
     missing = server.launcher.missing(backend, files=True)
     if missing is not None:
-        return Check(name, False, *_split_repair(missing.detail))
-    reason = server.state.unavailable.get(backend)
+        return _fault(name, missing, "a machine that has one")
+    reason = server.state.unavailable_at(time.monotonic()).get(backend)
     if reason is not None:
-        return Check(name, False, f"{reason.code.value}: {reason.detail}", f"lz restart {backend}")
+        return _fault(name, reason, f"lz restart {backend}")
     if record is None:
         return Check(name, False, "built, and not probed yet", f"lz env probe {backend}")
     if not record.ok:
         return Check(name, False, record.cause, record.repair)
+    return Check(name, True, f"built and probed; {_certified(record)}")
+
+
+def _joined(server: BrokerView, backend: str) -> Check:
+    """A worker of it has joined, or stands by; what is installed where the broker is does not matter."""
+    name = f"environment {backend}"
+    reason = server.state.unavailable.get(backend)
+    if reason is not None:
+        return _fault(name, reason, f"lz restart {backend}")
+    records = server.joined.records(backend)
+    certified = _certified(records[0]) if records else "one that serves has no keeper any more"
+    return Check(name, True, f"{counted(len(records), 'worker')} joined; {certified}")
+
+
+def _fault(name: str, reason: Rejection, otherwise: str) -> Check:
+    """`otherwise`: the repair where the reason names none."""
+    return Check(name, False, f"{reason.code.value}: {reason.detail}", reason.repair or otherwise)
+
+
+def _certified(record: ProbeRecord) -> str:
     certified, refused = record.counts
-    more = f", {refused} refused" if refused else ""
-    return Check(name, True, f"built and probed; {certified} classes of calls certified{more}")
+    kinds = f"{certified:,} class{'' if certified == 1 else 'es'} of calls certified"
+    return f"{kinds}, {refused:,} refused" if refused else kinds
 
 
-def _split_repair(text: str) -> tuple[str, str]:
-    """The launcher says "...; run: COMMAND" or "...; repair: WHAT"."""
-    detail, *command = re.split("; (?:run|repair): ", text, maxsplit=1)
-    return detail, command[0] if command else "lz env list"
+def _platforms(server: BrokerView) -> Check:
+    """Backends for devices that this machine has not are no fault of it."""
+    details: dict[str, list[str]] = {}
+    for backend in sorted(server.launcher.manifests):
+        missing = server.launcher.missing(backend)
+        if missing is not None and missing.code is Reason.NOT_FOR_MACHINE:
+            details.setdefault(missing.detail, []).append(backend)
+    lines = [f"not for this machine: {', '.join(names)}: {detail}" for detail, names in details.items()]
+    return Check("platforms", True, _lines(lines) if lines else "all backends are for this machine")
 
 
 def _descriptors(server: BrokerView) -> Check:
@@ -100,9 +131,9 @@ def _sources(server: BrokerView) -> Check:
     for backend, manifest in sorted(server.launcher.manifests.items()):
         missing = server.launcher.missing(backend) if manifest.source is not None else None
         if missing is not None and missing.code is Reason.SOURCE_CHANGED:
-            return Check(name, False, *_split_repair(missing.detail))
+            return Check(name, False, missing.detail, missing.repair)
         if missing is not None and missing.code is Reason.SOURCE_NOT_ALLOWED:
-            told.append(missing.detail)
+            told.append(f"{missing.detail}; repair: {missing.repair}")
         elif manifest.source is not None:
             told.append(f"{backend} of {manifest.source.origin}: allowed, {manifest.source.sha256}")
     return Check(name, True, _lines(told) if told else "no backend comes from outside")
@@ -127,7 +158,10 @@ def _table(server: BrokerView) -> Check:
     if server.table_problem or not isinstance(table, DispatchTable):
         return Check(name, False, server.table_problem, "lz solve")
     return Check(
-        name, True, f"{path}: {len(table.groups)} kinds of calls, {table.buckets} buckets; made for this machine"
+        name,
+        True,
+        f"{path}: {counted(len(table.groups), 'kind')} of calls, {counted(table.buckets, 'bucket')}; made for "
+        "this machine",
     )
 
 
@@ -162,30 +196,6 @@ def _compiled(server: BrokerView) -> Check:
     return Check(name, True, _lines([f"{compilation.count()} are kept, for one kind of calls each", *going]))
 
 
-def _graphs(server: BrokerView) -> Check:
-    """Where the policy is strict about graphs: this device captures some, and kernels are declared safe in them."""
-    if not server.policy.policy.graph_strict_mode:
-        return Check("graphs", True, "graph_strict_mode is off")
-    devices = server.state.engine.devices.values()
-    if not any(device.supports_graphs for device in devices):
-        name = " or ".join(device.device_name for device in devices)
-        return Check(
-            "graphs", False, f"graph_strict_mode is on, and {name} captures no graphs", "graph_strict_mode: false"
-        )
-    safe = sorted(
-        kernel.kernel_id
-        for capability in server.state.capabilities.values()
-        for kernels in capability.ops.values()
-        for kernel in kernels
-        if kernel.is_cuda_graph_safe
-    )
-    if not safe:
-        return Check(
-            "graphs", False, "graph_strict_mode is on, and no kernel is safe in a graph", "graph_strict_mode: false"
-        )
-    return Check("graphs", True, f"{len(safe)} kernels are declared safe in a graph")
-
-
 def _sharing(server: BrokerView) -> Check:
     """Faults of one process on a GPU stay there."""
     name, allowed = "GPU sharing", server.settings.allow_mps
@@ -205,12 +215,12 @@ def _lines(texts: Iterable[str]) -> str:
 
 QUESTIONS: tuple[Callable[[BrokerView], Check], ...] = (
     _descriptors,
+    _platforms,
     _sources,
     _policy,
     _table,
     _times,
     _compiled,
     _memory,
-    _graphs,
     _sharing,
 )

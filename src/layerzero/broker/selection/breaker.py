@@ -68,18 +68,6 @@ class HealthView:
     last_signature: str
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRow:
-    """How often one kind of failure was seen since the last report, for the database."""
-
-    backend: str
-    op: str
-    device: str
-    signature: str
-    count: int
-    last_at_s: float  # the broker's monotonic clock
-
-
 HEALTHY = HealthView(False, False, 0.0, 0.0, 0, "")
 
 
@@ -105,6 +93,13 @@ class _Breaker:
     def step(self, signal: BreakerSignal) -> None:
         self.state = TRANSITIONS[self.state, signal]
 
+    def count(self, signature: str) -> None:
+        """Remember a failure by its kind."""
+        self.signatures[signature] = self.signatures.get(signature, 0) + 1
+        self.signatures.move_to_end(signature)
+        if len(self.signatures) > MAX_SIGNATURES:
+            self.signatures.popitem(last=False)
+
 
 class Health:
     """Breakers by (backend, op, device), made at the first failure and dropped when it is forgotten."""
@@ -112,9 +107,7 @@ class Health:
     def __init__(self, limits: HealthLimits = HealthLimits()) -> None:
         self._limits = limits
         self._breakers: OrderedDict[tuple[str, str, str], _Breaker] = OrderedDict()
-        self._dirty: dict[tuple[str, str, str, str], tuple[int, float]] = {}
         self.epoch = 0  # grows whenever a breaker changes its state
-        self.unreported = 0  # failures of more kinds than one report holds
 
     def failed(self, backend: str, op: str, device: str, signature: str, now_s: float) -> None:
         """A call raised, or died with its worker. Not for errors of the caller."""
@@ -129,7 +122,7 @@ class Health:
         breaker.failures += 1
         breaker.penalty = (1.0 + self._penalty(breaker, now_s)) / 2
         breaker.penalty_at_s = now_s
-        self._count(place, breaker, signature[:MAX_SIGNATURE_CHARS], now_s)
+        breaker.count(signature[:MAX_SIGNATURE_CHARS])
         if breaker.state is _S.CLOSED:
             breaker.recent.append((now_s, breaker.calls))
             if self._is_too_much(breaker, now_s):
@@ -200,16 +193,6 @@ class Health:
         breaker = self._breakers.get((backend, op, device))
         return dict(breaker.signatures) if breaker else {}
 
-    @property
-    def has_dirty(self) -> bool:
-        return bool(self._dirty)
-
-    def take_dirty(self) -> list[FailureRow]:
-        """Failures since the last time, for the database."""
-        rows = [FailureRow(*place, count, last_at_s) for place, (count, last_at_s) in self._dirty.items()]
-        self._dirty = {}
-        return rows
-
     # --- one breaker
 
     def _cool(self, breaker: _Breaker, now_s: float) -> None:
@@ -237,18 +220,6 @@ class Health:
     def _penalty(self, breaker: _Breaker, now_s: float) -> float:
         age_s = max(now_s - breaker.penalty_at_s, 0.0)
         return breaker.penalty * math.exp2(-age_s / self._limits.half_life_s)
-
-    def _count(self, place: tuple[str, str, str], breaker: _Breaker, signature: str, now_s: float) -> None:
-        breaker.signatures[signature] = breaker.signatures.get(signature, 0) + 1
-        breaker.signatures.move_to_end(signature)
-        if len(breaker.signatures) > MAX_SIGNATURES:
-            breaker.signatures.popitem(last=False)
-        key = (*place, signature)
-        count, _ = self._dirty.get(key, (0, 0.0))
-        if count or len(self._dirty) < MAX_BREAKERS:
-            self._dirty[key] = (count + 1, now_s)
-        else:
-            self.unreported += 1
 
     def _make_room(self) -> None:
         """The breaker that failed longest ago goes; it opens again with its next failures."""

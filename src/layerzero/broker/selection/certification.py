@@ -1,5 +1,5 @@
-"""Which kernels may serve which calls: what the probes of their environments have shown, and what shadow checks have
-taken back. A value: what is learned makes a new one."""
+"""Certification: which kernels may serve which calls, by what the probes of their environments have shown and what
+shadow checks have taken back. It never changes; what is learned later makes a new one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Call(Protocol):
 
 
 class Subject(NamedTuple):
-    """What a certificate is about."""
+    """The subject of a certificate: a kernel and the class of calls that it was checked on."""
 
     kernel_id: str
     dtype: str
@@ -44,9 +44,9 @@ class Subject(NamedTuple):
 
 
 class Certification:
-    """`records`: the probes so far, by backend. A kernel that no probe has seen yet is not refused: its worker is
-    probed before it serves. `owners`: the backend of each kernel; what a probe says of another's kernels is not
-    heard, since its process is a foreign library's."""
+    """What is certified. `records`: the last probe of each backend. A kernel that no probe has seen yet is not refused:
+    its worker is probed before it serves. `owners`: the backend of each kernel; what a backend's probe says of another
+    backend's kernels is not believed, since a probe runs foreign libraries."""
 
     def __init__(
         self,
@@ -72,28 +72,28 @@ class Certification:
         return self._owners is None or self._owners.get(kernel_id) == backend
 
     def owned_by(self, owners: Mapping[str, str]) -> Certification:
-        """The same records, heard on the kernels of their own backends alone."""
+        """The same certification, in which a record counts for the kernels of its own backend alone."""
         return Certification(self._records, self._quarantined, owners)
 
     @property
     def quarantined(self) -> Mapping[Subject, str]:
-        """What shadow checks have taken back, with the evidence."""
+        """The subjects whose certificates shadow checks have taken back, with the evidence."""
         return self._quarantined
 
     def is_known(self, kernel_id: str) -> bool:
-        """A probe has seen this kernel."""
+        """Whether a probe has seen this kernel."""
         return kernel_id in self._certified
 
     def with_record(self, record: ProbeRecord) -> Certification:
-        """After a probe: it replaces what was known of that backend."""
+        """The certification after a probe, whose record takes the place of the backend's earlier one."""
         return Certification({**self._records, record.env: record}, self._quarantined, self._owners)
 
     def with_quarantine(self, subject: Subject, evidence: str) -> Certification:
-        """After a shadow check: the certificate is void."""
+        """The certification after a shadow check has found the subject's results wrong: its certificate is void."""
         return Certification(self._records, {**self._quarantined, subject: evidence}, self._owners)
 
     def without_quarantine(self, kernel_ids: Collection[str]) -> Certification:
-        """After a repair of these kernels' backend."""
+        """The certification after a repair of these kernels' backend: nothing of them is in quarantine."""
         kept = {s: evidence for s, evidence in self._quarantined.items() if s.kernel_id not in kernel_ids}
         return Certification(self._records, kept, self._owners)
 

@@ -1,7 +1,7 @@
-"""What kernels that compile are compiled for, and what is being compiled.
+"""Compilation: for which units kernels are compiled, and which jobs are under way.
 
-Decides only: one compilation at a time for each backend, in the order in which they were asked for; those that a call
-waits for come first, among themselves in that order, too.
+It decides only, and starts nothing: one job at a time for each backend, in the order in which they were asked for; jobs
+that a call waits for come first, among themselves in that order, too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 
-MAX_QUEUED = 64  # of one backend, and as many that calls wait for; what finds no room is asked for again
+MAX_QUEUED = 64  # jobs of one backend, and as many that calls wait for; a job that finds no room is asked for again
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`body`: the encoded Prepare message of a call of this unit."""
+    """A unit to be compiled by a worker of its backend. `body`: the encoded Prepare message of a call of this unit."""
 
     backend: str
     unit: Unit
@@ -28,7 +28,7 @@ class Job:
 
 @dataclass(slots=True)
 class _Queue:
-    """Of one backend."""
+    """The jobs of one backend."""
 
     running: Job | None = None
     urgent: deque[Job] = field(default_factory=deque)
@@ -41,23 +41,20 @@ class _Queue:
 
 
 class Compilation:
-    """`compiled`: units of earlier brokers, by backend."""
+    """What is compiled and what is to be. `compiled`: units that earlier brokers had compiled, by backend."""
 
     def __init__(self, compiled: Mapping[str, Iterable[Unit]] | None = None) -> None:
         self._compiled: set[Unit] = {unit for units in (compiled or {}).values() for unit in units}
         self._failed: dict[Unit, str] = {}
         self._queues: dict[str, _Queue] = {}
 
-    def is_compiled(self, unit: Unit) -> bool:
-        return unit in self._compiled
-
     @property
     def failures(self) -> Mapping[Unit, str]:
-        """Why units could not be compiled."""
+        """The units that could not be compiled, and why."""
         return self._failed
 
     def rejection(self, unit: Unit) -> Rejection | None:
-        """Why the kernel may not serve calls of this unit yet, or at all."""
+        """Why the unit's kernel may not serve its calls yet, or at all; None when the unit is compiled."""
         if unit in self._compiled:
             return None
         if unit in self._failed:
@@ -65,7 +62,8 @@ class Compilation:
         return Rejection(Reason.NOT_COMPILED, f"for {unit.calls}; this is done beside calls, or by lz.warmup")
 
     def ask(self, job: Job, *, is_urgent: bool = False) -> Job | None:
-        """Queue a job, unless it is there or over. `is_urgent`: a call waits for it. Returns the job to start now."""
+        """Queue a job, unless its unit is queued, compiled or has failed. `is_urgent`: a call waits for it. Returns the
+        job to start now: this one, or None."""
         if job.unit in self._compiled or job.unit in self._failed:
             return None
         queue = self._queues.setdefault(job.backend, _Queue())
@@ -86,12 +84,13 @@ class Compilation:
         return None
 
     def is_under_way(self, job: Job) -> bool:
-        """Whether it is being compiled, or waits for its turn."""
+        """Whether the job's unit is being compiled, or is queued."""
         queue = self._queues.get(job.backend, _Queue())
         return any(other.unit == job.unit for other in (queue.running, *queue.urgent, *queue.jobs) if other is not None)
 
     def end(self, backend: str, unit: Unit, failure: str) -> Job | None:
-        """A job is over; `failure` is empty when it went well. Returns the next one to start."""
+        """The backend's job of this unit is over; `failure` is empty when it went well. Returns its next job to
+        start."""
         if failure:
             self._failed[unit] = failure
         else:
@@ -99,14 +98,14 @@ class Compilation:
         return self._queues[backend].start_next()
 
     def forgive(self, kernel_ids: Iterable[str]) -> None:
-        """After a repair of their backend: what has failed may be tried again."""
+        """These kernels' backend was repaired: units of theirs that have failed may be tried again."""
         gone = set(kernel_ids)
         self._failed = {unit: why for unit, why in self._failed.items() if unit.kernel_id not in gone}
 
     def running(self) -> list[Unit]:
-        """What is being compiled."""
+        """The units that are being compiled."""
         return [queue.running.unit for queue in self._queues.values() if queue.running is not None]
 
     def count(self) -> int:
-        """Units that are compiled."""
+        """How many units are compiled."""
         return len(self._compiled)

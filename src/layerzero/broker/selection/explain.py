@@ -1,4 +1,5 @@
-"""Who would serve a call, why not the others, and what would have to change for them. Reads; changes nothing."""
+"""The explanation of a call: which kernel would serve it, why not the others, and what would have to change for those.
+Nothing changes by asking."""
 
 from __future__ import annotations
 
@@ -20,17 +21,16 @@ def explain(
     context = engine.context(spec)
     ranked = engine.rank(spec, context, unavailable, now_s)
     best_us = next((v.measured_us for v in ranked if v.is_accepted), None)
-    return ranked, [{**v.to_wire(), **_fix(engine, context, v, best_us, now_s)} for v in ranked]
+    return ranked, [{**v.to_wire(), **_fix(engine, context, v, best_us)} for v in ranked]
 
 
-def _fix(
-    engine: Engine, context: SelectionContext, verdict: Verdict, best_us: float | None, now_s: float
-) -> dict[str, Any]:
+def _fix(engine: Engine, context: SelectionContext, verdict: Verdict, best_us: float | None) -> dict[str, Any]:
+    """The fix of a rejected candidate and what it would save against the time `best_us`; empty when there is none."""
     if verdict.is_accepted or verdict.kernel is None:
         return {}
     fix = counterfactual(context, verdict.kernel, verdict.reasons)
     if fix is None:
         return {}
-    stat = engine.perf.stat(verdict.kernel_id, fix.context.perf_key(), now_s)
+    stat = engine.perf.stat(verdict.kernel_id, fix.context.perf_key())
     saves_us = best_us - stat.median_us if stat is not None and best_us is not None else None
     return {"fix": fix.change, "fix_saves_us": saves_us}

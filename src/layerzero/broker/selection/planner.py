@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from layerzero.ipc.errors import InvalidArgument
 
-MAX_STATES = 20_000  # that are looked at together; a chain needs one per candidate
-MAX_CACHED = 256
+MAX_STATES = 20_000  # states of the search that are kept at a node; a chain of ops needs one per candidate
+MAX_CACHED = 256  # plans
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel that can do a node. `us`: what it costs there. Between equal costs the earlier choice wins."""
+    """A kernel that can do a node, and its time there. Of equally fast choices the earlier one wins."""
 
     kernel_id: str
     us: float
@@ -29,6 +29,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """An op of a block and the kernels that can do it."""
+
     name: str
     choices: tuple[Choice, ...]
 
@@ -53,14 +55,15 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Block:
-    """Ops that feed each other, numbered so that an edge leads to a higher number."""
+    """A block of ops that feed each other, numbered so that an edge leads to a higher number."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...] = ()
     fusions: tuple[Fusion, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for what is no block."""
+        """Raises InvalidArgument for nodes without a choice, impossible costs, and edges or fusions that lead
+        nowhere."""
         count = len(self.nodes)
         for node in self.nodes:
             if not node.choices:
@@ -86,7 +89,7 @@ class Block:
 
     @property
     def signature(self) -> str:
-        """Equal for blocks that have the same plan."""
+        """The hash of all that the plan depends on, by which plans are kept."""
         parts = [
             [(node.name, [(c.kernel_id, c.us) for c in node.choices]) for node in self.nodes],
             [(e.source, e.target, sorted(e.transform_us.items())) for e in self.edges],
@@ -106,7 +109,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """What the choices on both sides of an edge cost in between."""
+    """The work between the chosen kernels on both sides of an edge, and its time."""
 
     source: int
     target: int
@@ -115,8 +118,8 @@ class Transform:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The cheapest plan. `runner_up_us`: cost of the second cheapest, None when there is no other. `is_exact` is False
-    when the block was too wide to look at everything."""
+    """The cheapest plan of a block. `runner_up_us`: cost of the second cheapest, None when there is no other.
+    `is_exact` is False when the block was too wide to search all plans."""
 
     steps: tuple[Step, ...]
     cost_us: float
@@ -124,13 +127,10 @@ class BlockPlan:
     transforms: tuple[Transform, ...]
     is_exact: bool = True
 
-    def kernel_of(self, node: int) -> str:
-        return next(step.kernel_id for step in self.steps if node in step.nodes)
-
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What does a node: one choice, or a fusion."""
+    """A kernel and the nodes it does: a node's choice, or a fusion."""
 
     kernel_id: str
     us: float
@@ -139,7 +139,7 @@ class _Unit:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a state was reached: its last unit, and the way before; ways share their beginnings."""
+    """The units that lead to a state: the last one, and the way before it. Ways share their beginnings."""
 
     unit: _Unit
     before: _Way | None
@@ -147,7 +147,7 @@ class _Way:
 
 @dataclass(slots=True)
 class _Partial:
-    """Costs of the best and second best way to a state, and the best one."""
+    """The best way to a state with its cost, and the cost of the second best."""
 
     us: float
     way: _Way | None
@@ -158,8 +158,9 @@ _State = tuple[tuple[int, _Unit], ...]
 
 
 def plan(block: Block, *, max_states: int = MAX_STATES) -> BlockPlan:
-    """Dynamic programming over the nodes in order. A state is what later nodes can see: the kernels whose results are
-    still to be read, and the fusions that reach further. Ways to the same state compete; two of them are kept."""
+    """The cheapest plan of a block, by dynamic programming over its nodes in order. A state is what later nodes can
+    see: the kernels whose results are still to be read, and the fusions that reach further. Ways to the same state
+    compete; two of them are kept."""
     last_reader: dict[int, int] = {}
     incoming: dict[int, list[Edge]] = {}
     for edge in block.edges:
@@ -177,7 +178,7 @@ def plan(block: Block, *, max_states: int = MAX_STATES) -> BlockPlan:
             held = alive.get(number)
             for unit in [held] if held is not None else options[number]:
                 if held is None and any(node in alive for node in unit.nodes):
-                    continue  # a fusion before has taken one of its nodes
+                    continue  # an earlier fusion does one of the unit's nodes
                 added_us = unit.us if held is None else 0.0
                 for edge in incoming.get(number, ()):
                     source = alive[edge.source]
@@ -213,8 +214,8 @@ def plan(block: Block, *, max_states: int = MAX_STATES) -> BlockPlan:
 
 
 def fixed_plan(block: Block, kernels: Sequence[str]) -> BlockPlan:
-    """What a choice of one kernel per node costs; for comparison with `plan`. Raises InvalidArgument for a kernel that
-    is no choice there."""
+    """The plan that has these kernels, one per node, with its cost; to compare with `plan`. Raises InvalidArgument for
+    a kernel that is no choice for its node."""
     units = []
     for number, (node, kernel_id) in enumerate(zip(block.nodes, kernels, strict=True)):
         us = next((choice.us for choice in node.choices if choice.kernel_id == kernel_id), None)
@@ -231,7 +232,7 @@ def _steps(units: Sequence[_Unit]) -> tuple[Step, ...]:
 
 
 def _offer(states: dict[_State, _Partial], key: _State, new: _Partial) -> None:
-    """Keep the two cheapest ways to a state; of equal ones the first."""
+    """Take a new way to the state `key` among the two cheapest, if it is one; of equally cheap ways the first stays."""
     known = states.get(key)
     if known is None:
         states[key] = new

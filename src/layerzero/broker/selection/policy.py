@@ -72,7 +72,7 @@ class Layer:
     flaws: tuple[tuple[int, str], ...] = ()
 
     def line_of(self, place: Place) -> int:
-        """The line of the nearest place around it that has one; 0 in what is not a file."""
+        """The line of a place, or of the nearest place around it that has one; 0 in a layer that is no file."""
         return next((self.lines[place[:end]] for end in range(len(place), -1, -1) if place[:end] in self.lines), 0)
 
     def origin_of(self, place: Place) -> str:
@@ -80,7 +80,7 @@ class Layer:
         return f"{self.origin}:{line}" if line else self.origin
 
     def complaints(self, problems: Iterable[Problem]) -> list[str]:
-        """The flaws and these problems of its values, from the first line to the last."""
+        """The layer's flaws and these problems of its values as texts, from the first line to the last."""
         found = [*self.flaws, *((self.line_of(problem.place), problem.message) for problem in problems)]
         found.sort(key=itemgetter(0))
         return [f"{self.origin}:{line}: {message}" if line else f"{self.origin}: {message}" for line, message in found]
@@ -105,7 +105,8 @@ class Lock:
     layer: int
 
     def rank(self) -> tuple[int, bool, int]:
-        """Of several locks the one of the later layer wins, then the exact name, then the longer glob."""
+        """The lock's rank among those that match a call: a later layer is above an earlier one, then an exact name
+        above a glob, then a longer glob above a shorter one."""
         return (self.layer, not is_glob(self.pattern), len(self.pattern))
 
 
@@ -146,7 +147,8 @@ _NOTHING = PolicyVerdict()
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """Made by `of` or `compose`. Policies with the same `hash` decide the same."""
+    """What layers of policy say when they are merged; made by `of` or `compose`. Policies with the same `hash` decide
+    the same."""
 
     locks: tuple[Lock, ...] = ()
     limits: tuple[Limit, ...] = ()
@@ -154,7 +156,6 @@ class Policy:
     strict_mode: bool = False
     plan_mode: bool = False
     allow_adaptation: bool = True
-    graph_strict_mode: bool = False
     backend_isolation: Mapping[str, Isolation] = field(default_factory=lambda: {"*": "subprocess"})
     allow_jit_compile: bool = True
     requires_deterministic: bool = False
@@ -171,7 +172,7 @@ class Policy:
 
     @classmethod
     def of(cls, *layers: Layer, known: Known | None = None) -> Policy:
-        """As `compose`; raises ConfigError with every problem."""
+        """The policy that the layers make, as by `compose`. Raises ConfigError with every problem."""
         policy, problems = compose(layers, known)
         if policy is None:
             raise ConfigError("the policy is wrong\n" + "\n".join(problems), problems=problems)
@@ -182,7 +183,7 @@ class Policy:
         return self.backend_isolation.get(backend) or self.backend_isolation["*"]
 
     def policy_for_call(self, context: SelectionContext) -> PolicyForCall:
-        """For a call that is judged against many kernels."""
+        """The policy's ruling on one call, which judges many kernels."""
         return PolicyForCall(self, context)
 
     def judge(self, context: SelectionContext, kernel_id: str, backend: str) -> PolicyVerdict:
@@ -221,7 +222,7 @@ class Policy:
 
 
 def _rule_row(rule: Rule) -> dict[str, Any]:
-    row: dict[str, Any] = {"match": [condition.text for condition in rule.conditions]}
+    row: dict[str, Any] = {"match": {condition.field: condition.written for condition in rule.conditions}}
     row |= {limit.key: list(limit.patterns) for limit in rule.limits}
     if rule.prefer:
         row |= {"prefer": list(rule.prefer), "bonus": rule.bonus}
@@ -319,7 +320,8 @@ def _rule(rule: RuleValues, origin: str, rank: int) -> Rule:
 
 
 def _hash(policy: Policy) -> str:
-    """Of everything that a decision depends on: the values, and which lock goes before which. Not of the origins."""
+    """A hash of all of a policy that decisions depend on: its values, and which lock goes before which. Origins are not
+    part of it."""
     of_rules = [Lock("", rule.lock, rule.origin, rule.layer) for rule in policy.rules if rule.lock]
     order = [(lock.pattern, lock.kernel) for lock in sorted((*policy.locks, *of_rules), key=Lock.rank)]
     text = json.dumps([policy._rows(), order], sort_keys=True)
@@ -349,7 +351,6 @@ _SCALARS = (
     "strict_mode",
     "plan_mode",
     "allow_adaptation",
-    "graph_strict_mode",
     "allow_jit_compile",
     "requires_deterministic",
     "memory_headroom_bytes",

@@ -91,11 +91,13 @@ class Test:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A field of the call and its tests, of which one must hold. `text` is the condition as it was written."""
+    """A field of the call and its tests, of which one must hold. `text` is the condition for people, `written`
+    its value in the policy."""
 
     field: str
     text: str
     tests: tuple[Test, ...]
+    written: Any = None
 
     def holds(self, context: SelectionContext) -> bool:
         if self.field == "op":
@@ -112,14 +114,13 @@ class Condition:
 
 
 def parse_condition(field: str, written: Any) -> Condition:
-    """`written` is a value, a comparison, a range, a glob, or a list of these. Raises ValueError with what is allowed.
-
-    `field` is a key of FIELDS.
+    """The condition that a rule's `match` has for a field, a key of FIELDS. `written`: a value, a comparison, a range,
+    a glob, or a list of these. Raises ValueError with what is allowed.
     """
     items = written if isinstance(written, list | tuple) else [written]
     if not items:
         raise ValueError("an empty list matches no call; name the values, or leave the field out")
-    return Condition(field, f"{field}: {_shown(written)}", tuple(_parse_test(field, item) for item in items))
+    return Condition(field, f"{field}: {_shown(written)}", tuple(_parse_test(field, item) for item in items), written)
 
 
 def _shown(written: Any) -> str:

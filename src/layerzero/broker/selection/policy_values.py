@@ -6,7 +6,6 @@ A value may be written as YAML or, since environment variables have no structure
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from layerzero.broker.selection.policy_rules import FIELDS, is_glob, op_names, parse_condition
 from layerzero.capabilities.descriptor import Capability
-from layerzero.ipc.vocabulary.policy import KERNEL_SOURCE
+from layerzero.ipc.names import unknown_name
+from layerzero.ipc.vocabulary.policy import GONE, KERNEL_SOURCE
 
 MAX_RULES = 256
 MAX_PATTERNS = 256
@@ -36,12 +36,6 @@ class Problem:
 
     place: Place
     message: str
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" when something known is close, else nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 # --- from text to structure
@@ -133,7 +127,6 @@ class Values(_Strict):
     strict_mode: bool | None = None
     plan_mode: bool | None = None
     allow_adaptation: bool | None = None
-    graph_strict_mode: bool | None = None
     backend_isolation: Annotated[dict[Name, Isolation], BeforeValidator(_isolation)] | None = None
     allow_jit_compile: bool | None = None
     requires_deterministic: bool | None = None
@@ -166,13 +159,12 @@ def _problem(error: Any) -> Problem:
     place: Place = tuple(part for part in error["loc"] if part != "[key]")
     name, got = str(place[-1]) if place else "policy", error.get("input")
     match error["type"]:
+        case "extra_forbidden" if place[0] == "rules":
+            return Problem(place, unknown_name("key of a rule", name, RuleValues.model_fields))
         case "extra_forbidden":
-            known = list(RuleValues.model_fields if place[0] == "rules" else Values.model_fields)
-            return Problem(place, f"unknown key {name!r:.80}{nearest(name, known) or '.'} Known: {', '.join(known)}")
+            return Problem(place, GONE.get(name) or unknown_name("key of a policy", name, Values.model_fields))
         case "literal_error" if place[0] == "weights" and error["loc"][-1] == "[key]":
-            return Problem(
-                place, f"unknown weight {name!r:.80}{nearest(name, WEIGHTS) or '.'} Known: {', '.join(WEIGHTS)}"
-            )
+            return Problem(place, unknown_name("weight", name, WEIGHTS))
         case "value_error":
             return Problem(place, f"{name}: {error['ctx']['error']}, got {got!r:.120}")
     return Problem(place, f"{name}: {error['msg']}, got {got!r:.120}")
@@ -198,7 +190,7 @@ class Known:
 
 
 def check(values: Values, known: Known | None) -> list[Problem]:
-    """What the types cannot say: conditions, rules that do nothing, and names that nobody has.
+    """The problems that types cannot find: wrong conditions, rules that do nothing, and names that nobody has.
 
     Without `known` the names are not looked at.
     """
@@ -236,8 +228,7 @@ def _check_rule(rule: RuleValues, place: Place) -> list[Problem]:
     for field, written in rule.match.items():
         where = (*place, "match", field)
         if field not in FIELDS:
-            known = ", ".join(FIELDS)
-            found.append(Problem(where, f"unknown field {field!r:.80}{nearest(field, FIELDS) or '.'} Known: {known}"))
+            found.append(Problem(where, unknown_name("field of a call", field, FIELDS)))
             continue
         try:
             parse_condition(field, written)
@@ -271,9 +262,7 @@ def _unknown(patterns: Iterable[str] | None, known: Iterable[str], place: Place,
     for pattern in patterns or ():
         if not _matching(pattern, names):
             verb = "matches" if is_glob(pattern) else "is called"
-            hint = nearest(pattern, names)
-            more = hint or f"; known: {', '.join(names)}"
-            found.append(Problem(place, f"no {what} {verb} {pattern!r:.80}{more}"))
+            found.append(Problem(place, unknown_name(what, pattern, names, verb=verb)))
     return found
 
 

@@ -1,12 +1,14 @@
-"""Which kernels may serve a call, in which order, and why not the others. A function of its arguments and of what it
-was told: descriptors, policy, timings, health, certificates. No I/O, no clock.
+"""The Engine: which kernels may serve a call, in which order, and why not the others. A ranking follows from the call
+and from what the engine was told: descriptors, policy, timings, health, certificates. No I/O, no clock.
 
 Three steps, each with a cache of its own:
 
-1. *validity*: which kernels' constraints the call meets. Keyed by every field of the context that can change that. 2.
-*timings*: how fast each kernel was on calls of this size, bucketed (PerfTable). A `TimingBucket` says when to look
-again. 3. *ranking*: policy, availability, health and memory joined in, scored and sorted. Kept with the call's
-signature until one of them changes (`Engine.epoch`); this is what a call costs in the steady state."""
+1. *validity*: which kernels' constraints the call meets. Keyed by every field of the context that can change that.
+2. *timings*: how fast each kernel was on calls of this size, bucketed (PerfTable). A `TimingBucket` says when they may
+   have changed a ranking.
+3. *ranking*: policy, availability, health and memory joined in, scored and sorted. Kept with the call's signature until
+   one of them changes (`Engine.epoch`); this is what a call costs in the steady state.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ GPU_TIE_SHARE, GPU_TIE_US = 0.005, 0.25
 
 @dataclass(frozen=True, slots=True)
 class DescriptorMatch:
-    """One kernel against a call, by the descriptors alone: refused without an `adaptation`, which may be empty."""
+    """A kernel matched with a call by its descriptor alone. `adaptation`: the copies it needs, perhaps none; None: its
+    constraints refuse the call, copies or not."""
 
     kernel: KernelCapability
     backend: str
@@ -52,7 +55,8 @@ class DescriptorMatch:
 
 @dataclass(slots=True, eq=False)
 class TimingBucket:
-    """Timings of the calls that share a perf key. `generation` grows when a ranking made before may be out of date."""
+    """The calls that share a perf key: how many samples of each kernel there are (`counts`). `generation` grows when
+    these samples may have put a ranking out of date."""
 
     key: str
     generation: int = 0
@@ -66,9 +70,9 @@ class Table(Protocol):
 
 
 class Engine:
-    """`device` is the CPU, which calls without a device run on. `gpus` are those that calls may name; `no_gpus` says
-    why there are none. `envs` has the lock hash of each backend's environment. What the broker learns later comes by
-    `set_*` and `note_*`; each of them that can change a ranking makes `epoch` grow."""
+    """Ranks the kernels of each call. `device` is the CPU, which calls without a device run on. `gpus` are those that
+    calls may name; `no_gpus` says why there are none. `envs` has the lock hash of each backend's environment. What the
+    broker learns later comes by `set_*` and `note_*`; each of them that can change a ranking makes `epoch` grow."""
 
     def __init__(
         self,
@@ -81,8 +85,11 @@ class Engine:
         perf: PerfTable | None = None,
         health: Health | None = None,
         envs: Mapping[str, str] | None = None,
+        refused: Mapping[str, str] | None = None,
     ) -> None:
+        """`refused`: why the descriptors of further backends cannot be used."""
         self.capabilities = dict(capabilities)
+        self.refused = dict(refused or {})
         self.device = device
         self.devices = {"": device, **{gpu.device_uuid: gpu for gpu in gpus}}  # by Route.device
         self._no_gpus = no_gpus
@@ -131,26 +138,26 @@ class Engine:
         self.epoch += 1
 
     def note_env(self, backend: str, env: str) -> None:
-        """Another environment serves this backend from now on."""
+        """The backend is served by the environment of this lock hash from now on."""
         if self._envs.get(backend, "") != env:
             self._envs[backend] = env
             self._world = self._hash_world()
             self.epoch += 1
 
     def note_versions(self, backend: str, versions: Mapping[str, str]) -> None:
-        """A worker says what it loaded. Decisions and timings made for other versions count no more."""
+        """The versions that a worker of the backend has loaded. Decisions and timings made for others count no more."""
         before = self._versions.get(backend)
         if before == versions:
             return
         self._versions[backend] = dict(versions)
         self._world = self._hash_world()
         if before is not None:
-            for kernel_id in self.capabilities[backend].kernel_ids:
-                self.perf.forget(kernel_id)
+            self.perf.forget(frozenset(self.capabilities[backend].kernel_ids))
             self.epoch += 1
 
     def note_time(self, kernel_id: str, cell: TimingBucket, kernel_ns: int, now_s: float, *, is_clean: bool) -> None:
-        """Keep a sample. The ranking is due again when a kernel is new here, and each time its samples double."""
+        """Keep a kernel's time as a sample. Rankings of the cell's calls are due again when the kernel is new there,
+        and each time its samples have doubled."""
         count = cell.counts.get(kernel_id, 0) + 1
         cell.counts[kernel_id] = count
         self.perf.note(kernel_id, cell.key, kernel_ns / 1e3, now_s, is_warmup=count == 1, is_clean=is_clean)
@@ -158,7 +165,7 @@ class Engine:
             cell.generation += 1
 
     def note_free_memory(self, nbytes: int | None, device: str = "") -> None:
-        """None: nobody tells, and then no candidate is refused for its memory."""
+        """The bytes free on a device. None: not known, and no candidate is refused for its memory."""
         self.free_memory_bytes[device] = nbytes
         self.epoch += 1
 
@@ -193,19 +200,19 @@ class Engine:
             self.epoch += 1
 
     def note_failure(self, backend: str, op: str, error: LayerZeroError, now_s: float, device: str = "") -> None:
-        """A kernel raised, or its worker died in it."""
+        """A kernel of the backend raised `error`, or its worker died while it ran one."""
         signature = failure_signature(error.code, error.message)
         self.health.failed(backend, op, self.devices[device].device_uuid, signature, now_s)
         self.epoch += 1
 
     def reserve_trial(self, backend: str, op: str, now_s: float, device: str = "") -> bool:
-        """Take the one call that may try a kernel whose breaker is half open. False: another call has it."""
+        """Let the asking call be the one that tries a backend whose breaker is half open. False: another call is."""
         is_reserved = self.health.reserve_probe(backend, op, self.devices[device].device_uuid, now_s)
         self.epoch += is_reserved
         return is_reserved
 
     def forgive(self, backend: str) -> None:
-        """Someone repaired it."""
+        """The backend was repaired: its failures, failed compilations and quarantines count no more."""
         self.health.reset(backend)
         self.compilation.forgive(self.capabilities[backend].kernel_ids)
         self.set_certification(self.certification.without_quarantine(self.capabilities[backend].kernel_ids))
@@ -220,12 +227,12 @@ class Engine:
         return self._by_id[kernel_id]
 
     def device_for(self, backend: str) -> DeviceSpec:
-        """What times of a backend are valid for: the CPU, or for a GPU backend the first GPU."""
+        """The device that times of a backend are valid for: the CPU, or for a GPU backend the first GPU."""
         platform = self.capabilities[backend].platform
         return next((spec for spec in self.devices.values() if spec.device_type == platform), self.device)
 
     def missing(self, device: str) -> InvalidArgument | None:
-        """The error of a call on a device that is not here."""
+        """The error for a call on a device that this machine lacks; None when it has it."""
         if device in self.devices:
             return None
         known = ", ".join(f"{uuid} ({spec.device_name})" for uuid, spec in self.devices.items() if uuid)
@@ -244,29 +251,29 @@ class Engine:
         return policy
 
     def context(self, spec: CallSpec) -> SelectionContext:
-        """Raises InvalidArgument for a bad overlay, and for a device that is not here."""
+        """What the selection for a call depends on. Raises InvalidArgument for a bad overlay, and for a device that
+        this machine lacks."""
         missing = self.missing(spec.device)
         if missing is not None:
             raise missing
         policy = self.policy_for(spec)
-        return SelectionContext.of(
+        return SelectionContext(
             spec.op,
             spec.inputs,
             spec.outputs,
             spec.attrs,
             self.devices[spec.device],
             policy_hash=policy.hash,
-            allow_fallback=not spec.pinned,
             allow_jit_compile=policy.allow_jit_compile,
             requires_deterministic=policy.requires_deterministic,
             memory_headroom_bytes=policy.memory_headroom_bytes,
             free_memory_bytes=(
                 self.free_memory_bytes.get(spec.device) if policy.memory_headroom_bytes is not None else None
             ),
-            strict_mode=policy.strict_mode,
         )
 
     def cell(self, context: SelectionContext) -> TimingBucket:
+        """The cell of the calls that share this call's perf key."""
         key = context.perf_key()
         cell = self._cells.get(key)
         if cell is None:
@@ -308,7 +315,7 @@ class Engine:
         return tuple(sorted(verdicts, key=lambda v: (not v.is_accepted, v.is_last_resort, -v.score, v.kernel_id)))
 
     def _static(self, context: SelectionContext) -> tuple[DescriptorMatch, ...]:
-        """What the descriptors say, from the validity cache."""
+        """Each kernel of the op matched with the call, from the validity cache."""
         key = (self._world, context.validity_key(self._thresholds.get(context.op, ())))
         found = self._valid.get(key)
         if found is not None:
@@ -385,7 +392,7 @@ class Engine:
             )
             notes = (*notes, f"last resort, {when}: failed {health.failures} times, last: {health.last_signature}")
         weights = policy.weights
-        stat = self.perf.stat(kernel.kernel_id, context.perf_key(), now_s)
+        stat = self.perf.stat(kernel.kernel_id, context.perf_key())
         terms = {"priority": weights.priority * kernel.priority}
         if said.bonus:
             terms["policy"] = weights.policy * said.bonus
@@ -418,14 +425,14 @@ class Engine:
         )
 
     def _compiled(self, unit: Unit | None) -> Rejection | None:
-        """Why a kernel that compiles may not serve calls of this unit now. One that no probe has seen is not refused:
-        before that it is not known to be right, and need not be compiled."""
+        """The rejection of a kernel that is not compiled for this unit, or None. A kernel that no probe has seen is not
+        refused for that: until its probe nobody knows whether it is right, and nothing is compiled for it."""
         if unit is None or not self.certification.is_known(unit.kernel_id):
             return None
         return self.compilation.rejection(unit)
 
     def _hash_world(self) -> str:
-        """Everything besides the call that a cached verdict depends on."""
+        """The hash of everything besides the call that a cached verdict depends on."""
         digest = hashlib.blake2b(digest_size=16)
         for backend in sorted(self.capabilities):
             digest.update(f"{backend}\0{self.capabilities[backend].hash}\0{self._envs.get(backend, '')}\0".encode())
@@ -435,12 +442,14 @@ class Engine:
 
 
 def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
+    """The kernels' limits on sequence length, ascending: validity keys tell lengths apart by these alone."""
     return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))
 
 
 def _share(time_us: float, fastest_us: float, tie_us: float) -> float:
-    """1 for the fastest, half of it for one that takes twice as long.
+    """The fastest kernel's time as a share of this kernel's: 1 for the fastest and its ties, 1/2 for twice the time.
 
-    One that was never measured counts as fast as the fastest: else the first kernel that ever ran would win for ever.
+    The caller gives a kernel that was never measured the time of the fastest: else the first kernel that ever ran would
+    win for ever.
     """
     return 1.0 if time_us - fastest_us <= tie_us else fastest_us / time_us

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,16 +11,22 @@ from typing import TYPE_CHECKING, Any
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability, KernelCapability
+from layerzero.capabilities.device import DEVICE_NAMES
+from layerzero.capabilities.fixes import counterfactual
 from layerzero.capabilities.match import Rejection, match
+from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport.messages import Prepare, Route, decode, encode
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.wording import shared_causes
 
 if TYPE_CHECKING:
     from layerzero.broker.selection.ranking import TimingBucket
 
 MAX_NAME = 64
+MAX_ADVISED = 3  # a refusal looks for advice for so many kernels: that costs as much as the rest of it
 MAX_NEXT_OPS = 8
 ATTR_TYPES = (str, int, float, bool, type(None))
 
@@ -48,8 +52,7 @@ class CallSpec:
             raise ProtocolError(f"backend name of {len(message.backend)} characters; allowed: {MAX_NAME}")
         op = OPS.get(message.op)
         if op is None:
-            near = difflib.get_close_matches(message.op, OPS, n=1)
-            raise InvalidArgument(f"unknown op {message.op!r:.80}{f'; did you mean {near[0]!r}?' if near else ''}")
+            raise InvalidArgument(unknown_name("op", message.op, OPS))
         if len(message.inputs) != len(op.inputs) or len(message.outputs) != len(op.outputs):
             raise ProtocolError(f"{op.name} has {len(op.inputs)} inputs and {len(op.outputs)} outputs")
         missing = [
@@ -86,7 +89,7 @@ class CallSpec:
 
     @cached_property
     def policy_key(self) -> bytes:
-        """Equal for overlays that say the same."""
+        """The overlay as bytes, equal for overlays that say the same."""
         return json.dumps(self.policy, sort_keys=True, default=str).encode()
 
     def prepare(self, kernel_id: str, *, is_graph_safe: bool) -> bytes:
@@ -106,8 +109,8 @@ class CallSpec:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One candidate: accepted with a score, or rejected with every reason. One that only has to be compiled has the
-    score that it would have.
+    """The verdict on one candidate: accepted with a score, or rejected with every reason. A candidate that only has to
+    be compiled has the score that it would have then.
 
     `terms` are the parts of the score by name; `transforms` what the client must do to its inputs first; `notes` what
     policy had to say.
@@ -134,10 +137,33 @@ class Verdict:
 
     @property
     def reasons(self) -> tuple[Rejection, ...]:
-        """Every one there is, those of the kernel first. Their texts are made when somebody asks."""
+        """Every rejection, those by the kernel's own constraints first. Made anew each time: most are never read."""
         if self.refused_in is None or self.kernel is None:
             return self.others
         return (*match(self.refused_in, self.kernel), *self.others)
+
+    @property
+    def repair(self) -> str:
+        """What makes the kernel eligible without a change of the call; empty where nothing of that kind does."""
+        reasons = self.reasons
+        return reasons[0].repair if reasons and all(reason.repair for reason in reasons) else ""
+
+    @property
+    def group(self) -> str:
+        """What kernels need that are refused for the same cause, one which says nothing about this very call, so that
+        people need not read it for each; empty for a kernel with reasons of its own."""
+        if self.is_accepted:
+            return ""
+        by_code = {reason.code: reason for reason in self.others}
+        if Reason.NOT_PINNED in by_code:
+            return "need the call to be pinned to another backend"
+        if Reason.NOT_FOR_MACHINE in by_code and self.kernel is not None:
+            return f"need {DEVICE_NAMES[self.kernel.platform or 'cpu']}"
+        if self.refused_in is not None and self.kernel is not None:
+            platform = self.kernel.platform
+            if platform not in (None, self.refused_in.device.device_type):
+                return f"need tensors on {DEVICE_NAMES[platform]}"
+        return ""
 
     @property
     def score(self) -> float:
@@ -148,7 +174,8 @@ class Verdict:
             "kernel_id": self.kernel_id,
             "backend": self.backend,
             "accepted": self.is_accepted,
-            "reasons": [{"code": r.code.value, "detail": r.detail} for r in self.reasons],
+            "reasons": [{"code": r.code.value, "detail": r.detail, "repair": r.repair} for r in self.reasons],
+            "group": self.group,
             "score": round(self.score, 3) if self.is_accepted or self.uncompiled is not None else None,
             "terms": {name: round(value, 3) for name, value in self.terms.items()},
             "measured_us": self.measured_us,
@@ -174,22 +201,46 @@ class Signature:
     users: int = 0  # routes and open calls
 
 
-@functools.lru_cache(maxsize=64)
-def _unknown(backend: str, known: tuple[str, ...]) -> str:
-    """Kept, because to look for what is meant costs as much as the rest of a refusal."""
-    near = difflib.get_close_matches(backend, known, n=1)
-    hint = f"; did you mean {near[0]!r}" if near else ""
-    return f"no backend is called {backend!r}{hint}. Known: {', '.join(sorted(known))}"
+def unknown_backend(backend: object, known: Iterable[str], refused: str = "") -> str:
+    """The text for a backend that does not exist. `refused`: why its descriptor cannot be used, if it has one."""
+    if refused:
+        return f"no backend is called {backend!r:.60}: its descriptor was refused: {refused}; mend it, then lz down"
+    return unknown_name("backend", backend, sorted(known))
 
 
 def no_backend(
-    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability]
+    spec: CallSpec, ranked: tuple[Verdict, ...], known: Mapping[str, Capability], refused: Mapping[str, str]
 ) -> NoBackend | InvalidArgument:
-    """The error for a call that nobody can take: which candidates there are, and why each refuses."""
+    """The error for a call that nobody can take. Its first line says what would help, the next ones why each kernel
+    refuses: first those that a repair makes eligible, last those that are refused for the same cause, as a count.
+    `refused`: why descriptors of further backends cannot be used."""
     if spec.pinned and spec.pinned not in known:
-        return InvalidArgument(_unknown(spec.pinned, tuple(known)))
+        return InvalidArgument(unknown_backend(spec.pinned, known, refused.get(spec.pinned, "")))
     if not ranked:
-        return NoBackend(f"{spec.op}: no backend serves it; see `lz status`")
+        return NoBackend(f"{spec.op}: no backend serves it; lz status shows those that there are")
     relevant = [v for v in ranked if not spec.pinned or v.backend == spec.pinned]
-    lines = [f"  {v.kernel_id}: " + "; ".join(f"{r.code.value}: {r.detail}" for r in v.reasons) for v in relevant]
-    return NoBackend(f"{spec.op}: no kernel accepts this call\n" + "\n".join(lines))
+    groups = ["" if spec.pinned else verdict.group for verdict in relevant]
+    alone = [verdict for verdict, group in zip(relevant, groups, strict=True) if not group]
+    alone.sort(key=lambda verdict: (not verdict.repair, len(verdict.reasons)))
+    lines = [f"  {verdict.kernel_id}: " + "; ".join(map(str, verdict.reasons)) for verdict in alone]
+    lines += [f"  {text}" for text in shared_causes(filter(None, groups))]
+    what, facts = f"{spec.op}: no kernel accepts this call", {}
+    repairs = list(dict.fromkeys(v.repair for v in alone if v.repair))
+    if repairs:
+        facts["repair"] = repairs[0]
+        what += f"; repair: {repairs[0]}"
+    elif change := _smallest_change(alone):
+        what += f"; for {change}"
+    else:
+        what += "; change what these name"
+    return NoBackend("\n".join((what, *lines)), **facts)
+
+
+def _smallest_change(refusing: Sequence[Verdict]) -> str:
+    """How the caller makes the first of these kernels eligible for which there is a way; empty for none."""
+    for verdict in refusing[:MAX_ADVISED]:
+        if verdict.refused_in is not None and verdict.kernel is not None:
+            fix = counterfactual(verdict.refused_in, verdict.kernel, verdict.reasons)
+            if fix is not None:
+                return f"{verdict.kernel_id}: {fix.change}"
+    return ""

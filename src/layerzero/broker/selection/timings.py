@@ -1,10 +1,11 @@
-"""What kernels have cost: samples per (kernel, bucket of calls), and their statistics. `note` runs on every answer."""
+"""PerfTable: times of kernels as samples per (kernel, bucket of calls), and their statistics. `note` runs on every
+answer."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -15,7 +16,8 @@ MAX_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Of clean runs. `warmup_ms`: the newest first run, with its compilation; 0.0 when none was seen."""
+    """Statistics of a kernel's clean runs on calls of one bucket. `warmup_ms`: its newest first run, with compilation;
+    0.0 when none was seen."""
 
     count: int
     median_us: float
@@ -26,7 +28,7 @@ class Stat:
 
     @property
     def is_stable(self) -> bool:
-        """Enough runs, and their spread is below a fifth of the median."""
+        """Whether the runs are enough, and their spread is below a fifth of the median."""
         return self.count >= ENOUGH and self.variance_us <= (0.2 * self.median_us) ** 2
 
 
@@ -40,6 +42,8 @@ class PerfRow:
 
 
 class _Row:
+    """Samples of one kernel and bucket: those of this broker, and the statistics that were stored before it."""
+
     __slots__ = ("cached", "measured_at_s", "samples", "stored", "total", "warmup_ms")
 
     def __init__(self, stored: Stat | None = None) -> None:
@@ -89,15 +93,12 @@ class _Row:
 
 
 class PerfTable:
-    """`ttl_s`: older rows do not count. `max_rows`: the row that was noted longest ago is let go."""
+    """Rows of samples by (kernel, bucket). Of more than `max_rows`, the row that was noted longest ago is let go."""
 
-    def __init__(self, *, ttl_s: float = math.inf, max_rows: int = MAX_ROWS) -> None:
-        self._ttl_s = ttl_s
+    def __init__(self, *, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
         self._rows: OrderedDict[tuple[str, str], _Row] = OrderedDict()
         self._dirty: dict[tuple[str, str], None] = {}  # in order of the first change
-        self.left_out = 0  # samples of faulted or degraded runs, and impossible times
-        self.evicted = 0  # rows let go for want of room
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -107,14 +108,11 @@ class PerfTable:
     ) -> None:
         """Take one run's kernel time. `is_warmup`: a first run, kept apart. `is_clean`: nothing disturbed it."""
         if not is_clean or not 0.0 < us < math.inf:
-            self.left_out += 1
             return
         place = (kernel_id, key)
         row = self._rows.get(place)
         if row is None:
             row = self._insert(place, _Row())
-        elif now_s - row.measured_at_s > self._ttl_s:
-            row = self._insert(place, _Row())  # too old to be blended with
         else:
             self._rows.move_to_end(place)
         if is_warmup:
@@ -126,12 +124,10 @@ class PerfTable:
             row.add(us)
         self._dirty[place] = None
 
-    def stat(self, kernel_id: str, key: str, now_s: float | None = None) -> Stat | None:
-        """What is known, or None. With `now_s`, a row older than the table's `ttl_s` is unknown."""
+    def stat(self, kernel_id: str, key: str) -> Stat | None:
+        """The kernel's times for calls of this bucket; None while it has no clean run."""
         row = self._rows.get((kernel_id, key))
-        if row is None or (now_s is not None and now_s - row.measured_at_s > self._ttl_s):
-            return None
-        return row.stat()
+        return None if row is None else row.stat()
 
     def load(self, rows: Iterable[PerfRow]) -> int:
         """Take what an earlier broker stored, newest first; samples of this run stay. Returns how many there was
@@ -169,13 +165,11 @@ class PerfTable:
                 rows.append(PerfRow(*place, stat))
         return rows
 
-    def forget(self, prefix: str) -> int:
-        """Drop the rows of kernels whose id starts so, such as `torch.` for a backend. Returns how many."""
-        gone = [place for place in self._rows if place[0].startswith(prefix)]
-        for place in gone:
+    def forget(self, kernel_ids: Collection[str]) -> None:
+        """Drop the rows of these kernels."""
+        for place in [place for place in self._rows if place[0] in kernel_ids]:
             del self._rows[place]
             self._dirty.pop(place, None)
-        return len(gone)
 
     def _insert(self, place: tuple[str, str], row: _Row) -> _Row:
         self._rows[place] = row
@@ -183,5 +177,4 @@ class PerfTable:
         if len(self._rows) > self._max_rows:
             oldest, _ = self._rows.popitem(last=False)
             self._dirty.pop(oldest, None)
-            self.evicted += 1
         return row

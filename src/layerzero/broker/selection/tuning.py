@@ -51,10 +51,10 @@ def next_sample(
         return None
     best, most = None, 0.0
     for usage in usages:
-        chosen = table.stat(usage.chosen, usage.key, now_s)
+        chosen = table.stat(usage.chosen, usage.key)
         fastest_us = chosen.median_us if chosen else 0.0
         for kernel_id in usage.others:
-            stat = table.stat(kernel_id, usage.key, now_s)
+            stat = table.stat(kernel_id, usage.key)
             worth = usage.calls * _ignorance(stat, fastest_us, now_s)
             if worth > most and (stat.median_us if stat else fastest_us) <= left_us:
                 best, most = Sample(usage.signature, kernel_id), worth

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """All that a measurement of one backend depends on besides the call. Empty: the backend has none of it."""
+    """All that a measurement of one backend depends on besides the call. A field that the backend lacks is empty."""
 
     device_uuid: str = ""
     driver_version: str = ""
@@ -52,31 +52,6 @@ class Measurement:
             and self.count > 0
             and all(type(x) is float and math.isfinite(x) and x >= 0.0 for x in (self.median_us, *times))
             and self.median_us > 0.0
-        )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One row of `failures`, in the order of its columns: how often a kind of failure was seen, and when."""
-
-    backend: str
-    op: str
-    device: str
-    signature: str
-    identity: str
-    count: int
-    first_at: float
-    last_at: float
-
-    @property
-    def is_possible(self) -> bool:
-        texts = (self.backend, self.op, self.device, self.signature, self.identity)
-        times = (self.first_at, self.last_at)
-        return (
-            all(type(x) is str for x in texts)
-            and type(self.count) is int
-            and self.count > 0
-            and all(type(x) is float and math.isfinite(x) for x in times)
         )
 
 

@@ -1,4 +1,5 @@
-"""The file behind PerfDB: the only SQL of the broker. Trusts no byte of it: damage is found, never repeated.
+"""The file behind PerfDB: the only SQL of the broker. No byte of the file is trusted: damaged rows are
+dropped, a damaged file is set aside.
 
 Brokers of several runtime folders may share one file. Each holds `PATH.lock` shared while it has the file open; only
 who gets it exclusively may rename the file: SQLite must not lose it under an open connection (howtocorrupt.html, 2.4).
@@ -11,19 +12,19 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, fields
 from pathlib import Path
 from urllib.parse import quote
 
 from layerzero.broker.selection.timings import MAX_ROWS
-from layerzero.broker.storage.perf_rows import Failure, Identity, Measurement, checksum
+from layerzero.broker.storage.perf_rows import Identity, Measurement, checksum
 
-SCHEMA = 2
+SCHEMA = 3
 APPLICATION_ID = 0x4C5A5044  # "LZPD"
 BUSY_S = 0.2  # how long a statement waits for another process
 MAX_BYTES = 64 << 20
-MAX_STORED = 20_000  # rows of either table; the oldest go
+MAX_STORED = 20_000  # measurements; the oldest go
 KEEP_BAD = 3
 _PAGE = 4096
 
@@ -33,7 +34,7 @@ class Unavailable(Exception):
 
 
 class ReadOnly(Unavailable):
-    """It can be read, perhaps."""
+    """The file cannot be written; perhaps it can be read."""
 
 
 class Damaged(Exception):
@@ -42,7 +43,6 @@ class Damaged(Exception):
 
 _IDENTITY = [field.name for field in fields(Identity)]
 _MEASUREMENT = [field.name for field in fields(Measurement)]
-_FAILURE = [field.name for field in fields(Failure)]
 _CREATE = (
     # The identity in words, once: for people who ask what the hash in a row stands for.
     f"CREATE TABLE identities (identity TEXT PRIMARY KEY, {', '.join(f'{n} TEXT NOT NULL' for n in _IDENTITY)})"
@@ -50,28 +50,9 @@ _CREATE = (
     "CREATE TABLE measurements (kernel_id TEXT, key TEXT, identity TEXT, backend TEXT, count INTEGER, median_us REAL,"
     " p95_us REAL, variance_us REAL, warmup_ms REAL, measured_at REAL, checksum BLOB,"
     " PRIMARY KEY (kernel_id, key, identity)) WITHOUT ROWID",
-    "CREATE TABLE failures (backend TEXT, op TEXT, device TEXT, signature TEXT, identity TEXT, count INTEGER,"
-    " first_at REAL, last_at REAL, checksum BLOB, PRIMARY KEY (backend, op, device, signature, identity))"
-    " WITHOUT ROWID",
 )
-
-
-def _from_1(db: sqlite3.Connection) -> None:
-    """Schema 1 had no variance, no warm-up and no failures; its checksums did not cover them."""
-    old = db.execute(
-        "SELECT kernel_id, key, identity, backend, count, median_us, p95_us, measured_at, checksum FROM measurements"
-    ).fetchall()
-    db.execute("DROP TABLE measurements")
-    for statement in _CREATE[1:]:
-        db.execute(statement)
-    for *values, check in old:
-        if check == checksum(values):
-            row = Measurement(*values[:7], 0.0, 0.0, values[7])  # type: ignore[call-arg]  # mypy counts a slice as 0
-            if row.is_possible:
-                _put_measurement(db, row)
-
-
-_MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _from_1}
+# The statement that leads from each older schema to the next one. A file of any other is set aside.
+_MIGRATIONS = {2: "DROP TABLE failures"}  # which nobody read
 
 
 def _put_measurement(db: sqlite3.Connection, row: Measurement) -> None:
@@ -97,9 +78,9 @@ class Store:
 
     @classmethod
     def open(cls, path: Path, *, max_bytes: int = MAX_BYTES, damage: str = "") -> tuple[Store, str]:
-        """The file and what is wrong with it, if anything. A damaged one is set aside and made anew.
+        """The open file, and a text that says what was wrong with it, or "". A damaged one is set aside and made anew.
 
-        damage: what was found wrong with it in use, which the check does not see.
+        damage: what was found wrong with the file in use, which the check at opening does not see.
 
         Raises Unavailable when there is no way to store anything now. Takes well below a second: it waits for no lock
         longer than BUSY_S, and the size of what it checks is bounded.
@@ -158,7 +139,7 @@ class Store:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
 
-    def load(self, backend: str, identity: Identity, newer_than: float = 0.0) -> list[Measurement]:
+    def load(self, backend: str, identity: Identity) -> list[Measurement]:
         """Rows of exactly this identity, newest first; damaged ones are dropped and counted. Raises Damaged and
         Unavailable."""
         with _translated():
@@ -172,32 +153,15 @@ class Store:
             row = Measurement(*values)
             if check != checksum(values) or not row.is_possible:
                 damaged.append(row)
-            elif row.measured_at >= newer_than:
+            else:
                 rows.append(row)
         self.damaged_rows += len(damaged)
         if damaged and not self.is_read_only:
             self._drop(damaged)
         return rows
 
-    def failures(self, limit: int = 200) -> list[Failure]:
-        """The newest ones; damaged rows are dropped and counted."""
-        with _translated():
-            found = self._db.execute(
-                f"SELECT {', '.join(_FAILURE)}, checksum FROM failures ORDER BY last_at DESC LIMIT ?", (limit,)
-            ).fetchall()
-        rows = []
-        for *values, check in found:
-            row = Failure(*values)
-            if check == checksum(values) and row.is_possible:
-                rows.append(row)
-            else:
-                self.damaged_rows += 1
-        return rows
-
-    def save(
-        self, identities: Iterable[Identity], measurements: Iterable[Measurement], failures: Iterable[Failure]
-    ) -> None:
-        """All or nothing. Counts of failures are added to what is stored. Raises Damaged and Unavailable."""
+    def save(self, identities: Iterable[Identity], measurements: Iterable[Measurement]) -> None:
+        """All or nothing. Raises Damaged and Unavailable."""
         with _transaction(self._db):
             for identity in identities:
                 self._db.execute(
@@ -206,40 +170,17 @@ class Store:
                 )
             for row in measurements:
                 _put_measurement(self._db, row)
-            for failure in failures:
-                self._add_failure(failure)
 
-    def prune(self, older_than: float = 0.0) -> int:
-        """Delete what is older, and the oldest beyond MAX_STORED. Returns how many rows."""
-        deleted = 0
+    def prune(self) -> None:
+        """Delete the oldest measurements beyond MAX_STORED, and identities that none has."""
         with _transaction(self._db):
-            for table, at in (("measurements", "measured_at"), ("failures", "last_at")):
-                kept = f"SELECT {at} FROM {table} ORDER BY {at} DESC LIMIT 1 OFFSET ?"
-                last = self._db.execute(kept, (MAX_STORED,)).fetchone()
-                limit = max(older_than, last[0] if last else 0.0)
-                deleted += self._db.execute(f"DELETE FROM {table} WHERE {at} <= ?", (limit,)).rowcount
-            self._db.execute(
-                "DELETE FROM identities WHERE identity NOT IN (SELECT identity FROM measurements)"
-                " AND identity NOT IN (SELECT identity FROM failures)"
-            )
-        return deleted
-
-    def _add_failure(self, row: Failure) -> None:
-        place = "backend = ? AND op = ? AND device = ? AND signature = ? AND identity = ?"
-        found = self._db.execute(
-            f"SELECT {', '.join(_FAILURE)}, checksum FROM failures WHERE {place}", astuple(row)[:5]
-        ).fetchone()
-        values = list(astuple(row))
-        if found is not None and found[-1] == checksum(found[:-1]):
-            values[5] += found[5]
-            values[6] = min(found[6], values[6])
-        self._db.execute(
-            f"INSERT OR REPLACE INTO failures VALUES ({', '.join('?' * (len(values) + 1))})",
-            (*values, checksum(values)),
-        )
+            oldest = "SELECT measured_at FROM measurements ORDER BY measured_at DESC LIMIT 1 OFFSET ?"
+            found = self._db.execute(oldest, (MAX_STORED,)).fetchone()
+            self._db.execute("DELETE FROM measurements WHERE measured_at <= ?", (found[0] if found else 0.0,))
+            self._db.execute("DELETE FROM identities WHERE identity NOT IN (SELECT identity FROM measurements)")
 
     def _drop(self, rows: Iterable[Measurement]) -> None:
-        """What failed its checksum; the next measurement makes it again."""
+        """Delete rows that failed their checksum; the next measurement stores them again."""
         with _transaction(self._db):
             for row in rows:
                 self._db.execute(
@@ -249,7 +190,8 @@ class Store:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the file with its -wal and -shm, which must not meet a new one; of the renamed ones the newest stay."""
+    """Rename the file with its -wal and -shm, which SQLite would take for those of the next file at this path. Of files
+    set aside so, the newest KEEP_BAD stay. Returns the new path."""
     now_ns = time.time_ns()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_ns / 1e9))
     bad = path.with_name(f"{path.name}.bad-{stamp}-{now_ns % 10**9:09d}")
@@ -326,12 +268,11 @@ def _upgrade(db: sqlite3.Connection) -> None:
             for step in range(version, SCHEMA):
                 if step not in _MIGRATIONS:
                     raise Damaged(f"nothing leads from its schema {version} to {SCHEMA}")
-                _MIGRATIONS[step](db)
+                db.execute(_MIGRATIONS[step])
         if version != SCHEMA:
             db.execute(f"PRAGMA user_version = {SCHEMA}")
         db.execute(f"SELECT identity, {', '.join(_IDENTITY)} FROM identities LIMIT 0")
-        for table, columns in (("measurements", _MEASUREMENT), ("failures", _FAILURE)):
-            db.execute(f"SELECT {', '.join(columns)}, checksum FROM {table} LIMIT 0")
+        db.execute(f"SELECT {', '.join(_MEASUREMENT)}, checksum FROM measurements LIMIT 0")
 
 
 _NOT_NOW = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM}
@@ -340,7 +281,7 @@ _NO_WRITING = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """SQLite's errors as what to do about them."""
+    """Raise SQLite's errors as Unavailable, ReadOnly or Damaged, which say what to do about them."""
     try:
         yield
     except sqlite3.Error as exc:

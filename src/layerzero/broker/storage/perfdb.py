@@ -1,32 +1,31 @@
-"""Measured times and failures that outlive the broker. All file work is on one thread of its own: the loop only hands
-over and takes, and a call never waits for a disk."""
+"""Measured times that outlive the broker. All file work is on one thread of its own: the loop only hands over and
+takes, and a call never waits for a disk."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.broker.selection.breaker import FailureRow
 from layerzero.broker.selection.timings import PerfRow, Stat
-from layerzero.broker.storage.perf_rows import Failure, Identity, Measurement
+from layerzero.broker.storage.perf_rows import Identity, Measurement
 from layerzero.broker.storage.perf_store import MAX_BYTES, Damaged, Store, Unavailable
 from layerzero.ipc.logs import log
 
-MAX_PENDING = 8192  # rows that wait for the file, of either kind
+MAX_PENDING = 8192  # rows that wait for the file
 RETRY_S = 30.0  # after a file could not be opened
 
 _Place = tuple[str, ...]
 
 
 class PerfDB:
-    """`path`: the file. `on_loaded(backend, rows)`: called on the thread of the database for each `identify`.
+    """The database of measured times in the file `path`, with a thread of its own. `on_loaded(backend, rows)` is called
+    on that thread for each `identify`.
 
-    Returns at once; the file is opened meanwhile. One that cannot be used is a text in `problems`, and the broker goes
-    on with what it measures itself. `ttl_s`: older rows are not loaded, and are deleted.
+    The file is opened after the constructor has returned. A file that cannot be used is a text in `problems`, and the
+    broker goes on with what it measures itself.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class PerfDB:
         path: Path,
         on_loaded: Callable[[str, list[PerfRow]], None],
         *,
-        ttl_s: float | None = None,
         retry_s: float = RETRY_S,
         max_bytes: int = MAX_BYTES,
     ) -> None:
@@ -42,9 +40,7 @@ class PerfDB:
         self.dropped = 0  # rows that were not stored: no room to wait, no backend known, or the broker ended first
         self.stored = 0
         self.loaded = 0
-        self.failures: tuple[Failure, ...] = ()  # the newest ones of the file, as it was when opened
         self._on_loaded = on_loaded
-        self._ttl_s = ttl_s
         self._retry_s = retry_s
         self._max_bytes = max_bytes
         self._problems: dict[str, str] = {}
@@ -52,7 +48,6 @@ class PerfDB:
         self._asked = self._done = 0  # turns of the thread
         self._is_closing = False
         self._measurements: dict[_Place, Measurement] = {}
-        self._failures: dict[_Place, Failure] = {}
         self._identities: dict[str, Identity] = {}
         self._backend_of: dict[str, str] = {}
         # The thread's own:
@@ -65,7 +60,8 @@ class PerfDB:
     # --- for the loop: none of these waits for the file
 
     def identify(self, backend: str, identity: Identity, kernel_ids: Iterable[str]) -> None:
-        """Say what measurements of this backend depend on from now on; the rows stored for it will be loaded.
+        """Say what measurements of this backend depend on from now on, which is its `identity`; the rows stored with it
+        will be loaded.
 
         Rows of another identity (driver, toolkit, library, descriptor or environment changed) stay in the file and do
         not count.
@@ -76,8 +72,8 @@ class PerfDB:
                 self._backend_of[kernel_id] = backend
             self._ask()
 
-    def save(self, rows: Iterable[PerfRow], failures: Iterable[FailureRow] = ()) -> None:
-        """Hand over what PerfTable.take_dirty and Health.take_dirty gave."""
+    def save(self, rows: Iterable[PerfRow]) -> None:
+        """Hand over what PerfTable.take_dirty gave."""
         wall_s = time.time() - time.monotonic()
         with self._changed:
             for row in rows:
@@ -86,12 +82,11 @@ class PerfDB:
                     self._drop("kernels that no backend was identified for", 1)
                     continue
                 self._keep(measurement(row, backend, self._identities[backend], wall_s))
-            for failed in failures:
-                self._keep(failure(failed, self._identities.get(failed.backend, Identity()), wall_s))
             self._ask()
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Store what waits and end the thread. False: it did not get there in time; the file is safe all the same."""
+        """Store what waits and end the thread. False: the thread is not through with it after `timeout_s`; the file is
+        safe all the same."""
         with self._changed:
             self._is_closing = True
             self._ask()
@@ -99,7 +94,8 @@ class PerfDB:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> bool:
-        """Until all that was handed over so far was worked on. For tests, and for a start that wants stored rows."""
+        """Block until all that was handed over so far was worked on; False when that takes longer than `timeout_s`. For
+        tests, and for a start that wants stored rows."""
         with self._changed:
             turn = self._asked
             return self._changed.wait_for(lambda: self._done >= turn or not self._thread.is_alive(), timeout_s)
@@ -114,13 +110,12 @@ class PerfDB:
         with self._changed:
             store = self._store
             mode = "memory" if store is None else "read_only" if store.is_read_only else "file"
-            waiting = len(self._measurements) + len(self._failures)
             return {
                 "path": str(self.path),
                 "mode": mode,
                 "loaded": self.loaded,
                 "stored": self.stored,
-                "waiting": waiting,
+                "waiting": len(self._measurements),
                 "dropped": self.dropped,
             }
 
@@ -128,21 +123,12 @@ class PerfDB:
         self._asked += 1
         self._changed.notify_all()
 
-    def _keep(self, row: Measurement | Failure) -> None:
-        """Let it wait for the file; a newer row takes the place of an older one, counts of failures are added."""
-        if isinstance(row, Measurement):
-            place: _Place = (row.kernel_id, row.key, row.identity)
-            if place in self._measurements or len(self._measurements) < MAX_PENDING:
-                self._measurements[place] = row
-                return
-        else:
-            place = (row.backend, row.op, row.device, row.signature, row.identity)
-            old = self._failures.get(place)
-            if old is not None:
-                row = replace(row, count=old.count + row.count, first_at=min(old.first_at, row.first_at))
-            if old is not None or len(self._failures) < MAX_PENDING:
-                self._failures[place] = row
-                return
+    def _keep(self, row: Measurement) -> None:
+        """Let a row wait for the file; a newer one takes the place of an older one."""
+        place = (row.kernel_id, row.key, row.identity)
+        if place in self._measurements or len(self._measurements) < MAX_PENDING:
+            self._measurements[place] = row
+            return
         self._drop(f"more than {MAX_PENDING} rows wait for the file", 1)
 
     def _drop(self, why: str, count: int) -> None:
@@ -167,7 +153,7 @@ class PerfDB:
                 self._changed.notify_all()
         self._close_store()
         with self._changed:
-            if lost := len(self._measurements) + len(self._failures):
+            if lost := len(self._measurements):
                 self._drop("the broker ended while the file could not be written", lost)
 
     def _turn(self, is_last: bool) -> None:
@@ -205,11 +191,10 @@ class PerfDB:
                 self._problems.pop("unavailable", None)
         if problem:
             self._tell("unavailable" if store.is_read_only else "renamed", problem)
-        self.failures = tuple(store.failures())
         if store.is_read_only:
             self._retry_at_s = time.monotonic() + self._retry_s
             return True
-        store.prune(time.time() - self._ttl_s if self._ttl_s is not None else 0.0)
+        store.prune()
         log("perfdb.opened", **self.facts())
         return True
 
@@ -220,7 +205,7 @@ class PerfDB:
             wanted = {b: i for b, i in self._identities.items() if self._known.get(b) != i}
         wall_s = time.time()
         for backend, identity in wanted.items():
-            rows = store.load(backend, identity, wall_s - self._ttl_s if self._ttl_s is not None else 0.0)
+            rows = store.load(backend, identity)
             self._known[backend] = identity
             self.loaded += len(rows)
             self._on_loaded(backend, perf_rows(rows, time.monotonic(), wall_s))
@@ -234,24 +219,20 @@ class PerfDB:
             return
         with self._changed:
             measurements, self._measurements = self._measurements, {}
-            failures, self._failures = self._failures, {}
-            used = {row.identity for row in measurements.values()} | {row.identity for row in failures.values()}
+            used = {row.identity for row in measurements.values()}
             identities = [identity for identity in self._identities.values() if identity.hash in used]
-        count = len(measurements) + len(failures)
-        if not count:
+        if not measurements:
             return
         try:
-            store.save(identities, measurements.values(), failures.values())
+            store.save(identities, measurements.values())
         except (Unavailable, Damaged):
             with self._changed:  # newer ones that came meanwhile win
                 newer, self._measurements = self._measurements, measurements
                 for row in newer.values():
                     self._keep(row)
-                for failed in failures.values():
-                    self._keep(failed)
             raise
         with self._changed:
-            self.stored += count
+            self.stored += len(measurements)
             self._problems.pop("unavailable", None)
 
     def _tell(self, kind: str, text: str) -> None:
@@ -275,12 +256,6 @@ def measurement(row: PerfRow, backend: str, identity: Identity, wall_s: float) -
     at = max(wall_s + stat.measured_at_s, 0.0)
     figures = (stat.count, stat.median_us, stat.p95_us, stat.variance_us, stat.warmup_ms)
     return Measurement(row.kernel_id, row.key, identity.hash, backend, *figures, at)
-
-
-def failure(row: FailureRow, identity: Identity, wall_s: float) -> Failure:
-    at = wall_s + row.last_at_s
-    text = row.signature.encode("utf-8", "replace").decode()  # what a library says need not be text
-    return Failure(row.backend, row.op, row.device, text, identity.hash, row.count, at, at)
 
 
 def perf_rows(rows: Iterable[Measurement], now_s: float, wall_s: float) -> list[PerfRow]:

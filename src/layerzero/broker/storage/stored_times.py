@@ -1,4 +1,4 @@
-"""Measured times and failures on their way between the engine and the database of measured times."""
+"""Measured times on their way between the engine and the database of measured times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerzero.broker.storage.perf_rows import Identity
 from layerzero.broker.storage.perfdb import PerfDB
 from layerzero.ipc.version import __version__
 
-SAVE_S = 1.0  # after the first new one
+SAVE_S = 1.0  # from the first time that is not stored yet to the next save
 
 
 class StoredTimes:
@@ -53,13 +53,12 @@ class StoredTimes:
         engine = self._engine
         if now_s >= self.due_s:
             self.due_s = math.inf
-            self.perfdb.save(engine.perf.take_dirty(), engine.health.take_dirty())
+            self.perfdb.save(engine.perf.take_dirty())
         if self.due_s == math.inf and engine.perf.has_dirty:
             self.due_s = now_s + SAVE_S
 
     def close(self) -> None:
-        """What is new is saved first."""
-        engine = self._engine
-        while (rows := engine.perf.take_dirty()) or engine.health.has_dirty:
-            self.perfdb.save(rows, engine.health.take_dirty())
+        """Save what is new and close the database."""
+        while rows := self._engine.perf.take_dirty():
+            self.perfdb.save(rows)
         self.perfdb.close()

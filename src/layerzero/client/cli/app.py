@@ -81,6 +81,7 @@ Keys = Annotated[
     Path | None, typer.Option("--keys", metavar="DIR", help="Folder of keys; default LAYERZERO_KEYS.", file_okay=False)
 ]
 Backend = Annotated[str | None, typer.Option("--backend", "-b", metavar="NAME", help="Allow this backend only.")]
+All = Annotated[bool, typer.Option("--all", help="Show every kernel, with all reasons and parts of its score.")]
 Tokenizer = Annotated[
     Path | None,
     typer.Option("--tokenizer", exists=True, dir_okay=False, help="tokenizer.json, for tokenize and detokenize."),
@@ -151,12 +152,16 @@ def status(
         str | None, typer.Option("--remote", metavar="tcp://ADDRESS:PORT", help="A broker that listens there.")
     ] = None,
     folder: Keys = None,
+    shows_all: Annotated[
+        bool, typer.Option("--all", help="Show backends that are not for this machine, too, and why.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show the broker, its clients and backends, what is wrong and how to repair it."""
     from layerzero.client.cli import broker
 
-    raise typer.Exit(broker.status(backend=backend, remote=remote, keys=folder, as_json=as_json))
+    code = broker.status(backend=backend, remote=remote, keys=folder, shows_all=shows_all, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -181,12 +186,15 @@ def explain(
     param: Params = None,
     backend: Backend = None,
     tokenizer: Tokenizer = None,
+    shows_all: All = False,
     as_json: Json = False,
 ) -> None:
     """Show which kernel would serve a call, and why not the others. Runs nothing."""
     from layerzero.client.cli import calls
 
-    calls.explain(op, args or (), param or (), tokenizer=tokenizer, backend=backend, as_json=as_json)
+    calls.explain(
+        op, args or (), param or (), tokenizer=tokenizer, backend=backend, shows_all=shows_all, as_json=as_json
+    )
 
 
 @app.command()
@@ -201,6 +209,7 @@ def run(
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", "-r", min=1, help="Run it so many times.")] = 1,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random inputs.")] = 0,
+    shows_all: All = False,
     as_json: Json = False,
 ) -> None:
     """Run an op on random inputs, or a text; show the result, the times and why this kernel."""
@@ -215,6 +224,7 @@ def run(
         timeout_s=timeout,
         repeat=repeat,
         seed=seed,
+        shows_all=shows_all,
         as_json=as_json,
     )
 
@@ -384,6 +394,7 @@ def matrix(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Environments tried side by side.")] = 2,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one process may take.")] = 180.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Try again what is known of the same locks.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Try the whole default matrix without being asked.")] = False,
     bisect: Annotated[
         str | None,
         typer.Option("--bisect", metavar="'NAME FROM..TO'", help="Find the first version that fails --test."),
@@ -422,6 +433,7 @@ def matrix(
         jobs=jobs,
         timeout_s=timeout,
         fresh=fresh,
+        yes=yes,
         as_json=as_json,
     )
 
@@ -467,18 +479,16 @@ def bench_check(
 )
 def env(ctx: typer.Context) -> None:
     """List, build, probe, lock and collect backend environments; see `lz env --help`."""
-    from layerzero.envs.__main__ import app as env_app  # a package of its own: it does not know of brokers
+    from layerzero.client.cli import env as cli_env
 
-    code = env_app(args=ctx.args, prog_name="lz env", standalone_mode=False)
-    if ctx.args[:1] in (["build"], ["probe"]) and "--help" not in ctx.args:
-        from layerzero.client.cli import broker
-
-        broker.tell_about_environments(ctx.args[1:])
-    raise typer.Exit(code if isinstance(code, int) else 0)
+    raise typer.Exit(cli_env.run(ctx.args))
 
 
 def main() -> None:
     """Run `lz` with this process's arguments; ends the process."""
+    from layerzero.client.cli.output import show_setting_warnings
+
+    show_setting_warnings()
     app(prog_name="lz")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +16,13 @@ from rich.text import Text
 from layerzero.client.cli import keys as cli_keys
 from layerzero.client.cli.output import FAILED, note, out, print_json
 from layerzero.client.connection import remote as remote_broker
-from layerzero.client.connection import start
+from layerzero.client.connection import settings_check, start
 from layerzero.client.session.session import Session
-from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, ProtocolError
+from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected, ProtocolError
 from layerzero.ipc.transport import control
 from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.version import __version__
+from layerzero.ipc.wording import counted
 
 STOP_TIMEOUT_S = 10.0
 ENDING_POLL_S = 0.1
@@ -31,21 +31,24 @@ _STYLES = {"ready": "green", "busy": "green", "starting": "cyan", "probing": "cy
 
 @contextmanager
 def connection(where: Endpoints) -> Iterator[Session]:
-    """A session with the broker that runs; starts none. Raises BrokerLost when there is none."""
+    """A session with the broker that runs; starts none. Raises NotConnected when there is none, BrokerLost when it does
+    not answer."""
     key = start.secret_key()
     pid = start.broker_pid(where) if key is None else 0  # of another container, maybe
     if pid is None:
-        raise BrokerLost(f"no broker runs in {where.folder}", repair="lz up")
+        raise NotConnected(f"no broker runs in {where.folder}", repair="lz up")
     try:
         session = Session(where.control, __version__, key)
     except (OSError, ProtocolError) as exc:
         if key is not None and isinstance(exc, (FileNotFoundError, ConnectionRefusedError)):
-            raise BrokerLost(f"no broker runs in {where.folder}", repair="start the one of this stack") from exc
+            raise NotConnected(f"no broker runs in {where.folder}", repair="start the one of this stack") from exc
         who = f"the broker (pid {pid})" if pid else "the broker"
         raise BrokerLost(
             f"{who} does not answer: {exc}", repair="try again; if it stays like this, lz down --force"
         ) from exc
     try:
+        if key is None:
+            settings_check.warn_of_broker(session)
         yield session
     finally:
         session.close()
@@ -82,7 +85,7 @@ def ensure_it_stays(where: Endpoints) -> bool:
             with connection(where) as session:
                 session.ask("stay")
                 return False
-        except BrokerLost as exc:
+        except (BrokerLost, NotConnected) as exc:
             if isinstance(exc.__cause__, TimeoutError) or time.monotonic() > deadline_s:
                 raise
             start.wait_for_end(where, ENDING_POLL_S)  # its last client has left just now
@@ -150,7 +153,7 @@ def restart(names: Sequence[str], *, as_json: bool) -> int:
 
 def _after_reset(row: Mapping[str, Any]) -> str:
     if row["unavailable"]:
-        return f"still unusable: {row['unavailable']['detail']}"
+        return f"still unusable: {_what_is_wrong(row['unavailable'])}"
     if row["state"] == "absent":
         return "its failures are forgotten; it starts with the next call that needs it"
     return f"{row['state']}{_pid(row)}; there was nothing to forget"
@@ -168,7 +171,7 @@ def tell_about_environments(words: Sequence[str]) -> None:
             for name in known.intersection(words) or known:
                 session.ask("reset", backend=name)
             note(f"the broker (pid {session.broker_pid}) looks at them again")
-    except BrokerLost:
+    except (BrokerLost, NotConnected):
         return  # one that starts later reads them anyway
     except LayerZeroError as exc:
         note(f"the running broker was not told: {exc.message}")
@@ -177,8 +180,9 @@ def tell_about_environments(words: Sequence[str]) -> None:
 # --- status
 
 
-def status(*, backend: str | None, remote: str | None, keys: Path | None, as_json: bool) -> int:
-    """Returns the exit code: with `backend` 1 when that one cannot serve."""
+def status(*, backend: str | None, remote: str | None, keys: Path | None, shows_all: bool, as_json: bool) -> int:
+    """`shows_all`: backends that are not for this machine, too. Returns the exit code: with `backend` 1 when that one
+    cannot serve."""
     if remote is None:
         where = start.endpoints()
         with connection(where) as session:
@@ -199,8 +203,13 @@ def status(*, backend: str | None, remote: str | None, keys: Path | None, as_jso
         return 0
     _print_head(answer, where)
     out().print()
-    out().print(_table(answer["backends"]))
-    _print_wrong(answer)
+    elsewhere = [] if shows_all else [row for row in answer["backends"] if _is_elsewhere(row)]
+    out().print(_table([row for row in answer["backends"] if row not in elsewhere]))
+    if elsewhere:
+        names = ", ".join(row["name"] for row in elsewhere)
+        text = f"not for this machine, --all shows why: {names}"
+        out().print(Text(text, style="dim"))
+    _print_wrong(answer, shows_all=shows_all)
     return 0
 
 
@@ -214,7 +223,7 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
     rows = {
         "broker": f"pid {broker['pid']}, up {_duration(broker['up_s'])}, layerzero {broker['package']}, "
         f"protocol {broker['protocol']}" + ("" if broker["stays"] else "; ends with its last client (lz up: stays)"),
-        "clients": f"{len(clients)} connected, {calls} open calls, {nbytes / 1e6:,.1f} MB lent",
+        "clients": f"{len(clients)} connected, {counted(calls, 'open call')}, {nbytes / 1e6:,.1f} MB lent",
         "devices": ", ".join(
             f"{d['name'] or d['type']}{' ' + d['uuid'] if d['type'] != 'cpu' else ''}" for d in devices
         ),
@@ -233,7 +242,7 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("pid", "ops", "answered", "failed", "restarts"):
         table.add_column(name, no_wrap=True, justify="right")
-    table.add_column("versions", overflow="fold")
+    table.add_column("versions")
     for row in backends:
         state = _state(row)
         versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
@@ -245,12 +254,13 @@ def _table(backends: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['answered']:,}",
             Text(f"{row['failed']:,}", style="yellow" if row["failed"] else ""),
             Text(str(row["restarts"]), style="yellow" if row["restarts"] else ""),
-            Text(versions),
+            Text(versions, no_wrap=True, overflow="ellipsis"),
         )
     return table
 
 
 _UNUSABLE = {
+    "NOT_FOR_MACHINE": "elsewhere",
     "NOT_INSTALLED": "not built",
     "NOT_JOINED": "not joined",
     "SOURCE_NOT_ALLOWED": "refused",
@@ -267,22 +277,38 @@ def _state(row: Mapping[str, Any]) -> str:
     return _UNUSABLE.get(row["unavailable"]["code"], "unusable")
 
 
-def _print_wrong(answer: Mapping[str, Any]) -> None:
-    wrong = {row["name"]: row["unavailable"]["detail"] for row in answer["backends"] if row["unavailable"]}
-    lines = [*_joined(wrong), *answer["problems"]]
+def _is_elsewhere(row: Mapping[str, Any]) -> bool:
+    """A backend that is not for this machine, which is no fault."""
+    return (row["unavailable"] or {}).get("code") == "NOT_FOR_MACHINE"
+
+
+def _print_wrong(answer: Mapping[str, Any], *, shows_all: bool) -> None:
+    unusable = [row for row in answer["backends"] if row["unavailable"]]
+    lines = _joined([row for row in unusable if not _is_elsewhere(row)])
+    lines += [Text(f"  {problem}") for problem in answer["problems"]]
     if lines:
         out().print(Text("\nwhat is wrong", style="bold yellow"))
         for line in lines:
-            shown = re.sub("; (run|repair): ", r"\n    \1: ", line)  # the command on a line of its own, to be copied
-            out().print(Text(f"  {shown}"), soft_wrap=True)
+            out().print(line, soft_wrap=True)
+    if shows_all and (elsewhere := [row for row in unusable if _is_elsewhere(row)]):
+        out().print(Text("\nnot for this machine", style="bold"))
+        for line in _joined(elsewhere):
+            out().print(line, soft_wrap=True)
 
 
-def _joined(details: Mapping[str, str]) -> list[str]:
+def _what_is_wrong(unavailable: Mapping[str, str]) -> str:
+    """With the repair on a line of its own, to be copied."""
+    repair = unavailable["repair"]
+    return unavailable["detail"] + (f"\n    repair: {repair}" if repair else "")
+
+
+def _joined(rows: Sequence[Mapping[str, Any]]) -> list[Text]:
     """One line for all backends of which the same is to be said: the commands of `lz env` take several names."""
     alike: dict[str, list[str]] = {}
-    for name, detail in details.items():
-        alike.setdefault(detail.replace(f"lz env build {name}", "lz env build NAMES"), []).append(name)
-    return [f"{', '.join(names)}: {text.replace('NAMES', ' '.join(names))}" for text, names in alike.items()]
+    for row in rows:
+        name, text = row["name"], _what_is_wrong(row["unavailable"])
+        alike.setdefault(text.replace(f"lz env build {name}", "lz env build NAMES"), []).append(name)
+    return [Text(f"  {', '.join(names)}: {text.replace('NAMES', ' '.join(names))}") for text, names in alike.items()]
 
 
 def _duration(seconds: float) -> str:

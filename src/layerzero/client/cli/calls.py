@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import difflib
 import inspect
 import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from layerzero.client.connection.report import SelectionReport
 from layerzero.client.facade import ops
 from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
@@ -40,9 +41,7 @@ def find_op(name: str) -> Callable[..., Any]:
     if name in OPS:
         function: Callable[..., Any] = getattr(ops, name)
         return function
-    near = difflib.get_close_matches(name.lower(), OPS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise InvalidArgument(f"no op is called {name!r}; {hint}Ops: {', '.join(OPS)}")
+    raise InvalidArgument(unknown_name("op", name, OPS))
 
 
 def parse_spec(text: str) -> TensorSpec | None:
@@ -53,11 +52,8 @@ def parse_spec(text: str) -> TensorSpec | None:
     dtype = ALIASES.get(dtype, dtype)
     extents = shape.split("x") if shape else []
     if dtype not in ITEMSIZE or not all(extent.isdecimal() for extent in extents):
-        near = difflib.get_close_matches(dtype, ITEMSIZE, n=1)
-        raise InvalidArgument(
-            f"argument {text!r} is not SHAPE:DTYPE, such as 1x8x128x64:float16, or none; dtypes: {', '.join(ITEMSIZE)}"
-            + (f"; did you mean {near[0]!r}?" if near and dtype not in ITEMSIZE else "")
-        )
+        form = f"argument {text!r} is not SHAPE:DTYPE, such as 1x8x128x64:float16, or none"
+        raise InvalidArgument(form if dtype in ITEMSIZE else f"{form}: {unknown_name('dtype', dtype, ITEMSIZE)}")
     contiguous = TensorSpec.contiguous(dtype, tuple(int(extent) for extent in extents))
     return TensorSpec.from_wire(contiguous.to_wire())  # for its checks
 
@@ -71,9 +67,7 @@ def parse_params(function: Callable[..., Any], words: Sequence[str]) -> dict[str
         if not equals:
             raise InvalidArgument(f"--param {word!r} is not name=value, such as is_causal=true")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidArgument(f"{op} has no parameter {name!r}; it has: {', '.join(known) or 'none'}{hint}")
+            raise InvalidArgument(f"{op}: {unknown_name('parameter', name, known)}")
         try:
             params[name] = json.loads(text)
         except ValueError:
@@ -97,7 +91,8 @@ def parse_arrays(function: Callable[..., Any], words: Sequence[str]) -> dict[str
     needed = sum(parameters[name].default is inspect.Parameter.empty for name in names)
     if not needed <= len(words) <= len(names):
         count = str(needed) if needed == len(names) else f"{needed} to {len(names)}"
-        wanted = f"{count} arrays as SHAPE:DTYPE ({', '.join(names)})" if names else "no arrays"
+        noun = "array" if count == "1" else "arrays"
+        wanted = f"{count} {noun} as SHAPE:DTYPE ({', '.join(names)})" if names else "no arrays"
         raise InvalidArgument(f"{function.__name__} takes {wanted}, got {len(words)}")
     return {name: parse_spec(word) for name, word in zip(names, words, strict=False)}
 
@@ -119,14 +114,21 @@ def parse_texts(function: Callable[..., Any], words: Sequence[str], tokenizer: P
 
 
 def explain(
-    op: str, words: Sequence[str], params: Sequence[str], *, tokenizer: Path | None, backend: str | None, as_json: bool
+    op: str,
+    words: Sequence[str],
+    params: Sequence[str],
+    *,
+    tokenizer: Path | None,
+    backend: str | None,
+    shows_all: bool,
+    as_json: bool,
 ) -> None:
-    """Print which kernel would serve the call, and why not the others."""
+    """Print which kernel would serve the call, and why not the others; with `shows_all` of every kernel."""
     function = find_op(op)
     options = parse_params(function, params)
     arguments = parse_texts(function, words, tokenizer) if op in TEXT_OPS else parse_arrays(function, words)
     with Connected():
-        report = lz.explain(op, **arguments, **options, backend=backend)
+        report = lz.explain(op, **arguments, **options, backend=backend, verbose=shows_all)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -158,6 +160,7 @@ def run(
     timeout_s: float | None,
     repeat: int,
     seed: int,
+    shows_all: bool,
     as_json: bool,
 ) -> None:
     """Run the call `repeat` times; print its result, times and report."""
@@ -171,9 +174,7 @@ def run(
 
     def call() -> Any:
         value = function(**arguments, **options, backend=backend, timeout_s=timeout_s)
-        report = lz.last_report()
-        assert report is not None
-        reports.append(report)
+        reports.append(replace(lz.last_report(), is_verbose=shows_all))
         return value
 
     with Connected():

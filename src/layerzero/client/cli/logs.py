@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import time
@@ -15,6 +14,7 @@ from rich.text import Text
 from layerzero.client.cli.output import note, out, print_json
 from layerzero.client.connection import start
 from layerzero.ipc.errors import BrokerLost, InvalidArgument
+from layerzero.ipc.names import nearest
 from layerzero.ipc.transport.endpoints import Endpoints
 
 POLL_S = 0.2
@@ -44,11 +44,10 @@ def _path(where: Endpoints, backend: str | None) -> Path:
     if backend is None:
         raise BrokerLost(f"there is no log at {path}: no broker has run in this runtime folder", repair="lz up")
     known = sorted(p.stem.removeprefix("worker-") for p in where.folder.glob("worker-*.log"))
-    near = difflib.get_close_matches(backend, known, n=1)
     raise InvalidArgument(
         f"backend {backend!r} has no log in {where.folder}; "
         + (f"those with one: {', '.join(known)}" if known else "no worker has been started there")
-        + (f"; did you mean {near[0]!r}?" if near else ""),
+        + nearest(backend, known),
         repair="lz status for the names; lz logs for the broker's own",
     )
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from layerzero.client.cli.output import err, note, out, print_json
 from layerzero.envs.build.progress import Lines
-from layerzero.envs.matrix import page, report
+from layerzero.envs.matrix import kept, page, report
 from layerzero.envs.matrix.engine import Cell, Isolated, Matrix, OnCell, make
 from layerzero.envs.matrix.resolver import the_uv
 from layerzero.envs.matrix.subjects import Subject, choose
@@ -35,10 +35,13 @@ def matrix(
     jobs: int,
     timeout_s: float,
     fresh: bool,
+    yes: bool,
     as_json: bool,
 ) -> None:
     """Make the matrix and print it. Raises EnvError, ConfigError, InvalidArgument."""
     subjects, groups = _choose(words, sets, folders)
+    if not (words or sets or yes) and not _is_wanted(subjects, store, jobs):
+        return
     if html is not None and not os.access(html.absolute().parent, os.W_OK):  # a quarter of an hour before it is written
         raise InvalidArgument(f"--html {str(html)!r}: its folder does not exist or cannot be written to")
     tool = the_uv()
@@ -59,6 +62,21 @@ def matrix(
         print_json(report.to_json(made, machine))
     else:
         _print(made)
+
+
+def _is_wanted(subjects: Sequence[Subject], store: Path, jobs: int) -> bool:
+    """Ask before the whole default matrix is tried. Raises InvalidArgument where there is nobody to ask."""
+    cells = len(subjects) * (len(subjects) + 1) // 2
+    minutes = max(1, round(cells * kept.cell_seconds(store.absolute()) / jobs / 60))
+    what = (
+        f"lz matrix without words tries {len(subjects)} libraries, alone and in pairs: {cells} environments, "
+        f"about {minutes} minutes, and downloads of what uv's cache lacks. What earlier runs found is not tried again."
+    )
+    if not (sys.stdin.isatty() and err().is_terminal):
+        raise InvalidArgument(f"nobody is there to be asked: add --yes, or name a few: lz matrix torch mlx\n{what}")
+    note(what)
+    err().print("Go on? [y/N] ", end="", markup=False, highlight=False)
+    return input().strip().lower() in ("y", "yes")
 
 
 def _choose(

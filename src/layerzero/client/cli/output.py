@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,8 @@ from layerzero.ipc.errors import (
     Poison,
     VersionMismatch,
 )
+from layerzero.ipc.vocabulary import variables
+from layerzero.ipc.vocabulary.variables import SettingWarning
 
 SCHEMA = 1  # of everything that --json prints; grows when a field is renamed, removed or changes its meaning
 FAILED, USAGE, NO_BROKER = 1, 2, 3
@@ -47,6 +51,22 @@ def print_json(value: Mapping[str, Any], *, indent: int | None = 1) -> None:
 def note(text: str) -> None:
     """What a person wants to know and a script does not."""
     err().print(Text(text, style="dim"), soft_wrap=True)
+
+
+def show_setting_warnings() -> None:
+    """As notes, each once; those of misspelt variables now."""
+    shown = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any) -> None:
+        if issubclass(category, SettingWarning):
+            err().print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+        else:
+            shown(message, category, filename, lineno, *more)
+
+    warnings.showwarning = show  # type: ignore[assignment]
+    warnings.simplefilter("once", SettingWarning)
+    for text in variables.mistakes(os.environ):
+        warnings.warn(text, SettingWarning, stacklevel=2)
 
 
 def show_error(error: LayerZeroError, *, as_json: bool) -> int:
@@ -93,7 +113,7 @@ def next_step(error: LayerZeroError) -> str:
         case BackendError():
             return "lz logs " + str(error.facts.get("backend", "BACKEND"))
         case NoBackend():
-            return _build_command(error) or "lz status shows the backends; change what the reasons name"
+            return "lz status shows the backends; change what the reasons name"
         case BrokerLost():
             return "lz up, then lz logs if it does not come up"
         case VersionMismatch():
@@ -102,12 +122,4 @@ def next_step(error: LayerZeroError) -> str:
             return "change the inputs, or lz logs to see what died"
         case Busy():
             return "wait for calls to end, then try again"
-    return ""
-
-
-def _build_command(error: NoBackend) -> str:
-    """A backend that only lacks its environment is one command away."""
-    for candidate in error.report.candidates if error.report is not None else ():
-        if [reason.code for reason in candidate.reasons] == ["NOT_INSTALLED"]:
-            return f"lz env build {candidate.backend}"
     return ""

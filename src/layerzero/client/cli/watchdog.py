@@ -64,7 +64,11 @@ class Watchdog:
         was_started = ensure_it_stays(self._where)
         pid = start.broker_pid(self._where)
         if pid is not None:
-            self._tell("started" if was_started else "found", pid, "it is started again if it dies; lz down ends both")
+            self._tell(
+                "started" if was_started else "found",
+                pid,
+                "it is started again if it dies; this stays in the foreground: Ctrl-C or lz down ends both",
+            )
         return pid
 
     def _wait_for_death(self, pid: int | None) -> bool:

@@ -1,18 +1,25 @@
 """This process's arenas: shared memory that tensors live in, handed out in slots and freed when the last view dies.
 
 A slot is lent as a memoryview. Arrays built on it keep it alive; a weak reference frees the slot after the last one.
+
+Freed memory is kept for the next slots, up to MAX_IDLE_BYTES. Beyond that, pages go back to the system at once, those
+freed longest ago first, until KEPT_IDLE_BYTES are left: an arena has holes then, which are reserved again before a slot
+there is handed out, as a new arena is.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import mmap
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 
+from layerzero.client.connection import retained
+from layerzero.ipc import free_memory
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.shm import memory
 from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
@@ -20,7 +27,10 @@ from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
 FIRST_ARENA_BYTES = 4 << 20
 MAX_SHARED_ARENA_BYTES = 64 << 20  # arenas for many slots grow up to this
 OWN_ARENA_BYTES = 8 << 20  # slots from this size on get an arena of their own
-MAX_IDLE_BYTES = 256 << 20  # empty arenas kept for reuse
+MAX_IDLE_BYTES = 256 << 20  # free memory of all arenas that keeps its pages, for the next slots
+KEPT_IDLE_BYTES = 128 << 20  # what is left of it then: a program that goes up and down pays for one half, not each time
+MIN_HOLE_BYTES = 64 << 10  # smaller free slots between live ones keep their pages
+MAX_NOTED = 1024  # small slots that wait for the next call to collect them, which is cheaper than at once
 _PAGE = 4096
 
 
@@ -31,15 +41,17 @@ class Arena:
         self.nbytes = nbytes
         self.fd = memory.create_memfd("layerzero", nbytes)
         try:
-            mapped = memory.map_fd(self.fd, nbytes, writable=True, populate=True)
+            self._mapped = memory.map_fd(self.fd, nbytes, writable=True, populate=True)
         except BaseException:
             os.close(self.fd)
             raise
-        self.view = memoryview(mapped)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self.view = memoryview(self._mapped)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
         self.live = 0
         self.top = 0  # bytes handed out so far; slots below it are live or in `free`
         self.free: dict[int, list[int]] = {}  # slot size -> offsets
+        self.holes: list[tuple[int, int]] = []  # ranges of whole pages without memory behind them; only in free ranges
+        self.freed_at = 0  # of the pool's frees, the last one here
         self.registrations: list[Callable[[Arena], None]] = []
 
     def take(self, size: int) -> int | None:
@@ -63,6 +75,47 @@ class Arena:
             self.top = 0
             self.free.clear()
 
+    @property
+    def hole_bytes(self) -> int:
+        return sum(end - start for start, end in self.holes)
+
+    def punch(self) -> int:
+        """Give the pages of all free ranges back. Returns how many bytes that were."""
+        before = self.hole_bytes
+        ranges = [(o, o + size) for size, found in self.free.items() if size >= MIN_HOLE_BYTES for o in found]
+        pages = (
+            (-(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE) for start, end in (*ranges, (self.top, self.nbytes))
+        )
+        holes = [(start, end) for start, end in pages if start < end]
+        for start, end in set(holes).difference(self.holes):
+            self._mapped.madvise(mmap.MADV_REMOVE, start, end - start)
+        self.holes = _united([*self.holes, *holes])
+        return self.hole_bytes - before
+
+    def fill(self, offset: int, size: int) -> int:
+        """Reserve the pages of a slot that lies in holes, in part perhaps. Returns how many bytes those were.
+        Raises OutOfMemory."""
+        start, end = offset // _PAGE * _PAGE, -(-(offset + size) // _PAGE) * _PAGE
+        missing = sum(max(min(end, e) - max(start, s), 0) for s, e in self.holes)
+        if missing >= memory.CHECKED_FROM_BYTES:
+            free_memory.check(missing)
+        if missing:
+            memory.reserve(self.fd, start, end - start)
+            parts = (part for s, e in self.holes for part in ((s, min(e, start)), (max(s, end), e)))
+            self.holes = [(s, e) for s, e in parts if s < e]
+        return missing
+
+
+def _united(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
 
 class _Lease(weakref.ref[memoryview]):
     __slots__ = ("arena", "offset", "size")
@@ -80,7 +133,8 @@ def slot_bytes(nbytes: int) -> int:
 
 class Pool:
     """All arenas of this process. Thread-safe; slots may be freed from any thread at any time, also by the garbage
-    collector in the middle of `allocate`, so freeing only notes the slot and the next call collects it."""
+    collector in the middle of `allocate` or of anything else. So a slot that is freed while a thread is in here is only
+    noted, for that thread or the next call to collect; and nobody is told of anything then (arenas close in calls)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,6 +143,11 @@ class Pool:
         self._shared: list[Arena] = []  # with many slots, newest first
         self._leases: dict[int, _Lease] = {}
         self._freed: deque[_Lease] = deque()
+        self._frees = 0
+        self._idle_bytes = 0  # of all arenas: free, with pages
+        self._bound_bytes = MAX_IDLE_BYTES  # of these, before pages go back
+        self.forks: list[None] = []  # one for each that is under way; in the child it stays
+        self._has_hollow = False  # an empty arena may have no pages left
 
     def allocate(self, nbytes: int) -> tuple[memoryview, Arena, int]:
         """A fresh block, aligned to memory.ALIGNMENT, contents undefined; with its arena and the offset there.
@@ -101,11 +160,16 @@ class Pool:
         with self._lock:
             self._collect()
             arena, offset = self._take(size)
+            if arena.holes:
+                self._fill(arena, offset, size)
+            self._idle_bytes -= size
             view = arena.view[offset : offset + nbytes]
             lease = _Lease(view, self._note_freed)
             lease.arena, lease.offset, lease.size = arena, offset, size
             self._leases[id(lease)] = lease
-            return view, arena, offset
+            if self._has_hollow:
+                self._close_hollow()
+        return view, arena, offset
 
     def find(self, address: int, nbytes: int) -> tuple[Arena, int] | None:
         """The arena that holds these bytes, and the offset in it; None for memory that is not ours."""
@@ -118,34 +182,57 @@ class Pool:
         return (arena, offset) if offset + nbytes <= arena.nbytes else None
 
     def stats(self) -> dict[str, int]:
-        """Bytes of all arenas, live slots, arenas."""
+        """Bytes of all arenas, and of those the ones that are free and have pages; live slots, arenas."""
         with self._lock:
             self._collect()
+            self._close_hollow()
             return {
                 "arenas": len(self._arenas),
                 "bytes": sum(a.nbytes for a in self._arenas),
+                "idle_bytes": self._idle_bytes,
                 "slots": sum(a.live for a in self._arenas),
             }
 
     def _note_freed(self, lease: _Lease) -> None:
+        """Called wherever the last view dies: takes no lock that somebody may have, and sends nothing."""
         self._freed.append(lease)
+        if lease.size >= MIN_HOLE_BYTES or len(self._freed) >= MAX_NOTED:  # else it is the next call's
+            self._collect_if_idle()
+
+    def _collect_if_idle(self) -> None:
+        """Unless a thread is in here; perhaps it is this one, further up."""
+        while self._freed and not self.forks and self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
 
     def _collect(self) -> None:
         while self._freed:
             lease = self._freed.popleft()
             del self._leases[id(lease)]
-            lease.arena.give(lease.offset, lease.size)
-            if lease.arena.live == 0:
-                self._trim()
+            arena = lease.arena
+            arena.give(lease.offset, lease.size)
+            self._frees = arena.freed_at = self._frees + 1
+            self._idle_bytes += lease.size
+            if self._idle_bytes > self._bound_bytes:
+                self._punch()
 
-    def _trim(self) -> None:
-        """Close empty arenas beyond what is worth keeping."""
-        idle = 0
-        for arena in list(self._arenas):
-            if arena.live == 0:
-                idle += arena.nbytes
-                if idle > MAX_IDLE_BYTES:
-                    self._close(arena)
+    def _punch(self) -> None:
+        """Give pages back, until little enough is kept or no free range is worth it."""
+        for arena in sorted(self._arenas, key=lambda a: a.freed_at):
+            self._idle_bytes -= arena.punch()
+            self._has_hollow = self._has_hollow or arena.live == 0
+            if self._idle_bytes <= KEPT_IDLE_BYTES:
+                break
+        # Where small slots between live ones are all that is free, the next look shall not be at the next free.
+        self._bound_bytes = max(MAX_IDLE_BYTES, self._idle_bytes + KEPT_IDLE_BYTES)
+
+    def _close_hollow(self) -> None:
+        """Close empty arenas without pages: what is left of them is a descriptor here and in each worker."""
+        self._has_hollow = False
+        for arena in [a for a in self._arenas if a.live == 0 and a.hole_bytes == a.nbytes]:
+            self._close(arena)
 
     def _close(self, arena: Arena) -> None:
         self._arenas.remove(arena)
@@ -157,10 +244,17 @@ class Pool:
         arena.registrations.clear()
         os.close(arena.fd)  # the mapping goes with the last view
 
+    def _fill(self, arena: Arena, offset: int, size: int) -> None:
+        try:
+            self._idle_bytes += arena.fill(offset, size)
+        except BaseException:
+            arena.give(offset, size)
+            raise
+
     def _take(self, size: int) -> tuple[Arena, int]:
         if size >= OWN_ARENA_BYTES:
             fits = [a for a in self._arenas if a.live == 0 and size <= a.nbytes <= 2 * size and a not in self._shared]
-            arena = min(fits, key=lambda a: a.nbytes) if fits else self._open(-(-size // _PAGE) * _PAGE)
+            arena = min(fits, key=lambda a: (a.hole_bytes, a.nbytes)) if fits else self._open(-(-size // _PAGE) * _PAGE)
             offset = arena.take(size)
             assert offset is not None
             return arena, offset
@@ -177,6 +271,7 @@ class Pool:
 
     def _open(self, nbytes: int) -> Arena:
         arena = Arena(nbytes)
+        self._idle_bytes += nbytes
         bisect.insort(self._arenas, arena, key=lambda a: a.address)
         self._index = ([a.address for a in self._arenas], list(self._arenas))
         return arena
@@ -186,13 +281,21 @@ pool = Pool()
 forks = 0  # how many forks lie between the first process and this one
 
 
+def _before_fork() -> None:
+    """From here on until the pool is another one, the child must give back no page that its parent uses."""
+    pool.forks.append(None)
+
+
+def _after_fork_in_parent() -> None:
+    pool.forks.pop()
+
+
 def _after_fork() -> None:
     """The parent goes on using its arenas; the child must not hand out their slots, nor free them."""
     global pool, forks
     forks += 1
-    _inherited.append(pool)
+    retained.keep(pool)
     pool = Pool()
 
 
-_inherited: list[Pool] = []
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
-from layerzero.client.arrays.arrays import Array, copy_into, describe, wrap
+from layerzero.client.arrays.copies import copy_into
+from layerzero.client.arrays.recognition import ACCEPTED, Array, describe
+from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.connection import overlay
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
@@ -179,7 +181,7 @@ def assign(target: Array, memory: memoryview, result: TensorSpec) -> None:
 
 def describe_all(request: Request) -> tuple[tuple[Array | None, ...], Array | None]:
     """The arrays of `args` and of `out`."""
-    arrays = tuple([None if arg is None else describe(arg) for arg in request.args])
+    arrays = describe_args(request)
     op = OPS[request.op]
     for name in op.in_place:
         target = arrays[op.inputs.index(name)]
@@ -188,9 +190,57 @@ def describe_all(request: Request) -> tuple[tuple[Array | None, ...], Array | No
         _check_writable(f"{request.op}: {name}", target)
     if request.out is None:
         return arrays, None
-    out = describe(request.out)
+    try:
+        out = describe(request.out)
+    except InvalidArgument as exc:
+        raise InvalidArgument(f"{request.op}: out=: {exc.message}") from None
     _check_writable("out=", out)
     return arrays, out
+
+
+def describe_args(request: Request, *, takes_specs: bool = False) -> tuple[Array | None, ...]:
+    """What `args` are; None for those left out, and with `takes_specs` for TensorSpecs that stand for arrays. Raises
+    InvalidArgument with the name of the one at fault."""
+    args = request.args
+    try:
+        if takes_specs:
+            return tuple([_described(request, n, takes_specs) for n in range(len(args))])
+        return tuple([_absent(request, n) if arg is None else describe(arg) for n, arg in enumerate(args)])
+    except InvalidArgument as exc:
+        raise _with_name(request, exc, takes_specs) from None
+
+
+def _described(request: Request, index: int, takes_specs: bool) -> Array | None:
+    arg = request.args[index]
+    if takes_specs and isinstance(arg, TensorSpec):
+        return None
+    return _absent(request, index) if arg is None else describe(arg)
+
+
+def _absent(request: Request, index: int) -> Array | None:
+    op = OPS[request.op]
+    if op.inputs[index] not in op.optional:
+        raise InvalidArgument(f"None is no array; allowed: {ACCEPTED}")
+    return None
+
+
+def _with_name(request: Request, error: InvalidArgument, takes_specs: bool) -> InvalidArgument:
+    """The error of the first argument that cannot be described, with the op and the argument as the caller knows it."""
+    op = OPS[request.op]
+    for index, name in enumerate(op.inputs):
+        try:
+            _described(request, index, takes_specs)
+        except InvalidArgument as exc:
+            return InvalidArgument(f"{op.name}: {parameter(op.name, name)}: {exc.message}")
+    return error  # it was at fault a moment ago
+
+
+def parameter(op: str, name: str) -> str:
+    """What an op's input is called in Python, where it is another name: torch's."""
+    return "input" if name == "ids" or (name == "x" and op in _OF_INPUT) else name
+
+
+_OF_INPUT = frozenset({"linear", "softmax", "layer_norm", "rms_norm", "gelu", "silu"})
 
 
 def _check_writable(what: str, array: Array) -> None:

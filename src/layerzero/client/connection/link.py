@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from layerzero.client.connection import arena
+from layerzero.client.connection import arena, retained
 from layerzero.ipc.errors import (
     BrokerLost,
     Busy,
@@ -310,10 +310,10 @@ class Link:
             lent = list(self._lent.values())
             self._lent.clear()
         for hold in lent:  # nobody will say when it is released
-            quarantine(hold, is_broker_dead=False)
+            retained.quarantine(hold, is_broker_dead=False)
         for pending in left:
             is_dead = not is_closed and unresponsive is None and self._ends_workers(reason)
-            quarantine(pending.hold, is_broker_dead=is_dead)
+            retained.quarantine(pending.hold, is_broker_dead=is_dead)
             pending.error = Cancelled("the session was closed before the call ended") if is_closed else _again(reason)
             pending.finish()
 
@@ -328,7 +328,7 @@ class Link:
             if self.lost is None:
                 time.sleep(0.0005)  # another thread reads; the hang-up has woken it
         is_closed = isinstance(self.lost, NotConnected)
-        quarantine(hold, is_broker_dead=self._ends_workers(self.lost))
+        retained.quarantine(hold, is_broker_dead=self._ends_workers(self.lost))
         return Cancelled("the session was closed before the call ended") if is_closed else _again(self.lost)
 
     def _ends_workers(self, reason: LayerZeroError | None) -> bool:
@@ -445,7 +445,6 @@ def _again(error: LayerZeroError) -> LayerZeroError:
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
-_abandoned: list[Link] = []
 
 
 def _after_fork() -> None:
@@ -453,21 +452,7 @@ def _after_fork() -> None:
     death from the broker."""
     for link in list(_links):
         link._control.close()
-        _abandoned.append(link)
+        retained.keep(link)
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-QUARANTINE_S = 10.0
-_quarantine: list[tuple[float, Any]] = []
-
-
-def quarantine(hold: Any, *, is_broker_dead: bool) -> None:
-    """Keep memory that a worker may still write to although nobody waits for it.
-
-    The kernel kills the workers of a dead broker; after QUARANTINE_S nothing of them can be left. Workers of one that
-    lives go on, and it does not say when they are done: that memory is never used again.
-    """
-    now_s = time.monotonic()
-    _quarantine[:] = [entry for entry in _quarantine if entry[0] > now_s]
-    _quarantine.append((now_s + QUARANTINE_S if is_broker_dead else math.inf, hold))

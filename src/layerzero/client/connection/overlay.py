@@ -70,6 +70,10 @@ class Scope:
         self.overlay = overlay
         self.__enter__()
 
+    def __repr__(self) -> str:
+        state = "" if self in _scopes.get() else ", not in force here"
+        return f"<lz.Scope of {self.overlay.text}{state}>"
+
     def __enter__(self) -> Scope:
         active = _scopes.get()
         if self not in active:

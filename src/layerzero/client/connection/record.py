@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from layerzero.client.connection.call import Submitted
 from layerzero.client.connection.report import BROKER, IN_PROCESS, Attempt, Candidate, Copy, SelectionReport
 from layerzero.client.planning.plans import Plan
-from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.transport import messages
+from layerzero.ipc.transport.attempts import as_failed_attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(messages.Decision):
+    """A decision as this process heard of it: its verdicts on kernels are of then. `told_ns`: on the clock of calls."""
+
+    told_ns: int
+
+    @classmethod
+    def of(cls, decision: messages.Decision) -> Told:
+        return cls(**vars(decision), told_ns=time.perf_counter_ns())
+
 
 # Of a call that ended well: plan, copies, start and end in ns, the kernel's ns, failed attempts as the broker tells
 # them, what served, attempts that failed before the broker was asked, a note or "". A tuple: every call makes one.
@@ -31,6 +44,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         nbytes = sum(spec.numel * spec.itemsize for spec in specs if spec is not None)
         if is_copied and nbytes:
             copies.append(Copy(name, nbytes, where, f"{decision.backend} owns its arrays' memory"))
+    age_s = max(start_ns - decision.told_ns, 0) / 1e9 if isinstance(decision, Told) else 0.0
     good = Attempt(decision.backend, decision.kernel_id, None, worker_pid=decision.worker_pid)
     return SelectionReport(
         op=plan.op,
@@ -44,6 +58,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         attempts=(*prior, *(_attempt(a) for a in attempts), good),
         candidates=tuple(Candidate.from_wire(c) for c in decision.candidates),
         notes=(note,) if note else (),
+        verdicts_age_s=age_s,
     )
 
 
@@ -69,6 +84,11 @@ def failure_of(
     )
 
 
+def waited(outcome: messages.Outcome) -> str:
+    """A note: how much of a call's time was the start of its worker; empty for one that was running."""
+    return f"{outcome.waited_s:.1f} s: its worker was started" if outcome.waited_s else ""
+
+
 def attempts_of(outcome: messages.Outcome) -> tuple[Attempt, ...]:
     """Those that failed, as the broker tells them."""
     return tuple(_attempt(a) for a in outcome.attempts)
@@ -89,16 +109,14 @@ def explanation(op: str, answer: Mapping[str, Any]) -> SelectionReport:
 
 
 def _attempt(value: Any) -> Attempt:
-    try:
-        return Attempt(
-            value["backend"],
-            value["kernel_id"],
-            value["code"],
-            value["detail"],
-            value["exit_signal"],
-            value["exit_code"],
-            value["phase"],
-            value["worker_pid"],
-        )
-    except (KeyError, TypeError) as exc:
-        raise ProtocolError(f"not an attempt: {value!r:.200}") from exc
+    failed = as_failed_attempt(value)
+    return Attempt(
+        failed["backend"],
+        failed["kernel_id"],
+        failed["code"],
+        failed["detail"],
+        failed["exit_signal"],
+        failed["exit_code"],
+        failed["phase"],
+        failed["worker_pid"],
+    )

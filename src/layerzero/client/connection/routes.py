@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from layerzero.client.arrays.arrays import Array
+from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection.call import Request, Route
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.overlay import Overlay
+from layerzero.client.connection.record import Told
 from layerzero.client.connection.report import EXPRESS
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.errors import InvalidArgument
@@ -127,7 +128,7 @@ class Routes:
         if route is not None:
             if len(route.decisions) >= MAX_DECISIONS:
                 del route.decisions[next(iter(route.decisions))]
-            decision = route.decisions[header.aux] = messages.decode(body, messages.Decision)
+            decision = route.decisions[header.aux] = Told.of(messages.decode(body, messages.Decision))
             route.slot = decision.slot
             self._on_decision(route, decision)
 

@@ -1,4 +1,4 @@
-"""Find this user's broker, or start one. The only place of the client that reads the environment."""
+"""Find this user's broker, or start one with this process's environment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from layerzero.ipc import version
 from layerzero.ipc.errors import BrokerLost, ConfigError, from_wire
 from layerzero.ipc.transport import control, secret
 from layerzero.ipc.transport.endpoints import Endpoints, default_runtime_dir, open_endpoints
 from layerzero.ipc.transport.plain import unpack_body
-from layerzero.ipc.vocabulary import policy
+from layerzero.ipc.vocabulary import policy, variables
 
 START_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 2.0
@@ -34,6 +33,12 @@ def runtime_dir() -> Path:
 def policy_layers() -> list[dict[str, Any]]:
     """What this process's variables ask of selection."""
     return policy.variables(os.environ, policy.PER_CALL)
+
+
+def shows_progress() -> bool:
+    """Whether a person looks at stderr, and LAYERZERO_PROGRESS does not say no."""
+    is_wanted = os.environ.get("LAYERZERO_PROGRESS", "1").lower() not in ("0", "false", "no", "off")
+    return is_wanted and sys.stderr is not None and sys.stderr.isatty()
 
 
 def secret_key(path: Path | None = None) -> bytes | None:
@@ -166,6 +171,11 @@ def environment(keep: Container[str] | None = None, **changes: str) -> dict[str,
     """What a process of ours is started with: our environment, and the folder that this very package was imported from.
     keep: the only LAYERZERO_ variables that it gets of ours; all of them if left out. changes: further variables."""
     found = {k: v for k, v in os.environ.items() if keep is None or k in keep or not k.startswith("LAYERZERO_")}
-    root = str(Path(version.__file__).parents[2])
+    for name in (f"LAYERZERO_{name.upper()}" for name in variables.PATHS):
+        if found.get(name):  # a broker runs in another folder
+            found[name] = os.pathsep.join(os.path.abspath(path) for path in found[name].split(os.pathsep) if path)
+    import layerzero
+
+    root = str(Path(layerzero.__file__).parent.parent)
     found["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [found.get("PYTHONPATH")])])
     return found | changes

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from layerzero.client.arrays.arrays import CPU, Array, copy_into, describe, wrap
+import layerzero
+from layerzero.client.arrays.array_types import ArrayT
+from layerzero.client.arrays.copies import copy_into
+from layerzero.client.arrays.recognition import CPU, Array, describe
+from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.connection import arena as arenas
-from layerzero.client.connection import overlay
+from layerzero.client.connection import overlay, settings_check
 from layerzero.client.connection import start as starting
 from layerzero.client.connection.call import Request, Submitted
 from layerzero.client.connection.record import Record
@@ -24,9 +30,17 @@ from layerzero.client.gpu.arrays import give, is_on_gpu, new_like
 from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
-from layerzero.ipc.version import __version__
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
+if TYPE_CHECKING:
+    from numpy import dtype as NumPyDtype
+    from numpy import float32, generic
+    from numpy.typing import NDArray
+
+    ScalarT = TypeVar("ScalarT", bound=generic)
+
+T = TypeVar("T")
 _session: Session | None = None
 _lock = threading.Lock()
 ENDING_POLL_S = 0.1
@@ -61,12 +75,11 @@ def connect(
             _session = None
         deadline_s = time.monotonic() + starting.START_TIMEOUT_S
         while True:
-            if starts:
-                starting.ensure_broker(where, stays=False)
+            is_ours = starts and starting.ensure_broker(where, stays=False)
             overlay.set_environment(starting.policy_layers())
             try:
-                _session = Session(where.control, __version__, key)
-                return _session
+                _session = Session(where.control, layerzero.__version__, key)
+                break
             except TimeoutError as exc:
                 raise BrokerLost(f"the broker on {where.control} does not answer; end it with lz down") from exc
             except (FileNotFoundError, ConnectionRefusedError, BrokerLost) as exc:
@@ -76,6 +89,10 @@ def connect(
                     starting.wait_for_end(where, ENDING_POLL_S)
                 else:
                     time.sleep(ENDING_POLL_S)
+        settings_check.warn_of_variables()
+        if not is_ours and key is None:  # one that has a secret is started with settings of its own, elsewhere maybe
+            settings_check.warn_of_broker(_session)
+        return _session
 
 
 def disconnect() -> None:
@@ -95,10 +112,15 @@ def session() -> Session:
     return current
 
 
-def last_report() -> SelectionReport | None:
+def last_report() -> SelectionReport:
     """Of this thread's last call: which kernel, what it cost, what was copied, which attempts failed, why not others.
-    None before the first call."""
-    return session().last_report()
+    Raises InvalidArgument before the first call, NotConnected."""
+    report = session().last_report()
+    if report is None:
+        raise InvalidArgument(
+            "make a call first: this thread has made none since lz.connect(); submitted ones have future.report"
+        )
+    return report
 
 
 def synchronize(timeout_s: float | None = None) -> None:
@@ -116,13 +138,14 @@ def status() -> dict[str, Any]:
     return answer
 
 
-def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> SelectionReport:
+def explain(op: str | Callable[..., Any], *args: Any, verbose: bool = False, **kwargs: Any) -> SelectionReport:
     """Which kernel would serve this call, and why not the others; runs nothing, copies nothing.
 
     op: an op's name or function, for instance lz.explain("attention", q, k, v, is_causal=True). An lz TensorSpec may
-    stand for an array.
+    stand for an array. verbose: the report prints every kernel with all its reasons.
     """
-    return _with_handler(session().explain, op, args, kwargs)  # type: ignore[no-any-return]
+    report: SelectionReport = _with_handler(session().explain, op, args, kwargs)
+    return replace(report, is_verbose=verbose)
 
 
 def signature(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
@@ -133,22 +156,23 @@ def signature(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
 class Future:
     """A submitted call. `result()` waits; it can be awaited too."""
 
-    def __init__(self, owner: Session, submitted: Submitted) -> None:
+    def __init__(
+        self,
+        owner: Session,
+        op: str,
+        submitted: Submitted | None = None,
+        *,
+        value: Any = None,
+        record: Enqueued | None = None,
+    ) -> None:
+        """Without `submitted` the call has ended with `value`, or is enqueued on a GPU."""
         self._session = owner
-        self._op = submitted.request.op
-        self._submitted: Submitted | None = submitted
-        self._record: Record | SelectionReport | Enqueued | None = None
-        self._value: Any = None
+        self._op = op
+        self._submitted = submitted
+        self._record: Record | SelectionReport | Enqueued | None = record
+        self._value = value
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-
-    @classmethod
-    def done_with(cls, owner: Session, op: str, value: Any, record: Enqueued | None = None) -> Future:
-        """Of a call that has ended, or is enqueued on a GPU."""
-        future = cls.__new__(cls)
-        future._session, future._op, future._submitted = owner, op, None
-        future._record, future._value, future._error, future._lock = record, value, None, threading.Lock()
-        return future
 
     def done(self) -> bool:
         """True when `result()` would not wait."""
@@ -183,7 +207,7 @@ class Future:
         try:
             submitted = self._submitted
             if submitted is not None:
-                if not submitted.link.wait(submitted.pending, until_s):
+                if not self._session.await_answer(submitted, until_s):
                     raise self._too_early(timeout)
                 try:
                     self._value = self._session.finish(submitted)
@@ -217,12 +241,12 @@ def _submit(request: Request) -> Future:
     owner = session()
     trace = ops.tracer.get()
     if trace is not None:
-        return Future.done_with(owner, request.op, trace(request))
+        return Future(owner, request.op, value=trace(request))
     if is_on_gpu(request.args):
         value = owner.run(request)
         record = owner.last_record
-        return Future.done_with(owner, request.op, value, record if isinstance(record, Enqueued) else None)
-    return Future(owner, owner.submit(request))
+        return Future(owner, request.op, value=value, record=record if isinstance(record, Enqueued) else None)
+    return Future(owner, request.op, owner.submit(request))
 
 
 SUBMIT = _submit
@@ -233,7 +257,7 @@ def _with_handler(
 ) -> Any:
     function = getattr(ops, op, None) if isinstance(op, str) else op
     if getattr(function, "__module__", None) != ops.__name__ or function is None:
-        raise InvalidArgument(f"{op!r} is not an op; ops are lz.attention, lz.linear and so on, or their names")
+        raise _no_op(op)
     token = ops.handler.set(handle)
     try:
         return function(*args, **kwargs)
@@ -241,7 +265,35 @@ def _with_handler(
         ops.handler.reset(token)
 
 
+def _no_op(op: object) -> InvalidArgument:
+    """The error for what is no op of ours, with the one that is meant: by its name, or by what torch calls it."""
+    name = op if isinstance(op, str) else str(getattr(op, "__name__", ""))
+    shown = f"the function {name}" if name and not isinstance(op, str) else repr(op)
+    meant = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name.lower(), OPS, n=1)), None)
+    hint = f"did you mean lz.{meant}? " if meant else ""
+    return InvalidArgument(f"{shown} is not an op; {hint}Ops: {', '.join(OPS)}; pass the name, or lz.NAME")
+
+
+_ELSEWHERE = {"scaled_dot_product_attention": "attention", "bmm": "matmul", "mm": "matmul", "dot": "matmul"}
+
+
 # --- memory
+
+
+@overload
+def empty(shape: int | Sequence[int]) -> NDArray[float32]: ...
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: type[ScalarT] | NumPyDtype[ScalarT]) -> NDArray[ScalarT]: ...
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: str) -> NDArray[Any]: ...
+
+
+@overload
+def empty(shape: int | Sequence[int], dtype: Any) -> Any: ...
 
 
 def empty(shape: int | Sequence[int], dtype: Any = "float32") -> Any:
@@ -264,12 +316,13 @@ def empty(shape: int | Sequence[int], dtype: Any = "float32") -> Any:
     return _fresh(spec, Array("torch" if is_torch else "numpy", spec, 0, None, None))[0]
 
 
-def empty_like(array: Any) -> Any:
+def empty_like(array: ArrayT) -> ArrayT:
     """As `empty`, of the shape, dtype and kind of `array`."""
     like = describe(array)
+    spec = TensorSpec.contiguous(like.spec.dtype, like.spec.shape)
     if like.device != CPU:
-        return give(like, new_like(like, TensorSpec.contiguous(like.spec.dtype, like.spec.shape))[0])
-    return _fresh(TensorSpec.contiguous(like.spec.dtype, like.spec.shape), like)[0]
+        return give(like, new_like(like, spec)[0])  # type: ignore[no-any-return]
+    return _fresh(spec, like)[0]  # type: ignore[no-any-return]
 
 
 def _fresh(spec: TensorSpec, like: Array) -> tuple[Any, memoryview]:
@@ -282,22 +335,27 @@ def _fresh(spec: TensorSpec, like: Array) -> tuple[Any, memoryview]:
     return value, memory
 
 
-def share(value: Any) -> Any:
+def share(value: T) -> T:
     """Move data where workers reach it without a copy: do it once for weights and caches.
 
     An array gives a copy of its kind in shared memory (or itself, when it lies there already); lists, tuples and
     dicts give the same with all arrays inside shared. A torch.nn.Module is changed in place: its parameters and
-    buffers move. Raises OutOfMemory.
+    buffers move. Raises OutOfMemory; what had moved until then stays moved.
     """
+    shared: T = _shared(value)
+    return shared
+
+
+def _shared(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: share(item) for key, item in value.items()}
+        return {key: _shared(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [share(item) for item in value]
+        items = [_shared(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.nn.Module):
         for tensor in (*value.parameters(), *value.buffers()):
-            tensor.data = share(tensor.data)
+            tensor.data = _shared(tensor.data)
         return value
     array = describe(value)
     if array.device != CPU:
@@ -307,8 +365,3 @@ def share(value: Any) -> Any:
     shared, memory = _fresh(TensorSpec.contiguous(array.spec.dtype, array.spec.shape), array)
     copy_into(array, memory)
     return shared
-
-
-def default_runtime_dir() -> Path:
-    """Where lz.connect() looks for a broker."""
-    return starting.runtime_dir()

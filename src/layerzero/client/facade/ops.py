@@ -1,10 +1,12 @@
 """The public ops. Names, argument order and meaning follow torch.nn.functional where it has the op; docs/ops.md has
 formulas and tolerances.
 
+For type checkers a result is of the type of the first array: an NDArray gives an NDArray, a torch.Tensor a Tensor.
+
 All of them take `out=` (write the result there; zero-copy when it comes from lz.empty or lz.share), `backend=` (pin one
 backend: its failure is then raised instead of falling back) and `timeout_s=` (how long one attempt may run before its
-worker is killed and the next candidate takes over). Arrays are NumPy, torch (CPU), DLPack or buffer objects of one
-dtype; the result is of the kind of the first one, new, and owned by the caller.
+worker is killed and the next candidate takes over). Arrays are NumPy, torch, DLPack or buffer objects of one dtype; the
+result is of the kind of the first one, new, and owned by the caller.
 
 All raise InvalidArgument for calls that make no sense, NoBackend when no kernel accepts the call, BackendError when
 every kernel tried has failed (DeadlineExceeded when the last one was too slow), Poison for inputs that killed two
@@ -16,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from layerzero.client.arrays.array_types import ArrayT
 from layerzero.client.connection.arena_registry import lend_bytes
 from layerzero.client.connection.call import Request
 from layerzero.client.facade import api
@@ -26,22 +29,32 @@ from layerzero.client.planning import tokenizer as texts
 from layerzero.ipc.errors import InvalidArgument, OutputTooSmall
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
+if TYPE_CHECKING:
+    from numpy import generic
+    from numpy.typing import NDArray
+
+    from layerzero.client.arrays.array_types import AnyArray
+
+    ScalarT = TypeVar("ScalarT", bound=generic)
+
+ResultT = TypeVar("ResultT")
 handler: ContextVar[Callable[[Request], Any] | None] = ContextVar("handler", default=None)
 """What happens to requests in this context instead of running them: lz.submit and lz.explain set it."""
 tracer: ContextVar[Callable[[Request], Any] | None] = ContextVar("tracer", default=None)
 """Takes what lz.submit would send, and answers it: client/tools/trace.py sets it."""
 
 
-def _perform(request: Request) -> Any:
+def _perform(request: Request) -> ResultT:  # type: ignore[type-var]  # the caller knows what its op gives
     handle = handler.get()
-    return handle(request) if handle is not None else api.session().run(request)
+    result: ResultT = handle(request) if handle is not None else api.session().run(request)
+    return result
 
 
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    attn_mask: AnyArray | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -49,10 +62,10 @@ def attention(
     *,
     layout: str = "BHSD",
     causal_alignment: str = "top_left",
-    out: Any = None,
+    out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Softmax attention: softmax(q k^T * scale + mask) v.
 
     q: (batch, heads, seq_q, head_dim), k: (batch, kv_heads, seq_k, head_dim), v: (batch, kv_heads, seq_k, value_dim),
@@ -77,19 +90,19 @@ def attention(
 
 
 def attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    cu_seqlens_q: AnyArray,
+    cu_seqlens_k: AnyArray,
     *,
     is_causal: bool = False,
     scale: float | None = None,
     causal_alignment: str = "top_left",
-    out: Any = None,
+    out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Softmax attention within sequences of unequal lengths that lie one after the other.
 
     q: (tokens_q, heads, head_dim), k: (tokens_k, kv_heads, head_dim), v: (tokens_k, kv_heads, value_dim); heads is a
@@ -106,17 +119,17 @@ def attention_varlen(
 
 
 def paged_attention(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    q: ArrayT,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    block_tables: AnyArray,
+    seq_lens: AnyArray,
     *,
     scale: float | None = None,
-    out: Any = None,
+    out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Softmax attention of one query for each sequence to the keys that a paged cache holds of it: a decoding step.
 
     q: (sequences, heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), v_cache: the same with
@@ -132,15 +145,15 @@ def paged_attention(
 
 
 def append_kv(
-    key: Any,
-    value: Any,
-    k_cache: Any,
-    v_cache: Any,
-    slots: Any,
+    key: AnyArray,
+    value: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    slots: AnyArray,
     *,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> None:
     """Write keys and values of new tokens into a paged cache, which is changed in place.
 
     key: (tokens, kv_heads, head_dim), k_cache: (blocks, block_size, kv_heads, head_dim), value and v_cache: the same
@@ -154,19 +167,19 @@ def append_kv(
     Raises InvalidArgument for caches that cannot be written, such as JAX arrays. Returns None.
     """
     args = (key, value, k_cache, v_cache, slots)
-    return _perform(Request("append_kv", args, {}, token_plans.plan_append_kv, None, backend, timeout_s))
+    return _perform(Request("append_kv", args, {}, token_plans.plan_append_kv, None, backend, timeout_s))  # type: ignore[return-value]
 
 
 def rope(
-    x: Any,
-    cos: Any,
-    sin: Any,
+    x: ArrayT,
+    cos: AnyArray,
+    sin: AnyArray,
     *,
     interleaved: bool = False,
-    out: Any = None,
+    out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> ArrayT:
     """Rotary position embedding: pairs (a, b) of elements of each head become (a cos - b sin, b cos + a sin).
 
     x: (batch, sequence, heads, head_dim) or (sequence, heads, head_dim), as a projection gives it. cos, sin: of the
@@ -178,43 +191,62 @@ def rope(
     return _perform(Request("rope", (x, cos, sin), params, token_plans.plan_rope, out, backend, timeout_s))
 
 
-def matmul(a: Any, b: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
+@overload
+def matmul(
+    a: NDArray[ScalarT],
+    b: AnyArray,
+    *,
+    out: NDArray[ScalarT] | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> NDArray[ScalarT]: ...
+
+
+@overload
+def matmul(
+    a: ArrayT, b: AnyArray, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
+) -> ArrayT: ...
+
+
+def matmul(
+    a: ArrayT, b: AnyArray, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
+) -> ArrayT:
     """Matrix product as torch.matmul: (..., M, K) @ (..., K, N) -> (..., M, N), leading dimensions broadcast; a 1-D
     operand is a row on the left and a column on the right."""
     return _perform(Request("matmul", (a, b), {}, plans.plan_matmul, out, backend, timeout_s))
 
 
 def linear(
-    input: Any,
-    weight: Any,
-    bias: Any = None,
+    input: ArrayT,
+    weight: AnyArray,
+    bias: AnyArray | None = None,
     *,
-    out: Any = None,
+    out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> ArrayT:
     """input @ weight^T + bias. input: (..., in_features), weight: (out_features, in_features), bias: (out_features)."""
     return _perform(Request("linear", (input, weight, bias), {}, plans.plan_linear, out, backend, timeout_s))
 
 
 def softmax(
-    input: Any, dim: int, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None
-) -> Any:
+    input: ArrayT, dim: int, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
+) -> ArrayT:
     """exp(x - max) / sum(exp(x - max)) along `dim`."""
     return _perform(Request("softmax", (input,), {"dim": dim}, plans.plan_softmax, out, backend, timeout_s))
 
 
 def layer_norm(
-    input: Any,
+    input: ArrayT,
     normalized_shape: int | Sequence[int],
-    weight: Any = None,
-    bias: Any = None,
+    weight: AnyArray | None = None,
+    bias: AnyArray | None = None,
     eps: float = 1e-5,
     *,
-    out: Any = None,
+    out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> ArrayT:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, which must equal normalized_shape.
 
     var is the biased variance. weight and bias have that shape. Source: Ba, Kiros and Hinton 2016, eq. 4.
@@ -228,15 +260,15 @@ def layer_norm(
 
 
 def rms_norm(
-    input: Any,
+    input: ArrayT,
     normalized_shape: int | Sequence[int],
-    weight: Any = None,
+    weight: AnyArray | None = None,
     eps: float | None = None,
     *,
-    out: Any = None,
+    out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> ArrayT:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimensions, which must equal normalized_shape.
 
     eps: default is the machine epsilon of the type that is computed in. Source: Zhang and Sennrich 2019, eq. 4.
@@ -250,24 +282,28 @@ def rms_norm(
 
 
 def gelu(
-    input: Any,
+    input: ArrayT,
     approximate: str = "none",
     *,
-    out: Any = None,
+    out: ArrayT | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> ArrayT:
     """x * Phi(x); approximate="tanh" uses tanh for the Gaussian's Phi. Source: Hendrycks and Gimpel 2016."""
     params = {"approximate": approximate}
     return _perform(Request("gelu", (input,), params, plans.plan_gelu, out, backend, timeout_s))
 
 
-def silu(input: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
+def silu(
+    input: ArrayT, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
+) -> ArrayT:
     """x / (1 + exp(-x)). Source: Elfwing, Uchibe and Doya 2017."""
     return _perform(Request("silu", (input,), {}, plans.plan_silu, out, backend, timeout_s))
 
 
-def swiglu(gate: Any, up: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None) -> Any:
+def swiglu(
+    gate: ArrayT, up: AnyArray, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
+) -> ArrayT:
     """silu(gate) * up; equal shapes. Halves of one (..., 2 * n) tensor, which a fused projection gives, need no copy.
 
     Source: Shazeer 2020, eq. 5.
@@ -275,15 +311,39 @@ def swiglu(gate: Any, up: Any, *, out: Any = None, backend: str | None = None, t
     return _perform(Request("swiglu", (gate, up), {}, token_plans.plan_swiglu, out, backend, timeout_s))
 
 
+@overload
 def quantize(
-    x: Any,
-    scale: Any,
+    x: NDArray[Any],
+    scale: AnyArray,
     *,
     dtype: str = "float8_e4m3fn",
-    out: Any = None,
+    out: NDArray[Any] | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> NDArray[Any]: ...
+
+
+@overload
+def quantize(
+    x: ArrayT,
+    scale: AnyArray,
+    *,
+    dtype: str = "float8_e4m3fn",
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT: ...
+
+
+def quantize(
+    x: ArrayT,
+    scale: AnyArray,
+    *,
+    dtype: str = "float8_e4m3fn",
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT:
     """x / scale as 8-bit numbers: rounded to nearest, ties to even, and cut to the dtype's finite range.
 
     x: (..., n), float32, bfloat16 or float16; the division is one of float32. scale: float32, one number, or (..., 1)
@@ -294,15 +354,39 @@ def quantize(
     return _perform(Request("quantize", (x, scale), {"dtype": dtype}, plans.plan_quantize, out, backend, timeout_s))
 
 
+@overload
 def dequantize(
-    x: Any,
-    scale: Any,
+    x: NDArray[Any],
+    scale: AnyArray,
     *,
     dtype: str = "float32",
-    out: Any = None,
+    out: NDArray[Any] | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-) -> Any:
+) -> NDArray[Any]: ...
+
+
+@overload
+def dequantize(
+    x: ArrayT,
+    scale: AnyArray,
+    *,
+    dtype: str = "float32",
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT: ...
+
+
+def dequantize(
+    x: ArrayT,
+    scale: AnyArray,
+    *,
+    dtype: str = "float32",
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT:
     """x * scale, in float32, rounded to `dtype`: "float32", "bfloat16" or "float16".
 
     x: (..., n) of float8_e4m3fn, float8_e5m2 or int8, or (..., n / 2) of float4_e2m1fn_x2, which has two numbers in a
@@ -311,9 +395,36 @@ def dequantize(
     return _perform(Request("dequantize", (x, scale), {"dtype": dtype}, plans.plan_dequantize, out, backend, timeout_s))
 
 
+@overload
 def embedding(
-    input: Any, weight: Any, *, out: Any = None, backend: str | None = None, timeout_s: float | None = None
-) -> Any:
+    input: NDArray[Any],
+    weight: NDArray[ScalarT],
+    *,
+    out: NDArray[ScalarT] | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> NDArray[ScalarT]: ...
+
+
+@overload
+def embedding(
+    input: ArrayT,
+    weight: AnyArray,
+    *,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT: ...
+
+
+def embedding(
+    input: ArrayT,
+    weight: AnyArray,
+    *,
+    out: ArrayT | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> ArrayT:
     """Rows of `weight` (num_embeddings, dim) at the int32 or int64 indices `input` (...) -> (..., dim).
 
     The result is of the kind of `input`. An index outside [0, num_embeddings) is InvalidArgument.
@@ -323,7 +434,7 @@ def embedding(
 
 def null(*, backend: str | None = None, timeout_s: float | None = None) -> None:
     """Nothing, in a worker: what remains is the cost of a dispatch."""
-    return _perform(Request("null", (), {}, plans.plan_null, None, backend, timeout_s))  # type: ignore[no-any-return]
+    return _perform(Request("null", (), {}, plans.plan_null, None, backend, timeout_s))  # type: ignore[return-value]
 
 
 def tokenize(

@@ -1,9 +1,9 @@
 /* Calls on a GPU that are made again, in C: what GpuCalls.run_known does, for the plain case.
 
    What is not plain (a stream's first call, a full ring, a capture, another GPU's context) is left to the Python; nothing
-   is enqueued then. Errors after the call was put on its ring end there, too. Layouts are those of ipc/shm/timeline_page.py,
-   ipc/shm/ring.py and ipc/cuda/abi.py: LAYOUT lets Python compare them. The interpreter's lock is let go of around calls of
-   the driver, which may block: what frees them may be another thread. */
+   is enqueued then. Errors after the call was put on its ring end there, too. Layouts are those of
+   ipc/shm/timeline_words.py, ipc/shm/ring_words.py and ipc/cuda/abi.py: LAYOUT lets Python compare them. The interpreter's lock is
+   let go of around calls of the driver, which may block: what frees them may be another thread. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000

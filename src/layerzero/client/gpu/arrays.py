@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero.client.arrays.arrays import CPU, Array, array_namespace
 from layerzero.client.arrays.dlpack import CUDA, GpuExport
+from layerzero.client.arrays.recognition import CPU, Array, array_namespace
 from layerzero.client.gpu.memory import GpuMemory, memory_of
 from layerzero.ipc.cuda.memory import Block
 from layerzero.ipc.errors import InvalidArgument

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from layerzero.client.arrays.arrays import Array, describe
+from layerzero.client.arrays.recognition import Array, describe
 from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request, Route
 from layerzero.client.connection.express import Lease

@@ -10,8 +10,8 @@ import time
 from collections.abc import Hashable
 from typing import Any
 
-from layerzero.client.arrays.arrays import Array
-from layerzero.client.connection import overlay
+from layerzero.client.arrays.recognition import Array
+from layerzero.client.connection import overlay, retained
 from layerzero.client.connection.call import (
     Request,
     Route,
@@ -46,9 +46,9 @@ from layerzero.ipc.errors import (
     NoTransport,
     OutOfMemory,
 )
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import wire
-from layerzero.ipc.transport.wire import AFTER_LANE, HAS_TURN, TURN, Kind, arenas_of
+from layerzero.ipc.transport.wire import Kind, arenas_of
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -56,7 +56,7 @@ AS_IT_LIES = Overlay.of({"origin": "a call on a GPU is not sent back", "values":
 LOOK_EVERY = 16  # calls of a lane; then it is seen whether too many are open
 CATCH_UP_S, LOOK_S = 0.002, 50e-6
 READ_EVERY, READ_OFTEN = 64, 8  # calls on rings, and by the broker; then the answers that are here are taken
-_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
+_FAILED = int(Kind.FAILED)
 
 
 class _OtherRung(Exception):
@@ -265,12 +265,12 @@ class GpuCalls:
         gpu, number = enqueued.gpu, enqueued.route.number
         time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
         turn = enqueued.turn = gpu.order.begin(stream)
-        is_out, body = False, refs + TURN.pack(*turn)
+        is_out, (flags, body) = False, wire.pack_call(refs, turn)
 
         def frame(seq: int) -> bytes:
             self.outcomes.expect(seq, enqueued)
             gpu.on_the_way[turn.lane] = enqueued
-            return wire.pack(_EXECUTE, HAS_TURN, number, seq, 0, 0, time_us, body)
+            return wire.pack_execute(flags, number, seq, body, time_us)
 
         try:
             self._link.submit(enqueued, frame)
@@ -281,7 +281,7 @@ class GpuCalls:
             gpu.order.await_done(stream, turn)
         except BaseException as exc:
             if is_out and not gpu.memory.why_no_memops:  # somebody has it: as in _end_turn
-                _given_up.append(hold)
+                retained.keep(hold)
                 gpu.order.await_done(stream, turn)
                 raise
             is_sent = is_out or not isinstance(exc, LayerZeroError)
@@ -311,8 +311,8 @@ class GpuCalls:
 
     def _tell(self, enqueued: OnRing, seq: int, refs: bytes) -> None:
         """Of a call whose worker is gone: the broker may not have seen it on the ring."""
-        flags, body, call = HAS_TURN | AFTER_LANE, refs + TURN.pack(*enqueued.turn), enqueued.call & 0xFFFF_FFFF
-        self._link.send(wire.pack(_EXECUTE, flags, enqueued.route.number, seq, call, enqueued.lane.number, 0, body))
+        (flags, body), call = wire.pack_call(refs, enqueued.turn), enqueued.call & 0xFFFF_FFFF
+        self._link.send(wire.pack_execute(flags, enqueued.route.number, seq, body, 0, enqueued.lane.number, call))
 
     def tell_and_enter(self, enqueued: OnRing, seq: int, stream: int, refs: bytes, hold: object) -> None:
         """As the end of `_put`, for a call that was put in C."""
@@ -437,14 +437,14 @@ class GpuCalls:
 def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object) -> None:
     """End a turn in its stream. A worker may have the call all the same, and write to the memory that `hold` keeps."""
     if hold is not None:
-        _given_up.append(hold)
+        retained.keep(hold)
     gpu.order.abandon(stream, turn)
 
 
 def _end_turn(enqueued: OnRing, stream: int, hold: object, *, is_out: bool) -> None:
     """After an error. `is_out`: somebody has the call. Then its turn ends as any other, or DONE would go back later."""
     if is_out:
-        _given_up.append(hold)
+        retained.keep(hold)
         enqueued.gpu.order.enter(stream, enqueued.turn)
     else:
         _give_up(enqueued.gpu, stream, enqueued.turn, hold)
@@ -460,6 +460,3 @@ def _refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out:
         if array is not None and array.kind != like.kind:
             one, other = (f"{type(a.obj).__module__.partition('.')[0]} array" for a in (like, array))
             raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")
-
-
-_given_up: list[object] = []

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import Any, NamedTuple
 
-from layerzero.client.arrays.arrays import Array
+from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection.call import Request, Route, error_of, overlap
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import torch_graphs
@@ -23,10 +23,10 @@ from layerzero.client.gpu.session_view import SessionView
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.errors import CudaGraphUnsafe, LayerZeroError
 from layerzero.ipc.transport import wire
-from layerzero.ipc.transport.wire import BELL, HAS_BELL, Kind
+from layerzero.ipc.transport.wire import Kind
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)
+_FAILED = int(Kind.FAILED)
 
 
 def unsettled(op: str) -> CudaGraphUnsafe:
@@ -172,9 +172,9 @@ class Captures:
         self.unbind_gone(gpu)
         bell, binding = gpu.bells.take()
         captured = Captured(self._outcomes, gpu, op, route, start_ns, bell, hold)
-        body = refs + BELL.pack(bell, binding)
+        call = wire.pack_call(refs, bell=bell, binding=binding)
         try:
-            self._link.submit(captured, lambda seq: self._frame(captured, seq, body, route.number))
+            self._link.submit(captured, lambda seq: self._frame(captured, seq, call, route.number))
             self._link.wait(captured)
             if captured.error is not None:
                 raise captured.error
@@ -201,7 +201,8 @@ class Captures:
                 self._link.abandon(captured.seq)
             gpu.bells.give_back(captured.bell)
 
-    def _frame(self, captured: Captured, seq: int, body: bytes, route: int) -> bytes:
+    def _frame(self, captured: Captured, seq: int, call: tuple[int, bytes], route: int) -> bytes:
         captured.seq = seq
         self._outcomes.keep(seq, captured)
-        return wire.pack(_EXECUTE, HAS_BELL, route, seq, body=body)
+        flags, body = call
+        return wire.pack_execute(flags, route, seq, body)

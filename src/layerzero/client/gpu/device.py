@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from layerzero.client.connection import retained
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import fastpath_library
@@ -19,11 +20,12 @@ from layerzero.client.gpu.memory import GpuMemory
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.cuda.handles import RUNGS
 from layerzero.ipc.cuda.memory import Arena
-from layerzero.ipc.cuda.pair import Trial
+from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import CudaError, DeadlineExceeded, InvalidArgument, NotConnected, NoTransport, OutOfMemory
 from layerzero.ipc.shm import lane
-from layerzero.ipc.shm.timeline_page import MASK, Turn, create_page
+from layerzero.ipc.shm.timeline_page import create_page
+from layerzero.ipc.shm.timeline_words import MASK, Turn
 from layerzero.ipc.transport import messages
 
 if TYPE_CHECKING:
@@ -289,7 +291,4 @@ class Gpu:
                 if trial.rung != "ipc":  # the only memory that must not go before who maps it
                     trial.close()
         else:
-            _abandoned.append((self.order, self._trials))
-
-
-_abandoned: list[tuple[ClientOrder, list[Trial]]] = []
+            retained.keep((self.order, self._trials))

@@ -10,12 +10,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from layerzero.client.arrays.arrays import Array
+from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection import overlay
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.outcomes import OnRing
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.timeline_words import Turn
 
 if TYPE_CHECKING:
     from layerzero.client.gpu._fastpath import CallSite, Repeats

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from layerzero.ipc.cuda import abi
-from layerzero.ipc.shm import ring, timeline_page
+from layerzero.ipc.shm import ring_words, timeline_words
 
 DISABLED = "LAYERZERO_NO_C"  # variable: calls are made by the Python alone
 
@@ -19,7 +19,14 @@ def _load() -> tuple[Any, str]:
         from layerzero.client.gpu import _fastpath
     except ImportError as exc:
         return None, f"no C compiler was there when LayerZero was installed ({exc}); install it anew with one"
-    if (*timeline_page.LAYOUT, *ring.LAYOUT, abi.BUFFER_ID, abi.WAIT_32, abi.WRITE_32, abi.GEQ) != _fastpath.LAYOUT:
+    if (
+        *timeline_words.LAYOUT,
+        *ring_words.LAYOUT,
+        abi.BUFFER_ID,
+        abi.WAIT_32,
+        abi.WRITE_32,
+        abi.GEQ,
+    ) != _fastpath.LAYOUT:
         return None, "what was compiled is of another version of LayerZero; install it anew"
     return _fastpath, ""
 

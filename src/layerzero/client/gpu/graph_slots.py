@@ -14,10 +14,11 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from layerzero.client.connection import retained
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import Busy, CudaError
-from layerzero.ipc.shm.timeline_page import BELLS, MASK, RUNG, SILENT, TAKEN
+from layerzero.ipc.shm.timeline_words import BELLS, MASK, RUNG, SILENT, TAKEN
 
 if TYPE_CHECKING:
     from layerzero.client.gpu.capture import Captured
@@ -48,7 +49,7 @@ class Bells:
         with self._lock:
             if self._counters is None:
                 self._counters = ctypes.create_string_buffer(_COUNTER_BYTES * BELLS)
-                _kept.append(self._counters)  # the driver counts when the process ends, too
+                retained.keep(self._counters)  # the driver counts when the process ends, too
             if not self._free:
                 raise Busy(f"{BELLS} calls are in CUDA graphs of this process on one GPU; no more can", limit=BELLS)
             bell = self._free.pop()
@@ -155,6 +156,3 @@ def tell_orphans() -> None:
     text = "layerzero: a CUDA graph was replayed with calls of a session that was closed; their results are undefined\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
-
-
-_kept: list[object] = []

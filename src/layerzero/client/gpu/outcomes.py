@@ -11,13 +11,13 @@ from typing import Any
 from layerzero.client.connection.call import Route, error_of
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
-from layerzero.client.connection.record import failure_of, report_of
+from layerzero.client.connection.record import failure_of, report_of, waited
 from layerzero.client.connection.report import Copy, SelectionReport
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.ring import GpuLane
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.shm import ring
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm import ring_words
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind
 
@@ -163,11 +163,12 @@ class Outcomes:
             if header.kind == _FAILED:
                 return failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, error_of(body)[1])
             if header.flags & wire.HAS_OUTCOME:
-                attempts = messages.decode(body, messages.Outcome).attempts
+                outcome = messages.decode(body, messages.Outcome)
+                attempts, note = outcome.attempts, "; ".join(filter(None, (waited(outcome), note)))
             decision, kernel_ns = enqueued.route.decisions[header.aux], header.time
             is_replayed = bool(header.flags & wire.REPLAYED)
         elif isinstance(enqueued, OnRing):
-            is_replayed = enqueued.lane.status(enqueued.call) == ring.REPLAYED
+            is_replayed = enqueued.lane.status(enqueued.call) == ring_words.REPLAYED
         assert decision is not None
         if is_replayed:
             note += _REPLAYED
@@ -192,9 +193,9 @@ class Outcomes:
                 return  # with the session, which waits for what is enqueued
             self._link.read_nowait()
             status = lane.status(enqueued.call)
-            if enqueued.header is not None or status in (ring.ENQUEUED, ring.REPLAYED):
+            if enqueued.header is not None or status in (ring_words.ENQUEUED, ring_words.REPLAYED):
                 return
-            if enqueued.gpu.order.page.is_done(enqueued.turn) and status != ring.LEFT:
+            if enqueued.gpu.order.page.is_done(enqueued.turn) and status != ring_words.LEFT:
                 return  # its slot has a later call by now
             if self._link.lost is not None:
                 enqueued.error = self._link.gone(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from layerzero.client.arrays.arrays import Array
+from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection.call import BACK, Route
 from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import new_like

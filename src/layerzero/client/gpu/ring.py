@@ -11,8 +11,9 @@ from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu.device import Gpu
 from layerzero.ipc.shm import lane, ring
-from layerzero.ipc.shm.ring import SLOTS, Ring
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.ring import Ring
+from layerzero.ipc.shm.ring_words import SLOTS
+from layerzero.ipc.shm.timeline_words import Turn
 
 
 class GpuLane:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from layerzero.client.arrays.arrays import Array, copy_into
+from layerzero.client.arrays.copies import copy_into
+from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request, Submitted, overlap, refuse_gradients, refuse_sharing, why_copied

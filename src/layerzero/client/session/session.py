@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -11,15 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.client.arrays.arrays import CPU, describe
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection import arena as arenas
-from layerzero.client.connection import overlay
+from layerzero.client.connection import overlay, start
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import (
     Request,
     Route,
     Submitted,
     describe_all,
+    describe_args,
     error_of,
     microseconds,
     place_key,
@@ -27,7 +31,7 @@ from layerzero.client.connection.call import (
 )
 from layerzero.client.connection.express import Ran
 from layerzero.client.connection.link import Link, Pending
-from layerzero.client.connection.record import Record, attempts_of, explanation, failure, report_of
+from layerzero.client.connection.record import Record, attempts_of, explanation, failure, report_of, waited
 from layerzero.client.connection.report import Attempt, Copy, SelectionReport
 from layerzero.client.connection.routes import Routes, route_message
 from layerzero.client.gpu.arrays import device_of
@@ -42,7 +46,9 @@ from layerzero.client.session.preparation import prepare
 from layerzero.client.session.shadow import Shadow
 from layerzero.ipc.errors import (
     AdaptationRequired,
+    Busy,
     DigestRequired,
+    LayerZeroError,
     Poison,
     ProtocolError,
     RunInProcess,
@@ -51,11 +57,13 @@ from layerzero.ipc.errors import (
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.plain import unpack_body
 from layerzero.ipc.transport.wire import Kind
-from layerzero.ipc.vocabulary.tensors import TensorSpec
 
+REPR_S = 1.0  # so long may it take to say what this is
+QUIET_S = 2.0  # a call may take so long without a word to whoever looks at a terminal
+_DOING = {"probing": "being probed", "starting": "starting", "backoff": "restarting", "killing": "being killed"}
 CLOSE_S = 10.0  # so long a session that is closed waits for its calls on GPUs
 ADAPTED_S = 1.0  # so long the copies that a kernel needs are made without asking the broker: policy may change
-_EXECUTE, _FAILED = int(Kind.EXECUTE), int(Kind.FAILED)  # enums are slow
+_FAILED = int(Kind.FAILED)  # enums are slow
 
 
 class Session:
@@ -107,6 +115,16 @@ class Session:
     @property
     def broker_pid(self) -> int:
         return self._link.welcome.broker_pid
+
+    def __repr__(self) -> str:
+        """With the backends that can serve, where the broker tells that at once."""
+        if self._link.forks != arenas.forks or not self._link.is_alive:
+            return f"<lz.Session in {self.path.parent}: not connected>"
+        text = f"<lz.Session with broker pid {self.broker_pid} in {self.path.parent}"
+        with contextlib.suppress(LayerZeroError):
+            rows = self.ask("status", within_s=REPR_S)["backends"]
+            text += f", backends: {', '.join(row['name'] for row in rows if not row['unavailable']) or 'none'}"
+        return f"{text}>"
 
     def __enter__(self) -> Session:
         return self
@@ -191,18 +209,16 @@ class Session:
 
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
-        body, flags = submitted.refs, 0
-        if not submitted.prior and time.monotonic() >= route.worker_until_s:
-            flags, route.stays_out = wire.MAY_RUN_HERE, ""
+        flags, body = 0, submitted.refs
         if route.needs_digest:
-            body, flags = body + submitted.digest(), flags | wire.HAS_DIGEST
+            flags, body = wire.pack_call(body, digest=submitted.digest())
+        if not submitted.prior and time.monotonic() >= route.worker_until_s:
+            flags, route.stays_out = flags | wire.MAY_RUN_HERE, ""
         time_us = 0 if timeout_s is None else microseconds(timeout_s)
         number, lane, call = route.number, submitted.after_lane, submitted.after_call
-        if lane:
-            flags |= wire.AFTER_LANE
         return submitted.link.submit(
             submitted.pending,
-            lambda seq: wire.pack(_EXECUTE, flags, number, seq, call, lane, time_us, body),
+            lambda seq: wire.pack_execute(flags, number, seq, body, time_us, lane, call),
         )
 
     def finish(self, submitted: Submitted) -> Any:
@@ -214,6 +230,7 @@ class Session:
         header = pending.header
         assert header is not None
         attempts: list[Any] = []
+        note = submitted.route.stays_out
         if header.kind == _FAILED:
             error, outcome = error_of(pending.body)
             if isinstance(error, AdaptationRequired):
@@ -240,6 +257,7 @@ class Session:
         if header.flags & wire.HAS_OUTCOME:
             outcome = messages.decode(body, messages.Outcome)
             attempts, body = outcome.attempts, outcome.result
+            note = "; ".join(filter(None, (waited(outcome), note)))
         result = submitted.result(body)
         decision = submitted.decision or submitted.route.decisions[header.aux]
         if submitted.sample is not None:
@@ -254,7 +272,7 @@ class Session:
             attempts,
             decision,
             submitted.prior,
-            submitted.route.stays_out,
+            note,
         )
         return result
 
@@ -295,7 +313,7 @@ class Session:
 
     def signature(self, request: Request) -> bytes:
         """The encoded Route message of a call; a TensorSpec may stand for an array."""
-        arrays = tuple(None if arg is None or isinstance(arg, TensorSpec) else describe(arg) for arg in request.args)
+        arrays = describe_args(request, takes_specs=True)
         specs = tuple(arg if array is None else array.spec for arg, array in zip(request.args, arrays, strict=True))
         device = device_of(request.op, arrays, None)
         plan = request.planner(*specs, **request.params)
@@ -313,12 +331,14 @@ class Session:
         """As `explain`, for what `route_body` made."""
         return explanation(op, self.ask("explain", route=body))
 
-    def ask(self, method: str, **params: Any) -> Any:
-        """A request to the broker: status, explain, reset, shutdown. Returns plain values."""
+    def ask(self, method: str, *, within_s: float = math.inf, **params: Any) -> Any:
+        """A request to the broker: status, explain, reset, shutdown. Returns plain values. Raises Busy when there is no
+        answer `within_s` seconds."""
         link, pending = self.link, Pending()
         body = messages.encode(messages.Request(method=method, params=params))
         link.submit(pending, lambda seq: wire.pack(Kind.REQUEST, seq=seq, body=body))
-        link.wait(pending)
+        if not link.wait(pending, time.monotonic() + within_s):
+            raise Busy(f"the broker has not answered {method} within {within_s:g} s")
         if pending.error is not None:
             raise pending.error
         assert pending.header is not None
@@ -328,8 +348,22 @@ class Session:
 
     def wait(self, submitted: Submitted) -> Any:
         """Wait for a submitted call and take its result."""
-        submitted.link.wait(submitted.pending)
+        self.await_answer(submitted)
         return self.finish(submitted)
+
+    def await_answer(self, submitted: Submitted, until_s: float = math.inf) -> bool:
+        """As Link.wait. On a terminal it says what takes so long, when that is the start of a worker."""
+        link, pending = submitted.link, submitted.pending
+        if link.wait(pending, min(until_s, time.monotonic() + QUIET_S)) or time.monotonic() >= until_s:
+            return pending.is_done
+        if start.shows_progress():
+            with contextlib.suppress(LayerZeroError):  # it is told by the call itself
+                calls = self.ask("waits", identity=link.welcome.identity)["calls"]
+                for row in [row for row in calls if row["op"] == submitted.request.op][:1]:
+                    doing = _DOING.get(row["state"], row["state"])
+                    text = f"layerzero: {row['op']} waits: the {row['backend']} worker is {doing}"
+                    print(f"{text}, {row['waited_s']:.0f} s so far", file=sys.stderr, flush=True)
+        return link.wait(pending, until_s)
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -218,7 +218,7 @@ class Shadow:
         body = b"".join([*sample.refs, REF.pack(number, 0, place, spec.span_bytes)])
         route = self._session.routes.define(link, (plan, backend), plan, backend)
         pending = Pending(hold=(sample.blocks, output))
-        link.submit(pending, lambda seq: wire.pack(Kind.EXECUTE, route=route.number, seq=seq, body=body))
+        link.submit(pending, lambda seq: wire.pack_execute(0, route.number, seq, body))
         link.wait(pending)
         if pending.error is not None:
             raise pending.error

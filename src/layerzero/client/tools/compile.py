@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layerzero.client.arrays.arrays import describe
+from layerzero.client.arrays.recognition import describe
 from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.overlay import Overlay
+from layerzero.client.connection.report import html_of_text
 from layerzero.client.facade import api
 from layerzero.client.session.session import Session
 from layerzero.client.tools.compiling import compile_ahead, in_line
@@ -21,6 +22,7 @@ from layerzero.client.tools.dry_run import PlanReport, plan_calls
 from layerzero.client.tools.trace import Key, TracedCall, bucket_key, call_key, imagine, watch
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.wording import counted
 
 MAX_PLANS = 256  # of one function; the one that was not used for longest goes
 MAX_UNPLANNED = 64  # different calls that a report names
@@ -47,11 +49,15 @@ class CompileReport:
     unplanned: Mapping[str, int]
 
     def __str__(self) -> str:
-        lines = [f"{self.runs} runs with {len(self.plans)} plans, {self.planned_calls} calls as planned"]
-        lines += [f"  {count} calls in no plan: {label}" for label, count in self.unplanned.items()]
+        runs, plans = counted(self.runs, "run"), counted(len(self.plans), "plan")
+        lines = [f"{runs} with {plans}, {counted(self.planned_calls, 'call')} as planned"]
+        lines += [f"  {counted(count, 'call')} in no plan: {label}" for label, count in self.unplanned.items()]
         for baked in self.plans:
             lines += f"plan: {baked.plan or baked.problem}".splitlines()
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
 
 @dataclass
@@ -101,6 +107,10 @@ class Compiled:
         self._lock = threading.Lock()
         self._unplanned: Counter[str] = Counter()
         self._runs = self._planned = 0
+
+    def __repr__(self) -> str:
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        return f"<lz.compile of {name}: {counted(self._runs, 'run')}, {counted(len(self._plans), 'plan')}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key = arguments_key((args, kwargs))

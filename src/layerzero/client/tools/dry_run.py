@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerzero.client.connection.report import SelectionReport
+from layerzero.client.connection.report import SelectionReport, html_of_text, time_text
 from layerzero.client.facade import api
 from layerzero.client.planning.plans import Plan, plan_attention
 from layerzero.client.session.session import Session
 from layerzero.client.tools.trace import TracedCall, imagine
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.wording import counted
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,13 @@ class PlanReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.calls)} calls" + (f": {self.problem}" if self.problem else "")]
-        if self.cost_us is not None and self.alone_us is not None:
+        lines = [counted(len(self.calls), "call") + (f": {self.problem}" if self.problem else "")]
+        if self.unmeasured:  # a sum would be of guesses
+            some = (
+                "no times yet" if len(self.unmeasured) == len(self.calls) else f"{len(self.unmeasured)} without times"
+            )
+            lines[0] += f", {some}: lz.tune(...) or lz.warmup(...) measures them"
+        elif self.cost_us is not None and self.alone_us is not None:
             lines[0] += (
                 f", {self.cost_us:,.0f} us with the joint plan, {self.alone_us:,.0f} us with each call's own best"
             )
@@ -85,13 +91,16 @@ class PlanReport:
             time = "not measured" if number in self.unmeasured else f"{call.us:,.0f} us"
             lines.append(f"  {number:>3}  {call.label:<{width}}  {call.kernel_id or 'no kernel'}  {time}{taken}")
         for transform in self.transforms:
-            lines.append(f"  copied between {transform.source} and {transform.target}: {transform.us:,.0f} us")
+            lines.append(f"  copied between {transform.source} and {transform.target}: {time_text(transform.us)}")
         for rewrite in self.rewrites:
             calls = ", ".join(map(str, rewrite.calls))
             lines.append(
                 f"  calls {calls} as {rewrite.instead} on {rewrite.kernel_id}: {rewrite.saves_us:,.0f} us less"
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
 
 def dry_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PlanReport:

@@ -1,11 +1,15 @@
-"""Arguments for a call that nobody has data for: which parameters are arrays, and random ones in shared memory."""
+"""Arguments for a call that nobody has data for: which parameters are arrays, random ones in shared memory, and plain
+ones without NumPy."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from layerzero.client.arrays.recognition import describe
+from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.facade import api
 from layerzero.ipc.errors import EnvError
 from layerzero.ipc.vocabulary.ops import OPS
@@ -15,7 +19,11 @@ from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 def tensor_names(function: Callable[..., Any]) -> list[str]:
     """The parameters of an op that are arrays, in order."""
     parameters = inspect.signature(function).parameters
-    return [name for name, p in parameters.items() if p.annotation == "Any" and name != "out"]
+    return [name for name, p in parameters.items() if _is_array(str(p.annotation)) and name != "out"]
+
+
+def _is_array(annotation: str) -> bool:
+    return "Array" in annotation or annotation == "Any"
 
 
 def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) -> dict[str, Any]:
@@ -61,6 +69,23 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) ->
         memory[...] = values.astype(spec.dtype)
         strides = [step * spec.itemsize for step in spec.strides]
         return np.lib.stride_tricks.as_strided(memory, spec.shape, strides)
+
+    return {name: None if spec is None else make(name, spec) for name, spec in specs.items()}
+
+
+def plain_inputs(op: str, specs: Mapping[str, TensorSpec | None]) -> dict[str, Any]:
+    """Zeros in plain memory, made without NumPy; of index tensors, the values that random_inputs gives them."""
+    like = describe(b"")
+
+    def make(name: str, spec: TensorSpec) -> Any:
+        memory = bytearray(spec.span_bytes)
+        places = _places(name, specs) if name in OPS[op].indices else None
+        if places is not None:
+            start, stop = places
+            numel = spec.span_bytes // spec.itemsize
+            values = (start + (stop - start) * n // max(numel - 1, 1) for n in range(numel))
+            memory[:] = b"".join(value.to_bytes(spec.itemsize, sys.byteorder, signed=True) for value in values)
+        return wrap(memoryview(memory), spec, like)[0]
 
     return {name: None if spec is None else make(name, spec) for name, spec in specs.items()}
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerzero.client.connection.report import SelectionReport
+from layerzero.client.connection.report import SelectionReport, html_of_text
 from layerzero.client.facade import api
+from layerzero.client.tools.inputs import plain_inputs
 from layerzero.client.tools.tune import DEFAULTS, Call
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
-from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 # The smallest file that every release of tokenizers reads.
 TOKENIZER = (
@@ -21,7 +21,6 @@ TOKENIZER = (
     b'"model":{"type":"WordLevel","vocab":{"a":0,"[UNK]":1},"unk_token":"[UNK]"}}'
 )
 LOADING_S, POLL_S = 60.0, 0.1  # so long a library may take to be probed and loaded in this process
-_FORMATS = {"float32": "f", "int64": "q"}
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,16 @@ class ReadinessReport:
         from rich.text import Text
 
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("check", "", "found", "repair"):
-            table.add_column(name, overflow="fold")
+        for name in ("check", "", "found"):
+            table.add_column(name, no_wrap=name != "found", overflow="fold")
         for check in self.checks:
             style = "" if check.ok else "bold red"
-            cells = (check.name, "ok" if check.ok else "FAIL", check.detail, check.repair)
-            table.add_row(*(Text(cell) for cell in cells), style=style)
+            detail = f"{check.detail}\nrepair: {check.repair}" if check.repair else check.detail
+            table.add_row(*(Text(cell) for cell in (check.name, "ok" if check.ok else "FAIL", detail)), style=style)
         return Group(Text(self._headline(), style="bold green" if self.ok else "bold red"), table)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
 
 def readiness_check(
@@ -98,9 +100,9 @@ def readiness_check(
     answer = api.session().ask("readiness", backends=names)
     tried: dict[str, Check] = {}
     if starts_workers:
-        served = {row["name"]: row["ops"] for row in api.status()["backends"]}
-        isolation = answer["isolation"]
-        tried = {name: _try_backend(name, served[name], isolation[name]) for name in answer["backends"]}
+        rows = {row["name"]: row for row in api.status()["backends"]}
+        usable = [name for name in answer["backends"] if not rows[name]["unavailable"]]  # `checks` has why, of others
+        tried = {name: _try_backend(name, rows[name]["ops"], answer["isolation"][name]) for name in usable}
         answer = api.session().ask("readiness", backends=names)  # environments that nobody had used were probed
     checks = [Check(row["name"], row["ok"], row["detail"], row["repair"]) for row in answer["checks"]]
     unfit = {check.name for check in checks if not check.ok}
@@ -113,7 +115,7 @@ def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
     """It answers a small call, where the policy wants it to run."""
     name = f"worker {backend}"
     why = "it serves no op that could be tried"
-    for call in (call for op in served for call in _small_calls(op)):
+    for call in (call for op in served for call in small_calls(op)):
         try:
             report = _run(call, backend, is_wanted_here=isolation == "in_process")
         except (BrokerLost, NotConnected):
@@ -133,7 +135,7 @@ def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
     return Check(name, False, why, f"lz explain, or avoid_sources: [{backend}] in the policy")
 
 
-def _small_calls(op: str) -> tuple[Call, ...]:
+def small_calls(op: str) -> tuple[Call, ...]:
     """One for each way of calling it that a backend may insist on."""
     if op == "tokenize":
         return (Call(op, {}, {"text": "a", "tokenizer": TOKENIZER}),)
@@ -145,22 +147,16 @@ def _small_calls(op: str) -> tuple[Call, ...]:
 def _run(call: Call, backend: str, *, is_wanted_here: bool) -> SelectionReport:
     """The report of the call. Where policy wants the backend in this process: of the first call that ran here, since
     workers answer while its library is probed and loaded; of one that did not when this process has refused it."""
-    arrays = {name: None if spec is None else _zeros(spec) for name, spec in call.arrays.items()}
+    arrays = plain_inputs(call.op, call.arrays)
     until_s = time.monotonic() + LOADING_S
     while True:
         call.function(**arrays, **call.params, backend=backend)
         report = api.last_report()
-        assert report is not None, "a call that returned has a report"
         refused = api.session().refusals()
         is_settled = report.worker_pid == os.getpid() or backend in refused or report.kernel_id in refused
         if not is_wanted_here or is_settled or time.monotonic() >= until_s:
             return report
         time.sleep(POLL_S)
-
-
-def _zeros(spec: TensorSpec) -> memoryview:
-    """Plain memory: a readiness check must not need NumPy."""
-    return memoryview(bytearray(spec.span_bytes)).cast(_FORMATS[spec.dtype], spec.shape)  # type: ignore[call-overload,no-any-return]
 
 
 def _is_warm(call: Call) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from layerzero.client.facade import api
 from layerzero.client.tools.tune import BUDGET_S, Call, Progress, calls_of, tune_calls
 from layerzero.client.tools.tune_report import TuneReport
 from layerzero.ipc.errors import ConfigError, InvalidArgument
+from layerzero.ipc.wording import counted
 
 FILE_NAME = "dispatch_table.json"
 
@@ -37,20 +39,42 @@ class SolveReport:
         return {**table, "measured": self.measured.to_dict()}
 
     def __str__(self) -> str:
-        return f"{self.measured}\n\n{self._verdict()}"
+        return f"{self.measured}\n\n{self._verdict()}{self._warning()}"
 
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
-        return Group(self.measured, Text(), Text(self._verdict(), style="bold"))
+        return Group(
+            self.measured,
+            Text(),
+            Text(self._verdict(), style="bold"),
+            Text(self._warning().strip(), style="bold yellow"),
+        )
+
+    def _repr_html_(self) -> str:
+        return f"{self.measured._repr_html_()}<b>{html.escape(self._verdict())}</b>"
 
     def _verdict(self) -> str:
         if self.path is None:
             why = "interrupted" if self.measured.was_interrupted else "nothing was measured"
             return f"no dispatch table was written: {why}"
-        text = f"{self.path}: {self.kinds} kinds of calls, {self.buckets} buckets"
+        text = f"{self.path}: {counted(self.kinds, 'kind')} of calls, {counted(self.buckets, 'bucket')}"
         return f"{text}, in force" if self.in_force else f"{text}; dispatch_table: {self.path} in the policy uses it"
+
+    @property
+    def unsettled(self) -> tuple[str, ...]:
+        """Labels of the calls in the table whose fastest kernel was measured too few times, or too unevenly."""
+        fastest = ((call.label, call.fastest) for call in self.measured.calls)
+        return tuple(label for label, kernel in fastest if kernel is not None and not kernel.is_stable)
+
+    def _warning(self) -> str:
+        if self.path is None or not self.unsettled:
+            return ""
+        calls = (
+            f"{len(self.unsettled)} of {len(self.measured.calls)} calls have not settled: {', '.join(self.unsettled)}"
+        )
+        return f"\n{calls}; solve again with a larger budget_s than {self.measured.budget_s:g}"
 
 
 def solve(
@@ -65,7 +89,8 @@ def solve(
     Arguments as of lz.tune; usually many calls: lz.solve([lz.Call.of("silu", x) for x in arrays_of_all_sizes]). Each is
     run on every backend that accepts it, which compiles what has to be. path: file to write, default
     dispatch_table.json in the store. The table is used where the policy's `dispatch_table` names it, on this machine
-    and with these environments only. budget_s: seconds for everything.
+    and with these environments only. budget_s: seconds for all runs, on top of starts and compilations. Calls whose
+    fastest kernel has not settled by then are in the table, and named last in the report.
     Raises InvalidArgument, ConfigError when the file cannot be written, NotConnected, BrokerLost.
     """
     return solve_calls(calls_of(op, args, kwargs), path=path, budget_s=budget_s)

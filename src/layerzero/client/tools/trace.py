@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layerzero.client.arrays.arrays import Array, describe, wrap
+from layerzero.client.arrays.recognition import Array, describe
+from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.connection import arena as arenas
-from layerzero.client.connection.call import Request
+from layerzero.client.connection.call import Request, describe_args
 from layerzero.client.facade import ops
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.client.session.session import Session
@@ -60,7 +61,7 @@ class Tracer:
         number = len(self.calls)
         if number >= MAX_CALLS:
             raise InvalidArgument(f"the function makes more than {MAX_CALLS} calls; plan its parts one by one")
-        arrays = [None if arg is None else describe(arg) for arg in request.args]
+        arrays = describe_args(request)
         specs = request.shape_specs(tuple(None if array is None else self._spec(array) for array in arrays))
         plan = request.planner(*specs, **request.params)
         if request.out is not None:

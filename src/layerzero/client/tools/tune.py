@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import statistics
 import time
@@ -10,13 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerzero.client.arrays.arrays import describe
+from layerzero.client.arrays.recognition import describe
 from layerzero.client.connection.report import Candidate, SelectionReport
 from layerzero.client.facade import api, ops
 from layerzero.client.tools.compiling import compile_ahead, in_line
 from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.client.tools.tune_report import Times, TunedCall, TunedKernel, TuneReport
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
+from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -52,7 +52,7 @@ class Call:
 
     def explain(self) -> SelectionReport:
         """As lz.explain."""
-        return api.explain(self.function, **self.arrays, **self.params)
+        return api.explain(self.function, **{**self.arrays, **self.params})
 
     def compile(self, backends: Iterable[str]) -> None:
         """Wait until their kernels are compiled for it, or could not be."""
@@ -101,6 +101,16 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
             },
         ),
     ),
+    "append_kv": (
+        Call(
+            "append_kv",
+            {
+                **{name: _f32(256, 8, 64) for name in ("key", "value")},
+                **{name: _f32(256, 16, 8, 64) for name in ("k_cache", "v_cache")},
+                "slots": _int32(256),
+            },
+        ),
+    ),
     "rope": (_rope(1), _rope(256)),
     "matmul": (Call("matmul", {"a": _f32(256, 256), "b": _f32(256, 256)}),),
     "linear": tuple(Call("linear", {"input": _f32(n, 512), "weight": _f32(2048, 512)}) for n in (1, 256)),
@@ -117,6 +127,8 @@ DEFAULTS: dict[str, tuple[Call, ...]] = {
     "silu": (Call("silu", {"input": _f32(256, 2048)}),),
     "swiglu": (Call("swiglu", {"gate": _f32(256, 2048), "up": _f32(256, 2048)}),),
     "embedding": (Call("embedding", {"input": TensorSpec.contiguous("int64", (256,)), "weight": _f32(8192, 512)}),),
+    "quantize": (Call("quantize", {"x": _f32(256, 2048), "scale": _f32(256, 1)}, {"dtype": "int8"}),),
+    "dequantize": (Call("dequantize", {"x": TensorSpec.contiguous("int8", (256, 2048)), "scale": _f32(256, 1)}),),
     "null": (Call("null"),),
 }
 
@@ -143,8 +155,9 @@ def tune(
 
     lz.tune("matmul", a, b) tunes the call lz.matmul(a, b), with random arrays of the same dtypes, shapes and strides;
     a TensorSpec may stand for an array. lz.tune("matmul") and lz.tune(["matmul", "silu"]) tune typical shapes,
-    lz.tune() those of all ops. budget_s: seconds for everything; a call that was begun gets at least one timed run of
-    each kernel. An interrupt (Ctrl-C) ends it; the report has what was measured until then.
+    lz.tune() those of all ops. budget_s: seconds for all runs; starts of workers and compilations come on top. A call
+    that was begun gets at least one timed run of each kernel, and what is left goes to calls that have not settled. An
+    interrupt (Ctrl-C) ends it; the report has what was measured until then.
     Raises InvalidArgument, NotConnected, BrokerLost.
     """
     return tune_calls(calls_of(op, args, kwargs), budget_s=budget_s)
@@ -183,28 +196,40 @@ def tune_calls(
     if not 0.0 < budget_s < float("inf"):
         raise InvalidArgument(f"budget_s is {budget_s!r}; allowed: a positive number of seconds")
     began_s = time.monotonic()
-    done: list[TunedCall] = []
+    trials: list[_Trial | TunedCall] = []
     was_interrupted = False
+    setup_s = 0.0  # starts of workers, compilations: they take as long as they take
     for index, call in enumerate(calls):
-        spent_s = time.monotonic() - began_s
-        if was_interrupted or (index and spent_s >= budget_s):
+        left_s = budget_s - (time.monotonic() - began_s - setup_s)
+        if was_interrupted or (index and left_s <= 0):
             why = "interrupted" if was_interrupted else f"the budget of {budget_s:g} s was spent"
-            done.append(TunedCall(call.op, call.label, None, None, (), f"not measured: {why}"))
+            trials.append(TunedCall(call.op, call.label, None, None, (), f"not measured: {why}"))
             continue
-        end_s = began_s + spent_s + (budget_s - spent_s) / (len(calls) - index)
 
         def tell(doing: str, rounds: int, index: int = index, call: Call = call) -> None:
             if on_progress is not None:
                 elapsed_s = time.monotonic() - began_s
                 on_progress(Progress(index, len(calls), call.label, doing, rounds, elapsed_s))
 
-        trial = _Trial(call, end_s, tell)
+        trial = _Trial(call, tell)
+        trials.append(trial)
         try:
-            trial.run()
+            trial.run(left_s / (len(calls) - index))
         except KeyboardInterrupt:
             was_interrupted = True
-        done.append(trial.result(is_cut_short=was_interrupted))
-    return TuneReport(tuple(done), time.monotonic() - began_s, budget_s, was_interrupted)
+        setup_s += trial.setup_s
+    begun = [trial for trial in trials if isinstance(trial, _Trial)]
+    try:
+        while not was_interrupted and (unsettled := [trial for trial in begun if not trial.is_over]):
+            left_s = budget_s - (time.monotonic() - began_s - setup_s)
+            if left_s <= 0:
+                break
+            unsettled[0].measure(left_s / len(unsettled), at_least=1)
+            begun.append(begun.pop(begun.index(unsettled[0])))
+    except KeyboardInterrupt:
+        was_interrupted = True
+    done = tuple(one.result(is_cut_short=was_interrupted) if isinstance(one, _Trial) else one for one in trials)
+    return TuneReport(done, time.monotonic() - began_s, budget_s, was_interrupted)
 
 
 class _Runner:
@@ -235,14 +260,23 @@ class _Runner:
 class _Trial:
     """One call on all backends that accept it. Rounds of one run each, in turn, so that a busy moment meets all."""
 
-    def __init__(self, call: Call, end_s: float, tell: Callable[[str, int], None]) -> None:
-        self._call, self._end_s, self._tell = call, end_s, tell
+    def __init__(self, call: Call, tell: Callable[[str, int], None]) -> None:
+        self._call, self._tell = call, tell
+        self.setup_s = 0.0  # until every worker had answered once
+        self._rounds = 0
         self._before: SelectionReport | None = None
         self._runners: list[_Runner] = []
         self._not_pinned: list[Candidate] = []
 
-    def run(self) -> None:
+    @property
+    def is_over(self) -> bool:
+        """More rounds would say nothing new."""
+        live = [runner for runner in self._runners if not runner.error]
+        return all(runner.is_settled for runner in live) or self._rounds >= MAX_ROUNDS
+
+    def run(self, budget_s: float) -> None:
         """Raises BrokerLost, NotConnected, EnvError, InvalidArgument; what a backend raises is its result."""
+        began_s = time.monotonic()
         self._before = self._call.explain()
         self._tell("compiling", 0)
         self._call.compile({candidate.backend for candidate in in_line(self._before)})
@@ -253,24 +287,36 @@ class _Trial:
                 self._runners.append(_Runner(candidate))
         if not self._runners:
             return
-        arguments = {**random_inputs(self._call.op, self._call.arrays, seed=0), **self._call.params}
+        arguments = self._arguments()
         for runner in self._runners:
             self._tell(f"warming up {runner.kernel_id}", 0)
-            for n in range(WARM_UPS):
-                report = self._once(runner, arguments)
-                if report is not None and n == 0:
-                    runner.first_ms = (report.elapsed_us or 0.0) / 1e3
-        for rounds in range(MAX_ROUNDS):
+            report = self._once(runner, arguments)
+            if report is not None:
+                runner.first_ms = (report.elapsed_us or 0.0) / 1e3
+        self.setup_s = time.monotonic() - began_s
+        for _ in range(WARM_UPS - 1):
+            for runner in self._runners:
+                self._once(runner, arguments)
+        del arguments  # those of the rounds are made anew
+        self.measure(budget_s - (time.monotonic() - began_s - self.setup_s), at_least=1)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {**random_inputs(self._call.op, self._call.arrays, seed=0), **self._call.params}
+
+    def measure(self, budget_s: float, *, at_least: int) -> None:
+        """Rounds until all have settled, or the time is over. Raises as `run`."""
+        end_s, arguments = time.monotonic() + budget_s, self._arguments()
+        while not self.is_over and (at_least > 0 or time.monotonic() < end_s):
+            at_least -= 1
             live = [runner for runner in self._runners if not runner.error]
-            if not live or all(r.is_settled for r in live) or (rounds and time.monotonic() >= self._end_s):
-                return
-            turn = rounds % len(live)
+            turn = self._rounds % len(live)
+            self._rounds += 1
             for runner in (*live[turn:], *live[:turn]):
                 report = self._once(runner, arguments)
                 if report is not None and len(report.attempts) == 1 and report.kernel_us:
                     runner.kernel_id = report.kernel_id or runner.kernel_id
                     runner.samples.append((report.kernel_us, report.elapsed_us or 0.0))
-            self._tell("measuring", rounds + 1)
+            self._tell("measuring", self._rounds)
 
     def _once(self, runner: _Runner, arguments: Mapping[str, Any]) -> SelectionReport | None:
         """One run; None when the backend has failed, now or before."""
@@ -303,9 +349,7 @@ def _name(op: str | Callable[..., Any]) -> str:
     name = op if isinstance(op, str) else str(getattr(op, "__name__", op))
     if name in OPS and (isinstance(op, str) or op is getattr(ops, name)):
         return name
-    near = difflib.get_close_matches(name.lower(), OPS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise InvalidArgument(f"no op is called {name!r:.60}; {hint}Ops: {', '.join(OPS)}")
+    raise InvalidArgument(unknown_name("op", name, OPS))
 
 
 def _bind(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

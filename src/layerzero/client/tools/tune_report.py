@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerzero.client.connection.report import time_text
+from layerzero.client.connection.report import html_of, time_text
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,10 @@ class TuneReport:
                 parts.append(table)
             parts.append(Text())
         return Group(*parts, Text(self._headline()))
+
+    def _repr_html_(self) -> str:
+        tables = [html_of(f"{call.label}: {self._verdict(call)}", _HEAD, self._rows(call)) for call in self.calls]
+        return "".join((*tables, f"<div>{html.escape(self._headline())}</div>"))
 
 
 _HEAD = ("kernel", "runs", "kernel median", "p95", "call median", "")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerzero.client.connection.report import time_text
+from layerzero.client.connection.report import html_of_text, time_text
 from layerzero.client.facade import api
 from layerzero.client.tools.compiling import in_line
 from layerzero.client.tools.inputs import random_inputs
@@ -54,6 +54,9 @@ class WarmupReport:
                 result = f"first call {time_text(run.first_us)}, kernel then {time_text(run.later_us)}"
             lines.append(f"  {run.call} on {run.kernel_id or 'no kernel'}: {result}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
 
 
 def warmup(

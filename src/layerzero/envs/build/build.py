@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from layerzero.envs.build import downloads, integrity, interpreters, overlay, stage, store
+from layerzero.envs.build import downloads, indexes, integrity, interpreters, overlay, stage, store
 from layerzero.envs.build.base import Base, inspect
 from layerzero.envs.build.installers import Installer, Runner, ToolFailed, pick
 from layerzero.envs.build.interpreters import Python
@@ -32,6 +32,7 @@ from layerzero.envs.build.resolution import resolve as resolve_offline
 from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError
+from layerzero.ipc.names import unknown_name
 
 BUILDER = 1  # part of every id; raise it when the way of building changes what is built
 RECORD = "lz-env.json"
@@ -53,6 +54,7 @@ class Env:
     base: Path | None = None  # the interpreter that it is an overlay of
     wheelhouse: Path | None = None  # where its wheels come from; None: the user's indexes
     other_python: str = ""  # "3.12", where that is not the manifest's first choice
+    folder: Path | None = None  # of the manifest, where it is no built-in one
 
     @property
     def on_host(self) -> bool:
@@ -93,7 +95,7 @@ def resolve(name: str, folders: Sequence[Path] = ()) -> EnvManifest:
     if name in found:
         return found[name]
     broken = [problem.message for problem in problems if problem.name == name]
-    raise ConfigError(broken[0] if broken else f"no environment is called {name!r}; known: {', '.join(sorted(found))}")
+    raise ConfigError(broken[0] if broken else unknown_name("environment", name, sorted(found)))
 
 
 def plan(manifest: EnvManifest, *, variant: VariantName = "cpu", store: Path, base: Path | None = None) -> Env:
@@ -213,6 +215,7 @@ def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, p
         source_hash=stage.source_hash(),
         store=root,
         other_python=str(manifest.python) if manifest.python not in (*manifest.pythons[:1], None) else "",
+        folder=manifest.folder,
     )
 
 
@@ -354,6 +357,8 @@ def hold(env: Env, *, checks: bool = True) -> ExitStack:
 def command(verb: str, env: Env, *flags: str) -> str:
     """The `lz env` command line that does `verb` to this very environment."""
     words = ["lz", "env", verb, env.name]
+    if env.folder is not None:
+        words += ["--manifests", str(env.folder)]
     if env.variant != "cpu":
         words += ["--variant", env.variant]
     if env.other_python:
@@ -403,8 +408,8 @@ def _build_locked(work: _Work, force: bool) -> int:
     except store.InUse as exc:
         raise _error(env, "is in use; stop the broker that uses it first (lz down)") from exc
     except ToolFailed as exc:
-        hint = _index_hint(work.versions, str(exc)) if work.wheels is None else ""
-        raise _error(env, "could not be built", str(exc) + hint) from exc
+        hint, setting = indexes.hint(work.versions, str(exc)) if work.wheels is None else ("", "")
+        raise _error(env, "could not be built", hint + str(exc), setting=setting) from exc
     except OSError as exc:
         raise _error(env, "could not be built", f"{exc.strerror or exc} ({exc.filename or env.prefix})") from exc
     return int(env.record()["size_bytes"])
@@ -420,7 +425,7 @@ def _build(work: _Work, lock_fd: int) -> None:
         if wheels is None:
             assert work.lock is not None
             planned = downloads.of_lock(work.lock, work.python, work.installer)
-            work.say(str(planned))
+            work.say(str(planned).partition("\n")[0])  # why it is not known, the installer will say
             metered = replace(run, report=downloads.metered(planned, work.say))
             work.installer.install(folder, work.lock.path, metered)
         elif wheels.wheels:
@@ -472,20 +477,10 @@ def _verify(work: _Work, folder: Path, run: Runner) -> None:
         work.say(f"their own RECORD differs: {integrity.describe(folder, wrong)}")
 
 
-def _error(env: Env, what: str, cause: str = "", kind: type[EnvError] = EnvError) -> EnvError:
-    repair = command("build", env)
+def _error(env: Env, what: str, cause: str = "", kind: type[EnvError] = EnvError, *, setting: str = "") -> EnvError:
+    """`setting`: NAME=VALUE, without which building again fails again."""
+    repair = " ".join(filter(None, (setting, command("build", env))))
     text = f"{what}: {cause}" if cause else what
     return kind(
         f"environment {env.name} {text}\nto repair it run: {repair}", env=env.name, cause=cause or what, repair=repair
-    )
-
-
-def _index_hint(pins: Mapping[str, str], output: str) -> str:
-    """Builds such as torch 2.13.0+cpu are on their project's own index only, which a user has to configure."""
-    local = [f"{name}=={version}" for name, version in pins.items() if "+" in version and name in output]
-    if not local:
-        return ""
-    return (
-        f"\n{', '.join(local)} must come from an index or folder that has this build: name it in pip's configuration "
-        "(extra-index-url or find-links) or in uv's"
     )

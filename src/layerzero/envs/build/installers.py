@@ -21,6 +21,8 @@ from layerzero.ipc.errors import EnvError
 
 InstallerName = Literal["uv", "pip"]
 _TAIL_LINES = 12
+_WARNINGS = ("WARNING:", "warning:", "DEPRECATION:", "[notice]")
+_ERRORS = ("ERROR:", "error:", "\u00d7")  # uv's own sign
 _BY_HASH = ("--require-hashes", "--no-deps", "--only-binary", ":all:")
 
 
@@ -30,8 +32,9 @@ class ToolFailed(Exception):
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs a tool to its end. `report` gets each line it prints. `lock_fd` is inherited, so that the lock of the
-    folder is held as long as any process writes into it, even when we are killed."""
+    """Runs a tool to its end. `report` gets each line it prints, but for warnings, and for errors, which come with
+    ToolFailed. `lock_fd` is inherited, so that the lock of the folder is held as long as any process writes into it,
+    even when we are killed."""
 
     cwd: Path
     lock_fd: int
@@ -54,10 +57,13 @@ class Runner:
             try:
                 self.on_start(process)
                 assert process.stdout is not None
+                is_error = False
                 for line in process.stdout:
                     if text := without_passwords(line.rstrip()):
                         tail.append(text)
-                        self.report(text)
+                        is_error = is_error or text.lstrip().startswith(_ERRORS)
+                        if not is_error and not text.lstrip().startswith(_WARNINGS):
+                            self.report(text)
             except BaseException:
                 process.kill()
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -48,9 +49,19 @@ class Lock:
         }
 
 
-def lock_command(manifest: EnvManifest, variant: str) -> str:
-    python = f" --python {manifest.python}" if manifest.python not in manifest.pythons[:1] else ""
-    return f"lz env lock {manifest.name} --variant {variant}{python}"
+def lock_command(manifest: EnvManifest, variant: str, folder: Path | None = None) -> str:
+    """`folder`: of the manifest, in place of its own path."""
+    words = ["lz", "env", "lock", manifest.name, "--variant", variant]
+    if manifest.python not in manifest.pythons[:1]:
+        words += ["--python", str(manifest.python)]
+    if manifest.folder is not None:
+        words += ["--manifests", str(folder or manifest.folder)]
+    return shlex.join(words)
+
+
+def is_in_a_package(manifest: EnvManifest) -> bool:
+    """Whether its locks lie where pip has installed LayerZero, and the next installation replaces them."""
+    return manifest.folder is None and not {"site-packages", "dist-packages"}.isdisjoint(manifest.path.resolve().parts)
 
 
 def find_lock(manifest: EnvManifest, variant: VariantName) -> Lock | None:
@@ -72,7 +83,7 @@ def read_lock(manifest: EnvManifest, variant: VariantName) -> Lock:
         raise EnvError(
             f"{path}: environment {manifest.name} has no lock for {variant}; run: {repair}",
             env=manifest.name,
-            cause=f"{path.name} does not exist",
+            cause=f"{path} does not exist",
             repair=repair,
         )
     for requirement in map(Requirement, wanted):
@@ -82,7 +93,7 @@ def read_lock(manifest: EnvManifest, variant: VariantName) -> Lock:
                 f"{path}: {requirement} is not satisfied by the lock, which has {pinned or 'no such package'}; "
                 f"run: {repair}",
                 env=manifest.name,
-                cause=f"{path.name} is older than its manifest",
+                cause=f"{path} is older than its manifest",
                 repair=repair,
             )
     unwanted = [name for name in manifest.variants[variant].without if name in found.pins]
@@ -90,7 +101,7 @@ def read_lock(manifest: EnvManifest, variant: VariantName) -> Lock:
         raise EnvError(
             f"{path}: {', '.join(unwanted)} is in the lock and in variants.{variant}.without; run: {repair}",
             env=manifest.name,
-            cause=f"{path.name} is older than its manifest",
+            cause=f"{path} is older than its manifest",
             repair=repair,
         )
     return found
@@ -133,12 +144,18 @@ def lock(manifest: EnvManifest, variant: VariantName, *, installer: Uv | None = 
             cause=cause,
             repair=f"edit variants.{variant}.requirements in {manifest.path}, then: {lock_command(manifest, variant)}",
         )
+    where = ", in this folder" if manifest.folder is not None else ""
     header = (
         f"# {manifest.name}, {variant}: Python {manifest.python}, x86_64, {manifest.platform} or newer.\n"
-        f"# Do not edit. Regenerate: {lock_command(manifest, variant)}\n"
+        f"# Do not edit. Regenerate{where}: {lock_command(manifest, variant, Path('.'))}\n"
     )
     written = Lock(manifest.lock_path(variant), header + answer.stdout)
     aside = written.path.with_name(f".{written.path.name}.{os.getpid()}")
-    aside.write_text(written.text, encoding="utf-8")
-    aside.replace(written.path)
+    try:
+        aside.write_text(written.text, encoding="utf-8")
+        aside.replace(written.path)
+    except OSError as exc:
+        cause = f"{written.path} cannot be written: {exc.strerror or exc}"
+        repair = "lock it in a checkout of LayerZero, or make that folder writable"
+        raise EnvError(cause, env=manifest.name, cause=cause, repair=repair) from exc
     return written

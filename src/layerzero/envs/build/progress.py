@@ -50,7 +50,8 @@ class Lines:
         self._stream = stream or sys.stderr
 
     def _say(self, env: str, text: str) -> None:
-        print(f"{env}: {text}", file=self._stream, flush=True)
+        self._stream.write(f"{env}: {text}\n")  # at once: other builds write, too
+        self._stream.flush()
 
     def started(self, env: str) -> None:
         self._say(env, "started")
@@ -62,7 +63,8 @@ class Lines:
         self._say(env, done_text(seconds, nbytes))
 
     def failed(self, env: str, seconds: float, cause: str) -> None:
-        self._say(env, f"failed after {seconds:.1f} s: {cause}")
+        first = cause.partition("\n")[0]  # whoever asked for the build gets all of it
+        self._say(env, f"failed after {seconds:.1f} s: {first}")
 
 
 class Spinners:

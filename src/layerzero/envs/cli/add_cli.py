@@ -15,10 +15,13 @@ from layerzero.envs.cli.rows import failing_cleanly, out
 Target = Annotated[str, typer.Argument(metavar="NAME|WHEEL|FOLDER", help="What is installed, or where it lies.")]
 
 
-def add(target: Target, store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False) -> None:
+def add(
+    ctx: typer.Context, target: Target, store: StoreDir = STORE, manifests: Folders = None, as_json: Json = False
+) -> None:
     """Allow a backend from outside, by the hash of its sources. They are checked; nothing of them runs."""
+    known = site(ctx, store, manifests)
     with failing_cleanly():
-        rows = additions.add(target, additions.Site.load(store, manifests))
+        rows = additions.add(target, known)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "added": rows}, indent=1))
         return
@@ -26,10 +29,11 @@ def add(target: Target, store: StoreDir = STORE, manifests: Folders = None, as_j
         out.print(additions.told(row), markup=False, highlight=False, soft_wrap=True)
 
 
-def remove(name: str, store: StoreDir = STORE, as_json: Json = False) -> None:
+def remove(ctx: typer.Context, name: str, store: StoreDir = STORE, as_json: Json = False) -> None:
     """Take back what `lz env add` has allowed."""
+    known = site(ctx, store, None)
     with failing_cleanly():
-        additions.remove(name, additions.Site.load(store, None))
+        additions.remove(name, known)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "removed": [name]}, indent=1))
         return
@@ -37,7 +41,9 @@ def remove(name: str, store: StoreDir = STORE, as_json: Json = False) -> None:
     out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def site(store: Path, folders: list[Path] | None) -> additions.Site:
-    """Where backends from outside are, for the other commands. Exits with 1 when the settings are wrong."""
+def site(ctx: typer.Context, store: Path, folders: list[Path] | None) -> additions.Site:
+    """Where backends from outside are, and what policy says of them: `ctx.obj` is the LoadSite of who runs the command.
+    Exits with 1 when the settings are wrong."""
+    load: additions.LoadSite = ctx.obj
     with failing_cleanly():
-        return additions.Site.load(store, folders)
+        return load(store, folders or ())

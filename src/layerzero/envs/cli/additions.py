@@ -5,13 +5,11 @@ It is read and checked as data; nothing of it runs before it is built and probed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.broker.configuration import kernel_sources
-from layerzero.broker.configuration import settings as knobs
 from layerzero.capabilities import vetting
 from layerzero.capabilities.descriptor import Capability
 from layerzero.envs import manifest as manifests
@@ -34,17 +32,6 @@ class Site:
     allowed: Mapping[str, Allowed]
     problem: str  # why the policy allows nothing: it cannot be read
 
-    @classmethod
-    def load(cls, store: Path, folders: Sequence[Path] | None) -> Site:
-        """From the broker's settings, with this store and these folders of manifests. Raises ConfigError."""
-        settings = knobs.load(store=store)
-        backends, said, problem = settings.backends_dir.absolute(), dict[str, Allowed](), ""
-        try:
-            said |= kernel_sources.allowed(settings)
-        except ConfigError as exc:
-            problem = exc.message
-        return cls(backends, store, tuple(folders or ()), said, problem)
-
     def discover(self) -> tuple[dict[str, EnvManifest], list[Problem]]:
         """All manifests, and what is wrong with others."""
         found, problems = third_party.discover(
@@ -65,6 +52,11 @@ class Site:
         outside = [(one.path.parent, one.source) for one in found.values() if one.source is not None]
         copies = [path for path, source in outside if not source.refusal or source.is_changed or self.problem]
         return copies, third_party.places(self.backends)[0].keys() - found.keys()
+
+
+LoadSite = Callable[[Path, Sequence[Path]], Site]
+"""The site of a store and of folders of manifests; raises ConfigError. Policy is the broker's, whose code the caller
+has (client/cli/env.py)."""
 
 
 def add(target: str, site: Site) -> list[dict[str, Any]]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.capabilities.certificate import ProbeRecord
+from layerzero.capabilities.descriptor import DescriptorError
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.build import Env, base_drift, command, drift, find
 from layerzero.envs.build.downloads import Downloads, of_lock, of_wheels
@@ -28,17 +29,26 @@ from layerzero.envs.build.progress import Lines, Progress, Spinners
 from layerzero.envs.build.resolution import resolve, select
 from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.cli.additions import Site
+from layerzero.envs.descriptors import read_all
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
 from layerzero.envs.probe.probe import cached_probe, probe_cached
 from layerzero.ipc.errors import ConfigError, EnvError
 
+_CLASSES = 2  # named of each refusal; --json has all
 out = Console()
 err = Console(stderr=True)
 
 
+class Chosen(NamedTuple):
+    """The manifests that a command is for, and rows of the report for those whose descriptors no broker would take."""
+
+    manifests: list[EnvManifest]
+    refused: list[dict[str, Any]]
+
+
 def choose(
     names: list[str] | None, folders: list[Path] | None, python: str | None = None, site: Site | None = None
-) -> list[EnvManifest]:
+) -> Chosen:
     """The manifests of those names, or all that may be built; for another Python than their first choice. With `site`
     those from outside, too."""
     found, problems = discover(folders or ()) if site is None else site.discover()
@@ -47,13 +57,37 @@ def choose(
     unknown = [name for name in names or () if name not in found]
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(found))}", param_hint="NAME")
-    chosen = [found[name] for name in dict.fromkeys(names or (n for n, one in found.items() if one.is_allowed))]
+    wanted = {name: found[name] for name in names or (n for n, one in found.items() if one.is_allowed)}
+    errors = read_all(found)[1]
+    refused = [refused_row(errors[name], one) for name, one in wanted.items() if name in errors]
+    chosen = [one for name, one in wanted.items() if name not in errors]
     if python is None:
-        return chosen
+        return Chosen(chosen, refused)
     try:
-        return [manifest.with_python(python) for manifest in chosen if names or python in manifest.pythons]
+        return Chosen([one.with_python(python) for one in chosen if names or python in one.pythons], refused)
     except ConfigError as exc:
         raise typer.BadParameter(exc.message, param_hint="--python") from exc
+
+
+def refused_row(error: DescriptorError, manifest: EnvManifest) -> dict[str, Any]:
+    """Of the report and of the list."""
+    cause, repair = error.message, f"mend {manifest.descriptor_path}"
+    return {
+        "name": manifest.name,
+        "ok": False,
+        "stage": "descriptor",
+        "state": "refused",
+        "cause": cause,
+        "repair": repair,
+    }
+
+
+def fail_on(refused: Sequence[Mapping[str, Any]]) -> None:
+    """Exits with 1 when there is one, for a command that cannot go on with the others."""
+    for row in refused:
+        err.print(row["cause"], style="red", markup=False, soft_wrap=True)
+    if refused:
+        raise typer.Exit(1)
 
 
 def end_cleanly_on_sigterm() -> None:
@@ -86,6 +120,10 @@ def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Pa
         if not manifest.is_allowed:
             cause, repair = manifest.source.refusal, manifest.source.repair
             return {**row, "state": "refused", "cause": f"{cause}; repair: {repair}", "repair": repair}
+    if manifest.variants and manifest.variant_for(variant) not in manifest.variants:
+        made = ", ".join(manifest.variants)
+        repair = f"lz env build {manifest.name} --variant {next(iter(manifest.variants))}"
+        return {**row, "state": "other variant", "cause": f"made for {made}, which need a GPU", "repair": repair}
     try:
         env = find(manifest, variant=variant, store=store, base=overlay)
         changed = drift(env)
@@ -169,9 +207,15 @@ def _downloads(
 
 
 def verdict(
-    manifest: EnvManifest, env: Env | EnvError | ConfigError, timeout_s: float | None, *, verify: bool = False
+    manifest: EnvManifest,
+    env: Env | EnvError | ConfigError,
+    timeout_s: float | None,
+    *,
+    verify: bool = False,
+    is_anew: bool = True,
 ) -> dict[str, Any]:
-    """A row of the report; without `timeout_s` of the build alone."""
+    """A row of the report; without `timeout_s` of the build alone. `is_anew`: probe although a verdict that it is in
+    order is known of exactly this environment, code and machine."""
     if not isinstance(env, Env):
         repair = env.facts.get("repair", f"edit {manifest.path}")
         cause = env.facts.get("cause", env.message)
@@ -180,7 +224,10 @@ def verdict(
     if timeout_s is None:
         made = {"name": env.name, "ok": True, "stage": "build", "cause": "", "repair": ""}
         return {**made, "id": env.id, "prefix": str(env.prefix), "size_bytes": size}
-    record: ProbeRecord = probe_cached(env, manifest, timeout_s=timeout_s, refresh=True, verify=verify)
+    # Of our own interpreter nothing says what else is installed there.
+    kept = None if is_anew or env.on_host else cached_probe(env, manifest)
+    is_kept = kept is not None and kept.ok
+    record = probe_cached(env, manifest, timeout_s=timeout_s, refresh=not is_kept, verify=verify)
     return {
         "name": env.name,
         "ok": record.ok,
@@ -192,6 +239,7 @@ def verdict(
         "size_bytes": size,
         "classes": record.counts,  # certified and refused triples of kernel, dtype and shape class
         "probe": record.to_json(),
+        "probe_is_kept": is_kept,
     }
 
 
@@ -202,19 +250,39 @@ def report(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         table = Table("environment", "result", "certified", "refused", "size", "probe", box=None)
         for row in rows:
             seconds = f"{row['probe']['seconds']:.1f} s" if "probe" in row else ""
+            if row.get("probe_is_kept"):
+                seconds = "unchanged"
             result = "ok" if row["ok"] else f"{row['stage']} failed"
             counts = [f"{n:,}" if "probe" in row else "" for n in row.get("classes", (0, 0))]
             table.add_row(row["name"], result, *counts, megabytes(row.get("size_bytes")), seconds)
         out.print(table)
-        for failure in (failure for row in rows if "probe" in row for failure in row["probe"]["failures"]):
-            subject = f"{failure['kernel_id']} in {failure['dtype']}, class {failure['shape_class']}"
-            text = f"not certified: {subject}: {failure['detail']} (case {failure['case']!r})"
+        for text in (text for row in rows if "probe" in row for text in refusals(row["probe"]["failures"])):
             out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        if any(row.get("probe_is_kept") for row in rows):
+            err.print("unchanged: as its last probe said; lz env probe does it anew", style="dim", highlight=False)
         for row in (row for row in rows if not row["ok"]):
             text = f"{row['name']}: {row['cause']}\n  repair: {row['repair']}"
             out.print(text, markup=False, highlight=False, soft_wrap=True)
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
+
+
+def refusals(failures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each kernel and cause: the dtypes and classes that are not certified, and the worst case."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for one in failures:
+        cause = re.sub(r"\d[\d.,e+-]*|inf|nan", "N", one["detail"].replace(f"{one['case']}: ", ""))
+        groups.setdefault((one["kernel_id"], cause), []).append(one)
+    for (kernel_id, cause), group in groups.items():
+        worst = max(group, key=lambda one: float(one["error"]))
+        dtypes = ", ".join(dict.fromkeys(one["dtype"] for one in group))
+        classes = list(dict.fromkeys(one["shape_class"] for one in group))
+        named = ", ".join(classes[:_CLASSES])
+        memory = ", ".join(sorted({name.rpartition("/")[2] for name in classes}))
+        more = f" and {len(classes) - _CLASSES:,} more classes, of {memory} memory" if len(classes) > _CLASSES else ""
+        hint = "; does it need requires_contiguous?" if "wrote between the elements" in cause else ""
+        detail = worst["detail"].replace(f"{worst['case']}: ", "")
+        yield f"not certified: {kernel_id} in {dtypes}, {named}{more}: {detail} (case {worst['case']!r}){hint}"
 
 
 def print_json(rows: object) -> None:

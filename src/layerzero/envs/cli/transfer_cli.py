@@ -24,6 +24,7 @@ from layerzero.envs.cli.rows import (
     choose,
     end_cleanly_on_sigterm,
     err,
+    fail_on,
     failing_cleanly,
     megabytes,
     out,
@@ -37,6 +38,7 @@ from layerzero.envs.transfer import transfer
 
 
 def export(
+    ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The environment.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What to write, for one NAME.tar.gz.", dir_okay=False)],
     store: StoreDir = STORE,
@@ -48,7 +50,9 @@ def export(
 ) -> None:
     """Put an environment's manifest, lock, wheels and certificate into one file, for a machine without a network."""
     end_cleanly_on_sigterm()
-    [manifest] = choose([name], manifests, python, add_cli.site(store, manifests))
+    chosen, refused = choose([name], manifests, python, add_cli.site(ctx, store, manifests))
+    fail_on(refused)
+    [manifest] = chosen
     with failing_cleanly(), showing_progress() as progress:
         made = transfer.export(
             manifest,
@@ -69,6 +73,7 @@ def export(
 
 
 def import_(
+    ctx: typer.Context,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="What lz env export wrote.", exists=True, dir_okay=False)
     ],
@@ -92,7 +97,7 @@ def import_(
     if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise typer.BadParameter(f"{sha256!r} is no SHA-256: 64 hexadecimal digits", param_hint="--sha256")
     end_cleanly_on_sigterm()
-    known = [*(manifests or []), *add_cli.site(store, manifests).usable()]
+    known = [*(manifests or []), *add_cli.site(ctx, store, manifests).usable()]
     with failing_cleanly(), showing_progress() as progress:
         made = transfer.import_(
             file, store=store, folders=known, into=into, sha256=sha256, progress=progress, force=force

@@ -141,16 +141,17 @@ class Environments:
 
 
 def outcome(word: str, phases: Sequence[dict[str, object]], ended: Ended, timeout_s: float) -> Outcome:
-    """What the child's reports and its end mean."""
+    """What the child's reports and its end mean. pytest's summary has the beginning of the text, which is the cause."""
     sections = [(_stream(title), str(text)) for phase in phases[-1:] for title, text in _pairs(phase["sections"])]
     err = _last_words((ended.out + ended.err).decode(errors="replace"))
     if ended.code is None:
-        return Outcome("failed", f"inside {word}: no end within {timeout_s:g} s\n{err}", sections)
+        return Outcome("failed", f"no end within {timeout_s:g} s, inside {word}\n{err}", sections)
     if ended.death:
-        return Outcome("failed", f"inside {word}: died of {ended.death}\n{err}", sections)
+        return Outcome("failed", f"died of {ended.death}, inside {word}\n{err}", sections)
     for phase in phases:
         if phase["outcome"] == "failed":
-            return Outcome("failed", f"inside {word}, {phase['when']}:\n{phase['text']}", sections)
+            crash = str(phase["crash"]).partition("\n")[0] or "failed"
+            return Outcome("failed", f"{crash}, inside {word}, {phase['when']}\n{phase['text']}", sections)
     for phase in phases:
         if phase["outcome"] == "skipped":
             xfail = phase["xfail"]
@@ -159,7 +160,7 @@ def outcome(word: str, phases: Sequence[dict[str, object]], ended: Ended, timeou
             )
     if not phases or phases[-1]["when"] != "teardown" or ended.code != 0:
         return Outcome(
-            "failed", f"inside {word}: pytest ended with exit code {ended.code} and no result\n{err}", sections
+            "failed", f"pytest ended with exit code {ended.code} and no result, inside {word}\n{err}", sections
         )
     return Outcome("passed", "", sections)
 

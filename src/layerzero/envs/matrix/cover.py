@@ -6,9 +6,8 @@ is verified, and one that fails is forbidden before the search goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 MAX_STEPS = 200_000  # of one search; a second or so
 MAX_ROUNDS = 200
@@ -117,7 +116,3 @@ def _arranged(groups: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[tu
 
 def _sorted(sets: Sequence[Pair], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return _arranged([list(one) for one in dict.fromkeys(sets)], names)
-
-
-def all_pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    return combinations(names, 2)

@@ -79,6 +79,7 @@ class Matrix:
 
 # More requirements do not help against these.
 _HOPELESS = (Kind.PYTHON, Kind.RESOLVER)
+OLD_NUMPY = "numpy<2"
 OnCell = Callable[[int, int, Cell], None]
 Isolate = Callable[[Sequence[Subject]], Mapping[str, Isolated]]
 
@@ -126,8 +127,11 @@ def make(
 
 
 def examine(subjects: Sequence[Subject], lab: Lab) -> Cell:
-    """Let the subjects share an environment as they are and, if that fails, with what they need."""
+    """Let the subjects share an environment as they are and, if that fails, with what they need. That a library is of
+    before NumPy 2 is seen, too, where subjects.toml does not know it."""
     plain = attempt(lab, subjects, with_care=False)
+    if plain.is_of_numpy_2:
+        subjects = [one.with_need(OLD_NUMPY) if one.name == plain.subject else one for one in subjects]
     care = tuple(dict.fromkeys(text for one in subjects for text in one.care))
     careful = None
     if care and not plain.ok and plain.kind not in _HOPELESS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,10 @@ class Subject:
     def distributions(self) -> tuple[str, ...]:
         """Canonical names of what it requires directly."""
         return tuple(canonicalize_name(Requirement(text).name) for text in self.requirements)
+
+    def with_need(self, requirement: str) -> Subject:
+        """The same, and it is known to need this, too."""
+        return self if requirement in self.needs else replace(self, needs=(*self.needs, requirement))
 
     @property
     def care(self) -> tuple[str, ...]:

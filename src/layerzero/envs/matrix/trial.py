@@ -32,7 +32,7 @@ from layerzero.envs.matrix.verdict import Kind, Verdict, judge
 from layerzero.envs.probe.child import Ended, kill_group, run_process
 from layerzero.ipc.errors import EnvError
 
-VERSION = 1  # of what is kept; raise it when a trial says more or something else
+VERSION = 2  # of what is kept; raise it when a trial says more or something else
 RUNNER = FOLDER / "runner.py"
 _STDERR_TAIL = 3000
 _STANDARD_LIBRARY = re.compile(r'(?<=")[^"\n]*(?=/lib/python3\.\d+/(?!site-packages))')
@@ -214,7 +214,17 @@ def _use(lab: Lab, subjects: Sequence[Subject], folder: Path, site: Path, settin
     if clash is not None:
         evidence = "\n\n".join(filter(None, [clash.evidence, failure.evidence if failure else ""]))
         return replace(clash, evidence=evidence, orders=orders)
-    return replace(failure or Verdict(Kind.OK, "imported and computed right in both orders"), orders=orders)
+    return replace(failure or Verdict(Kind.OK, _worked(subjects)), orders=orders)
+
+
+def _worked(subjects: Sequence[Subject]) -> str:
+    """What was tried and went well."""
+    imported = "imported in both orders" if len(subjects) > 1 else "imported"
+    probed, others = ([one.name for one in subjects if bool(one.probe) is has] for has in (True, False))
+    if not others:
+        return f"{imported} and computed right"
+    computed = f"; computed right: {', '.join(probed)}" if probed else ""
+    return f"{imported}{computed}; no op is known for {'it' if len(subjects) == 1 else ', '.join(others)}"
 
 
 def _run(lab: Lab, folder: Path, order: Sequence[Mapping[str, Any]], environ: Mapping[str, str]) -> Verdict:

@@ -17,7 +17,6 @@ from layerzero.envs.matrix.subjects import Subject
 from layerzero.envs.matrix.trial import Lab
 from layerzero.envs.probe.child import Ended
 
-NO_TESTS = 5  # pytest's exit code when it collected none
 _TAIL = 3000
 
 

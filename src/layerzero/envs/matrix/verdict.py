@@ -27,7 +27,7 @@ class Kind(str, Enum):
 
 
 MEANING: Mapping[Kind, str] = {
-    Kind.OK: "works: installs, imports in both orders, computes right",
+    Kind.OK: "works: installs, imports in both orders, computes right where an op of it is known",
     Kind.PYTHON: "they need different Pythons",
     Kind.RESOLVER: "the resolver refuses",
     Kind.INSTALL: "resolves, but cannot be installed",
@@ -83,6 +83,12 @@ class Verdict:
         return self.kind is Kind.OK
 
     @property
+    def is_of_numpy_2(self) -> bool:
+        """Whether something of NumPy is missing or has changed where NumPy 2 was installed."""
+        of_numpy = self.kind in (Kind.SYMBOL, Kind.STRUCT) and "numpy" in self.summary.lower()
+        return of_numpy and not self.versions.get("numpy", "1").startswith("1")
+
+    @property
     def is_lasting(self) -> bool:
         """Whether it holds for the next run, too. A network, a full disk, a busy machine or the kernel's killer for
         memory may be behind the others."""
@@ -126,7 +132,7 @@ def judge(lines: Sequence[Mapping[str, Any]], *, death: str, timeout_s: float | 
     elif step.get("step") != "end":
         failures.append(Verdict(Kind.ERROR, f"the process ended {where}", subject, evidence=err))
     if not failures:
-        return Verdict(Kind.OK, "imported and computed right")
+        return Verdict(Kind.OK, "imported")
     first, *later = failures
     evidence = "\n".join([first.evidence.strip(), *(f"then {one.summary}" for one in later)])
     return replace(first, evidence=evidence.strip())

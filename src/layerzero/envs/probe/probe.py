@@ -6,6 +6,7 @@ A crash, a hang or a missing symbol ends the probe's process and is a verdict li
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -31,13 +32,38 @@ _ABI_WORDS = re.compile(r"A module that was compiled using NumPy 1.*|.*_ARRAY_AP
 
 
 def probe_key(env: Env, manifest: EnvManifest) -> str:
-    """Everything the verdict depends on: what is installed, our code, the descriptor, the provider, the variables."""
-    digest = hashlib.sha256(f"{env.id}\0{env.source_hash}\0{json.dumps(manifest.env, sort_keys=True)}\0".encode())
+    """Everything the verdict depends on: what is installed, our code, the descriptor, the provider, the variables, and
+    the machine."""
+    source = manifest.source.sha256 if manifest.source is not None else ""
+    facts = [env.id, env.source_hash, manifest.env, source, _machine()]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     provider = Path(manifest.provider_target)
     for path in (manifest.descriptor_path, provider if provider.suffix == ".py" else None):
         if path is not None and path.is_file():
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _machine() -> list[str]:
+    """The processor, since libraries choose kernels by what it can, and the driver and models of NVIDIA's GPUs. A store
+    may be shared by machines, and outlive a driver."""
+    facts = {}
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        name, _, value = (part.strip() for part in line.partition(":"))
+        if name in ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part"):
+            facts[name] = value
+    driver = _text(Path("/proc/driver/nvidia/version")).partition("\n")[0]
+    gpus = sorted(_text(path).partition("\n")[0] for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [*map(str, sorted(facts.items())), driver, *gpus]
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel says; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def probe(
@@ -49,7 +75,8 @@ def probe(
     targets = (manifest.provider_target, str(manifest.descriptor_path))
     ended = run(env, "layerzero.workers.probe", *targets, timeout_s=timeout_s)
     seconds = round(time.monotonic() - start, 3)
-    record = judge(ended, env.name, probe_key(env, manifest), seconds, timeout_s, lambda kind: _repair(env, kind))
+    key = probe_key(env, manifest)
+    record = judge(ended, env.name, key, seconds, timeout_s, lambda kind, at: _repair(env, manifest, kind, at))
     return record if env.on_host else _with_files(record, env, drift(env, verify=verify))
 
 
@@ -69,14 +96,16 @@ def _with_files(record: ProbeRecord, env: Env, changed: str) -> ProbeRecord:
 
 
 def judge(
-    ended: Ended, name: str, key: str, seconds: float, timeout_s: float, repair: Callable[[str], str]
+    ended: Ended, name: str, key: str, seconds: float, timeout_s: float, repair: Callable[[str, str], str]
 ) -> ProbeRecord:
-    """The verdict of a probe's process, whoever ran it. `repair` makes the command to run of the kind of failure."""
+    """The verdict of a probe's process, whoever ran it. `repair` says what to do, of the kind of failure and the kernel
+    in which a process died or hung."""
     failure: dict[str, Any] = {}
+    where, kernel_id = ("", "") if ended.code is not None and not ended.death else _position(ended.out)
     if ended.code is None:
-        failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s"}
+        failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s{where}"}
     elif ended.death:
-        failure = {"kind": "crash", "message": f"the probe's process died of {ended.death}"}
+        failure = {"kind": "crash", "message": f"the probe's process died of {ended.death}{where}"}
     verdict = failure or _parse(ended.out) or _no_answer(ended.code, ended.err)
     if verdict.get("kind") == "import" and (words := _ABI_WORDS.search(ended.err.decode(errors="replace"))):
         verdict |= {"kind": "abi", "message": f"{verdict['message'].rstrip(': ')}: {words[0]}"}
@@ -87,7 +116,7 @@ def judge(
         ok=ok,
         seconds=seconds,
         stderr_tail="" if ok else ended.err.decode(errors="replace")[-_STDERR_TAIL:],
-        repair="" if ok else repair(verdict["kind"]),
+        repair="" if ok else repair(verdict["kind"], kernel_id),
         **verdict,
     )
 
@@ -124,7 +153,7 @@ def probe_cached(
 ) -> ProbeRecord:
     """The kept verdict, or a new one that is then kept. `refresh` probes in any case."""
     record = None if refresh else cached_probe(env, manifest)
-    if record is None:
+    if record is None or record.kind == "timeout":  # the machine may have been busy then
         record = probe(env, manifest, timeout_s=timeout_s, verify=verify)
         if not record.changed:  # else it is no verdict on what the key names
             keep_record(record_path(env, manifest), record)
@@ -143,8 +172,28 @@ def record_path(env: Env, manifest: EnvManifest) -> Path:
     return env.store / "probes" / f"{env.name}-{probe_key(env, manifest)}.json"
 
 
-def _repair(env: Env, kind: str) -> str:
+def _position(out: bytes) -> tuple[str, str]:
+    """Where the probe was when it ended without a verdict (workers/probe.py), as words; and in which kernel."""
+    try:
+        match json.loads(out.decode().rpartition("\n")[2]):
+            case {"at": []}:
+                return " while it loaded the provider", ""
+            case {"at": [str(kernel_id), str(dtype), str(case)]}:
+                return f" in {kernel_id:.80}, {dtype:.20}, case {case!r:.120}", kernel_id
+    except (ValueError, RecursionError):
+        pass  # it died before it began, or wrote to something that is no file
+    return "", ""
+
+
+def _repair(env: Env, manifest: EnvManifest, kind: str, kernel_id: str) -> str:
     """Building again mends a damaged environment; it mends no provider, descriptor or numerics."""
+    if kernel_id and manifest.provider.endswith(".py"):
+        return (
+            f"mend {kernel_id} in {manifest.provider_target}, or take it out of {manifest.descriptor_path}, then: "
+            f"{command('probe', env)} (its --json has the process's last words)"
+        )
+    if kernel_id:
+        return command("probe", env, "--json")
     if env.on_host or kind not in _MENDED_BY_BUILDING:
         return command("probe", env, "--json")
     return command("build", env, "--force")

@@ -32,10 +32,12 @@ class Collected:
         return sum(item.freed_bytes for item in self.removed)
 
 
-def collect(root: Path, folders: Sequence[Path] = (), undecided: Iterable[str] = ()) -> Collected:
+def collect(
+    root: Path, folders: Sequence[Path] = (), undecided: Iterable[str] = (), *, dry_run: bool = False
+) -> Collected:
     """Remove what is neither current nor in use: environments, their compilers' caches, staged code, what killed
     builders left, verdicts, what the matrix has not used for long. `undecided`: names whose manifests cannot be read
-    now, which is no reason to throw their environments away."""
+    now, which is no reason to throw their environments away. `dry_run`: only say what that would be."""
     root = root.absolute()
     found, problems = discover(folders)
     current: set[str] = set()
@@ -56,7 +58,9 @@ def collect(root: Path, folders: Sequence[Path] = (), undecided: Iterable[str] =
         try:
             with store.locked_now(target):
                 freed = store.tree_size(path, freed=True)
-                if path == target:
+                if dry_run:
+                    pass
+                elif path == target:
                     store.discard(path)
                 else:
                     shutil.rmtree(path)
@@ -67,9 +71,10 @@ def collect(root: Path, folders: Sequence[Path] = (), undecided: Iterable[str] =
         if verdict.name not in current and verdict.name.rpartition("-")[0] not in undecided:
             with suppress(FileNotFoundError):  # a builder was faster
                 freed = verdict.stat().st_size
-                verdict.unlink()
+                if not dry_run:
+                    verdict.unlink()
                 removed.append(Removed(verdict, freed))
-    removed += [Removed(path, freed) for path, freed in kept.collect(root)]
+    removed += [Removed(path, freed) for path, freed in kept.collect(root, dry_run=dry_run)]
     return Collected(tuple(removed), tuple(in_use))
 
 

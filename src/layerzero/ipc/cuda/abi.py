@@ -1,4 +1,4 @@
-"""The CUDA driver's numbers, structures and signatures as data, for ipc/cuda/driver.py.
+"""The CUDA driver's numbers, structures and signatures as data, for ipc/cuda/library.py and ipc/cuda/driver.py.
 
 Source: cuda.h of CUDA 13.0, functions in the versions of their ABI that CUDA 12 has, too.
 """
@@ -9,7 +9,7 @@ import ctypes
 import struct
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
-IPC_HANDLE_BYTES = 64
+from layerzero.ipc.cuda.handles import IPC_HANDLE_BYTES
 
 # CUresult
 INVALID_VALUE, NEWER_DRIVER_NEEDED, INVALID_DEVICE, ALREADY_MAPPED, ILLEGAL_STATE, NOT_READY = 1, 36, 101, 208, 401, 600

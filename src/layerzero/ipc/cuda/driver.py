@@ -1,9 +1,6 @@
-"""The CUDA driver: the one module that knows its functions, numbers and structures. Used by clients and workers.
+"""What the CUDA driver does, as methods: the one module that calls its functions. Used by clients and workers.
 
-It calls libcuda by ctypes, from the table of signatures in cuda_abi.py, in every process alike. cuda-bindings and CuPy
-call the same functions of the same library, but a foreign venv may have neither, and their enums, wrappers and return
-values change between their major versions; one code path is the one that all tests prove. Where cuda-bindings is
-installed, tests/gpu compares the numbers and structures with its own.
+cuda_library.py says how they are called, cuda_abi.py has their numbers and structures.
 
 Handles are plain ints. Every function needs a current context unless it says otherwise: use `with context:`, in any
 thread. ctypes releases the interpreter's lock during a call, on purpose: enqueuing blocks when a stream is full, and
@@ -12,21 +9,18 @@ what drains it may be another thread of this process.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
 import threading
 import uuid
-from collections.abc import Callable
-from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
 from layerzero.ipc.cuda import abi
+from layerzero.ipc.cuda.library import LIBRARY, Library
 from layerzero.ipc.errors import CudaError
-
-LIBRARY = "libcuda.so.1"
 
 
 @dataclass(frozen=True)
@@ -68,80 +62,17 @@ class _Batch(threading.local):
         self.buffer = ctypes.create_string_buffer(abi.THREE_WORD_OPS.size)
 
 
-class Driver:
+class Driver(Library):
     """libcuda, initialised. Every method may raise CudaError."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         """Raises OSError when there is no such library."""
-        self._library = ctypes.CDLL(library)
-        self._functions: dict[str, Callable[..., int]] = {}
+        super().__init__(library)
         self._has_batches = hasattr(self._library, "cuStreamBatchMemOp_v2")  # since CUDA 11.7
         self.has_context_events = hasattr(self._library, "cuCtxRecordEvent")  # since CUDA 12.5
         self._batch = _Batch()
         self._registered: dict[int, object] = {}  # address -> what keeps the pages mapped
         self._call("cuInit", 0)
-
-    def _bind(self, name: str) -> Callable[..., int]:
-        try:
-            function = getattr(self._library, name)
-        except AttributeError as exc:
-            raise CudaError(
-                f"it lacks {name}; it is too old", call=name, number=abi.NEWER_DRIVER_NEEDED, name="", sticky=False
-            ) from exc
-        function.argtypes = abi.SIGNATURES[name]
-        function.restype = c_int
-        self._functions[name] = function
-        return function  # type: ignore[no-any-return]
-
-    def entries(self) -> dict[str, int]:
-        """Addresses of the functions that client/gpu/_fastpath.c calls, by its names; none where the driver lacks
-        one."""
-        found = {own: getattr(self._library, name, None) for own, name in abi.ENTRIES.items()}
-        if None in found.values():
-            return {}
-        return {own: ctypes.cast(function, c_void_p).value or 0 for own, function in found.items()}  # type: ignore[arg-type]
-
-    def _code(self, name: str, *arguments: object) -> int:
-        return (self._functions.get(name) or self._bind(name))(*arguments)
-
-    def _call(self, name: str, *arguments: object) -> None:
-        number = (self._functions.get(name) or self._bind(name))(*arguments)  # not by _code: this is every call's path
-        if number:
-            raise self._error(name, number)
-
-    def _is_ready(self, name: str, handle: int) -> bool:
-        number = self._code(name, handle)
-        if number not in (0, abi.NOT_READY):
-            raise self._error(name, number)
-        return number == 0
-
-    def _error(self, call: str, number: int) -> CudaError:
-        text = c_char_p()
-        with contextlib.suppress(CudaError):  # without a name the number is enough
-            self._code("cuGetErrorName", number, byref(text))
-        name = (text.value or b"").decode(errors="replace")
-        return CudaError(
-            f"{call} returned {number}" + (f" ({name})" if name else ""),
-            call=call,
-            number=number,
-            name=name,
-            sticky=number in abi.STICKY,
-        )
-
-    def _handle(self, name: str, *arguments: object) -> int:
-        made = c_void_p()
-        self._call(name, byref(made), *arguments)
-        return made.value or 0
-
-    def _u64(self, name: str, *arguments: object) -> int:
-        made = c_uint64()
-        self._call(name, byref(made), *arguments)
-        return made.value
-
-    def _int(self, name: str, *arguments: object) -> int:
-        found = c_int()
-        self._call(name, byref(found), *arguments)
-        return found.value
 
     # Devices and contexts. None of these needs a current context.
 
@@ -530,6 +461,14 @@ class Context:
 
     def __exit__(self, *_: object) -> None:
         self.driver.pop_context()
+
+
+def read_back(driver: Driver, address: int, nbytes: int, stream: int) -> bytes:
+    """Bytes of device memory, once the stream has come to them."""
+    target = (ctypes.c_char * nbytes)()
+    driver.copy_to_host(ctypes.addressof(target), address, nbytes, stream)
+    driver.synchronize_stream(stream)
+    return bytes(target)
 
 
 @functools.cache

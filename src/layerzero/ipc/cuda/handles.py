@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from layerzero.ipc.cuda.abi import IPC_HANDLE_BYTES
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
 
 ARENA_STEP_BYTES = 2 << 20  # NVIDIA recommends to share allocations of such multiples only: others have neighbours
+IPC_HANDLE_BYTES = 64  # of a legacy handle, as the driver makes it
 MAX_TEXT = 64
 
 # Ways to reach the client's GPU memory, best first. "ipc": legacy handle; "vmm": file descriptor of the memory;

@@ -133,11 +133,6 @@ class Mappings:
                 mapping.events.append(driver.create_event())
                 driver.record_event(mapping.events[-1], stream)
 
-    def retire_client(self, client: str, streams: Iterable[int]) -> None:
-        """The same for all arenas of a client that is gone: they keep its memory alive."""
-        for key in [key for key in self._open if key[0] == client]:
-            self.retire(key, streams)
-
     def reap(self, busy: Iterable[int] = ()) -> list[Key]:
         """Unmap the retired arenas whose last work is done; returns them, for their client to free.
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.shm.timeline_page import (
+from layerzero.ipc.shm.timeline_page import OrderPage, create_page
+from layerzero.ipc.shm.timeline_words import (
     DONE,
     LANE_BYTES,
     LANES,
@@ -16,10 +17,8 @@ from layerzero.ipc.shm.timeline_page import (
     PAGE_BYTES,
     READY,
     RUNG,
-    OrderPage,
     Turn,
     bell_words,
-    create_page,
     index,
 )
 
@@ -155,11 +154,6 @@ class ClientOrder(_Words):
     def lane(self, stream: int) -> int:
         """The stream's; -1 while it has none."""
         return self.lanes.get(_key(stream), -1)
-
-    def is_quiet(self, stream: int) -> bool:
-        """Whether no call of the stream is open."""
-        lane = self.lanes.get(_key(stream))
-        return lane is None or self.page.is_done(Turn(lane, self.next_numbers[lane] - 1 & MASK))
 
     def _next_turn(self, stream: int) -> Turn:
         key = _key(stream)

@@ -20,7 +20,6 @@ from layerzero.ipc.shm import memory
 MAX_CALL_BYTES = 1024  # references of a call
 MAX_WORD_BYTES = 1792  # of a worker's answer
 OK, RAISED, DECLINED = range(3)  # a declined call was not run: it must go through the broker
-EXECUTING = 1 << 63  # bit of a control page's dispatch word: the worker is in a call of a lane
 
 # Words of eight bytes. Each line of 128 bytes has one writer.
 _EPOCH, _IS_ENDED = 0, 1  # broker
@@ -28,16 +27,6 @@ _CALL, _PLAN, _CALL_BYTES = 16, 17, 18  # client; the references follow
 _DONE, _STATUS, _KERNEL_NS, _WORD_BYTES, _DONE_PLAN = 256, 257, 258, 259, 260  # worker; what it says follows
 _CALL_BODY, _WORD_BODY = 32 * 8, 272 * 8
 _HEAD, _END = struct.Struct("@3Q"), struct.Struct("@4Q")  # native, so that each word is read whole
-
-
-def mark(lane: int, call: int) -> int:
-    """What a worker's control page says while it runs a lane's call."""
-    return EXECUTING | lane << 32 | call & 0xFFFF_FFFF
-
-
-def lane_of(dispatch: int) -> int:
-    """The lane that a control page names; 0 when it names none."""
-    return (dispatch & ~EXECUTING) >> 32 if dispatch & EXECUTING else 0
 
 
 def create_doorbell() -> int:

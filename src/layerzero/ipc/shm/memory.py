@@ -11,32 +11,51 @@ import mmap
 import os
 import struct
 
+from layerzero.ipc import free_memory
 from layerzero.ipc.errors import OutOfMemory, ProtocolError
 
 ALIGNMENT = 64  # bytes; JAX and oneDNN want that much to view memory without a copy
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PAGE = struct.Struct("<QQ")
 PAGE_BYTES = 4096
+# From this size on, free memory is looked at, which costs up to a millisecond. Pages of lanes are below, arenas above.
+CHECKED_FROM_BYTES = 1 << 20
+_STEP_BYTES = 1 << 30  # reserved between two looks: others take memory meanwhile
 
 
 def create_memfd(name: str, nbytes: int) -> int:
-    """A sealed memfd with all its pages reserved, so that a full system is an error here and never a SIGBUS later.
+    """A sealed memfd with all its pages reserved, so that a full system is an error here and never a SIGBUS later, nor
+    the end of some process by the kernel's OOM killer.
 
-    Raises OutOfMemory.
+    Raises OutOfMemory, ConfigError.
     """
+    if nbytes >= CHECKED_FROM_BYTES:
+        free_memory.check(nbytes)
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        reserve(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as exc:
-        os.close(fd)
-        if exc.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise OutOfMemory(f"cannot reserve {nbytes} bytes of shared memory: {exc.strerror}", nbytes=nbytes) from exc
-        raise
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def reserve(fd: int, offset: int, nbytes: int) -> None:
+    """Give a memfd its pages in a range; it keeps those that it has. Raises OutOfMemory, ConfigError."""
+    end = offset + nbytes
+    try:
+        while True:
+            step = min(end - offset, _STEP_BYTES)
+            os.posix_fallocate(fd, offset, step)
+            offset += step
+            if offset >= end:
+                return
+            free_memory.check(end - offset)
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise OutOfMemory(f"cannot reserve {nbytes} bytes of shared memory: {exc.strerror}", nbytes=nbytes) from exc
+        raise
 
 
 def check_memfd(fd: int, nbytes: int) -> None:
@@ -55,10 +74,15 @@ def check_memfd(fd: int, nbytes: int) -> None:
 
 
 def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> mmap.mmap:
-    """Map a whole memfd, shared."""
+    """Map a whole memfd, shared. Raises OutOfMemory where this process has no address space left (RLIMIT_AS)."""
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-    return mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+    try:
+        return mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+    except OSError as exc:
+        if exc.errno == errno.ENOMEM:
+            raise OutOfMemory(f"cannot map {nbytes} bytes of shared memory: {exc.strerror}", nbytes=nbytes) from exc
+        raise
 
 
 class ControlPage:

@@ -4,49 +4,37 @@ The client puts a call into the ring and goes on; the worker takes calls in thei
 What orders the GPUs are the words of ipc/shm/timeline_page.py, so nobody answers. A worker that finds nothing spins
 for a moment, then it sleeps until the doorbell rings. A call that the worker does not enqueue is left to the broker
 (frame LEFT), and so are those that are not done when it dies: the broker reads them off the ring. Numbers of calls
-count from 1. docs/protocol.md has the layout.
-"""
+count from 1. ipc/shm/ring_words.py has the layout."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from typing import NamedTuple
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.ring_words import (
+    EPOCH,
+    HEAD,
+    IS_ASLEEP,
+    IS_ENDED,
+    KERNEL_NS,
+    MAX_CALL_BYTES,
+    PAGE_BYTES,
+    PLAN,
+    SLOT_BYTES,
+    SLOT_HEAD_BYTES,
+    SLOTS,
+    SLOTS_AT,
+    STATUS_AT,
+    TAKEN,
+    TIMED,
+    RingCall,
+)
+from layerzero.ipc.shm.timeline_words import Turn
 
-SLOTS = 512  # more than one stream may have under way
-SLOT_BYTES = 512
-_STATUS, _SLOTS = 4096, 8192  # bytes
-PAGE_BYTES = _SLOTS + SLOTS * SLOT_BYTES
 _SLOT = struct.Struct("<QIIQIIQ")  # call, route, plan, seq, lane, number, bytes of the references
-_SLOT_HEAD, _pack_slot = _SLOT.size, _SLOT.pack_into
-MAX_CALL_BYTES = SLOT_BYTES - _SLOT_HEAD  # references of a call
-
-ENQUEUED, REPLAYED, LEFT = 1, 2, 3  # what became of a call: replayed is enqueued, too
-
-# Words of eight bytes. Each line of 128 bytes has one writer.
-_EPOCH, _IS_ENDED = 0, 1  # broker
-_HEAD = 16  # client
-_TAKEN, _IS_ASLEEP = 32, 33  # worker
-_TIMED, _PLAN, _KERNEL_NS = 48, 49, 50  # worker
-
-
-# What client/gpu/_fastpath.c writes to: bytes.
-LAYOUT = (SLOTS, SLOT_BYTES, _SLOTS, _SLOT_HEAD, 8 * _EPOCH, 8 * _IS_ENDED, 8 * _HEAD, 8 * _IS_ASLEEP)
-
-
-class RingCall(NamedTuple):
-    """What the client wrote; whoever reads it checks it."""
-
-    call: int
-    route: int
-    plan: int
-    seq: int
-    turn: Turn
-    refs: bytes
+_pack_slot = _SLOT.pack_into
 
 
 class Ring:
@@ -65,17 +53,17 @@ class Ring:
 
     def revoke(self, epoch: int) -> None:
         """Leases of earlier epochs end."""
-        self._words[_EPOCH] = epoch
+        self._words[EPOCH] = epoch
 
     def end(self) -> None:
         """The worker is gone for good. The broker reads what is left after this: a client that does not see the word
         after it has put a call knows that the call is among it."""
-        self._words[_IS_ENDED] = 1
+        self._words[IS_ENDED] = 1
 
     def left(self, first: int = 1) -> list[RingCall]:
         """Calls from number `first` on that may be open, oldest first, as far as the ring still has them. At most
         SLOTS - 1 may be: the client may be writing the next one over the oldest slot."""
-        head = self._words[_HEAD]
+        head = self._words[HEAD]
         found = []
         for call in range(max(first, head - SLOTS + 2), head + 1):
             one = self._read(call)
@@ -92,41 +80,41 @@ class Ring:
     def times(self) -> tuple[int, int, int]:
         """(count, plan, kernel_ns): how many times the worker has told how long a kernel ran, and the last one."""
         words = self._words
-        return words[_TIMED], words[_PLAN], words[_KERNEL_NS]
+        return words[TIMED], words[PLAN], words[KERNEL_NS]
 
     # --- client
 
     def holds(self, epoch: int) -> bool:
         """Whether a lease of this epoch does."""
         words = self._words
-        return words[_EPOCH] == epoch and not words[_IS_ENDED]
+        return words[EPOCH] == epoch and not words[IS_ENDED]
 
     @property
     def is_ended(self) -> bool:
-        return bool(self._words[_IS_ENDED])
+        return bool(self._words[IS_ENDED])
 
     @property
     def is_asleep(self) -> bool:
         """Whether the worker must be rung. To be asked after the call was put, with a barrier between."""
-        return bool(self._words[_IS_ASLEEP])
+        return bool(self._words[IS_ASLEEP])
 
     @property
     def head(self) -> int:
         """The last call that was put."""
-        return self._words[_HEAD]
+        return self._words[HEAD]
 
     def put(self, call: int, route: int, plan: int, seq: int, turn: Turn, refs: bytes) -> None:
         """`call` is the number after the last one; what was in its slot must be done."""
-        at = _SLOTS + call % SLOTS * SLOT_BYTES
+        at = SLOTS_AT + call % SLOTS * SLOT_BYTES
         nbytes = len(refs)
         _pack_slot(self._map, at, call, route, plan, seq, turn[0], turn[1], nbytes)
-        at += _SLOT_HEAD
+        at += SLOT_HEAD_BYTES
         self._map[at : at + nbytes] = refs
-        self._words[_HEAD] = call
+        self._words[HEAD] = call
 
     def status(self, call: int) -> int:
         """What became of a call; 0 while nothing has, or once a later call has its slot."""
-        value = self._words[_STATUS // 8 + call % SLOTS]
+        value = self._words[STATUS_AT // 8 + call % SLOTS]
         return value & 0xFF if value >> 8 == call else 0
 
     # --- worker
@@ -134,18 +122,18 @@ class Ring:
     def take(self) -> RingCall | None:
         """The next call; None when there is none. Raises ProtocolError for one that makes no sense."""
         call = self._taken + 1
-        if self._words[_HEAD] < call:
+        if self._words[HEAD] < call:
             return None
         one = self._read(call)
         if one.call != call:
             raise ProtocolError(f"call {one.call} lies in a ring where call {call} should")
-        self._taken = self._words[_TAKEN] = call
+        self._taken = self._words[TAKEN] = call
         return one
 
     def ahead(self) -> list[Turn]:
         """Of the calls that `take` would return, as far as they make sense."""
         found = []
-        for call in range(self._taken + 1, min(self._words[_HEAD], self._taken + SLOTS) + 1):
+        for call in range(self._taken + 1, min(self._words[HEAD], self._taken + SLOTS) + 1):
             one = self._read(call)
             if one.call != call:
                 break
@@ -154,32 +142,32 @@ class Ring:
 
     @property
     def has_call(self) -> bool:
-        return self._words[_HEAD] > self._taken
+        return self._words[HEAD] > self._taken
 
     def note(self, call: int, status: int) -> None:
-        self._words[_STATUS // 8 + call % SLOTS] = call << 8 | status
+        self._words[STATUS_AT // 8 + call % SLOTS] = call << 8 | status
 
     def note_time(self, plan: int, kernel_ns: int) -> None:
         words = self._words
-        words[_PLAN], words[_KERNEL_NS] = plan, kernel_ns
-        words[_TIMED] += 1
+        words[PLAN], words[KERNEL_NS] = plan, kernel_ns
+        words[TIMED] += 1
 
     def sleep(self, is_asleep: bool) -> None:
         """Before the worker waits for the doorbell, and after. With a barrier between this and a last look."""
-        self._words[_IS_ASLEEP] = is_asleep
+        self._words[IS_ASLEEP] = is_asleep
 
     # --- all
 
     @property
     def taken(self) -> int:
         """The last call that the worker has taken."""
-        return self._words[_TAKEN]
+        return self._words[TAKEN]
 
     def _read(self, call: int) -> RingCall:
-        at = _SLOTS + call % SLOTS * SLOT_BYTES
+        at = SLOTS_AT + call % SLOTS * SLOT_BYTES
         slot = self._map[at : at + SLOT_BYTES]  # once: its writer may be at it
         number, route, plan, seq, lane, turn, nbytes = _SLOT.unpack_from(slot)
-        refs = slot[_SLOT_HEAD : _SLOT_HEAD + min(nbytes, MAX_CALL_BYTES)]
+        refs = slot[SLOT_HEAD_BYTES : SLOT_HEAD_BYTES + min(nbytes, MAX_CALL_BYTES)]
         return RingCall(number, route, plan, seq, Turn(lane, turn), refs)
 
     def close(self) -> None:

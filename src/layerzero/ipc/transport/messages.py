@@ -1,7 +1,8 @@
 """Every message with a msgpack body: its fields, who sends it and what answers it.
 
 A message is a frozen dataclass listed in MESSAGES. Unknown fields are ignored, unknown kinds and wrong types are
-refused by name. A change here is a change of docs/protocol.md.
+refused by name. Of a list or map that is a field, what is in it is for its user to check. A change here is a change of
+docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Hello(Message):
     broker has a secret."""
 
     kind: ClassVar[str] = "hello"
-    protocols: list  # type: ignore[type-arg]  # of int, newest first
+    protocols: list[Any]  # of int, newest first
     role: str  # "client", "worker" or "keeper"
     package: str  # package version, for messages to people
     pid: int
@@ -74,7 +75,7 @@ class Refused(Message):
     """broker -> peer. The peer's last message was not accepted; after a Hello the socket closes."""
 
     kind: ClassVar[str] = "refused"
-    error: dict  # type: ignore[type-arg]
+    error: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ class AddGpu(Message):
     kind: ClassVar[str] = "add_gpu"
     gpu: str  # UUID
     has_memops: bool  # the client's streams can write and wait for words of the page
-    offer: dict  # type: ignore[type-arg]  # ipc/cuda/pair.py: Offer
+    offer: dict[str, Any]  # ipc/cuda/offer.py: Offer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ class MapGpu(Message):
     gpu: str
     slot: int  # of this start of this worker; the client finds its sign there
     has_memops: bool
-    offer: dict  # type: ignore[type-arg]
+    offer: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,7 @@ class AddGpuArena(Message):
 
     kind: ClassVar[str] = "add_gpu_arena"
     arena: int
-    handle: dict  # type: ignore[type-arg]  # ipc/cuda/handles.py: ArenaHandle, of the same arena number
+    handle: dict[str, Any]  # ipc/cuda/handles.py: ArenaHandle, of the same arena number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ class MapGpuArena(Message):
     kind: ClassVar[str] = "map_gpu_arena"
     client: int
     arena: int
-    handle: dict  # type: ignore[type-arg]
+    handle: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +228,8 @@ class Keep(Message):
 
     kind: ClassVar[str] = "keep"
     provider: str  # module name, or path of a .py file
-    environ: dict  # type: ignore[type-arg]  # variables of the worker; "{site}" and "{cache}" are places at the keeper's
-    defaults: dict  # type: ignore[type-arg]  # variables of the worker that the keeper's own win over
+    environ: dict[str, Any]  # variables of the worker; "{site}" and "{cache}" are places at the keeper's
+    defaults: dict[str, Any]  # variables of the worker that the keeper's own win over
     probes: bool
     timeout_s: float  # of the probe
 
@@ -325,12 +326,12 @@ class Route(Message):
 
     kind: ClassVar[str] = "route"
     op: str
-    inputs: list  # type: ignore[type-arg]
-    outputs: list  # type: ignore[type-arg]
-    attrs: dict  # type: ignore[type-arg]
+    inputs: list[Any]
+    outputs: list[Any]
+    attrs: dict[str, Any]
     backend: str = ""  # pinned backend, or ""
-    policy: dict = field(default_factory=dict)  # type: ignore[type-arg]
-    next_ops: list = field(default_factory=list)  # type: ignore[type-arg]  # ops that take this one's result
+    policy: dict[str, Any] = field(default_factory=dict)
+    next_ops: list[Any] = field(default_factory=list)  # ops that take this one's result
     device: str = ""  # UUID of the GPU that all tensors are on, or ""
 
 
@@ -341,7 +342,7 @@ class RanHere(Message):
     kind: ClassVar[str] = "ran_here"
     kernel_id: str
     kernel_ns: int = 0
-    error: dict = field(default_factory=dict)  # type: ignore[type-arg]
+    error: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,9 +352,9 @@ class Prepare(Message):
     kind: ClassVar[str] = "prepare"
     op: str
     kernel_id: str
-    inputs: list  # type: ignore[type-arg]
-    outputs: list  # type: ignore[type-arg]
-    attrs: dict  # type: ignore[type-arg]
+    inputs: list[Any]
+    outputs: list[Any]
+    attrs: dict[str, Any]
     device: str = ""  # as in Route
     is_graph_safe: bool = False  # is_cuda_graph_safe of the kernel's descriptor: the worker may capture and replay it
 
@@ -368,7 +369,7 @@ class Decision(Message):
     worker_pid: int
     copies_inputs: bool
     copies_outputs: bool
-    candidates: list  # type: ignore[type-arg]
+    candidates: list[Any]
     lane: str = "broker"  # a client's own: "express" under a lease, "in_process" under a RUN_IN_PROCESS grant
     shadow_rate: float = 0.0  # share of this route's calls that policy wants repeated on a reference
     offers_samples: bool = False  # policy gives time for tuning in the background: offer calls by `sample`
@@ -387,13 +388,15 @@ class Lease(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Message):
-    """Body of FAILED, and of DONE when attempts failed before: the error, if any, and the attempts."""
+    """Body of FAILED, and of DONE when attempts failed before or the call waited for a worker to start: the error, if
+    any, the attempts, and for how long."""
 
     kind: ClassVar[str] = "outcome"
-    error: dict = field(default_factory=dict)  # type: ignore[type-arg]
-    attempts: list = field(default_factory=list)  # type: ignore[type-arg]
-    candidates: list = field(default_factory=list)  # type: ignore[type-arg]
+    error: dict[str, Any] = field(default_factory=dict)
+    attempts: list[Any] = field(default_factory=list)
+    candidates: list[Any] = field(default_factory=list)
     result: bytes = b""
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,7 +405,7 @@ class Request(Message):
 
     kind: ClassVar[str] = "request"
     method: str
-    params: dict = field(default_factory=dict)  # type: ignore[type-arg]
+    params: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,8 +413,8 @@ class Ready(Message):
     """Body of READY: what the provider loaded."""
 
     kind: ClassVar[str] = "ready"
-    versions: dict  # type: ignore[type-arg]
-    kernels: list  # type: ignore[type-arg]
+    versions: dict[str, Any]
+    kernels: list[Any]
 
 
 MESSAGES: dict[str, type[Message]] = {

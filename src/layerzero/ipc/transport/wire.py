@@ -1,6 +1,7 @@
 """Frames on the ZeroMQ sockets: a fixed header, then a body. docs/protocol.md is the authority.
 
-The hot frames (EXECUTE, RUN, DONE) carry packed structs only; everything else is msgpack (messages.py).
+The hot frames (EXECUTE, RUN, DONE) carry packed structs only; everything else is msgpack (messages.py). What EXECUTE
+and RUN have after their references is packed and unpacked by `pack_call` and `unpack_call`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.shm.timeline_words import Turn
 
 PROTOCOL = 1
 
@@ -18,10 +20,10 @@ HEADER = struct.Struct("<HBBIQIIQ")
 HEADER_BYTES = HEADER.size
 REF = struct.Struct("<IIQQ")
 REF_BYTES = REF.size
-TURN = struct.Struct("<II")  # lane and number in the order page (ipc/shm/timeline_page.py)
-TURN_BYTES = TURN.size
-BELL = struct.Struct("<II")  # index of a bell in the order page, and which of its bindings this is
-BELL_BYTES = BELL.size
+_TURN = struct.Struct("<II")  # lane and number in the order page (ipc/shm/timeline_words.py)
+_TURN_BYTES = _TURN.size
+_BELL = struct.Struct("<II")  # index of a bell in the order page, and which of its bindings this is
+_BELL_BYTES = _BELL.size
 
 MAX_MESSAGE_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -60,11 +62,13 @@ class Kind(IntEnum):
 HAS_DIGEST = 1  # flag of EXECUTE: the body ends with a digest of the inputs
 MAY_RUN_HERE = 4  # flag of EXECUTE: the client can run a kernel itself, if policy wants that (FAILED: RUN_IN_PROCESS)
 AFTER_LANE = 8  # flag of EXECUTE: the call was on the express lane `aux`, which ended before the call did
-HAS_TURN = 16  # flag of EXECUTE and RUN: after its references the body has a TURN; every call on a GPU has one
+HAS_TURN = 16  # flag of EXECUTE and RUN: after its references the body has a turn; every call on a GPU has one
 REPLAYED = 32  # flag of DONE: the worker launched a CUDA graph that it had captured of this call
-HAS_BELL = 64  # flag of EXECUTE and RUN: bind the call to a bell in place of running it; the body ends with a BELL
+HAS_BELL = 64  # flag of EXECUTE and RUN: bind the call to a bell in place of running it; the body ends with the bell
 STILL_LENT = 128  # flag of FAILED: a worker that cannot be reached may still write into the call's memory
-HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, because attempts failed before
+HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, with what happened on the way
+HAS_TAIL = HAS_DIGEST | HAS_TURN | HAS_BELL  # flags of EXECUTE and RUN: more than references
+_EXECUTE, _RUN = int(Kind.EXECUTE), int(Kind.RUN)  # enums are slow
 
 
 class Header(NamedTuple):
@@ -107,6 +111,56 @@ def pack(
 
 
 _pack = HEADER.pack
+
+
+def pack_call(
+    refs: bytes, turn: Turn | None = None, bell: int | None = None, binding: int = 0, digest: bytes = b""
+) -> tuple[int, bytes]:
+    """(flags, body) of an EXECUTE or a RUN: references, then what there is of the rest, in this order."""
+    flags = 0
+    if turn is not None:
+        flags, refs = HAS_TURN, refs + _TURN.pack(turn[0], turn[1])
+    if bell is not None:
+        flags, refs = flags | HAS_BELL, refs + _BELL.pack(bell, binding)
+    if digest:
+        flags, refs = flags | HAS_DIGEST, refs + digest
+    return flags, refs
+
+
+def unpack_call(flags: int, body: bytes) -> tuple[bytes, Turn | None, int | None, int, bytes]:
+    """What `pack_call` was given. Raises ProtocolError when it is not there; of the references nothing is checked."""
+    turn, bell, binding, digest = None, None, 0, b""
+    if flags & HAS_DIGEST:
+        body, digest = body[:-DIGEST_BYTES], body[-DIGEST_BYTES:]
+    if flags & HAS_BELL:
+        at = len(body) - _BELL_BYTES
+        if at < 0:
+            raise ProtocolError(f"a body of {len(body)} bytes is too short for a bell")
+        (bell, binding), body = _BELL.unpack_from(body, at), body[:at]
+    if flags & HAS_TURN:
+        at = len(body) - _TURN_BYTES
+        if at < 0:
+            raise ProtocolError(f"a body of {len(body)} bytes is too short for a turn")
+        turn, body = _turn(_TURN.unpack_from(body, at)), body[:at]
+    return body, turn, bell, binding, digest
+
+
+_turn = Turn._make
+
+
+def pack_execute(
+    flags: int, route: int, seq: int, body: bytes, timeout_us: int = 0, after_lane: int = 0, after_call: int = 0
+) -> bytes:
+    """`flags` and `body` as of `pack_call`. `after_lane`, `after_call`: where the call was, on an express lane that
+    ended before it did."""
+    if after_lane:
+        flags |= AFTER_LANE
+    return _pack(PROTOCOL, _EXECUTE, flags, route, seq, after_call, after_lane, timeout_us) + body
+
+
+def pack_run(flags: int, plan: int, dispatch: int, attempt: int, client: int, body: bytes) -> bytes:
+    """`flags` and `body` as of `pack_call`."""
+    return _pack(PROTOCOL, _RUN, flags, plan, dispatch, attempt, client, 0) + body
 
 
 def unpack(frame: bytes) -> Header:

@@ -18,7 +18,6 @@ PER_CALL = (
     "strict_mode",
     "plan_mode",
     "allow_adaptation",
-    "graph_strict_mode",
     "backend_isolation",
     "allow_jit_compile",
     "requires_deterministic",
@@ -38,11 +37,18 @@ KERNEL_SOURCE = r"^(sha256:[0-9a-f]{64}|refuse)$"
 case."""
 
 KEYS = (*PER_CALL, *BROKER_WIDE)
+GONE = {
+    "graph_strict_mode": "take graph_strict_mode out: it had no effect and is no key any more. While a stream is being "
+    "captured, a call whose kernel no CUDA graph can hold is refused with CUDA_GRAPH_UNSAFE"
+}
+"""Keys of earlier versions, and what to do about each: whoever sets one is told."""
+
 VARIABLE_PREFIX = "LAYERZERO_"
-_WITHOUT_VARIABLE = {"rules"}  # too much structure for one line of text
+WITHOUT_VARIABLE = {"rules"}  # too much structure for one line of text
 
 
 def variables(environ: Mapping[str, str], keys: tuple[str, ...] = KEYS) -> list[dict[str, Any]]:
-    """One layer of policy for each variable that is set: `origin` is its name, `values` has the text under its key."""
-    names = {key: VARIABLE_PREFIX + key.upper() for key in keys if key not in _WITHOUT_VARIABLE}
+    """One layer of policy for each variable that is set, of these keys and those that are gone: `origin` is its name,
+    `values` has the text under its key."""
+    names = {key: VARIABLE_PREFIX + key.upper() for key in (*keys, *GONE) if key not in WITHOUT_VARIABLE}
     return [{"origin": name, "values": {key: environ[name]}} for key, name in names.items() if environ.get(name)]

@@ -7,9 +7,10 @@ in vectors.json, made by tests/make_vectors.py.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.shape_class import shape_class
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.certify import claims as claimed
+from layerzero.workers.certify import reference
 from layerzero.workers.certify.claims import Claims
 from layerzero.workers.certify.problems import PROBLEMS, Problem, family
 from layerzero.workers.certify.reference import Shape
@@ -33,16 +35,26 @@ BSHD = ("bshd", "bshd")
 
 @dataclass(frozen=True)
 class Case:
-    """One call with its inputs' elements (row-major bytes) and the numbers that must come out."""
+    """One call with its inputs' elements and the numbers that must come out. Those are computed when they are asked
+    for, which takes most of the time that a case takes."""
 
     name: str
     shape_class: str
     attrs: Mapping[str, Any]
     inputs: tuple[TensorSpec | None, ...]
-    data: tuple[bytes, ...]  # b"" for an input that is left out
     outputs: tuple[TensorSpec, ...]
-    expected: tuple[Sequence[float], ...]
+    _data: Callable[[], tuple[bytes, ...]]
+    _expected: Callable[[], tuple[Sequence[float], ...]]
     result: Any = None  # what the kernel must return
+
+    @property
+    def data(self) -> tuple[bytes, ...]:
+        """Row-major; b"" for an input that is left out."""
+        return self._data()
+
+    @property
+    def expected(self) -> tuple[Sequence[float], ...]:
+        return self._expected()
 
 
 def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> Iterator[Case]:
@@ -52,26 +64,27 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
         return
     for problem in problems:
         seen: set[Any] = set()
-        data: tuple[bytes, ...] = ()
+        data = functools.cache(functools.partial(_packed, problem, dtype))  # the same in every layout
         for layouts in (*LAYOUTS, BSHD) if op == "attention" else LAYOUTS:
             specs, outs, attrs = _placed(problem, dtype, *layouts)
             key = (*specs, *outs, attrs.get("layout"))
             if key in seen or not claimed.admits(op, claims, specs, outs, attrs):
                 continue
             seen.add(key)
-            data = data or _packed(problem, dtype)  # the same in every layout
             yield Case(
                 problem.name if layouts == LAYOUTS[0] else f"{problem.name}, {layouts[0]} to {layouts[1]}",
                 shape_class(op, specs, attrs, outs),
                 attrs,
                 specs,
-                data,
                 outs,
-                tuple(
-                    _wrapped(values.flat, spec.dtype)
-                    for values, spec in zip(problem.solutions(family(dtype)), outs, strict=True)
-                ),
+                data,
+                functools.partial(_expected, problem, dtype, outs),
             )
+
+
+def _expected(problem: Problem, dtype: str, outs: Sequence[TensorSpec]) -> tuple[Sequence[float], ...]:
+    solutions = problem.solutions(family(dtype))
+    return tuple(_wrapped(values.flat, spec.dtype) for values, spec in zip(solutions, outs, strict=True))
 
 
 def _packed(problem: Problem, dtype: str) -> tuple[bytes, ...]:
@@ -108,10 +121,10 @@ def _placed(
     )
     attrs = {**problem.attrs, "layout": "BSHD"} if is_bshd else problem.attrs
     in_place = [specs[OPS[problem.op].inputs.index(name)] for name in OPS[problem.op].in_place]
-    fresh = () if in_place else problem.solutions(family(dtype))
-    made = problem.attrs.get("dtype", dtype)
-    outs = tuple(spec for spec in in_place if spec) or tuple(lay_out(made, one.shape, out_layout) for one in fresh)
-    return specs, outs, attrs
+    if in_place:
+        return specs, tuple(spec for spec in in_place if spec), attrs
+    shape = reference.out_shape(problem.op, problem.inputs, family(dtype))
+    return specs, (lay_out(problem.attrs.get("dtype", dtype), shape, out_layout),), attrs
 
 
 def _wrapped(values: Sequence[Any], dtype: str) -> Sequence[Any]:
@@ -129,7 +142,7 @@ def _wrapped(values: Sequence[Any], dtype: str) -> Sequence[Any]:
 
 def _stored(op: str) -> Iterator[Case]:
     if op == "null":
-        yield Case("nothing", shape_class(op, (), {}), {}, (), (), (), ())
+        yield Case("nothing", shape_class(op, (), {}), {}, (), (), tuple, tuple)
         return
     for stored in json.loads(VECTORS.read_text(encoding="utf-8"))["cases"]:
         if stored["op"] != op:
@@ -162,9 +175,9 @@ def _text_case(stored: Mapping[str, Any]) -> Case:
         shape_class(stored["op"], specs, attrs),
         attrs,
         specs,
-        tuple(pack(values, spec.dtype) for spec, values in inputs),
         tuple(spec for spec, _ in outputs),
-        tuple(values for _, values in outputs),
+        lambda: tuple(pack(values, spec.dtype) for spec, values in inputs),
+        lambda: tuple(values for _, values in outputs),
         stored["result"],
     )
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import nearest
@@ -37,7 +38,7 @@ class Problem:
         return [
             values
             if values is None or own or kind == "float"
-            else Values(values.shape, [_number(v, kind) for v in values.flat])
+            else Values(values.shape, partial(_in_kind, values, kind))
             for values, own in zip(self.inputs, self.kinds, strict=False)
         ]
 
@@ -56,6 +57,10 @@ def family(dtype: str) -> str:
     return "float" if dtype in FLOAT_DTYPES else "bool" if dtype == "bool" else "uint" if dtype[0] == "u" else "int"
 
 
+def _in_kind(values: Values, kind: str) -> list[float]:
+    return [_number(value, kind) for value in values.flat]
+
+
 def _number(value: float, kind: str) -> float:
     if kind == "float":
         return value
@@ -71,17 +76,38 @@ def _number(value: float, kind: str) -> float:
 
 
 class _Numbers:
-    """Multiples of 1/16 from -3 to 3, the same on every machine (Knuth's MMIX generator)."""
+    """Multiples of 1/16 from -3 to 3, the same on every machine (Knuth's MMIX generator). Each tensor is made when it
+    is looked at: most are only asked for their shape."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed
 
     def __call__(self, *shape: int, scale: float = 1.0, offset: float = 0.0) -> Values:
-        flat = []
-        for _ in range(math.prod(shape)):
-            self._state = (self._state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
-            flat.append(((self._state >> 33) % 97 - 48) / 16 * scale + offset)
-        return Values(shape, flat)
+        made = Values(shape, partial(_drawn, self._state, math.prod(shape), scale, offset))
+        self._state = _skipped(self._state, math.prod(shape))
+        return made
+
+
+_FACTOR, _STEP, _MODULUS = 6364136223846793005, 1442695040888963407, 1 << 64
+
+
+def _drawn(state: int, count: int, scale: float, offset: float) -> list[float]:
+    flat = []
+    for _ in range(count):
+        state = (state * _FACTOR + _STEP) % _MODULUS
+        flat.append(((state >> 33) % 97 - 48) / 16 * scale + offset)
+    return flat
+
+
+def _skipped(state: int, count: int) -> int:
+    """The state after so many numbers: steps of 1, 2, 4, ... numbers are of the same form."""
+    factor, step = _FACTOR, _STEP
+    while count:
+        if count & 1:
+            state = (state * factor + step) % _MODULUS
+        factor, step = factor * factor % _MODULUS, (factor * step + step) % _MODULUS
+        count >>= 1
+    return state
 
 
 def _attention(claims: Claims) -> Iterator[Problem]:

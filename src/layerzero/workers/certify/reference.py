@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import mul
 from typing import Any
 
@@ -20,10 +21,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor: its shape and its elements in row-major order."""
+    """A tensor: its shape and its elements in row-major order, or how to make those when they are first looked at."""
 
     shape: Shape
-    flat: Sequence[Any]
+    _flat: Sequence[Any] | Callable[[], Sequence[Any]]
+
+    @cached_property
+    def flat(self) -> Sequence[Any]:
+        return self._flat() if callable(self._flat) else self._flat
 
 
 Attrs = Mapping[str, Any]
@@ -159,8 +164,11 @@ def softmax(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
         if (start // step) % extent:
             continue  # not the first of its line
         line = slice(start, start + extent * step, step)
-        powers = [math.exp(value - max(x.flat[line])) for value in x.flat[line]]
-        out[line] = [power / sum(powers) for power in powers]
+        values = x.flat[line]
+        top = max(values)
+        powers = [math.exp(value - top) for value in values]
+        total = sum(powers)
+        out[line] = [power / total for power in powers]
     return Values(x.shape, out)
 
 
@@ -252,6 +260,24 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "dequantize": dequantize,
     "embedding": embedding,
 }
+
+
+def out_shape(op: str, inputs: Sequence[Values | None], kind: str) -> Shape:
+    """The shape of the result, without computing it; of ops that have one result, in memory of its own. `kind`: of the
+    numbers."""
+    shapes = [values.shape for values in _given(inputs)]
+    first = shapes[0]
+    if op in ("attention", "attention_varlen", "paged_attention"):
+        return (*first[:-1], shapes[2][-1])
+    if op == "matmul":
+        return (*_broadcast_shape(first[:-2], shapes[1][:-2]), first[-2], shapes[1][-1])
+    if op == "linear":
+        return (*first[:-1], shapes[1][0])
+    if op == "embedding":
+        return (*first, shapes[1][1])
+    if op == "dequantize" and kind == "float4_e2m1fn_x2":
+        return (*first[:-1], 2 * first[-1])
+    return first
 
 
 def _given(inputs: Sequence[Values | None]) -> list[Values]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.handles import Key
 from layerzero.ipc.cuda.streams import WorkerOrder
-from layerzero.ipc.shm.timeline_page import MASK, READY, Turn, index
+from layerzero.ipc.shm.timeline_words import MASK, READY, Turn, index
 
 _HALF = 1 << 31
 

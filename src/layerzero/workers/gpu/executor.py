@@ -11,28 +11,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from layerzero.ipc.cuda import driver as cuda
-from layerzero.ipc.cuda import pair, streams
+from layerzero.ipc.cuda import streams
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.handles import ArenaHandle, Key
 from layerzero.ipc.cuda.mappings import Mapping, Mappings
+from layerzero.ipc.cuda.offer import Offer
+from layerzero.ipc.cuda.offer_worker import sign
 from layerzero.ipc.cuda.streams import WorkerOrder
 from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
-from layerzero.ipc.shm.timeline_page import Turn, bell_words
+from layerzero.ipc.shm.timeline_words import Turn, bell_words
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, REF, REF_BYTES, unpack_refs
-from layerzero.workers.failpoint import Failpoints
+from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STICKY_EXIT
+from layerzero.workers.boot import GRAPH_BYTES
 from layerzero.workers.gpu.binder import Binder
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.errors import is_out_of_memory
-from layerzero.workers.gpu.graph_cache import BUDGET_BYTES, Graphs, OnStream, State, tell
-from layerzero.workers.gpu.graph_calls import Bell, Bells, refusal
+from layerzero.workers.gpu.graph_cache import Graphs, OnStream, State, tell
+from layerzero.workers.gpu.graph_calls import Bell, Bells, launch, refusal
 from layerzero.workers.gpu.plan import MAX_TASKS, Enqueued, Plan, Task
 
-EXIT_CODE = 70  # of a worker whose GPU context is lost
-RENEWAL_CODE = 71  # of one that must begin anew, through nobody's fault
+if TYPE_CHECKING:
+    from layerzero.workers.failpoint import Faults
+
 STALL_S = 1.0  # then SIGALRM ends one that is blocked by streams which wait for the call that it is in
 WATCH_S = 0.02  # how late a lost context may be noticed
 _PAUSE_S = 0.001  # how often to look for what is expected soon
@@ -40,7 +44,7 @@ SETTLE_S = 1.0  # for what a failed kernel left on its stream
 MAX_GONE = 256  # clients that are remembered after they were unmapped
 
 
-def end(reason: str, code: int = EXIT_CODE) -> NoReturn:
+def end(reason: str, code: int = STICKY_EXIT) -> NoReturn:
     """The process can do nothing more on its GPU; ending at once is what tells the broker."""
     print(f"the worker ends: {reason}", file=sys.stderr, flush=True)
     os._exit(code)
@@ -59,14 +63,15 @@ class Gpus:
         on_stream: OnStream | None,
         hear: Callable[..., bool],
         *,
-        graph_bytes: int = BUDGET_BYTES,
+        graph_bytes: int = GRAPH_BYTES,
         load: Callable[[], cuda.Driver] = cuda.load,
         end: Callable[..., NoReturn] = end,
         set_alarm: Callable[[float], object] = _set_alarm,
+        faults: Faults | None = None,
     ) -> None:
         """`on_stream`: Loaded.on_stream. `hear(waits=...)` takes one message from the control socket, which calls the
         methods below; without `waits` only one that is there. Returns whether it did. `graph_bytes`: memory that
-        CUDA graphs may take; with 0 there are none."""
+        CUDA graphs may take; with 0 there are none. `faults`: for tests."""
         self._on_stream = on_stream
         self._hear = hear
         self._load = load
@@ -83,7 +88,8 @@ class Gpus:
         self._retired: list[Link] = []
         self._abandoned: list[Link] = []  # by their clients
         self._dropped: list[tuple[Context, list[int], Task]] = []  # kept until these events
-        self.bells = Bells(self._graphs, self._busy, end)
+        self.bells = Bells(self._graphs, self._busy, end, launch if faults is None else faults.around_bell(launch))
+        self._launch = self._launch_kernel if faults is None else faults.around_kernel(self._launch_kernel)
         self._watched_s = 0.0
         self._is_untidy = False  # something is retired
         self._excuses: dict[str, str] = {}  # GPU -> why streams cannot wait for words there, or ""
@@ -177,7 +183,7 @@ class Gpus:
             plan.tasks[key] = task
         return task
 
-    def run(self, plan: Plan, task: Task, client: int, turn: Turn, failpoints: Failpoints | None) -> Enqueued:
+    def run(self, plan: Plan, task: Task, client: int, turn: Turn) -> Enqueued:
         """Enqueue a call; returns before the GPU comes to it.
 
         When the kernel raises, this raises the same once the stream is through with what it left there. When that does
@@ -185,9 +191,9 @@ class Gpus:
         """
         link = self._link(client, plan.gpu)
         with link.context:
-            return self.enqueue(plan, task, link, turn, failpoints)
+            return self.enqueue(plan, task, link, turn)
 
-    def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints | None) -> Enqueued:
+    def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn) -> Enqueued:
         """`run`, for a client whose context is current."""
         if link.is_behind(turn):
             if not plan.has_run:
@@ -195,7 +201,7 @@ class Gpus:
                 self._end(
                     f"the first {plan.call.kernel_id} came behind later calls of its client's stream, which wait for "
                     "it: a new process loads it before them",
-                    RENEWAL_CODE,
+                    RENEWAL_EXIT,
                 )
             print(
                 f"call {turn.number} of lane {turn.lane} came behind later ones; if their streams block "
@@ -205,14 +211,12 @@ class Gpus:
             )
             self._set_alarm(STALL_S)  # a library may wait for all streams in one that is new to it: cuDNN did
             try:
-                return self._enqueue_in_turn(plan, task, link, turn, failpoints)
+                return self._enqueue_in_turn(plan, task, link, turn)
             finally:
                 self._set_alarm(0)
-        return self._enqueue_in_turn(plan, task, link, turn, failpoints)
+        return self._enqueue_in_turn(plan, task, link, turn)
 
-    def _enqueue_in_turn(
-        self, plan: Plan, task: Task, link: Link, turn: Turn, failpoints: Failpoints | None
-    ) -> Enqueued:
+    def _enqueue_in_turn(self, plan: Plan, task: Task, link: Link, turn: Turn) -> Enqueued:
         stream = link.stream(turn, self._new_stream)
         if plan.is_graph_safe and task.steady.state is State.WARMUP:
             reason = self._graphs.advance(task.steady, task.bound, link.context, stream)
@@ -222,7 +226,7 @@ class Gpus:
         link.order.await_ready(stream, turn)
         self._busy[stream] = link.context
         try:
-            return self._enqueue(plan, task, link, turn, stream, failpoints)
+            return self._enqueue(plan, task, link, turn, stream)
         except Exception as exc:
             self._settle(link, turn, stream, exc)
             if not is_out_of_memory(exc):
@@ -230,7 +234,7 @@ class Gpus:
             self._graphs.clear()
             self.watch()
             try:
-                return self._enqueue(plan, task, link, turn, stream, failpoints)
+                return self._enqueue(plan, task, link, turn, stream)
             except Exception as again:
                 self._settle(link, turn, stream, again)
                 raise
@@ -357,7 +361,7 @@ class Gpus:
         """Raises NoTransport."""
         key: Key | None = None
         try:
-            offer = pair.Offer.from_wire(message.offer)
+            offer = Offer.from_wire(message.offer)
             handle = _own(offer.handle, message.client)
             if handle.gpu != message.gpu or len(fds) != 1 + handle.has_fd:
                 raise ProtocolError(f"{message.gpu} comes with {len(fds)} descriptors and {handle}")
@@ -368,7 +372,7 @@ class Gpus:
                 raise ProtocolError(f"this worker's streams cannot wait for words: {self._excuses[message.gpu]}")
             key = handle.key
             memory = fds.pop() if handle.has_fd else None
-            pair.sign(self._mappings, replace(offer, handle=handle), memory, message.slot)
+            sign(self._mappings, replace(offer, handle=handle), memory, message.slot)
             order = WorkerOrder(context, fds[0], has_memops=message.has_memops)
             return Link(message.client, context, order, key)
         except (LayerZeroError, OSError) as exc:
@@ -397,13 +401,15 @@ class Gpus:
         free = self._free.get(context.gpu)
         return free.pop() if free else context.driver.create_stream()
 
-    def _enqueue(
-        self, plan: Plan, task: Task, link: Link, turn: Turn, stream: int, failpoints: Failpoints | None
-    ) -> Enqueued:
+    def _enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, stream: int) -> Enqueued:
+        enqueued = self._launch(plan, task, link, stream)
+        plan.has_run = True
+        link.order.done(stream, turn)  # last: with it, no other worker may run the call
+        return enqueued
+
+    def _launch_kernel(self, plan: Plan, task: Task, link: Link, stream: int) -> Enqueued:
         assert self._on_stream is not None
         driver = link.context.driver
-        if failpoints:
-            failpoints.hit("executing")
         for mapping, offset, nbytes in task.inputs:
             mapping.collect(offset, nbytes, stream)
         clock = plan.clock
@@ -418,10 +424,7 @@ class Gpus:
             clock.stop(driver, stream)
         for mapping, offset, nbytes in task.outputs:
             mapping.publish(offset, nbytes, stream)
-        fault = failpoints.hit("written") if failpoints else ""
-        plan.has_run = True
-        link.order.done(stream, turn)  # last: with it, no other worker may run the call
-        return Enqueued(elapsed_ns, result, fault, is_replayed)
+        return Enqueued(elapsed_ns, result, is_replayed)
 
     def _settle(self, link: Link, turn: Turn, stream: int, error: Exception) -> None:
         """Wait until what a failed kernel left on a stream is over: another worker will write to the same outputs."""

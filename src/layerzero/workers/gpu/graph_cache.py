@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from layerzero.ipc.cuda.driver import Context, Driver
 from layerzero.ipc.errors import CudaError
+from layerzero.workers.boot import GRAPH_BYTES
 from layerzero.workers.gpu.errors import is_out_of_memory
 from layerzero.workers.provider import Bound, CaptureResource
 
 FROZEN_AFTER = 4  # runs without a graph; a library may compile, load and tune in the first ones
 MAX_GRAPHS = 64
 MAX_PINNED = 4096  # besides
-BUDGET_BYTES = 256 << 20
 _PATIENCE = 8  # a graph that had to go comes back after so many times as many runs
 
 OnStream = Callable[[int], AbstractContextManager[None]]
@@ -93,7 +93,7 @@ class _Retired(NamedTuple):
 class Graphs:
     """The graphs of a worker, bounded by count and memory. For one thread; needs the context to be current."""
 
-    def __init__(self, on_stream: OnStream | None, budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(self, on_stream: OnStream | None, budget_bytes: int = GRAPH_BYTES) -> None:
         """With a budget of 0 nothing is captured."""
         self._on_stream = on_stream
         self._budget_bytes = budget_bytes

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.shm.timeline_page import SILENT, TAKEN, OrderPage
-from layerzero.workers.failpoint import Failpoints
+from layerzero.ipc.shm.timeline_page import OrderPage
+from layerzero.ipc.shm.timeline_words import SILENT, TAKEN
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.graph_cache import Graphs, Pinned
 from layerzero.workers.gpu.plan import Plan, Task
@@ -59,12 +59,23 @@ class _Board:
         self.first, self.stop = (min(self.bells), max(self.bells) + 1) if self.bells else (0, 0)
 
 
+Launch = Callable[[Link, Bell], None]
+
+
+def launch(link: Link, bell: Bell) -> None:
+    """Enqueue a bell's kernel and its answer."""
+    link.context.driver.launch_graph(bell.graph.graph, link.bell_stream)
+    link.order.answer_bell(link.bell_stream, bell.number)
+
+
 class Bells:
     """For the loop's thread."""
 
-    def __init__(self, graphs: Graphs, busy: dict[int, Context], end: Callable[[str], NoReturn]) -> None:
-        """`busy`: where streams are put that get work. `end` ends the process."""
-        self._graphs, self._busy, self._end = graphs, busy, end
+    def __init__(
+        self, graphs: Graphs, busy: dict[int, Context], end: Callable[[str], NoReturn], launch: Launch
+    ) -> None:
+        """`busy`: where streams are put that get work. `end` ends the process. `launch` serves a bell that rings."""
+        self._graphs, self._busy, self._end, self._launch = graphs, busy, end, launch
         self._boards: list[_Board] = []
         self._served_s = 0.0
 
@@ -97,9 +108,9 @@ class Bells:
         if (taken := page.bell(bell)) >= TAKEN and one.is_meant(page):  # the next taking must not look like this one
             one.takings = taken - TAKEN + 1
             if has_turn and not page.is_bell_done(bell):
-                self._answer(board, bell, None)
+                self._answer(board, bell, launch)
 
-    def serve(self, failpoints: Failpoints | None) -> bool:
+    def serve(self) -> bool:
         """Launch what was rung. Whether anything was. Bells that other workers serve are passed over."""
         came = False
         for board in self._boards:
@@ -108,7 +119,7 @@ class Bells:
                 one = board.meant(found)
                 if one is not None:
                     one.take(page)
-                    self._answer(board, found, failpoints)
+                    self._answer(board, found, self._launch)
                     came = True
                 bell = found + 1
         if came:
@@ -133,7 +144,7 @@ class Bells:
         self._boards = [board for board in self._boards if board.bells]
         return dropped
 
-    def _answer(self, board: _Board, bell: int, failpoints: Failpoints | None) -> None:
+    def _answer(self, board: _Board, bell: int, launch: Launch) -> None:
         """Launch a taken bell's kernel, and those of the bells that follow it, up to one that another worker serves."""
         link, page = board.link, board.link.order.page
         run, following = {bell: board.bells[bell]}, page.next_bell(bell)
@@ -150,17 +161,12 @@ class Bells:
         if following is not None:
             page.clear_bell_done(following)
             page.set_bell(following, SILENT)
-        stream, driver = link.bell_stream, link.context.driver
+        stream = link.bell_stream
         self._busy[stream] = link.context
         try:
             with link.context:
-                for bell, one in run.items():
-                    if failpoints:
-                        failpoints.hit("executing")
-                    driver.launch_graph(one.graph.graph, stream)
-                    link.order.answer_bell(stream, bell)
-                    if failpoints:
-                        failpoints.hit("sent")
+                for one in run.values():
+                    launch(link, one)
                 if following is not None:
                     link.order.ring(stream, following)
         except CudaError as exc:  # the client's graph waits: the next worker serves it when this one is gone

@@ -66,7 +66,6 @@ class Enqueued(NamedTuple):
 
     elapsed_ns: int  # of an earlier run, on the GPU; 0 if none is new
     result: Any  # what the kernel returned
-    fault: str  # what a failpoint wants in the answer
     is_replayed: bool  # from a CUDA graph
 
 

@@ -8,7 +8,6 @@ import select
 import threading
 import time
 
-from layerzero.workers.failpoint import Failpoints
 from layerzero.workers.gpu.graph_calls import DOZE_MS, NAP_S, Bells
 from layerzero.workers.gpu.rings import Rings
 
@@ -22,8 +21,8 @@ Events = list[tuple[int, int]]
 class Spin:
     """For the loop's thread."""
 
-    def __init__(self, poll: select.poll, rings: Rings, bells: Bells, failpoints: Failpoints | None) -> None:
-        self._poll, self._rings, self._bells, self._failpoints = poll, rings, bells, failpoints
+    def __init__(self, poll: select.poll, rings: Rings, bells: Bells) -> None:
+        self._poll, self._rings, self._bells = poll, rings, bells
         self._until_s = 0.0
         self._fence = threading.Lock()
 
@@ -44,7 +43,7 @@ class Spin:
     def serve(self) -> bool:
         """Some of the calls that there are. Whether there were any."""
         came = self._rings.serve()
-        return (bool(self._bells) and self._bells.serve(self._failpoints)) or came
+        return (bool(self._bells) and self._bells.serve()) or came
 
     def _look(self, stop_s: float) -> None:
         serve = self.serve if self._bells else self._rings.serve

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
 from layerzero.ipc.shm.memory import ControlPage
-from layerzero.ipc.shm.ring import ENQUEUED, LEFT, REPLAYED, Ring, RingCall
-from layerzero.ipc.shm.timeline_page import Turn, is_before
-from layerzero.workers.failpoint import Failpoints
+from layerzero.ipc.shm.ring import Ring
+from layerzero.ipc.shm.ring_words import ENQUEUED, LEFT, REPLAYED, RingCall
+from layerzero.ipc.shm.timeline_words import Turn, is_before
+from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, mark
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.executor import Gpus
 from layerzero.workers.gpu.plan import Plan
 
 BURST = 16  # calls of a ring before the others' turn
-IDLE, EXECUTING = 0, 2  # phases of the control page
-_NO_STATUS = 99  # what a faulty worker may note
 
 
 @dataclass(eq=False)
@@ -42,15 +41,15 @@ class Rings:
         gpus: Gpus,
         plans: Mapping[int, Plan],
         page: ControlPage,
-        failpoints: Failpoints | None,
         leave: Callable[[int, int, Exception | None], None],
+        open_ring: Callable[[int], Ring] = Ring,
     ) -> None:
         """`plans`: those on GPUs that were prepared. `leave(lane, call, error)` tells the broker that a call is its."""
-        self._poll, self._gpus, self._plans, self._page, self._failpoints = poll, gpus, plans, page, failpoints
-        self._leave = leave
+        self._poll, self._gpus, self._plans, self._page = poll, gpus, plans, page
+        self._leave, self._open_ring = leave, open_ring
         self._lanes: dict[int, _Lane] = {}
         self._whole: list[_Lane] = []  # those whose clients write what makes sense
-        self._by_bell: dict[int, _Lane] = {}
+        self._by_doorbell: dict[int, _Lane] = {}
         self._allowed: dict[int, set[int]] = {}  # leases may come before their lane
 
     def __bool__(self) -> bool:
@@ -62,7 +61,7 @@ class Rings:
             if len(fds) != 2 or number in self._lanes:
                 raise ProtocolError(f"ring {number} comes with {len(fds)} descriptors; needed: 2, once")
             page, doorbell = fds
-            ring = Ring(page)
+            ring = self._open_ring(page)
             self._poll.register(doorbell, select.POLLIN)
         except BaseException:
             for fd in fds:
@@ -70,7 +69,7 @@ class Rings:
             raise
         os.close(page)
         made = _Lane(number, client, gpu, ring, doorbell, self._allowed.pop(number, set()))
-        self._lanes[number] = self._by_bell[doorbell] = made
+        self._lanes[number] = self._by_doorbell[doorbell] = made
         self._whole.append(made)
 
     def close(self, number: int) -> None:
@@ -80,7 +79,7 @@ class Rings:
         if gone is None:
             return
         self._poll.unregister(gone.doorbell)
-        del self._by_bell[gone.doorbell]
+        del self._by_doorbell[gone.doorbell]
         if gone in self._whole:
             self._whole.remove(gone)
         gone.ring.close()
@@ -127,7 +126,7 @@ class Rings:
     def silence(self, events: Iterable[tuple[int, int]]) -> None:
         """Take the rings of the doorbells that `poll` returned."""
         for fd, _ in events:
-            if fd in self._by_bell:
+            if fd in self._by_doorbell:
                 lane.take(fd)
 
     def _serve(self, one: _Lane, count: int = BURST) -> None:
@@ -150,25 +149,20 @@ class Rings:
                 return
             if call is None:
                 return
-            self._page.write(lane.mark(one.number, call.call), EXECUTING)
             error: Exception | None = None
             try:
+                self._page.write(mark(one.number, call.call), EXECUTING)
                 status = LEFT if link is None else self._enqueue(one, link, call)
             except Exception as exc:  # whatever a library raises is this call's outcome, not the worker's
                 self._gpus.check(exc)
                 status, error = LEFT, exc
-            if status:
-                ring.note(call.call, status)
+            ring.note(call.call, status)
             if status == LEFT:
                 self._leave(one.number, call.call, error)
-            if self._failpoints:
-                self._failpoints.hit("sent")
 
     def _enqueue(self, one: _Lane, link: Link, call: RingCall) -> int:
-        """What to note of it; nothing when a failpoint wants silence."""
-        gpus, failpoints = self._gpus, self._failpoints
-        if failpoints:
-            failpoints.hit("received")
+        """What to note of it."""
+        gpus = self._gpus
         plan = self._plans.get(call.plan)
         if plan is None or call.plan not in one.plans or plan.gpu != one.gpu:
             return LEFT
@@ -177,11 +171,7 @@ class Rings:
             if not gpus.has_arenas(plan, one.client, call.refs):
                 return LEFT
             task = gpus.task(plan, one.client, call.refs)
-        if failpoints:
-            failpoints.hit("mapped")
-        elapsed_ns, _, fault, is_replayed = gpus.enqueue(plan, task, link, call.turn, failpoints)
+        elapsed_ns, _, is_replayed = gpus.enqueue(plan, task, link, call.turn)
         if elapsed_ns:
             one.ring.note_time(call.plan, elapsed_ns)
-        if fault:
-            return _NO_STATUS if fault == "garbage" else 0
         return REPLAYED if is_replayed else ENQUEUED

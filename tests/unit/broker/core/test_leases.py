@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.simulator import route_body
+from tests.simulation import route_body
 from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.lease_policy import WATCH_S
 from layerzero.broker.core.leases import MAX_LOST, SETTLED_CALLS
-from layerzero.broker.core.stream_order import RENEWAL_EXIT, STALLED_EXIT
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.policy import Policy, Weights
 from layerzero.ipc.errors import BackendError
-from layerzero.ipc.shm.lane import mark
 from layerzero.ipc.transport.messages import Decision, Lease, decode
+from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STALLED_EXIT, mark
 
 OTHER = b"C2"
 

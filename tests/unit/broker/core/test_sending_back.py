@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.simulator import CAPABILITIES
+from tests.simulation import CAPABILITIES
 from tests.unit.broker.driver import BODY, CLIENT, Driver
 
 from layerzero.broker.core import actions as act

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.simulator import ARENA_BYTES, DEVICES, GPU, GPU_CAPABILITIES, route_body
+from tests.simulation import ARENA_BYTES, DEVICES, GPU, GPU_CAPABILITIES, route_body
 from tests.unit.broker.driver import BODY, CLIENT, Driver
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.broker.core.stream_order import RENEWAL_EXIT, STALLED_EXIT
 from layerzero.broker.core.worker_fsm import TRANSITIONS, IllegalTransition, Signal, WorkerState, step
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import Decision, Prepare, decode, encode
+from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STALLED_EXIT
 
 SPEC = ["float32", [4], [1]]
 GENTLE = BackendError("RuntimeError: kernel raised")
@@ -179,9 +179,24 @@ def test_call_above_the_limit_is_busy() -> None:
     assert driver.state.clients[CLIENT].open_calls == 2
 
 
+def test_busy_tells_the_limit_and_not_how_many_are_open() -> None:
+    """They differ when calls have come back from a GPU whose worker died."""
+    driver = Driver("alpha", max_in_flight=1, changed={"alpha": GPU_CAPABILITIES["alpha"]}, gpus=(DEVICES[GPU],))
+    driver(ev.GpuOffered(CLIENT, GPU))
+    driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
+    driver.route(2, device=GPU)
+    refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
+    driver.ran(driver.serve(1, 2, turn=Turn(0, 1), body=refs))
+    driver.call(2, 2, turn=Turn(0, 2), body=refs)
+    driver.dies("alpha")
+    error = refusal(driver.call(3)).error
+    assert (error.code, error.facts) == ("BUSY", {"limit": 1})
+    assert "2 calls are open; allowed: 1" in error.message
+
+
 def test_call_that_no_kernel_accepts_names_every_reason() -> None:
     """Without the reasons nobody could repair it."""
-    missing = Rejection(Reason.NOT_INSTALLED, "its environment is not built; run: lz env build gamma")
+    missing = Rejection(Reason.NOT_INSTALLED, "its environment is not built", "lz env build gamma")
     driver = Driver("alpha", "gamma", unusable={"gamma": missing})
     driver.route(2, dtype="float16")
     refuse = refusal(driver.call(1, route=2))
@@ -290,7 +305,8 @@ def test_crash_falls_back_with_signal_and_phase() -> None:
 def test_exit_without_an_error_is_a_crash_while_a_call_is_owed() -> None:
     """os._exit(0) in a kernel must not look like an answer."""
     driver = Driver("alpha")
-    run = driver.serve(1)
+    driver.route(2, backend="alpha")
+    run = driver.serve(1, route=2)
     refuse = refusal(driver.dies("alpha", run.dispatch, exit_code=0))
     assert refuse.error.code == "BACKEND_ERROR"
     assert (refuse.attempts[0]["exit_signal"], refuse.attempts[0]["exit_code"]) == (None, 0)
@@ -389,9 +405,10 @@ def test_call_whose_only_backend_restarts_waits_for_it() -> None:
 
 
 def test_call_behind_a_crash_of_the_only_backend_waits_for_the_restart() -> None:
-    """It was not at fault. The call that the worker died in is not tried there again."""
+    """It was not at fault."""
     driver = Driver("alpha", depth=4)
-    first = driver.serve(1)
+    driver.route(2, backend="alpha")
+    first = driver.serve(1, route=2)
     driver.call(2)
     refuse = refusal(driver.dies("alpha", first.dispatch))
     assert (refuse.seq, refuse.error.code) == (1, "BACKEND_ERROR")
@@ -431,7 +448,8 @@ def test_calls_that_waited_for_a_restart_in_vain_learn_the_cause() -> None:
     driver.call(2)
     driver.tick(0.7)
     refuse = refusal(driver.dies("alpha", exit_code=1))
-    assert "repair: lz restart alpha" in str(refuse.candidates)
+    (reason,) = refuse.candidates[0]["reasons"]
+    assert reason["repair"] == "lz restart alpha"
     assert "disabled" in refuse.error.message
 
 
@@ -621,7 +639,7 @@ def test_restarts_back_off_and_end_at_the_budget_with_a_repair() -> None:
     refuse = refusal(driver.call(2))
     (reason,) = refuse.candidates[0]["reasons"]
     assert reason["code"] == "BACKEND_DISABLED"
-    assert "repair: lz " in reason["detail"]
+    assert reason["repair"] == "lz restart alpha"
 
 
 def test_deaths_outside_the_window_are_forgotten() -> None:
@@ -659,11 +677,9 @@ def test_worker_that_lacked_memory_is_restarted_when_there_is_more(has_served: b
         driver.call(1)
         driver(ev.ProbeEnded("alpha", None))
     driver(ev.WorkerExited("alpha", 1, -9, 0, "idle", "", oom="cgroup /a, limit 400 MiB"))
-    detail = driver.state.unavailable["alpha"].detail
-    assert "the kernel killed the alpha worker for lack of memory (signal 9; cgroup /a, limit 400 MiB)" in detail
-    assert detail.endswith(
-        "repair: raise the limit of that cgroup or container, or run less in it, then lz restart alpha"
-    )
+    reason = driver.state.unavailable["alpha"]
+    assert "the kernel killed the alpha worker for lack of memory (signal 9; cgroup /a, limit 400 MiB)" in reason.detail
+    assert reason.repair == "raise the limit of that cgroup or container, or run less in it, then lz restart alpha"
 
 
 def test_provider_that_loads_for_ever_is_killed_and_disabled() -> None:
@@ -674,7 +690,8 @@ def test_provider_that_loads_for_ever_is_killed_and_disabled() -> None:
     assert driver.tick(60.0) == [act.Kill("alpha", 1)]
     driver.dies("alpha", exit_code=-9)
     assert driver.state.workers["alpha"].state is WorkerState.DISABLED
-    assert driver.state.unavailable["alpha"].code is Reason.BACKEND_IMPORT_FAILED
+    assert driver.state.unavailable["alpha"].code is Reason.BACKEND_DISABLED
+    assert driver.state.unavailable["alpha"].detail.endswith("repair: lz env probe alpha")
 
 
 @pytest.mark.parametrize("step_failed", ["probe", "spawn"])

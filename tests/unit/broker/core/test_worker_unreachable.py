@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.simulator import DEVICES, GPU, GPU_CAPABILITIES
+from tests.simulation import DEVICES, GPU, GPU_CAPABILITIES
 from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport import wire
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tests.fuzz.broker_ends import BrokerEnds, open_descriptors
 
-from layerzero.ipc.shm import lane, memory, ring
+from layerzero.ipc.shm import lane, memory, ring_words
 from layerzero.ipc.transport import control
 from layerzero.ipc.transport.messages import AddLane, Hello, Welcome
 
 
-@pytest.mark.parametrize(("gpu", "nbytes", "bells"), [("", memory.PAGE_BYTES, 2), ("GPU-1", ring.PAGE_BYTES, 1)])
+@pytest.mark.parametrize(("gpu", "nbytes", "bells"), [("", memory.PAGE_BYTES, 2), ("GPU-1", ring_words.PAGE_BYTES, 1)])
 def test_a_lane_that_cannot_be_mapped_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, gpu: str, nbytes: int, bells: int
 ) -> None:

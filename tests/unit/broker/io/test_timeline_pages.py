@@ -6,15 +6,15 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from tests.simulator import GPU
+from tests.simulation import GPU
 
 from layerzero.broker.io.timeline_pages import Gpu, OrderPages, error_number
-from layerzero.ipc.cuda.abi import IPC_HANDLE_BYTES
-from layerzero.ipc.cuda.handles import ARENA_STEP_BYTES, ArenaHandle
-from layerzero.ipc.cuda.pair import PATTERN_BYTES, Offer
+from layerzero.ipc.cuda.handles import ARENA_STEP_BYTES, IPC_HANDLE_BYTES, ArenaHandle
+from layerzero.ipc.cuda.offer import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import BY_CODE
-from layerzero.ipc.shm import timeline_page
-from layerzero.ipc.shm.timeline_page import OrderPage, Turn
+from layerzero.ipc.shm import timeline_page, timeline_words
+from layerzero.ipc.shm.timeline_page import OrderPage
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport.messages import AddGpu
 
 HANDLE = ArenaHandle(GPU, "c", 1, 1, "ipc", ARENA_STEP_BYTES, bytes(IPC_HANDLE_BYTES))
@@ -77,4 +77,4 @@ def test_workers_get_what_the_client_sent(pages: OrderPages) -> None:
 def test_every_error_has_its_own_number() -> None:
     """The word in the page is all that a stream's owner sees at first."""
     assert len({error_number(code) for code in BY_CODE}) == len(BY_CODE)
-    assert all(0 < error_number(code) <= timeline_page.MAX_ERROR for code in BY_CODE)
+    assert all(0 < error_number(code) <= timeline_words.MAX_ERROR for code in BY_CODE)

@@ -13,7 +13,11 @@ import pytest
 from tests.unit.capabilities.test_descriptor import GOOD
 
 from layerzero.broker.configuration.settings import Settings
+from layerzero.broker.processes.cuda_driver import Gpus
 from layerzero.broker.processes.launcher import FACTS_S, Launcher
+from layerzero.capabilities.device import DeviceSpec
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import EnvError
 
 BACKENDS = ("first", "second", "third")
@@ -74,11 +78,12 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "name of another backend": (
         lambda data: data.update(backend="first"),
-        "CAPABILITIES_INVALID: {path}: backend is 'first', the manifest says 'second'",
+        "CAPABILITIES_INVALID: {path}: backend is 'first', its manifest says 'second'",
     ),
     "unknown constraint": (
-        lambda data: silu(data).update(max_heads=8),
-        "CAPABILITIES_INVALID: {path}: ops.silu.0.max_heads: Extra inputs are not permitted (got 8",
+        lambda data: silu(data).update(require_contiguous=True),
+        "CAPABILITIES_INVALID: {path}: ops.silu.0.require_contiguous: "
+        "unknown field require_contiguous; did you mean requires_contiguous? (got True",
     ),
 }
 
@@ -130,3 +135,54 @@ def test_status_tells_of_an_environment_that_is_built_meanwhile(
     assert one.facts("first")["built"] is True
     now_s += 0.2 * FACTS_S
     assert one.facts("first")["built"] is False
+
+
+# --- devices
+
+GPU = DeviceSpec("cuda", device_name="NVIDIA H200", device_uuid="GPU-1")
+NO_GPU = Gpus((), "no NVIDIA driver: libcuda.so.1: cannot open shared object file")
+
+
+def on(tmp_path: Path, gpus: Gpus | None, **settings: Any) -> Launcher:
+    """Of the built-in backends, on a machine with these GPUs."""
+    return Launcher(Settings(runtime_dir=tmp_path / "run", store=tmp_path / "store", **settings), gpus)
+
+
+def test_backend_for_a_device_that_is_not_here_is_not_for_this_machine(tmp_path: Path) -> None:
+    """No fault of the machine, so nobody's to repair; whoever looks can tell it from one that is not built."""
+    one = on(tmp_path, NO_GPU)
+    for name in ("torch-cuda", "cupy"):
+        rejection = one.missing(name)
+        assert rejection == one.unusable[name]
+        assert rejection == Rejection(
+            Reason.NOT_FOR_MACHINE, "needs an NVIDIA GPU, and this machine has none (no NVIDIA driver)"
+        )
+    assert one.missing("torch") == Rejection(Reason.NOT_INSTALLED, "its environment is not built", "lz env build torch")
+
+
+def test_gpu_backend_on_a_machine_with_a_gpu_has_a_repair(tmp_path: Path) -> None:
+    """There it is a fault that it does not serve: the broker is set to environments for the CPU, or it is not built."""
+    rejection = on(tmp_path, Gpus((GPU,))).missing("torch-cuda")
+    assert rejection is not None
+    assert (rejection.code, str(tmp_path) in rejection.detail) == (Reason.NOT_INSTALLED, False)
+    assert rejection.repair == "export LAYERZERO_VARIANT=cu13, then lz env build torch-cuda, lz down and lz up"
+    rejection = on(tmp_path, Gpus((GPU,)), variant="cu13").missing("torch-cuda")
+    assert rejection is not None
+    assert (rejection.code, rejection.repair) == (Reason.NOT_INSTALLED, "lz env build torch-cuda --variant cu13")
+
+
+def test_driver_that_fails_hides_its_gpus_which_is_a_fault(tmp_path: Path) -> None:
+    """A GPU that has fallen off the bus must not look like a machine without one."""
+    failed = Gpus((), "the NVIDIA driver failed: cuInit returned 999", has_failed=True)
+    rejection = on(tmp_path, failed).missing("torch-cuda")
+    assert rejection is not None
+    assert (rejection.code, rejection.detail) == (Reason.BACKEND_DISABLED, failed.reason)
+    assert "nvidia-smi" in rejection.repair
+
+
+def test_joined_backend_for_a_device_that_is_not_here_is_not_awaited(tmp_path: Path) -> None:
+    """`joined: all` names every backend; nobody starts a GPU's container where there is none."""
+    one = on(tmp_path, NO_GPU, joined="all")
+    assert one.unusable["torch-cuda"].code is Reason.NOT_FOR_MACHINE
+    assert one.unusable["torch"].code is Reason.NOT_JOINED
+    assert "python -m layerzero.workers.join --backend torch" in one.unusable["torch"].repair

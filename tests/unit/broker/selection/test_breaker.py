@@ -14,7 +14,6 @@ from layerzero.broker.selection.breaker import (
     TRANSITIONS,
     BreakerSignal,
     BreakerState,
-    FailureRow,
     Health,
     HealthLimits,
     failure_signature,
@@ -144,15 +143,13 @@ def test_a_repair_makes_it_as_good_as_new() -> None:
     assert health.places() == (("mlx", "matmul", "cpu"),)
 
 
-def test_failures_are_counted_by_kind_and_told_once() -> None:
-    """The database keeps what kinds of failure a backend has had."""
+def test_failures_are_counted_by_kind() -> None:
+    """`lz status` says what kinds of failure a backend has had."""
     health = Health(LIMITS)
     health.failed(*PLACE, "A", 1.0)
     health.failed(*PLACE, "B", 2.0)
     health.failed(*PLACE, "A", 3.0)
     assert health.signatures(*PLACE) == {"B": 1, "A": 2}
-    assert health.take_dirty() == [FailureRow(*PLACE, "A", 2, 3.0), FailureRow(*PLACE, "B", 1, 2.0)]
-    assert health.take_dirty() == []
     assert health.signatures("mlx", "matmul", "cpu") == {}
 
 
@@ -167,8 +164,6 @@ def test_it_is_bounded_in_places_and_kinds() -> None:
     assert len(health.places()) == MAX_BREAKERS
     assert len(health.signatures(*PLACE)) == MAX_SIGNATURES
     assert max(map(len, health.signatures(*PLACE))) < 200
-    assert len(health.take_dirty()) == MAX_BREAKERS
-    assert health.unreported > 0
 
 
 @pytest.mark.parametrize(

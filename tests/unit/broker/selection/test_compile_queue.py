@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.simulator import CAPABILITIES, route_body
+from tests.simulation import CAPABILITIES, route_body
 from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker.core import actions as act

@@ -29,7 +29,7 @@ HEADER = Header(created="2026-01-01T00:00:00+00:00", command="lz solve silu 8:fl
 
 def silu(*shape: int, dtype: str = "float32") -> SelectionContext:
     spec = TensorSpec.contiguous(dtype, shape)
-    return SelectionContext.of("silu", (spec,), (spec,), {}, DEVICE)
+    return SelectionContext("silu", (spec,), (spec,), {}, DEVICE)
 
 
 def measured(context: SelectionContext, us: Mapping[str, float]) -> Measurement:
@@ -129,7 +129,7 @@ def test_other_layouts_and_attributes_are_other_calls() -> None:
     """A kernel that wins on row-major data may lose on columns."""
     spec, strided = TensorSpec.contiguous("float32", (8, 64)), TensorSpec("float32", (8, 64), (1, 8))
     contexts = [
-        SelectionContext.of("softmax", (one,), (spec,), {"dim": dim}, DEVICE)
+        SelectionContext("softmax", (one,), (spec,), {"dim": dim}, DEVICE)
         for one, dim in ((spec, 0), (spec, 1), (strided, 0))
     ]
     table = tables.build(

@@ -30,10 +30,10 @@ def call(op: str = "attention", queries: int = 128, is_causal: bool = False) -> 
     """Attention of `queries` on 256 keys in float16, or a matmul."""
     if op == "matmul":
         square = TensorSpec.contiguous("float16", (4, 4))
-        return SelectionContext.of(op, (square, square), (square,), {}, DEVICE)
+        return SelectionContext(op, (square, square), (square,), {}, DEVICE)
     q, k = (TensorSpec.contiguous("float16", (1, 2, n, 64)) for n in (queries, 256))
     attrs = {"is_causal": is_causal, "scale": 0.1, "causal_alignment": "top_left", "layout": "BHSD"}
-    return SelectionContext.of(op, (q, k, k, None), (q,), attrs, DEVICE)
+    return SelectionContext(op, (q, k, k, None), (q,), attrs, DEVICE)
 
 
 CALL = call()
@@ -62,12 +62,7 @@ def test_without_layers_everything_is_allowed_and_nothing_preferred() -> None:
     found = Policy.of()
     verdict = found.judge(CALL, "torch.attention", "torch")
     assert (verdict.rejections, verdict.bonus, verdict.why) == ((), 0.0, ())
-    assert (found.strict_mode, found.plan_mode, found.allow_adaptation, found.graph_strict_mode) == (
-        False,
-        False,
-        True,
-        False,
-    )
+    assert (found.strict_mode, found.plan_mode, found.allow_adaptation) == (False, False, True)
     assert (found.allow_jit_compile, found.requires_deterministic, found.memory_headroom_bytes) == (True, False, None)
     assert (found.shadow_rate, found.tune_budget, found.dispatch_table) == (0.0, 0.0, None)
     assert found.weights == Weights()
@@ -255,11 +250,15 @@ def test_hash_tells_policies_apart_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"stict_mode": True}, "unknown key 'stict_mode'; did you mean 'strict_mode'? Known: locks,"),
+        (
+            {"stict_mode": True},
+            "no key of a policy is called 'stict_mode'; did you mean 'strict_mode'? Known: locks,",
+        ),
+        ({"graph_strict_mode": True}, "take graph_strict_mode out: it had no effect"),
         ({"strict_mode": "maybe"}, "strict_mode: "),
         ({"dispatch_table": "table.json"}, "dispatch_table: not an absolute path"),
         ({"shadow_rate": 2}, "shadow_rate: Input should be less than or equal to 1, got 2"),
-        ({"weights": {"perf_db": 2}}, "unknown weight 'perf_db'; did you mean 'perfdb'?"),
+        ({"weights": {"perf_db": 2}}, "no weight is called 'perf_db'; did you mean 'perfdb'?"),
         ({"weights": "jit"}, "weights: 'jit' is not NAME=VALUE; several are separated by ';', got 'jit'"),
         ({"memory_headroom_bytes": "a lot"}, "memory_headroom_bytes: not a size; allowed: bytes, or a number with KiB"),
         ({"locks": {"atention": "torch.*"}}, "no op is called 'atention'; did you mean 'attention'?"),
@@ -271,11 +270,14 @@ def test_hash_tells_policies_apart_and_no_more() -> None:
             {"locks": {"attention": "torch.matmul"}},
             "'torch.matmul' serves matmul, not attention; kernels of it: torch.att",
         ),
-        ({"avoid_sources": ["xformers"]}, "no backend is called 'xformers'; known: mlx, torch"),
+        ({"avoid_sources": ["xformers"]}, "no backend is called 'xformers'. Known: mlx, torch"),
         ({"avoid_sources": []}, "avoid_sources: "),
         ({"allow_kernels": "troch.*"}, "no kernel matches 'troch.*'; did you mean"),
         ({"backend_isolation": {"torhc": "auto"}}, "no backend is called 'torhc'; did you mean 'torch'?"),
-        ({"rules": [{"match": {"sms": 1}, "prefer": "torch"}]}, "unknown field 'sms'; did you mean 'sm'?"),
+        (
+            {"rules": [{"match": {"sms": 1}, "prefer": "torch"}]},
+            "no field of a call is called 'sms'; did you mean 'sm'?",
+        ),
         (
             {"rules": [{"match": {"sm": "big"}, "prefer": "torch"}]},
             "sm is 'big' ('big' is not a number); allowed: a num",
@@ -291,7 +293,7 @@ def test_hash_tells_policies_apart_and_no_more() -> None:
         ({"rules": [{"match": {"sm": 1}}]}, "the rule does nothing; give it one of prefer, avoid,"),
         ({"rules": [{"prefer": "trch"}]}, "no kernel or backend is called 'trch'; did you mean 'torch'?"),
         ({"rules": [{"avoid": "mlx", "bonus": 4}]}, "bonus belongs to prefer"),
-        ({"rules": [{"perfer": "torch"}]}, "unknown key 'perfer'; did you mean 'prefer'?"),
+        ({"rules": [{"perfer": "torch"}]}, "no key of a rule is called 'perfer'; did you mean 'prefer'?"),
         ({"rules": [{"lock": "torch.nothing"}]}, "no kernel is called 'torch.nothing'"),
     ],
 )
@@ -347,6 +349,9 @@ def test_variables_become_layers() -> None:
     """Their text is read by the broker; others of the same prefix are none of the policy's."""
     environ = {"LAYERZERO_LOCKS": "attention=torch.*", "LAYERZERO_STRICT_MODE": "", "LAYERZERO_STORE": "/x"}
     assert variables(environ) == [{"origin": "LAYERZERO_LOCKS", "values": {"locks": "attention=torch.*"}}]
+    [gone] = variables({"LAYERZERO_GRAPH_STRICT_MODE": "true"}, PER_CALL)
+    with pytest.raises(ConfigError, match="LAYERZERO_GRAPH_STRICT_MODE: take graph_strict_mode out"):
+        Policy.of(Layer(gone["origin"], gone["values"]))
     found = Policy.of(Layer("LAYERZERO_ALLOW_SOURCES", {"allow_sources": "torch; mlx"}), known=KNOWN)
     assert codes(found, "torch.attention") == []
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulator import CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route_body
+from tests.simulation import CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route_body
 
 from layerzero.broker.selection.explain import explain
 from layerzero.broker.selection.policy import Layer, Policy
 from layerzero.broker.selection.ranking import GPU_TIE_US, TIE_US, Engine
-from layerzero.broker.selection.signature import CallSpec, Verdict
+from layerzero.broker.selection.signature import CallSpec, Verdict, no_backend
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import Capability
@@ -207,6 +207,38 @@ def test_explain_says_what_would_make_a_rejected_kernel_eligible_and_what_it_sav
     assert alpha["fix_saves_us"] is None  # nobody serves the call as it is: nothing to compare with
 
 
+def test_kernels_that_refuse_for_no_reason_of_the_call_are_of_a_group() -> None:
+    """Fifteen of them are one line for whoever reads the report; those with reasons of the call stay alone."""
+    one = engine({name: OURS[name] for name in ("torch", "onnxruntime", "torch-cuda")})
+    here = {"torch-cuda": Rejection(Reason.NOT_FOR_MACHINE, "needs an NVIDIA GPU, and this machine has none")}
+    body = softmax(64, 64, dtype="bfloat16")
+    groups = {v.backend: v.group for v in ranked(one, body, **here)}
+    assert groups == {"torch": "", "onnxruntime": "", "torch-cuda": "need an NVIDIA GPU"}
+    on_gpu_machine = {v.backend: v.group for v in ranked(one, body)}
+    assert on_gpu_machine["torch-cuda"] == "need tensors on an NVIDIA GPU"
+
+
+def test_error_of_an_unserved_call_begins_with_what_helps() -> None:
+    """First the repair or the change of the call, last those that nobody can help."""
+    one = engine({name: OURS[name] for name in ("onnxruntime", "torch-cuda", "torch")})
+    spec = CallSpec.parse(softmax(64, 64, dtype="bfloat16"))
+    here = {"torch-cuda": Rejection(Reason.NOT_FOR_MACHINE, "needs an NVIDIA GPU, and this machine has none")}
+    down = {"torch": Rejection(Reason.NOT_INSTALLED, "its environment is not built", "lz env build torch"), **here}
+    error = no_backend(spec, one.rank(spec, one.context(spec), down, 0.0), one.capabilities)
+    assert error.message.splitlines() == [
+        "softmax: no kernel accepts this call; repair: lz env build torch",
+        "  torch.softmax: NOT_INSTALLED: its environment is not built; repair: lz env build torch",
+        "  onnxruntime.softmax: DTYPE_UNSUPPORTED: x is bfloat16; allowed: float32, float64, float16",
+        "  1 kernel needs an NVIDIA GPU",
+    ]
+    assert error.facts == {"repair": "lz env build torch"}
+    one = engine({name: OURS[name] for name in ("onnxruntime", "torch-cuda")})
+    error = no_backend(spec, one.rank(spec, one.context(spec), here, 0.0), one.capabilities)
+    assert error.message.splitlines()[0].startswith(
+        "softmax: no kernel accepts this call; for onnxruntime.softmax: cast x bfloat16->"
+    )
+
+
 def test_a_fix_is_worth_what_was_measured_of_the_changed_call() -> None:
     """A cast that makes a call slower is no advice; one that halves it is."""
     one = engine({"torch": OURS["torch"], "onnxruntime": OURS["onnxruntime"]})
@@ -246,6 +278,7 @@ def calls(draw: st.DrawFn) -> bytes:
     return softmax(rows, columns, strides=(columns * step + draw(st.integers(0, 1)), step), dtype=draw(dtypes))
 
 
+@settings(deadline=None)  # a busy machine is no defect
 @given(st.lists(calls(), min_size=1, max_size=12))
 def test_a_cached_verdict_is_the_one_that_a_fresh_engine_gives(bodies: list[bytes]) -> None:
     """Calls share an entry of the validity cache only when no kernel tells them apart."""

@@ -1,4 +1,4 @@
-"""client/arrays/arrays.py: what is accepted, that bytes survive, and who keeps arena memory alive."""
+"""client/array_*.py: what is accepted, that bytes survive, and who keeps arena memory alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerzero.client.arrays.arrays import copy_into, describe, intern_spec, wrap
+from layerzero.client.arrays.copies import copy_into
+from layerzero.client.arrays.recognition import describe, intern_spec
+from layerzero.client.arrays.wrapping import wrap
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, NARROW_DTYPES, TensorSpec
 
@@ -269,7 +271,9 @@ def test_dlpack_objects_without_a_namespace_are_refused_before_the_call() -> Non
 def test_nothing_is_imported_that_the_caller_did_not_import() -> None:
     """Importing torch costs seconds, and the caller's program may not have it."""
     script = (
-        "import sys; from layerzero.client.arrays.arrays import describe, wrap\n"
+        "import sys\n"
+        "from layerzero.client.arrays.recognition import describe\n"
+        "from layerzero.client.arrays.wrapping import wrap\n"
         "a = describe(bytearray(8)); m = memoryview(bytearray(8)); r, _ = wrap(m, a.spec, a)\n"
         "print(a.spec, r.format, [n for n in ('numpy', 'torch', 'jax', 'mlx') if n in sys.modules])"
     )

@@ -13,7 +13,8 @@ from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu
 from layerzero.client.gpu.graph_slots import Bells
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder
-from layerzero.ipc.shm.timeline_page import RUNG, SILENT, TAKEN, OrderPage, create_page
+from layerzero.ipc.shm.timeline_page import OrderPage, create_page
+from layerzero.ipc.shm.timeline_words import RUNG, SILENT, TAKEN
 
 STREAM = 5
 

@@ -75,7 +75,7 @@ def test_stale_lock_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EnvError) as caught:
         plan(sample(tmp_path, MANIFEST.replace("numpy>=2", "numpy>=3")), store=tmp_path)
     assert "numpy>=3" in caught.value.message
-    assert caught.value.facts["repair"] == "lz env lock sample --variant cpu"
+    assert caught.value.facts["repair"] == f"lz env lock sample --variant cpu --manifests {tmp_path}"
 
 
 def test_missing_lock_and_variant_are_refused_by_name(tmp_path: Path) -> None:
@@ -84,8 +84,9 @@ def test_missing_lock_and_variant_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no variant 'cu13'; allowed: cpu, cu12"):
         plan(manifest, variant="cu13", store=tmp_path)
     manifest.lock_path("cpu").unlink()
-    with pytest.raises(EnvError, match="lz env lock sample --variant cpu"):
+    with pytest.raises(EnvError, match="lz env lock sample --variant cpu") as caught:
         plan(manifest, store=tmp_path)
+    assert caught.value.facts["cause"] == f"{manifest.lock_path('cpu')} does not exist"
 
 
 def test_python_that_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None:

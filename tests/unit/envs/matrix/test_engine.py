@@ -68,6 +68,28 @@ def test_care_is_tried_where_it_can_help(monkeypatch: pytest.MonkeyPatch, lab: L
     assert matrix.isolated["n"].ok
 
 
+class OfNumpy1(Trials):
+    """The subject `b` breaks with NumPy 2, and works where somebody asks for an older one."""
+
+    def __call__(self, lab: Lab, subjects: Sequence[Subject], *, with_care: bool) -> Verdict:
+        verdict = super().__call__(lab, subjects, with_care=with_care)
+        names = [one.name for one in subjects]
+        if "b" not in names or (with_care and any("numpy<2" in one.needs for one in subjects)):
+            return verdict
+        summary = "at import of b: ValueError: numpy.dtype size changed"
+        return Verdict(Kind.STRUCT, summary, "b", missing="numpy.dtype", versions={"numpy": "2.4.6"})
+
+
+def test_an_older_numpy_is_tried_where_numpy_2_is_what_breaks_a_library(
+    monkeypatch: pytest.MonkeyPatch, lab: Lab
+) -> None:
+    """Else the conclusion is that no environment serves it, which is wrong: its metadata lacks a bound."""
+    matrix = made(monkeypatch, lab, OfNumpy1({}), A, B)
+    assert (matrix.alone("b").state, matrix.alone("b").care) == ("care", ("numpy<2",))
+    assert (matrix.cells[("a", "b")].state, matrix.cells[("a", "b")].care) == ("care", ("numpy<2",))
+    assert matrix.unserved == ()
+
+
 def test_who_fails_alone_may_be_served_beside_another(monkeypatch: pytest.MonkeyPatch, lab: Lab) -> None:
     """One whose requirements keep a dependency back; who works nowhere is named and in no environment."""
     matrix = made(monkeypatch, lab, Trials(dict.fromkeys(("a", "c", "ac", "bc"), Kind.CRASH)), A, B, C)

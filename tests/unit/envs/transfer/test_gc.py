@@ -38,8 +38,11 @@ def test_only_stale_and_unused_folders_go(tmp_path: Path) -> None:
     folder(verdict.parent)
     verdict.write_bytes(b"x" * 7)
     lock = open_lock(used, shared=True)
+    said = collect(tmp_path, [broken.parent], dry_run=True)
+    assert all(path.exists() for path in (*stale, verdict))
     result = collect(tmp_path, [broken.parent])
     os.close(lock)
+    assert result == said
     assert [item.path for item in result.removed] == [*stale, verdict]
     assert result.in_use == (used,)
     assert result.freed_bytes == 7 * (len(stale) + 1)
@@ -70,8 +73,10 @@ def test_what_the_matrix_left_goes(tmp_path: Path) -> None:
     left = [folder(kept.tests(tmp_path) / ".building-gone-x_1"), folder(kept.work(tmp_path) / "1-2")]
     live = folder(kept.work(tmp_path) / "3-4")
     lock = open_lock(live)
+    said = {item.path for item in collect(tmp_path, dry_run=True).removed}
+    assert all(path.exists() for path in said)
     removed = {item.path for item in collect(tmp_path).removed}
     os.close(lock)
-    assert removed == {old, unused, *left}
+    assert removed == said == {old, unused, *left}
     assert not any(path.exists() for path in removed)
     assert all(path.exists() for path in (new, used, live))

@@ -10,6 +10,7 @@ import pytest
 from tests import outside
 from typer.testing import CliRunner
 
+from layerzero.client.cli import env
 from layerzero.envs.__main__ import app
 from layerzero.envs.cli.additions import Site
 from layerzero.envs.manifest import EnvManifest, Problem
@@ -201,9 +202,9 @@ def test_export_and_import_know_backends_from_outside(
     monkeypatch.setenv("LAYERZERO_BACKENDS_DIR", str(tmp_path / "backends"))
     words = ["export", "theirs", str(tmp_path / "x.tar.gz"), "--store", str(tmp_path / "store")]
     words += ["--wheelhouse", str(site)]
-    refused = CliRunner().invoke(app, words)
+    refused = CliRunner().invoke(app, words, obj=env.site)
     assert (refused.exit_code, "repair: lz env add theirs" in refused.stderr) == (1, True)
     allowed.allow(tmp_path / "backends", read_folder(folder, "theirs", ""), keep=False)
-    without_wheels = CliRunner().invoke(app, words)
+    without_wheels = CliRunner().invoke(app, words, obj=env.site)
     assert (without_wheels.exit_code, "has no msgpack" in without_wheels.stderr) == (1, True)
-    assert [path.name.partition("-")[0] for path in Site.load(tmp_path / "store", ()).usable()] == ["theirs"]
+    assert [path.name.partition("-")[0] for path in env.site(tmp_path / "store", ()).usable()] == ["theirs"]

@@ -108,16 +108,6 @@ def test_retired_arena_is_unmapped_after_the_work_that_uses_it(pair: Pair) -> No
     assert pair.mappings.reap() == []
 
 
-def test_arenas_of_a_client_that_is_gone_go_together(pair: Pair) -> None:
-    """And those of others stay."""
-    mine, other = pair.offer()[0], replace(pair.offer()[0], client="c2")
-    pair.mappings.open(mine)
-    pair.mappings.open(other)
-    pair.mappings.retire_client("c1", [])
-    assert pair.mappings.reap() == [mine.key]
-    pair.mappings.get(other.key)
-
-
 @pytest.mark.parametrize("rung", ["ipc", "vmm", "staged"])
 def test_arena_that_is_smaller_than_it_says_is_refused(pair: Pair, rung: str) -> None:
     """Views beyond its end would be other people's memory."""

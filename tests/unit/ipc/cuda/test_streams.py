@@ -12,7 +12,8 @@ from layerzero.ipc.cuda import streams
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.shm.timeline_page import BELLS, LANES, TAKEN, OrderPage, Turn, create_page
+from layerzero.ipc.shm.timeline_page import OrderPage, create_page
+from layerzero.ipc.shm.timeline_words import BELLS, LANES, TAKEN, Turn
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory
+from layerzero.ipc.vocabulary.worker_codes import lane_of, mark
 
 
 @pytest.fixture
@@ -97,6 +98,6 @@ def test_only_a_nonblocking_eventfd_is_a_doorbell() -> None:
 
 def test_a_control_page_names_the_lane() -> None:
     """Ordinary dispatches name none."""
-    assert lane.lane_of(lane.mark(5, 1 << 40)) == 5
-    assert lane.lane_of(0) == lane.lane_of(7 << 32) == 0
-    assert lane.mark(5, 1) != lane.mark(5, 2)
+    assert lane_of(mark(5, 1 << 40)) == 5
+    assert lane_of(0) == lane_of(7 << 32) == 0
+    assert mark(5, 1) != mark(5, 2)

@@ -9,9 +9,11 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from layerzero.ipc import free_memory
 from layerzero.ipc.errors import OutOfMemory, ProtocolError
 from layerzero.ipc.shm import memory
 from layerzero.ipc.shm.memory import ControlPage, check_memfd, create_memfd, map_fd
@@ -90,6 +92,54 @@ def test_size_limit_of_the_process_is_an_error() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_address_space_is_an_error() -> None:
+    """The pages are there, but this process may not map them (ulimit -v)."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    fd = create_memfd("test", 32 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
+    try:
+        with pytest.raises(OutOfMemory, match="cannot map"):
+            map_fd(fd, 32 << 20, writable=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        os.close(fd)
+
+
+def test_more_than_the_machine_has_is_asked_for_and_never_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memfd has no limit of its own: the kernel would fill all memory and then kill some process. What is reserved in
+    this test is an error at once, in case the question is not asked."""
+
+    def reserve(fd: int, offset: int, nbytes: int) -> None:
+        raise AssertionError(f"{nbytes} bytes would have been reserved")
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    before = open_fds()
+    with pytest.raises(OutOfMemory, match="4 TiB of shared memory are asked for, and the machine has") as caught:
+        create_memfd("test", 1 << 42)
+    assert caught.value.facts["nbytes"] == 1 << 42
+    assert caught.value.facts["available_bytes"] < 1 << 42
+    assert open_fds() == before
+
+
+def test_memory_that_others_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes take seconds to reserve; two processes may have asked at the same moment."""
+    asked: list[int] = []
+
+    def check(nbytes: int) -> None:
+        asked.append(nbytes)
+        if len(asked) == 3:
+            raise OutOfMemory("somebody else has it", nbytes=nbytes)
+
+    monkeypatch.setattr(free_memory, "check", check)
+    monkeypatch.setattr(memory, "_STEP_BYTES", 1 << 20)
+    before = open_fds()
+    with pytest.raises(OutOfMemory):
+        create_memfd("test", 4 << 20)
+    assert asked == [4 << 20, 3 << 20, 2 << 20]
+    assert open_fds() == before
 
 
 def test_other_failures_are_not_disguised_and_leak_nothing() -> None:

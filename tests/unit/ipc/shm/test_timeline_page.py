@@ -12,7 +12,8 @@ import pytest
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
-from layerzero.ipc.shm.timeline_page import BELLS, LANES, PAGE_BYTES, RUNG, TAKEN, OrderPage, Turn, create_page
+from layerzero.ipc.shm.timeline_page import OrderPage, create_page
+from layerzero.ipc.shm.timeline_words import BELLS, LANES, PAGE_BYTES, RUNG, TAKEN, Turn
 
 
 @pytest.fixture

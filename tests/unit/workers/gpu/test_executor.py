@@ -19,22 +19,22 @@ from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.handles import RUNGS
 from layerzero.ipc.cuda.memory import Arena
-from layerzero.ipc.cuda.pair import Trial
+from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.errors import CudaError, NoTransport, ProtocolError
-from layerzero.ipc.shm.timeline_page import LANES, OrderPage, Turn, create_page
+from layerzero.ipc.shm.timeline_page import OrderPage, create_page
+from layerzero.ipc.shm.timeline_words import LANES, Turn
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, Ref, pack_refs
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-from layerzero.workers.failpoint import Failpoints
+from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.workers.gpu import executor
 from layerzero.workers.gpu.errors import is_out_of_memory
-from layerzero.workers.gpu.executor import EXIT_CODE, RENEWAL_CODE, STALL_S, Gpus
+from layerzero.workers.gpu.executor import STALL_S, Gpus
 from layerzero.workers.gpu.plan import MAX_TASKS, Plan
 from layerzero.workers.provider import Block, Bound, Call
 
 NBYTES = 64
 SPEC = TensorSpec.contiguous("uint8", (NBYTES,))
-NONE = Failpoints("")
 
 
 class Ended(BaseException):
@@ -65,7 +65,7 @@ class Rig:
         self.plan = Plan(call, self.bind, UUID, is_graph_safe=False)
 
     def worker(self, on_stream: Any = "ours", load: Any = None) -> Gpus:
-        def end(reason: str, code: int = EXIT_CODE) -> NoReturn:
+        def end(reason: str, code: int = STICKY_EXIT) -> NoReturn:
             self.has_ended = True
             raise Ended(reason, code)
 
@@ -128,8 +128,8 @@ class Rig:
         refs = pack_refs([Ref(1, 0, source, NBYTES), Ref(1, 0, target, NBYTES)])
         task = self.gpus.task(self.plan, client, refs)
         self.page.store_ready(Turn(lane, number))
-        enqueued = self.gpus.run(self.plan, task, client, Turn(lane, number), NONE)
-        assert (enqueued.result, enqueued.fault) == (None, "")
+        enqueued = self.gpus.run(self.plan, task, client, Turn(lane, number))
+        assert enqueued.result is None
         self.replayed.append(enqueued.is_replayed)
         return enqueued.elapsed_ns
 
@@ -206,7 +206,7 @@ def test_worker_that_gets_a_new_kernel_behind_later_calls_begins_anew(rig: Rig) 
     rig.plan.has_run = False
     with pytest.raises(Ended, match=r"the first test\.silu came behind later calls") as ended:
         rig.run(4)
-    assert ended.value.args[1] == RENEWAL_CODE
+    assert ended.value.args[1] == RENEWAL_EXIT
     rig.plan.has_run = True
     rig.run(3)
     rig.plan.has_run = False

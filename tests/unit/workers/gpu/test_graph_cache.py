@@ -11,18 +11,9 @@ from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu, error
 
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import ConfigError, CudaError
-from layerzero.workers.boot import read_graph_bytes
+from layerzero.workers.boot import GRAPH_BYTES, read_graph_bytes
 from layerzero.workers.gpu import graph_cache
-from layerzero.workers.gpu.graph_cache import (
-    BUDGET_BYTES,
-    FROZEN_AFTER,
-    MAX_GRAPHS,
-    TRANSITIONS,
-    GraphCache,
-    Graphs,
-    Signal,
-    State,
-)
+from layerzero.workers.gpu.graph_cache import FROZEN_AFTER, MAX_GRAPHS, TRANSITIONS, GraphCache, Graphs, Signal, State
 
 STREAM = 5
 
@@ -30,7 +21,7 @@ STREAM = 5
 class Rig:
     """A kernel that copies on the stream it is told."""
 
-    def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(self, budget_bytes: int = GRAPH_BYTES) -> None:
         self.driver = FakeDriver(FakeGpu())
         self.context = Context(self.driver, UUID)
         self.graphs = Graphs(self.on_stream, budget_bytes)
@@ -254,6 +245,6 @@ def test_blocks_that_are_gone_leave_no_graph(rig: Rig) -> None:
 def test_memory_for_graphs_is_a_whole_number_of_mib() -> None:
     """A worker that cannot read it says so and does not start."""
     read = [read_graph_bytes({"LAYERZERO_WORKER_GRAPH_MIB": text}) for text in ("", "0", "64")]
-    assert [*read, read_graph_bytes({})] == [BUDGET_BYTES, 0, 64 << 20, BUDGET_BYTES]
+    assert [*read, read_graph_bytes({})] == [GRAPH_BYTES, 0, 64 << 20, GRAPH_BYTES]
     with pytest.raises(ConfigError, match="LAYERZERO_WORKER_GRAPH_MIB='-1'; allowed: a whole number of MiB"):
         read_graph_bytes({"LAYERZERO_WORKER_GRAPH_MIB": "-1"})

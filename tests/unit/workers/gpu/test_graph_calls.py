@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 from tests.unit.ipc.fake_cuda import UUID, error
-from tests.unit.workers.gpu.test_executor import NBYTES, NONE, Ended, Rig
+from tests.unit.workers.gpu.test_executor import NBYTES, Ended, Rig
 
 from layerzero.ipc.errors import CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.shm.timeline_page import BELLS, RUNG, TAKEN, Turn
+from layerzero.ipc.shm.timeline_words import BELLS, RUNG, TAKEN, Turn
 from layerzero.ipc.transport.wire import Ref, pack_refs
 from layerzero.workers.gpu import graph_cache
 
@@ -36,7 +36,7 @@ class Bench:
         self.gpus.bind_bell(self.rig.plan, PLAN, 1, refs(target), bell, binding)
 
     def serve(self) -> bool:
-        return self.gpus.bells.serve(NONE)
+        return self.gpus.bells.serve()
 
 
 @pytest.fixture

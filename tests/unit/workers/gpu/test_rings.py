@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 from tests.unit.ipc.fake_cuda import UUID
-from tests.unit.workers.gpu.test_executor import NBYTES, NONE, Rig
+from tests.unit.workers.gpu.test_executor import NBYTES, Rig
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
 from layerzero.ipc.shm.memory import PAGE_BYTES, ControlPage, create_memfd
-from layerzero.ipc.shm.ring import LEFT, REPLAYED, Ring, create_page
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.ring import Ring, create_page
+from layerzero.ipc.shm.ring_words import LEFT, REPLAYED
+from layerzero.ipc.shm.timeline_words import Turn
 from layerzero.ipc.transport.wire import Ref, pack_refs
 from layerzero.workers.gpu.rings import BURST, Rings
 
@@ -34,9 +35,7 @@ class Table:
         self.ends: dict[int, Ring] = {}
         os.close(page)
         plans = {1: self.rig.plan}
-        self.rings = Rings(
-            select.poll(), self.rig.gpus, plans, self.control, NONE, lambda *what: self.left.append(what)
-        )
+        self.rings = Rings(select.poll(), self.rig.gpus, plans, self.control, lambda *what: self.left.append(what))
 
     def lend(self, number: int, *, is_allowed: bool = True) -> Ring:
         page = create_page()

@@ -22,7 +22,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if mark is None:
         return
     if not mark.args or mark.kwargs or not all(isinstance(one, str) and one.strip() for one in mark.args):
-        raise pytest.UsageError(
+        raise pytest.Collector.CollectError(  # of which pytest shows the sentence alone
             f'{metafunc.definition.nodeid}: {ARGUMENT} takes environments as strings, such as "torch" or '
             f'"onnxruntime==1.16.3 numpy<2"; got {mark.args!r} {mark.kwargs or ""}'
         )
@@ -50,6 +50,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     line = {
         "when": report.when,
         "outcome": report.outcome,
+        "crash": str(getattr(getattr(longrepr, "reprcrash", None), "message", "")),
         "text": str(longrepr[2]) if isinstance(longrepr, tuple) else report.longreprtext,
         "xfail": getattr(report, "wasxfail", None),
         "sections": [list(section) for section in report.sections],

@@ -9,11 +9,12 @@ import msgpack
 import pytest
 from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu, error
 
-from layerzero.ipc.cuda import pair as cuda_pair
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.handles import RUNGS
 from layerzero.ipc.cuda.mappings import Mappings
-from layerzero.ipc.cuda.pair import Offer, Trial
+from layerzero.ipc.cuda.offer import SLOTS, Offer
+from layerzero.ipc.cuda.offer_client import Trial
+from layerzero.ipc.cuda.offer_worker import sign
 from layerzero.ipc.errors import CudaError, NoTransport, ProtocolError
 
 OTHER_PID = os.getpid() + 1
@@ -33,7 +34,7 @@ class Pair:
     def sign(self, trial: Trial, slot: int = 3, **changes: object) -> None:
         offer = Offer.from_wire(msgpack.unpackb(msgpack.packb(trial.offer.to_wire())))
         offer = replace(offer, **{"pid": OTHER_PID, **changes})  # type: ignore[arg-type]
-        cuda_pair.sign(self.mappings, offer, None if trial.fd is None else os.dup(trial.fd), slot)
+        sign(self.mappings, offer, None if trial.fd is None else os.dup(trial.fd), slot)
 
     def close(self, trial: Trial) -> None:
         self.mappings.close()
@@ -99,11 +100,11 @@ def test_worker_that_sees_other_memory_does_not_sign(pair: Pair) -> None:
 def test_slots_are_bounded(pair: Pair) -> None:
     """They come from another process."""
     trial = pair.trial()
-    for slot in (-1, cuda_pair.SLOTS):
+    for slot in (-1, SLOTS):
         with pytest.raises(ProtocolError, match=f"slot {slot}; allowed"):
             trial.is_signed(slot)
-    pair.sign(trial, cuda_pair.SLOTS - 1)
-    assert trial.is_signed(cuda_pair.SLOTS - 1)
+    pair.sign(trial, SLOTS - 1)
+    assert trial.is_signed(SLOTS - 1)
     pair.close(trial)
 
 

@@ -6,10 +6,15 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.simulator import BUSY_S, STOP_GRACE_S, Call, Channel, Client, Coverage, Process, Violation, World
+from tests.simulation.clients import BUSY_S, Client
+from tests.simulation.coverage import Coverage, Violation
+from tests.simulation.model import Call, Channel
+from tests.simulation.worker_actions import STOP_GRACE_S
+from tests.simulation.workers import Process
+from tests.simulation.world import World
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
@@ -115,7 +120,7 @@ class JoinedWorld(World):
     def __init__(self, seed: int, state_class: Callable[..., BrokerState] = BrokerState) -> None:
         self.chance = chance = random.Random(seed + 4)
         self.joined = frozenset(name for name in ("alpha", "beta", "gamma") if chance.random() < 0.6) or {"alpha"}
-        super().__init__(seed, functools.partial(state_class, joined=self.joined))  # type: ignore[arg-type]
+        super().__init__(seed, functools.partial(state_class, joined=self.joined))
         self.compiles = False
         self._idle = dict.fromkeys(self.joined, 0)  # keepers that could start a worker
         for backend in self.joined:
@@ -150,6 +155,8 @@ class JoinedWorld(World):
         if self._idle[backend] and worker.state is WorkerState.DISABLED and worker.is_vacant:
             self._is_broken.pop(backend, None)
             self._restart_from_s.pop(backend, None)
+            self._times_disabled[backend] = 0
+            self._times_disabled[backend] = 0
             self.coverage.fates["joined_anew"] += 1
         self._deliver(ev.BackendOffered(backend, None if self._idle[backend] else VACANCY))
 
@@ -181,9 +188,8 @@ class JoinedWorld(World):
         self.coverage.fates["joined_lost"] += 1
         for dispatch in process.sent:
             dispatch.is_over = True  # for the broker
-            dispatch.call.failed_on.add(backend)
+            dispatch.call.fail_on(backend, is_death=False)
             dispatch.call.is_lent = not dispatch.call.client.has_left
-            self._decided[dispatch.call.client.number, dispatch.call.seq] = self._events + 1  # by what comes now
         process.sent.clear()
         self._restart_from_s.pop(backend, None)
         self._deliver(ev.WorkerLost(backend, process.generation))
@@ -204,19 +210,18 @@ class JoinedWorld(World):
             else:
                 self._keeper_joins(process.backend)
 
-    def _count_exit(self, process: Process) -> None:
+    def _count_exit(self, process: Process, exit_code: int) -> None:
         if isinstance(process, JoinedProcess) and process.is_departing:
             self._restart_from_s.pop(process.backend, None)
             self.coverage.fates["joined_departed"] += 1
         else:
-            super()._count_exit(process)
+            super()._count_exit(process, exit_code)
 
     def _exit_event(
         self, process: Process, exit_code: int, page: tuple[int, str], page_poller: Mapping[int, ev.RingSnapshot]
     ) -> ev.WorkerExited:
         event = super()._exit_event(process, exit_code, page, page_poller)
-        event.is_departure = isinstance(process, JoinedProcess) and process.is_departing
-        return event
+        return replace(event, is_departure=isinstance(process, JoinedProcess) and process.is_departing)
 
     # --- actions
 
@@ -254,6 +259,8 @@ class JoinedWorld(World):
         if backend not in self.joined:
             super()._reset(backend)
             return
+        self._times_disabled[backend] = 0
+        self._times_disabled[backend] = 0
         if self.state.workers[backend].state in (WorkerState.DISABLED, WorkerState.BACKOFF, WorkerState.ABSENT):
             self._is_broken.pop(backend, None)
             self._restart_from_s.pop(backend, None)

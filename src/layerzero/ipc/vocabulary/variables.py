@@ -1,0 +1,106 @@
+"""Every variable LAYERZERO_... that anything of ours reads, so that one that is misspelt can be told. docs/settings.md
+has them with their defaults."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from layerzero.ipc.vocabulary import policy
+
+PREFIX = policy.VARIABLE_PREFIX
+
+SETTINGS = (
+    "runtime_dir",
+    "store",
+    "perf_db",
+    "manifest_dirs",
+    "backends_dir",
+    "policy",
+    "variant",
+    "overlay",
+    "wheelhouse",
+    "timeout_s",
+    "start_timeout_s",
+    "compile_timeout_s",
+    "linger_s",
+    "max_in_flight",
+    "depth",
+    "share",
+    "standby",
+    "restart_budget",
+    "restart_window_s",
+    "backoff_s",
+    "backoff_max_s",
+    "poison_quarantine_s",
+    "express",
+    "allow_mps",
+    "joined",
+    "joined_silence_s",
+    "secret_file",
+    "remote",
+    "keys",
+    "allow_uids",
+    "failpoints",
+)
+"""The broker's settings; broker/configuration/settings.py has their defaults, which only a broker needs."""
+
+PATHS = ("store", "perf_db", "manifest_dirs", "backends_dir", "policy", "wheelhouse", "secret_file", "keys")
+"""Those that name files or folders, several separated by ':'. A broker runs elsewhere than who starts it."""
+
+
+class Variable(NamedTuple):
+    """One that is no setting of the broker and no key of policy. `default` and `meaning` are for people."""
+
+    name: str
+    default: str
+    meaning: str
+    reader: str
+
+
+OTHERS = (
+    Variable("GPU_TRANSPORT", "any", "the only way of sharing GPU memory that may be used (docs/gpu.md)", "client"),
+    Variable("NO_C", "", "anything: calls are made by the Python alone, without the compiled part", "client"),
+    Variable("TRACEBACK", "", "true: `lz` shows where an error comes from", "`lz`"),
+    Variable("WORKER_GRAPH_MIB", "256", "MiB of GPU memory for a worker's CUDA graphs; 0: none", "workers"),
+    Variable("WORKER_CACHE", "a temporary folder", "where a joined worker's compilers keep what they make", "keeper"),
+    Variable("BACKEND", "", "the backend of an image", "containers/Dockerfile"),
+    Variable("BASE", "a Debian image with Python", "the image that ours are made from", "docker-compose.yml"),
+    Variable("CUDA_BASE", "", "likewise, of images for GPUs", "docker-compose.yml"),
+    Variable("BUILD_NETWORK", "default", "the network of builds", "docker-compose.yml"),
+    Variable("IMAGES", "layerzero", "prefix of the images' names", "docker-compose.yml"),
+    Variable("SECRET", "./containers/secret", "the stack's secret", "docker-compose.yml"),
+    Variable("UID", "1000", "whose processes run in containers", "docker-compose.yml"),
+    Variable("TEST_CONTAINERS", "", "anything: tests of containers run", "tests"),
+    Variable("TEST_ENGINE", "docker", "docker or podman", "tests"),
+    Variable("KEEP_IMAGES", "", "anything: images of tests are kept", "tests"),
+)
+
+# Kubernetes tells each container of a service called layerzero in variables of these names.
+_OF_A_SERVICE = re.compile(r"(.*_)?(SERVICE_(HOST|PORT.*)|PORT(_\d+_.*)?)")
+
+
+class SettingWarning(UserWarning):
+    """A variable that is set has no effect."""
+
+
+def names() -> tuple[str, ...]:
+    """All of them, without the prefix."""
+    keys = (key for key in policy.KEYS if key not in policy.WITHOUT_VARIABLE)
+    return (*(name.upper() for name in (*SETTINGS, *keys)), *(one.name for one in OTHERS))
+
+
+def mistakes(environ: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each variable that looks like ours, and that nothing reads."""
+    known = names()
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        name = variable.removeprefix(PREFIX)
+        if name in known or _OF_A_SERVICE.fullmatch(name):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        if near:
+            yield f"{variable} has no effect: did you mean {PREFIX}{near[0]}?"
+        elif not name.startswith("WORKER_"):  # which a provider may read, too
+            yield f"{variable} has no effect: nothing reads it; docs/settings.md has all variables"

@@ -1,0 +1,115 @@
+"""A worker's calls on GPUs, however they come: from the broker, by ring, by a client's CUDA graph.
+
+The loop imports this file when the first GPU is offered, and with it all that speaks CUDA: a worker of the CPU never
+does.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.shm.memory import ControlPage
+from layerzero.ipc.shm.ring import Ring
+from layerzero.ipc.transport import messages
+from layerzero.ipc.transport.wire import Header, unpack_call
+from layerzero.ipc.vocabulary.worker_codes import EXECUTING, MAPPED, WRITTEN
+from layerzero.workers.gpu.executor import Gpus
+from layerzero.workers.gpu.plan import Enqueued, Plan
+from layerzero.workers.gpu.polling import Events, Spin
+from layerzero.workers.gpu.rings import Rings
+from layerzero.workers.provider import Bind, Call
+
+if TYPE_CHECKING:
+    from layerzero.workers.failpoint import Faults
+
+
+class GpuServing:
+    """For the loop's thread."""
+
+    def __init__(
+        self,
+        poll: select.poll,
+        page: ControlPage,
+        on_stream: Callable[[int], AbstractContextManager[None]] | None,
+        hear: Callable[..., bool],
+        leave: Callable[[int, int, Exception | None], None],
+        *,
+        graph_bytes: int,
+        faults: Faults | None,
+    ) -> None:
+        """`on_stream`, `hear`, `graph_bytes`: as of Gpus; `leave`: as of Rings."""
+        self._page = page if faults is None else faults.gpu_page
+        self._plans: dict[int, Plan] = {}
+        self.gpus = Gpus(on_stream, hear, graph_bytes=graph_bytes, faults=faults)
+        open_ring = Ring if faults is None else faults.open_ring
+        self._rings = Rings(poll, self.gpus, self._plans, self._page, leave, open_ring)
+        self._spin = Spin(poll, self._rings, self.gpus.bells)
+
+    # What the broker says
+
+    def prepare(self, route: int, call: Call, bind: Bind, message: messages.Prepare) -> None:
+        self._plans[route] = Plan(call, bind, message.device, message.is_graph_safe)
+
+    def drop(self, route: int) -> None:
+        plan = self._plans.pop(route, None)
+        if plan is not None:
+            self.gpus.drop(plan)
+        self._rings.forget_plan(route)
+
+    def allow(self, lane: int, plan: int) -> None:
+        self._rings.allow(lane, plan)
+
+    def unmap_arena(self, client: int, arena: int) -> None:
+        self.gpus.unmap_arena(client, arena, self._plans.values())
+
+    def open_ring(self, message: messages.MapLane, fds: list[int]) -> None:
+        self._rings.open(message.lane, message.client, message.gpu, fds)
+
+    def close_ring(self, lane: int) -> None:
+        self._rings.close(lane)
+
+    # Calls
+
+    def run(self, header: Header, body: bytes) -> Enqueued:
+        """Enqueue a call with a turn. Raises as Gpus.task and Gpus.run do."""
+        page, plan = self._page, self._plan(header)
+        refs, turn, *_ = unpack_call(header.flags, body)
+        assert turn is not None
+        if self._rings:
+            self._rings.catch_up(header.aux, plan.gpu, turn)
+            page.write(header.seq, MAPPED)
+        task = self.gpus.task(plan, header.aux, refs)
+        page.write(header.seq, EXECUTING)
+        enqueued = self.gpus.run(plan, task, header.aux, turn)
+        page.write(header.seq, WRITTEN)
+        return enqueued
+
+    def bind_bell(self, header: Header, body: bytes) -> None:
+        """Raises as Gpus.bind_bell does."""
+        plan = self._plan(header)
+        refs, _, bell, binding, _ = unpack_call(header.flags, body)
+        assert bell is not None
+        self.gpus.bind_bell(plan, header.route, header.aux, refs, bell, binding)
+
+    def _plan(self, header: Header) -> Plan:
+        plan = self._plans.get(header.route)
+        if plan is None:
+            raise ProtocolError(f"a call with a turn or a bell on plan {header.route}, which is not on a GPU")
+        return plan
+
+    # Between two calls
+
+    def serve(self) -> None:
+        """Calls that come past the broker, and what GPUs are done with."""
+        self._spin.serve()
+        self.gpus.watch_if_due()
+
+    def wait(self) -> Events:
+        """What `poll` says, or nothing when it is time to look at the GPUs. Serves rings and bells meanwhile."""
+        events = self._spin.wait(self.gpus.timeout_ms)
+        self.gpus.watch_if_due()
+        return events

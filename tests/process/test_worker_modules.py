@@ -1,0 +1,51 @@
+"""What a worker loads of ours: in an environment that is not ours, code that it cannot use can still break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from tests.process.harness import BACKENDS, Site, wait_until
+
+import layerzero as lz
+
+# A worker whose kernels compute on the CPU loads these and no others, whatever it is asked to do.
+CPU_WORKER: dict[str, set[str]] = {
+    "ipc": {
+        "control", "errors", "lane", "memory", "messages", "ops", "order_words", "plain", "sockets", "tensors", "wire",
+        "worker_codes",
+    },
+    "workers": {"__main__", "boot", "lanes", "loop", "provider"},
+}  # fmt: skip
+TELL = """
+import atexit, os, sys
+def _tell():
+    if "layerzero.workers.loop" in sys.modules:  # not the probe's process
+        with open(os.environ["LZ_LOADED"], "w") as file:
+            file.write("\\n".join(sorted(sys.modules)) + "\\nend\\n")
+atexit.register(_tell)
+"""
+
+
+def test_a_worker_of_the_cpu_loads_nothing_of_cuda(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    """It once loaded 35 of our modules, the client's side of GPU memory among them: 60 % of what it could not use."""
+    loaded = tmp_path / "loaded"
+    site = new_site()
+    site.add_backend("watched", provider=(BACKENDS / "toy.py").read_text() + TELL, env={"LZ_LOADED": str(loaded)})
+    with site.connect() as session:
+        x = np.linspace(-3, 3, 8, dtype=np.float32)
+        out = lz.empty_like(x)
+        lz.silu(x, backend="watched")  # by the broker
+        wait_until(lambda: _is_express(x, out))
+        session.ask("shutdown")
+    wait_until(lambda: loaded.exists() and loaded.read_text().endswith("\nend\n"))
+    names = loaded.read_text().split()
+    ours = {tuple(name.split(".")[1:]) for name in names if name.startswith("layerzero.") and name.count(".") == 2}
+    assert ours == {(package, name) for package, modules in CPU_WORKER.items() for name in modules - {"__main__"}}
+
+
+def _is_express(x: np.ndarray, out: np.ndarray) -> bool:
+    lz.silu(x, backend="watched", out=out)
+    report = lz.last_report()
+    return report is not None and report.lane == "express"
