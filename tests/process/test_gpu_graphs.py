@@ -23,7 +23,7 @@ from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import SLOW, driver
 
 import layerzero as lz
-from layerzero.client.facade import api
+from layerzero.client.facade import default_session
 
 __all__ = ["broker", "connected", "new_site", "soft"]
 
@@ -189,7 +189,7 @@ def test_calls_in_a_row_ring_once(connected: Site) -> None:
 
     def add(x: Any) -> Any:
         result = lz.silu(x)
-        made.append(api.session().last_record)
+        made.append(default_session.session().last_record)
         return result
 
     def work() -> Any:
@@ -291,7 +291,7 @@ def test_bells_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
     for _ in range(30):
         graph, _ = capture(lambda: lz.silu(x))
         replay(graph)
-        record = api.session().last_record
+        record = default_session.session().last_record
         used.add(record.bell)  # type: ignore[union-attr]
         del graph, record
         gc.collect()
