@@ -46,7 +46,7 @@ class Arrivals:
             client.pending[call.turn] = call
         if self.device:
             key = (client.number, GPU)
-            call.deaf = {b for b in call.signature.backends if key in self.state.workers[b].deaf}
+            call.no_transport = {b for b in call.signature.backends if key in self.state.workers[b].no_transport}
         until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
         call.is_quarantined = until_s > self.now_s
 

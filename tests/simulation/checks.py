@@ -154,7 +154,9 @@ class Checks:
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
             "lanes": state.leases.lanes,
             "turns": state.turns.pages,
-            "calls on GPUs": [w.backend for w in state.workers.values() if w.enqueued or w.bells or w.gpus or w.deaf],
+            "calls on GPUs": [
+                w.backend for w in state.workers.values() if w.enqueued or w.bells or w.gpus or w.no_transport
+            ],
             "pages": [c.number for c in self.clients.values() if c.has_gpu and self.device],
             "lanes in workers": [p.backend for p in self.processes.values() if p.is_alive and p.lanes],
         }

@@ -84,8 +84,8 @@ class ClientActions:
         queued = {attempt["backend"] for attempt in failed if attempt["phase"] == "queued"}
         unfinished = {backend for backend in call.died_on | queued if tried[backend] == 1}
         left = {b for b in call.signature.backends - tried.keys() | unfinished if self._could_serve(b, call)}
-        deaf = self._deaf_to(call)
-        left -= deaf
+        no_transport = self._no_transport_to(call)
+        left -= no_transport
         if call.turn is not None and self._held_since.get((client.number, GPU, call.turn)) != self._events:
             left = set()  # it was held back: much may have changed since it was refused
         match error.code:
@@ -114,7 +114,7 @@ class ClientActions:
                 is_true &= error.code != "DEADLINE" or "deadline" in call.faults
             case "NO_TRANSPORT":
                 failed = {attempt["code"] for attempt in action.attempts}
-                is_true = ("NO_TRANSPORT" in failed or bool(deaf)) and (not left or bool(call.signature.pinned))
+                is_true = ("NO_TRANSPORT" in failed or bool(no_transport)) and (not left or bool(call.signature.pinned))
             case "BAD_MESSAGE":
                 is_true = bool(call.signature.pinned) and "fault" in call.faults
             case "UNREACHABLE":
@@ -143,10 +143,10 @@ class ClientActions:
             is_blamed = attempts[0]["phase"] not in ("queued", "")  # the latter: its backend was disabled meanwhile
             self.require(not (is_innocent and is_blamed), "a call is blamed for another one's end")
 
-    def _deaf_to(self, call: Call) -> set[str]:
+    def _no_transport_to(self, call: Call) -> set[str]:
         """Backends that its memory is known not to reach."""
         key = (call.client.number, GPU)
-        return call.deaf | {b for b in call.signature.backends if key in self.state.workers[b].deaf}
+        return call.no_transport | {b for b in call.signature.backends if key in self.state.workers[b].no_transport}
 
     def _could_serve(self, backend: str, call: Call) -> bool:
         """It is available, or restarts within the call's timeout."""

@@ -35,7 +35,7 @@ class Call:
     failed_on: set[str] = field(default_factory=set)  # backends that raised, died or were killed for it
     died_on: set[str] = field(default_factory=set)  # of those: that died, and may have it once more
     is_quarantined: bool = False
-    deaf: set[str] = field(default_factory=set)  # backends that were known not to reach its memory when it came
+    no_transport: set[str] = field(default_factory=set)  # backends that were known not to reach its memory when it came
     is_crowded: bool = False  # many others were open when it came
     has_ended: bool = False  # for its client
     after: tuple[int, int] = (0, 0)  # the express lane that ended with it, and its number there

@@ -190,10 +190,10 @@ class WorkerActions:
         process.gpus.add(action.client)
         for lane in range(STREAMS):
             process.last_turns.pop((action.client, lane), None)
-        process.deaf.discard(action.client)
-        if not self.is_calm and self.rng.random() < self._p_deaf:
+        process.no_transport.discard(action.client)
+        if not self.is_calm and self.rng.random() < self._p_no_transport:
             self.coverage.fates["deaf"] += 1
-            process.deaf.add(action.client)
+            process.no_transport.add(action.client)
 
     def _take_back_gpu(self, action: act.TakeBackGpu) -> None:
         process = self.processes[action.backend, action.generation]

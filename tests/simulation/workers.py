@@ -46,7 +46,7 @@ class Process:
         self.lent: set[tuple[int, int]] = set()
         self.gpus: set[int] = set()  # clients whose GPU it was told of
         self.slot = 0
-        self.deaf: set[int] = set()  # clients whose memory does not reach it
+        self.no_transport: set[int] = set()  # clients whose memory does not reach it
         self.gpu: list[Dispatch] = []  # enqueued and not done
         self.enqueued: dict[int, Dispatch] = {}  # what the broker believes of that
         self.bells: dict[tuple[int, int], Dispatch] = {}  # by client's number
@@ -186,7 +186,7 @@ class Process:
         call = dispatch.call
         world.require(not call.is_done and not call.has_failed, "a call of a ring was ended before its worker took it")
         world.require(call.on_ring is dispatch and not call.dispatches, "a call of a ring is elsewhere, too")
-        is_heard = call.client.number in self.gpus and call.client.number not in self.deaf
+        is_heard = call.client.number in self.gpus and call.client.number not in self.no_transport
         if self._knows(lane, dispatch) and is_heard and dispatch.arenas <= self._arenas:
             self._begin(dispatch)
         else:
@@ -213,7 +213,7 @@ class Process:
         if call.number == DEADLY and world.has_deadly_input:
             fate = "dies_running"
         world.coverage.fates[fate] += 1
-        if call.client.number in self.deaf and self.world.device:
+        if call.client.number in self.no_transport and self.world.device:
             error = NoTransport("GPU memory does not reach the worker", rung="ipc", reason="it is deaf")
             self._say(ev.CallRaised(self.identity, dispatch.number, dispatch.attempt, error))
             self._free()

@@ -101,7 +101,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
                 weights[0] = 500
             self.persistence, self.eagerness = 0.97, own.choice((1.0, 1.0, 0.3))
         self.graphs = own.choice((0.0, 0.3, 0.6)) if self.device else 0.0
-        self._p_deaf = own.choice((0.0, 0.0, 0.2))
+        self._p_no_transport = own.choice((0.0, 0.0, 0.2))
         self.compiles = own.random() < 0.3
         self._p_compile_fails, self._compile_s = own.choice((0.0, 0.3)), own.choice((0.1, 1.0, 6.0))
         self.renews = own.random() < 0.8  # whether workers care in which order they load kernels
@@ -169,7 +169,11 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
 
         def going_back(call: Any) -> None:
             known = self.clients[call.client.identity].open[call.seq]
-            others = known.signature.backends - {attempt["backend"] for attempt in call.attempts} - self._deaf_to(known)
+            others = (
+                known.signature.backends
+                - {attempt["backend"] for attempt in call.attempts}
+                - self._no_transport_to(known)
+            )
             left = {b for b in others if self._is_compiled(b, known) and self._could_serve(b, known)}
             self.require(not left, f"a call goes back to where it was lost, although {left} could serve it")
 

@@ -96,7 +96,7 @@ class Admission:
         if event.bell is not None:
             call.take_bell(event.bell, event.binding)
         if turn is not None or event.bell is not None:  # it is on a GPU
-            self._pass_by_the_deaf(call)
+            self._pass_by_those_without_transport(call)
         return call
 
     def _refuse(self, client: Client, seq: int, turn: OpenTurn | None, error: LayerZeroError) -> None:
@@ -125,17 +125,17 @@ class Admission:
             return None
         return self.turns.begin(client, gpu, event.turn)
 
-    def _pass_by_the_deaf(self, call: Call) -> None:
+    def _pass_by_those_without_transport(self, call: Call) -> None:
         """The call goes past workers that its client's memory is known not to reach, and is not run by the client."""
         call.may_run_here = False
         workers = self.lifecycle.workers
         for worker in workers.values():
-            if worker.deaf:
+            if worker.no_transport:
                 break
         else:
             return
         for verdict in self.signatures.order(call.route.signature):
-            error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
+            error = workers[verdict.backend].no_transport.get((call.client.number, call.gpu))
             if error is not None:
                 call.tried.add(verdict.backend)
                 call.last_error = error

@@ -267,7 +267,7 @@ class Dispatch:
         self.note_attempt(call, worker, error, exit_code=exit_code, phase=phase, pid=pid)
         spec = call.route.signature.spec
         if spec.device and error.code == NoTransport.code:  # its kernels are well
-            worker.deaf[call.client.number, spec.device] = error
+            worker.no_transport[call.client.number, spec.device] = error
         elif (
             phase != "queued" and not cannot_bind and error.code != DeadlineExceeded.code
         ):  # a short timeout_s is the caller's doing

@@ -203,7 +203,8 @@ class Worker:
     plans: set[int] = field(default_factory=set)
     slot: int = 0  # of this start, on offers of GPU memory; 0 for a backend of the CPU
     gpus: set[tuple[int, str]] = field(default_factory=set)  # clients' GPUs that it was told of
-    deaf: dict[tuple[int, str], LayerZeroError] = field(default_factory=dict)  # those whose memory does not reach it
+    # Client's number and GPU of those whose memory does not reach it.
+    no_transport: dict[tuple[int, str], LayerZeroError] = field(default_factory=dict)
 
     @property
     def head_deadline_s(self) -> float:
