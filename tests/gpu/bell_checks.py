@@ -75,7 +75,7 @@ class BellChecks:
                 client.driver.launch_graph(graph, client.streams[0])
                 assert client.read(1) == data
 
-    def test_calls_and_bells_take_turns(self, spawn: Spawn, connect: Connect) -> None:
+    def test_calls_and_bells_take_points(self, spawn: Spawn, connect: Connect) -> None:
         """A graph that replays does not keep the worker from others, by ring or by the broker."""
         worker, client, other = spawn(), connect(), connect()
         client.join(worker)

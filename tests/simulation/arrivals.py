@@ -42,8 +42,8 @@ class Arrivals:
     def _note_arrival(self, client: Client, call: Call) -> None:
         """The broker has it now."""
         client.open[call.seq] = call
-        if call.turn is not None:
-            client.pending[call.turn] = call
+        if call.point is not None:
+            client.pending[call.point] = call
         if self.device:
             key = (client.number, GPU)
             call.no_transport = {b for b in call.signature.backends if key in self.state.workers[b].no_transport}

@@ -47,7 +47,7 @@ class ClientActions:
         self.require(call is not None, f"call {action.seq} is answered twice")
         assert call is not None
         dispatch = call.dispatches[-1]
-        self.coverage.fates["turn_rerun"] += call.has_word and call.turn is not None
+        self.coverage.fates["point_rerun"] += call.has_word and call.point is not None
         ended = action.attempt == dispatch.attempt and dispatch.result is not None
         is_lost = call.is_done and not action.body  # its worker ended after the GPU had, and before it could say so
         is_true = ended and (action.body == dispatch.result or is_lost)
@@ -72,10 +72,10 @@ class ClientActions:
             return  # its offence was not even looked at
         self.require(call is not None, f"call {action.seq} is refused after its end")
         assert call is not None
-        if call.turn is not None:
+        if call.point is not None:
             is_over = call.has_failed or (call.has_passed and self.exits > 0)
             self.require(is_over, "a call is refused before its turn fails")
-            client.pending.pop(call.turn, None)
+            client.pending.pop(call.point, None)
         self.require(all(d.is_over for d in call.dispatches), "a call is refused while a worker has it")
         self._check_blame(call, action.attempts)
         error = from_wire(action.error.to_wire())
@@ -86,7 +86,7 @@ class ClientActions:
         left = {b for b in call.signature.backends - tried.keys() | unfinished if self._could_serve(b, call)}
         no_transport = self._no_transport_to(call)
         left -= no_transport
-        if call.turn is not None and self._held_since.get((client.number, GPU, call.turn)) != self._events:
+        if call.point is not None and self._held_since.get((client.number, GPU, call.point)) != self._events:
             left = set()  # it was held back: much may have changed since it was refused
         match error.code:
             case "POISON":

@@ -11,7 +11,7 @@ from tests.simulation.model import STREAMS, Bell, Call, Channel, Dispatch, Lane,
 from layerzero.broker.core import events as ev
 from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.shm.ring_words import RingCall
-from layerzero.ipc.shm.timeline_words import RUNG, Turn
+from layerzero.ipc.shm.timeline_words import RUNG, TimelinePoint
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import Decision, Lease, Route, decode
 from layerzero.ipc.vocabulary.worker_codes import mark
@@ -52,7 +52,7 @@ class Client:
     has_offended: bool = False
     has_gpu: bool = False
     streams: list[Stream] = field(default_factory=lambda: [Stream() for _ in range(STREAMS)])
-    pending: dict[Turn, Call] = field(default_factory=dict)  # on a GPU: the broker has them
+    pending: dict[TimelinePoint, Call] = field(default_factory=dict)  # on a GPU: the broker has them
     bells: list[Bell] = field(default_factory=lambda: [Bell() for _ in range(3)])
     bound: dict[int, Call] = field(default_factory=dict)  # by bell, as the client knows
 
@@ -232,11 +232,11 @@ class Client:
 
     def _put(self, call: Call, lane: Lane, lease: Lease) -> None:
         call.timeout_s = self.world.limits.timeout_s
-        self._take_turn(call)
-        assert call.turn is not None
+        self._take_point(call)
+        assert call.point is not None
         arenas = frozenset((self.number, ref.arena) for ref in wire.unpack_refs(call.body, 2))
         lane.calls += 1
-        lane.slots[lane.calls] = RingCall(lane.calls, call.route, lease.plan, call.seq, call.turn, call.body)
+        lane.slots[lane.calls] = RingCall(lane.calls, call.route, lease.plan, call.seq, call.point, call.body)
         if not lane.is_ended:
             lane.ring[lane.calls] = Dispatch(mark(lane.number, lane.calls), 1, call, lease.plan, arenas, lane)
 
@@ -299,26 +299,26 @@ class Client:
 
     def submit(self, call: Call, timeout_s: float) -> None:
         call.digest = bytes([call.number]) * wire.DIGEST_BYTES if call.route in self.needs_digest else b""
-        self._take_turn(call)
+        self._take_point(call)
         self.send(call, timeout_s)
 
     def send(self, call: Call, timeout_s: float) -> None:
         self.frames.send(self.world.from_client, self, self._event(call, timeout_s, call.after), call)
 
-    def _take_turn(self, call: Call) -> None:
+    def _take_point(self, call: Call) -> None:
         self.seq += 1
         call.seq = self.seq
         if self.world.device:
             lane = self.world.rng.randrange(self.world.streams)
             stream = self.streams[lane]
             stream.issued += 1
-            call.turn = Turn(lane, stream.issued)
+            call.point = TimelinePoint(lane, stream.issued)
             stream.calls[stream.issued] = call
             self.world.push(self.world.now_s + self.world.delay_s(), self.advance, stream)
 
     def _event(self, call: Call, timeout_s: float, after: tuple[int, int]) -> ev.CallArrived:
         what = (self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
-        return ev.CallArrived(*what, after_lane=after[0], after_call=after[1], turn=call.turn)
+        return ev.CallArrived(*what, after_lane=after[0], after_call=after[1], point=call.point)
 
     def advance(self, stream: Stream) -> None:
         """The stream goes on: past calls that are done, and to the next one."""
@@ -354,7 +354,7 @@ class Client:
         self.has_hung_up = self.has_offended = True
         identity, world = self.identity, self.world
         route = next(iter(self.routes))
-        turn = Turn(0, self.streams[0].issued + world.rng.choice((0, 1))) if world.device else None
+        point = TimelinePoint(0, self.streams[0].issued + world.rng.choice((0, 1))) if world.device else None
         if world.device:  # some offences look like calls that wait for their stream
             world.push(world.now_s + 2.0, self.hang_up)
         match world.rng.randrange(7):
@@ -365,10 +365,12 @@ class Client:
             case 2:
                 self.frames.send(world.from_client, self, ev.RouteDefined(identity, 999, b"\xc1"))
             case 3:
-                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, b"short", turn=turn))
+                self.frames.send(
+                    world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, b"short", point=point)
+                )
             case 4:
                 far = wire.pack_refs([wire.Ref(self.arenas[0], 0, ARENA_BYTES, SLOT)] * 2)
-                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, far, turn=turn))
+                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, far, point=point))
             case 5 if world.lanes:  # another's, perhaps
                 self.control.send(world.lane_offered, self, world.rng.choice(list(world.lanes.values())))
             case _:  # perhaps while a call uses it

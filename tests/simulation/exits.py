@@ -38,7 +38,7 @@ class Exits:
             for lane in lanes
             if lane.number in page_poller
             for n, one in lane.ring.items()
-            if n not in lane.left and one.call.turn in {c.turn for c in page_poller[lane.number].calls}
+            if n not in lane.left and one.call.point in {c.point for c in page_poller[lane.number].calls}
         ]
         stranded = [(one, is_ready) for one, is_ready in stranded if not one.call.client.has_left]
         wanted = process.killed_for if process.kill_reason else executing if exit_code != STICKY_EXIT else 0
@@ -138,7 +138,7 @@ class Exits:
             call = dispatch.call
             dispatch.is_over = True
             stream = self.stream(call)
-            is_first = call.turn is not None and stream.done < call.turn.number <= stream.ready
+            is_first = call.point is not None and stream.done < call.point.value <= stream.ready
             is_blamed = dispatch is process.late or (is_open and not has_blamed and is_first)
             if is_blamed:
                 has_blamed = True

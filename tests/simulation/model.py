@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.backends import Signature
 
 from layerzero.ipc.shm.ring_words import RingCall
-from layerzero.ipc.shm.timeline_words import RUNG, SILENT, TAKEN, Turn
+from layerzero.ipc.shm.timeline_words import RUNG, SILENT, TAKEN, TimelinePoint
 
 if TYPE_CHECKING:
     from tests.simulation.clients import Client
@@ -39,7 +39,7 @@ class Call:
     is_crowded: bool = False  # many others were open when it came
     has_ended: bool = False  # for its client
     after: tuple[int, int] = (0, 0)  # the express lane that ended with it, and its number there
-    turn: Turn | None = None
+    point: TimelinePoint | None = None
     on_ring: Dispatch | None = None  # what it is there
     bell: int | None = None
     is_unbound: bool = False
@@ -91,7 +91,7 @@ class Dispatch:
 
 @dataclass(eq=False)
 class Stream:
-    """A client's stream and its lane of the order page: numbers of turns."""
+    """A client's stream and its lane of the timeline page: numbers of points."""
 
     issued: int = 0
     ready: int = 0
@@ -103,7 +103,7 @@ class Stream:
 
 @dataclass
 class Bell:
-    """Of a client's order page, and the replay that the client waits for."""
+    """Of a client's timeline page, and the replay that the client waits for."""
 
     word: int = SILENT
     binding: int = 0  # number of the call that it rings for

@@ -102,9 +102,9 @@ class WorkerActions:
                 for number, one in lane.ring.items()
                 if one.number == process.killed_for and number not in lane.left
             )
-            turn, stream = late_one.call.turn, self.stream(late_one.call)
-            assert turn is not None
-            is_in_gpu = stream.done + 1 == turn.number <= stream.ready or late_one.call.client.has_left
+            point, stream = late_one.call.point, self.stream(late_one.call)
+            assert point is not None
+            is_in_gpu = stream.done + 1 == point.value <= stream.ready or late_one.call.client.has_left
             is_long = self.now_s - stream.since_s >= self.limits.timeout_s - 1e-9
             self.require(is_in_gpu and is_long, "a worker is killed for a call of a ring that is not late")
         elif is_deadline and process.page[0] & LANE_CALL and late is None:
@@ -121,12 +121,12 @@ class WorkerActions:
                 self.require(is_long, "a worker is killed for a bell that is not late")
                 self.kill(process)
                 return
-            self.coverage.fates["turn_late"] += 1
+            self.coverage.fates["point_late"] += 1
             process.late = process.enqueued[late.dispatch]
             process.late.call.faults.add("deadline")
             stream = self.stream(process.late.call)
-            assert process.late.call.turn is not None
-            is_next = process.late.call.turn.number == stream.done + 1
+            assert process.late.call.point is not None
+            is_next = process.late.call.point.value == stream.done + 1
             is_in_gpu = is_next or process.late.call.client.has_left
             is_long = self.now_s - max(stream.since_s, process.late.answered_s) >= late.timeout_s - 1e-9
             self.require(is_in_gpu and is_long, "a worker is killed for a call that its GPU has not had for so long")
@@ -189,7 +189,7 @@ class WorkerActions:
         process.slot = action.slot
         process.gpus.add(action.client)
         for lane in range(STREAMS):
-            process.last_turns.pop((action.client, lane), None)
+            process.last_points.pop((action.client, lane), None)
         process.no_transport.discard(action.client)
         if not self.is_calm and self.rng.random() < self._p_no_transport:
             self.coverage.fates["deaf"] += 1
@@ -204,50 +204,50 @@ class WorkerActions:
     def _close_gpu(self, action: act.CloseGpu) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         held = [d for p in self.processes.values() for d in p.held if d.call.client is client]
-        self.require(client.has_left and not held, "an order page is closed that a worker needs")
+        self.require(client.has_left and not held, "a timeline page is closed that a worker needs")
         client.has_gpu = False
 
-    def _fail_turn(self, action: act.FailTurn) -> None:
+    def _fail_point(self, action: act.FailTurn) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         if client.has_left:
-            self.require(client.left_during == self._events, "the turn of a client that has left fails")
+            self.require(client.left_during == self._events, "the point of a client that has left fails")
             return
-        stream = client.streams[action.turn.lane]
-        call = stream.calls.get(action.turn.number)
-        is_stale = call is None or action.turn.number <= stream.done
+        stream = client.streams[action.point.timeline]
+        call = stream.calls.get(action.point.value)
+        is_stale = call is None or action.point.value <= stream.done
         if (is_stale and client.has_offended) or (call is None and self.exits):
             return  # its offence was not even looked at; or it came when the broker had ended its stream
-        self.require(call is not None, "a turn fails that was not taken")
+        self.require(call is not None, "a point fails that was not taken")
         assert call is not None
         is_last = isinstance(self._event, ev.WorkerExited | ev.SpawnFailed | ev.ShutdownAsked) and self._is_stopping
-        is_next = action.turn.number == stream.done + 1 <= stream.ready
-        self.require(is_next or is_last, "a turn fails before its client's stream has come to it")
-        self.require(not call.is_done, "a turn fails that is done")
-        self.require(all(d.is_over for d in call.dispatches), "a turn fails that a worker may finish")
-        self.coverage.fates["turn_failed"] += 1
-        self.coverage.fates["turn_held"] += type(self._event) is ev.TurnsReached
+        is_next = action.point.value == stream.done + 1 <= stream.ready
+        self.require(is_next or is_last, "a point fails before its client's stream has come to it")
+        self.require(not call.is_done, "a point fails that is done")
+        self.require(all(d.is_over for d in call.dispatches), "a point fails that a worker may finish")
+        self.coverage.fates["point_failed"] += 1
+        self.coverage.fates["point_held"] += type(self._event) is ev.PointsReached
         call.has_failed = True
-        stream.done, stream.since_s = action.turn.number, self.now_s
+        stream.done, stream.since_s = action.point.value, self.now_s
         self.push(self.now_s + self.delay_s(), client.advance, stream)
 
-    def _release_turn(self, action: act.ReleaseTurn) -> None:
+    def _release_point(self, action: act.ReleaseTurn) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         self.require(client.has_left, "inputs count as ready although their client is there")
-        self.coverage.fates["turn_released"] += 1
-        stream = client.streams[action.turn.lane]
-        held = [d.call.turn for p in self.processes.values() if p.is_alive for d in p.held if d.call.client is client]
+        self.coverage.fates["point_released"] += 1
+        stream = client.streams[action.point.timeline]
+        held = [d.call.point for p in self.processes.values() if p.is_alive for d in p.held if d.call.client is client]
         held += [
-            one.call.turn
+            one.call.point
             for lane in self.lanes.values()
             if lane.client is client and lane.process.is_alive
             for number, one in lane.ring.items()
             if number > lane.done and not lane.is_taken_back
         ]
-        open_turns = [turn.number for turn in held if turn is not None and turn.lane == action.turn.lane]
-        is_first = not any(stream.done < number < action.turn.number for number in open_turns)
+        open_points = [point.value for point in held if point is not None and point.timeline == action.point.timeline]
+        is_first = not any(stream.done < number < action.point.value for number in open_points)
         self.require(is_first, "inputs count as ready before what comes before is done")
-        if stream.ready < action.turn.number:
-            stream.ready, stream.since_s = action.turn.number, self.now_s
+        if stream.ready < action.point.value:
+            stream.ready, stream.since_s = action.point.value, self.now_s
         self.pump_gpus()
 
     def _allow(self, action: act.SendAllow) -> None:
@@ -329,8 +329,8 @@ class WorkerActions:
     def _run(self, action: act.Run) -> None:
         process = self._worker(action.identity, "Run")
         client = next(c for c in self.clients.values() if c.number == action.client)
-        places = (action.body, action.turn, action.bell)
-        call = next((c for c in client.open.values() if (c.body, c.turn, c.bell) == places), None)
+        places = (action.body, action.point, action.bell)
+        call = next((c for c in client.open.values() if (c.body, c.point, c.bell) == places), None)
         if call is None:
             self.require(client.left_during == self._events, "Run of a call that is not open")
             return  # its client was dropped while this very list of actions was performed

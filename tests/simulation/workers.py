@@ -51,7 +51,7 @@ class Process:
         self.enqueued: dict[int, Dispatch] = {}  # what the broker believes of that
         self.bells: dict[tuple[int, int], Dispatch] = {}  # by client's number
         self.replaying: dict[tuple[int, int], Dispatch] = {}
-        self.last_turns: dict[tuple[int, int], int] = {}  # enqueued, by client and lane
+        self.last_points: dict[tuple[int, int], int] = {}  # enqueued, by client and lane
         self.bound: dict[int, Dispatch] = {}  # what the broker believes
         self.late: Dispatch | None = None  # that it is killed for
         self.prepared: set[int] = set()
@@ -223,7 +223,7 @@ class Process:
             return
         self.page, self.began_s = (dispatch.number, "executing"), world.now_s
         if self._is_out_of_order(dispatch):
-            world.coverage.fates["turn_renewed"] += 1
+            world.coverage.fates["point_renewed"] += 1
             self.die(RENEWAL_EXIT)
             return
         if fate == "hangs":
@@ -233,13 +233,13 @@ class Process:
 
     def _is_out_of_order(self, dispatch: Dispatch) -> bool:
         """To load its kernel might wait for later calls of its lane, which wait for it."""
-        turn = dispatch.call.turn
-        if turn is None:
+        point = dispatch.call.point
+        if point is None:
             return False
-        lane = (dispatch.call.client.number, turn.lane)
-        last = self.last_turns.get(lane, 0)
-        self.last_turns[lane] = max(last, turn.number)
-        return self.world.renews and turn.number < last and dispatch.plan not in self._loaded
+        lane = (dispatch.call.client.number, point.timeline)
+        last = self.last_points.get(lane, 0)
+        self.last_points[lane] = max(last, point.value)
+        return self.world.renews and point.value < last and dispatch.plan not in self._loaded
 
     def _end(self, dispatch: Dispatch, fate: str) -> None:
         if not self.is_alive:
@@ -380,8 +380,8 @@ class Process:
         world = self.world
         for dispatch in self.gpu:
             call = dispatch.call
-            assert call.turn is not None
-            if dispatch.has_begun or world.stream(call).ready < call.turn.number:
+            assert call.point is not None
+            if dispatch.has_begun or world.stream(call).ready < call.point.value:
                 continue
             dispatch.has_begun = True
             slow_s = call.timeout_s * world.rng.uniform(0.8, 1.2) if dispatch.gpu_fate == "gpu_is_slow" else 0.0
@@ -397,7 +397,7 @@ class Process:
         self.gpu.remove(dispatch)
         del self.world.writers[dispatch.call.place]
         self.world.contents[dispatch.call.place] = dispatch.call
-        self.world.turn_done(dispatch)
+        self.world.point_done(dispatch)
         self.pump()
 
     def _free(self) -> None:

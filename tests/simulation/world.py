@@ -147,7 +147,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._tick_at_s = math.inf
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
 
-        self._held_since: dict[Key, int] = {}  # turns that were refused and not told -> number of the event of that
+        self._held_since: dict[Key, int] = {}  # points that were refused and not told -> number of the event of that
         known = GPU_CAPABILITIES if self.device else CAPABILITIES
         if self.compiles:
             platform = "cuda" if self.device else "cpu"
@@ -218,7 +218,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
                 self.require(not silent, f"replays of client {client.number} hang at bells {silent}")
                 stuck = [(s.issued, s.ready, s.done, s.passed) for s in client.streams if s.passed != s.issued]
                 self.require(not stuck, f"streams of client {client.number} hang: {stuck}")
-                self.require(not client.pending, f"turns {list(client.pending)} are never told of")
+                self.require(not client.pending, f"points {list(client.pending)} are never told of")
         for name, worker in self.state.workers.items():
             is_disabled = worker.state is WorkerState.DISABLED and not self._is_stopping
             self.require(
@@ -267,7 +267,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._history.append((self.now_s, event))
         self.coverage.events[type(event).__name__] += 1
         actions = self.state.handle(event, self.now_s)
-        for key in self.state.turns.held:
+        for key in self.state.points.held:
             self._held_since.setdefault(key, self._events)
         self._note_lanes(actions)
         for action in actions:
@@ -369,8 +369,8 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.GrantGpu: World._lend_gpu,
     act.TakeBackGpu: World._take_back_gpu,
     act.CloseGpu: World._close_gpu,
-    act.FailTurn: World._fail_turn,
-    act.ReleaseTurn: World._release_turn,
+    act.FailTurn: World._fail_point,
+    act.ReleaseTurn: World._release_point,
     act.SendAllow: World._allow,
     act.SendLease: World._lease,
     act.GrantLane: World._lend_lane,

@@ -30,7 +30,7 @@ from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.routers import Routers, Unreachable
 from layerzero.broker.io.tcp_queries import Remote
-from layerzero.broker.io.timeline_pages import OrderPages
+from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.processes.compile_jobs import CompileJobs
 from layerzero.broker.processes.host import free_memory_bytes
@@ -125,7 +125,7 @@ class Server:
             settings, endpoints, launcher, self._poller, self.joined, self.handle, self._worker_ended
         )
         self._lanes = LanePages()
-        self._pages = OrderPages()
+        self._pages = TimelinePages()
         self._page_poller = PagePoller(state, self.handle, self._lanes, self._pages, self._stop_if_idle)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
@@ -152,8 +152,8 @@ class Server:
             act.GrantGpu: offers.grant_gpu,
             act.TakeBackGpu: offers.take_back_gpu,
             act.CloseGpu: lambda action: pages.close(action.client, action.gpu),
-            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.turn, action.code),
-            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.turn),
+            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.point, action.code),
+            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.point),
             act.GrantLane: offers.grant_lane,
             act.TakeBackLane: offers.take_back_lane,
             act.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
@@ -174,7 +174,7 @@ class Server:
 
     def poll_timelines(self) -> None:
         """See which calls GPUs are done with."""
-        self._page_poller.at_turns()
+        self._page_poller.at_points()
 
     # --- the loop ------------------------------------------------------------------------------------
 
@@ -196,10 +196,10 @@ class Server:
                 if now_s >= self.state.wakeup_s:
                     if now_s > self.state.wakeup_s + STALL_S:
                         self._catch_up()
-                    self._page_poller.at_turns()
+                    self._page_poller.at_points()
                     self.handle(ev.Tick(self.processes.executing()))
                 elif now_s >= self._page_poller.due_s:
-                    self._page_poller.at_turns()
+                    self._page_poller.at_points()
                 elif now_s >= self._check_s:
                     self._housekeeping(now_s)
                 else:

@@ -29,7 +29,7 @@ class WorkerFrames:
         if isinstance(said, ev.CallRan):
             enqueued = len(self._state.workers[peer.backend].enqueued)
             if enqueued and not enqueued % POLL_CALLS:
-                self._page_poller.at_turns_of(peer.backend)
+                self._page_poller.at_points_of(peer.backend)
             return said
         if isinstance(said, ev.CallRaised):
             return said

@@ -22,7 +22,7 @@ from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import (
     HAS_BELL,
-    HAS_TURN,
+    HAS_POINT,
     HEADER_BYTES,
     NO_ARENA,
     REF_BYTES,
@@ -220,7 +220,7 @@ class _Loop:
         dispatch, is_replayed = header.seq, False
         try:
             self._page.write(dispatch, MAPPED)
-            if header.flags & HAS_TURN:
+            if header.flags & HAS_POINT:
                 elapsed_ns, result, is_replayed = self._gpu_serving().run(header, body)
             elif header.flags & HAS_BELL:
                 self._gpu_serving().bind_bell(header, body)
@@ -305,7 +305,7 @@ class _Loop:
     def _bind(self, prepared: _Prepared, client: int, body: bytes) -> Bound:
         call = prepared.call
         if prepared.gpu:
-            raise ProtocolError(f"a call on {prepared.gpu} has no turn")
+            raise ProtocolError(f"a call on {prepared.gpu} has no point")
         refs = wire.unpack_refs(body, len(call.inputs) + len(call.outputs))
         inputs: list[Block | None] = []
         for spec, ref in zip(call.inputs, refs, strict=False):

@@ -24,7 +24,7 @@ class CallState(IntEnum):
     RUNNING = 3  # sent to a worker, which has not answered: in its `running`
     ENQUEUED = 4  # answered, and the GPU is not known to be done with it: in its worker's `enqueued`
     BOUND = 5  # answered, and served whenever its client's graph rings: in its worker's `bells`
-    REFUSED = 6  # has failed for good, which its client hears when its stream has come to it: in `Turns`
+    REFUSED = 6  # has failed for good, which its client hears when its stream has come to it: in `StreamOrder`
     CLOSED = 7  # final
 
 

@@ -50,10 +50,10 @@ class Completion:
             return
         call = self.calls.take_head(worker)
         worker.answered += 1
-        client, signature, turn = call.client, call.route.signature, call.turn
+        client, signature, point = call.client, call.route.signature, call.point
         if event.kernel_ns or not call.gpu:  # of a GPU, 0 is no new sample
             self.lease_policy.note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
-        if turn is None:
+        if point is None:
             spec = signature.spec
             self.engine.note_success(worker.backend, spec.op, self.effects.now_s, spec.device)
         if not call.is_unwanted:
@@ -73,8 +73,8 @@ class Completion:
                     call.start_wait_s,
                 )
             )
-        if turn is not None:
-            self.enqueued.add(call, worker, turn)
+        if point is not None:
+            self.enqueued.add(call, worker, point)
         elif call.bell is not None and not call.is_unbound:
             self.bells.bind(call, worker)
             if client.has_left:

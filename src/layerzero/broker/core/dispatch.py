@@ -206,7 +206,7 @@ class Dispatch:
         move(call, _RUNNING, worker)
         if len(worker.running) == 1:
             self.start_clock(worker)
-        turn = call.turn.turn if call.turn is not None else None
+        point = call.point.point if call.point is not None else None
         number = call.client.number
         self.effects.emit(
             act.Run(
@@ -216,7 +216,7 @@ class Dispatch:
                 call.attempt,
                 number,
                 call.body,
-                turn,
+                point,
                 call.bell,
                 call.binding,
             )

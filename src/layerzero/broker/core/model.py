@@ -20,7 +20,7 @@ from layerzero.ipc.transport.attempts import FailedAttempt
 if TYPE_CHECKING:
     from layerzero.broker.core.compile_waits import Held
     from layerzero.broker.core.leases import Lost
-    from layerzero.broker.core.stream_order import OpenTurn
+    from layerzero.broker.core.stream_order import OpenPoint
 
 MAX_CHECKED_BODIES = 256
 
@@ -89,7 +89,7 @@ class Client:
     has_left: bool = False
     next_decision: int = 1
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
-    bells: set[tuple[str, int]] = field(default_factory=set)  # of order pages, by GPU, that calls have
+    bells: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have
     bound: dict[int, Call] = field(default_factory=dict)  # those calls, by seq
 
 
@@ -117,7 +117,7 @@ class Call:
     once_more: set[str] = field(default_factory=set)  # of those: that it goes back to, as nobody else is left
     last_error: LayerZeroError | None = None
     may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
-    turn: OpenTurn | None = None  # of a call on a GPU
+    point: OpenPoint | None = None  # of a call on a GPU
     bell: int | None = None  # of a call in a client's CUDA graph
     binding: int = 0  # of the bell
     bell_word: int = 0  # as it was seen

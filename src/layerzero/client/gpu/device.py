@@ -25,7 +25,7 @@ from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import CudaError, DeadlineExceeded, InvalidArgument, NotConnected, NoTransport, OutOfMemory
 from layerzero.ipc.shm import lane
 from layerzero.ipc.shm.timeline_page import create_page
-from layerzero.ipc.shm.timeline_words import MASK, Turn
+from layerzero.ipc.shm.timeline_words import MASK, TimelinePoint
 from layerzero.ipc.transport import messages
 
 if TYPE_CHECKING:
@@ -184,24 +184,24 @@ class Gpu:
                     reached.discard(known[1])
                 self._link.retire_arena(known[1])
 
-    def wait_for_room(self, turn: Turn) -> None:
+    def wait_for_room(self, point: TimelinePoint) -> None:
         """Until not too many calls of the lane are on their way: the GPU's queues are finite, too."""
-        self._wait(Turn(turn.lane, turn.number - MAX_AHEAD & MASK), None)
+        self._wait(TimelinePoint(point.timeline, point.value - MAX_AHEAD & MASK), None)
 
-    def wait_for(self, turn: Turn) -> None:
+    def wait_for(self, point: TimelinePoint) -> None:
         """Until a call is done or has failed."""
-        self._wait(turn, None)
+        self._wait(point, None)
 
     def wait_all(self, timeout_s: float | None = None) -> None:
         """Until every call so far is done or has failed. Raises DeadlineExceeded."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        for turn in self.order.last_turns():
-            self._wait(turn, until_s)
+        for point in self.order.last_points():
+            self._wait(point, until_s)
 
-    def _wait(self, turn: Turn, until_s: float | None) -> None:
-        while not self.order.page.is_done(turn):
+    def _wait(self, point: TimelinePoint, until_s: float | None) -> None:
+        while not self.order.page.is_done(point):
             if until_s is not None and time.monotonic() >= until_s:
-                raise DeadlineExceeded(f"call {turn.number} on {self.uuid} is not done yet")
+                raise DeadlineExceeded(f"call {point.value} on {self.uuid} is not done yet")
             time.sleep(LOOK_S)
 
     def is_behind(self) -> bool:
@@ -254,8 +254,8 @@ class Gpu:
         self.bells.fail_all()
         while not self._is_ending:
             self._link.read_nowait()  # no call can be sent after it, but one may be on its way to that
-            for turn in self.order.last_turns():
-                self.order.page.fail(turn, LOST)
+            for point in self.order.last_points():
+                self.order.page.fail(point, LOST)
             self.bells.end_failed()
             poll.poll(1000 * LOST_LOOK_S)
 
@@ -285,7 +285,7 @@ class Gpu:
             self._watcher.join()
             os.close(self._wake)
         os.close(self._page)
-        if not self._is_orphaned and all(self.order.page.is_done(turn) for turn in self.order.last_turns()):
+        if not self._is_orphaned and all(self.order.page.is_done(point) for point in self.order.last_points()):
             self.order.close()
             for trial in self._trials:
                 if trial.rung != "ipc":  # the only memory that must not go before who maps it

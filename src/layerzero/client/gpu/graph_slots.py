@@ -27,7 +27,7 @@ _COUNTER_BYTES = 32  # a sem_t
 
 
 class Bells:
-    """Of one order page. Threads may share it."""
+    """Of one timeline page. Threads may share it."""
 
     def __init__(self, order: ClientOrder, context: Context) -> None:
         self._page, self._context = order.page, context
@@ -119,9 +119,9 @@ class Bells:
         page, ended = self._page, []
         for bell, enqueued in list(self._failed.items()):
             before, following = page.previous_bell(bell), page.next_bell(bell)
-            has_turn = before is None or page.is_bell_done(before)  # first, as a worker looks
+            has_point = before is None or page.is_bell_done(before)  # first, as a worker looks
             value = page.bell(bell)
-            if value == RUNG or (has_turn and value >= TAKEN and not page.is_bell_done(bell)):
+            if value == RUNG or (has_point and value >= TAKEN and not page.is_bell_done(bell)):
                 page.set_bell(bell, TAKEN)
                 if following is not None:
                     page.clear_bell_done(following)

@@ -25,7 +25,7 @@ from layerzero.ipc.shm.timeline_words import (
     PAGE_BYTES,
     READY,
     RUNG,
-    Turn,
+    TimelinePoint,
     bell_index,
     has_reached,
     index,
@@ -42,7 +42,7 @@ def create_page() -> int:
     return memory.create_memfd("layerzero-order", PAGE_BYTES)
 
 
-class OrderPage:
+class TimelinePage:
     """The words as a CPU sees them. x86 keeps stores in order; where a CPU does not, ERROR may be seen after DONE."""
 
     def __init__(self, fd: int) -> None:
@@ -54,40 +54,40 @@ class OrderPage:
         self._words = memoryview(self._map).cast("I")
         self._errors = memoryview(self._map).cast("Q")
 
-    def is_ready(self, turn: Turn) -> bool:
-        return has_reached(self._words[index(turn, READY)], turn.number)
+    def is_ready(self, point: TimelinePoint) -> bool:
+        return has_reached(self._words[index(point, READY)], point.value)
 
-    def is_done(self, turn: Turn) -> bool:
+    def is_done(self, point: TimelinePoint) -> bool:
         """Done, or failed."""
-        return has_reached(self._words[index(turn, DONE)], turn.number)
+        return has_reached(self._words[index(point, DONE)], point.value)
 
-    def error(self, turn: Turn) -> int:
+    def error(self, point: TimelinePoint) -> int:
         """The code with which this call failed; 0 when it did not, or when a later one of its lane failed."""
-        value = self._errors[index(turn, ERROR) // 2]
-        return value >> 32 if value & MASK == turn.number else 0
+        value = self._errors[index(point, ERROR) // 2]
+        return value >> 32 if value & MASK == point.value else 0
 
     def last_error(self, lane: int) -> int:
         """Changes when a call of the lane fails."""
         return self._errors[(lane * LANE_BYTES + ERROR) // 8]
 
-    def fail(self, turn: Turn, code: int) -> None:
+    def fail(self, point: TimelinePoint, code: int) -> None:
         """Let the client's stream go on without a result. Only once no worker will finish this call: the word is its.
 
-        `code`: 1 to 2**32 - 1. A call that is done stays done. In a lane, turns end in their order, failed or not.
+        `code`: 1 to 2**32 - 1. A call that is done stays done. In a lane, points end in their order, failed or not.
         """
         if not 0 < code <= MAX_ERROR:
             raise ValueError(f"error code {code}; allowed: 1 to {MAX_ERROR}")
-        if self.is_done(turn):
+        if self.is_done(point):
             return
         # The error first: who sees DONE looks for it.
-        self._errors[index(turn, ERROR) // 2] = code << 32 | turn.number
-        self.store_done(turn)
+        self._errors[index(point, ERROR) // 2] = code << 32 | point.value
+        self.store_done(point)
 
-    def store_ready(self, turn: Turn) -> None:
-        self._words[index(turn, READY)] = turn.number
+    def store_ready(self, point: TimelinePoint) -> None:
+        self._words[index(point, READY)] = point.value
 
-    def store_done(self, turn: Turn) -> None:
-        self._words[index(turn, DONE)] = turn.number
+    def store_done(self, point: TimelinePoint) -> None:
+        self._words[index(point, DONE)] = point.value
 
     # --- bells
 

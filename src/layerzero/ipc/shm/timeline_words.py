@@ -1,5 +1,5 @@
-"""The words of an order page as values: where each lies, what it says, and how numbers of calls compare. No memory is
-mapped here (ipc/shm/timeline_page.py does that), so that whoever only decides about turns can import it.
+"""The words of a timeline page as values: where each lies, what it says, and how numbers of calls compare. No memory
+is mapped here (ipc/shm/timeline_page.py does that), so that whoever only decides about points can import it.
 
 Words are 32 bits wide, count calls and wrap around: the GPU compares them cyclically, and so does this file.
 docs/protocol.md, section 13, has the layout.
@@ -29,18 +29,20 @@ SILENT, RUNG, TAKEN = range(3)
 LAYOUT = (LANES, LANE_BYTES, DONE, ERROR)  # what client/gpu/_fastpath.c writes to
 
 
-class Turn(NamedTuple):
-    """One call's place in the order: a lane, which is one stream of the client, and its number there."""
+class TimelinePoint(NamedTuple):
+    """One call's place in the order: a timeline, which is one stream of the client, and its value there."""
 
-    lane: int
-    number: int
+    timeline: int
+    value: int
 
 
-def index(turn: Turn, word: int) -> int:
-    """Of a 32-bit word in the page. Raises ProtocolError for a turn that another process made up."""
-    if not (0 <= turn.lane < LANES and 0 <= turn.number <= MASK):
-        raise ProtocolError(f"turn {turn.number} of lane {turn.lane}; allowed: lanes below {LANES}, 32-bit numbers")
-    return (turn.lane * LANE_BYTES + word) // 4
+def index(point: TimelinePoint, word: int) -> int:
+    """Of a 32-bit word in the page. Raises ProtocolError for a point that another process made up."""
+    if not (0 <= point.timeline < LANES and 0 <= point.value <= MASK):
+        raise ProtocolError(
+            f"point {point.value} of lane {point.timeline}; allowed: lanes below {LANES}, 32-bit numbers"
+        )
+    return (point.timeline * LANE_BYTES + word) // 4
 
 
 def is_before(one: int, other: int) -> bool:

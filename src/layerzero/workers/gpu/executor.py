@@ -22,7 +22,7 @@ from layerzero.ipc.cuda.offer import Offer
 from layerzero.ipc.cuda.offer_worker import sign
 from layerzero.ipc.cuda.streams import WorkerOrder
 from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
-from layerzero.ipc.shm.timeline_words import Turn, bell_words
+from layerzero.ipc.shm.timeline_words import TimelinePoint, bell_words
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, REF, REF_BYTES, unpack_refs
 from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STICKY_EXIT
@@ -183,7 +183,7 @@ class Gpus:
             plan.tasks[key] = task
         return task
 
-    def run(self, plan: Plan, task: Task, client: int, turn: Turn) -> Enqueued:
+    def run(self, plan: Plan, task: Task, client: int, point: TimelinePoint) -> Enqueued:
         """Enqueue a call; returns before the GPU comes to it.
 
         When the kernel raises, this raises the same once the stream is through with what it left there. When that does
@@ -191,11 +191,11 @@ class Gpus:
         """
         link = self._link(client, plan.gpu)
         with link.context:
-            return self.enqueue(plan, task, link, turn)
+            return self.enqueue(plan, task, link, point)
 
-    def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn) -> Enqueued:
+    def enqueue(self, plan: Plan, task: Task, link: Link, point: TimelinePoint) -> Enqueued:
         """`run`, for a client whose context is current."""
-        if link.is_behind(turn):
+        if link.is_behind(point):
             if not plan.has_run:
                 # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this.
                 self._end(
@@ -204,39 +204,39 @@ class Gpus:
                     RENEWAL_EXIT,
                 )
             print(
-                f"call {turn.number} of lane {turn.lane} came behind later ones; if their streams block "
+                f"call {point.value} of lane {point.timeline} came behind later ones; if their streams block "
                 f"{plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process",
                 file=sys.stderr,
                 flush=True,
             )
             self._set_alarm(STALL_S)  # a library may wait for all streams in one that is new to it: cuDNN did
             try:
-                return self._enqueue_in_turn(plan, task, link, turn)
+                return self._enqueue_in_order(plan, task, link, point)
             finally:
                 self._set_alarm(0)
-        return self._enqueue_in_turn(plan, task, link, turn)
+        return self._enqueue_in_order(plan, task, link, point)
 
-    def _enqueue_in_turn(self, plan: Plan, task: Task, link: Link, turn: Turn) -> Enqueued:
-        stream = link.stream(turn, self._new_stream)
+    def _enqueue_in_order(self, plan: Plan, task: Task, link: Link, point: TimelinePoint) -> Enqueued:
+        stream = link.stream(point, self._new_stream)
         if plan.is_graph_safe and task.steady.state is State.WARMUP:
             reason = self._graphs.advance(task.steady, task.bound, link.context, stream)
             if reason:
                 plan.is_graph_safe, plan.why_eager = False, reason
                 tell(plan.call.kernel_id, reason)
-        link.order.await_ready(stream, turn)
+        link.order.await_ready(stream, point)
         self._busy[stream] = link.context
         try:
-            return self._enqueue(plan, task, link, turn, stream)
+            return self._enqueue(plan, task, link, point, stream)
         except Exception as exc:
-            self._settle(link, turn, stream, exc)
+            self._settle(link, point, stream, exc)
             if not is_out_of_memory(exc):
                 raise
             self._graphs.clear()
             self.watch()
             try:
-                return self._enqueue(plan, task, link, turn, stream)
+                return self._enqueue(plan, task, link, point, stream)
             except Exception as again:
-                self._settle(link, turn, stream, again)
+                self._settle(link, point, stream, again)
                 raise
 
     def bind_bell(self, plan: Plan, number: int, client: int, refs: bytes, bell: int, binding: int) -> None:
@@ -401,10 +401,10 @@ class Gpus:
         free = self._free.get(context.gpu)
         return free.pop() if free else context.driver.create_stream()
 
-    def _enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, stream: int) -> Enqueued:
+    def _enqueue(self, plan: Plan, task: Task, link: Link, point: TimelinePoint, stream: int) -> Enqueued:
         enqueued = self._launch(plan, task, link, stream)
         plan.has_run = True
-        link.order.done(stream, turn)  # last: with it, no other worker may run the call
+        link.order.done(stream, point)  # last: with it, no other worker may run the call
         return enqueued
 
     def _launch_kernel(self, plan: Plan, task: Task, link: Link, stream: int) -> Enqueued:
@@ -426,7 +426,7 @@ class Gpus:
             mapping.publish(offset, nbytes, stream)
         return Enqueued(elapsed_ns, result, is_replayed)
 
-    def _settle(self, link: Link, turn: Turn, stream: int, error: Exception) -> None:
+    def _settle(self, link: Link, point: TimelinePoint, stream: int, error: Exception) -> None:
         """Wait until what a failed kernel left on a stream is over: another worker will write to the same outputs."""
         driver = link.context.driver
         self._set_alarm(0)  # this may take its time
@@ -436,7 +436,7 @@ class Gpus:
             driver.record_event(event, stream)
             give_up_s = None
             while not driver.is_event_done(event):
-                if give_up_s is None and link.order.page.is_ready(turn):
+                if give_up_s is None and link.order.page.is_ready(point):
                     give_up_s = time.monotonic() + SETTLE_S  # before, it waits for the client
                 elif give_up_s is not None and time.monotonic() > give_up_s:
                     self._end(f"a stream is not through {SETTLE_S:g} s after its kernel raised {error!r:.500}")

@@ -1,5 +1,5 @@
 """Calls in the clients' CUDA graphs, on a worker's side (docs/protocol.md, section 15): each has a bell in its client's
-order page, and its kernel is a graph here, which is launched when the bell rings."""
+timeline page, and its kernel is a graph here, which is launched when the bell rings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.shm.timeline_page import OrderPage
+from layerzero.ipc.shm.timeline_page import TimelinePage
 from layerzero.ipc.shm.timeline_words import SILENT, TAKEN
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.graph_cache import Graphs, Pinned
@@ -31,11 +31,11 @@ class Bell:
     graph: Pinned
     takings: int = 0  # whoever watches sees from the bell's word that it is not the same one all the time
 
-    def is_meant(self, page: OrderPage) -> bool:
+    def is_meant(self, page: TimelinePage) -> bool:
         """Whether it still rings for this call. MUTE may be under way, and the bell another call's by now."""
         return page.binding(self.number) == self.binding
 
-    def take(self, page: OrderPage) -> None:
+    def take(self, page: TimelinePage) -> None:
         page.set_bell(self.number, TAKEN + self.takings % MAX_TAKINGS)
         self.takings += 1
 
@@ -104,10 +104,10 @@ class Bells:
         page = link.order.page
         # Who answers the one before takes this one back first and rings it later. So look at that one first.
         before = page.previous_bell(bell)
-        has_turn = before is None or page.is_bell_done(before)
+        has_point = before is None or page.is_bell_done(before)
         if (taken := page.bell(bell)) >= TAKEN and one.is_meant(page):  # the next taking must not look like this one
             one.takings = taken - TAKEN + 1
-            if has_turn and not page.is_bell_done(bell):
+            if has_point and not page.is_bell_done(bell):
                 self._answer(board, bell, launch)
 
     def serve(self) -> bool:

@@ -75,16 +75,16 @@ class GpuServing:
     # Calls
 
     def run(self, header: Header, body: bytes) -> Enqueued:
-        """Enqueue a call with a turn. Raises as Gpus.task and Gpus.run do."""
+        """Enqueue a call with a point. Raises as Gpus.task and Gpus.run do."""
         page, plan = self._page, self._plan(header)
-        refs, turn, *_ = unpack_call(header.flags, body)
-        assert turn is not None
+        refs, point, *_ = unpack_call(header.flags, body)
+        assert point is not None
         if self._rings:
-            self._rings.catch_up(header.aux, plan.gpu, turn)
+            self._rings.catch_up(header.aux, plan.gpu, point)
             page.write(header.seq, MAPPED)
         task = self.gpus.task(plan, header.aux, refs)
         page.write(header.seq, EXECUTING)
-        enqueued = self.gpus.run(plan, task, header.aux, turn)
+        enqueued = self.gpus.run(plan, task, header.aux, point)
         page.write(header.seq, WRITTEN)
         return enqueued
 
@@ -98,7 +98,7 @@ class GpuServing:
     def _plan(self, header: Header) -> Plan:
         plan = self._plans.get(header.route)
         if plan is None:
-            raise ProtocolError(f"a call with a turn or a bell on plan {header.route}, which is not on a GPU")
+            raise ProtocolError(f"a call with a point or a bell on plan {header.route}, which is not on a GPU")
         return plan
 
     # Between two calls

@@ -13,7 +13,7 @@ from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu
 from layerzero.client.gpu.graph_slots import Bells
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder
-from layerzero.ipc.shm.timeline_page import OrderPage, create_page
+from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
 from layerzero.ipc.shm.timeline_words import RUNG, SILENT, TAKEN
 
 STREAM = 5
@@ -29,7 +29,7 @@ class Rig:
         self.bells = Bells(self.order, context)
 
     @property
-    def page(self) -> OrderPage:
+    def page(self) -> TimelinePage:
         return self.order.page
 
     def bind(self, *, has_failed: bool = False) -> Any:
@@ -83,7 +83,7 @@ def test_row_of_bells_that_nobody_answers_ends_in_its_order(rig: Rig) -> None:
     assert rig.bells.end_failed() == []
 
 
-def test_bell_whose_turn_has_not_come_is_not_ended(rig: Rig) -> None:
+def test_bell_whose_point_has_not_come_is_not_ended(rig: Rig) -> None:
     """A worker that died had taken it, and another one serves the one before it again."""
     served, failed = rig.bind(), rig.bind(has_failed=True)
     rig.page.link_bells(served.bell, failed.bell)

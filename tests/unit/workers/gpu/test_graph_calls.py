@@ -10,7 +10,7 @@ from tests.unit.ipc.fake_cuda import UUID, error
 from tests.unit.workers.gpu.test_executor import NBYTES, Ended, Rig
 
 from layerzero.ipc.errors import CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.shm.timeline_words import BELLS, RUNG, TAKEN, Turn
+from layerzero.ipc.shm.timeline_words import BELLS, RUNG, TAKEN, TimelinePoint
 from layerzero.ipc.transport.wire import Ref, pack_refs
 from layerzero.workers.gpu import graph_cache
 
@@ -209,7 +209,7 @@ def test_dead_workers_bells_are_taken_over_in_their_order(bench: Bench) -> None:
     assert state(bench, 1, 2, 3) == [(TAKEN + 8, True)] * 3
 
 
-def test_dead_workers_bell_whose_turn_had_come_is_served_when_it_is_bound(bench: Bench) -> None:
+def test_dead_workers_bell_whose_point_had_come_is_served_when_it_is_bound(bench: Bench) -> None:
     """The one before it is through, and nobody serves that again."""
     linked(bench, 1, 2, 3)
     bench.page.set_bell(1, TAKEN)
@@ -292,7 +292,7 @@ def test_graphs_of_bells_stay_and_those_of_repeated_calls_go(bench: Bench) -> No
         bench.bind(2)
     bench.gpus.mute(1, 0, PLAN)
     bench.bind(2)
-    assert rig.page.is_done(Turn(0, 6))
+    assert rig.page.is_done(TimelinePoint(0, 6))
 
 
 def test_bells_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
