@@ -52,7 +52,7 @@ def seeds() -> dict[str, bytes]:
         "execute": wire.pack_execute(0, 1, 2, refs, 5_000_000),
         "execute_digest": _call(refs, digest=digest),
         "execute_point": _call(refs, TimelinePoint(1, 7)),
-        "execute_bell": _call(refs, bell=3, binding=1),
+        "execute_graph_slot": _call(refs, graph_slot=3, binding=1),
         "route": wire.pack(Kind.ROUTE, route=1, body=route_body("gelu", backend="alpha")),
         "route_gpu": wire.pack(Kind.ROUTE, route=2, body=route_body(device="GPU-1")),
         "forget": wire.pack(Kind.FORGET, route=1),

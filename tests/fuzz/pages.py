@@ -110,12 +110,12 @@ def _read_order(fd: int, number: int) -> None:
     page = TimelinePage(fd)
     try:
         page.rung()
-        for bell in (number % timeline_words.BELLS, number):
-            page.bell(bell)
-            page.is_bell_done(bell)
-            for linked in (page.next_bell(bell), page.previous_bell(bell)):
+        for graph_slot in (number % timeline_words.GRAPH_SLOTS, number):
+            page.graph_slot(graph_slot)
+            page.is_graph_slot_done(graph_slot)
+            for linked in (page.next_graph_slot(graph_slot), page.previous_graph_slot(graph_slot)):
                 if linked is not None:
-                    page.bell(linked)
+                    page.graph_slot(linked)
         point = TimelinePoint(number & 0xFFFF_FFFF, number >> 32)
         page.is_ready(point)
         page.error(point)

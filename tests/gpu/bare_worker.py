@@ -29,7 +29,7 @@ from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring import create_page as create_ring
 from layerzero.ipc.shm.timeline_page import create_page
-from layerzero.ipc.shm.timeline_words import BELLS, LANES, MASK, TimelinePoint
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, MASK, TimelinePoint
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import HEADER_BYTES, Header, Kind, Ref
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -101,14 +101,14 @@ class Worker:
         flags, body = wire.pack_call(refs, point)
         self.send(wire.pack_run(flags, PLANS[kernel], dispatch, 1, client.number, body))
 
-    def bind(self, client: Client, bell: int, refs: bytes, kernel: str = "copy") -> tuple[Header, bytes]:
-        """Bind a call to a bell; its answer."""
-        flags, body = wire.pack_call(refs, bell=bell, binding=client.order.page.binding(bell))
-        self.send(wire.pack_run(flags, PLANS[kernel], bell + 1, 1, client.number, body))
+    def bind(self, client: Client, graph_slot: int, refs: bytes, kernel: str = "copy") -> tuple[Header, bytes]:
+        """Bind a call to a graph slot; its answer."""
+        flags, body = wire.pack_call(refs, graph_slot=graph_slot, binding=client.order.page.binding(graph_slot))
+        self.send(wire.pack_run(flags, PLANS[kernel], graph_slot + 1, 1, client.number, body))
         return self.answer()
 
-    def mute(self, client: Client, bell: int, kernel: str = "copy") -> None:
-        self.send(wire.pack(Kind.MUTE, route=PLANS[kernel], seq=bell, aux=client.number))
+    def mute(self, client: Client, graph_slot: int, kernel: str = "copy") -> None:
+        self.send(wire.pack(Kind.MUTE, route=PLANS[kernel], seq=graph_slot, aux=client.number))
 
     def allow(self, lane: int, kernel: str = "copy") -> None:
         self.send(wire.pack(Kind.ALLOW, route=PLANS[kernel], aux=lane))
@@ -208,8 +208,8 @@ class Client:
         return lambda: self.order.page.store_done(gate)
 
     def close(self) -> None:
-        for bell in range(BELLS):
-            self.order.page.store_bell_done(bell)
+        for graph_slot in range(GRAPH_SLOTS):
+            self.order.page.store_graph_slot_done(graph_slot)
         for number in range(LANES):  # whatever a failed test left waiting would make the driver wait, too
             self.order.page.store_done(TimelinePoint(number, 1000 & MASK))
         for stream in self.streams:

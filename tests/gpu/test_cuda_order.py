@@ -322,7 +322,9 @@ def test_reserved_points_are_entered_in_one_call_each(connect: Linker, streams: 
     assert load(driver, link.block(20), NBYTES, stream) == data
 
 
-def test_bell_in_a_graph_rings_at_each_launch(driver: cuda.Driver, current: cuda.Context, streams: list[int]) -> None:
+def test_graph_slot_in_a_graph_rings_at_each_launch(
+    driver: cuda.Driver, current: cuda.Context, streams: list[int]
+) -> None:
     """And the graph goes on when the other side has answered that ring, not an earlier one."""
     fd = create_page()
     client, worker = ClientOrder(current, fd, has_memops=True), WorkerOrder(current, fd, has_memops=True)
@@ -334,11 +336,11 @@ def test_bell_in_a_graph_rings_at_each_launch(driver: cuda.Driver, current: cuda
     graph = driver.end_capture(stream)
     for _ in range(3):
         driver.launch_graph(graph, stream)
-        for bell in (4095, 7):
+        for graph_slot in (4095, 7):
             until(lambda: page.rung() is not None)
-            assert (page.rung(), driver.is_stream_idle(stream)) == (bell, False)
-            page.set_bell(bell, TAKEN)
-            worker.answer_bell(other, bell)
+            assert (page.rung(), driver.is_stream_idle(stream)) == (graph_slot, False)
+            page.set_graph_slot(graph_slot, TAKEN)
+            worker.answer_graph_slot(other, graph_slot)
         finish(driver, stream)
     driver.destroy_graph(graph)
     finish(driver, other)

@@ -132,7 +132,7 @@ def test_calls_on_a_gpu_that_is_not_here_are_refused(bare: Bare) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "text"),
     [
-        (ROUTE, REFS + POINT, "a call on the CPU comes with a point or a bell"),
+        (ROUTE, REFS + POINT, "a call on the CPU comes with a point or a graph slot"),
         (ROUTE, POINT[:4], "too short for a point"),
         (messages.Route(op="null", inputs=[], outputs=[], attrs={}, device=NOWHERE), POINT, "null runs on the CPU"),
     ],

@@ -31,10 +31,10 @@ who writes which memory until when, and raises Violation, with the seed, where t
 
 from tests.simulation.backends import ARENA_BYTES, CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route_body
 from tests.simulation.coverage import (
-    BELL_FATES,
     COMPILE_FATES,
     FATES,
     GPU_FATES,
+    GRAPH_SLOT_FATES,
     LANE_FATES,
     POINT_FATES,
     RETRY_FATES,
@@ -46,7 +46,7 @@ from tests.simulation.world import World, run
 
 __all__ = [
     "ARENA_BYTES",
-    "BELL_FATES",
+    "GRAPH_SLOT_FATES",
     "CAPABILITIES",
     "COMPILE_FATES",
     "DEVICES",

@@ -31,7 +31,7 @@ class Checks:
                     point.call is None for point in state.points.of(known)
                 )  # refused as they came, and held back
                 sent = [d.call for p in self.processes.values() for d in p.sent if d.call.client is client]
-                unwanted = sum(call.bell is not None and call.seq not in client.open for call in sent)
+                unwanted = sum(call.graph_slot is not None and call.seq not in client.open for call in sent)
                 is_right = known.open_calls + busy == len(client.open) + unwanted
                 self.require(
                     is_right or client.has_offended, f"open_calls is {known.open_calls}: {sorted(client.open)}"
@@ -157,7 +157,7 @@ class Checks:
             "lanes": state.leases.lanes,
             "points": state.points.pages,
             "calls on GPUs": [
-                w.backend for w in state.workers.values() if w.enqueued or w.bells or w.gpus or w.no_transport
+                w.backend for w in state.workers.values() if w.enqueued or w.graph_slots or w.gpus or w.no_transport
             ],
             "pages": [c.number for c in self.clients.values() if c.has_gpu and self.device],
             "lanes in workers": [p.backend for p in self.processes.values() if p.is_alive and p.lanes],

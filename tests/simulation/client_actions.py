@@ -107,7 +107,7 @@ class ClientActions:
                 is_true = is_long and not any(self._is_compiled(b, call) for b in left)
             case "CUDA_GRAPH_UNSAFE":
                 codes = {attempt["code"] for attempt in action.attempts}
-                is_true = call.bell is not None and (not left or bool(call.signature.pinned))
+                is_true = call.graph_slot is not None and (not left or bool(call.signature.pinned))
                 is_true &= "CUDA_GRAPH_UNSAFE" in codes
             case "BACKEND_ERROR" | "DEADLINE":
                 is_true = bool(action.attempts) and (not left or bool(call.signature.pinned))

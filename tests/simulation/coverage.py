@@ -78,7 +78,7 @@ RING_FATES = {
     "survived_client",
 }
 # What becomes of calls in graphs.
-BELL_FATES = {"bound", "bound_again", "failed", "late", "muted", "replayed", "taken_over", "unbound", "unsafe"}
+GRAPH_SLOT_FATES = {"bound", "bound_again", "failed", "late", "muted", "replayed", "taken_over", "unbound", "unsafe"}
 # What a GPU makes of a call, and what else becomes of points.
 GPU_FATES = ("gpu_runs", "gpu_is_slow", "gpu_hangs", "gpu_dies")
 POINT_FATES = {

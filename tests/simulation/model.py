@@ -1,4 +1,4 @@
-"""What is true of calls, streams, bells and lanes, whatever the core believes."""
+"""What is true of calls, streams, graph slots and lanes, whatever the core believes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Call:
     after: tuple[int, int] = (0, 0)  # the express lane that ended with it, and its number there
     point: TimelinePoint | None = None
     on_ring: Dispatch | None = None  # what it is there
-    bell: int | None = None
+    graph_slot: int | None = None
     is_unbound: bool = False
     is_lent: bool = False  # a lost worker may still write to its memory (joined.py)
     is_innocent_of: int = 0  # pid of the worker whose ring it came back from
@@ -102,7 +102,7 @@ class Stream:
 
 
 @dataclass
-class Bell:
+class GraphSlot:
     """Of a client's timeline page, and the replay that the client waits for."""
 
     word: int = SILENT

@@ -19,7 +19,7 @@ class Pages:
         is_awaited = self.state.is_awaited
         rings = {lane.number: lane for lane in self.lanes.values() if lane.is_open and lane.ring}
         has_calls = any(self._on_ring(lane) for lane in rings.values())
-        has_calls |= any(self._busy_bells(process) for process in self.processes.values())
+        has_calls |= any(self._busy_graph_slots(process) for process in self.processes.values())
         if is_awaited or has_calls or any(process.enqueued for process in self.processes.values()):
             at_s = self.now_s + (AWAITED_LOOK_S if is_awaited or self._is_stopping else POLL_S)
             if at_s < self._poll_at_s:
@@ -32,13 +32,13 @@ class Pages:
             self.poll_timelines()
             self.look_at_rings()
             bound = {n: one for process in self.processes.values() for n, one in process.bound.items()}
-            if bound or self.state.bells.is_awaited:
-                self._deliver(ev.GraphSlotsPolled(self._see_bells()))
+            if bound or self.state.graph_slots.is_awaited:
+                self._deliver(ev.GraphSlotsPolled(self._see_graph_slots()))
             self.plan_look()
 
-    def _see_bells(self) -> dict[int, int]:
+    def _see_graph_slots(self) -> dict[int, int]:
         """Those that are busy. The others' calls start anew: what was tried for one replay is over."""
-        busy = {n: word for process in self.processes.values() for n, word in self._busy_bells(process).items()}
+        busy = {n: word for process in self.processes.values() for n, word in self._busy_graph_slots(process).items()}
         for process in self.processes.values():
             for number, dispatch in process.bound.items():
                 if number not in busy:
@@ -46,9 +46,9 @@ class Pages:
         return busy
 
     @staticmethod
-    def _busy_bells(process: Process) -> dict[int, int]:
-        bells = {n: d.call.client.bells[d.call.bell or 0] for n, d in process.bound.items()}
-        return {number: bell.word for number, bell in bells.items() if bell.is_busy}
+    def _busy_graph_slots(process: Process) -> dict[int, int]:
+        graph_slots = {n: d.call.client.graph_slots[d.call.graph_slot or 0] for n, d in process.bound.items()}
+        return {number: graph_slot.word for number, graph_slot in graph_slots.items() if graph_slot.is_busy}
 
     def _on_ring(self, lane: Lane) -> list[int]:
         """Calls on it whose points are not done."""

@@ -89,7 +89,7 @@ class WorkerActions:
         process.kill_reason = "deadline" if is_deadline else "fault"
         process.is_too_late = type(event) is ev.Tick and not process.was_ready
         worker = self.state.workers[action.backend]
-        late = worker.enqueued.get(worker.blame.dispatch) or worker.bells.get(worker.blame.dispatch)
+        late = worker.enqueued.get(worker.blame.dispatch) or worker.graph_slots.get(worker.blame.dispatch)
         process.killed_during = self._events
         if isinstance(event, ev.LaneOverdue):
             process.killed_for = mark(event.lane, event.call)
@@ -112,13 +112,13 @@ class WorkerActions:
             is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
             self.require(is_long, "a worker is killed for a head that waits for a call of a lane")
         elif late is not None:
-            if late.bell is not None:
-                self.coverage.fates["bell_late"] += 1
+            if late.graph_slot is not None:
+                self.coverage.fates["graph_slot_late"] += 1
                 process.late = process.bound[late.dispatch]
                 process.late.call.faults.add("deadline")
-                bell = process.late.call.client.bells[late.bell]
-                is_long = bell.is_busy and self.now_s - bell.since_s >= self.limits.timeout_s / 2 - 1e-9
-                self.require(is_long, "a worker is killed for a bell that is not late")
+                graph_slot = process.late.call.client.graph_slots[late.graph_slot]
+                is_long = graph_slot.is_busy and self.now_s - graph_slot.since_s >= self.limits.timeout_s / 2 - 1e-9
+                self.require(is_long, "a worker is killed for a graph slot that is not late")
                 self.kill(process)
                 return
             self.coverage.fates["point_late"] += 1
@@ -329,8 +329,8 @@ class WorkerActions:
     def _run(self, action: act.Run) -> None:
         process = self._worker(action.identity, "Run")
         client = next(c for c in self.clients.values() if c.number == action.client)
-        places = (action.body, action.point, action.bell)
-        call = next((c for c in client.open.values() if (c.body, c.point, c.bell) == places), None)
+        places = (action.body, action.point, action.graph_slot)
+        call = next((c for c in client.open.values() if (c.body, c.point, c.graph_slot) == places), None)
         if call is None:
             self.require(client.left_during == self._events, "Run of a call that is not open")
             return  # its client was dropped while this very list of actions was performed
@@ -364,11 +364,11 @@ class WorkerActions:
 
     def _mute(self, action: act.SendMute) -> None:
         process = self._worker(action.identity, "Mute")
-        self.coverage.fates["bell_muted"] += 1
+        self.coverage.fates["graph_slot_muted"] += 1
         both = (*process.sent, *process.bound.values())
-        muted = [d for d in both if d.call.bell == action.bell and d.call.client.number == action.client]
-        self.require(bool(muted) and muted[-1].plan == action.plan, "a bell is muted that is not bound")
+        muted = [d for d in both if d.call.graph_slot == action.graph_slot and d.call.client.number == action.client]
+        self.require(bool(muted) and muted[-1].plan == action.plan, "a graph slot is muted that is not bound")
         for dispatch in muted:
             dispatch.is_over = True
             process.bound.pop(dispatch.number, None)
-        process.send("mute", (action.client, action.bell))
+        process.send("mute", (action.client, action.graph_slot))

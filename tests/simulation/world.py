@@ -214,8 +214,8 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
             on_lanes = [] if client.has_hung_up else [lane.number for lane in client.lanes() if lane.dispatch]
             self.require(not on_lanes, f"the calls on lanes {on_lanes} of client {client.number} are lost")
             if not client.has_hung_up:
-                silent = [n for n, call in client.bound.items() if call.has_word and client.bells[n].is_busy]
-                self.require(not silent, f"replays of client {client.number} hang at bells {silent}")
+                silent = [n for n, call in client.bound.items() if call.has_word and client.graph_slots[n].is_busy]
+                self.require(not silent, f"replays of client {client.number} hang at graph slots {silent}")
                 stuck = [(s.issued, s.ready, s.done, s.passed) for s in client.streams if s.passed != s.issued]
                 self.require(not stuck, f"streams of client {client.number} hang: {stuck}")
                 self.require(not client.pending, f"points {list(client.pending)} are never told of")

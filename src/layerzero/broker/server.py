@@ -235,7 +235,7 @@ class Server:
         self._poll_at_s = now_s + POLL_S
         self._page_poller.at_lanes()
         self._page_poller.at_rings()
-        self._page_poller.at_bells()
+        self._page_poller.at_graph_slots()
         self._follow_policy(now_s)
         if self.state.engine.policy.memory_headroom_bytes is not None:
             engine = self.state.engine

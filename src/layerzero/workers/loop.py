@@ -21,7 +21,7 @@ from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, fr
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import (
-    HAS_BELL,
+    HAS_GRAPH_SLOT,
     HAS_POINT,
     HEADER_BYTES,
     NO_ARENA,
@@ -222,8 +222,8 @@ class _Loop:
             self._page.write(dispatch, MAPPED)
             if header.flags & HAS_POINT:
                 elapsed_ns, result, is_replayed = self._gpu_serving().run(header, body)
-            elif header.flags & HAS_BELL:
-                self._gpu_serving().bind_bell(header, body)
+            elif header.flags & HAS_GRAPH_SLOT:
+                self._gpu_serving().bind_graph_slot(header, body)
                 elapsed_ns, result = 0, None
             else:
                 bound = self._bound(header.route, header.aux, body)

@@ -58,8 +58,8 @@ def test_frame_vector_holds_both_ways(vector: dict[str, Any]) -> None:
         case {"refs": refs, **rest}:
             packed = wire.pack_refs([wire.Ref(*ref) for ref in refs])
             point = TimelinePoint(*rest["point"]) if "point" in rest else None
-            bell, binding = rest.get("bell", (None, 0))
-            call = (packed, point, bell, binding, bytes.fromhex(str(rest.get("digest", ""))))
+            graph_slot, binding = rest.get("graph_slot", (None, 0))
+            call = (packed, point, graph_slot, binding, bytes.fromhex(str(rest.get("digest", ""))))
             flags, made = wire.pack_call(*call)
             assert flags == header["flags"] & wire.HAS_TAIL or header["kind"] not in (wire.Kind.EXECUTE, wire.Kind.RUN)
             assert wire.unpack_call(flags, body) == call

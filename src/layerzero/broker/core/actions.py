@@ -186,18 +186,18 @@ class Run:
     client: int
     body: bytes
     point: TimelinePoint | None = None
-    bell: int | None = None
-    binding: int = 0  # of the bell
+    graph_slot: int | None = None
+    binding: int = 0  # of the graph slot
 
 
 @plain
 class SendMute:
-    """A bell is no longer served."""
+    """A graph slot is no longer served."""
 
     identity: bytes
     plan: int
     client: int
-    bell: int
+    graph_slot: int
 
 
 @plain

@@ -11,7 +11,7 @@ from layerzero.broker.core.call_fsm import begin
 from layerzero.broker.core.clients import ClientLifecycle
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.graph_calls import Bells
+from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Lost
 from layerzero.broker.core.limits import Limits
@@ -35,7 +35,7 @@ class Admission:
     calls: Dispatch
     lease_policy: LeasePolicy
     points: StreamOrder
-    bells: Bells
+    graph_slots: GraphCalls
     quarantine: Quarantine
     limits: Limits
     effects: Effects
@@ -93,9 +93,9 @@ class Admission:
         begin(call)
         if point is not None:
             call.point, point.call = point, call
-        if event.bell is not None:
-            call.take_bell(event.bell, event.binding)
-        if point is not None or event.bell is not None:  # it is on a GPU
+        if event.graph_slot is not None:
+            call.take_graph_slot(event.graph_slot, event.binding)
+        if point is not None or event.graph_slot is not None:  # it is on a GPU
             self._pass_by_those_without_transport(call)
         return call
 
@@ -108,20 +108,20 @@ class Admission:
             self.points.fail(point, refusal)
 
     def _begin_point(self, client: Client, route: Route, event: ev.CallArrived) -> OpenPoint | None:
-        """None for a call on the CPU, or with a bell. Raises ProtocolError for a call without the point or bell that
-        its device asks for, or with a senseless one."""
+        """None for a call on the CPU, or with a graph slot. Raises ProtocolError for a call without the point or
+        graph slot that its device asks for, or with a senseless one."""
         gpu = route.signature.spec.device
-        places = (event.point is not None) + (event.bell is not None)
+        places = (event.point is not None) + (event.graph_slot is not None)
         if places != bool(gpu):
-            has = {0: "without a point", 1: "with a point or a bell", 2: "with a point and a bell"}[places]
+            has = {0: "without a point", 1: "with a point or a graph slot", 2: "with a point and a graph slot"}[places]
             raise ProtocolError(f"a call on {gpu or 'the CPU'} comes {has}")
         if not gpu:
             return None
         if gpu not in client.gpus:
             raise ProtocolError(f"a call on {gpu}, which the client has not added")
         if event.point is None:
-            assert event.bell is not None
-            self.bells.check(client, gpu, event.bell)
+            assert event.graph_slot is not None
+            self.graph_slots.check(client, gpu, event.graph_slot)
             return None
         return self.points.begin(client, gpu, event.point)
 

@@ -10,7 +10,7 @@ from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.grants import Grants
-from layerzero.broker.core.graph_calls import Bells
+from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Arena, Client, Route
@@ -39,7 +39,7 @@ class ClientLifecycle:
     lease_policy: LeasePolicy
     points: StreamOrder
     enqueued: GpuInFlight
-    bells: Bells
+    graph_slots: GraphCalls
     compiling: CompileWaits
     closing: Release
     effects: Effects
@@ -59,7 +59,7 @@ class ClientLifecycle:
                 self.closing.close(call)
         for call in self.compiling.take(client):
             self.closing.close(call)
-        self.bells.end_client(client)
+        self.graph_slots.end_client(client)
         self.enqueued.release(client)
         self.closing.finish_leaving(client)
 
@@ -87,8 +87,8 @@ class ClientLifecycle:
         if client is None or event.arena not in client.arenas:
             return
         users = self.closing.users(client, event.arena)
-        # The bell of a graph that is gone may be unbound a moment later; what a GPU is done with, answered.
-        if any(call.bell is None and call.point is None for call in users):
+        # The graph slot of a graph that is gone may be unbound a moment later; what a GPU is done with, answered.
+        if any(call.graph_slot is None and call.point is None for call in users):
             self.drop(client, f"arena {event.arena} was retired with open calls that use it")
         elif users:
             client.retiring.add(event.arena)

@@ -217,7 +217,7 @@ class Dispatch:
                 number,
                 call.body,
                 point,
-                call.bell,
+                call.graph_slot,
                 call.binding,
             )
         )

@@ -82,8 +82,8 @@ class CallArrived:
     after_lane: int = 0  # the express lane that ended with this call on it
     after_call: int = 0  # the low half of that call's number on the lane
     point: TimelinePoint | None = None  # its place in a lane of the timeline page; a call on a GPU has one, or
-    bell: int | None = None  # of the timeline page: it is in a CUDA graph of the client
-    binding: int = 0  # of the bell
+    graph_slot: int | None = None  # of the timeline page: it is in a CUDA graph of the client
+    binding: int = 0  # of the graph slot
 
 
 @plain

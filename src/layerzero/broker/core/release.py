@@ -38,8 +38,8 @@ class Release:
         self.signatures.release(call.route.signature)
         if call.point is not None:
             self.points.end(call.point)
-        if call.bell is not None:
-            call.free_bell()
+        if call.graph_slot is not None:
+            call.free_graph_slot()
         if client.retiring:
             for arena in client.retiring.intersection(call.arenas):
                 if not self.users(client, arena):
@@ -85,7 +85,7 @@ class Release:
         """Open calls that refer to it."""
         calls = self.compiling.calls()
         for w in self.lifecycle.workers.values():
-            calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.bells.values()]
+            calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.graph_slots.values()]
         return [call for call in calls if call.client is client and arena in call.arenas]
 
     # --- clients that have left ------------------------------------------------------------------------

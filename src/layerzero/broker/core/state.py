@@ -28,7 +28,7 @@ from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.grants import Grants
-from layerzero.broker.core.graph_calls import Bells
+from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.limits import Limits
@@ -113,7 +113,7 @@ class BrokerState:
         self.enqueued = enqueued = part(GpuInFlight)(
             engine=engine, lifecycle=lifecycle, points=points, decisions=decisions, closing=closing, effects=effects
         )
-        self.bells = bells = part(Bells)(
+        self.graph_slots = graph_slots = part(GraphCalls)(
             clients=self.clients,
             lifecycle=lifecycle,
             signatures=signatures,
@@ -129,7 +129,7 @@ class BrokerState:
             decisions=decisions,
             lease_policy=lease_policy,
             enqueued=enqueued,
-            bells=bells,
+            graph_slots=graph_slots,
             closing=closing,
             effects=effects,
         )
@@ -143,7 +143,7 @@ class BrokerState:
             lease_policy=lease_policy,
             points=points,
             enqueued=enqueued,
-            bells=bells,
+            graph_slots=graph_slots,
             compiling=compiling,
             closing=closing,
             effects=effects,
@@ -156,7 +156,7 @@ class BrokerState:
             calls=calls,
             lease_policy=lease_policy,
             points=points,
-            bells=bells,
+            graph_slots=graph_slots,
             quarantine=quarantine,
             limits=limits,
             effects=effects,
@@ -189,8 +189,8 @@ class BrokerState:
             ev.RanInClient: sessions.on_ran_in_client,
             ev.CallArrived: admission.on_call_arrived,
             ev.CallPoisoned: admission.on_call_poisoned,
-            ev.CallUnbound: bells.on_call_unbound,
-            ev.GraphSlotsPolled: bells.on_bells_seen,
+            ev.CallUnbound: graph_slots.on_call_unbound,
+            ev.GraphSlotsPolled: graph_slots.on_graph_slots_seen,
             ev.LaneOverdue: self.on_lane_overdue,
             ev.LanePolled: self.on_lane_seen,
             ev.CallHandedBack: rings.on_call_left,
@@ -254,7 +254,7 @@ class BrokerState:
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for the broker to look at timeline pages and rings."""
-        return self.points.is_awaited or self.rings.is_awaited or self.bells.is_awaited
+        return self.points.is_awaited or self.rings.is_awaited or self.graph_slots.is_awaited
 
     def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
         """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""

@@ -93,7 +93,7 @@ class WorkerExits:
     def take_calls(self, worker: Worker) -> tuple[list[Call], list[Call], list[Call]]:
         """The worker is dead: its calls are in hand. Those that it had answered and its GPU was not done with, those
         that it had not answered, those that waited for it."""
-        on_gpu = (*worker.enqueued.values(), *worker.bells.values())
+        on_gpu = (*worker.enqueued.values(), *worker.graph_slots.values())
         return take(on_gpu), take(worker.running), take(worker.waiting)
 
     def _begins_anew(self, worker: Worker, event: ev.WorkerExited) -> bool:
@@ -139,7 +139,7 @@ def evidence_of(worker: Worker, event: ev.WorkerExited, stranded: Iterable[Stran
         running=[call.dispatch for call in worker.running],
         begun=[n for n, call in worker.enqueued.items() if call.point is not None and call.point.has_begun],
         rings={one.mark: one.is_ready for one in stranded},
-        rung=[n for n, call in worker.bells.items() if call.busy_since_s < math.inf],
+        rung=[n for n, call in worker.graph_slots.items() if call.busy_since_s < math.inf],
     )
 
 

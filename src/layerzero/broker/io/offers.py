@@ -112,7 +112,7 @@ class Offers:
             close_all(fds)
             raise
         refusal: LayerZeroError | None = self._state.engine.missing(message.gpu)
-        if refusal is None and self._state.bells.holds(peer.identity, message.gpu):
+        if refusal is None and self._state.graph_slots.holds(peer.identity, message.gpu):
             text = "calls in captured graphs hold the GPU's memory as it is offered; drop those graphs first"
             refusal = NoTransport(text, rung=gpu.rung, reason=text)
         if refusal is not None:  # nothing is wrong with the client: it goes on without this

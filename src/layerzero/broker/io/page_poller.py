@@ -38,7 +38,7 @@ class PagePoller:
     @property
     def has_silent(self) -> bool:
         """Whether there may be calls that wake nobody here."""
-        return bool(self._lanes) or any(worker.bells for worker in self._state.workers.values())
+        return bool(self._lanes) or any(worker.graph_slots for worker in self._state.workers.values())
 
     @property
     def due_s(self) -> float:
@@ -60,10 +60,10 @@ class PagePoller:
         if page_poller:
             self._handle(ev.RingsPolled(page_poller))
 
-    def at_bells(self) -> None:
-        calls = [call for worker in self._state.workers.values() for call in worker.bells.values()]
-        if calls or self._state.bells.is_awaited:
-            self._handle(ev.GraphSlotsPolled(self._pages.busy_bells(calls)))
+    def at_graph_slots(self) -> None:
+        calls = [call for worker in self._state.workers.values() for call in worker.graph_slots.values()]
+        if calls or self._state.graph_slots.is_awaited:
+            self._handle(ev.GraphSlotsPolled(self._pages.busy_graph_slots(calls)))
 
     def at_points(self) -> None:
         """See which calls GPUs are done with."""
@@ -75,7 +75,7 @@ class PagePoller:
             self._handle(ev.PointsReached(reached))
         if self._state.is_awaited:
             self.at_rings()
-            self.at_bells()
+            self.at_graph_slots()
 
     def at_points_of(self, backend: str, *, has_ended: bool = False) -> None:
         """Of one worker; of one that has ended also those that it has not answered."""
@@ -96,7 +96,7 @@ class PagePoller:
         self.at_points()  # in which of its calls the GPU was depends on those before them, whoever had these
         self.at_points_of(backend, has_ended=True)
         page_poller = self._rings(rings)
-        self.at_bells()
+        self.at_graph_slots()
         return page_poller
 
     def _rings(self, rings: Iterable[Lane]) -> dict[int, ev.RingSnapshot]:

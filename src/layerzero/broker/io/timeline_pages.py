@@ -92,15 +92,15 @@ class TimelinePages:
                 ready.append(call.dispatch)
         return done, ready
 
-    def busy_bells(self, calls: Iterable[Call]) -> dict[int, int]:
+    def busy_graph_slots(self, calls: Iterable[Call]) -> dict[int, int]:
         """Of these bound calls, by dispatches: the words of those that are rung, or taken and not done."""
         busy = {}
         for call in calls:
             held = self._gpus.get((call.client.number, call.gpu))
-            if held is None or call.bell is None:
+            if held is None or call.graph_slot is None:
                 continue
-            word = held.page.bell(call.bell)
-            if word == RUNG or (word != SILENT and not held.page.is_bell_done(call.bell)):
+            word = held.page.graph_slot(call.graph_slot)
+            if word == RUNG or (word != SILENT and not held.page.is_graph_slot_done(call.graph_slot)):
                 busy[call.dispatch] = word
         return busy
 

@@ -18,7 +18,7 @@ from layerzero.ipc.shm.timeline_words import (
     READY,
     RUNG,
     TimelinePoint,
-    bell_words,
+    graph_slot_words,
     index,
 )
 
@@ -109,15 +109,15 @@ class ClientOrder(_Words):
         ready, number = self.base + point[0] * LANE_BYTES, point[1]
         self._driver.write_and_wait(stream, ready, number, ready + DONE, number)
 
-    def ring(self, stream: int, bell: int) -> None:
-        """Ring a bell and hold the stream until that call is done: at each replay, when the stream is captured. Needs
-        memops. Raises ProtocolError for a bell that is none."""
-        at, done = bell_words(bell)
+    def ring(self, stream: int, graph_slot: int) -> None:
+        """Ring a graph slot and hold the stream until that call is done: at each replay, when the stream is captured.
+        Needs memops. Raises ProtocolError for a graph slot that is none."""
+        at, done = graph_slot_words(graph_slot)
         self._driver.ring_and_wait(stream, self.base + at, self.base + done)
 
-    def await_bell(self, stream: int, bell: int) -> None:
-        """As `ring`, for a bell that somebody else rings."""
-        self._driver.wait_value(stream, self.base + bell_words(bell)[1], 1, equal=True)
+    def await_graph_slot(self, stream: int, graph_slot: int) -> None:
+        """As `ring`, for a graph slot that somebody else rings."""
+        self._driver.wait_value(stream, self.base + graph_slot_words(graph_slot)[1], 1, equal=True)
 
     def await_done(self, stream: int, point: TimelinePoint) -> None:
         """Hold the stream until the call is done or has failed; the caller goes on at once.
@@ -199,13 +199,13 @@ class WorkerOrder(_Words):
             self._driver.synchronize_stream(stream)
             self.page.store_done(point)
 
-    def answer_bell(self, stream: int, bell: int) -> None:
+    def answer_graph_slot(self, stream: int, graph_slot: int) -> None:
         """Let the client's graph go on after all that this stream did so far. Needs memops."""
-        self._driver.write_value(stream, self.base + bell_words(bell)[1], 1)
+        self._driver.write_value(stream, self.base + graph_slot_words(graph_slot)[1], 1)
 
-    def ring(self, stream: int, bell: int) -> None:
-        """Ring another worker's bell after all that this stream did so far. Needs memops."""
-        self._driver.write_value(stream, self.base + bell_words(bell)[0], RUNG)
+    def ring(self, stream: int, graph_slot: int) -> None:
+        """Ring another worker's graph slot after all that this stream did so far. Needs memops."""
+        self._driver.write_value(stream, self.base + graph_slot_words(graph_slot)[0], RUNG)
 
 
 def probe(context: Context) -> str:

@@ -31,12 +31,12 @@ class Link:
     order: WorkerOrder
     offer: Key
     lanes: dict[int, list[Queue]] = field(default_factory=dict)
-    bell_stream: int = 0  # once there are bells
+    graph_slot_stream: int = 0  # once there are graph slots
 
     @property
     def streams(self) -> list[int]:
         streams = [queue.stream for queues in self.lanes.values() for queue in queues]
-        return [*streams, self.bell_stream] if self.bell_stream else streams
+        return [*streams, self.graph_slot_stream] if self.graph_slot_stream else streams
 
     def stream(self, point: TimelinePoint, new: Callable[[Context], int]) -> int:
         """The stream for a call; `new` makes one, or finds a free one. Raises ProtocolError for a point that is

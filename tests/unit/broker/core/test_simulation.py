@@ -126,7 +126,9 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulation.Cove
     assert set(coverage.actions) == {cls.__name__ for cls in act.Action.__args__}
     seen = {fate for fate, count in coverage.fates.items() if count}
     lanes = {f"lane_{fate}" for fate in simulation.LANE_FATES}
-    lanes |= {f"ring_{fate}" for fate in simulation.RING_FATES} | {f"bell_{fate}" for fate in simulation.BELL_FATES}
+    lanes |= {f"ring_{fate}" for fate in simulation.RING_FATES} | {
+        f"graph_slot_{fate}" for fate in simulation.GRAPH_SLOT_FATES
+    }
     others = {*simulation.GPU_FATES, *simulation.POINT_FATES, *simulation.COMPILE_FATES, *simulation.RETRY_FATES}
     others.add("late_answer")
     of_joined = {f"joined_{fate}" for fate in joined.JOINED_FATES}
@@ -631,18 +633,18 @@ class LosesBoundCalls(WorkerExits):
     """Forgets what a dead worker had bound."""
 
     def take_calls(self, worker: Worker) -> tuple[list[Call], list[Call], list[Call]]:
-        for call in take(worker.bells.values()):
+        for call in take(worker.graph_slots.values()):
             self.closing.close(call)
         return super().take_calls(worker)
 
 
 class BindsBeforeExit(BrokerState):
-    """Binds a call elsewhere while the worker that serves its bell may live."""
+    """Binds a call elsewhere while the worker that serves its graph slot may live."""
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         for action in list(super().handle(event, now_s)):
             if isinstance(action, act.Kill):
-                for one in take(self.workers[action.backend].bells.values()):
+                for one in take(self.workers[action.backend].graph_slots.values()):
                     self.calls.place(one)
         return self.effects.actions
 

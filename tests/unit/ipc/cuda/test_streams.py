@@ -13,7 +13,7 @@ from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
 from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
-from layerzero.ipc.shm.timeline_words import BELLS, LANES, TAKEN, TimelinePoint
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, TAKEN, TimelinePoint
 
 
 @pytest.fixture
@@ -135,18 +135,18 @@ def test_reserved_point_is_entered_later_in_one_call(context: Context, driver: F
         [client.reserve(stream) for stream in range(100, 100 + LANES)]
 
 
-def test_bell_is_rung_after_its_done_was_taken_back(context: Context, driver: FakeDriver, fd: int) -> None:
+def test_graph_slot_is_rung_after_its_done_was_taken_back(context: Context, driver: FakeDriver, fd: int) -> None:
     """Otherwise the second replay would go on with the first one's result."""
     client, worker = ClientOrder(context, fd, has_memops=True), WorkerOrder(context, fd, has_memops=True)
     for _ in range(2):
         client.ring(5, 9)
-        assert (client.page.rung(), client.page.is_bell_done(9)) == (9, False)
-        client.page.set_bell(9, TAKEN)
-        worker.answer_bell(3, 9)
-        assert (client.page.rung(), client.page.is_bell_done(9)) == (None, True)
+        assert (client.page.rung(), client.page.is_graph_slot_done(9)) == (9, False)
+        client.page.set_graph_slot(9, TAKEN)
+        worker.answer_graph_slot(3, 9)
+        assert (client.page.rung(), client.page.is_graph_slot_done(9)) == (None, True)
     assert driver.waits == [(5, 0, 1)] * 2
-    with pytest.raises(ProtocolError, match="bell 4096"):
-        client.ring(5, BELLS)
+    with pytest.raises(ProtocolError, match="graph slot 4096"):
+        client.ring(5, GRAPH_SLOTS)
 
 
 def test_probe_is_empty_where_memops_work(context: Context, driver: FakeDriver) -> None:

@@ -13,7 +13,7 @@ import pytest
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
 from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
-from layerzero.ipc.shm.timeline_words import BELLS, LANES, PAGE_BYTES, RUNG, TAKEN, TimelinePoint
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, PAGE_BYTES, RUNG, TAKEN, TimelinePoint
 
 
 @pytest.fixture
@@ -117,14 +117,14 @@ def test_broker_needs_no_cuda() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_rung_bell_is_found_among_others(fd: int, page: TimelinePage) -> None:
-    """From any bell on, up to any other; words that no client should write are none."""
-    for bell in (0, 5, 4095):
-        page.set_bell(bell, RUNG)
-    page.set_bell(2, TAKEN)
-    for bell, value in ((3, 0x0101), (4, 0x01000000), (6, 0x00010001)):
-        page.set_bell(bell, value)
+def test_rung_graph_slot_is_found_among_others(fd: int, page: TimelinePage) -> None:
+    """From any graph slot on, up to any other; words that no client should write are none."""
+    for graph_slot in (0, 5, 4095):
+        page.set_graph_slot(graph_slot, RUNG)
+    page.set_graph_slot(2, TAKEN)
+    for graph_slot, value in ((3, 0x0101), (4, 0x01000000), (6, 0x00010001)):
+        page.set_graph_slot(graph_slot, value)
     assert [page.rung(start) for start in (0, 1, 5, 6, 4095)] == [0, 5, 5, 4095, 4095]
     assert [page.rung(1, stop) for stop in (5, 6, 4096)] == [None, 5, 5]
-    page.set_bell(4095, TAKEN)
-    assert (page.rung(6), page.rung(BELLS)) == (None, None)
+    page.set_graph_slot(4095, TAKEN)
+    assert (page.rung(6), page.rung(GRAPH_SLOTS)) == (None, None)
