@@ -53,6 +53,7 @@ check: $(STAMP)  ## linters and type checker
 format: $(STAMP)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python -m tests.structure
 
 BENCHES := selection dispatch fairness regret chaos environments matrix
 

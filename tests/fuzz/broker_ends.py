@@ -28,13 +28,21 @@ from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined
 from layerzero.broker.processes.supervisor import Process
+from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.transport import control, messages
 
 _FOLDER = scratch.folder()
 TICKET = b"ticket of alpha.."
 JOINED = "gamma"  # the backend of keepers
 _MANIFEST = SimpleNamespace(descriptor_path=Path(__file__), env={}, provider_target="some.provider")
-_LAUNCHER = SimpleNamespace(joined=frozenset({JOINED}), manifests={JOINED: _MANIFEST}, env_ids=dict)
+
+
+def _absence(backend: str) -> Rejection:
+    return Rejection(Reason.NOT_JOINED, "no worker has joined", f"start one for {backend}")
+
+
+_LAUNCHER = SimpleNamespace(joined=frozenset({JOINED}), manifests={JOINED: _MANIFEST}, env_ids=dict, absence=_absence)
 
 
 class BrokerEnds:

@@ -32,7 +32,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"require_contiguous": True},
         "odd.json: ops.silu.0.require_contiguous: unknown field require_contiguous; did you mean requires_contiguous?",
     ),
-    "an op that does not exist": ({}, "odd.json: ops.sliu: no op is called so; did you mean 'silu'?"),
+    "an op that does not exist": ({}, "odd.json: ops: no op is called 'sliu'; did you mean 'silu'?"),
 }
 
 

@@ -64,7 +64,7 @@ def test_calls_run_here_once_the_probe_has_passed(here: Site) -> None:
     first = report()
     assert (first.backend, first.lane) == ("alpha", "broker")
     assert first.worker_pid == here.backend("alpha")["pid"]
-    assert first.notes == ("alpha does not run in this process: its probe in this interpreter has not ended yet",)
+    assert "alpha does not run in this process: its probe in this interpreter has not ended yet" in first.notes[0]
     assert "has not ended yet" in str(first)
     settled = settle()
     assert (settled.lane, settled.worker_pid) == ("in_process", os.getpid())
@@ -171,7 +171,7 @@ def test_kernel_that_raises_here_is_answered_by_a_worker(here: Site) -> None:
         ("beta", "", False),
     ]
     assert "the toy raises on request" in found.attempts[0].detail
-    assert found.notes == ("alpha does not run in this process for 5 s: a call failed here",)
+    assert found.notes[0].endswith("alpha does not run in this process for 5 s: a call failed here")
     failed = wait_until(lambda: here.events("client.kernel_failed"))
     assert (failed[0]["backend"], failed[0]["kernel_id"]) == ("alpha", "alpha.silu")
 

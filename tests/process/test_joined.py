@@ -371,7 +371,7 @@ def test_other_users_connect_where_the_broker_allows_it(
     code = f"""
         import os, sys
         from pathlib import Path
-        from layerzero.ipc import control, messages, secret
+        from layerzero.ipc.transport import control, messages, secret
         from layerzero.ipc.errors import NotAllowed
         from layerzero.ipc.transport.hello import greet
         key = secret.read(Path({str(tmp_path / "secret")!r}))

@@ -580,7 +580,7 @@ def test_requests_that_make_no_sense_are_answered_with_an_error(connected: Site)
         with pytest.raises(lz.LayerZeroError) as failure:
             lz.session().ask(method, **params)
         assert failure.value.code == "INVALID_ARGUMENT"
-    with pytest.raises(lz.InvalidArgument, match="known: status"):
+    with pytest.raises(lz.InvalidArgument, match="Known: status"):
         lz.session().ask("stauts")
     check(X, lz.silu(X))
 

@@ -97,7 +97,9 @@ try:
 except (lz.NoBackend, lz.VersionMismatch) as exc:
     print(exc.code, exc.message)
 """
-STAGE = "import sys; from pathlib import Path; from layerzero.envs import stage; print(stage.stage(Path(sys.argv[1])))"
+STAGE = (
+    "import sys; from pathlib import Path;from layerzero.envs.build import stage; print(stage.stage(Path(sys.argv[1])))"
+)
 
 
 @pytest.mark.parametrize("broker", STEPS)

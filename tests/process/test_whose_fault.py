@@ -20,7 +20,7 @@ LIAR = (Path(__file__).parents[1] / "backends" / "toy.py").read_text().replace(
     "    def run() -> None:\n        x = read()\n",
     "    def run() -> None:\n"
     "        import gc, zmq\n"
-    "        from layerzero.ipc import wire\n"
+    "        from layerzero.ipc.transport import wire\n"
     "        for dealer in [one for one in gc.get_objects() if isinstance(one, zmq.Socket)]:\n"  # none in the probe
     "            dealer.send(wire.pack(wire.Kind.LEFT, seq=1, aux=int(os.environ['LZ_LANE'])))\n"
     "        x = read()\n",

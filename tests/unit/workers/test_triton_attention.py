@@ -52,7 +52,7 @@ def test_splits_fill_the_gpu_once(programs: int, tiles: int, dim: int, splits: i
 
 def test_parts_are_no_more_than_memory_is_declared_for() -> None:
     """`workspace_bytes` of the descriptor. Each part has rows and their sums."""
-    kernels = json.loads((ROOT / "capabilities/descriptors/triton.json").read_text())["ops"]["attention"]
+    kernels = json.loads((ROOT / "src/layerzero/capabilities/descriptors/triton.json").read_text())["ops"]["attention"]
     declared = next(k["workspace_bytes"] for k in kernels if k["kernel_id"] == "triton.attention.decode")
     for programs, tiles, dim in itertools.product(range(1, 300, 7), (1, 2, 3, 17, 100, 1000), DIMS):
         splits = splits_for(programs, tiles, dim, 132)

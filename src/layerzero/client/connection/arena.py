@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -20,7 +21,7 @@ from collections.abc import Callable
 
 from layerzero.client.connection import retained
 from layerzero.ipc import free_memory
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import InvalidArgument, OutOfMemory
 from layerzero.ipc.shm import memory
 from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
 
@@ -42,8 +43,10 @@ class Arena:
         self.fd = memory.create_memfd("layerzero", nbytes)
         try:
             self._mapped = memory.map_fd(self.fd, nbytes, writable=True, populate=True)
-        except BaseException:
+        except BaseException as exc:
             os.close(self.fd)
+            if isinstance(exc, OSError) and exc.errno == errno.ENOMEM:  # the address space, limited by RLIMIT_AS
+                raise OutOfMemory(f"cannot map {nbytes} bytes of shared memory: {exc.strerror}", nbytes=nbytes) from exc
             raise
         self.view = memoryview(self._mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))

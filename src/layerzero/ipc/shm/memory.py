@@ -74,15 +74,10 @@ def check_memfd(fd: int, nbytes: int) -> None:
 
 
 def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> mmap.mmap:
-    """Map a whole memfd, shared. Raises OutOfMemory where this process has no address space left (RLIMIT_AS)."""
+    """Map a whole memfd, shared. Raises OSError: ENOMEM where this process has no address space left (RLIMIT_AS)."""
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-    try:
-        return mmap.mmap(fd, nbytes, flags=flags, prot=prot)
-    except OSError as exc:
-        if exc.errno == errno.ENOMEM:
-            raise OutOfMemory(f"cannot map {nbytes} bytes of shared memory: {exc.strerror}", nbytes=nbytes) from exc
-        raise
+    return mmap.mmap(fd, nbytes, flags=flags, prot=prot)
 
 
 class ControlPage:

@@ -34,6 +34,8 @@ SETTINGS = (
     "restart_window_s",
     "backoff_s",
     "backoff_max_s",
+    "retry_disabled_s",
+    "retry_disabled_max_s",
     "poison_quarantine_s",
     "express",
     "allow_mps",
@@ -63,6 +65,8 @@ class Variable(NamedTuple):
 OTHERS = (
     Variable("GPU_TRANSPORT", "any", "the only way of sharing GPU memory that may be used (docs/gpu.md)", "client"),
     Variable("NO_C", "", "anything: calls are made by the Python alone, without the compiled part", "client"),
+    Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),
+    Variable("MEMORY_MARGIN_MIB", "256", "MiB of memory that must stay free when more is asked for", "client, workers"),
     Variable("TRACEBACK", "", "true: `lz` shows where an error comes from", "`lz`"),
     Variable("WORKER_GRAPH_MIB", "256", "MiB of GPU memory for a worker's CUDA graphs; 0: none", "workers"),
     Variable("WORKER_CACHE", "a temporary folder", "where a joined worker's compilers keep what they make", "keeper"),

@@ -224,7 +224,7 @@ def test_error_of_an_unserved_call_begins_with_what_helps() -> None:
     spec = CallSpec.parse(softmax(64, 64, dtype="bfloat16"))
     here = {"torch-cuda": Rejection(Reason.NOT_FOR_MACHINE, "needs an NVIDIA GPU, and this machine has none")}
     down = {"torch": Rejection(Reason.NOT_INSTALLED, "its environment is not built", "lz env build torch"), **here}
-    error = no_backend(spec, one.rank(spec, one.context(spec), down, 0.0), one.capabilities)
+    error = no_backend(spec, one.rank(spec, one.context(spec), down, 0.0), one.capabilities, {})
     assert error.message.splitlines() == [
         "softmax: no kernel accepts this call; repair: lz env build torch",
         "  torch.softmax: NOT_INSTALLED: its environment is not built; repair: lz env build torch",
@@ -233,7 +233,7 @@ def test_error_of_an_unserved_call_begins_with_what_helps() -> None:
     ]
     assert error.facts == {"repair": "lz env build torch"}
     one = engine({name: OURS[name] for name in ("onnxruntime", "torch-cuda")})
-    error = no_backend(spec, one.rank(spec, one.context(spec), here, 0.0), one.capabilities)
+    error = no_backend(spec, one.rank(spec, one.context(spec), here, 0.0), one.capabilities, {})
     assert error.message.splitlines()[0].startswith(
         "softmax: no kernel accepts this call; for onnxruntime.softmax: cast x bfloat16->"
     )

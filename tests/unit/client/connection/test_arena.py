@@ -146,6 +146,7 @@ def test_slots_too_small_to_go_back_do_not_cost_a_look_at_each_free(
     assert len(kept) == 5120
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX warns; the child calls nothing of it
 def test_a_forked_child_gives_back_nothing_of_its_parents(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copies of views die in the child; the pages are still the parent's."""
     monkeypatch.setattr(arenas, "pool", pool)
