@@ -33,7 +33,7 @@ from layerzero.ipc.cuda.mappings import Mapping, Mappings
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
 from layerzero.ipc.shm.timeline_page import create_page
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 RESULTS = Path(__file__).parent / "results" / "gpu_transport.md"
 NBYTES = 64 << 10  # of the copy that stands for a kernel: a few microseconds
@@ -72,11 +72,11 @@ class Worker:
             while data := self._sock.recv(1 << 16):
                 lane, first, count, is_synchronous = msgpack.unpackb(data)
                 for number in range(first, first + count):
-                    turn = Turn(lane, number)
+                    point = TimelinePoint(lane, number)
                     if not is_synchronous:
-                        order.await_ready(stream, turn)
+                        order.await_ready(stream, point)
                     _work(driver, mapping, stream)
-                    order.done(stream, turn)
+                    order.done(stream, point)
                 if is_synchronous:
                     driver.synchronize_stream(stream)
                     self._sock.send(b"\xc0")
@@ -99,13 +99,13 @@ class Link(NamedTuple):
     sock: socket.socket
     opened_us: float
 
-    def call(self, stream: int) -> Turn:
+    def call(self, stream: int) -> TimelinePoint:
         """What a client enqueues for a call: nobody is told, the worker knows what comes."""
         self.arena.publish(self.rung, 0, NBYTES, stream)
-        turn = self.order.begin(stream)
-        self.order.await_done(stream, turn)
+        point = self.order.begin(stream)
+        self.order.await_done(stream, point)
         self.arena.collect(self.rung, NBYTES, NBYTES, stream)
-        return turn
+        return point
 
     def expect(self, lane: int, first: int, count: int) -> None:
         self.sock.send(msgpack.packb([lane, first, count, False]))
@@ -113,10 +113,10 @@ class Link(NamedTuple):
     def ask(self, stream: int, driver: cuda.Driver) -> None:
         """The peer: both CPUs wait."""
         driver.synchronize_stream(stream)
-        turn = self.order.begin(stream)
-        self.sock.send(msgpack.packb([turn.lane, turn.number, 1, True]))
+        point = self.order.begin(stream)
+        self.sock.send(msgpack.packb([point.lane, point.number, 1, True]))
         self.sock.recv(16)
-        self.order.await_done(stream, turn)
+        self.order.await_done(stream, point)
 
 
 @contextlib.contextmanager

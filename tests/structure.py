@@ -98,9 +98,9 @@ def closure(start: Iterable[str]) -> dict[str, set[str]]:
 
 def floors(links: Mapping[tuple[str, str], object]) -> list[str]:
     """Places, those that import others first. Raises graphlib.CycleError where places import each other."""
-    below: dict[str, set[str]] = defaultdict(set)
+    below: dict[str, list[str]] = {place: [] for ends in sorted(links) for place in ends}
     for importing, imported in sorted(links):
-        below[importing].add(imported)
+        below[importing].append(imported)
     return list(TopologicalSorter(below).static_order())[::-1]
 
 

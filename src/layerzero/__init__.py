@@ -13,18 +13,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from layerzero.ipc.version import __version__
-
 if TYPE_CHECKING:
+    from layerzero.ipc.version import __version__ as __version__
     from layerzero.client.facade.api import (
-        connect as connect,
-        disconnect as disconnect,
-        empty as empty,
-        empty_like as empty_like,
         explain as explain,
         last_report as last_report,
-        session as session,
-        share as share,
         status as status,
         submit as submit,
         synchronize as synchronize,
@@ -36,7 +29,6 @@ if TYPE_CHECKING:
         attention as attention,
         attention_varlen as attention_varlen,
         dequantize as dequantize,
-        detokenize as detokenize,
         embedding as embedding,
         gelu as gelu,
         layer_norm as layer_norm,
@@ -50,6 +42,19 @@ if TYPE_CHECKING:
         silu as silu,
         softmax as softmax,
         swiglu as swiglu,
+    )
+    from layerzero.client.facade.default_session import (
+        connect as connect,
+        disconnect as disconnect,
+        session as session,
+    )
+    from layerzero.client.facade.memory import (
+        empty as empty,
+        empty_like as empty_like,
+        share as share,
+    )
+    from layerzero.client.facade.text_ops import (
+        detokenize as detokenize,
         tokenize as tokenize,
     )
     from layerzero.client.facade.policy import (
@@ -92,15 +97,17 @@ if TYPE_CHECKING:
     from layerzero.ipc.vocabulary.tensors import TensorSpec as TensorSpec
 
 _HOME = {
-    "layerzero.client.facade.api": (
-        "connect disconnect empty empty_like explain last_report session share status submit synchronize"
-    ),
+    "layerzero.ipc.version": "__version__",
+    "layerzero.client.facade.api": "explain last_report status submit synchronize",
+    "layerzero.client.facade.default_session": "connect disconnect session",
+    "layerzero.client.facade.memory": "empty empty_like share",
     "layerzero.client.tools.compile": "compile",
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.ops": (
-        "append_kv attention attention_varlen dequantize detokenize embedding gelu layer_norm linear matmul null "
-        "paged_attention quantize rms_norm rope silu softmax swiglu tokenize"
+        "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear matmul null paged_attention "
+        "quantize rms_norm rope silu softmax swiglu"
     ),
+    "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
     "layerzero.client.tools.ready": "ReadinessReport readiness_check",
     "layerzero.client.connection.report": "SelectionReport",
@@ -119,7 +126,7 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]  # for type checkers, the imports above say what is public
+__all__ = [*sorted(_MODULE_OF)]  # for type checkers, the imports above say what is public
 
 if not TYPE_CHECKING:  # else every name would be one that exists
 

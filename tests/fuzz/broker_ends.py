@@ -22,7 +22,7 @@ from layerzero.broker.io.offers import Offers
 from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.poller import Poller
-from layerzero.broker.io.timeline_pages import OrderPages
+from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.registry import Processes
@@ -43,7 +43,7 @@ class BrokerEnds:
     def __init__(self) -> None:
         self.driver = Driver("alpha", "beta", JOINED, express=True)
         self._poller = Poller()
-        self._lanes, self._pages = LanePages(), OrderPages()
+        self._lanes, self._pages = LanePages(), TimelinePages()
         state, handle = self.driver.state, self.handle
         state.engine.devices.setdefault(GPU, state.engine.devices[""])
         links = WorkerLinks(self._poller, handle)
@@ -95,10 +95,10 @@ class BrokerEnds:
 
     def connect(self) -> socket.socket:
         sock = control.connect(_FOLDER / "broker.sock", timeout_s=5)
-        self.turn()
+        self.point()
         return sock
 
-    def turn(self) -> None:
+    def point(self) -> None:
         """Everything that is there is taken."""
         self._poller.wait(0)
 

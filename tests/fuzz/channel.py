@@ -71,8 +71,8 @@ def run(data: bytes) -> None:
     try:
         before = open_descriptors()
         _talk(end, source)
-        end.turn()
-        end.turn()
+        end.point()
+        end.point()
         assert not end.connections.clients
         assert open_descriptors() == before, "descriptors were left open"
     finally:
@@ -95,7 +95,7 @@ def _talk(end: BrokerEnds, source: Source) -> None:
             finally:
                 for fd in fds:
                     os.close(fd)
-            end.turn()
+            end.point()
     finally:
         sock.close()
 

@@ -11,7 +11,7 @@ from tests.simulation import route_body
 from layerzero.broker.io import frame_codec
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import BackendError, InvalidArgument, ProtocolError
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import RanHere, Ready, Request, encode
 from layerzero.ipc.transport.plain import pack_body
@@ -38,8 +38,8 @@ def mutate(data: bytes, rng: random.Random) -> bytes | None:
     return None if body is None else data[:head] + body
 
 
-def _call(refs: bytes, turn: Turn | None = None, **rest: Any) -> bytes:
-    flags, body = wire.pack_call(refs, turn, **rest)
+def _call(refs: bytes, point: TimelinePoint | None = None, **rest: Any) -> bytes:
+    flags, body = wire.pack_call(refs, point, **rest)
     return wire.pack_execute(flags, 1, 2, body)
 
 
@@ -51,8 +51,8 @@ def seeds() -> dict[str, bytes]:
     of_client = {
         "execute": wire.pack_execute(0, 1, 2, refs, 5_000_000),
         "execute_digest": _call(refs, digest=digest),
-        "execute_turn": _call(refs, Turn(1, 7)),
-        "execute_bell": _call(refs, bell=3, binding=1),
+        "execute_point": _call(refs, TimelinePoint(1, 7)),
+        "execute_graph_slot": _call(refs, graph_slot=3, binding=1),
         "route": wire.pack(Kind.ROUTE, route=1, body=route_body("gelu", backend="alpha")),
         "route_gpu": wire.pack(Kind.ROUTE, route=2, body=route_body(device="GPU-1")),
         "forget": wire.pack(Kind.FORGET, route=1),

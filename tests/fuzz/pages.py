@@ -1,5 +1,5 @@
-"""Pages of memory that a peer can write at any time: lanes, rings, order pages, control pages. Whoever reads one takes
-what makes sense or says that it makes none."""
+"""Pages of memory that a peer can write at any time: lanes, rings, timeline pages, control pages. Whoever reads one
+takes what makes sense or says that it makes none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from layerzero.broker.io.lane_pages import LanePages
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory, ring, ring_words, timeline_words
 from layerzero.ipc.shm.ring import Ring
-from layerzero.ipc.shm.timeline_page import OrderPage
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_page import TimelinePage
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 TYPED = (ProtocolError,)
@@ -86,7 +86,7 @@ def _read_lane(fd: int, call: int) -> None:
 def _read_ring(fd: int, order_fd: int, call: int) -> None:
     ends = LanePages()
     ends.add(1, [os.dup(fd), lane.create_doorbell()], is_ring=True)
-    orders = OrderPage(order_fd)
+    orders = TimelinePage(order_fd)
     try:
         for _ in range(2):
             look = ends.look(1, orders)
@@ -107,20 +107,20 @@ def _read_ring(fd: int, order_fd: int, call: int) -> None:
 
 
 def _read_order(fd: int, number: int) -> None:
-    page = OrderPage(fd)
+    page = TimelinePage(fd)
     try:
         page.rung()
-        for bell in (number % timeline_words.BELLS, number):
-            page.bell(bell)
-            page.is_bell_done(bell)
-            for linked in (page.next_bell(bell), page.previous_bell(bell)):
+        for graph_slot in (number % timeline_words.GRAPH_SLOTS, number):
+            page.graph_slot(graph_slot)
+            page.is_graph_slot_done(graph_slot)
+            for linked in (page.next_graph_slot(graph_slot), page.previous_graph_slot(graph_slot)):
                 if linked is not None:
-                    page.bell(linked)
-        turn = Turn(number & 0xFFFF_FFFF, number >> 32)
-        page.is_ready(turn)
-        page.error(turn)
-        page.fail(turn, 7)
-        assert page.is_done(turn)
+                    page.graph_slot(linked)
+        point = TimelinePoint(number & 0xFFFF_FFFF, number >> 32)
+        page.is_ready(point)
+        page.error(point)
+        page.fail(point, 7)
+        assert page.is_done(point)
     finally:
         page.close()
 

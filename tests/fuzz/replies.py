@@ -15,7 +15,7 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.io import frame_codec
 from layerzero.ipc.errors import BackendError, ProtocolError
 from layerzero.ipc.shm.ring_words import RingCall
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import Ready, encode
 from layerzero.ipc.transport.plain import pack_body
@@ -84,7 +84,7 @@ class _World:
                 event = ev.WorkerReady(identity, "alpha", worker.generation, said.versions)
             elif isinstance(said, frame_codec.Left):
                 event = ev.CallHandedBack(
-                    identity, said.lane, RingCall(said.call, 1, 1, 1, Turn(0, 1), BODY), said.error
+                    identity, said.lane, RingCall(said.call, 1, 1, 1, TimelinePoint(0, 1), BODY), said.error
                 )
             else:
                 event = said

@@ -29,7 +29,7 @@ from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring import create_page as create_ring
 from layerzero.ipc.shm.timeline_page import create_page
-from layerzero.ipc.shm.timeline_words import BELLS, LANES, MASK, Turn
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, MASK, TimelinePoint
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import HEADER_BYTES, Header, Kind, Ref
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -97,18 +97,18 @@ class Worker:
     def tell(self, message: messages.Message, *fds: int) -> None:
         control.send(self._control, message, fds)
 
-    def run(self, dispatch: int, client: Client, turn: Turn, refs: bytes, kernel: str = "copy") -> None:
-        flags, body = wire.pack_call(refs, turn)
+    def run(self, dispatch: int, client: Client, point: TimelinePoint, refs: bytes, kernel: str = "copy") -> None:
+        flags, body = wire.pack_call(refs, point)
         self.send(wire.pack_run(flags, PLANS[kernel], dispatch, 1, client.number, body))
 
-    def bind(self, client: Client, bell: int, refs: bytes, kernel: str = "copy") -> tuple[Header, bytes]:
-        """Bind a call to a bell; its answer."""
-        flags, body = wire.pack_call(refs, bell=bell, binding=client.order.page.binding(bell))
-        self.send(wire.pack_run(flags, PLANS[kernel], bell + 1, 1, client.number, body))
+    def bind(self, client: Client, graph_slot: int, refs: bytes, kernel: str = "copy") -> tuple[Header, bytes]:
+        """Bind a call to a graph slot; its answer."""
+        flags, body = wire.pack_call(refs, graph_slot=graph_slot, binding=client.order.page.binding(graph_slot))
+        self.send(wire.pack_run(flags, PLANS[kernel], graph_slot + 1, 1, client.number, body))
         return self.answer()
 
-    def mute(self, client: Client, bell: int, kernel: str = "copy") -> None:
-        self.send(wire.pack(Kind.MUTE, route=PLANS[kernel], seq=bell, aux=client.number))
+    def mute(self, client: Client, graph_slot: int, kernel: str = "copy") -> None:
+        self.send(wire.pack(Kind.MUTE, route=PLANS[kernel], seq=graph_slot, aux=client.number))
 
     def allow(self, lane: int, kernel: str = "copy") -> None:
         self.send(wire.pack(Kind.ALLOW, route=PLANS[kernel], aux=lane))
@@ -145,7 +145,7 @@ class Worker:
 
 @dataclass
 class Client:
-    """A client's memory, order page and streams."""
+    """A client's memory, timeline page and streams."""
 
     context: driver.Context
     number: int
@@ -182,11 +182,11 @@ class Client:
     def refs(self, source: int, target: int) -> bytes:
         return wire.pack_refs([Ref(self.arena.number, 0, block * NBYTES, NBYTES) for block in (source, target)])
 
-    def begin(self, lane: int = 0) -> Turn:
+    def begin(self, lane: int = 0) -> TimelinePoint:
         """What a call of the client enqueues; its stream goes on when somebody has written DONE."""
-        turn = self.order.begin(self.streams[lane])
-        self.order.await_done(self.streams[lane], turn)
-        return turn
+        point = self.order.begin(self.streams[lane])
+        self.order.await_done(self.streams[lane], point)
+        return point
 
     def write(self, block: int, data: bytes, lane: int = 0) -> None:
         store(self.driver, self.arena.address + block * NBYTES, data, self.streams[lane])
@@ -208,10 +208,10 @@ class Client:
         return lambda: self.order.page.store_done(gate)
 
     def close(self) -> None:
-        for bell in range(BELLS):
-            self.order.page.store_bell_done(bell)
+        for graph_slot in range(GRAPH_SLOTS):
+            self.order.page.store_graph_slot_done(graph_slot)
         for number in range(LANES):  # whatever a failed test left waiting would make the driver wait, too
-            self.order.page.store_done(Turn(number, 1000 & MASK))
+            self.order.page.store_done(TimelinePoint(number, 1000 & MASK))
         for stream in self.streams:
             finish(self.driver, stream)
             self.driver.destroy_stream(stream)
@@ -236,17 +236,19 @@ class Lent:
             worker.allow(number, kernel)
         worker.settle(client)
 
-    def call(self, source: int, target: int, *, lane: int = 0, kernel: str = "copy", refs: bytes | None = None) -> Turn:
+    def call(
+        self, source: int, target: int, *, lane: int = 0, kernel: str = "copy", refs: bytes | None = None
+    ) -> TimelinePoint:
         """All that a client does for a call."""
         client = self.client
-        turn = client.order.reserve(client.streams[lane])
-        self.write(turn, client.refs(source, target) if refs is None else refs, PLANS[kernel])
-        client.order.enter(client.streams[lane], turn)
-        return turn
+        point = client.order.reserve(client.streams[lane])
+        self.write(point, client.refs(source, target) if refs is None else refs, PLANS[kernel])
+        client.order.enter(client.streams[lane], point)
+        return point
 
-    def write(self, turn: Turn, refs: bytes, plan: int) -> None:
+    def write(self, point: TimelinePoint, refs: bytes, plan: int) -> None:
         self.put += 1
-        self.ring.put(self.put, 1, plan, 100 + self.put, turn, refs)
+        self.ring.put(self.put, 1, plan, 100 + self.put, point, refs)
         with self.client.fence:
             pass
         if self.ring.is_asleep:

@@ -21,27 +21,27 @@ from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.wire import Kind
 
 
-def bind(worker: Worker, client: Client, bell: int, source: int, target: int) -> None:
-    header, body = worker.bind(client, bell, client.refs(source, target))
-    assert (header.kind, header.seq, body) == (Kind.RAN, bell + 1, b"")
+def bind(worker: Worker, client: Client, graph_slot: int, source: int, target: int) -> None:
+    header, body = worker.bind(client, graph_slot, client.refs(source, target))
+    assert (header.kind, header.seq, body) == (Kind.RAN, graph_slot + 1, b"")
 
 
 @contextmanager
-def graph_of(client: Client, *bells: int) -> Iterator[int]:
-    """A graph of the client that rings these bells one after the other."""
+def graph_of(client: Client, *graph_slots: int) -> Iterator[int]:
+    """A graph of the client that rings these graph slots one after the other."""
     driver, stream = client.driver, client.streams[0]
     driver.begin_capture(stream)
-    for bell in bells:
-        client.order.ring(stream, bell)
+    for graph_slot in graph_slots:
+        client.order.ring(stream, graph_slot)
     graph = driver.end_capture(stream)
     yield graph
-    for bell in bells:  # whatever a failed test left waiting
-        client.order.page.store_bell_done(bell)
+    for graph_slot in graph_slots:  # whatever a failed test left waiting
+        client.order.page.store_graph_slot_done(graph_slot)
     finish(driver, stream)
     driver.destroy_graph(graph)
 
 
-class BellChecks:
+class GraphSlotChecks:
     def test_each_replay_computes_with_the_data_of_that_time(self, spawn: Spawn, connect: Connect) -> None:
         """Binding runs nothing; from then on no message is sent."""
         worker, client = spawn(), connect()
@@ -49,8 +49,8 @@ class BellChecks:
         before = secrets.token_bytes(NBYTES)
         for block in (1, 2, 3):
             client.write(block, before)
-        for bell, step in ((0, 0), (7, 1), (4095, 2)):
-            bind(worker, client, bell, step, step + 1)
+        for graph_slot, step in ((0, 0), (7, 1), (4095, 2)):
+            bind(worker, client, graph_slot, step, step + 1)
         assert client.read(3) == before
         with graph_of(client, 0, 7, 4095) as graph:
             for _ in range(5):
@@ -63,7 +63,7 @@ class BellChecks:
             assert client.read(3) == data
         assert worker.is_silent()
 
-    def test_bell_rings_through_sleep(self, spawn: Spawn, connect: Connect) -> None:
+    def test_graph_slot_rings_through_sleep(self, spawn: Spawn, connect: Connect) -> None:
         """What a GPU writes wakes nobody: the worker looks by itself, more seldom as time goes by."""
         worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
         client.join(worker)
@@ -75,7 +75,7 @@ class BellChecks:
                 client.driver.launch_graph(graph, client.streams[0])
                 assert client.read(1) == data
 
-    def test_calls_and_bells_take_turns(self, spawn: Spawn, connect: Connect) -> None:
+    def test_calls_and_graph_slots_take_points(self, spawn: Spawn, connect: Connect) -> None:
         """A graph that replays does not keep the worker from others, by ring or by the broker."""
         worker, client, other = spawn(), connect(), connect()
         client.join(worker)
@@ -139,27 +139,27 @@ class BellChecks:
             client.write(0, data[::-1])
             client.driver.launch_graph(graph, client.streams[0])
             assert first.process.wait(PATIENCE_S) == -signal.SIGKILL
-            until(lambda: page.bell(5) == value)
-            assert not page.is_bell_done(5)
-            for bell in (6, 5):
-                bind(second, client, bell, bell - 5, bell - 4)
+            until(lambda: page.graph_slot(5) == value)
+            assert not page.is_graph_slot_done(5)
+            for graph_slot in (6, 5):
+                bind(second, client, graph_slot, graph_slot - 5, graph_slot - 4)
             assert client.read(2) == data[::-1]
 
-    def test_workers_serve_their_own_bells_of_a_page(self, spawn: Spawn, connect: Connect) -> None:
+    def test_workers_serve_their_own_graph_slots_of_a_page(self, spawn: Spawn, connect: Connect) -> None:
         """Each kernel of a graph may be another backend's."""
         first, second, client, data = spawn(), spawn(), connect(), secrets.token_bytes(NBYTES)
         for worker in (first, second):
             client.join(worker)
-        for bell in range(10):
-            bind((first, second)[bell % 2], client, bell, bell, bell + 1)
+        for graph_slot in range(10):
+            bind((first, second)[graph_slot % 2], client, graph_slot, graph_slot, graph_slot + 1)
         with graph_of(client, *range(10)) as graph:
             for _ in range(3):
                 client.write(0, data := data[::-1])
                 client.driver.launch_graph(graph, client.streams[0])
                 assert client.read(10) == data
 
-    def test_muted_bell_is_somebody_elses(self, spawn: Spawn, connect: Connect) -> None:
-        """It may be bound anew, here or elsewhere; other bells go on."""
+    def test_muted_graph_slot_is_somebody_elses(self, spawn: Spawn, connect: Connect) -> None:
+        """It may be bound anew, here or elsewhere; other graph slots go on."""
         first, second, client, data = spawn(), spawn(), connect(), secrets.token_bytes(NBYTES)
         for worker in (first, second):
             client.join(worker)
@@ -171,15 +171,15 @@ class BellChecks:
         client.write(3, data[::-1])
         with graph_of(client, 5, 6) as graph:
             client.driver.launch_graph(graph, client.streams[0])
-            until(lambda: client.order.page.bell(5) == RUNG)
+            until(lambda: client.order.page.graph_slot(5) == RUNG)
             assert first.is_silent()
-            assert client.order.page.bell(5) == RUNG
+            assert client.order.page.graph_slot(5) == RUNG
             bind(second, client, 5, 0, 1)
             assert (client.read(1), client.read(4)) == (data, data[::-1])
         header, _ = first.bind(client, 6, client.refs(0, 1))
         assert header.kind == Kind.RAISED  # bound already
 
-    def test_bells_go_with_their_memory(self, spawn: Spawn, connect: Connect) -> None:
+    def test_graph_slots_go_with_their_memory(self, spawn: Spawn, connect: Connect) -> None:
         """A launch would touch what is unmapped."""
         worker, client, other = spawn(), connect(), connect()
         client.join(worker)
@@ -188,12 +188,12 @@ class BellChecks:
         bind(worker, other, 5, 0, 1)
         worker.tell(messages.UnmapArena(client=client.number, arena=1))
         worker.tell(messages.UnmapGpu(client=other.number, gpu=other.context.gpu))
-        bells = itertools.count(10)
-        until(lambda: worker.bind(other, next(bells), other.refs(0, 1))[0].kind == Kind.RAISED)  # both were taken
+        graph_slots = itertools.count(10)
+        until(lambda: worker.bind(other, next(graph_slots), other.refs(0, 1))[0].kind == Kind.RAISED)  # both were taken
         for one in (client, other):
             with graph_of(one, 5) as graph:
                 one.driver.launch_graph(graph, one.streams[0])
-                until(lambda one=one: one.order.page.bell(5) == RUNG)
+                until(lambda one=one: one.order.page.graph_slot(5) == RUNG)
                 assert worker.is_silent()
-                assert one.order.page.bell(5) == RUNG
+                assert one.order.page.graph_slot(5) == RUNG
         assert worker.stop() == 0

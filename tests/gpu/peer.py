@@ -30,8 +30,8 @@ from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.cuda.offer_worker import sign
 from layerzero.ipc.cuda.streams import WorkerOrder
 from layerzero.ipc.errors import LayerZeroError, NoTransport, from_wire
-from layerzero.ipc.shm.timeline_page import OrderPage
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_page import TimelinePage
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0  # a first context takes seconds on a busy machine
@@ -174,24 +174,24 @@ class Server:
         os.close(fd)
 
     def copy(
-        self, *, order: int, turn: list[int], key: list[Any], source: int, target: int, nbytes: int, stream: int
+        self, *, order: int, point: list[int], key: list[Any], source: int, target: int, nbytes: int, stream: int
     ) -> bool:
         """One call whose kernel copies bytes within an arena. Answered when it is enqueued; True if it is not over."""
         mapping, words = self._mappings.get((key[0], key[1], key[2])), self._orders[order]
         with mapping.context:
             driver, own = cuda.load(), self._stream(stream)
-            words.await_ready(own, Turn(*turn))
+            words.await_ready(own, TimelinePoint(*point))
             mapping.collect(source, nbytes, own)
             driver.copy_on_device(mapping.at(target, nbytes), mapping.at(source, nbytes), nbytes, own)
             mapping.publish(target, nbytes, own)
-            words.done(own, Turn(*turn))
+            words.done(own, TimelinePoint(*point))
             return not driver.is_stream_idle(own)
 
-    def hang(self, *, order: int, turn: list[int], stream: int) -> None:
+    def hang(self, *, order: int, point: list[int], stream: int) -> None:
         """A stream that waits for a call that never comes."""
         words = self._orders[order]
         with self._context(self._gpu):
-            words.await_ready(self._stream(stream), Turn(*turn))
+            words.await_ready(self._stream(stream), TimelinePoint(*point))
 
     def fault(self, *, gpu: str, kernel: str) -> list[Any]:
         """Run a kernel that must not be run; then what the next ordinary call says."""
@@ -215,11 +215,11 @@ class Server:
             found = InPlace(context, "c1", itertools.count(1)).find(tensor.data_ptr(), 4000)
         return found if isinstance(found, str) else ""
 
-    def fail(self, fd: int, *, turn: list[int], code: int) -> bool:
+    def fail(self, fd: int, *, point: list[int], code: int) -> bool:
         """As the broker does it; returns whether this process has the driver loaded."""
-        page = OrderPage(fd)
+        page = TimelinePage(fd)
         os.close(fd)
-        page.fail(Turn(*turn), code)
+        page.fail(TimelinePoint(*point), code)
         page.close()
         return "libcuda.so" in Path("/proc/self/maps").read_text()
 

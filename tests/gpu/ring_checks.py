@@ -19,7 +19,7 @@ from tests.gpu.peer import PATIENCE_S
 from layerzero.ipc.errors import from_wire
 from layerzero.ipc.shm import lane
 from layerzero.ipc.shm.ring_words import ENQUEUED, LEFT, REPLAYED
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.wire import Kind, Ref, pack_refs
 from layerzero.ipc.vocabulary.worker_codes import mark
@@ -32,15 +32,15 @@ def left(worker: Worker) -> tuple[int, int, Any]:
     return header.aux, header.seq, from_wire(msgpack.unpackb(body)) if body else None
 
 
-def run(worker: Worker, client: Client, turn: Turn, source: int, target: int) -> None:
+def run(worker: Worker, client: Client, point: TimelinePoint, source: int, target: int) -> None:
     """As the broker does with a call that was left to it."""
-    worker.run(next(numbers), client, turn, client.refs(source, target))
+    worker.run(next(numbers), client, point, client.refs(source, target))
     assert worker.answer()[0].kind == Kind.RAN
 
 
 class RingChecks:
     def test_calls_run_in_order_and_become_replays(self, spawn: Spawn, connect: Connect) -> None:
-        """Nobody answers: the words of the order page are all that the two sides exchange."""
+        """Nobody answers: the words of the timeline page are all that the two sides exchange."""
         worker, client = spawn(), connect()
         client.join(worker)
         ring, statuses = client.lend(worker), []
@@ -78,15 +78,15 @@ class RingChecks:
         client.join(worker)
         ring, chance = client.lend(worker), random.Random(7)
         for _ in range(400):
-            turn = ring.call(0, 1)
-            until(lambda turn=turn: client.order.page.is_done(turn))
+            point = ring.call(0, 1)
+            until(lambda point=point: client.order.page.is_done(point))
             stop_s = time.perf_counter() + chance.uniform(0.0009, 0.0013)
             while time.perf_counter() < stop_s:
                 pass
         assert worker.is_silent()
         until(lambda: ring.ring.is_asleep)
-        turn = ring.call(0, 1)
-        until(lambda: client.order.page.is_done(turn))
+        point = ring.call(0, 1)
+        until(lambda: client.order.page.is_done(point))
 
     def test_worker_that_is_called_serves_its_other_clients(self, spawn: Spawn, connect: Connect) -> None:
         """Calls of the broker, of another ring, and messages come through while a ring is never empty."""
@@ -102,9 +102,9 @@ class RingChecks:
         second.write(0, data)
         for _ in range(100):
             rings[0].call(0, 1)
-            turn = rings[1].call(0, 1)
+            point = rings[1].call(0, 1)
         run(worker, second, second.begin(1), 1, 2)
-        until(lambda: second.order.page.is_done(turn))
+        until(lambda: second.order.page.is_done(point))
         assert second.read(1) == data
         assert not first.driver.is_stream_idle(first.streams[0])
         release()
@@ -124,14 +124,14 @@ class RingChecks:
             {"kernel": "raise"},
         ]
         for number, how in enumerate(bad, 1):
-            turn = ring.call(0, 1, **how)
+            point = ring.call(0, 1, **how)
             if how.get("kernel") == "raise":
-                until(lambda turn=turn: client.order.page.is_ready(turn))
+                until(lambda point=point: client.order.page.is_ready(point))
             lane_number, call, error = left(worker)
             assert (lane_number, call, ring.status()) == (5, number, LEFT)
             assert ("the toy refuses" in str(error)) == (how.get("kernel") == "raise")
-            assert not client.order.page.is_done(turn)
-            run(worker, client, turn, 0, 1)
+            assert not client.order.page.is_done(point)
+            run(worker, client, point, 0, 1)
         ring.call(1, 2)
         assert ring.status() == ENQUEUED
         assert client.read(2) == data
@@ -167,8 +167,8 @@ class RingChecks:
         calls = ring.ring.left()
         assert [call.call for call in calls] == list(range(1, 11))
         for call in calls:
-            assert not client.order.page.is_done(call.turn)
-            second.run(call.call, client, call.turn, call.refs)
+            assert not client.order.page.is_done(call.point)
+            second.run(call.call, client, call.point, call.refs)
             assert second.answer()[0].kind == Kind.RAN
         assert client.read(10) == data
 
@@ -179,11 +179,11 @@ class RingChecks:
         client.join(worker)
         ring = client.lend(worker, 3)
         ring.call(0, 1)
-        turn = ring.call(0, 1)
+        point = ring.call(0, 1)
         assert worker.process.wait(PATIENCE_S) == -signal.SIGKILL
-        assert (ring.ring.taken, client.order.page.is_done(turn)) == (2, False)
+        assert (ring.ring.taken, client.order.page.is_done(point)) == (2, False)
         assert worker.page.read()[0] == mark(3, 2)
-        client.order.page.fail(turn, 1)
+        client.order.page.fail(point, 1)
 
     def test_worker_goes_on_when_a_client_is_gone(self, spawn: Spawn, connect: Connect) -> None:
         """Its READY never comes; the worker's streams must not wait for it for ever, nor keep its memory mapped."""
@@ -192,13 +192,13 @@ class RingChecks:
         other.join(worker)
         ring = client.lend(worker)
         for step in range(5):  # nothing is entered: as if the client had died between
-            turn = client.order.reserve(client.streams[0])
-            ring.write(turn, client.refs(step, step + 1), PLANS["copy"])
+            point = client.order.reserve(client.streams[0])
+            ring.write(point, client.refs(step, step + 1), PLANS["copy"])
         until(lambda: ring.ring.taken == 5)
-        assert not client.order.page.is_done(turn)
+        assert not client.order.page.is_done(point)
         worker.tell(messages.UnmapLane(lane=1))
-        until(lambda: client.order.page.is_done(turn))
-        client.order.page.store_ready(Turn(0, 0))  # a late write of its GPU
+        until(lambda: client.order.page.is_done(point))
+        client.order.page.store_ready(TimelinePoint(0, 0))  # a late write of its GPU
         worker.tell(messages.UnmapArena(client=client.number, arena=1))
         worker.tell(messages.UnmapGpu(client=client.number, gpu=client.context.gpu))
         run(worker, other, other.begin(), 0, 1)
@@ -211,16 +211,16 @@ class RingChecks:
         client.join(worker)
         other.join(worker)
         ring, whole = client.lend(worker, 1), other.lend(worker, 2)
-        ring.ring.put(7, 1, 1, 1, Turn(0, 1), b"")  # where call 1 should be there is none
+        ring.ring.put(7, 1, 1, 1, TimelinePoint(0, 1), b"")  # where call 1 should be there is none
         lane.ring(ring.doorbell)
         data = secrets.token_bytes(NBYTES)
         other.write(0, data)
         whole.call(0, 1)
         assert other.read(1) == data
         until(lambda: "is not served by ring 1 any more" in worker.log.read_text())
-        turn = Turn(70, 1)  # no such lane
-        whole.write(turn, other.refs(0, 1), PLANS["copy"])
-        assert "turn 1 of lane 70" in str(left(worker)[2])
+        point = TimelinePoint(70, 1)  # no such lane
+        whole.write(point, other.refs(0, 1), PLANS["copy"])
+        assert "point 1 of lane 70" in str(left(worker)[2])
 
     def test_stop_waits_for_what_was_enqueued(self, spawn: Spawn, connect: Connect) -> None:
         """A worker that is replaced is done with what it has taken; later calls are read off the ring."""

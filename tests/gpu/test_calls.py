@@ -350,7 +350,7 @@ def test_a_call_that_was_never_made_is_refused_and_the_capture_stays_whole(conne
 
 
 def test_a_replay_survives_its_worker(new_site: Callable[..., Site]) -> None:
-    """Killed in the middle of it: another kernel takes the bells over, those that were rung included."""
+    """Killed in the middle of it: another kernel takes the graph slots over, those that were rung included."""
     site = new_site()
     site.connect()
     x = randn(SLOW)
@@ -378,7 +378,7 @@ def test_a_replay_survives_its_worker(new_site: Callable[..., Site]) -> None:
     lz.synchronize(PATIENCE_S)
 
 
-def test_bells_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
+def test_graph_slots_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
     """The driver says when a graph is gone, without a Python function in its threads."""
     x = randn(77)
     lz.silu(x)
@@ -387,7 +387,7 @@ def test_bells_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
         graph, _ = captured(lambda: lz.silu(x))
         graph.replay()
         record = lz.session().last_record
-        used.add(record.bell)  # type: ignore[union-attr]
+        used.add(record.graph_slot)  # type: ignore[union-attr]
         finish()
         graph.reset()
         del graph, record

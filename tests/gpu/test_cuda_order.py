@@ -17,8 +17,8 @@ from layerzero.ipc.cuda import streams as cuda_order
 from layerzero.ipc.cuda.handles import RUNGS
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
-from layerzero.ipc.shm.timeline_page import OrderPage, create_page
-from layerzero.ipc.shm.timeline_words import DONE, LANES, MASK, PAGE_BYTES, READY, TAKEN, Turn, index
+from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
+from layerzero.ipc.shm.timeline_words import DONE, LANES, MASK, PAGE_BYTES, READY, TAKEN, TimelinePoint, index
 
 NBYTES = 64 << 10
 
@@ -40,10 +40,12 @@ class Link:
         worker.open(*self.arena.offer(self.rung))
         worker.ask("order", self.fd, gpu=self.context.gpu, number=number, has_memops=has_memops)
 
-    def copy(self, turn: Turn, source: int, target: int, *, stream: int = 0, worker: Peer | None = None) -> bool:
+    def copy(
+        self, point: TimelinePoint, source: int, target: int, *, stream: int = 0, worker: Peer | None = None
+    ) -> bool:
         """Tell a worker to copy block `source` of the arena to block `target`; True if it is not done on return."""
         return bool((worker or self.worker).ask(
-            "copy", order=0, turn=list(turn), key=self.arena.offer(self.rung)[0].key, stream=stream,
+            "copy", order=0, point=list(point), key=self.arena.offer(self.rung)[0].key, stream=stream,
             source=source * NBYTES, target=target * NBYTES, nbytes=NBYTES,
         ))  # fmt: skip
 
@@ -71,7 +73,7 @@ def connect(current: cuda.Context, start: Callable[..., Peer]) -> Iterator[Linke
     for link in made:
         link.worker.kill()
         for lane in range(LANES):  # whatever a failed test left waiting would make the driver wait, too
-            link.order.page.store_done(Turn(lane, link.first + 1000 & MASK))
+            link.order.page.store_done(TimelinePoint(lane, link.first + 1000 & MASK))
         link.order.close()
         link.arena.close()
         os.close(link.fd)
@@ -95,11 +97,11 @@ def test_client_goes_on_before_the_worker_has_heard_of_the_call(connect: Linker,
     link, stream = connect(), streams[0]
     driver, data = link.driver, os.urandom(NBYTES)
     store(driver, link.block(0), data, stream)
-    turn = link.order.begin(stream)
-    link.order.await_done(stream, turn)
+    point = link.order.begin(stream)
+    link.order.await_done(stream, point)
     driver.copy_on_device(link.block(2), link.block(1), NBYTES, stream)
     assert not driver.is_stream_idle(stream)
-    link.copy(turn, 0, 1)
+    link.copy(point, 0, 1)
     assert load(driver, link.block(2), NBYTES, stream) == data
 
 
@@ -112,11 +114,11 @@ def test_calls_in_a_row_are_in_order_by_each_way(connect: Linker, streams: list[
     for step, data in enumerate(expected):
         store(driver, link.block(0), data, stream)
         arena.publish(rung, 0, NBYTES, stream)
-        turn = link.order.begin(stream)
-        link.order.await_done(stream, turn)
+        point = link.order.begin(stream)
+        link.order.await_done(stream, point)
         if rung != "copied":  # there the CPU waits for the worker, which must know of the call then
             arena.collect(rung, NBYTES, NBYTES, stream)
-        link.copy(turn, 0, 1)
+        link.copy(point, 0, 1)
         if rung == "copied":
             arena.collect(rung, NBYTES, NBYTES, stream)
         driver.copy_on_device(link.block(2 + step), link.block(1), NBYTES, stream)
@@ -133,10 +135,10 @@ def test_worker_does_not_run_ahead_of_the_inputs(connect: Linker, streams: list[
     driver.record_event(event, other)
     store(driver, link.block(0), data, stream)
     driver.wait_event(stream, event)
-    turn = link.order.begin(stream)
-    link.order.await_done(stream, turn)
-    assert link.copy(turn, 0, 1)
-    assert not link.order.page.is_ready(turn)
+    point = link.order.begin(stream)
+    link.order.await_done(stream, point)
+    assert link.copy(point, 0, 1)
+    assert not link.order.page.is_ready(point)
     link.order.page.store_done(gate)
     assert load(driver, link.block(1), NBYTES, stream) == data
     driver.destroy_event(event)
@@ -148,9 +150,9 @@ def test_calls_in_a_row_each_see_the_one_before(connect: Linker, streams: list[i
     data = os.urandom(NBYTES)
     store(link.driver, link.block(0), data, stream)
     for step in range(200):
-        turn = link.order.begin(stream)
-        link.order.await_done(stream, turn)
-        link.copy(turn, step, step + 1)
+        point = link.order.begin(stream)
+        link.order.await_done(stream, point)
+        link.copy(point, step, step + 1)
     assert load(link.driver, link.block(200), NBYTES, stream) == data
 
 
@@ -159,12 +161,12 @@ def test_numbers_wrap_around_on_the_gpu(connect: Linker, streams: list[int]) -> 
     link, stream = connect(first=2**32 - 2), streams[0]
     data = os.urandom(NBYTES)
     store(link.driver, link.block(0), data, stream)
-    turns = []
+    points = []
     for step in range(5):
-        turns.append(link.order.begin(stream))
-        link.order.await_done(stream, turns[-1])
-        link.copy(turns[-1], step, step + 1)
-    assert [turn.number for turn in turns] == [2**32 - 2, 2**32 - 1, 0, 1, 2]
+        points.append(link.order.begin(stream))
+        link.order.await_done(stream, points[-1])
+        link.copy(points[-1], step, step + 1)
+    assert [point.value for point in points] == [2**32 - 2, 2**32 - 1, 0, 1, 2]
     assert load(link.driver, link.block(5), NBYTES, stream) == data
 
 
@@ -175,9 +177,9 @@ def test_streams_do_not_wait_for_each_other(connect: Linker, streams: list[int])
     held = link.order.begin(slow)
     link.order.await_done(slow, held)
     store(link.driver, link.block(0), data, fast)
-    turn = link.order.begin(fast)
-    link.order.await_done(fast, turn)
-    link.copy(turn, 0, 1)
+    point = link.order.begin(fast)
+    link.order.await_done(fast, point)
+    link.copy(point, 0, 1)
     assert load(link.driver, link.block(1), NBYTES, fast) == data
     assert not link.driver.is_stream_idle(slow)
     link.copy(held, 0, 2)
@@ -196,10 +198,10 @@ def test_threads_with_streams_of_their_own_do_not_mix(connect: Linker) -> None:
                 data = os.urandom(NBYTES)
                 store(driver, link.block(first), data, stream)
                 for step in range(first, first + 20):
-                    turn = link.order.begin(stream)
-                    link.order.await_done(stream, turn)
+                    point = link.order.begin(stream)
+                    link.order.await_done(stream, point)
                     with telling:  # one socket for all
-                        link.copy(turn, step, step + 1, stream=lane)
+                        link.copy(point, step, step + 1, stream=lane)
                 assert load(driver, link.block(first + 20), NBYTES, stream) == data
             driver.destroy_stream(stream)
 
@@ -213,18 +215,18 @@ def test_chain_hops_between_two_workers_without_the_cpu(connect: Linker, streams
     second.worker.open(first.arena.offer("ipc")[0], None)
     data, stream = os.urandom(NBYTES), streams[0]
     store(first.driver, first.block(0), data, stream)
-    turns: list[tuple[Link, Turn]] = []
+    points: list[tuple[Link, TimelinePoint]] = []
     for step in range(20):
         link = (first, second)[step % 2]
-        turn = link.order.begin(stream)
-        link.order.await_done(stream, turn)
-        turns.append((link, turn))
+        point = link.order.begin(stream)
+        link.order.await_done(stream, point)
+        points.append((link, point))
     assert not first.driver.is_stream_idle(stream)
     # The messages come late, and those of the second worker first.
     for start in (1, 0):
         for step in range(start, 20, 2):
-            link, turn = turns[step]
-            first.copy(turn, step, step + 1, worker=link.worker)
+            link, point = points[step]
+            first.copy(point, step, step + 1, worker=link.worker)
     assert load(first.driver, first.block(20), NBYTES, stream) == data
 
 
@@ -233,16 +235,16 @@ def test_process_without_cuda_releases_the_stream_of_a_killed_worker(
 ) -> None:
     """The broker's way out when nobody can serve the call: the client's stream goes on, and its context is whole."""
     link, stream = connect(), streams[0]
-    turn = link.order.begin(stream)
-    link.order.await_done(stream, turn)
-    link.worker.ask("hang", order=0, turn=[turn.lane, turn.number + 1], stream=0)
+    point = link.order.begin(stream)
+    link.order.await_done(stream, point)
+    link.worker.ask("hang", order=0, point=[point.timeline, point.value + 1], stream=0)
     link.worker.kill()
     assert not link.driver.is_stream_idle(stream)
-    assert link.order.page.error(turn) == 0
+    assert link.order.page.error(point) == 0
     broker = start(CUDA_VISIBLE_DEVICES="")
-    has_driver = broker.ask("fail", link.fd, turn=list(turn), code=42)
+    has_driver = broker.ask("fail", link.fd, point=list(point), code=42)
     finish(link.driver, stream)
-    assert (has_driver, link.order.page.error(turn)) == (False, 42)
+    assert (has_driver, link.order.page.error(point)) == (False, 42)
     store(link.driver, link.block(0), b"still here", stream)
     assert load(link.driver, link.block(0), 10, stream) == b"still here"
 
@@ -254,15 +256,15 @@ def test_next_worker_finishes_the_call_of_a_killed_one(
     link, stream = connect(), streams[0]
     data = os.urandom(NBYTES)
     store(link.driver, link.block(0), data, stream)
-    turn = link.order.begin(stream)
-    link.order.await_done(stream, turn)
-    link.worker.ask("hang", order=0, turn=[turn.lane, turn.number + 1], stream=0)
+    point = link.order.begin(stream)
+    link.order.await_done(stream, point)
+    link.worker.ask("hang", order=0, point=[point.timeline, point.value + 1], stream=0)
     link.worker.kill()
     second = start()
     link.join(second)
-    link.copy(turn, 0, 1, worker=second)
+    link.copy(point, 0, 1, worker=second)
     assert load(link.driver, link.block(1), NBYTES, stream) == data
-    assert link.order.page.error(turn) == 0
+    assert link.order.page.error(point) == 0
 
 
 def test_without_memops_the_result_is_the_same(connect: Linker, streams: list[int]) -> None:
@@ -271,9 +273,9 @@ def test_without_memops_the_result_is_the_same(connect: Linker, streams: list[in
     data = os.urandom(NBYTES)
     store(link.driver, link.block(0), data, stream)
     for step in range(3):
-        turn = link.order.begin(stream)
-        link.copy(turn, step, step + 1)
-        link.order.await_done(stream, turn)
+        point = link.order.begin(stream)
+        link.copy(point, step, step + 1)
+        link.order.await_done(stream, point)
     assert load(link.driver, link.block(3), NBYTES, stream) == data
 
 
@@ -281,46 +283,48 @@ def test_captured_words_work_at_each_launch(driver: cuda.Driver, streams: list[i
     """A graph writes its word, waits for the CPU's, and takes that back: a doorbell that can ring again."""
     stream = streams[0]
     fd = create_page()
-    page = OrderPage(fd)
+    page = TimelinePage(fd)
     os.close(fd)
     base = driver.host_register(page.address, PAGE_BYTES, page)
-    turn = Turn(0, 1)
-    ring, answer = (base + index(turn, word) * 4 for word in (READY, DONE))
+    point = TimelinePoint(0, 1)
+    ring, answer = (base + index(point, word) * 4 for word in (READY, DONE))
     driver.begin_capture(stream)
     driver.write_value(stream, ring, 1)
     driver.wait_value(stream, answer, 1, equal=True)
     driver.write_value(stream, answer, 0)
     graph = driver.end_capture(stream)
     for _ in range(3):
-        page.store_ready(Turn(0, 0))
+        page.store_ready(TimelinePoint(0, 0))
         driver.launch_graph(graph, stream)
-        until(lambda: page.is_ready(turn))
+        until(lambda: page.is_ready(point))
         assert not driver.is_stream_idle(stream)
-        page.store_done(turn)
+        page.store_done(point)
         finish(driver, stream)
-        assert not page.is_done(turn)
+        assert not page.is_done(point)
     driver.destroy_graph(graph)
     driver.host_unregister(page.address)
     page.close()
 
 
-def test_reserved_turns_are_entered_in_one_call_each(connect: Linker, streams: list[int]) -> None:
+def test_reserved_points_are_entered_in_one_call_each(connect: Linker, streams: list[int]) -> None:
     """The client's whole part of a call: the worker may know of it before or after."""
     link, stream = connect(), streams[0]
     driver, data = link.driver, os.urandom(NBYTES)
     store(driver, link.block(0), data, stream)
     for step in range(20):
-        turn = link.order.reserve(stream)
+        point = link.order.reserve(stream)
         if step % 2:
-            link.copy(turn, step, step + 1)
-        link.order.enter(stream, turn)
+            link.copy(point, step, step + 1)
+        link.order.enter(stream, point)
         if not step % 2:
             assert not driver.is_stream_idle(stream)
-            link.copy(turn, step, step + 1)
+            link.copy(point, step, step + 1)
     assert load(driver, link.block(20), NBYTES, stream) == data
 
 
-def test_bell_in_a_graph_rings_at_each_launch(driver: cuda.Driver, current: cuda.Context, streams: list[int]) -> None:
+def test_graph_slot_in_a_graph_rings_at_each_launch(
+    driver: cuda.Driver, current: cuda.Context, streams: list[int]
+) -> None:
     """And the graph goes on when the other side has answered that ring, not an earlier one."""
     fd = create_page()
     client, worker = ClientOrder(current, fd, has_memops=True), WorkerOrder(current, fd, has_memops=True)
@@ -332,11 +336,11 @@ def test_bell_in_a_graph_rings_at_each_launch(driver: cuda.Driver, current: cuda
     graph = driver.end_capture(stream)
     for _ in range(3):
         driver.launch_graph(graph, stream)
-        for bell in (4095, 7):
+        for graph_slot in (4095, 7):
             until(lambda: page.rung() is not None)
-            assert (page.rung(), driver.is_stream_idle(stream)) == (bell, False)
-            page.set_bell(bell, TAKEN)
-            worker.answer_bell(other, bell)
+            assert (page.rung(), driver.is_stream_idle(stream)) == (graph_slot, False)
+            page.set_graph_slot(graph_slot, TAKEN)
+            worker.answer_graph_slot(other, graph_slot)
         finish(driver, stream)
     driver.destroy_graph(graph)
     finish(driver, other)
@@ -350,8 +354,8 @@ def test_unmapping_holds_up_nobody(connect: Linker, streams: list[int]) -> None:
     other = Arena(link.context, "c2", 1, 4 << 20)
     handle, _ = other.offer("ipc")
     link.worker.open(handle, None)
-    turn = link.order.begin(stream)
-    link.worker.ask("hang", order=0, turn=[turn.lane, turn.number + 1], stream=1)
+    point = link.order.begin(stream)
+    link.worker.ask("hang", order=0, point=[point.timeline, point.value + 1], stream=1)
     link.worker.ask("retire", key=handle.key, streams=[0])
     assert link.worker.ask("reap") == []
     link.order.begin(stream)  # what the worker's stream waits for

@@ -18,7 +18,7 @@ from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.handles import RUNGS
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.offer_client import Trial
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Kind
 
@@ -97,7 +97,7 @@ def test_unmapping_holds_up_no_call(spawn: Spawn, connect: Connect) -> None:
     finish(first.driver, first.streams[0])
 
     def is_unmapped() -> bool:
-        worker.run(next(numbers), second, Turn(0, 1), second.refs(0, 1))
+        worker.run(next(numbers), second, TimelinePoint(0, 1), second.refs(0, 1))
         return worker.answer()[0].kind == Kind.RAISED
 
     until(is_unmapped)
@@ -108,8 +108,8 @@ def test_offer_that_reads_otherwise_is_refused_with_its_rung(spawn: Spawn, conne
     worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
     client.join(worker, replace(client.trial.offer, pattern=bytes(256)))
     client.write(0, data)
-    turn = client.begin()
-    worker.run(1, client, turn, client.refs(0, 1))
+    point = client.begin()
+    worker.run(1, client, point, client.refs(0, 1))
     error = worker.error()
     assert (error.code, error.facts["rung"]) == ("NO_TRANSPORT", "ipc")
     assert not client.trial.is_signed(7)
@@ -118,7 +118,7 @@ def test_offer_that_reads_otherwise_is_refused_with_its_rung(spawn: Spawn, conne
         client=client.number, gpu=client.context.gpu, slot=7, has_memops=True, offer=again.offer.to_wire()
     )
     worker.tell(gpu, client.fd)
-    worker.run(2, client, turn, client.refs(0, 1))
+    worker.run(2, client, point, client.refs(0, 1))
     assert worker.answer()[0].kind == Kind.RAN
     assert client.read(1) == data
     worker.close()
@@ -130,12 +130,12 @@ def test_kernel_that_raises_leaves_its_call_to_others(spawn: Spawn, connect: Con
     worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
     client.join(worker)
     client.write(0, data)
-    turn = client.begin()
-    worker.run(1, client, turn, client.refs(0, 1), "raise")
+    point = client.begin()
+    worker.run(1, client, point, client.refs(0, 1), "raise")
     error = worker.error()
     assert (error.code, "the toy refuses" in error.message) == ("BACKEND_ERROR", True)
-    assert not client.order.page.is_done(turn)
-    worker.run(2, client, turn, client.refs(0, 1))
+    assert not client.order.page.is_done(point)
+    worker.run(2, client, point, client.refs(0, 1))
     assert worker.answer()[0].kind == Kind.RAN
     assert client.read(1) == data
 
@@ -145,12 +145,12 @@ def test_kernel_that_raises_while_the_client_works_costs_no_worker(spawn: Spawn,
     worker, client = spawn(), connect()
     client.join(worker)
     release = client.hold()
-    turn = client.begin()
-    worker.run(1, client, turn, client.refs(0, 1), "raise")
+    point = client.begin()
+    worker.run(1, client, point, client.refs(0, 1), "raise")
     assert worker.is_silent()
     release()
     assert worker.error().code == "BACKEND_ERROR"
-    client.order.page.fail(turn, 1)
+    client.order.page.fail(point, 1)
 
 
 def test_next_worker_finishes_what_a_killed_one_had_enqueued(spawn: Spawn, connect: Connect) -> None:
@@ -162,17 +162,17 @@ def test_next_worker_finishes_what_a_killed_one_had_enqueued(spawn: Spawn, conne
     finish(client.driver, client.streams[0])
     release = client.hold()
     client.write(0, data)
-    turns = []
+    points = []
     for step in range(10):
-        turns.append(client.begin())
-        first.run(step + 1, client, turns[-1], client.refs(step, step + 1))
+        points.append(client.begin())
+        first.run(step + 1, client, points[-1], client.refs(step, step + 1))
         assert first.answer()[0].kind == Kind.RAN
     first.process.send_signal(signal.SIGKILL)
     first.process.wait(PATIENCE_S)
     release()
-    assert not client.order.page.is_done(turns[0])
-    for step, turn in enumerate(turns):
-        second.run(step + 1, client, turn, client.refs(step, step + 1))
+    assert not client.order.page.is_done(points[0])
+    for step, point in enumerate(points):
+        second.run(step + 1, client, point, client.refs(step, step + 1))
         assert second.answer()[0].kind == Kind.RAN
     assert client.read(10) == data
 
@@ -186,11 +186,11 @@ def test_death_within_a_call_leaves_it_not_done(spawn: Spawn, connect: Connect, 
     client.write(0, data)
     call(first, client, 0, 1)
     assert client.read(1) == data
-    turn = client.begin()
-    first.run(2, client, turn, client.refs(1, 2))
+    point = client.begin()
+    first.run(2, client, point, client.refs(1, 2))
     assert first.process.wait(PATIENCE_S) == -signal.SIGKILL
-    assert not client.order.page.is_done(turn)
-    second.run(2, client, turn, client.refs(1, 2))
+    assert not client.order.page.is_done(point)
+    second.run(2, client, point, client.refs(1, 2))
     assert second.answer()[0].kind == Kind.RAN
     assert client.read(2) == data
 
@@ -199,12 +199,12 @@ def test_illegal_address_ends_the_process_though_nobody_calls(spawn: Spawn, conn
     """Its call was answered before: only the end of the process tells the broker. The client's GPU is whole."""
     worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
     client.join(worker)
-    turn = client.begin()
-    worker.run(1, client, turn, client.refs(0, 1), "illegal")
+    point = client.begin()
+    worker.run(1, client, point, client.refs(0, 1), "illegal")
     assert worker.process.wait(5.0) == 70
     assert "the worker ends: cu" in worker.log.read_text()
-    assert not client.order.page.is_done(turn)
-    client.order.page.fail(turn, 42)
+    assert not client.order.page.is_done(point)
+    client.order.page.fail(point, 42)
     client.write(3, data)
     assert client.read(3) == data
 

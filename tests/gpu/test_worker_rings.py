@@ -1,4 +1,4 @@
-"""Calls by ring and by bell to a worker process on a GPU."""
+"""Calls by ring and by graph slot to a worker process on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.gpu.bare_worker import Connect, Spawn, clients
-from tests.gpu.bell_checks import BellChecks
+from tests.gpu.graph_slot_checks import GraphSlotChecks
 from tests.gpu.ring_checks import RingChecks
 
 from layerzero.ipc.cuda import driver
@@ -30,5 +30,5 @@ class TestRings(RingChecks):
     pass
 
 
-class TestBells(BellChecks):
+class TestBells(GraphSlotChecks):
     pass

@@ -175,7 +175,7 @@ def test_the_next_way_is_taken_where_one_fails(new_site: Callable[..., Site], mo
     assert "ipc: " in note
 
 
-def append_in_turns(rounds: int = 8) -> tuple[Any, Any]:
+def append_in_order(rounds: int = 8) -> tuple[Any, Any]:
     """Keys into two caches, each call at once after the last; the caches, and what must be in them."""
     rng = np.random.default_rng(rounds)
     held = [rng.standard_normal((3, 4, 2, dim), dtype=np.float32) for dim in (8, 6)]
@@ -197,7 +197,7 @@ def equal(caches: Any, held: Any) -> None:
 
 def test_caches_are_written_as_they_lie(connected: Site) -> None:
     """They are most of a GPU's memory: nothing of them may be copied, and what is not stored must stay."""
-    equal(*append_in_turns())
+    equal(*append_in_order())
     assert report().copies == ()
     assert report().kernel_id == "one.append_kv"
 
@@ -210,7 +210,7 @@ def test_caches_that_no_worker_reaches_are_copied_there_and_back(
     site = new_site("one")
     monkeypatch.setenv(REQUIRED, rung)
     site.connect()
-    caches, held = append_in_turns()
+    caches, held = append_in_order()
     equal(caches, held)
     sizes = [(name, cache.nbytes) for name, cache in zip(("k_cache", "v_cache"), held, strict=True)]
     assert sorted(c for c in ((copy.arg, copy.nbytes) for copy in report().copies) if "cache" in c[0]) == sorted(

@@ -23,7 +23,7 @@ from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import SLOW, driver
 
 import layerzero as lz
-from layerzero.client.facade import api
+from layerzero.client.facade import default_session
 
 __all__ = ["broker", "connected", "new_site", "soft"]
 
@@ -92,7 +92,7 @@ def test_nothing_runs_before_the_replay(connected: Site) -> None:
 
 
 def test_graphs_of_several_streams_run_side_by_side(connected: Site) -> None:
-    """Each waits for its own bells."""
+    """Each waits for its own graph slots."""
     made = []
     for size in (8, 24, 40):
         x, values = randn(size)
@@ -154,7 +154,7 @@ def test_a_kernel_that_no_graph_can_hold_is_refused(connected: Site) -> None:
 
 
 def test_a_replay_survives_its_worker(new_site: Callable[..., Site]) -> None:
-    """Killed between two replays and in the middle of one: another kernel takes the bells over."""
+    """Killed between two replays and in the middle of one: another kernel takes the graph slots over."""
     site = new_site()
     site.connect()
     (x, values), (weight, weights) = randn(16, 16), randn(16, 16)
@@ -189,7 +189,7 @@ def test_calls_in_a_row_ring_once(connected: Site) -> None:
 
     def add(x: Any) -> Any:
         result = lz.silu(x)
-        made.append(api.session().last_record)
+        made.append(default_session.session().last_record)
         return result
 
     def work() -> Any:
@@ -198,8 +198,13 @@ def test_calls_in_a_row_ring_once(connected: Site) -> None:
         return add(first)
 
     graph, result = capture(work)
-    page, bells = made[0].gpu.order.page, [one.bell for one in made]
-    assert [page.next_bell(bell) for bell in bells] == [bells[1], bells[2], None, None]
+    page, graph_slots = made[0].gpu.order.page, [one.graph_slot for one in made]
+    assert [page.next_graph_slot(graph_slot) for graph_slot in graph_slots] == [
+        graph_slots[1],
+        graph_slots[2],
+        None,
+        None,
+    ]
     for _ in range(3):
         replay(graph)
         close(result, silu(np.full(24, 0.5)))
@@ -246,7 +251,7 @@ def test_a_row_over_two_workers_survives_either(new_site: Callable[..., Site], s
     lz.synchronize(PATIENCE_S)
 
 
-def test_a_bell_that_nobody_answers_is_an_error_later_and_no_stream_hangs(new_site: Callable[..., Site]) -> None:
+def test_a_graph_slot_that_nobody_answers_is_an_error_later_and_no_stream_hangs(new_site: Callable[..., Site]) -> None:
     """The replay goes on without a result; the next call says so."""
     site = new_site("one", backoff_s=600, backoff_max_s=600)
     site.connect()
@@ -283,7 +288,7 @@ def test_a_broker_that_dies_hangs_no_replay(new_site: Callable[..., Site]) -> No
         call()
 
 
-def test_bells_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
+def test_graph_slots_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
     """An application that captures anew for each shape never runs out of them."""
     x, _ = randn(20)
     lz.silu(x)
@@ -291,8 +296,8 @@ def test_bells_of_graphs_that_are_gone_are_used_again(connected: Site) -> None:
     for _ in range(30):
         graph, _ = capture(lambda: lz.silu(x))
         replay(graph)
-        record = api.session().last_record
-        used.add(record.bell)  # type: ignore[union-attr]
+        record = default_session.session().last_record
+        used.add(record.graph_slot)  # type: ignore[union-attr]
         del graph, record
         gc.collect()
     assert len(used) < 5
@@ -371,7 +376,7 @@ def test_a_session_is_closed_as_its_last_graph_goes(connected: Site, monkeypatch
 
 
 def test_a_client_that_dies_in_a_replay_leaves_its_worker_well(connected: Site) -> None:
-    """Its bells are muted; others are served."""
+    """Its graph slots are muted; others are served."""
     script = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.soft_gpu import soft_cupy\n"

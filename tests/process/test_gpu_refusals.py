@@ -18,7 +18,7 @@ from layerzero.ipc.cuda.handles import ARENA_STEP_BYTES, ArenaHandle
 from layerzero.ipc.cuda.offer import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import LayerZeroError, from_wire
 from layerzero.ipc.shm import memory, timeline_page
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import control, messages, wire
 
 NOWHERE = "GPU-of-another-machine"
@@ -27,7 +27,7 @@ OFFER = Offer(HANDLE, bytes(PATTERN_BYTES), 1)
 SPEC = ["float32", [4], [1]]
 ROUTE = messages.Route(op="silu", inputs=[SPEC], outputs=[SPEC], attrs={})
 REFS = wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(1, 0, 64, 64)])
-TURN = wire.pack_call(b"", Turn(0, 1))[1]
+POINT = wire.pack_call(b"", TimelinePoint(0, 1))[1]
 
 Bare = tuple[socket.socket, zmq.Socket[bytes]]
 
@@ -85,7 +85,7 @@ def test_a_gpu_that_is_not_here_is_refused_by_name_and_the_client_goes_on(bare: 
 @pytest.mark.parametrize(
     ("message", "fds", "text"),
     [
-        (add_gpu(), (), "carries an order page"),
+        (add_gpu(), (), "carries a timeline page"),
         (add_gpu(), (page,), "comes with 1 descriptors, got 0"),
         (add_gpu(), (page, staging, staging), "comes with 1 descriptors, got 2"),
         (add_gpu(), (lambda: memory.create_memfd("page", 4096), staging), "memfd has 4096 bytes"),
@@ -119,7 +119,7 @@ def test_calls_on_a_gpu_that_is_not_here_are_refused(bare: Bare) -> None:
     """The route is known to be wrong, its calls say so, and other routes are served."""
     _, dealer = bare
     dealer.send(wire.pack(wire.Kind.ROUTE, route=1, body=messages.encode(replace(ROUTE, device=NOWHERE))))
-    dealer.send(wire.pack(wire.Kind.EXECUTE, flags=wire.HAS_TURN, route=1, seq=7, body=REFS + TURN))
+    dealer.send(wire.pack(wire.Kind.EXECUTE, flags=wire.HAS_POINT, route=1, seq=7, body=REFS + POINT))
     frame = dealer.recv()
     header = wire.unpack(frame)
     assert (header.kind, header.seq) == (wire.Kind.FAILED, 7)
@@ -132,17 +132,17 @@ def test_calls_on_a_gpu_that_is_not_here_are_refused(bare: Bare) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "text"),
     [
-        (ROUTE, REFS + TURN, "a call on the CPU comes with a turn or a bell"),
-        (ROUTE, TURN[:4], "too short for a turn"),
-        (messages.Route(op="null", inputs=[], outputs=[], attrs={}, device=NOWHERE), TURN, "null runs on the CPU"),
+        (ROUTE, REFS + POINT, "a call on the CPU comes with a point or a graph slot"),
+        (ROUTE, POINT[:4], "too short for a point"),
+        (messages.Route(op="null", inputs=[], outputs=[], attrs={}, device=NOWHERE), POINT, "null runs on the CPU"),
     ],
 )
-def test_turns_and_devices_that_make_no_sense_end_the_connection(
+def test_points_and_devices_that_make_no_sense_end_the_connection(
     bare: Bare, route: messages.Route, body: bytes, text: str
 ) -> None:
     """Nothing of such a call can be served, and a stream of the client may wait for it."""
     sock, dealer = bare
     dealer.send(wire.pack(wire.Kind.ROUTE, route=1, body=messages.encode(route)))
-    dealer.send(wire.pack(wire.Kind.EXECUTE, flags=wire.HAS_TURN, route=1, seq=7, body=body))
+    dealer.send(wire.pack(wire.Kind.EXECUTE, flags=wire.HAS_POINT, route=1, seq=7, body=body))
     assert text in refusal(sock).message
     assert is_dropped(sock)

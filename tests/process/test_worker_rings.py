@@ -1,4 +1,4 @@
-"""Calls by ring and by bell to a worker process, on the soft GPU."""
+"""Calls by ring and by graph slot to a worker process, on the soft GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.gpu.bare_worker import Connect, Spawn, clients
-from tests.gpu.bell_checks import BellChecks
+from tests.gpu.graph_slot_checks import GraphSlotChecks
 from tests.gpu.peer import ROOT
 from tests.gpu.ring_checks import RingChecks
 from tests.soft_gpu import soft_gpu
@@ -33,5 +33,5 @@ class TestRings(RingChecks):
     pass
 
 
-class TestBells(BellChecks):
+class TestBells(GraphSlotChecks):
     pass

@@ -24,21 +24,21 @@ who writes which memory until when, and raises Violation, with the seed, where t
   on it;
 - kernels that compile run no call that they are not compiled for, backends compile one thing at a time and none twice;
   a call waits for a compilation only when nobody else is left, and for no longer than its timeout;
-- turns of a lane end once and in their order, those of a client that is there all do, and none fails that a worker may
+- points of a lane end once and in their order, those of a client that is there all do, and none fails that a worker may
   still finish; what is done never runs again; a call on a GPU that must run again gets another answer, no other does;
 - of a worker that begins anew, since it got a call of a new kernel behind later ones, no call is blamed and no kernel.
 """
 
 from tests.simulation.backends import ARENA_BYTES, CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route_body
 from tests.simulation.coverage import (
-    BELL_FATES,
     COMPILE_FATES,
     FATES,
     GPU_FATES,
+    GRAPH_SLOT_FATES,
     LANE_FATES,
+    POINT_FATES,
     RETRY_FATES,
     RING_FATES,
-    TURN_FATES,
     Coverage,
     Violation,
 )
@@ -46,7 +46,7 @@ from tests.simulation.world import World, run
 
 __all__ = [
     "ARENA_BYTES",
-    "BELL_FATES",
+    "GRAPH_SLOT_FATES",
     "CAPABILITIES",
     "COMPILE_FATES",
     "DEVICES",
@@ -57,7 +57,7 @@ __all__ = [
     "LANE_FATES",
     "RETRY_FATES",
     "RING_FATES",
-    "TURN_FATES",
+    "POINT_FATES",
     "Coverage",
     "Violation",
     "World",

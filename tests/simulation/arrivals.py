@@ -15,7 +15,7 @@ class Arrivals:
     """World's inbound side."""
 
     def gpu_offered(self, client: Client, has_new_page: bool) -> None:
-        if not client.has_left and not self.state.bells.holds(client.identity, GPU):  # the server refuses it
+        if not client.has_left and not self.state.graph_slots.holds(client.identity, GPU):  # the server refuses it
             self.coverage.fates["offered_again"] += not has_new_page
             self.poll_timelines()
             self._deliver(ev.GpuOffered(client.identity, GPU, has_new_page))
@@ -42,11 +42,11 @@ class Arrivals:
     def _note_arrival(self, client: Client, call: Call) -> None:
         """The broker has it now."""
         client.open[call.seq] = call
-        if call.turn is not None:
-            client.pending[call.turn] = call
+        if call.point is not None:
+            client.pending[call.point] = call
         if self.device:
             key = (client.number, GPU)
-            call.deaf = {b for b in call.signature.backends if key in self.state.workers[b].deaf}
+            call.no_transport = {b for b in call.signature.backends if key in self.state.workers[b].no_transport}
         until_s = self._quarantine.get((call.signature.body, call.digest), 0.0)
         call.is_quarantined = until_s > self.now_s
 
@@ -130,7 +130,7 @@ class Arrivals:
             if is_heard and head is not None and (head.number, head.attempt) == (event.dispatch, event.attempt):
                 process.sent.popleft()
                 process.head_since_s = self.now_s
-                if head.call.bell is not None and isinstance(event, ev.CallRan):
+                if head.call.graph_slot is not None and isinstance(event, ev.CallRan):
                     if head.call.seq in head.call.client.open or head.call.client.has_left:
                         process.bound[head.number] = head
                     else:  # its client wants it no more

@@ -27,9 +27,11 @@ class Checks:
             known = state.clients.get(client.identity)
             self.require((known is None) == client.has_left, "the core and the server disagree on who is there")
             if known is not None:
-                busy = sum(turn.call is None for turn in state.turns.of(known))  # refused as they came, and held back
+                busy = sum(
+                    point.call is None for point in state.points.of(known)
+                )  # refused as they came, and held back
                 sent = [d.call for p in self.processes.values() for d in p.sent if d.call.client is client]
-                unwanted = sum(call.bell is not None and call.seq not in client.open for call in sent)
+                unwanted = sum(call.graph_slot is not None and call.seq not in client.open for call in sent)
                 is_right = known.open_calls + busy == len(client.open) + unwanted
                 self.require(
                     is_right or client.has_offended, f"open_calls is {known.open_calls}: {sorted(client.open)}"
@@ -98,7 +100,7 @@ class Checks:
         """Of what the GPU is in. It takes two looks to see that: one may come between those of two workers."""
         for dispatch in process.enqueued.values():
             call, stream = dispatch.call, self.stream(dispatch.call)
-            if call.turn is not None and stream.done + 1 == call.turn.number <= stream.ready:
+            if call.point is not None and stream.done + 1 == call.point.value <= stream.ready:
                 limit_s = call.timeout_s + 2 * POLL_S + LATE_S
                 since_s = max(stream.since_s, dispatch.answered_s)
                 self.require(self.now_s - since_s <= limit_s + 1e-9, "a call outlives its deadline on the GPU")
@@ -109,8 +111,8 @@ class Checks:
                 continue
             for number in set(self._on_ring(lane)) - lane.left:
                 dispatch = lane.ring[number]
-                stream, turn = self.stream(dispatch.call), dispatch.call.turn
-                if turn is not None and number <= lane.done and stream.done + 1 == turn.number <= stream.ready:
+                stream, point = self.stream(dispatch.call), dispatch.call.point
+                if point is not None and number <= lane.done and stream.done + 1 == point.value <= stream.ready:
                     since_s = max(stream.since_s, dispatch.taken_s)
                     is_in_time = self.now_s - since_s <= self.limits.timeout_s + 2 * POLL_S + LATE_S + 1e-9
                     self.require(is_in_time or dispatch.is_over, "a call of a ring outlives its deadline")
@@ -153,8 +155,10 @@ class Checks:
             "calls that wait for compilers": state.compiling.held,
             "calls": [w.backend for w in state.workers.values() if w.running or w.waiting],
             "lanes": state.leases.lanes,
-            "turns": state.turns.pages,
-            "calls on GPUs": [w.backend for w in state.workers.values() if w.enqueued or w.bells or w.gpus or w.deaf],
+            "points": state.points.pages,
+            "calls on GPUs": [
+                w.backend for w in state.workers.values() if w.enqueued or w.graph_slots or w.gpus or w.no_transport
+            ],
             "pages": [c.number for c in self.clients.values() if c.has_gpu and self.device],
             "lanes in workers": [p.backend for p in self.processes.values() if p.is_alive and p.lanes],
         }

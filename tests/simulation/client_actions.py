@@ -47,7 +47,7 @@ class ClientActions:
         self.require(call is not None, f"call {action.seq} is answered twice")
         assert call is not None
         dispatch = call.dispatches[-1]
-        self.coverage.fates["turn_rerun"] += call.has_word and call.turn is not None
+        self.coverage.fates["point_rerun"] += call.has_word and call.point is not None
         ended = action.attempt == dispatch.attempt and dispatch.result is not None
         is_lost = call.is_done and not action.body  # its worker ended after the GPU had, and before it could say so
         is_true = ended and (action.body == dispatch.result or is_lost)
@@ -72,10 +72,10 @@ class ClientActions:
             return  # its offence was not even looked at
         self.require(call is not None, f"call {action.seq} is refused after its end")
         assert call is not None
-        if call.turn is not None:
+        if call.point is not None:
             is_over = call.has_failed or (call.has_passed and self.exits > 0)
             self.require(is_over, "a call is refused before its turn fails")
-            client.pending.pop(call.turn, None)
+            client.pending.pop(call.point, None)
         self.require(all(d.is_over for d in call.dispatches), "a call is refused while a worker has it")
         self._check_blame(call, action.attempts)
         error = from_wire(action.error.to_wire())
@@ -84,9 +84,9 @@ class ClientActions:
         queued = {attempt["backend"] for attempt in failed if attempt["phase"] == "queued"}
         unfinished = {backend for backend in call.died_on | queued if tried[backend] == 1}
         left = {b for b in call.signature.backends - tried.keys() | unfinished if self._could_serve(b, call)}
-        deaf = self._deaf_to(call)
-        left -= deaf
-        if call.turn is not None and self._held_since.get((client.number, GPU, call.turn)) != self._events:
+        no_transport = self._no_transport_to(call)
+        left -= no_transport
+        if call.point is not None and self._held_since.get((client.number, GPU, call.point)) != self._events:
             left = set()  # it was held back: much may have changed since it was refused
         match error.code:
             case "POISON":
@@ -107,14 +107,14 @@ class ClientActions:
                 is_true = is_long and not any(self._is_compiled(b, call) for b in left)
             case "CUDA_GRAPH_UNSAFE":
                 codes = {attempt["code"] for attempt in action.attempts}
-                is_true = call.bell is not None and (not left or bool(call.signature.pinned))
+                is_true = call.graph_slot is not None and (not left or bool(call.signature.pinned))
                 is_true &= "CUDA_GRAPH_UNSAFE" in codes
             case "BACKEND_ERROR" | "DEADLINE":
                 is_true = bool(action.attempts) and (not left or bool(call.signature.pinned))
                 is_true &= error.code != "DEADLINE" or "deadline" in call.faults
             case "NO_TRANSPORT":
                 failed = {attempt["code"] for attempt in action.attempts}
-                is_true = ("NO_TRANSPORT" in failed or bool(deaf)) and (not left or bool(call.signature.pinned))
+                is_true = ("NO_TRANSPORT" in failed or bool(no_transport)) and (not left or bool(call.signature.pinned))
             case "BAD_MESSAGE":
                 is_true = bool(call.signature.pinned) and "fault" in call.faults
             case "UNREACHABLE":
@@ -143,10 +143,10 @@ class ClientActions:
             is_blamed = attempts[0]["phase"] not in ("queued", "")  # the latter: its backend was disabled meanwhile
             self.require(not (is_innocent and is_blamed), "a call is blamed for another one's end")
 
-    def _deaf_to(self, call: Call) -> set[str]:
+    def _no_transport_to(self, call: Call) -> set[str]:
         """Backends that its memory is known not to reach."""
         key = (call.client.number, GPU)
-        return call.deaf | {b for b in call.signature.backends if key in self.state.workers[b].deaf}
+        return call.no_transport | {b for b in call.signature.backends if key in self.state.workers[b].no_transport}
 
     def _could_serve(self, backend: str, call: Call) -> bool:
         """It is available, or restarts within the call's timeout."""

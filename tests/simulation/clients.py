@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.simulation.backends import ARENA_BYTES, SERVES, SLOT, SLOTS, Signature, route_body
-from tests.simulation.model import STREAMS, Bell, Call, Channel, Dispatch, Lane, Stream
+from tests.simulation.model import STREAMS, Call, Channel, Dispatch, GraphSlot, Lane, Stream
 
 from layerzero.broker.core import events as ev
 from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.shm.ring_words import RingCall
-from layerzero.ipc.shm.timeline_words import RUNG, Turn
+from layerzero.ipc.shm.timeline_words import RUNG, TimelinePoint
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import Decision, Lease, Route, decode
 from layerzero.ipc.vocabulary.worker_codes import mark
@@ -52,9 +52,9 @@ class Client:
     has_offended: bool = False
     has_gpu: bool = False
     streams: list[Stream] = field(default_factory=lambda: [Stream() for _ in range(STREAMS)])
-    pending: dict[Turn, Call] = field(default_factory=dict)  # on a GPU: the broker has them
-    bells: list[Bell] = field(default_factory=lambda: [Bell() for _ in range(3)])
-    bound: dict[int, Call] = field(default_factory=dict)  # by bell, as the client knows
+    pending: dict[TimelinePoint, Call] = field(default_factory=dict)  # on a GPU: the broker has them
+    graph_slots: list[GraphSlot] = field(default_factory=lambda: [GraphSlot() for _ in range(3)])
+    bound: dict[int, Call] = field(default_factory=dict)  # by graph slot, as the client knows
 
     def act(self) -> None:
         """Do one thing that a client may do, or rarely one that it may not."""
@@ -110,7 +110,7 @@ class Client:
     def _bind_one(self) -> None:
         """Capture a call in a graph that is replayed and then dropped."""
         rng, world = self.world.rng, self.world
-        free = [number for number in range(len(self.bells)) if number not in self.bound]
+        free = [number for number in range(len(self.graph_slots)) if number not in self.bound]
         if not free:
             return
         route = rng.choice(list(self.routes))
@@ -119,11 +119,11 @@ class Client:
         body = wire.pack_refs([wire.Ref(arena, 0, place, SLOT), wire.Ref(arena, 0, place + SLOT, SLOT)])
         call = Call(self, route, self.routes[route], (arena, index), body, 0, world.limits.timeout_s)
         self.seq += 1
-        call.seq, call.bell = self.seq, rng.choice(free)
+        call.seq, call.graph_slot = self.seq, rng.choice(free)
         call.digest = bytes([call.number]) * wire.DIGEST_BYTES if route in self.needs_digest else b""
-        self.bells[call.bell] = Bell(binding=call.seq)
-        self.bound[call.bell] = call
-        event = ev.CallArrived(self.identity, route, call.seq, 0.0, body, call.digest, bell=call.bell)
+        self.graph_slots[call.graph_slot] = GraphSlot(binding=call.seq)
+        self.bound[call.graph_slot] = call
+        event = ev.CallArrived(self.identity, route, call.seq, 0.0, body, call.digest, graph_slot=call.graph_slot)
         self.frames.send(world.from_client, self, event, call)
         for _ in range(rng.randrange(6)):
             world.push(world.now_s + rng.uniform(0.0, 4.0), self._replay, call)
@@ -131,25 +131,30 @@ class Client:
             world.push(world.now_s + rng.uniform(0.0, 6.0), self._unbind, call)
 
     def _is_bound(self, call: Call) -> bool:
-        return call.bell is not None and self.bound.get(call.bell) is call and not self.has_hung_up
+        return call.graph_slot is not None and self.bound.get(call.graph_slot) is call and not self.has_hung_up
 
     def _replay(self, call: Call) -> None:
-        if self._is_bound(call) and call.has_word and call.bell is not None and not self.bells[call.bell].is_busy:
-            bell = self.bells[call.bell]
-            bell.word, bell.is_done, bell.since_s = RUNG, False, self.world.now_s
+        if (
+            self._is_bound(call)
+            and call.has_word
+            and call.graph_slot is not None
+            and not self.graph_slots[call.graph_slot].is_busy
+        ):
+            graph_slot = self.graph_slots[call.graph_slot]
+            graph_slot.word, graph_slot.is_done, graph_slot.since_s = RUNG, False, self.world.now_s
             for process in self.world.processes.values():
-                key = (self.number, call.bell)
+                key = (self.number, call.graph_slot)
                 self.world.push(self.world.now_s + self.world.delay_s(), process.serve, key)
             self.world.plan_look()
 
     def _unbind(self, call: Call) -> None:
-        if not self._is_bound(call) or call.bell is None:
+        if not self._is_bound(call) or call.graph_slot is None:
             return
-        if self.bells[call.bell].is_busy:
+        if self.graph_slots[call.graph_slot].is_busy:
             self.world.push(self.world.now_s + 0.5, self._unbind, call)
             return
-        self.world.coverage.fates["bell_unbound"] += 1
-        del self.bound[call.bell]
+        self.world.coverage.fates["graph_slot_unbound"] += 1
+        del self.bound[call.graph_slot]
         call.is_unbound = True
         self.frames.send(self.world.from_client, self, ev.CallUnbound(self.identity, call.seq))
         if call.has_word:
@@ -157,12 +162,12 @@ class Client:
         else:  # interrupted: once the broker has answered what came behind it
             self.frames.send(self.inbound.send, self.free.append, call.slot)
 
-    def _bell_failed(self, call: Call) -> None:
+    def _graph_slot_failed(self, call: Call) -> None:
         """It ends the waits of its graph itself."""
-        if self._is_bound(call) and call.bell is not None:
-            self.world.coverage.fates["bell_failed"] += 1
-            del self.bound[call.bell]
-            self.bells[call.bell] = Bell()
+        if self._is_bound(call) and call.graph_slot is not None:
+            self.world.coverage.fates["graph_slot_failed"] += 1
+            del self.bound[call.graph_slot]
+            self.graph_slots[call.graph_slot] = GraphSlot()
             self.free.append(call.slot)
 
     def lanes(self) -> list[Lane]:
@@ -232,11 +237,11 @@ class Client:
 
     def _put(self, call: Call, lane: Lane, lease: Lease) -> None:
         call.timeout_s = self.world.limits.timeout_s
-        self._take_turn(call)
-        assert call.turn is not None
+        self._take_point(call)
+        assert call.point is not None
         arenas = frozenset((self.number, ref.arena) for ref in wire.unpack_refs(call.body, 2))
         lane.calls += 1
-        lane.slots[lane.calls] = RingCall(lane.calls, call.route, lease.plan, call.seq, call.turn, call.body)
+        lane.slots[lane.calls] = RingCall(lane.calls, call.route, lease.plan, call.seq, call.point, call.body)
         if not lane.is_ended:
             lane.ring[lane.calls] = Dispatch(mark(lane.number, lane.calls), 1, call, lease.plan, arenas, lane)
 
@@ -299,26 +304,26 @@ class Client:
 
     def submit(self, call: Call, timeout_s: float) -> None:
         call.digest = bytes([call.number]) * wire.DIGEST_BYTES if call.route in self.needs_digest else b""
-        self._take_turn(call)
+        self._take_point(call)
         self.send(call, timeout_s)
 
     def send(self, call: Call, timeout_s: float) -> None:
         self.frames.send(self.world.from_client, self, self._event(call, timeout_s, call.after), call)
 
-    def _take_turn(self, call: Call) -> None:
+    def _take_point(self, call: Call) -> None:
         self.seq += 1
         call.seq = self.seq
         if self.world.device:
             lane = self.world.rng.randrange(self.world.streams)
             stream = self.streams[lane]
             stream.issued += 1
-            call.turn = Turn(lane, stream.issued)
+            call.point = TimelinePoint(lane, stream.issued)
             stream.calls[stream.issued] = call
             self.world.push(self.world.now_s + self.world.delay_s(), self.advance, stream)
 
     def _event(self, call: Call, timeout_s: float, after: tuple[int, int]) -> ev.CallArrived:
         what = (self.identity, call.route, call.seq, timeout_s, call.body, call.digest)
-        return ev.CallArrived(*what, after_lane=after[0], after_call=after[1], turn=call.turn)
+        return ev.CallArrived(*what, after_lane=after[0], after_call=after[1], point=call.point)
 
     def advance(self, stream: Stream) -> None:
         """The stream goes on: past calls that are done, and to the next one."""
@@ -354,7 +359,7 @@ class Client:
         self.has_hung_up = self.has_offended = True
         identity, world = self.identity, self.world
         route = next(iter(self.routes))
-        turn = Turn(0, self.streams[0].issued + world.rng.choice((0, 1))) if world.device else None
+        point = TimelinePoint(0, self.streams[0].issued + world.rng.choice((0, 1))) if world.device else None
         if world.device:  # some offences look like calls that wait for their stream
             world.push(world.now_s + 2.0, self.hang_up)
         match world.rng.randrange(7):
@@ -365,10 +370,12 @@ class Client:
             case 2:
                 self.frames.send(world.from_client, self, ev.RouteDefined(identity, 999, b"\xc1"))
             case 3:
-                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, b"short", turn=turn))
+                self.frames.send(
+                    world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, b"short", point=point)
+                )
             case 4:
                 far = wire.pack_refs([wire.Ref(self.arenas[0], 0, ARENA_BYTES, SLOT)] * 2)
-                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, far, turn=turn))
+                self.frames.send(world.from_client, self, ev.CallArrived(identity, route, 0, 0.0, far, point=point))
             case 5 if world.lanes:  # another's, perhaps
                 self.control.send(world.lane_offered, self, world.rng.choice(list(world.lanes.values())))
             case _:  # perhaps while a call uses it
@@ -384,8 +391,8 @@ class Client:
                 self.world.contents.get(call.place) is call, "the memory of an answered call holds another one's result"
             )
         is_first, call.has_word = not call.has_word, True
-        if call.bell is not None:
-            self.world.coverage.fates["bell_bound" if is_first else "bell_bound_again"] += 1
+        if call.graph_slot is not None:
+            self.world.coverage.fates["graph_slot_bound" if is_first else "graph_slot_bound_again"] += 1
             return
         self._end(call)
         if is_first:
@@ -408,8 +415,8 @@ class Client:
 
     def refused(self, call: Call, error: LayerZeroError) -> None:
         has_gone_on, call.has_word = call.has_word, True
-        if call.bell is not None:
-            self._bell_failed(call)
+        if call.graph_slot is not None:
+            self._graph_slot_failed(call)
             return
         match error.code:
             case "DIGEST_REQUIRED" if not call.digest and not self.has_hung_up and call.route in self.routes:

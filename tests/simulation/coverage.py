@@ -78,16 +78,16 @@ RING_FATES = {
     "survived_client",
 }
 # What becomes of calls in graphs.
-BELL_FATES = {"bound", "bound_again", "failed", "late", "muted", "replayed", "taken_over", "unbound", "unsafe"}
-# What a GPU makes of a call, and what else becomes of turns.
+GRAPH_SLOT_FATES = {"bound", "bound_again", "failed", "late", "muted", "replayed", "taken_over", "unbound", "unsafe"}
+# What a GPU makes of a call, and what else becomes of points.
 GPU_FATES = ("gpu_runs", "gpu_is_slow", "gpu_hangs", "gpu_dies")
-TURN_FATES = {
-    "turn_failed",
-    "turn_held",
-    "turn_released",
-    "turn_rerun",
-    "turn_late",
-    "turn_renewed",
+POINT_FATES = {
+    "point_failed",
+    "point_held",
+    "point_released",
+    "point_rerun",
+    "point_late",
+    "point_renewed",
     "deaf",
     "offered_again",
 }

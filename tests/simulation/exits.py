@@ -38,7 +38,7 @@ class Exits:
             for lane in lanes
             if lane.number in page_poller
             for n, one in lane.ring.items()
-            if n not in lane.left and one.call.turn in {c.turn for c in page_poller[lane.number].calls}
+            if n not in lane.left and one.call.point in {c.point for c in page_poller[lane.number].calls}
         ]
         stranded = [(one, is_ready) for one, is_ready in stranded if not one.call.client.has_left]
         wanted = process.killed_for if process.kill_reason else executing if exit_code != STICKY_EXIT else 0
@@ -48,9 +48,9 @@ class Exits:
         if guilty is None and not is_sticky and process.has_crashed and not in_running:
             guilty = next((one for one, is_ready in stranded if is_ready), None)
         if self.device:
-            self._handle(ev.GraphSlotsPolled(self._see_bells()))
-        may_be_bell = not is_sticky and guilty is None and process.has_crashed and not in_running
-        is_sticky |= self._lose_bound(process, may_be_bell) or guilty is not None
+            self._handle(ev.GraphSlotsPolled(self._see_graph_slots()))
+        may_be_graph_slot = not is_sticky and guilty is None and process.has_crashed and not in_running
+        is_sticky |= self._lose_bound(process, may_be_graph_slot) or guilty is not None
         self._strand(process, [one for one, _ in stranded], guilty)
         for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
@@ -98,7 +98,7 @@ class Exits:
 
     def _lose_bound(self, process: Process, is_open: bool) -> bool:
         """What it had bound is bound elsewhere, or ends. Whether one is to blame for its end."""
-        busy = self._busy_bells(process)
+        busy = self._busy_graph_slots(process)
         guilty = next((n for n in process.bound if n in busy), None) if is_open else None
         for number, dispatch in process.bound.items():
             call = dispatch.call
@@ -138,7 +138,7 @@ class Exits:
             call = dispatch.call
             dispatch.is_over = True
             stream = self.stream(call)
-            is_first = call.turn is not None and stream.done < call.turn.number <= stream.ready
+            is_first = call.point is not None and stream.done < call.point.value <= stream.ready
             is_blamed = dispatch is process.late or (is_open and not has_blamed and is_first)
             if is_blamed:
                 has_blamed = True

@@ -1,4 +1,4 @@
-"""What is true of calls, streams, bells and lanes, whatever the core believes."""
+"""What is true of calls, streams, graph slots and lanes, whatever the core believes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.backends import Signature
 
 from layerzero.ipc.shm.ring_words import RingCall
-from layerzero.ipc.shm.timeline_words import RUNG, SILENT, TAKEN, Turn
+from layerzero.ipc.shm.timeline_words import RUNG, SILENT, TAKEN, TimelinePoint
 
 if TYPE_CHECKING:
     from tests.simulation.clients import Client
@@ -35,13 +35,13 @@ class Call:
     failed_on: set[str] = field(default_factory=set)  # backends that raised, died or were killed for it
     died_on: set[str] = field(default_factory=set)  # of those: that died, and may have it once more
     is_quarantined: bool = False
-    deaf: set[str] = field(default_factory=set)  # backends that were known not to reach its memory when it came
+    no_transport: set[str] = field(default_factory=set)  # backends that were known not to reach its memory when it came
     is_crowded: bool = False  # many others were open when it came
     has_ended: bool = False  # for its client
     after: tuple[int, int] = (0, 0)  # the express lane that ended with it, and its number there
-    turn: Turn | None = None
+    point: TimelinePoint | None = None
     on_ring: Dispatch | None = None  # what it is there
-    bell: int | None = None
+    graph_slot: int | None = None
     is_unbound: bool = False
     is_lent: bool = False  # a lost worker may still write to its memory (joined.py)
     is_innocent_of: int = 0  # pid of the worker whose ring it came back from
@@ -91,7 +91,7 @@ class Dispatch:
 
 @dataclass(eq=False)
 class Stream:
-    """A client's stream and its lane of the order page: numbers of turns."""
+    """A client's stream and its lane of the timeline page: numbers of points."""
 
     issued: int = 0
     ready: int = 0
@@ -102,8 +102,8 @@ class Stream:
 
 
 @dataclass
-class Bell:
-    """Of a client's order page, and the replay that the client waits for."""
+class GraphSlot:
+    """Of a client's timeline page, and the replay that the client waits for."""
 
     word: int = SILENT
     binding: int = 0  # number of the call that it rings for

@@ -89,7 +89,7 @@ class WorkerActions:
         process.kill_reason = "deadline" if is_deadline else "fault"
         process.is_too_late = type(event) is ev.Tick and not process.was_ready
         worker = self.state.workers[action.backend]
-        late = worker.enqueued.get(worker.blame.dispatch) or worker.bells.get(worker.blame.dispatch)
+        late = worker.enqueued.get(worker.blame.dispatch) or worker.graph_slots.get(worker.blame.dispatch)
         process.killed_during = self._events
         if isinstance(event, ev.LaneOverdue):
             process.killed_for = mark(event.lane, event.call)
@@ -102,9 +102,9 @@ class WorkerActions:
                 for number, one in lane.ring.items()
                 if one.number == process.killed_for and number not in lane.left
             )
-            turn, stream = late_one.call.turn, self.stream(late_one.call)
-            assert turn is not None
-            is_in_gpu = stream.done + 1 == turn.number <= stream.ready or late_one.call.client.has_left
+            point, stream = late_one.call.point, self.stream(late_one.call)
+            assert point is not None
+            is_in_gpu = stream.done + 1 == point.value <= stream.ready or late_one.call.client.has_left
             is_long = self.now_s - stream.since_s >= self.limits.timeout_s - 1e-9
             self.require(is_in_gpu and is_long, "a worker is killed for a call of a ring that is not late")
         elif is_deadline and process.page[0] & LANE_CALL and late is None:
@@ -112,21 +112,21 @@ class WorkerActions:
             is_long = self.now_s - process.began_s >= self.limits.timeout_s - 1e-9
             self.require(is_long, "a worker is killed for a head that waits for a call of a lane")
         elif late is not None:
-            if late.bell is not None:
-                self.coverage.fates["bell_late"] += 1
+            if late.graph_slot is not None:
+                self.coverage.fates["graph_slot_late"] += 1
                 process.late = process.bound[late.dispatch]
                 process.late.call.faults.add("deadline")
-                bell = process.late.call.client.bells[late.bell]
-                is_long = bell.is_busy and self.now_s - bell.since_s >= self.limits.timeout_s / 2 - 1e-9
-                self.require(is_long, "a worker is killed for a bell that is not late")
+                graph_slot = process.late.call.client.graph_slots[late.graph_slot]
+                is_long = graph_slot.is_busy and self.now_s - graph_slot.since_s >= self.limits.timeout_s / 2 - 1e-9
+                self.require(is_long, "a worker is killed for a graph slot that is not late")
                 self.kill(process)
                 return
-            self.coverage.fates["turn_late"] += 1
+            self.coverage.fates["point_late"] += 1
             process.late = process.enqueued[late.dispatch]
             process.late.call.faults.add("deadline")
             stream = self.stream(process.late.call)
-            assert process.late.call.turn is not None
-            is_next = process.late.call.turn.number == stream.done + 1
+            assert process.late.call.point is not None
+            is_next = process.late.call.point.value == stream.done + 1
             is_in_gpu = is_next or process.late.call.client.has_left
             is_long = self.now_s - max(stream.since_s, process.late.answered_s) >= late.timeout_s - 1e-9
             self.require(is_in_gpu and is_long, "a worker is killed for a call that its GPU has not had for so long")
@@ -189,11 +189,11 @@ class WorkerActions:
         process.slot = action.slot
         process.gpus.add(action.client)
         for lane in range(STREAMS):
-            process.last_turns.pop((action.client, lane), None)
-        process.deaf.discard(action.client)
-        if not self.is_calm and self.rng.random() < self._p_deaf:
+            process.last_points.pop((action.client, lane), None)
+        process.no_transport.discard(action.client)
+        if not self.is_calm and self.rng.random() < self._p_no_transport:
             self.coverage.fates["deaf"] += 1
-            process.deaf.add(action.client)
+            process.no_transport.add(action.client)
 
     def _take_back_gpu(self, action: act.TakeBackGpu) -> None:
         process = self.processes[action.backend, action.generation]
@@ -204,50 +204,50 @@ class WorkerActions:
     def _close_gpu(self, action: act.CloseGpu) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         held = [d for p in self.processes.values() for d in p.held if d.call.client is client]
-        self.require(client.has_left and not held, "an order page is closed that a worker needs")
+        self.require(client.has_left and not held, "a timeline page is closed that a worker needs")
         client.has_gpu = False
 
-    def _fail_turn(self, action: act.FailTurn) -> None:
+    def _fail_point(self, action: act.FailTurn) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         if client.has_left:
-            self.require(client.left_during == self._events, "the turn of a client that has left fails")
+            self.require(client.left_during == self._events, "the point of a client that has left fails")
             return
-        stream = client.streams[action.turn.lane]
-        call = stream.calls.get(action.turn.number)
-        is_stale = call is None or action.turn.number <= stream.done
+        stream = client.streams[action.point.timeline]
+        call = stream.calls.get(action.point.value)
+        is_stale = call is None or action.point.value <= stream.done
         if (is_stale and client.has_offended) or (call is None and self.exits):
             return  # its offence was not even looked at; or it came when the broker had ended its stream
-        self.require(call is not None, "a turn fails that was not taken")
+        self.require(call is not None, "a point fails that was not taken")
         assert call is not None
         is_last = isinstance(self._event, ev.WorkerExited | ev.SpawnFailed | ev.ShutdownAsked) and self._is_stopping
-        is_next = action.turn.number == stream.done + 1 <= stream.ready
-        self.require(is_next or is_last, "a turn fails before its client's stream has come to it")
-        self.require(not call.is_done, "a turn fails that is done")
-        self.require(all(d.is_over for d in call.dispatches), "a turn fails that a worker may finish")
-        self.coverage.fates["turn_failed"] += 1
-        self.coverage.fates["turn_held"] += type(self._event) is ev.TurnsReached
+        is_next = action.point.value == stream.done + 1 <= stream.ready
+        self.require(is_next or is_last, "a point fails before its client's stream has come to it")
+        self.require(not call.is_done, "a point fails that is done")
+        self.require(all(d.is_over for d in call.dispatches), "a point fails that a worker may finish")
+        self.coverage.fates["point_failed"] += 1
+        self.coverage.fates["point_held"] += type(self._event) is ev.PointsReached
         call.has_failed = True
-        stream.done, stream.since_s = action.turn.number, self.now_s
+        stream.done, stream.since_s = action.point.value, self.now_s
         self.push(self.now_s + self.delay_s(), client.advance, stream)
 
-    def _release_turn(self, action: act.ReleaseTurn) -> None:
+    def _release_point(self, action: act.ReleaseTurn) -> None:
         client = next(c for c in self.clients.values() if c.number == action.client)
         self.require(client.has_left, "inputs count as ready although their client is there")
-        self.coverage.fates["turn_released"] += 1
-        stream = client.streams[action.turn.lane]
-        held = [d.call.turn for p in self.processes.values() if p.is_alive for d in p.held if d.call.client is client]
+        self.coverage.fates["point_released"] += 1
+        stream = client.streams[action.point.timeline]
+        held = [d.call.point for p in self.processes.values() if p.is_alive for d in p.held if d.call.client is client]
         held += [
-            one.call.turn
+            one.call.point
             for lane in self.lanes.values()
             if lane.client is client and lane.process.is_alive
             for number, one in lane.ring.items()
             if number > lane.done and not lane.is_taken_back
         ]
-        open_turns = [turn.number for turn in held if turn is not None and turn.lane == action.turn.lane]
-        is_first = not any(stream.done < number < action.turn.number for number in open_turns)
+        open_points = [point.value for point in held if point is not None and point.timeline == action.point.timeline]
+        is_first = not any(stream.done < number < action.point.value for number in open_points)
         self.require(is_first, "inputs count as ready before what comes before is done")
-        if stream.ready < action.turn.number:
-            stream.ready, stream.since_s = action.turn.number, self.now_s
+        if stream.ready < action.point.value:
+            stream.ready, stream.since_s = action.point.value, self.now_s
         self.pump_gpus()
 
     def _allow(self, action: act.SendAllow) -> None:
@@ -329,8 +329,8 @@ class WorkerActions:
     def _run(self, action: act.Run) -> None:
         process = self._worker(action.identity, "Run")
         client = next(c for c in self.clients.values() if c.number == action.client)
-        places = (action.body, action.turn, action.bell)
-        call = next((c for c in client.open.values() if (c.body, c.turn, c.bell) == places), None)
+        places = (action.body, action.point, action.graph_slot)
+        call = next((c for c in client.open.values() if (c.body, c.point, c.graph_slot) == places), None)
         if call is None:
             self.require(client.left_during == self._events, "Run of a call that is not open")
             return  # its client was dropped while this very list of actions was performed
@@ -364,11 +364,11 @@ class WorkerActions:
 
     def _mute(self, action: act.SendMute) -> None:
         process = self._worker(action.identity, "Mute")
-        self.coverage.fates["bell_muted"] += 1
+        self.coverage.fates["graph_slot_muted"] += 1
         both = (*process.sent, *process.bound.values())
-        muted = [d for d in both if d.call.bell == action.bell and d.call.client.number == action.client]
-        self.require(bool(muted) and muted[-1].plan == action.plan, "a bell is muted that is not bound")
+        muted = [d for d in both if d.call.graph_slot == action.graph_slot and d.call.client.number == action.client]
+        self.require(bool(muted) and muted[-1].plan == action.plan, "a graph slot is muted that is not bound")
         for dispatch in muted:
             dispatch.is_over = True
             process.bound.pop(dispatch.number, None)
-        process.send("mute", (action.client, action.bell))
+        process.send("mute", (action.client, action.graph_slot))

@@ -46,12 +46,12 @@ class Process:
         self.lent: set[tuple[int, int]] = set()
         self.gpus: set[int] = set()  # clients whose GPU it was told of
         self.slot = 0
-        self.deaf: set[int] = set()  # clients whose memory does not reach it
+        self.no_transport: set[int] = set()  # clients whose memory does not reach it
         self.gpu: list[Dispatch] = []  # enqueued and not done
         self.enqueued: dict[int, Dispatch] = {}  # what the broker believes of that
-        self.bells: dict[tuple[int, int], Dispatch] = {}  # by client's number
+        self.graph_slots: dict[tuple[int, int], Dispatch] = {}  # by client's number
         self.replaying: dict[tuple[int, int], Dispatch] = {}
-        self.last_turns: dict[tuple[int, int], int] = {}  # enqueued, by client and lane
+        self.last_points: dict[tuple[int, int], int] = {}  # enqueued, by client and lane
         self.bound: dict[int, Dispatch] = {}  # what the broker believes
         self.late: Dispatch | None = None  # that it is killed for
         self.prepared: set[int] = set()
@@ -157,7 +157,7 @@ class Process:
             elif kind == "allow":
                 self._allowed.add(value)
             elif kind == "mute":
-                self.bells.pop(value, None)
+                self.graph_slots.pop(value, None)
             elif self.gpu:
                 return  # it finishes what it has before it stops
             else:
@@ -186,7 +186,7 @@ class Process:
         call = dispatch.call
         world.require(not call.is_done and not call.has_failed, "a call of a ring was ended before its worker took it")
         world.require(call.on_ring is dispatch and not call.dispatches, "a call of a ring is elsewhere, too")
-        is_heard = call.client.number in self.gpus and call.client.number not in self.deaf
+        is_heard = call.client.number in self.gpus and call.client.number not in self.no_transport
         if self._knows(lane, dispatch) and is_heard and dispatch.arenas <= self._arenas:
             self._begin(dispatch)
         else:
@@ -204,7 +204,7 @@ class Process:
         world = self.world
         call = dispatch.call
         world.require(dispatch.plan in self._plans, "a worker got a Run without its plan")
-        if call.bell is None:
+        if call.graph_slot is None:
             world.require(call.place not in world.writers, "two live workers write the same memory")
             world.writers[call.place] = self
         self._current = dispatch
@@ -213,7 +213,7 @@ class Process:
         if call.number == DEADLY and world.has_deadly_input:
             fate = "dies_running"
         world.coverage.fates[fate] += 1
-        if call.client.number in self.deaf and self.world.device:
+        if call.client.number in self.no_transport and self.world.device:
             error = NoTransport("GPU memory does not reach the worker", rung="ipc", reason="it is deaf")
             self._say(ev.CallRaised(self.identity, dispatch.number, dispatch.attempt, error))
             self._free()
@@ -223,7 +223,7 @@ class Process:
             return
         self.page, self.began_s = (dispatch.number, "executing"), world.now_s
         if self._is_out_of_order(dispatch):
-            world.coverage.fates["turn_renewed"] += 1
+            world.coverage.fates["point_renewed"] += 1
             self.die(RENEWAL_EXIT)
             return
         if fate == "hangs":
@@ -233,13 +233,13 @@ class Process:
 
     def _is_out_of_order(self, dispatch: Dispatch) -> bool:
         """To load its kernel might wait for later calls of its lane, which wait for it."""
-        turn = dispatch.call.turn
-        if turn is None:
+        point = dispatch.call.point
+        if point is None:
             return False
-        lane = (dispatch.call.client.number, turn.lane)
-        last = self.last_turns.get(lane, 0)
-        self.last_turns[lane] = max(last, turn.number)
-        return self.world.renews and turn.number < last and dispatch.plan not in self._loaded
+        lane = (dispatch.call.client.number, point.timeline)
+        last = self.last_points.get(lane, 0)
+        self.last_points[lane] = max(last, point.value)
+        return self.world.renews and point.value < last and dispatch.plan not in self._loaded
 
     def _end(self, dispatch: Dispatch, fate: str) -> None:
         if not self.is_alive:
@@ -249,7 +249,7 @@ class Process:
         if fate in WRITES:
             self.page = (number, "written")
             dispatch.result = b"%d" % number
-            if dispatch.call.bell is not None:
+            if dispatch.call.graph_slot is not None:
                 self._bind(dispatch)
             elif world.device:
                 self._enqueue(dispatch)
@@ -286,9 +286,9 @@ class Process:
             match fate:
                 case "raises":
                     error: LayerZeroError = BackendError("kernel raised")
-                    if dispatch.call.bell is not None and rng.random() < 0.7:
+                    if dispatch.call.graph_slot is not None and rng.random() < 0.7:
                         error = CudaGraphUnsafe("it cannot be captured")
-                        world.coverage.fates["bell_unsafe"] += 1
+                        world.coverage.fates["graph_slot_unsafe"] += 1
                     self._say(ev.CallRaised(self.identity, number, attempt, error))
                 case "refuses":
                     self._say(ev.CallRaised(self.identity, number, attempt, InvalidArgument("bad id")))
@@ -319,28 +319,28 @@ class Process:
 
     def _bind(self, dispatch: Dispatch) -> None:
         call = dispatch.call
-        assert call.bell is not None
+        assert call.graph_slot is not None
         self._loaded.add(dispatch.plan)
-        key = (call.client.number, call.bell)
-        self.bells[key] = dispatch
-        bell = call.client.bells[call.bell]
-        if bell.word >= TAKEN and not bell.is_done and bell.binding == dispatch.call.seq:
-            self.world.coverage.fates["bell_taken_over"] += 1
+        key = (call.client.number, call.graph_slot)
+        self.graph_slots[key] = dispatch
+        graph_slot = call.client.graph_slots[call.graph_slot]
+        if graph_slot.word >= TAKEN and not graph_slot.is_done and graph_slot.binding == dispatch.call.seq:
+            self.world.coverage.fates["graph_slot_taken_over"] += 1
             self._replay(key)
         else:
             self.serve(key)
 
     def serve(self, key: tuple[int, int]) -> None:
-        dispatch = self.bells.get(key)
+        dispatch = self.graph_slots.get(key)
         if self.is_alive and dispatch is not None:
-            bell = dispatch.call.client.bells[key[1]]
-            if bell.word == RUNG and bell.binding == dispatch.call.seq:
-                bell.word, bell.since_s = TAKEN + bell.takings, self.world.now_s
-                bell.takings += 1
+            graph_slot = dispatch.call.client.graph_slots[key[1]]
+            if graph_slot.word == RUNG and graph_slot.binding == dispatch.call.seq:
+                graph_slot.word, graph_slot.since_s = TAKEN + graph_slot.takings, self.world.now_s
+                graph_slot.takings += 1
                 self._replay(key)
 
     def _replay(self, key: tuple[int, int]) -> None:
-        world, dispatch = self.world, self.bells[key]
+        world, dispatch = self.world, self.graph_slots[key]
         if not dispatch.arenas <= self._arenas:
             world.require(dispatch.call.client.has_left, "a bound call has lost its memory")
             return
@@ -360,12 +360,12 @@ class Process:
             return
         del self.replaying[key]
         del self.world.writers[dispatch.call.place]
-        call, bell = dispatch.call, dispatch.call.client.bells[key[1]]
+        call, graph_slot = dispatch.call, dispatch.call.client.graph_slots[key[1]]
         self.world.contents[call.place] = call
-        bell.is_done, bell.since_s = True, self.world.now_s
+        graph_slot.is_done, graph_slot.since_s = True, self.world.now_s
         if dispatch.number in self.bound:  # else nobody can know it, should this worker die before its answer is read
             call.forgive()
-        self.world.coverage.fates["bell_replayed"] += 1
+        self.world.coverage.fates["graph_slot_replayed"] += 1
 
     def _enqueue(self, dispatch: Dispatch) -> None:
         world = self.world
@@ -380,8 +380,8 @@ class Process:
         world = self.world
         for dispatch in self.gpu:
             call = dispatch.call
-            assert call.turn is not None
-            if dispatch.has_begun or world.stream(call).ready < call.turn.number:
+            assert call.point is not None
+            if dispatch.has_begun or world.stream(call).ready < call.point.value:
                 continue
             dispatch.has_begun = True
             slow_s = call.timeout_s * world.rng.uniform(0.8, 1.2) if dispatch.gpu_fate == "gpu_is_slow" else 0.0
@@ -397,12 +397,12 @@ class Process:
         self.gpu.remove(dispatch)
         del self.world.writers[dispatch.call.place]
         self.world.contents[dispatch.call.place] = dispatch.call
-        self.world.turn_done(dispatch)
+        self.world.point_done(dispatch)
         self.pump()
 
     def _free(self) -> None:
         if self._current is not None:
-            if self._current not in self.gpu and self._current.call.bell is None:
+            if self._current not in self.gpu and self._current.call.graph_slot is None:
                 del self.world.writers[self._current.call.place]
             if self._current.lane is not None:
                 self.lane_end_s = self.world.now_s

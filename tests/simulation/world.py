@@ -101,7 +101,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
                 weights[0] = 500
             self.persistence, self.eagerness = 0.97, own.choice((1.0, 1.0, 0.3))
         self.graphs = own.choice((0.0, 0.3, 0.6)) if self.device else 0.0
-        self._p_deaf = own.choice((0.0, 0.0, 0.2))
+        self._p_no_transport = own.choice((0.0, 0.0, 0.2))
         self.compiles = own.random() < 0.3
         self._p_compile_fails, self._compile_s = own.choice((0.0, 0.3)), own.choice((0.1, 1.0, 6.0))
         self.renews = own.random() < 0.8  # whether workers care in which order they load kernels
@@ -147,7 +147,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._tick_at_s = math.inf
         self._history: deque[tuple[float, Any]] = deque(maxlen=80)
 
-        self._held_since: dict[Key, int] = {}  # turns that were refused and not told -> number of the event of that
+        self._held_since: dict[Key, int] = {}  # points that were refused and not told -> number of the event of that
         known = GPU_CAPABILITIES if self.device else CAPABILITIES
         if self.compiles:
             platform = "cuda" if self.device else "cpu"
@@ -169,7 +169,11 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
 
         def going_back(call: Any) -> None:
             known = self.clients[call.client.identity].open[call.seq]
-            others = known.signature.backends - {attempt["backend"] for attempt in call.attempts} - self._deaf_to(known)
+            others = (
+                known.signature.backends
+                - {attempt["backend"] for attempt in call.attempts}
+                - self._no_transport_to(known)
+            )
             left = {b for b in others if self._is_compiled(b, known) and self._could_serve(b, known)}
             self.require(not left, f"a call goes back to where it was lost, although {left} could serve it")
 
@@ -210,11 +214,11 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
             on_lanes = [] if client.has_hung_up else [lane.number for lane in client.lanes() if lane.dispatch]
             self.require(not on_lanes, f"the calls on lanes {on_lanes} of client {client.number} are lost")
             if not client.has_hung_up:
-                silent = [n for n, call in client.bound.items() if call.has_word and client.bells[n].is_busy]
-                self.require(not silent, f"replays of client {client.number} hang at bells {silent}")
+                silent = [n for n, call in client.bound.items() if call.has_word and client.graph_slots[n].is_busy]
+                self.require(not silent, f"replays of client {client.number} hang at graph slots {silent}")
                 stuck = [(s.issued, s.ready, s.done, s.passed) for s in client.streams if s.passed != s.issued]
                 self.require(not stuck, f"streams of client {client.number} hang: {stuck}")
-                self.require(not client.pending, f"turns {list(client.pending)} are never told of")
+                self.require(not client.pending, f"points {list(client.pending)} are never told of")
         for name, worker in self.state.workers.items():
             is_disabled = worker.state is WorkerState.DISABLED and not self._is_stopping
             self.require(
@@ -263,7 +267,7 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._history.append((self.now_s, event))
         self.coverage.events[type(event).__name__] += 1
         actions = self.state.handle(event, self.now_s)
-        for key in self.state.turns.held:
+        for key in self.state.points.held:
             self._held_since.setdefault(key, self._events)
         self._note_lanes(actions)
         for action in actions:
@@ -365,8 +369,8 @@ PERFORM: dict[type, Callable[[World, Any], None]] = {
     act.GrantGpu: World._lend_gpu,
     act.TakeBackGpu: World._take_back_gpu,
     act.CloseGpu: World._close_gpu,
-    act.FailTurn: World._fail_turn,
-    act.ReleaseTurn: World._release_turn,
+    act.FailTurn: World._fail_point,
+    act.ReleaseTurn: World._release_point,
     act.SendAllow: World._allow,
     act.SendLease: World._lease,
     act.GrantLane: World._lend_lane,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.client.facade import ops
+from layerzero.client.facade import api
 from layerzero.ipc.vocabulary.ops import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_ops_are_documented_with_the_parameters_that_they_have(name: str) -> Non
     assert found
     parameters = " ".join(found[1][len(name) + 1 : -1].split())
     said = inspect.signature(eval(f"lambda {parameters}: None"))  # noqa: S307  # of our own page
-    have = inspect.signature(getattr(ops, name))
+    have = inspect.signature(api.function_of(name))
     plain = [p.replace(annotation=p.empty) for p in have.parameters.values() if p.name not in COMMON]
     assert str(said) == str(have.replace(parameters=plain, return_annotation=have.empty))
 

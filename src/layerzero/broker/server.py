@@ -30,7 +30,7 @@ from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.routers import Routers, Unreachable
 from layerzero.broker.io.tcp_queries import Remote
-from layerzero.broker.io.timeline_pages import OrderPages
+from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.processes.compile_jobs import CompileJobs
 from layerzero.broker.processes.host import free_memory_bytes
@@ -43,6 +43,7 @@ from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
 from layerzero.broker.storage.stored_times import StoredTimes
+from layerzero.broker.worker_frames import WorkerFrames
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.ipc.errors import ConfigError, ProtocolError
 from layerzero.ipc.logs import log
@@ -54,7 +55,6 @@ STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
 CATCH_UP_S = 0.2
 IDLE_CHECK_S = 3600.0
-POLL_CALLS = 64  # a worker's enqueued calls are looked at each time they are so many more
 
 
 class Server:
@@ -125,7 +125,7 @@ class Server:
             settings, endpoints, launcher, self._poller, self.joined, self.handle, self._worker_ended
         )
         self._lanes = LanePages()
-        self._pages = OrderPages()
+        self._pages = TimelinePages()
         self._page_poller = PagePoller(state, self.handle, self._lanes, self._pages, self._stop_if_idle)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
@@ -141,6 +141,7 @@ class Server:
             handle=self.handle,
             note_change=self._plan_check,
         )
+        self._worker_frames = WorkerFrames(state, self._lanes, self._page_poller, self._connections)
         lanes, pages, offers = self._lanes, self._pages, self._offers
         self._perform: dict[type, Callable[[Any], None]] = {
             **{kind: partial(self._send_client, frame_of) for kind, frame_of in frame_codec.TO_CLIENT.items()},
@@ -151,8 +152,8 @@ class Server:
             act.GrantGpu: offers.grant_gpu,
             act.TakeBackGpu: offers.take_back_gpu,
             act.CloseGpu: lambda action: pages.close(action.client, action.gpu),
-            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.turn, action.code),
-            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.turn),
+            act.FailTurn: lambda action: pages.fail(action.client, action.gpu, action.point, action.code),
+            act.ReleaseTurn: lambda action: pages.release(action.client, action.gpu, action.point),
             act.GrantLane: offers.grant_lane,
             act.TakeBackLane: offers.take_back_lane,
             act.RevokeLane: lambda action: lanes.revoke(action.lane, action.epoch),
@@ -173,7 +174,7 @@ class Server:
 
     def poll_timelines(self) -> None:
         """See which calls GPUs are done with."""
-        self._page_poller.at_turns()
+        self._page_poller.at_points()
 
     # --- the loop ------------------------------------------------------------------------------------
 
@@ -195,10 +196,10 @@ class Server:
                 if now_s >= self.state.wakeup_s:
                     if now_s > self.state.wakeup_s + STALL_S:
                         self._catch_up()
-                    self._page_poller.at_turns()
+                    self._page_poller.at_points()
                     self.handle(ev.Tick(self.processes.executing()))
                 elif now_s >= self._page_poller.due_s:
-                    self._page_poller.at_turns()
+                    self._page_poller.at_points()
                 elif now_s >= self._check_s:
                     self._housekeeping(now_s)
                 else:
@@ -234,7 +235,7 @@ class Server:
         self._poll_at_s = now_s + POLL_S
         self._page_poller.at_lanes()
         self._page_poller.at_rings()
-        self._page_poller.at_bells()
+        self._page_poller.at_graph_slots()
         self._follow_policy(now_s)
         if self.state.engine.policy.memory_headroom_bytes is not None:
             engine = self.state.engine
@@ -344,7 +345,7 @@ class Server:
         if peer is None:
             return
         try:
-            event = self._event_of_worker(peer, frame)
+            event = self._worker_frames.event_of(peer, frame)
         except ProtocolError as exc:
             event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
         if event is None:
@@ -352,38 +353,6 @@ class Server:
         self.handle(event)
         if self.state.stopping:
             self._stop_if_idle(peer.backend)
-
-    def _event_of_worker(self, peer: Peer, frame: bytes) -> ev.Event | None:
-        """None when nobody is concerned any more. Raises ProtocolError."""
-        said = frame_codec.of_worker(peer.identity, frame)
-        if isinstance(said, ev.CallRan):
-            enqueued = len(self.state.workers[peer.backend].enqueued)
-            if enqueued and not enqueued % POLL_CALLS:
-                self._page_poller.at_turns_of(peer.backend)
-            return said
-        if isinstance(said, ev.CallRaised):
-            return said
-        if isinstance(said, messages.Ready):
-            self._check_kernels(peer.backend, said)
-            return ev.WorkerReady(peer.identity, peer.backend, peer.generation, said.versions)
-        lane = self.state.leases.lanes.get(said.lane)
-        if lane is None or said.lane not in self._lanes:
-            self.state.lifecycle.stale += 1  # its client is gone
-            return None
-        if (lane.worker.backend, lane.generation) != (peer.backend, peer.generation):
-            raise ProtocolError(f"it leaves call {said.call} of lane {said.lane}, which is another worker's")
-        call = self._lanes.call(said.lane, said.call)
-        if call is None:
-            text = f"it has written over call {said.call} of lane {said.lane}, which was not done"
-            self._connections.drop_client(act.DropClient(lane.client.identity, text))
-            return None
-        return ev.CallHandedBack(peer.identity, said.lane, call, said.error)
-
-    def _check_kernels(self, backend: str, ready: messages.Ready) -> None:
-        claimed = {k.kernel_id for kernels in self.state.capabilities[backend].ops.values() for k in kernels}
-        missing = claimed.difference(map(str, ready.kernels))
-        if missing:
-            raise ProtocolError(f"its provider lacks kernels of its descriptor: {', '.join(sorted(missing))}")
 
     def _send_client(self, frame_of: Callable[[Any], bytes], action: Any) -> None:
         self._to_client(action.identity, frame_of(action))

@@ -107,7 +107,7 @@ class Faults:
 
         return faulty
 
-    def around_bell(self, launch: Callable[..., None]) -> Callable[..., None]:
+    def around_graph_slot(self, launch: Callable[..., None]) -> Callable[..., None]:
         """Of a call in a client's graph: `launch` enqueues its kernel and its answer."""
 
         def faulty(*call: Any) -> None:

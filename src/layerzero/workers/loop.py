@@ -21,8 +21,8 @@ from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, fr
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import (
-    HAS_BELL,
-    HAS_TURN,
+    HAS_GRAPH_SLOT,
+    HAS_POINT,
     HEADER_BYTES,
     NO_ARENA,
     REF_BYTES,
@@ -220,10 +220,10 @@ class _Loop:
         dispatch, is_replayed = header.seq, False
         try:
             self._page.write(dispatch, MAPPED)
-            if header.flags & HAS_TURN:
+            if header.flags & HAS_POINT:
                 elapsed_ns, result, is_replayed = self._gpu_serving().run(header, body)
-            elif header.flags & HAS_BELL:
-                self._gpu_serving().bind_bell(header, body)
+            elif header.flags & HAS_GRAPH_SLOT:
+                self._gpu_serving().bind_graph_slot(header, body)
                 elapsed_ns, result = 0, None
             else:
                 bound = self._bound(header.route, header.aux, body)
@@ -305,7 +305,7 @@ class _Loop:
     def _bind(self, prepared: _Prepared, client: int, body: bytes) -> Bound:
         call = prepared.call
         if prepared.gpu:
-            raise ProtocolError(f"a call on {prepared.gpu} has no turn")
+            raise ProtocolError(f"a call on {prepared.gpu} has no point")
         refs = wire.unpack_refs(body, len(call.inputs) + len(call.outputs))
         inputs: list[Block | None] = []
         for spec, ref in zip(call.inputs, refs, strict=False):

@@ -236,9 +236,9 @@ class FakeDriver:
         self.write_value(stream, address, value)
         self.wait_value(stream, waits_at, until)
 
-    def ring_and_wait(self, stream: int, bell: int, done: int) -> None:
+    def ring_and_wait(self, stream: int, graph_slot: int, done: int) -> None:
         self.write_value(stream, done, 0)
-        self.write_value(stream, bell, 1)
+        self.write_value(stream, graph_slot, 1)
         self.wait_value(stream, done, 1, equal=True)
 
     def memory_info(self) -> tuple[int, int]:

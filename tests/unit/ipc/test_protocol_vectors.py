@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from layerzero.ipc.errors import BY_CODE, ProtocolError, from_wire
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import MESSAGES, decode, encode
 
@@ -57,9 +57,9 @@ def test_frame_vector_holds_both_ways(vector: dict[str, Any]) -> None:
     match vector["body"]:
         case {"refs": refs, **rest}:
             packed = wire.pack_refs([wire.Ref(*ref) for ref in refs])
-            turn = Turn(*rest["turn"]) if "turn" in rest else None
-            bell, binding = rest.get("bell", (None, 0))
-            call = (packed, turn, bell, binding, bytes.fromhex(str(rest.get("digest", ""))))
+            point = TimelinePoint(*rest["point"]) if "point" in rest else None
+            graph_slot, binding = rest.get("graph_slot", (None, 0))
+            call = (packed, point, graph_slot, binding, bytes.fromhex(str(rest.get("digest", ""))))
             flags, made = wire.pack_call(*call)
             assert flags == header["flags"] & wire.HAS_TAIL or header["kind"] not in (wire.Kind.EXECUTE, wire.Kind.RUN)
             assert wire.unpack_call(flags, body) == call

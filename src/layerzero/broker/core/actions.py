@@ -8,7 +8,7 @@ from typing import Any
 from layerzero.broker.core.plain_data import plain
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.ipc.errors import LayerZeroError
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport.attempts import FailedAttempt
 
 
@@ -85,7 +85,7 @@ class CloseArena:
 
 @plain
 class GrantGpu:
-    """A worker is to open the order page and the offer of a client, and to sign the offer at `slot`."""
+    """A worker is to open the timeline page and the offer of a client, and to sign the offer at `slot`."""
 
     backend: str
     generation: int
@@ -117,7 +117,7 @@ class FailTurn:
 
     client: int
     gpu: str
-    turn: Turn
+    point: TimelinePoint
     code: str  # of the error
 
 
@@ -128,7 +128,7 @@ class ReleaseTurn:
 
     client: int
     gpu: str
-    turn: Turn
+    point: TimelinePoint
 
 
 @plain
@@ -185,19 +185,19 @@ class Run:
     attempt: int
     client: int
     body: bytes
-    turn: Turn | None = None
-    bell: int | None = None
-    binding: int = 0  # of the bell
+    point: TimelinePoint | None = None
+    graph_slot: int | None = None
+    binding: int = 0  # of the graph slot
 
 
 @plain
 class SendMute:
-    """A bell is no longer served."""
+    """A graph slot is no longer served."""
 
     identity: bytes
     plan: int
     client: int
-    bell: int
+    graph_slot: int
 
 
 @plain

@@ -11,14 +11,14 @@ from layerzero.broker.core.call_fsm import begin
 from layerzero.broker.core.clients import ClientLifecycle
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
-from layerzero.broker.core.graph_calls import Bells
+from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Lost
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Client, Route
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
-from layerzero.broker.core.stream_order import OpenTurn, Turns
+from layerzero.broker.core.stream_order import OpenPoint, StreamOrder
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, ProtocolError
@@ -34,8 +34,8 @@ class Admission:
     signatures: PreparedCalls
     calls: Dispatch
     lease_policy: LeasePolicy
-    turns: Turns
-    bells: Bells
+    points: StreamOrder
+    graph_slots: GraphCalls
     quarantine: Quarantine
     limits: Limits
     effects: Effects
@@ -68,14 +68,14 @@ class Admission:
                 self.sessions.drop(client, f"call on unknown route {event.route}")
             return None
         try:
-            turn = self._begin_turn(client, route, event)
+            point = self._begin_point(client, route, event)
             if self.effects.stopping:
-                self._refuse(client, event.seq, turn, BrokerLost("the broker is shutting down"))
+                self._refuse(client, event.seq, point, BrokerLost("the broker is shutting down"))
                 return None
             limit = self.limits.max_in_flight
             if is_bounded and client.open_calls >= limit:
                 error = Busy(f"{client.open_calls} calls are open; allowed: {limit}", limit=limit)
-                self._refuse(client, event.seq, turn, error)
+                self._refuse(client, event.seq, point, error)
                 return None
             arenas = route.checked.get(event.body)
             if arenas is None:
@@ -85,57 +85,57 @@ class Admission:
             return None
         refusal = self.quarantine.refusal(route.signature.key, event.digest, self.effects.now_s)
         if refusal is not None:
-            self._refuse(client, event.seq, turn, refusal)
+            self._refuse(client, event.seq, point, refusal)
             return None
         route.signature.users += 1
         timeout_s = event.timeout_s or self.limits.timeout_s
         call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
         begin(call)
-        if turn is not None:
-            call.turn, turn.call = turn, call
-        if event.bell is not None:
-            call.take_bell(event.bell, event.binding)
-        if turn is not None or event.bell is not None:  # it is on a GPU
-            self._pass_by_the_deaf(call)
+        if point is not None:
+            call.point, point.call = point, call
+        if event.graph_slot is not None:
+            call.take_graph_slot(event.graph_slot, event.binding)
+        if point is not None or event.graph_slot is not None:  # it is on a GPU
+            self._pass_by_those_without_transport(call)
         return call
 
-    def _refuse(self, client: Client, seq: int, turn: OpenTurn | None, error: LayerZeroError) -> None:
+    def _refuse(self, client: Client, seq: int, point: OpenPoint | None, error: LayerZeroError) -> None:
         """It never becomes a call."""
         refusal = act.Refuse(client.identity, seq, error)
-        if turn is None:
+        if point is None:
             self.effects.emit(refusal)
         else:
-            self.turns.fail(turn, refusal)
+            self.points.fail(point, refusal)
 
-    def _begin_turn(self, client: Client, route: Route, event: ev.CallArrived) -> OpenTurn | None:
-        """None for a call on the CPU, or with a bell. Raises ProtocolError for a call without the turn or bell that its
-        device asks for, or with a senseless one."""
+    def _begin_point(self, client: Client, route: Route, event: ev.CallArrived) -> OpenPoint | None:
+        """None for a call on the CPU, or with a graph slot. Raises ProtocolError for a call without the point or
+        graph slot that its device asks for, or with a senseless one."""
         gpu = route.signature.spec.device
-        places = (event.turn is not None) + (event.bell is not None)
+        places = (event.point is not None) + (event.graph_slot is not None)
         if places != bool(gpu):
-            has = {0: "without a turn", 1: "with a turn or a bell", 2: "with a turn and a bell"}[places]
+            has = {0: "without a point", 1: "with a point or a graph slot", 2: "with a point and a graph slot"}[places]
             raise ProtocolError(f"a call on {gpu or 'the CPU'} comes {has}")
         if not gpu:
             return None
         if gpu not in client.gpus:
             raise ProtocolError(f"a call on {gpu}, which the client has not added")
-        if event.turn is None:
-            assert event.bell is not None
-            self.bells.check(client, gpu, event.bell)
+        if event.point is None:
+            assert event.graph_slot is not None
+            self.graph_slots.check(client, gpu, event.graph_slot)
             return None
-        return self.turns.begin(client, gpu, event.turn)
+        return self.points.begin(client, gpu, event.point)
 
-    def _pass_by_the_deaf(self, call: Call) -> None:
+    def _pass_by_those_without_transport(self, call: Call) -> None:
         """The call goes past workers that its client's memory is known not to reach, and is not run by the client."""
         call.may_run_here = False
         workers = self.lifecycle.workers
         for worker in workers.values():
-            if worker.deaf:
+            if worker.no_transport:
                 break
         else:
             return
         for verdict in self.signatures.order(call.route.signature):
-            error = workers[verdict.backend].deaf.get((call.client.number, call.gpu))
+            error = workers[verdict.backend].no_transport.get((call.client.number, call.gpu))
             if error is not None:
                 call.tried.add(verdict.backend)
                 call.last_error = error

@@ -31,7 +31,7 @@ class Evidence:
     running: Collection[int] = ()  # dispatches that it had not answered
     begun: Sequence[int] = ()  # dispatches that it had answered, and that its GPU was seen to be able to run
     rings: Mapping[int, bool] = field(default_factory=dict)  # marks of calls on its rings; with inputs there?
-    rung: Sequence[int] = ()  # dispatches of calls in graphs whose bells were seen rung
+    rung: Sequence[int] = ()  # dispatches of calls in graphs whose graph slots were seen rung
 
 
 def blame_for(end: Evidence) -> Blame:

@@ -23,8 +23,8 @@ class CallState(IntEnum):
     COMPILING = 2  # waits for a kernel to be compiled: in `CompileWaits`
     RUNNING = 3  # sent to a worker, which has not answered: in its `running`
     ENQUEUED = 4  # answered, and the GPU is not known to be done with it: in its worker's `enqueued`
-    BOUND = 5  # answered, and served whenever its client's graph rings: in its worker's `bells`
-    REFUSED = 6  # has failed for good, which its client hears when its stream has come to it: in `Turns`
+    BOUND = 5  # answered, and served whenever its client's graph rings: in its worker's `graph_slots`
+    REFUSED = 6  # has failed for good, which its client hears when its stream has come to it: in `StreamOrder`
     CLOSED = 7  # final
 
 
@@ -67,7 +67,7 @@ def move(call: Call, to: CallState, worker: Worker | None = None) -> None:
         elif was is _WAITING:
             (had.waiting.serve if to is _RUNNING else had.waiting.remove)(call)
         else:
-            del (had.enqueued if was is _ENQUEUED else had.bells)[call.dispatch]
+            del (had.enqueued if was is _ENQUEUED else had.graph_slots)[call.dispatch]
             call.client.open_calls += 1
             call.client.enqueued -= 1
     elif was is _COMPILING:
@@ -81,7 +81,7 @@ def move(call: Call, to: CallState, worker: Worker | None = None) -> None:
         elif to is _WAITING:
             worker.waiting.append(call)
         else:
-            (worker.enqueued if to is _ENQUEUED else worker.bells)[call.dispatch] = call
+            (worker.enqueued if to is _ENQUEUED else worker.graph_slots)[call.dispatch] = call
             call.was_answered = True
             call.client.open_calls -= 1
             call.client.enqueued += 1

@@ -10,13 +10,13 @@ from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.grants import Grants
-from layerzero.broker.core.graph_calls import Bells
+from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Arena, Client, Route
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.release import Release
-from layerzero.broker.core.stream_order import Turns
+from layerzero.broker.core.stream_order import StreamOrder
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec
@@ -37,9 +37,9 @@ class ClientLifecycle:
     grants: Grants
     leases: Leases
     lease_policy: LeasePolicy
-    turns: Turns
+    points: StreamOrder
     enqueued: GpuInFlight
-    bells: Bells
+    graph_slots: GraphCalls
     compiling: CompileWaits
     closing: Release
     effects: Effects
@@ -53,13 +53,13 @@ class ClientLifecycle:
             return
         client.has_left = True
         self.effects.emit(*self.leases.end_client(client))
-        self.closing.tell(self.turns.drop_held(client))  # nobody waits for what failed
+        self.closing.tell(self.points.drop_held(client))  # nobody waits for what failed
         for worker in self.lifecycle.workers.values():
             for call in [call for call in worker.waiting if call.client is client]:
                 self.closing.close(call)
         for call in self.compiling.take(client):
             self.closing.close(call)
-        self.bells.end_client(client)
+        self.graph_slots.end_client(client)
         self.enqueued.release(client)
         self.closing.finish_leaving(client)
 
@@ -87,8 +87,8 @@ class ClientLifecycle:
         if client is None or event.arena not in client.arenas:
             return
         users = self.closing.users(client, event.arena)
-        # The bell of a graph that is gone may be unbound a moment later; what a GPU is done with, answered.
-        if any(call.bell is None and call.turn is None for call in users):
+        # The graph slot of a graph that is gone may be unbound a moment later; what a GPU is done with, answered.
+        if any(call.graph_slot is None and call.point is None for call in users):
             self.drop(client, f"arena {event.arena} was retired with open calls that use it")
         elif users:
             client.retiring.add(event.arena)
@@ -101,10 +101,10 @@ class ClientLifecycle:
         if client is None:  # it was cut off a moment ago, since it does not read
             return
         if event.gpu in client.gpus and event.has_new_page:
-            if self.turns.of(client, event.gpu):
-                self.drop(client, f"another order page for {event.gpu} while calls on the first are not done")
+            if self.points.of(client, event.gpu):
+                self.drop(client, f"another timeline page for {event.gpu} while calls on the first are not done")
                 return
-            self.turns.forget(client, event.gpu)
+            self.points.forget(client, event.gpu)
         client.gpus.add(event.gpu)
         lanes = [lane for lane in self.leases.of(client) if lane.gpu == event.gpu]
         self.effects.emit(*self.leases.revoke(lanes))

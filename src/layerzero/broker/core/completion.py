@@ -10,7 +10,7 @@ from layerzero.broker.core.decisions import Decisions
 from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import GpuInFlight
-from layerzero.broker.core.graph_calls import Bells
+from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.model import Worker
 from layerzero.broker.core.release import Release
@@ -27,7 +27,7 @@ class Completion:
     decisions: Decisions
     lease_policy: LeasePolicy
     enqueued: GpuInFlight
-    bells: Bells
+    graph_slots: GraphCalls
     closing: Release
     effects: Effects
 
@@ -50,15 +50,15 @@ class Completion:
             return
         call = self.calls.take_head(worker)
         worker.answered += 1
-        client, signature, turn = call.client, call.route.signature, call.turn
+        client, signature, point = call.client, call.route.signature, call.point
         if event.kernel_ns or not call.gpu:  # of a GPU, 0 is no new sample
             self.lease_policy.note_time(call.kernel_id, signature.cell, event.kernel_ns, is_clean=not call.attempts)
-        if turn is None:
+        if point is None:
             spec = signature.spec
             self.engine.note_success(worker.backend, spec.op, self.effects.now_s, spec.device)
         if not call.is_unwanted:
             decision = self.decisions.number(call, worker)
-            if call.bell is None:
+            if call.graph_slot is None:
                 self.lease_policy.settle(call, worker)
             self.effects.emit(
                 act.Answer(
@@ -73,12 +73,12 @@ class Completion:
                     call.start_wait_s,
                 )
             )
-        if turn is not None:
-            self.enqueued.add(call, worker, turn)
-        elif call.bell is not None and not call.is_unbound:
-            self.bells.bind(call, worker)
+        if point is not None:
+            self.enqueued.add(call, worker, point)
+        elif call.graph_slot is not None and not call.is_unbound:
+            self.graph_slots.bind(call, worker)
             if client.has_left:
-                self.bells.end_client(client)
+                self.graph_slots.end_client(client)
         else:
             self.closing.close(call)
 
@@ -87,6 +87,6 @@ class Completion:
         if worker is None:
             return
         call, error = self.calls.take_head(worker), event.error
-        if error.code == CudaGraphUnsafe.code and call.bell is None:  # nobody asked
+        if error.code == CudaGraphUnsafe.code and call.graph_slot is None:  # nobody asked
             error = BackendError(f"{error.code}: {error.message}")
         self.calls.attempt_failed(call, worker, error)

@@ -206,7 +206,7 @@ class Dispatch:
         move(call, _RUNNING, worker)
         if len(worker.running) == 1:
             self.start_clock(worker)
-        turn = call.turn.turn if call.turn is not None else None
+        point = call.point.point if call.point is not None else None
         number = call.client.number
         self.effects.emit(
             act.Run(
@@ -216,8 +216,8 @@ class Dispatch:
                 call.attempt,
                 number,
                 call.body,
-                turn,
-                call.bell,
+                point,
+                call.graph_slot,
                 call.binding,
             )
         )
@@ -267,7 +267,7 @@ class Dispatch:
         self.note_attempt(call, worker, error, exit_code=exit_code, phase=phase, pid=pid)
         spec = call.route.signature.spec
         if spec.device and error.code == NoTransport.code:  # its kernels are well
-            worker.deaf[call.client.number, spec.device] = error
+            worker.no_transport[call.client.number, spec.device] = error
         elif (
             phase != "queued" and not cannot_bind and error.code != DeadlineExceeded.code
         ):  # a short timeout_s is the caller's doing

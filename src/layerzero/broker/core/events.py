@@ -18,7 +18,7 @@ from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.shm.ring_words import RingCall
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 
 @plain
@@ -42,7 +42,7 @@ class ArenaOffered:
 
 @plain
 class GpuOffered:
-    """The client brings an order page and a memory offer for its calls on a GPU, for the first time or again."""
+    """The client brings a timeline page and a memory offer for its calls on a GPU, for the first time or again."""
 
     identity: bytes
     gpu: str
@@ -81,9 +81,9 @@ class CallArrived:
     may_run_here: bool = False
     after_lane: int = 0  # the express lane that ended with this call on it
     after_call: int = 0  # the low half of that call's number on the lane
-    turn: Turn | None = None  # its place in a lane of the order page; a call on a GPU has one, or
-    bell: int | None = None  # of the order page: it is in a CUDA graph of the client
-    binding: int = 0  # of the bell
+    point: TimelinePoint | None = None  # its place in a lane of the timeline page; a call on a GPU has one, or
+    graph_slot: int | None = None  # of the timeline page: it is in a CUDA graph of the client
+    binding: int = 0  # of the graph slot
 
 
 @plain
@@ -146,7 +146,7 @@ class CallHandedBack:
 
 @plain
 class RingSnapshot:
-    """What is on a ring: calls whose turns are not done, oldest first, and which of them have their inputs. Some may
+    """What is on a ring: calls whose points are not done, oldest first, and which of them have their inputs. Some may
     have been left to the broker. `head`: the last call that was put; `taken`: that the worker has taken."""
 
     head: int
@@ -164,16 +164,16 @@ class RingsPolled:
 
 
 @plain
-class TurnsReached:
-    """Streams of clients have come to these turns, which were refused: client's number, GPU, place."""
+class PointsReached:
+    """Streams of clients have come to these points, which were refused: client's number, GPU, place."""
 
-    keys: Sequence[tuple[int, str, Turn]]
+    keys: Sequence[tuple[int, str, TimelinePoint]]
 
 
 @plain
 class TimelinesPolled:
-    """What order pages say of the calls that a worker has enqueued on a GPU, by their dispatches: which are done, and
-    of which the inputs are there. Comes once a second while there are any, before each Tick, and just before
+    """What timeline pages say of the calls that a worker has enqueued on a GPU, by their dispatches: which are done,
+    and of which the inputs are there. Comes once a second while there are any, before each Tick, and just before
     WorkerExited, for that worker; then `done` has calls, too, that it could not answer any more."""
 
     backend: str
@@ -379,7 +379,7 @@ Event = (
     | LanePolled
     | CallHandedBack
     | RingsPolled
-    | TurnsReached
+    | PointsReached
     | TimelinesPolled
     | CallPoisoned
     | ProbeEnded

@@ -14,7 +14,7 @@ from layerzero.broker.core.decisions import Decisions
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Release
-from layerzero.broker.core.stream_order import OpenTurn, Turns
+from layerzero.broker.core.stream_order import OpenPoint, StreamOrder
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.broker.selection.ranking import Engine
 
@@ -25,20 +25,20 @@ _ENQUEUED = CallState.ENQUEUED  # as in call_fsm.py: each call on a GPU needs it
 class GpuInFlight:
     engine: Engine
     lifecycle: WorkerLifecycle
-    turns: Turns
+    points: StreamOrder
     decisions: Decisions
     closing: Release
     effects: Effects
 
-    def add(self, call: Call, worker: Worker, turn: OpenTurn) -> None:
+    def add(self, call: Call, worker: Worker, point: OpenPoint) -> None:
         """The worker has answered: the call's client goes on, the call stays until the GPU is done with it."""
         move(call, _ENQUEUED, worker)
-        turn.began_s = math.inf
+        point.began_s = math.inf
 
-    def on_turns_reached(self, event: ev.TurnsReached) -> None:
-        self.closing.tell(self.turns.reach(event.keys))
+    def on_points_reached(self, event: ev.PointsReached) -> None:
+        self.closing.tell(self.points.reach(event.keys))
 
-    def on_turns_seen(self, event: ev.TimelinesPolled) -> None:
+    def on_points_seen(self, event: ev.TimelinesPolled) -> None:
         worker = self.lifecycle.current(event.backend, event.generation)
         if worker is None:
             return
@@ -49,16 +49,16 @@ class GpuInFlight:
             self.closing.close(call)
         for dispatch in event.ready:
             begun = worker.enqueued.get(dispatch)
-            if begun is not None and begun.turn is not None and not begun.turn.has_begun:
-                begun.turn.began_s = self.effects.now_s
-                self.effects.wake_by(begun.turn.due_s)
-        for turn in list(self.turns.first()):
-            client, its = turn.client, turn.call
+            if begun is not None and begun.point is not None and not begun.point.has_begun:
+                begun.point.began_s = self.effects.now_s
+                self.effects.wake_by(begun.point.due_s)
+        for point in list(self.points.first()):
+            client, its = point.client, point.call
             is_its = its is not None and its.state is _ENQUEUED and its.worker is worker
             is_ready = its is None or its.dispatch in event.ready
             if is_its and client.has_left and not is_ready and not self.closing.has_rings(client):
-                # It is this one's turn; or a stream of the client's has overwritten the word.
-                self.effects.emit(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
+                # It is this one's point; or a stream of the client's has overwritten the word.
+                self.effects.emit(act.ReleaseTurn(client.number, point.gpu, point.point))
 
     def _take_unanswered(self, worker: Worker, dispatch: int) -> Call:
         """The worker has ended before it could answer, and the GPU was done: the client's stream has gone on."""
@@ -75,9 +75,9 @@ class GpuInFlight:
         one says that all before are done."""
         if self.closing.has_rings(client):
             return  # those come between; rings.py sees them all
-        for turn in list(self.turns.first()):
-            if turn.client is client and turn.call is not None:
-                self.effects.emit(act.ReleaseTurn(client.number, turn.gpu, turn.turn))
+        for point in list(self.points.first()):
+            if point.client is client and point.call is not None:
+                self.effects.emit(act.ReleaseTurn(client.number, point.gpu, point.point))
 
     def end_late(self) -> None:
         """Workers whose GPU takes too long for a call are killed."""
@@ -85,10 +85,10 @@ class GpuInFlight:
             for call in worker.enqueued.values():
                 if worker.fault is not None:
                     break
-                if call.turn is None or not call.turn.has_begun:
+                if call.point is None or not call.point.has_begun:
                     continue
-                if self.effects.now_s >= call.turn.due_s:
+                if self.effects.now_s >= call.point.due_s:
                     late = Blame(dispatch=call.dispatch)
                     self.lifecycle.fault(worker, too_long(call.kernel_id, worker, call.timeout_s), late)
                 else:
-                    self.effects.wake_by(call.turn.due_s)
+                    self.effects.wake_by(call.point.due_s)

@@ -43,7 +43,7 @@ class Grants:
         """Workers let go of what they had, and may reach what is offered next."""
         key = (client.number, gpu)
         for worker in self.lifecycle.workers.values():
-            worker.deaf.pop(key, None)
+            worker.no_transport.pop(key, None)
             if key in worker.gpus:
                 worker.gpus.discard(key)
                 self.effects.emit(act.TakeBackGpu(worker.backend, worker.generation, *key))

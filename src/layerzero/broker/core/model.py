@@ -20,7 +20,7 @@ from layerzero.ipc.transport.attempts import FailedAttempt
 if TYPE_CHECKING:
     from layerzero.broker.core.compile_waits import Held
     from layerzero.broker.core.leases import Lost
-    from layerzero.broker.core.stream_order import OpenTurn
+    from layerzero.broker.core.stream_order import OpenPoint
 
 MAX_CHECKED_BODIES = 256
 
@@ -89,7 +89,7 @@ class Client:
     has_left: bool = False
     next_decision: int = 1
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
-    bells: set[tuple[str, int]] = field(default_factory=set)  # of order pages, by GPU, that calls have
+    graph_slots: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have
     bound: dict[int, Call] = field(default_factory=dict)  # those calls, by seq
 
 
@@ -117,10 +117,10 @@ class Call:
     once_more: set[str] = field(default_factory=set)  # of those: that it goes back to, as nobody else is left
     last_error: LayerZeroError | None = None
     may_run_here: bool = False  # the client can run a kernel itself, if policy wants that
-    turn: OpenTurn | None = None  # of a call on a GPU
-    bell: int | None = None  # of a call in a client's CUDA graph
-    binding: int = 0  # of the bell
-    bell_word: int = 0  # as it was seen
+    point: OpenPoint | None = None  # of a call on a GPU
+    graph_slot: int | None = None  # of a call in a client's CUDA graph
+    binding: int = 0  # of the graph slot
+    graph_slot_word: int = 0  # as it was seen
     busy_since_s: float = math.inf  # when it was first seen so, with something to do
     watched_since_s: float = math.inf  # when it was looked at closely for that
     is_unbound: bool = False  # its client wants it no more
@@ -143,17 +143,17 @@ class Call:
         for backends in (self.tried, self.lost_at, self.once_more):
             backends.clear()
 
-    def take_bell(self, bell: int, binding: int) -> None:
+    def take_graph_slot(self, graph_slot: int, binding: int) -> None:
         """It is in a CUDA graph of its client, which rings."""
-        self.bell, self.binding = bell, binding
-        self.client.bells.add((self.gpu, bell))
+        self.graph_slot, self.binding = graph_slot, binding
+        self.client.graph_slots.add((self.gpu, graph_slot))
         self.client.bound[self.seq] = self
 
-    def free_bell(self) -> None:
-        """The bell, if it has one, may be bound anew. More than once does no harm."""
-        if self.bell is not None and self.client.bound.get(self.seq) is self:
+    def free_graph_slot(self) -> None:
+        """The graph slot, if it has one, may be bound anew. More than once does no harm."""
+        if self.graph_slot is not None and self.client.bound.get(self.seq) is self:
             del self.client.bound[self.seq]
-            self.client.bells.discard((self.gpu, self.bell))
+            self.client.graph_slots.discard((self.gpu, self.graph_slot))
 
     @property
     def is_unwanted(self) -> bool:
@@ -164,8 +164,8 @@ class Call:
 @dataclass(eq=False)
 class Worker:
     """The one worker of a backend. `running` was sent to it, oldest first; `waiting` was not. `enqueued`: what it has
-    answered and the GPU is not known to be done with, by dispatch, oldest first; `bells`: likewise what it has bound.
-    """
+    answered and the GPU is not known to be done with, by dispatch, oldest first; `graph_slots`: likewise what it has
+    bound."""
 
     backend: str
     state: WorkerState = WorkerState.ABSENT
@@ -176,7 +176,7 @@ class Worker:
     running: deque[Call] = field(default_factory=deque)
     waiting: FairQueue = field(default_factory=FairQueue)
     enqueued: dict[int, Call] = field(default_factory=dict)
-    bells: dict[int, Call] = field(default_factory=dict)
+    graph_slots: dict[int, Call] = field(default_factory=dict)
     head_since_s: float = 0.0  # when the oldest running call became the oldest
     last_client: Client | None = None
     last_use_s: float = 0.0
@@ -203,7 +203,8 @@ class Worker:
     plans: set[int] = field(default_factory=set)
     slot: int = 0  # of this start, on offers of GPU memory; 0 for a backend of the CPU
     gpus: set[tuple[int, str]] = field(default_factory=set)  # clients' GPUs that it was told of
-    deaf: dict[tuple[int, str], LayerZeroError] = field(default_factory=dict)  # those whose memory does not reach it
+    # Client's number and GPU of those whose memory does not reach it.
+    no_transport: dict[tuple[int, str], LayerZeroError] = field(default_factory=dict)
 
     @property
     def head_deadline_s(self) -> float:

@@ -12,7 +12,7 @@ from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.model import Call, Client, Route
 from layerzero.broker.core.prepared import PreparedCalls
-from layerzero.broker.core.stream_order import OpenTurn, Turns
+from layerzero.broker.core.stream_order import OpenPoint, StreamOrder
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.ipc.errors import BrokerLost, LayerZeroError
 
@@ -25,7 +25,7 @@ class Release:
     signatures: PreparedCalls
     grants: Grants
     leases: Leases
-    turns: Turns
+    points: StreamOrder
     compiling: CompileWaits
     effects: Effects
 
@@ -36,10 +36,10 @@ class Release:
         client = call.client
         move(call, _CLOSED)
         self.signatures.release(call.route.signature)
-        if call.turn is not None:
-            self.turns.end(call.turn)
-        if call.bell is not None:
-            call.free_bell()
+        if call.point is not None:
+            self.points.end(call.point)
+        if call.graph_slot is not None:
+            call.free_graph_slot()
         if client.retiring:
             for arena in client.retiring.intersection(call.arenas):
                 if not self.users(client, arena):
@@ -57,12 +57,12 @@ class Release:
         """One on a GPU ends when its client's stream has come to it."""
         candidates = [v.to_wire() for v in self.lifecycle.as_of_now(call.route.signature.ranked)]
         refusal = act.Refuse(call.client.identity, call.seq, error, call.attempts, candidates)
-        if call.turn is None:
+        if call.point is None:
             self.effects.emit(refusal)
             self.close(call)
         else:
             move(call, CallState.REFUSED)
-            self.turns.fail(call.turn, refusal)
+            self.points.fail(call.point, refusal)
 
     def end_for_shutdown(self, call: Call) -> None:
         if call.is_unwanted:
@@ -70,22 +70,22 @@ class Release:
         else:
             self.refuse(call, BrokerLost("the broker was shut down before the call ended"))
 
-    def tell(self, failed: list[OpenTurn]) -> None:
-        """These turns have ended in errors, and their streams have come to them: their clients may know."""
-        for turn in failed:
-            refusal = turn.refusal
+    def tell(self, failed: list[OpenPoint]) -> None:
+        """These points have ended in errors, and their streams have come to them: their clients may know."""
+        for point in failed:
+            refusal = point.refusal
             assert refusal is not None
-            if not turn.client.has_left:
-                self.effects.emit(act.FailTurn(turn.client.number, turn.gpu, turn.turn, refusal.error.code))
+            if not point.client.has_left:
+                self.effects.emit(act.FailTurn(point.client.number, point.gpu, point.point, refusal.error.code))
                 self.effects.emit(refusal)
-            if turn.call is not None:
-                self.close(turn.call)
+            if point.call is not None:
+                self.close(point.call)
 
     def users(self, client: Client, arena: int) -> list[Call]:
         """Open calls that refer to it."""
         calls = self.compiling.calls()
         for w in self.lifecycle.workers.values():
-            calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.bells.values()]
+            calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.graph_slots.values()]
         return [call for call in calls if call.client is client and arena in call.arenas]
 
     # --- clients that have left ------------------------------------------------------------------------
@@ -112,5 +112,5 @@ class Release:
             for arena in list(client.arenas):
                 self.grants.close_arena(client, arena)
             for gpu in list(client.gpus):
-                self.turns.forget(client, gpu)
+                self.points.forget(client, gpu)
                 self.grants.close_gpu(client, gpu)

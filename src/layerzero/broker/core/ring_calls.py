@@ -17,11 +17,11 @@ from layerzero.broker.core.leases import Lane, Leases
 from layerzero.broker.core.limits import Limits
 from layerzero.broker.core.model import Call, Worker
 from layerzero.broker.core.release import Release
-from layerzero.broker.core.stream_order import Turns
+from layerzero.broker.core.stream_order import StreamOrder
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm.ring_words import RingCall
-from layerzero.ipc.shm.timeline_words import Turn, is_before
+from layerzero.ipc.shm.timeline_words import TimelinePoint, is_before
 from layerzero.ipc.vocabulary.worker_codes import mark
 
 
@@ -41,7 +41,7 @@ class Stranded(NamedTuple):
 class RingCalls:
     lifecycle: WorkerLifecycle
     leases: Leases
-    turns: Turns
+    points: StreamOrder
     admission: Admission
     calls: Dispatch
     closing: Release
@@ -82,7 +82,7 @@ class RingCalls:
         """As if EXECUTE had come with it. None when the call has ended in an error, or its client is gone."""
         if lane.client.has_left:
             return None
-        event = ev.CallArrived(lane.client.identity, call.route, call.seq, 0.0, call.refs, turn=call.turn)
+        event = ev.CallArrived(lane.client.identity, call.route, call.seq, 0.0, call.refs, point=call.point)
         return self.admission.admit(event, is_bounded=False)  # the ring itself has bounds
 
     # --- the end of a worker -------------------------------------------------------------------------
@@ -130,24 +130,24 @@ class RingCalls:
             self.lifecycle.fault(worker, too_long(name, worker, timeout_s), Blame(mark=mark(lane.number, late.call)))
 
     def _end_left(self, rings: list[Lane], page_poller: Mapping[int, ev.RingSnapshot]) -> None:
-        """A client has left: in each lane of its order pages the first call counts as ready, be it on a ring or not,
+        """A client has left: in each lane of its timeline pages the first call counts as ready, be it on a ring or not,
         and so on, until nothing is on its rings."""
         client = rings[0].client
         if any(lane.number not in page_poller for lane in rings):
             return
-        firsts: dict[tuple[str, int], int] = {}  # the first open turn's number, by GPU and lane of its order page
+        firsts: dict[tuple[str, int], int] = {}  # the first open point's number, by GPU and lane of its timeline page
         on_rings = {
             lane.number: [call for call in page_poller[lane.number].calls if call.call not in lane.left]
             for lane in rings
         }
-        open_turns = [(turn.gpu, turn.turn) for turn in self.turns.of(client) if turn.call is not None]
-        open_turns += [(lane.gpu, call.turn) for lane in rings for call in on_rings[lane.number]]
-        for gpu, turn in open_turns:
-            first = firsts.setdefault((gpu, turn.lane), turn.number)
-            if is_before(turn.number, first):
-                firsts[gpu, turn.lane] = turn.number
+        open_points = [(point.gpu, point.point) for point in self.points.of(client) if point.call is not None]
+        open_points += [(lane.gpu, call.point) for lane in rings for call in on_rings[lane.number]]
+        for gpu, point in open_points:
+            first = firsts.setdefault((gpu, point.timeline), point.value)
+            if is_before(point.value, first):
+                firsts[gpu, point.timeline] = point.value
         for (gpu, order_lane), number in firsts.items():
-            self.effects.emit(act.ReleaseTurn(client.number, gpu, Turn(order_lane, number)))
+            self.effects.emit(act.ReleaseTurn(client.number, gpu, TimelinePoint(order_lane, number)))
         for lane in rings:
             if not on_rings[lane.number]:
                 self.effects.emit(*self.leases.end_ring(lane))

@@ -6,7 +6,7 @@ This puts its parts together; each is given those that it uses, and none knows t
 Invariants, checked by tests/unit/broker/core/test_simulation.py over thousands of seeded schedules:
 every call ends in exactly one Answer or Refuse; a call runs on at most one worker at a time, and is given to another
 only when the one before has answered or its exit is confirmed; the step that picks a worker reserves it. A call on a
-GPU is answered when it is enqueued there, and once more when it had to run again; turns of a lane end in their order.
+GPU is answered when it is enqueued there, and once more when it had to run again; points of a lane end in their order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layerzero.broker.core.dispatch import Dispatch
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.gpu_in_flight import GpuInFlight
 from layerzero.broker.core.grants import Grants
-from layerzero.broker.core.graph_calls import Bells
+from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Leases
 from layerzero.broker.core.limits import Limits
@@ -37,7 +37,7 @@ from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.release import Release
 from layerzero.broker.core.ring_calls import RingCalls
-from layerzero.broker.core.stream_order import Turns
+from layerzero.broker.core.stream_order import StreamOrder
 from layerzero.broker.core.worker_exit import WorkerExits
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle, too_long
@@ -80,7 +80,7 @@ class BrokerState:
         self._shadow = ShadowLedger()
         self.effects = effects = Effects()
         self.leases = leases = part(Leases)()
-        self.turns = turns = part(Turns)()
+        self.points = points = part(StreamOrder)()
         quarantine = Quarantine(limits.poison_quarantine_s)
         decisions = part(Decisions)(engine=engine, effects=effects)
         self.lifecycle = lifecycle = part(WorkerLifecycle)(engine, unusable, limits, rng, effects, joined)
@@ -95,7 +95,7 @@ class BrokerState:
             signatures=signatures,
             grants=grants,
             leases=leases,
-            turns=turns,
+            points=points,
             compiling=compiling,
             effects=effects,
         )
@@ -111,9 +111,9 @@ class BrokerState:
             effects=effects,
         )
         self.enqueued = enqueued = part(GpuInFlight)(
-            engine=engine, lifecycle=lifecycle, turns=turns, decisions=decisions, closing=closing, effects=effects
+            engine=engine, lifecycle=lifecycle, points=points, decisions=decisions, closing=closing, effects=effects
         )
-        self.bells = bells = part(Bells)(
+        self.graph_slots = graph_slots = part(GraphCalls)(
             clients=self.clients,
             lifecycle=lifecycle,
             signatures=signatures,
@@ -129,7 +129,7 @@ class BrokerState:
             decisions=decisions,
             lease_policy=lease_policy,
             enqueued=enqueued,
-            bells=bells,
+            graph_slots=graph_slots,
             closing=closing,
             effects=effects,
         )
@@ -141,9 +141,9 @@ class BrokerState:
             grants=grants,
             leases=leases,
             lease_policy=lease_policy,
-            turns=turns,
+            points=points,
             enqueued=enqueued,
-            bells=bells,
+            graph_slots=graph_slots,
             compiling=compiling,
             closing=closing,
             effects=effects,
@@ -155,8 +155,8 @@ class BrokerState:
             signatures=signatures,
             calls=calls,
             lease_policy=lease_policy,
-            turns=turns,
-            bells=bells,
+            points=points,
+            graph_slots=graph_slots,
             quarantine=quarantine,
             limits=limits,
             effects=effects,
@@ -164,7 +164,7 @@ class BrokerState:
         self.rings = rings = part(RingCalls)(
             lifecycle=lifecycle,
             leases=leases,
-            turns=turns,
+            points=points,
             admission=admission,
             calls=calls,
             closing=closing,
@@ -189,14 +189,14 @@ class BrokerState:
             ev.RanInClient: sessions.on_ran_in_client,
             ev.CallArrived: admission.on_call_arrived,
             ev.CallPoisoned: admission.on_call_poisoned,
-            ev.CallUnbound: bells.on_call_unbound,
-            ev.GraphSlotsPolled: bells.on_bells_seen,
+            ev.CallUnbound: graph_slots.on_call_unbound,
+            ev.GraphSlotsPolled: graph_slots.on_graph_slots_seen,
             ev.LaneOverdue: self.on_lane_overdue,
             ev.LanePolled: self.on_lane_seen,
             ev.CallHandedBack: rings.on_call_left,
             ev.RingsPolled: rings.on_rings_seen,
-            ev.TurnsReached: enqueued.on_turns_reached,
-            ev.TimelinesPolled: enqueued.on_turns_seen,
+            ev.PointsReached: enqueued.on_points_reached,
+            ev.TimelinesPolled: enqueued.on_points_seen,
             ev.ProbeEnded: self.on_probe_ended,
             ev.CompileAsked: compiling.on_compile_asked,
             ev.CompileEnded: self.on_compile_ended,
@@ -253,8 +253,8 @@ class BrokerState:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for the broker to look at order pages and rings."""
-        return self.turns.is_awaited or self.rings.is_awaited or self.bells.is_awaited
+        """Whether somebody waits for the broker to look at timeline pages and rings."""
+        return self.points.is_awaited or self.rings.is_awaited or self.graph_slots.is_awaited
 
     def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
         """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
@@ -386,5 +386,5 @@ class BrokerState:
 
     def _exit_if_stopped(self) -> None:
         if self.stopping and self.lifecycle.is_stopped:
-            self.closing.tell(self.turns.drop_held())  # nobody runs anything any more, and nobody will look at pages
+            self.closing.tell(self.points.drop_held())  # nobody runs anything any more, and nobody will look at pages
             self.effects.emit(act.Exit())

@@ -1,8 +1,8 @@
-"""Turns: which calls on a GPU the broker has in each lane of each client's order page.
+"""Turns: which calls on a GPU the broker has in each lane of each client's timeline page.
 
 Decides nothing about kernels. A lane is one stream of a client (docs/protocol.md, section 13). The broker does not
 know of calls that are on rings (section 14), and may hear of one after later ones of its lane. But the client's stream
-writes READY of a turn only when all before it have ended: so that is when a turn that was refused may be told.
+writes READY of a turn only when all before it have ended: so that is when a point that was refused may be told.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.model import Call, Client
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm.timeline_words import LANES, Turn, is_before
+from layerzero.ipc.shm.timeline_words import LANES, TimelinePoint, is_before
 
 MAX_OPEN = 4096  # in one lane; ours keeps to 256 that the GPU is not done with
 
-Key = tuple[int, str, Turn]  # client's number, GPU, place
+Key = tuple[int, str, TimelinePoint]  # client's number, GPU, place
 
 
 @dataclass(eq=False)
-class OpenTurn:
+class OpenPoint:
     """A place in a lane that nobody has ended yet."""
 
     client: Client
     gpu: str
-    turn: Turn
+    point: TimelinePoint
     call: Call | None = None  # none for one that was refused as it came
     began_s: float = math.inf  # when the GPU was seen to be able to run it: its READY was there
     refusal: act.Refuse | None = None  # held back
@@ -42,13 +42,13 @@ class OpenTurn:
 
     @property
     def key(self) -> Key:
-        return self.client.number, self.gpu, self.turn
+        return self.client.number, self.gpu, self.point
 
 
-class Turns:
+class StreamOrder:
     def __init__(self) -> None:
-        self._lanes: dict[tuple[int, str, int], list[OpenTurn]] = {}  # client's number, GPU, lane; in their order
-        self._held: dict[Key, OpenTurn] = {}
+        self._lanes: dict[tuple[int, str, int], list[OpenPoint]] = {}  # client's number, GPU, lane; in their order
+        self._held: dict[Key, OpenPoint] = {}
 
     @property
     def held(self) -> tuple[Key, ...]:
@@ -57,77 +57,77 @@ class Turns:
 
     @property
     def pages(self) -> set[tuple[int, str]]:
-        """Clients, by their numbers, and GPUs, of whose order pages lanes are known."""
+        """Clients, by their numbers, and GPUs, of whose timeline pages lanes are known."""
         return {(number, gpu) for number, gpu, _ in self._lanes}
 
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for the broker to see a word of a page: a client for its error, or the next call of a
         client that has left."""
-        return bool(self._held) or any(turn.client.has_left for turn in self.first())
+        return bool(self._held) or any(point.client.has_left for point in self.first())
 
-    def begin(self, client: Client, gpu: str, turn: Turn) -> OpenTurn:
+    def begin(self, client: Client, gpu: str, point: TimelinePoint) -> OpenPoint:
         """Raises ProtocolError for a place that is not there or is taken."""
-        if not 0 <= turn.lane < LANES:
-            raise ProtocolError(f"turn {turn.number} of lane {turn.lane}; allowed: lanes below {LANES}")
-        lane = self._lanes.setdefault((client.number, gpu, turn.lane), [])
+        if not 0 <= point.timeline < LANES:
+            raise ProtocolError(f"point {point.value} of lane {point.timeline}; allowed: lanes below {LANES}")
+        lane = self._lanes.setdefault((client.number, gpu, point.timeline), [])
         at = len(lane)
-        while at and is_before(turn.number, lane[at - 1].turn.number):
+        while at and is_before(point.value, lane[at - 1].point.value):
             at -= 1
-        if at and lane[at - 1].turn.number == turn.number:
-            raise ProtocolError(f"turn {turn.number} of lane {turn.lane} is open already")
+        if at and lane[at - 1].point.value == point.value:
+            raise ProtocolError(f"point {point.value} of lane {point.timeline} is open already")
         if len(lane) >= MAX_OPEN:
-            raise ProtocolError(f"more than {MAX_OPEN} open turns in lane {turn.lane}")
-        opened = OpenTurn(client, gpu, turn)
+            raise ProtocolError(f"more than {MAX_OPEN} open points in lane {point.timeline}")
+        opened = OpenPoint(client, gpu, point)
         lane.insert(at, opened)
         return opened
 
-    def fail(self, turn: OpenTurn, refusal: act.Refuse) -> None:
-        """A turn ends in an error, which is told when its client's stream has come to it."""
-        turn.refusal = refusal
-        self._held[turn.key] = turn
+    def fail(self, point: OpenPoint, refusal: act.Refuse) -> None:
+        """A point ends in an error, which is told when its client's stream has come to it."""
+        point.refusal = refusal
+        self._held[point.key] = point
 
-    def reach(self, keys: Iterable[Key]) -> list[OpenTurn]:
+    def reach(self, keys: Iterable[Key]) -> list[OpenPoint]:
         """Streams have come to these. Returns those of them that were refused: they are over."""
-        reached = [turn for key in keys if (turn := self._held.get(key)) is not None]
-        for turn in reached:
-            self.end(turn)
+        reached = [point for key in keys if (point := self._held.get(key)) is not None]
+        for point in reached:
+            self.end(point)
         return reached
 
-    def end(self, turn: OpenTurn) -> None:
-        """A turn is done, or was told of, or nobody waits for it. More than once does no harm."""
-        lane = self._lanes.get((turn.client.number, turn.gpu, turn.turn.lane), [])
-        if turn in lane:
-            lane.remove(turn)
-        if self._held.get(turn.key) is turn:
-            del self._held[turn.key]
+    def end(self, point: OpenPoint) -> None:
+        """A point is done, or was told of, or nobody waits for it. More than once does no harm."""
+        lane = self._lanes.get((point.client.number, point.gpu, point.point.timeline), [])
+        if point in lane:
+            lane.remove(point)
+        if self._held.get(point.key) is point:
+            del self._held[point.key]
 
-    def drop_held(self, client: Client | None = None) -> list[OpenTurn]:
+    def drop_held(self, client: Client | None = None) -> list[OpenPoint]:
         """A client has left, or without any all workers have ended: no stream will come to what was refused. Returns
         those, in their order."""
-        held = [turn for lane in self._lanes.values() for turn in lane if turn.refusal is not None]
-        dropped = [turn for turn in held if client is None or turn.client is client]
-        for turn in dropped:
-            self.end(turn)
+        held = [point for lane in self._lanes.values() for point in lane if point.refusal is not None]
+        dropped = [point for point in held if client is None or point.client is client]
+        for point in dropped:
+            self.end(point)
         return dropped
 
-    def first(self) -> Iterator[OpenTurn]:
-        """The oldest open turn of each lane that the broker knows of."""
+    def first(self) -> Iterator[OpenPoint]:
+        """The oldest open point of each lane that the broker knows of."""
         for lane in self._lanes.values():
             if lane:
                 yield lane[0]
 
-    def of(self, client: Client, gpu: str | None = None) -> list[OpenTurn]:
+    def of(self, client: Client, gpu: str | None = None) -> list[OpenPoint]:
         """All open ones of a client, on one GPU or on all."""
         return [
-            turn
+            point
             for (number, uuid, _), lane in self._lanes.items()
             if number == client.number and gpu in (None, uuid)
-            for turn in lane
+            for point in lane
         ]
 
     def forget(self, client: Client, gpu: str) -> None:
         """The page is closed, or another takes its place."""
         for key in [key for key in self._lanes if key[:2] == (client.number, gpu)]:
-            for turn in self._lanes.pop(key):
-                self._held.pop(turn.key, None)
+            for point in self._lanes.pop(key):
+                self._held.pop(point.key, None)

@@ -93,7 +93,7 @@ class WorkerExits:
     def take_calls(self, worker: Worker) -> tuple[list[Call], list[Call], list[Call]]:
         """The worker is dead: its calls are in hand. Those that it had answered and its GPU was not done with, those
         that it had not answered, those that waited for it."""
-        on_gpu = (*worker.enqueued.values(), *worker.bells.values())
+        on_gpu = (*worker.enqueued.values(), *worker.graph_slots.values())
         return take(on_gpu), take(worker.running), take(worker.waiting)
 
     def _begins_anew(self, worker: Worker, event: ev.WorkerExited) -> bool:
@@ -105,7 +105,7 @@ class WorkerExits:
         if call is None:
             ring = self.leases.lanes.get(lane_of(event.executing))
             return ring is not None and bool(ring.gpu)
-        is_new = call.turn is not None and worker.backend not in call.excused
+        is_new = call.point is not None and worker.backend not in call.excused
         call.excused |= {worker.backend}
         return is_new
 
@@ -122,7 +122,7 @@ class WorkerExits:
             else:
                 self.calls.requeue(call, worker, event.exit_code, worker.pid)
 
-        return Move(call.client, call.seq, call.turn is not None, do)
+        return Move(call.client, call.seq, call.point is not None, do)
 
     def _move_stranded(self, one: Stranded, blame: Blame) -> Move:
         do = partial(self.rings.come_back, one, is_blamed=one.mark == blame.mark)
@@ -137,9 +137,9 @@ def evidence_of(worker: Worker, event: ev.WorkerExited, stranded: Iterable[Stran
         is_gpu_lost=event.exit_code == STICKY_EXIT,
         executing=event.executing,
         running=[call.dispatch for call in worker.running],
-        begun=[n for n, call in worker.enqueued.items() if call.turn is not None and call.turn.has_begun],
+        begun=[n for n, call in worker.enqueued.items() if call.point is not None and call.point.has_begun],
         rings={one.mark: one.is_ready for one in stranded},
-        rung=[n for n, call in worker.bells.items() if call.busy_since_s < math.inf],
+        rung=[n for n, call in worker.graph_slots.items() if call.busy_since_s < math.inf],
     )
 
 

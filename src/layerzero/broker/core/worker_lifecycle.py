@@ -215,7 +215,7 @@ class WorkerLifecycle:
         worker.arenas.clear()
         worker.plans.clear()
         worker.gpus.clear()
-        worker.deaf.clear()
+        worker.no_transport.clear()
         worker.lane_call = 0
 
     def replace(self, worker: Worker, cause: LayerZeroError) -> None:

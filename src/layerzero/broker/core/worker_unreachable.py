@@ -36,7 +36,7 @@ class UnreachableWorkers:
         if worker is None or worker.state not in (WorkerState.KILLING, WorkerState.STOPPING):
             return
         waiting = take(worker.waiting)
-        if not (worker.enqueued or worker.bells or any(call.gpu for call in worker.running)):
+        if not (worker.enqueued or worker.graph_slots or any(call.gpu for call in worker.running)):
             self._let_go(worker)
         for call in waiting:
             self.calls.leave(call, worker, BackendError(f"the {worker.backend} worker cannot be reached"))

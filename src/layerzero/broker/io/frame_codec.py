@@ -58,13 +58,13 @@ def of_client(identity: bytes, frame: bytes) -> ev.Event | Asked:
     _, kind, flags, route, seq, attempt, aux, time_us = wire.unpack(frame)
     body = frame[HEADER_BYTES:]
     if kind == _EXECUTE:
-        turn, bell, binding, digest = None, None, 0, b""
+        point, graph_slot, binding, digest = None, None, 0, b""
         if flags & HAS_TAIL:
-            body, turn, bell, binding, digest = wire.unpack_call(flags, body)
+            body, point, graph_slot, binding, digest = wire.unpack_call(flags, body)
         may_run_here, after_lane = bool(flags & wire.MAY_RUN_HERE), aux if flags & wire.AFTER_LANE else 0
         timeout_s = time_us / 1e6
         return ev.CallArrived(
-            identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt, turn, bell, binding
+            identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt, point, graph_slot, binding
         )
     if kind == Kind.ROUTE:
         return ev.RouteDefined(identity, route, body)
@@ -171,7 +171,7 @@ def refused_request(seq: int, error: LayerZeroError) -> bytes:
 
 
 def _run(action: act.Run) -> bytes:
-    flags, body = wire.pack_call(action.body, action.turn, action.bell, action.binding)
+    flags, body = wire.pack_call(action.body, action.point, action.graph_slot, action.binding)
     return wire.pack_run(flags, action.plan, action.dispatch, action.attempt, action.client, body)
 
 
@@ -188,7 +188,7 @@ def _allow(action: act.SendAllow) -> bytes:
 
 
 def _mute(action: act.SendMute) -> bytes:
-    return wire.pack(Kind.MUTE, route=action.plan, aux=action.client, seq=action.bell)
+    return wire.pack(Kind.MUTE, route=action.plan, aux=action.client, seq=action.graph_slot)
 
 
 STOP = wire.pack(Kind.STOP)

@@ -11,7 +11,7 @@ from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring_words import RingCall
-from layerzero.ipc.shm.timeline_page import OrderPage
+from layerzero.ipc.shm.timeline_page import TimelinePage
 
 MAX_CALLS = 1 << 32  # that a worker may claim to have run between two looks
 
@@ -47,12 +47,12 @@ class _RingEnd:
         is_new, self.timed = timed != self.timed, timed
         return self.page.taken, plan if is_new else 0, kernel_ns
 
-    def look(self, order: OrderPage) -> ev.RingSnapshot:
+    def look(self, order: TimelinePage) -> ev.RingSnapshot:
         """`order`: the client's page for the ring's GPU."""
         put = self.page.left(self.first)
         calls = [call for call in put if _is_open(order, call)]
         self.first = calls[0].call if calls else put[-1].call + 1 if put else self.first
-        ready = {call.call for call in calls if order.is_ready(call.turn)}
+        ready = {call.call for call in calls if order.is_ready(call.point)}
         return ev.RingSnapshot(put[-1].call if put else self.first - 1, self.page.taken, calls, ready)
 
 
@@ -106,7 +106,7 @@ class LanePages:
             raise ProtocolError(f"there is no call {call} on lane {number}, which has {end.first} to {head}")
         return found
 
-    def look(self, number: int, order: OrderPage) -> ev.RingSnapshot | None:
+    def look(self, number: int, order: TimelinePage) -> ev.RingSnapshot | None:
         """What is on a ring; None for a lane that is no ring or is not open. `order`: the client's page for its GPU."""
         end = self._ends.get(number)
         return end.look(order) if isinstance(end, _RingEnd) else None
@@ -149,9 +149,9 @@ class LanePages:
             self.drop(number)
 
 
-def _is_open(order: OrderPage, call: RingCall) -> bool:
+def _is_open(order: TimelinePage, call: RingCall) -> bool:
     """One whose turn makes no sense is nobody's: its client breaks the protocol, which is noticed when it is left."""
     try:
-        return not order.is_done(call.turn)
+        return not order.is_done(call.point)
     except ProtocolError:
         return False

@@ -12,7 +12,7 @@ from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
-from layerzero.broker.io.timeline_pages import Gpu, OrderPages, check_handle_fds
+from layerzero.broker.io.timeline_pages import Gpu, TimelinePages, check_handle_fds
 from layerzero.broker.io.worker_links import WorkerLinks, close_all
 from layerzero.ipc.cuda.handles import ArenaHandle
 from layerzero.ipc.errors import LayerZeroError, NoTransport, ProtocolError
@@ -44,7 +44,7 @@ class Offers:
         handle: Callable[[ev.Event], None],
         links: WorkerLinks,
         lanes: LanePages,
-        pages: OrderPages,
+        pages: TimelinePages,
         page_poller: PagePoller,
     ) -> None:
         self._state = state
@@ -69,7 +69,7 @@ class Offers:
             self._add_lane(peer, message.lane, message.gpu, fds)
         elif isinstance(message, RetireArena):
             close_all(fds)
-            self._page_poller.at_turns()  # what has just ended uses it no more
+            self._page_poller.at_points()  # what has just ended uses it no more
             self._handle(ev.ArenaGivenUp(peer.identity, message.arena))
 
     def _add_arena(self, peer: Peer, message: AddArena, fds: list[int]) -> None:
@@ -112,7 +112,7 @@ class Offers:
             close_all(fds)
             raise
         refusal: LayerZeroError | None = self._state.engine.missing(message.gpu)
-        if refusal is None and self._state.bells.holds(peer.identity, message.gpu):
+        if refusal is None and self._state.graph_slots.holds(peer.identity, message.gpu):
             text = "calls in captured graphs hold the GPU's memory as it is offered; drop those graphs first"
             refusal = NoTransport(text, rung=gpu.rung, reason=text)
         if refusal is not None:  # nothing is wrong with the client: it goes on without this
@@ -120,7 +120,7 @@ class Offers:
             control.send(peer.sock, messages.Refused(error=refusal.to_wire()))
             return
         before = self._pages.get(peer.number, message.gpu)
-        self._page_poller.at_turns()
+        self._page_poller.at_points()
         self._handle(ev.GpuOffered(peer.identity, message.gpu, before is None or not gpu.has_page_of(before)))
         if peer.is_closed:  # it was dropped for this one
             gpu.close()

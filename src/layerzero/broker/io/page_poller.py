@@ -11,10 +11,10 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.core.leases import Lane
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.lane_pages import LanePages
-from layerzero.broker.io.timeline_pages import OrderPages
+from layerzero.broker.io.timeline_pages import TimelinePages
 
 POLL_S = 1.0
-AWAITED_LOOK_S = 0.02  # at order pages, while somebody waits for the broker to see a call's end
+AWAITED_LOOK_S = 0.02  # at timeline pages, while somebody waits for the broker to see a call's end
 
 
 class PagePoller:
@@ -25,7 +25,7 @@ class PagePoller:
         state: BrokerState,
         handle: Callable[[ev.Event], None],
         lanes: LanePages,
-        pages: OrderPages,
+        pages: TimelinePages,
         stop_if_idle: Callable[[str], None],
     ) -> None:
         self._state = state
@@ -33,16 +33,16 @@ class PagePoller:
         self._lanes = lanes
         self._pages = pages
         self._stop_if_idle = stop_if_idle
-        self._looked_s = 0.0  # at all order pages
+        self._looked_s = 0.0  # at all timeline pages
 
     @property
     def has_silent(self) -> bool:
         """Whether there may be calls that wake nobody here."""
-        return bool(self._lanes) or any(worker.bells for worker in self._state.workers.values())
+        return bool(self._lanes) or any(worker.graph_slots for worker in self._state.workers.values())
 
     @property
     def due_s(self) -> float:
-        """When to look at order pages next."""
+        """When to look at timeline pages next."""
         if not self._pages:
             return math.inf
         is_awaited = self._state.is_awaited
@@ -60,24 +60,24 @@ class PagePoller:
         if page_poller:
             self._handle(ev.RingsPolled(page_poller))
 
-    def at_bells(self) -> None:
-        calls = [call for worker in self._state.workers.values() for call in worker.bells.values()]
-        if calls or self._state.bells.is_awaited:
-            self._handle(ev.GraphSlotsPolled(self._pages.busy_bells(calls)))
+    def at_graph_slots(self) -> None:
+        calls = [call for worker in self._state.workers.values() for call in worker.graph_slots.values()]
+        if calls or self._state.graph_slots.is_awaited:
+            self._handle(ev.GraphSlotsPolled(self._pages.busy_graph_slots(calls)))
 
-    def at_turns(self) -> None:
+    def at_points(self) -> None:
         """See which calls GPUs are done with."""
         for name in self._state.workers:
-            self.at_turns_of(name)
+            self.at_points_of(name)
         self._looked_s = time.monotonic()
-        reached = self._pages.reached(self._state.turns.held)
+        reached = self._pages.reached(self._state.points.held)
         if reached:
-            self._handle(ev.TurnsReached(reached))
+            self._handle(ev.PointsReached(reached))
         if self._state.is_awaited:
             self.at_rings()
-            self.at_bells()
+            self.at_graph_slots()
 
-    def at_turns_of(self, backend: str, *, has_ended: bool = False) -> None:
+    def at_points_of(self, backend: str, *, has_ended: bool = False) -> None:
         """Of one worker; of one that has ended also those that it has not answered."""
         worker = self._state.workers[backend]
         calls = [*worker.enqueued.values(), *(worker.running if has_ended else ())]
@@ -93,10 +93,10 @@ class PagePoller:
         rings = self._state.leases.rings(self._state.workers[backend])
         for ring in rings:  # first: what a client puts after it has seen this, it brings here itself
             self._lanes.tell_end(ring.number)
-        self.at_turns()  # in which of its calls the GPU was depends on those before them, whoever had these
-        self.at_turns_of(backend, has_ended=True)
+        self.at_points()  # in which of its calls the GPU was depends on those before them, whoever had these
+        self.at_points_of(backend, has_ended=True)
         page_poller = self._rings(rings)
-        self.at_bells()
+        self.at_graph_slots()
         return page_poller
 
     def _rings(self, rings: Iterable[Lane]) -> dict[int, ev.RingSnapshot]:

@@ -1,5 +1,5 @@
-"""The broker's hold on the order pages and memory offers of clients' GPUs: it lends them to workers, sees which calls
-are done, and ends those that nobody will finish."""
+"""The broker's hold on the timeline pages and memory offers of clients' GPUs: it lends them to workers, sees which
+calls are done, and ends those that nobody will finish."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from layerzero.ipc.cuda.handles import STAGED, ArenaHandle
 from layerzero.ipc.cuda.offer import Offer
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
-from layerzero.ipc.shm.timeline_page import OrderPage
-from layerzero.ipc.shm.timeline_words import RUNG, SILENT, Turn
+from layerzero.ipc.shm.timeline_page import TimelinePage
+from layerzero.ipc.shm.timeline_words import RUNG, SILENT, TimelinePoint
 from layerzero.ipc.transport.messages import AddGpu, MapGpu
 
 
@@ -23,7 +23,7 @@ class Gpu:
     """What came with an add_gpu. Owns its descriptors: the page, and what was offered if its rung has one."""
 
     message: AddGpu
-    page: OrderPage
+    page: TimelinePage
     fds: tuple[int, ...]
 
     @classmethod
@@ -33,9 +33,9 @@ class Gpu:
         if offer.handle.gpu != message.gpu:
             raise ProtocolError(f"add_gpu of {message.gpu!r:.80} offers memory of {offer.handle.gpu!r:.80}")
         if not fds:
-            raise ProtocolError("add_gpu carries an order page")
+            raise ProtocolError("add_gpu carries a timeline page")
         check_handle_fds(offer.handle, fds[1:])
-        return cls(message, OrderPage(fds[0]), tuple(fds))
+        return cls(message, TimelinePage(fds[0]), tuple(fds))
 
     @property
     def rung(self) -> str:
@@ -52,7 +52,7 @@ class Gpu:
             os.close(fd)
 
 
-class OrderPages:
+class TimelinePages:
     def __init__(self) -> None:
         self._gpus: dict[tuple[int, str], Gpu] = {}  # by client's number and UUID
 
@@ -83,40 +83,40 @@ class OrderPages:
         """Dispatches of the enqueued calls that are done, and of those whose inputs are there."""
         done, ready = [], []
         for call in calls:
-            held = call.turn and self._gpus.get((call.turn.client.number, call.turn.gpu))
-            if not held or call.turn is None:
+            held = call.point and self._gpus.get((call.point.client.number, call.point.gpu))
+            if not held or call.point is None:
                 continue
-            if held.page.is_done(call.turn.turn):
+            if held.page.is_done(call.point.point):
                 done.append(call.dispatch)
-            elif held.page.is_ready(call.turn.turn):
+            elif held.page.is_ready(call.point.point):
                 ready.append(call.dispatch)
         return done, ready
 
-    def busy_bells(self, calls: Iterable[Call]) -> dict[int, int]:
+    def busy_graph_slots(self, calls: Iterable[Call]) -> dict[int, int]:
         """Of these bound calls, by dispatches: the words of those that are rung, or taken and not done."""
         busy = {}
         for call in calls:
             held = self._gpus.get((call.client.number, call.gpu))
-            if held is None or call.bell is None:
+            if held is None or call.graph_slot is None:
                 continue
-            word = held.page.bell(call.bell)
-            if word == RUNG or (word != SILENT and not held.page.is_bell_done(call.bell)):
+            word = held.page.graph_slot(call.graph_slot)
+            if word == RUNG or (word != SILENT and not held.page.is_graph_slot_done(call.graph_slot)):
                 busy[call.dispatch] = word
         return busy
 
-    def reached(self, keys: Iterable[tuple[int, str, Turn]]) -> list[tuple[int, str, Turn]]:
-        """Those of these turns (client's number, GPU, place) whose inputs are there."""
+    def reached(self, keys: Iterable[tuple[int, str, TimelinePoint]]) -> list[tuple[int, str, TimelinePoint]]:
+        """Those of these points (client's number, GPU, place) whose inputs are there."""
         return [key for key in keys if (held := self._gpus.get(key[:2])) is not None and held.page.is_ready(key[2])]
 
-    def fail(self, client: int, gpu: str, turn: Turn, code: str) -> None:
+    def fail(self, client: int, gpu: str, point: TimelinePoint, code: str) -> None:
         held = self._gpus.get((client, gpu))
         if held is not None:  # else the client was dropped by what came before
-            held.page.fail(turn, error_number(code))
+            held.page.fail(point, error_number(code))
 
-    def release(self, client: int, gpu: str, turn: Turn) -> None:
+    def release(self, client: int, gpu: str, point: TimelinePoint) -> None:
         held = self._gpus.get((client, gpu))
-        if held is not None and not held.page.is_ready(turn):  # the word may be ahead already, and must not go back
-            held.page.store_ready(turn)
+        if held is not None and not held.page.is_ready(point):  # the word may be ahead already, and must not go back
+            held.page.store_ready(point)
 
     def close(self, client: int, gpu: str) -> None:
         held = self._gpus.pop((client, gpu), None)
@@ -129,7 +129,7 @@ class OrderPages:
 
 
 def error_number(code: str) -> int:
-    """Of an error code in an order page: its CRC-32, the same in every version. Never 0, which means none."""
+    """Of an error code in a timeline page: its CRC-32, the same in every version. Never 0, which means none."""
     return zlib.crc32(code.encode()) or 1
 
 

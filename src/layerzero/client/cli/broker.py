@@ -16,7 +16,8 @@ from rich.text import Text
 from layerzero.client.cli import keys as cli_keys
 from layerzero.client.cli.output import FAILED, note, out, print_json
 from layerzero.client.connection import remote as remote_broker
-from layerzero.client.connection import settings_check, start
+from layerzero.client.connection import start
+from layerzero.client.session import settings_check
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected, ProtocolError
 from layerzero.ipc.transport import control

@@ -18,7 +18,7 @@ import layerzero as lz
 from layerzero.client.cli.output import err, note, out, print_json
 from layerzero.client.connection import start
 from layerzero.client.connection.report import SelectionReport
-from layerzero.client.facade import ops
+from layerzero.client.facade.api import function_of
 from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import unknown_name
@@ -39,8 +39,7 @@ TEXT_OPS = frozenset({"tokenize", "detokenize"})
 def find_op(name: str) -> Callable[..., Any]:
     """The public function of an op. Raises InvalidArgument with the nearest name."""
     if name in OPS:
-        function: Callable[..., Any] = getattr(ops, name)
-        return function
+        return function_of(name)
     raise InvalidArgument(unknown_name("op", name, OPS))
 
 

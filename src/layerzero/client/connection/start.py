@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from layerzero.ipc import version
 from layerzero.ipc.errors import BrokerLost, ConfigError, from_wire
 from layerzero.ipc.transport import control, secret
 from layerzero.ipc.transport.endpoints import Endpoints, default_runtime_dir, open_endpoints
@@ -174,8 +175,6 @@ def environment(keep: Container[str] | None = None, **changes: str) -> dict[str,
     for name in (f"LAYERZERO_{name.upper()}" for name in variables.PATHS):
         if found.get(name):  # a broker runs in another folder
             found[name] = os.pathsep.join(os.path.abspath(path) for path in found[name].split(os.pathsep) if path)
-    import layerzero
-
-    root = str(Path(layerzero.__file__).parent.parent)
+    root = str(Path(version.__file__).parents[2])
     found["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [found.get("PYTHONPATH")])])
     return found | changes

@@ -15,18 +15,14 @@ workers, BrokerLost when the broker goes away meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from layerzero.client.arrays.array_types import ArrayT
-from layerzero.client.connection.arena_registry import lend_bytes
 from layerzero.client.connection.call import Request
-from layerzero.client.facade import api
+from layerzero.client.facade.running import perform
 from layerzero.client.planning import plans, token_plans
-from layerzero.client.planning import tokenizer as texts
-from layerzero.ipc.errors import InvalidArgument, OutputTooSmall
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -38,16 +34,6 @@ if TYPE_CHECKING:
     ScalarT = TypeVar("ScalarT", bound=generic)
 
 ResultT = TypeVar("ResultT")
-handler: ContextVar[Callable[[Request], Any] | None] = ContextVar("handler", default=None)
-"""What happens to requests in this context instead of running them: lz.submit and lz.explain set it."""
-tracer: ContextVar[Callable[[Request], Any] | None] = ContextVar("tracer", default=None)
-"""Takes what lz.submit would send, and answers it: client/tools/trace.py sets it."""
-
-
-def _perform(request: Request) -> ResultT:  # type: ignore[type-var]  # the caller knows what its op gives
-    handle = handler.get()
-    result: ResultT = handle(request) if handle is not None else api.session().run(request)
-    return result
 
 
 def attention(
@@ -86,7 +72,7 @@ def attention(
         "causal_alignment": causal_alignment,
     }
     args = (q, k, v, attn_mask)
-    return _perform(Request("attention", args, params, plans.plan_attention, out, backend, timeout_s))
+    return perform(Request("attention", args, params, plans.plan_attention, out, backend, timeout_s))
 
 
 def attention_varlen(
@@ -115,7 +101,7 @@ def attention_varlen(
     params = {"is_causal": is_causal, "scale": scale, "causal_alignment": causal_alignment}
     args = (q, k, v, cu_seqlens_q, cu_seqlens_k)
     planner = token_plans.plan_attention_varlen
-    return _perform(Request("attention_varlen", args, params, planner, out, backend, timeout_s))
+    return perform(Request("attention_varlen", args, params, planner, out, backend, timeout_s))
 
 
 def paged_attention(
@@ -141,7 +127,7 @@ def paged_attention(
     """
     args = (q, k_cache, v_cache, block_tables, seq_lens)
     planner = token_plans.plan_paged_attention
-    return _perform(Request("paged_attention", args, {"scale": scale}, planner, out, backend, timeout_s))
+    return perform(Request("paged_attention", args, {"scale": scale}, planner, out, backend, timeout_s))
 
 
 def append_kv(
@@ -167,7 +153,7 @@ def append_kv(
     Raises InvalidArgument for caches that cannot be written, such as JAX arrays. Returns None.
     """
     args = (key, value, k_cache, v_cache, slots)
-    return _perform(Request("append_kv", args, {}, token_plans.plan_append_kv, None, backend, timeout_s))  # type: ignore[return-value]
+    return perform(Request("append_kv", args, {}, token_plans.plan_append_kv, None, backend, timeout_s))  # type: ignore[return-value]
 
 
 def rope(
@@ -188,7 +174,7 @@ def rope(
     Source: Su et al. 2021, eq. 34 (interleaved); in halves as GPT-NeoX and Llama checkpoints have it.
     """
     params = {"interleaved": interleaved}
-    return _perform(Request("rope", (x, cos, sin), params, token_plans.plan_rope, out, backend, timeout_s))
+    return perform(Request("rope", (x, cos, sin), params, token_plans.plan_rope, out, backend, timeout_s))
 
 
 @overload
@@ -213,7 +199,7 @@ def matmul(
 ) -> ArrayT:
     """Matrix product as torch.matmul: (..., M, K) @ (..., K, N) -> (..., M, N), leading dimensions broadcast; a 1-D
     operand is a row on the left and a column on the right."""
-    return _perform(Request("matmul", (a, b), {}, plans.plan_matmul, out, backend, timeout_s))
+    return perform(Request("matmul", (a, b), {}, plans.plan_matmul, out, backend, timeout_s))
 
 
 def linear(
@@ -226,14 +212,14 @@ def linear(
     timeout_s: float | None = None,
 ) -> ArrayT:
     """input @ weight^T + bias. input: (..., in_features), weight: (out_features, in_features), bias: (out_features)."""
-    return _perform(Request("linear", (input, weight, bias), {}, plans.plan_linear, out, backend, timeout_s))
+    return perform(Request("linear", (input, weight, bias), {}, plans.plan_linear, out, backend, timeout_s))
 
 
 def softmax(
     input: ArrayT, dim: int, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
 ) -> ArrayT:
     """exp(x - max) / sum(exp(x - max)) along `dim`."""
-    return _perform(Request("softmax", (input,), {"dim": dim}, plans.plan_softmax, out, backend, timeout_s))
+    return perform(Request("softmax", (input,), {"dim": dim}, plans.plan_softmax, out, backend, timeout_s))
 
 
 def layer_norm(
@@ -256,7 +242,7 @@ def layer_norm(
     def plan(x: TensorSpec, w: TensorSpec | None, b: TensorSpec | None, *, normalized_shape: Any, eps: float) -> Any:
         return plans.plan_layer_norm(x, normalized_shape, w, b, eps)
 
-    return _perform(Request("layer_norm", (input, weight, bias), params, plan, out, backend, timeout_s))
+    return perform(Request("layer_norm", (input, weight, bias), params, plan, out, backend, timeout_s))
 
 
 def rms_norm(
@@ -278,7 +264,7 @@ def rms_norm(
     def plan(x: TensorSpec, w: TensorSpec | None, *, normalized_shape: Any, eps: float | None) -> Any:
         return plans.plan_rms_norm(x, normalized_shape, w, eps)
 
-    return _perform(Request("rms_norm", (input, weight), params, plan, out, backend, timeout_s))
+    return perform(Request("rms_norm", (input, weight), params, plan, out, backend, timeout_s))
 
 
 def gelu(
@@ -291,14 +277,14 @@ def gelu(
 ) -> ArrayT:
     """x * Phi(x); approximate="tanh" uses tanh for the Gaussian's Phi. Source: Hendrycks and Gimpel 2016."""
     params = {"approximate": approximate}
-    return _perform(Request("gelu", (input,), params, plans.plan_gelu, out, backend, timeout_s))
+    return perform(Request("gelu", (input,), params, plans.plan_gelu, out, backend, timeout_s))
 
 
 def silu(
     input: ArrayT, *, out: ArrayT | None = None, backend: str | None = None, timeout_s: float | None = None
 ) -> ArrayT:
     """x / (1 + exp(-x)). Source: Elfwing, Uchibe and Doya 2017."""
-    return _perform(Request("silu", (input,), {}, plans.plan_silu, out, backend, timeout_s))
+    return perform(Request("silu", (input,), {}, plans.plan_silu, out, backend, timeout_s))
 
 
 def swiglu(
@@ -308,7 +294,7 @@ def swiglu(
 
     Source: Shazeer 2020, eq. 5.
     """
-    return _perform(Request("swiglu", (gate, up), {}, token_plans.plan_swiglu, out, backend, timeout_s))
+    return perform(Request("swiglu", (gate, up), {}, token_plans.plan_swiglu, out, backend, timeout_s))
 
 
 @overload
@@ -351,7 +337,7 @@ def quantize(
     or "int8". NaN stays NaN, and is 0 in int8. Returns an array of x's shape; NumPy needs ml_dtypes for those of 8-bit
     floats. Source: OCP 8-bit floating point specification 1.0, 5.2 (saturating).
     """
-    return _perform(Request("quantize", (x, scale), {"dtype": dtype}, plans.plan_quantize, out, backend, timeout_s))
+    return perform(Request("quantize", (x, scale), {"dtype": dtype}, plans.plan_quantize, out, backend, timeout_s))
 
 
 @overload
@@ -392,7 +378,7 @@ def dequantize(
     x: (..., n) of float8_e4m3fn, float8_e5m2 or int8, or (..., n / 2) of float4_e2m1fn_x2, which has two numbers in a
     byte, the first in its low bits. scale: as for quantize, for the n numbers of a row. Returns (..., n).
     """
-    return _perform(Request("dequantize", (x, scale), {"dtype": dtype}, plans.plan_dequantize, out, backend, timeout_s))
+    return perform(Request("dequantize", (x, scale), {"dtype": dtype}, plans.plan_dequantize, out, backend, timeout_s))
 
 
 @overload
@@ -429,126 +415,12 @@ def embedding(
 
     The result is of the kind of `input`. An index outside [0, num_embeddings) is InvalidArgument.
     """
-    return _perform(Request("embedding", (input, weight), {}, plans.plan_embedding, out, backend, timeout_s))
+    return perform(Request("embedding", (input, weight), {}, plans.plan_embedding, out, backend, timeout_s))
 
 
 def null(*, backend: str | None = None, timeout_s: float | None = None) -> None:
     """Nothing, in a worker: what remains is the cost of a dispatch."""
-    return _perform(Request("null", (), {}, plans.plan_null, None, backend, timeout_s))  # type: ignore[return-value]
-
-
-def tokenize(
-    text: str | Sequence[str],
-    tokenizer: Any,
-    *,
-    add_special_tokens: bool = True,
-    max_length: int | None = None,
-    return_offsets: bool = False,
-    backend: str | None = None,
-    timeout_s: float | None = None,
-) -> Any:
-    """Token ids of a text, or a list of them for a sequence of texts.
-
-    tokenizer: an lz.TokenizerFile, or the path or bytes of a tokenizer.json. max_length: truncate each text to so
-    many tokens, special ones included. return_offsets: returns (ids, offsets), offsets being (start, end) character
-    positions of each token.
-    """
-    file = texts.open_tokenizer(tokenizer)
-    items, is_single = texts.as_texts(text)
-    data, splits = texts.encode_texts(items)
-    max_length = texts.check_max_length(max_length)
-    params = {
-        "tokenizer_digest": file.digest,
-        "tokenizer_format": file.format,
-        "add_special_tokens": bool(add_special_tokens),
-        "max_length": max_length,
-        "return_offsets": bool(return_offsets),
-    }
-    room = texts.guess_token_count(len(data), len(items), max_length)
-
-    def make(ids: int, ends: int, offsets: int) -> Request:
-        sizes = (4 * ids, 8 * ends, 8 * offsets)
-        return Request(
-            "tokenize",
-            (lend_bytes(file, file.data), data, splits),
-            params,
-            _sized_plan("tokenize", ("int32", "int64", "int32"), ((0,), (0,), (0, 2))),
-            None,
-            backend,
-            timeout_s,
-            sizes,
-            lambda outputs, _: outputs,
-        )
-
-    outputs = _perform_sized(make, (room, len(items) + 1, room if return_offsets else 0))
-    if not isinstance(outputs, list):  # an explanation
-        return outputs
-    ids = texts.read_token_ids(outputs[0], outputs[1])
-    if not return_offsets:
-        return ids[0] if is_single else ids
-    offsets = texts.read_offsets(outputs[2], outputs[1])
-    return (ids[0], offsets[0]) if is_single else (ids, offsets)
-
-
-def detokenize(
-    ids: Any,
-    tokenizer: Any,
-    *,
-    skip_special_tokens: bool = True,
-    backend: str | None = None,
-    timeout_s: float | None = None,
-) -> Any:
-    """The text of a sequence of token ids, or a list of texts for a sequence of sequences (or a 2-D array)."""
-    file = texts.open_tokenizer(tokenizer)
-    flat, splits, is_single = texts.encode_ids(ids)
-    params = {
-        "tokenizer_digest": file.digest,
-        "tokenizer_format": file.format,
-        "skip_special_tokens": bool(skip_special_tokens),
-    }
-
-    def make(nbytes: int, ends: int) -> Request:
-        return Request(
-            "detokenize",
-            (lend_bytes(file, file.data), flat, splits),
-            params,
-            _sized_plan("detokenize", ("uint8", "int64"), ((0,), (0,))),
-            None,
-            backend,
-            timeout_s,
-            (nbytes, 8 * ends),
-            lambda outputs, _: outputs,
-        )
-
-    outputs = _perform_sized(make, (texts.guess_text_bytes(len(flat), len(splits) - 1), len(splits)))
-    if not isinstance(outputs, list):
-        return outputs
-    found = texts.read_texts(outputs[0], outputs[1])
-    return found[0] if is_single else found
-
-
-def _perform_sized(make: Callable[..., Request], sizes: tuple[int, ...]) -> Any:
-    """Run a call whose output size depends on the data; once more with the size that the kernel asked for."""
-    if handler.get() is api.SUBMIT:
-        raise InvalidArgument("ops with text results cannot be submitted; call them in a thread of their own")
-    try:
-        return _perform(make(*sizes))
-    except OutputTooSmall as exc:
-        needed = exc.facts.get("needed")
-        if not (
-            isinstance(needed, list) and len(needed) == len(sizes) and all(type(n) is int and n >= 0 for n in needed)
-        ):
-            raise
-        return _perform(make(*(max(n, size) for n, size in zip(needed, sizes, strict=True))))
-
-
-def _sized_plan(op: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Callable[..., plans.Plan]:
-    outputs = tuple(TensorSpec.contiguous(d, s) for d, s in zip(dtypes, shapes, strict=True))
-
-    def plan(*inputs: TensorSpec | None, **attrs: Any) -> plans.Plan:
-        return plans.Plan(op, inputs, attrs, outputs, ())
-
-    return plan
+    return perform(Request("null", (), {}, plans.plan_null, None, backend, timeout_s))  # type: ignore[return-value]
 
 
 def _shape(value: Any) -> Any:

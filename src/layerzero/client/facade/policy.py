@@ -11,7 +11,7 @@ from typing import Any
 
 from layerzero.client.connection import overlay
 from layerzero.client.connection.overlay import Overlay, Scope
-from layerzero.client.facade import api
+from layerzero.client.facade import default_session
 from layerzero.ipc.errors import InvalidArgument
 
 
@@ -65,7 +65,7 @@ def policy() -> dict[str, Any]:
     """The policy that holds for a call here: `values` maps each key to its value and origin, `known` has the names that
     a policy may use, `problem` says why a changed file is not in force."""
     asked = overlay.current()
-    answer: dict[str, Any] = api.session().ask("policy", overlay={} if asked is None else asked.to_wire())
+    answer: dict[str, Any] = default_session.session().ask("policy", overlay={} if asked is None else asked.to_wire())
     return answer
 
 
@@ -78,5 +78,5 @@ def _scope(origin: str, rule: dict[str, list[str]]) -> Scope:
 def _checked(layer: overlay.Layer) -> Overlay:
     """The layer by itself, found to be right by the broker. Raises InvalidArgument."""
     found = Overlay.of(layer)
-    api.session().routes.check_policy(found)
+    default_session.session().routes.check_policy(found)
     return found

@@ -33,12 +33,12 @@ typedef struct { /* CUstreamBatchMemOpParams */
     X(known) X(calls) X(outcomes) X(late) X(failed) X(numbers) X(last) X(record_type) X(turn_type) X(miss) X(policy) \
     X(baked) X(dtypes) X(tensor) X(parameter) X(size) X(is_grad_enabled) X(array)
 #define SITE(X) \
-    X(gpu) X(lane) X(lease) X(route) X(rung) X(on_the_way) X(streams) X(next_numbers) X(seen_failures) X(turns) X(routes) X(acquire) \
+    X(gpu) X(lane) X(lease) X(route) X(rung) X(on_the_way) X(streams) X(next_numbers) X(seen_failures) X(points) X(routes) X(acquire) \
     X(release) X(stream_of) X(device) X(empty) X(form) X(make) X(places)
 #define NAMES(X) \
     X(op) X(args) X(params) X(out) X(backend) X(timeout_s) X(output_bytes) X(is_rigid) X(text) X(site) X(requires_grad) \
     X(is_neg) X(data_ptr) X(shape) X(stride) X(strides) X(dtype) X(data) X(ptr) X(lease) X(is_armed) X(rung) X(is_open) \
-    X(is_closed) X(is_closing) X(turn) X(call) X(end_ns) X(record) X(get) X(expect) X(look) X(run_known) \
+    X(is_closed) X(is_closing) X(point) X(call) X(end_ns) X(record) X(get) X(expect) X(look) X(run_known) \
     X(wait_for_room) X(tell_and_enter) X(enter)
 
 #define FIELD(name) PyObject *name;
@@ -61,13 +61,13 @@ typedef struct {
 typedef union {
     struct { SITE(FIELD) };
     PyObject *of[SITE_FIELDS];
-} SiteFields;
+} CallSiteFields;
 typedef struct {
     PyObject_HEAD
-    SiteFields its;
+    CallSiteFields its;
     uint64_t order, order_device, ring, epoch, context, plan, number, doorbell;
     uint64_t get_current, is_capturing, get_attribute, batch; /* addresses of functions of the driver */
-} Site;
+} CallSite;
 static const char *const site_numbers[] = {"order", "order_device", "ring", "epoch", "context", "plan", "number",
                                            "doorbell", "get_current", "is_capturing", "get_attribute", "batch"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
@@ -100,8 +100,8 @@ static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return (PyObject *)self;
 }
 
-static PyObject *Site_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Site *self = (Site *)make(type);
+static PyObject *CallSite_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    CallSite *self = (CallSite *)make(type);
     PyObject *found;
     (void)args;
     if (!self) return NULL;
@@ -139,7 +139,7 @@ static PyObject *Site_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         Py_DECREF(type);                                                     \
     }
 LIFE(Repeats, REPEATS_FIELDS)
-LIFE(Site, SITE_FIELDS)
+LIFE(CallSite, SITE_FIELDS)
 
 /* --- what a call is known by: the bytes of all that settles it */
 
@@ -294,8 +294,8 @@ static Verdict append_policy(const Repeats *self, Key *key) {
 
 /* One call on its way through the stages below. All but `site` and `refs` are its own references. */
 typedef struct {
-    PyObject *request, *start_ns, *op, *args, *params, *out, *backend, *known, *stream_key, *result, *place, *record, *turn;
-    Site *site;
+    PyObject *request, *start_ns, *op, *args, *params, *out, *backend, *known, *stream_key, *result, *place, *record, *point;
+    CallSite *site;
     PyObject *refs;
     uint64_t stream;
     long lane;
@@ -304,7 +304,7 @@ typedef struct {
 
 static void drop(Call *call) {
     PyObject *mine[] = {call->op,   call->args,   call->params,     call->out,    call->backend, (PyObject *)call->site,
-                        call->known, call->stream_key, call->result, call->place, call->record,  call->turn};
+                        call->known, call->stream_key, call->result, call->place, call->record,  call->point};
     for (size_t n = 0; n < sizeof mine / sizeof *mine; n++) Py_XDECREF(mine[n]);
 }
 
@@ -339,7 +339,7 @@ static Verdict write_key(const Repeats *self, Call *call, Key *key) {
 static uint32_t load32(uint64_t at) { return __atomic_load_n((uint32_t *)at, __ATOMIC_ACQUIRE); }
 static uint64_t load64(uint64_t at) { return __atomic_load_n((uint64_t *)at, __ATOMIC_ACQUIRE); }
 
-static int is_done(const Site *site, uint64_t lane, uint32_t number) {
+static int is_done(const CallSite *site, uint64_t lane, uint32_t number) {
     return (int32_t)(load32(site->order + lane * LANE_BYTES + DONE) - number) >= 0;
 }
 
@@ -354,10 +354,10 @@ static Verdict find(Repeats *self, Call *call) {
     Py_XINCREF(call->known);
     Py_DECREF(bytes);
     if (!call->known) return PyErr_Occurred() ? FAILED : UNKNOWN;
-    call->site = (Site *)PyObject_GetAttr(call->known, s_site);
+    call->site = (CallSite *)PyObject_GetAttr(call->known, s_site);
     if (!call->site) return FAILED;
     if ((PyObject *)call->site == Py_None) return OTHERS;
-    const SiteFields *its = &call->site->its;
+    const CallSiteFields *its = &call->site->its;
     PyObject *lease = PyObject_GetAttr(its->route, s_lease), *rung = PyObject_GetAttr(its->gpu, s_rung);
     int is_armed = has(its->route, s_is_armed);
     int is_current = lease == its->lease && is_armed > 0 && rung && PyUnicode_Compare(rung, its->rung) == 0;
@@ -369,7 +369,7 @@ static Verdict find(Repeats *self, Call *call) {
 
 /* The caller's stream; errors of earlier calls are raised here. */
 static Verdict find_stream(Repeats *self, Call *call) {
-    const SiteFields *its = &call->site->its;
+    const CallSiteFields *its = &call->site->its;
     call->stream_key = its->device == Py_None ? PyObject_CallNoArgs(its->stream_of)
                                               : PyObject_CallFunctionObjArgs(its->stream_of, its->device, NULL);
     if (!call->stream_key) return FAILED;
@@ -394,7 +394,7 @@ static Verdict find_stream(Repeats *self, Call *call) {
 
 /* Whether the GPU's context is current, and the stream not captured. */
 static Verdict ask_driver(const Call *call) {
-    const Site *site = call->site;
+    const CallSite *site = call->site;
     void *context = NULL;
     int error, status = 0;
     Py_BEGIN_ALLOW_THREADS
@@ -407,7 +407,7 @@ static Verdict ask_driver(const Call *call) {
 
 /* The result, and the references of all memory if it is what it was. */
 static Verdict find_memory(Call *call) {
-    const SiteFields *its = &call->site->its;
+    const CallSiteFields *its = &call->site->its;
     PyObject *address = NULL, *ignored = NULL;
     Py_ssize_t at = 0;
     if (call->out != Py_None) { /* its address is in the key */
@@ -457,7 +457,7 @@ static Verdict find_memory(Call *call) {
 
 /* Whether the lane may take a call now. The GPU's lock is held. */
 static Verdict ask_lane(const Repeats *self, const Call *call, uint64_t *number_on_ring) {
-    const Site *site = call->site;
+    const CallSite *site = call->site;
     if (PyDict_Size(site->its.on_the_way)) return OTHERS; /* it must not pass the broker's calls */
     PyObject *now = PyDict_GetItemWithError(site->its.streams, call->stream_key); /* another stream's, perhaps */
     if (!now || PyLong_AsLong(now) != call->lane) return PyErr_Occurred() ? FAILED : OTHERS;
@@ -467,7 +467,7 @@ static Verdict ask_lane(const Repeats *self, const Call *call, uint64_t *number_
     if (is_shut < 0 || is_open < 0) return FAILED;
     if (!is_open || load64(site->ring + EPOCH) != site->epoch || load64(site->ring + IS_ENDED)) return OTHERS;
     *number_on_ring = load64(site->ring + HEAD) + 1;
-    PyObject *before = PyList_GetItem(site->its.turns, (*number_on_ring + 1) % SLOTS);
+    PyObject *before = PyList_GetItem(site->its.points, (*number_on_ring + 1) % SLOTS);
     if (!before) return FAILED;
     if (before == Py_None) return PLAIN; /* else one slot stays free: the broker may be reading it */
     long lane = PyLong_AsLong(PyTuple_GetItem(before, 0));
@@ -484,15 +484,15 @@ static int set_item(PyObject *list, Py_ssize_t at, PyObject *value) {
 /* Onto the ring, READY, and the stream waits for DONE. The GPU's lock is held. Until the line that is marked nothing has
    happened that anybody sees; what may run Python comes before the ring and the lane are looked at. */
 static Verdict put(Repeats *self, Call *call) {
-    Site *site = call->site;
-    SiteFields *its = &site->its;
+    CallSite *site = call->site;
+    CallSiteFields *its = &site->its;
     Verdict verdict = FAILED;
     uint64_t on_ring, sequence = 0;
     uint32_t number = 0;
     char *refs;
     Py_ssize_t nbytes;
     PyObject *hold = NULL, *copies = NULL, *position = NULL, *next = NULL, *pair = NULL, *seq = NULL, *last, *left = NULL;
-    newfunc make_turn = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+    newfunc make_point = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
     if (PyBytes_AsStringAndSize(call->refs, &refs, &nbytes) < 0) goto end;
     if (nbytes > SLOT_BYTES - SLOT_HEAD) {
         verdict = OTHERS;
@@ -518,21 +518,21 @@ static Verdict put(Repeats *self, Call *call) {
     if (PyErr_Occurred()) goto end;
     if (!(position = PyLong_FromUnsignedLongLong(on_ring)) || !(next = PyLong_FromUnsignedLong((uint32_t)(number + 1))) ||
         !(pair = Py_BuildValue("((lk))", call->lane, (unsigned long)number)) ||
-        !(call->turn = make_turn((PyTypeObject *)self->its.turn_type, pair, NULL)))
+        !(call->point = make_point((PyTypeObject *)self->its.turn_type, pair, NULL)))
         goto end;
     uint64_t slot = on_ring % SLOTS;
-    if (PyObject_SetAttr(call->record, s_turn, call->turn) < 0 || PyObject_SetAttr(call->record, s_call, position) < 0 ||
-        set_item(its->turns, slot, call->turn) < 0 || set_item(its->routes, slot, its->route) < 0 ||
+    if (PyObject_SetAttr(call->record, s_point, call->point) < 0 || PyObject_SetAttr(call->record, s_call, position) < 0 ||
+        set_item(its->points, slot, call->point) < 0 || set_item(its->routes, slot, its->route) < 0 ||
         set_item(its->next_numbers, call->lane, next) < 0)
         goto end;
-    /* From here on the turn is taken: it must end. */
+    /* From here on the point is taken: it must end. */
     uint8_t *at = (uint8_t *)(site->ring + FIRST_SLOT + slot * SLOT_BYTES);
     uint64_t length = (uint64_t)nbytes;
-    uint32_t words[] = {(uint32_t)site->number, (uint32_t)site->plan}, turn[] = {(uint32_t)call->lane, number};
+    uint32_t words[] = {(uint32_t)site->number, (uint32_t)site->plan}, point[] = {(uint32_t)call->lane, number};
     memcpy(at, &on_ring, 8);
     memcpy(at + 8, words, 8);
     memcpy(at + 16, &sequence, 8);
-    memcpy(at + 24, turn, 8);
+    memcpy(at + 24, point, 8);
     memcpy(at + 32, &length, 8);
     memcpy(at + SLOT_HEAD, refs, nbytes);
     __atomic_store_n((uint64_t *)(site->ring + HEAD), on_ring, __ATOMIC_RELEASE);
@@ -583,9 +583,9 @@ static Verdict put_locked(Repeats *self, Call *call) {
 
 /* The queues are finite; and what a report will be made of. */
 static Verdict finish(Repeats *self, Call *call) {
-    const SiteFields *its = &call->site->its;
+    const CallSiteFields *its = &call->site->its;
     if (call->number % LOOK_EVERY == 0 && !is_done(call->site, call->lane, call->number - MAX_AHEAD)) {
-        PyObject *waited = PyObject_CallMethodObjArgs(its->gpu, s_wait_for_room, call->turn, NULL);
+        PyObject *waited = PyObject_CallMethodObjArgs(its->gpu, s_wait_for_room, call->point, NULL);
         if (!waited) return FAILED;
         Py_DECREF(waited);
     }
@@ -660,7 +660,7 @@ static PyMethodDef repeats_methods[] = {
     static PyType_Spec Type##_spec = {"layerzero.client.gpu._fastpath." #Type, sizeof(Type), 0,                      \
                                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Type##_slots};
 SLOTS_OF(Repeats, {Py_tp_methods, repeats_methods},)
-SLOTS_OF(Site, )
+SLOTS_OF(CallSite, )
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fastpath", "Calls on a GPU that are made again.", -1, NULL};
 
@@ -673,10 +673,10 @@ PyMODINIT_FUNC PyInit__fastpath(void) {
     PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiii)", LANES, LANE_BYTES, DONE, FAILURE, SLOTS, SLOT_BYTES, FIRST_SLOT,
                                      SLOT_HEAD, EPOCH, IS_ENDED, HEAD, IS_ASLEEP, BUFFER_ID, WAIT_32, WRITE_32, GEQ);
     PyObject *limits = Py_BuildValue("(iiiii)", READ_EVERY, LOOK_EVERY, MAX_AHEAD, MAX_LATE, PER_THREAD);
-    PyObject *repeats = PyType_FromSpec(&Repeats_spec), *site = PyType_FromSpec(&Site_spec);
+    PyObject *repeats = PyType_FromSpec(&Repeats_spec), *site = PyType_FromSpec(&CallSite_spec);
     if (!layout || !limits || !repeats || !site || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 ||
         PyModule_AddObjectRef(made, "LIMITS", limits) < 0 ||
-        PyModule_AddObjectRef(made, "Repeats", repeats) < 0 || PyModule_AddObjectRef(made, "Site", site) < 0)
+        PyModule_AddObjectRef(made, "Repeats", repeats) < 0 || PyModule_AddObjectRef(made, "CallSite", site) < 0)
         Py_CLEAR(made);
     Py_XDECREF(layout);
     Py_XDECREF(limits);

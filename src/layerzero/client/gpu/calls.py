@@ -46,7 +46,7 @@ from layerzero.ipc.errors import (
     NoTransport,
     OutOfMemory,
 )
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.wire import Kind, arenas_of
 from layerzero.ipc.vocabulary.ops import OPS
@@ -129,12 +129,12 @@ class GpuCalls:
                 # Another thread may have closed it meanwhile.
                 if self.is_closing or not known.lane.holds(known.lease) or gpu.is_behind():
                     return MISS
-                turn = self._put(enqueued, stream, refs, (request.args, result))
+                point = self._put(enqueued, stream, refs, (request.args, result))
         finally:
             if is_pushed:
                 context.__exit__()
-        if not turn.number % LOOK_EVERY:
-            gpu.wait_for_room(turn)
+        if not point.value % LOOK_EVERY:
+            gpu.wait_for_room(point)
         enqueued.end_ns = time.perf_counter_ns()
         self._session.note(enqueued)
         return result
@@ -214,11 +214,11 @@ class GpuCalls:
                         lane, lease = place
                         put = OnRing(self.outcomes, gpu, lane, lease, request.op, route, memory.copies, start_ns)
                         enqueued: OnRing | Sent = put
-                        turn = self._put(put, stream, memory.refs, hold)
+                        point = self._put(put, stream, memory.refs, hold)
                     else:
                         enqueued = sent = Sent(self.outcomes, gpu, rung, request.op, route, memory.copies, start_ns)
                         sent.is_awaited, sent.arenas = is_first, arenas
-                        turn = self._send(request, sent, stream, memory.refs, hold)
+                        point = self._send(request, sent, stream, memory.refs, hold)
                 placing.take_outputs(route.plan, arrays, address)
             finally:  # in the stream's order
                 placing.end()
@@ -236,8 +236,8 @@ class GpuCalls:
                 return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)
         if isinstance(enqueued, OnRing) and rung == "ipc":
             self._remember(request, enqueued, like, address, memory)
-        if not turn.number % LOOK_EVERY:
-            gpu.wait_for_room(turn)
+        if not point.value % LOOK_EVERY:
+            gpu.wait_for_room(point)
         enqueued.end_ns = time.perf_counter_ns()
         self._session.note(enqueued)
         return result if out is not None else give(like, result)
@@ -258,18 +258,18 @@ class GpuCalls:
         known.remember(address, memory, enqueued.gpu.memory.context.driver)
 
     # --- enqueueing. The GPU's lock is held: a lane's calls are told of in their order. Whatever happens, somebody ends
-    # the turn. `hold` keeps what a worker may write to although its caller was interrupted.
+    # the point. `hold` keeps what a worker may write to although its caller was interrupted.
 
-    def _send(self, request: Request, enqueued: Sent, stream: int, refs: bytes, hold: object) -> Turn:
+    def _send(self, request: Request, enqueued: Sent, stream: int, refs: bytes, hold: object) -> TimelinePoint:
         """READY, the call to the broker, and the stream waits for DONE."""
         gpu, number = enqueued.gpu, enqueued.route.number
         time_us = 0 if request.timeout_s is None else microseconds(request.timeout_s)
-        turn = enqueued.turn = gpu.order.begin(stream)
-        is_out, (flags, body) = False, wire.pack_call(refs, turn)
+        point = enqueued.point = gpu.order.begin(stream)
+        is_out, (flags, body) = False, wire.pack_call(refs, point)
 
         def frame(seq: int) -> bytes:
             self.outcomes.expect(seq, enqueued)
-            gpu.on_the_way[turn.lane] = enqueued
+            gpu.on_the_way[point.timeline] = enqueued
             return wire.pack_execute(flags, number, seq, body, time_us)
 
         try:
@@ -277,41 +277,41 @@ class GpuCalls:
             is_out = True
             if gpu.memory.why_no_memops:
                 self._link.wait(enqueued)  # the CPUs wait in place of the streams
-                gpu.wait_for(turn)
-            gpu.order.await_done(stream, turn)
+                gpu.wait_for(point)
+            gpu.order.await_done(stream, point)
         except BaseException as exc:
             if is_out and not gpu.memory.why_no_memops:  # somebody has it: as in _end_turn
                 retained.keep(hold)
-                gpu.order.await_done(stream, turn)
+                gpu.order.await_done(stream, point)
                 raise
             is_sent = is_out or not isinstance(exc, LayerZeroError)
             if not is_sent:
-                gpu.on_the_way.pop(turn.lane, None)
-            _give_up(gpu, stream, turn, hold if is_sent else None)
+                gpu.on_the_way.pop(point.timeline, None)
+            _give_up(gpu, stream, point, hold if is_sent else None)
             raise
-        return turn
+        return point
 
-    def _put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> Turn:
+    def _put(self, enqueued: OnRing, stream: int, refs: bytes, hold: object) -> TimelinePoint:
         """The call onto its ring, READY, and the stream waits for DONE."""
         lane, order, route = enqueued.lane, enqueued.gpu.order, enqueued.route
-        turn, before, is_told = order.reserve(stream), lane.head, False
+        point, before, is_told = order.reserve(stream), lane.head, False
         try:
-            enqueued.turn, seq = turn, self._link.reserve()
+            enqueued.point, seq = point, self._link.reserve()
             self.outcomes.expect(seq, enqueued)
-            is_seen = lane.put(route, enqueued.lease.plan, seq, turn, refs)
+            is_seen = lane.put(route, enqueued.lease.plan, seq, point, refs)
             enqueued.call = lane.head
             if not is_seen:
                 self._tell(enqueued, seq, refs)
             is_told = True
-            order.enter(stream, turn)
+            order.enter(stream, point)
         except BaseException:
-            _end_turn(enqueued, stream, hold, is_out=lane.head != before and (is_told or not lane.is_ended))
+            _end_point(enqueued, stream, hold, is_out=lane.head != before and (is_told or not lane.is_ended))
             raise
-        return turn
+        return point
 
     def _tell(self, enqueued: OnRing, seq: int, refs: bytes) -> None:
         """Of a call whose worker is gone: the broker may not have seen it on the ring."""
-        (flags, body), call = wire.pack_call(refs, enqueued.turn), enqueued.call & 0xFFFF_FFFF
+        (flags, body), call = wire.pack_call(refs, enqueued.point), enqueued.call & 0xFFFF_FFFF
         self._link.send(wire.pack_execute(flags, enqueued.route.number, seq, body, 0, enqueued.lane.number, call))
 
     def tell_and_enter(self, enqueued: OnRing, seq: int, stream: int, refs: bytes, hold: object) -> None:
@@ -319,16 +319,16 @@ class GpuCalls:
         try:
             self._tell(enqueued, seq, refs)
         except BaseException:
-            _end_turn(enqueued, stream, hold, is_out=False)
+            _end_point(enqueued, stream, hold, is_out=False)
             raise
         self.enter(enqueued, stream, hold)
 
     def enter(self, enqueued: OnRing, stream: int, hold: object) -> None:
         """As the end of `_put`, for a call that was put in C and the driver refused."""
         try:
-            enqueued.gpu.order.enter(stream, enqueued.turn)
+            enqueued.gpu.order.enter(stream, enqueued.point)
         except BaseException:
-            _end_turn(enqueued, stream, hold, is_out=True)
+            _end_point(enqueued, stream, hold, is_out=True)
             raise
 
     def _lane_of(self, gpu: Gpu, route: Route, arenas: frozenset[int]) -> tuple[GpuLane, Lease] | None:
@@ -434,20 +434,20 @@ class GpuCalls:
         self.known.clear()
 
 
-def _give_up(gpu: Gpu, stream: int, turn: Turn, hold: object) -> None:
-    """End a turn in its stream. A worker may have the call all the same, and write to the memory that `hold` keeps."""
+def _give_up(gpu: Gpu, stream: int, point: TimelinePoint, hold: object) -> None:
+    """End a point in its stream. A worker may have the call all the same, and write to the memory that `hold` keeps."""
     if hold is not None:
         retained.keep(hold)
-    gpu.order.abandon(stream, turn)
+    gpu.order.abandon(stream, point)
 
 
-def _end_turn(enqueued: OnRing, stream: int, hold: object, *, is_out: bool) -> None:
+def _end_point(enqueued: OnRing, stream: int, hold: object, *, is_out: bool) -> None:
     """After an error. `is_out`: somebody has the call. Then its turn ends as any other, or DONE would go back later."""
     if is_out:
         retained.keep(hold)
-        enqueued.gpu.order.enter(stream, enqueued.turn)
+        enqueued.gpu.order.enter(stream, enqueued.point)
     else:
-        _give_up(enqueued.gpu, stream, enqueued.turn, hold)
+        _give_up(enqueued.gpu, stream, enqueued.point, hold)
 
 
 def _dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:

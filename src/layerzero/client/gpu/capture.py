@@ -41,10 +41,10 @@ class Captured(Sent):
     `hold` keeps its memory until the first answer."""
 
     def __init__(
-        self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, start_ns: int, bell: int, hold: Any
+        self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, start_ns: int, graph_slot: int, hold: Any
     ) -> None:
         super().__init__(outcomes, gpu, gpu.rung, op, route, (), start_ns)
-        self.bell, self.seq, self.hold = bell, 0, hold
+        self.graph_slot, self.seq, self.hold = graph_slot, 0, hold
         self.is_awaited = True
 
     @property
@@ -55,17 +55,17 @@ class Captured(Sent):
         """A worker has died, and another has taken the call over, or none can."""
         self.header, self.body = header, body
         if header.kind == _FAILED:
-            self.gpu.bells.fail(self.bell)
+            self.gpu.graph_slots.fail(self.graph_slot)
         else:
-            self.gpu.bells.answered(self.bell)
+            self.gpu.graph_slots.answered(self.graph_slot)
 
 
 class _Tail(NamedTuple):
-    """The last bell that was added to a graph."""
+    """The last graph slot that was added to a graph."""
 
     gpu: Gpu
-    place: tuple[int, tuple[int, ...]]  # the capture and the bell's node
-    bell: int
+    place: tuple[int, tuple[int, ...]]  # the capture and the graph slot's node
+    graph_slot: int
 
 
 class Captures:
@@ -110,33 +110,33 @@ class Captures:
         self._session.note(captured)
         graph = torch_graphs.graph_of(driver.capture_id(stream)) if driver.has_context_events else None
         if graph is not None:
-            torch_graphs.tell_end(graph, partial(gpu.bells.let_go, captured))
+            torch_graphs.tell_end(graph, partial(gpu.graph_slots.let_go, captured))
         else:
             try:
-                driver.retain_in_graph(stream, gpu.bells.counter(captured.bell))
+                driver.retain_in_graph(stream, gpu.graph_slots.counter(captured.graph_slot))
             except BaseException:  # nothing rings it
                 self._unbind(gpu, captured)
                 raise
-        self._enqueue(gpu, stream, captured.bell)
+        self._enqueue(gpu, stream, captured.graph_slot)
         captured.end_ns = time.perf_counter_ns()
         return result
 
-    def _enqueue(self, gpu: Gpu, stream: int, bell: int) -> None:
-        """Add the bell to the graph. Right behind another one and nothing else, the caller's GPU need not ring it: who
-        answers that one does, at once."""
+    def _enqueue(self, gpu: Gpu, stream: int, graph_slot: int) -> None:
+        """Add the graph slot to the graph. Right behind another one and nothing else, the caller's GPU need not ring
+        it: who answers that one does, at once."""
         driver, before = gpu.memory.context.driver, None
-        with self._lock:  # a bell is followed by one at most
+        with self._lock:  # a graph slot is followed by one at most
             tail = self._tail
             if tail is not None and tail.gpu is gpu and driver.capture_tail(stream) == tail.place:
-                self._tail, before = None, tail.bell
+                self._tail, before = None, tail.graph_slot
         if before is None:
-            gpu.order.ring(stream, bell)
+            gpu.order.ring(stream, graph_slot)
         else:
-            gpu.order.await_bell(stream, bell)
-            gpu.order.page.link_bells(before, bell)
+            gpu.order.await_graph_slot(stream, graph_slot)
+            gpu.order.page.link_graph_slots(before, graph_slot)
         place = driver.capture_tail(stream)
         with self._lock:
-            self._tail = _Tail(gpu, place, bell) if place[1] else None
+            self._tail = _Tail(gpu, place, graph_slot) if place[1] else None
 
     def _refs(
         self,
@@ -168,11 +168,11 @@ class Captures:
             placing.end()
 
     def _bind(self, op: str, route: Route, gpu: Gpu, refs: bytes, hold: Any, start_ns: int) -> Captured:
-        """Have a worker answer a bell of the call. Raises what that ends in."""
+        """Have a worker answer a graph slot of the call. Raises what that ends in."""
         self.unbind_gone(gpu)
-        bell, binding = gpu.bells.take()
-        captured = Captured(self._outcomes, gpu, op, route, start_ns, bell, hold)
-        call = wire.pack_call(refs, bell=bell, binding=binding)
+        graph_slot, binding = gpu.graph_slots.take()
+        captured = Captured(self._outcomes, gpu, op, route, start_ns, graph_slot, hold)
+        call = wire.pack_call(refs, graph_slot=graph_slot, binding=binding)
         try:
             self._link.submit(captured, lambda seq: self._frame(captured, seq, call, route.number))
             self._link.wait(captured)
@@ -184,22 +184,24 @@ class Captures:
         except BaseException:
             self._unbind(gpu, captured)
             raise
-        gpu.bells.bind(bell, captured)
-        gpu.watch_bells()
+        gpu.graph_slots.bind(graph_slot, captured)
+        gpu.watch_graph_slots()
         return captured
 
     def unbind_gone(self, gpu: Gpu) -> None:
         """Let go of calls whose graphs are gone. Thread-safe."""
-        for captured in gpu.bells.gone():
+        for captured in gpu.graph_slots.gone():
             self._unbind(gpu, captured)
 
     def _unbind(self, gpu: Gpu, captured: Captured) -> None:
         self._outcomes.forget(captured.seq)
-        with contextlib.suppress(LayerZeroError):  # a broker that is gone knows no bells; a full queue costs this one
+        with contextlib.suppress(
+            LayerZeroError
+        ):  # a broker that is gone knows no graph slots; a full queue costs this one
             if captured.seq:
                 self._link.send(wire.pack(Kind.UNBIND, seq=captured.seq))
                 self._link.abandon(captured.seq)
-            gpu.bells.give_back(captured.bell)
+            gpu.graph_slots.give_back(captured.graph_slot)
 
     def _frame(self, captured: Captured, seq: int, call: tuple[int, bytes], route: int) -> bytes:
         captured.seq = seq

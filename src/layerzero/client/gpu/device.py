@@ -15,7 +15,7 @@ from layerzero.client.connection import retained
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import fastpath_library
-from layerzero.client.gpu.graph_slots import Bells, tell_orphans
+from layerzero.client.gpu.graph_slots import GraphSlots, tell_orphans
 from layerzero.client.gpu.memory import GpuMemory
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.cuda.handles import RUNGS
@@ -25,7 +25,7 @@ from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import CudaError, DeadlineExceeded, InvalidArgument, NotConnected, NoTransport, OutOfMemory
 from layerzero.ipc.shm import lane
 from layerzero.ipc.shm.timeline_page import create_page
-from layerzero.ipc.shm.timeline_words import MASK, Turn
+from layerzero.ipc.shm.timeline_words import MASK, TimelinePoint
 from layerzero.ipc.transport import messages
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ WORKERS_END_S = 0.5  # so long after a broker's death none of its workers is lef
 LOST = 1  # error code on the page
 LOST_LOOK_S = 0.02
 NEWS_S = 0.05  # while graphs may be replayed, when nobody of this process may be reading answers
-FAILED_LOOK_S = 0.001  # for bells that nobody answers
+FAILED_LOOK_S = 0.001  # for graph slots that nobody answers
 STALE_AFTER = 256  # new arenas; then those whose memory is gone are given up
 _NONE: frozenset[int] = frozenset()
 
@@ -70,7 +70,7 @@ class Gpu:
         self._page = create_page()
         self.on_the_way: dict[int, Sent] = {}  # by lane: its last call by the broker, if it may be unanswered
         self.order = ClientOrder(memory.context, self._page, has_memops=not memory.why_no_memops)
-        self.bells = Bells(self.order, memory.context)
+        self.graph_slots = GraphSlots(self.order, memory.context)
         self._on_failed_replay, self._unbind_gone = on_failed_replay, unbind_gone
         self._rejected: dict[str, str] = {}
         self._rungs = list(RUNGS)
@@ -125,7 +125,7 @@ class Gpu:
                 has_memops = not self.memory.why_no_memops
                 try:
                     self._link.add_gpu(messages.AddGpu(gpu=self.uuid, has_memops=has_memops, offer=offer), fds)
-                except BaseException:  # such as a refusal while graphs hold bells
+                except BaseException:  # such as a refusal while graphs hold graph slots
                     trial.close()
                     self._rungs.insert(0, rung)
                     raise
@@ -184,24 +184,24 @@ class Gpu:
                     reached.discard(known[1])
                 self._link.retire_arena(known[1])
 
-    def wait_for_room(self, turn: Turn) -> None:
+    def wait_for_room(self, point: TimelinePoint) -> None:
         """Until not too many calls of the lane are on their way: the GPU's queues are finite, too."""
-        self._wait(Turn(turn.lane, turn.number - MAX_AHEAD & MASK), None)
+        self._wait(TimelinePoint(point.timeline, point.value - MAX_AHEAD & MASK), None)
 
-    def wait_for(self, turn: Turn) -> None:
+    def wait_for(self, point: TimelinePoint) -> None:
         """Until a call is done or has failed."""
-        self._wait(turn, None)
+        self._wait(point, None)
 
     def wait_all(self, timeout_s: float | None = None) -> None:
         """Until every call so far is done or has failed. Raises DeadlineExceeded."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        for turn in self.order.last_turns():
-            self._wait(turn, until_s)
+        for point in self.order.last_points():
+            self._wait(point, until_s)
 
-    def _wait(self, turn: Turn, until_s: float | None) -> None:
-        while not self.order.page.is_done(turn):
+    def _wait(self, point: TimelinePoint, until_s: float | None) -> None:
+        while not self.order.page.is_done(point):
             if until_s is not None and time.monotonic() >= until_s:
-                raise DeadlineExceeded(f"call {turn.number} on {self.uuid} is not done yet")
+                raise DeadlineExceeded(f"call {point.value} on {self.uuid} is not done yet")
             time.sleep(LOOK_S)
 
     def is_behind(self) -> bool:
@@ -212,33 +212,33 @@ class Gpu:
                 del self.on_the_way[its]
         return bool(self.on_the_way)
 
-    def watch_bells(self) -> None:
-        """Graphs of this process hold bells from now on."""
+    def watch_graph_slots(self) -> None:
+        """Graphs of this process hold graph slots from now on."""
         os.eventfd_write(self._wake, 1)
 
     def _watch(self) -> None:
         """When the broker is gone nobody ends the open calls, and who waits for a stream would wait for ever. The same
-        holds for bells that no worker answers any more.
+        holds for graph slots that no worker answers any more.
 
         Takes no lock that is held while a stream is waited for.
         """
-        poll, link, bells = select.poll(), self._link, self.bells
+        poll, link, graph_slots = select.poll(), self._link, self.graph_slots
         self.memory.context.driver.exchange_capture_mode(
             CAPTURE_RELAXED
         )  # nothing here breaks the application's captures
         poll.register(self._wake, select.POLLIN)
         link.watch_hang_up(poll)
         while not self._is_ending:
-            look_s = FAILED_LOOK_S if bells.has_failed else NEWS_S if bells else None
+            look_s = FAILED_LOOK_S if graph_slots.has_failed else NEWS_S if graph_slots else None
             is_lost = any(fd != self._wake for fd, _ in poll.poll(None if look_s is None else 1000 * look_s))
             lane.take(self._wake)
             if is_lost:
                 self._watch_lost()
                 break
-            if bells:
+            if graph_slots:
                 self._unbind_gone(self)
                 link.read_nowait()  # the thread that replays may be waiting for its stream
-                for captured in bells.end_failed():
+                for captured in graph_slots.end_failed():
                     self._on_failed_replay(captured)
         while not self._is_ending:  # the session is being closed
             poll.poll()
@@ -251,25 +251,25 @@ class Gpu:
         poll.register(self._wake, select.POLLIN)
         if isinstance(self._link.lost, NotConnected) or (poll.poll(1000 * WORKERS_END_S) and self._is_ending):
             return
-        self.bells.fail_all()
+        self.graph_slots.fail_all()
         while not self._is_ending:
             self._link.read_nowait()  # no call can be sent after it, but one may be on its way to that
-            for turn in self.order.last_turns():
-                self.order.page.fail(turn, LOST)
-            self.bells.end_failed()
+            for point in self.order.last_points():
+                self.order.page.fail(point, LOST)
+            self.graph_slots.end_failed()
             poll.poll(1000 * LOST_LOOK_S)
 
     def _attend_orphans(self) -> None:
         """Graphs that outlive the session and are replayed all the same must not hang."""
-        self.bells.fail_all()
+        self.graph_slots.fail_all()
         is_told = False
         while True:
-            self.bells.gone()
-            if not self.bells:
+            self.graph_slots.gone()
+            if not self.graph_slots:
                 self._has_rung.wait()
                 os.close(self._wake)
                 return
-            if self.bells.end_failed() and not is_told:
+            if self.graph_slots.end_failed() and not is_told:
                 tell_orphans()
                 is_told = True
             time.sleep(LOST_LOOK_S)
@@ -277,7 +277,7 @@ class Gpu:
     def close(self) -> None:
         """Once no call is open, or the broker is gone. With a call that is open all the same, or in a graph of the
         application, the page stays: a stream waits for a word of it, or will."""
-        self._is_orphaned = bool(self.bells)
+        self._is_orphaned = bool(self.graph_slots)
         self._is_ending = True
         os.eventfd_write(self._wake, 1)
         self._has_rung.set()
@@ -285,7 +285,7 @@ class Gpu:
             self._watcher.join()
             os.close(self._wake)
         os.close(self._page)
-        if not self._is_orphaned and all(self.order.page.is_done(turn) for turn in self.order.last_turns()):
+        if not self._is_orphaned and all(self.order.page.is_done(point) for point in self.order.last_points()):
             self.order.close()
             for trial in self._trials:
                 if trial.rung != "ipc":  # the only memory that must not go before who maps it

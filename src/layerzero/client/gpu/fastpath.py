@@ -15,7 +15,7 @@ from layerzero.client.connection import overlay
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.outcomes import OnRing
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 if TYPE_CHECKING:
     from layerzero.client.gpu._fastpath import CallSite, Repeats
@@ -39,7 +39,7 @@ def repeats_of(calls: GpuCalls, link: Link, last: threading.local) -> Repeats | 
         numbers=link.numbers,
         last=last,
         record_type=OnRing,
-        turn_type=Turn,
+        turn_type=TimelinePoint,
         miss=MISS,
         policy=overlay.current,
         baked=overlay.baked,
@@ -89,7 +89,7 @@ def call_site_of(known: Known, like: Array) -> CallSite | None:
         streams=gpu.order.lanes,
         next_numbers=gpu.order.next_numbers,
         seen_failures=gpu.order.failures_seen,
-        turns=lane.turns,
+        points=lane.points,
         routes=lane.routes,
         acquire=gpu.lock.acquire,
         release=gpu.lock.release,

@@ -17,7 +17,7 @@ from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.ring import GpuLane
 from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.shm import ring_words
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind
 
@@ -35,7 +35,7 @@ class Enqueued:
     body = b""
     error: LayerZeroError | None = None
     end_ns = 0
-    turn = Turn(0, 0)
+    point = TimelinePoint(0, 0)
     call = 0  # on a ring
 
     def __init__(
@@ -114,7 +114,7 @@ class Outcomes:
         if len(late) >= 2 * MAX_LATE:  # those that are done get no answer any more
             for known in list(late)[:MAX_LATE]:
                 one = late.get(known)
-                if one is not None and one.gpu.order.page.is_done(one.turn):
+                if one is not None and one.gpu.order.page.is_done(one.point):
                     late.pop(known, None)
 
     def keep(self, seq: int, enqueued: Enqueued) -> None:
@@ -195,7 +195,7 @@ class Outcomes:
             status = lane.status(enqueued.call)
             if enqueued.header is not None or status in (ring_words.ENQUEUED, ring_words.REPLAYED):
                 return
-            if enqueued.gpu.order.page.is_done(enqueued.turn) and status != ring_words.LEFT:
+            if enqueued.gpu.order.page.is_done(enqueued.point) and status != ring_words.LEFT:
                 return  # its slot has a later call by now
             if self._link.lost is not None:
                 enqueued.error = self._link.gone(None)

@@ -13,7 +13,7 @@ from layerzero.client.gpu.device import Gpu
 from layerzero.ipc.shm import lane, ring
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring_words import SLOTS
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 
 class GpuLane:
@@ -23,7 +23,7 @@ class GpuLane:
         """Raises OutOfMemory, and OSError when the process has no file descriptors left."""
         self.number = number
         self.gpu, self._page = gpu, gpu.order.page
-        self.turns: list[Turn | None] = [None] * SLOTS
+        self.points: list[TimelinePoint | None] = [None] * SLOTS
         self.routes: list[Route | None] = [None] * SLOTS  # the broker must know them as long as a call is open
         self._barrier = threading.Lock()
         self.is_closed = False
@@ -47,17 +47,17 @@ class GpuLane:
     def is_ended(self) -> bool:
         return self.is_closed or not self.is_open or self._ring.is_ended
 
-    def put(self, route: Route, plan: int, seq: int, turn: Turn, refs: bytes) -> bool:
+    def put(self, route: Route, plan: int, seq: int, point: TimelinePoint, refs: bytes) -> bool:
         """Put the next call, number `head` from now on. False: the worker is gone, and the broker may not have seen
         the call. Waits while the ring is full."""
         call = self._ring.head + 1  # what an interrupt left half done is not there
         slot = call % SLOTS
-        before = self.turns[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
+        before = self.points[(call + 1) % SLOTS]  # one slot stays free: the broker may be reading it
         if before is not None and not self._page.is_done(before):
             self.gpu.wait_for(before)
-        self.turns[slot], self.routes[slot] = turn, route
+        self.points[slot], self.routes[slot] = point, route
         ring = self._ring
-        ring.put(call, route.number, plan, seq, turn, refs)
+        ring.put(call, route.number, plan, seq, point, refs)
         with self._barrier:  # a locked instruction: what was put is seen before what follows is read
             pass
         if ring.is_asleep:

@@ -15,7 +15,7 @@ from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.report import html_of_text
-from layerzero.client.facade import api
+from layerzero.client.facade import default_session
 from layerzero.client.session.session import Session
 from layerzero.client.tools.compiling import compile_ahead, in_line
 from layerzero.client.tools.dry_run import PlanReport, plan_calls
@@ -120,7 +120,7 @@ class Compiled:
             if baked is not None:
                 self._plans.move_to_end(key)
         if baked is None:
-            session = api.session()
+            session = default_session.session()
             value, calls = watch(session, self._function, args, kwargs)
             self._keep(key, _bake(session, calls))
             return value
@@ -138,7 +138,7 @@ class Compiled:
 
         Raises what lz.dry_run raises, and InvalidArgument when a call has no kernel.
         """
-        session = api.session()
+        session = default_session.session()
         calls = imagine(session, self._function, args, kwargs)
         for body, op in {call.body: call.op for call in calls}.items():
             first = in_line(session.explain_route(op, body))[:1]

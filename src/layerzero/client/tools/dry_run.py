@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerzero.client.connection.report import SelectionReport, html_of_text, time_text
-from layerzero.client.facade import api
+from layerzero.client.facade import default_session
 from layerzero.client.planning.plans import Plan, plan_attention
 from layerzero.client.session.session import Session
 from layerzero.client.tools.trace import TracedCall, imagine
@@ -111,7 +111,7 @@ def dry_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PlanRepo
     returned; anything computed in between by other libraries parts them.
     Raises what the function raises, NotConnected, InvalidArgument.
     """
-    session = api.session()
+    session = default_session.session()
     return plan_calls(session, imagine(session, function, args, kwargs))
 
 

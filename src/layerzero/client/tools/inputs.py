@@ -10,7 +10,7 @@ from typing import Any
 
 from layerzero.client.arrays.recognition import describe
 from layerzero.client.arrays.wrapping import wrap
-from layerzero.client.facade import api
+from layerzero.client.facade.memory import empty
 from layerzero.ipc.errors import EnvError
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
@@ -65,7 +65,7 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int) ->
             values = rng.integers(0, max(min(top, np.iinfo(spec.dtype).max), 1), numel)
         else:
             values = rng.standard_normal(numel)
-        memory = api.empty(numel, spec.dtype)
+        memory = empty(numel, spec.dtype)
         memory[...] = values.astype(spec.dtype)
         strides = [step * spec.itemsize for step in spec.strides]
         return np.lib.stride_tricks.as_strided(memory, spec.shape, strides)

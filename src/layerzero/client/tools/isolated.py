@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import layerzero as lz
-from layerzero.client.facade import api
+from layerzero.client.facade import default_session
 from layerzero.envs.build.build import ensure_all, resolve
 from layerzero.envs.build.progress import Progress
 from layerzero.envs.matrix.engine import Isolated
@@ -44,14 +44,14 @@ def through_workers(
         else:
             ready.append(one)
     with tempfile.TemporaryDirectory(prefix="lz-matrix-") as folder:
-        api.connect(runtime_dir=Path(folder))
+        default_session.connect(runtime_dir=Path(folder))
         try:
             for _ in range(2):  # after the first round all workers run
                 for one in ready:
                     if one.name not in found or found[one.name].ok:
                         found[one.name] = _call(one.backend, descriptors[one.name])
         finally:
-            api.disconnect()
+            default_session.disconnect()
     return found
 
 

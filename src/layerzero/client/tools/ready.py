@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerzero.client.connection.report import SelectionReport, html_of_text
-from layerzero.client.facade import api
+from layerzero.client.facade import api, default_session
 from layerzero.client.tools.inputs import plain_inputs
 from layerzero.client.tools.tune import DEFAULTS, Call
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
@@ -97,13 +97,15 @@ def readiness_check(
     Raises InvalidArgument, NotConnected, BrokerLost.
     """
     names = None if backends is None else list(backends)
-    answer = api.session().ask("readiness", backends=names)
+    answer = default_session.session().ask("readiness", backends=names)
     tried: dict[str, Check] = {}
     if starts_workers:
         rows = {row["name"]: row for row in api.status()["backends"]}
         usable = [name for name in answer["backends"] if not rows[name]["unavailable"]]  # `checks` has why, of others
         tried = {name: _try_backend(name, rows[name]["ops"], answer["isolation"][name]) for name in usable}
-        answer = api.session().ask("readiness", backends=names)  # environments that nobody had used were probed
+        answer = default_session.session().ask(
+            "readiness", backends=names
+        )  # environments that nobody had used were probed
     checks = [Check(row["name"], row["ok"], row["detail"], row["repair"]) for row in answer["checks"]]
     unfit = {check.name for check in checks if not check.ok}
     checks += [check for name, check in tried.items() if f"environment {name}" not in unfit]
@@ -152,7 +154,7 @@ def _run(call: Call, backend: str, *, is_wanted_here: bool) -> SelectionReport:
     while True:
         call.function(**arrays, **call.params, backend=backend)
         report = api.last_report()
-        refused = api.session().refusals()
+        refused = default_session.session().refusals()
         is_settled = report.worker_pid == os.getpid() or backend in refused or report.kernel_id in refused
         if not is_wanted_here or is_settled or time.monotonic() >= until_s:
             return report

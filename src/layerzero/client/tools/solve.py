@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.client.connection.overlay import Overlay, Scope
-from layerzero.client.facade import api
+from layerzero.client.facade import api, default_session
 from layerzero.client.tools.tune import BUDGET_S, Call, Progress, calls_of, tune_calls
 from layerzero.client.tools.tune_report import TuneReport
 from layerzero.ipc.errors import ConfigError, InvalidArgument
@@ -105,7 +105,7 @@ def solve_calls(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SolveReport:
     """As `solve`. `command` is written into the table: what makes it anew. `on_progress` as of tune_calls."""
-    session = api.session()
+    session = default_session.session()
     target = Path(api.status()["broker"]["store"]) / FILE_NAME if path is None else Path(path).absolute()
     if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{target} cannot be written: it is a folder, or its own folder is missing or read-only")

@@ -11,7 +11,7 @@ from layerzero.client.arrays.recognition import Array, describe
 from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection.call import Request, describe_args
-from layerzero.client.facade import ops
+from layerzero.client.facade import running
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument
@@ -50,12 +50,12 @@ class Tracer:
         self._results: list[tuple[int, int, int, object]] = []  # address, end, call, what keeps the memory
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        tokens = ops.handler.set(self._handle), ops.tracer.set(self._handle)
+        tokens = running.handler.set(self._handle), running.tracer.set(self._handle)
         try:
             return function(*args, **kwargs)
         finally:
-            ops.handler.reset(tokens[0])
-            ops.tracer.reset(tokens[1])
+            running.handler.reset(tokens[0])
+            running.tracer.reset(tokens[1])
 
     def _handle(self, request: Request) -> Any:
         number = len(self.calls)

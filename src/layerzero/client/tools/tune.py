@@ -11,7 +11,7 @@ from typing import Any
 
 from layerzero.client.arrays.recognition import describe
 from layerzero.client.connection.report import Candidate, SelectionReport
-from layerzero.client.facade import api, ops
+from layerzero.client.facade import api, default_session
 from layerzero.client.tools.compiling import compile_ahead, in_line
 from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.client.tools.tune_report import Times, TunedCall, TunedKernel, TuneReport
@@ -47,8 +47,7 @@ class Call:
 
     @property
     def function(self) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(ops, self.op)
-        return function
+        return api.function_of(self.op)
 
     def explain(self) -> SelectionReport:
         """As lz.explain."""
@@ -57,7 +56,7 @@ class Call:
     def compile(self, backends: Iterable[str]) -> None:
         """Wait until their kernels are compiled for it, or could not be."""
         body = api.signature(self.function, **self.arrays, **self.params)
-        compile_ahead(api.session(), body, list(backends))
+        compile_ahead(default_session.session(), body, list(backends))
 
     @property
     def label(self) -> str:
@@ -347,14 +346,14 @@ class _Trial:
 def _name(op: str | Callable[..., Any]) -> str:
     """An op's name, checked. Raises InvalidArgument."""
     name = op if isinstance(op, str) else str(getattr(op, "__name__", op))
-    if name in OPS and (isinstance(op, str) or op is getattr(ops, name)):
+    if name in OPS and (isinstance(op, str) or op is api.function_of(name)):
         return name
     raise InvalidArgument(unknown_name("op", name, OPS))
 
 
 def _bind(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """A call as it would be made, with specs for its arrays. Raises InvalidArgument."""
-    function = getattr(ops, op)
+    function = api.function_of(op)
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError as exc:

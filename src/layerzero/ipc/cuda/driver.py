@@ -337,17 +337,17 @@ class Driver(Library):
         ops.pack_into(buffer, 0, abi.WRITE_32, address, value, 0, 0, abi.WAIT_32, waits_at, until, abi.GEQ, 0)
         self._call("cuStreamBatchMemOp_v2", stream, 2, buffer, 0)
 
-    def ring_and_wait(self, stream: int, bell: int, done: int) -> None:
-        """Store 0 at `done` and 1 at `bell`, then hold the stream until `done` is 1; in one call, as above. Of a stream
-        that is captured: one node."""
+    def ring_and_wait(self, stream: int, graph_slot: int, done: int) -> None:
+        """Store 0 at `done` and 1 at `graph_slot`, then hold the stream until `done` is 1; in one call, as above. Of
+        a stream that is captured: one node."""
         if not self._has_batches:
             self.write_value(stream, done, 0)
-            self.write_value(stream, bell, 1)
+            self.write_value(stream, graph_slot, 1)
             self.wait_value(stream, done, 1, equal=True)
             return
         ops, buffer = abi.THREE_WORD_OPS, self._batch.buffer
         write, wait = abi.WRITE_32, abi.WAIT_32
-        ops.pack_into(buffer, 0, write, done, 0, 0, 0, write, bell, 1, 0, 0, wait, done, 1, abi.EQ, 0)
+        ops.pack_into(buffer, 0, write, done, 0, 0, 0, write, graph_slot, 1, 0, 0, wait, done, 1, abi.EQ, 0)
         self._call("cuStreamBatchMemOp_v2", stream, 3, buffer, 0)
 
     # Graphs

@@ -8,7 +8,7 @@ from typing import Any
 
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.shm.timeline_page import OrderPage, create_page
+from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
 from layerzero.ipc.shm.timeline_words import (
     DONE,
     LANE_BYTES,
@@ -17,12 +17,12 @@ from layerzero.ipc.shm.timeline_words import (
     PAGE_BYTES,
     READY,
     RUNG,
-    Turn,
-    bell_words,
+    TimelinePoint,
+    graph_slot_words,
     index,
 )
 
-_turn = Turn._make
+_point = TimelinePoint._make
 PER_THREAD = 2  # CU_STREAM_PER_THREAD: a stream of its own in each thread, by one handle
 
 
@@ -34,7 +34,7 @@ class _Words:
 
         Raises ProtocolError for what is no page, CudaError when it cannot be registered.
         """
-        self.page = OrderPage(fd)
+        self.page = TimelinePage(fd)
         self._driver, self._context, self._has_memops = context.driver, context, has_memops
         if has_memops:
             try:
@@ -48,8 +48,8 @@ class _Words:
     def has_memops(self) -> bool:
         return self._has_memops
 
-    def _at(self, turn: Turn, word: int) -> int:
-        return self.base + index(turn, word) * 4
+    def _at(self, point: TimelinePoint, word: int) -> int:
+        return self.base + index(point, word) * 4
 
     def close(self) -> None:
         """To be called once no stream waits for a word of the page."""
@@ -70,73 +70,73 @@ class ClientOrder(_Words):
         self.next_numbers = [first] * LANES
         self.failures_seen = [0] * LANES
         for lane in range(LANES):  # cyclically, zero is ahead of half of all numbers
-            self.page.store_ready(Turn(lane, first - 1 & MASK))
-            self.page.store_done(Turn(lane, first - 1 & MASK))
+            self.page.store_ready(TimelinePoint(lane, first - 1 & MASK))
+            self.page.store_done(TimelinePoint(lane, first - 1 & MASK))
 
-    def begin(self, stream: int) -> Turn:
+    def begin(self, stream: int) -> TimelinePoint:
         """Tell the worker's stream when all that this stream did so far is done: the call's inputs are there.
 
-        Every turn is to be finished by somebody: `done` of a worker, or `fail`. Without memops this waits for the
+        Every point is to be finished by somebody: `done` of a worker, or `fail`. Without memops this waits for the
         stream. Raises Busy when too many streams have open calls.
         """
         with self._lock:
-            turn = self._next_turn(stream)
+            point = self._next_point(stream)
             if self._has_memops:
-                self._driver.write_value(stream, self._at(turn, READY), turn.number)
+                self._driver.write_value(stream, self._at(point, READY), point.value)
             else:
                 self._driver.synchronize_stream(stream)
-                self.page.store_ready(turn)
-            self.next_numbers[turn.lane] = turn.number + 1 & MASK
-        return turn
+                self.page.store_ready(point)
+            self.next_numbers[point.timeline] = point.value + 1 & MASK
+        return point
 
-    def reserve(self, stream: int) -> Turn:
+    def reserve(self, stream: int) -> TimelinePoint:
         """The number of the stream's next call; nothing is enqueued. `enter` follows, or `abandon`, in the order of the
         numbers, and one thread at a time. Needs memops. Raises Busy as `begin` does."""
         key = stream if stream != PER_THREAD else _key(stream)
         lane = self.lanes.get(key)
         if lane is None:
             lane = self.lanes[key] = self._free_lane()
-        turn = _turn((lane, self.next_numbers[lane]))
-        self.next_numbers[lane] = turn[1] + 1 & MASK  # last: an interrupt before it has reserved nothing
-        return turn
+        point = _point((lane, self.next_numbers[lane]))
+        self.next_numbers[lane] = point[1] + 1 & MASK  # last: an interrupt before it has reserved nothing
+        return point
 
-    def enter(self, stream: int, turn: Turn) -> None:
-        """What `begin` and `await_done` do for a turn that was reserved, in one call of the driver. Needs memops.
+    def enter(self, stream: int, point: TimelinePoint) -> None:
+        """What `begin` and `await_done` do for a point that was reserved, in one call of the driver. Needs memops.
 
-        When it raises, nothing of it is on the stream: `abandon` ends the turn, or the page's `store_ready` and
+        When it raises, nothing of it is on the stream: `abandon` ends the point, or the page's `store_ready` and
         whoever has been told of it.
         """
-        ready, number = self.base + turn[0] * LANE_BYTES, turn[1]
+        ready, number = self.base + point[0] * LANE_BYTES, point[1]
         self._driver.write_and_wait(stream, ready, number, ready + DONE, number)
 
-    def ring(self, stream: int, bell: int) -> None:
-        """Ring a bell and hold the stream until that call is done: at each replay, when the stream is captured. Needs
-        memops. Raises ProtocolError for a bell that is none."""
-        at, done = bell_words(bell)
+    def ring(self, stream: int, graph_slot: int) -> None:
+        """Ring a graph slot and hold the stream until that call is done: at each replay, when the stream is captured.
+        Needs memops. Raises ProtocolError for a graph slot that is none."""
+        at, done = graph_slot_words(graph_slot)
         self._driver.ring_and_wait(stream, self.base + at, self.base + done)
 
-    def await_bell(self, stream: int, bell: int) -> None:
-        """As `ring`, for a bell that somebody else rings."""
-        self._driver.wait_value(stream, self.base + bell_words(bell)[1], 1, equal=True)
+    def await_graph_slot(self, stream: int, graph_slot: int) -> None:
+        """As `ring`, for a graph slot that somebody else rings."""
+        self._driver.wait_value(stream, self.base + graph_slot_words(graph_slot)[1], 1, equal=True)
 
-    def await_done(self, stream: int, turn: Turn) -> None:
+    def await_done(self, stream: int, point: TimelinePoint) -> None:
         """Hold the stream until the call is done or has failed; the caller goes on at once.
 
         Without memops to be called after the worker's reply. Raises ProtocolError when that was not true.
         """
         if self._has_memops:
-            self._driver.wait_value(stream, self._at(turn, DONE), turn.number)
-        elif not self.page.is_done(turn):
-            raise ProtocolError(f"the worker replied, but has not finished call {turn.number} of lane {turn.lane}")
+            self._driver.wait_value(stream, self._at(point, DONE), point.value)
+        elif not self.page.is_done(point):
+            raise ProtocolError(f"the worker replied, but has not finished call {point.value} of lane {point.timeline}")
 
-    def abandon(self, stream: int, turn: Turn) -> None:
-        """End a turn whose caller goes without. The lane's later ones are not held up by it, and nor is a worker that
+    def abandon(self, stream: int, point: TimelinePoint) -> None:
+        """End a point whose caller goes without. The lane's later ones are not held up by it, and nor is a worker that
         was told of it."""
         if self._has_memops:
-            self._driver.write_value(stream, self._at(turn, READY), turn.number)
-            self._driver.write_value(stream, self._at(turn, DONE), turn.number)
+            self._driver.write_value(stream, self._at(point, READY), point.value)
+            self._driver.write_value(stream, self._at(point, DONE), point.value)
         else:
-            self.page.store_done(turn)
+            self.page.store_done(point)
 
     def has_news(self, stream: int) -> bool:
         """Whether a call of the stream has failed since `take_news`."""
@@ -147,20 +147,20 @@ class ClientOrder(_Words):
         """What has failed so far is known."""
         self.failures_seen[:] = [self.page.last_error(lane) for lane in range(LANES)]
 
-    def last_turns(self) -> list[Turn]:
+    def last_points(self) -> list[TimelinePoint]:
         """The last one of each lane. Takes no lock: `begin` may wait for a full stream with it."""
-        return [Turn(lane, self.next_numbers[lane] - 1 & MASK) for lane in list(self.lanes.values())]
+        return [TimelinePoint(lane, self.next_numbers[lane] - 1 & MASK) for lane in list(self.lanes.values())]
 
     def lane(self, stream: int) -> int:
         """The stream's; -1 while it has none."""
         return self.lanes.get(_key(stream), -1)
 
-    def _next_turn(self, stream: int) -> Turn:
+    def _next_point(self, stream: int) -> TimelinePoint:
         key = _key(stream)
         lane = self.lanes.get(key)
         if lane is None:
             lane = self.lanes[key] = self._free_lane()
-        return Turn(lane, self.next_numbers[lane])
+        return TimelinePoint(lane, self.next_numbers[lane])
 
     def _free_lane(self) -> int:
         taken = set(self.lanes.values())
@@ -168,7 +168,7 @@ class ClientOrder(_Words):
             if lane not in taken:
                 return lane
         for stream, lane in self.lanes.items():
-            if self.page.is_done(Turn(lane, self.next_numbers[lane] - 1 & MASK)):
+            if self.page.is_done(TimelinePoint(lane, self.next_numbers[lane] - 1 & MASK)):
                 del self.lanes[stream]
                 return lane
         raise Busy(f"{LANES} streams have open calls to one worker; no more can", limit=LANES)
@@ -181,36 +181,36 @@ def _key(stream: int) -> Any:
 class WorkerOrder(_Words):
     """A worker's end: of its own page, or of a dead worker's whose calls it takes over. For one thread."""
 
-    def await_ready(self, stream: int, turn: Turn) -> None:
+    def await_ready(self, stream: int, point: TimelinePoint) -> None:
         """Hold the stream until the call's inputs are there. Without memops they are, when the message is."""
         if self._has_memops:
-            self._driver.wait_value(stream, self._at(turn, READY), turn.number)
-        elif not self.page.is_ready(turn):
-            raise ProtocolError(f"call {turn.number} of lane {turn.lane} came before its inputs were ready")
+            self._driver.wait_value(stream, self._at(point, READY), point.value)
+        elif not self.page.is_ready(point):
+            raise ProtocolError(f"call {point.value} of lane {point.timeline} came before its inputs were ready")
 
-    def done(self, stream: int, turn: Turn) -> None:
-        """Let the client's stream go on after all that this stream did so far. In a lane, in the order of its turns.
+    def done(self, stream: int, point: TimelinePoint) -> None:
+        """Let the client's stream go on after all that this stream did so far. In a lane, in the order of its points.
 
         Without memops this waits for the stream; the reply to the client comes after it.
         """
         if self._has_memops:
-            self._driver.write_value(stream, self._at(turn, DONE), turn.number)
+            self._driver.write_value(stream, self._at(point, DONE), point.value)
         else:
             self._driver.synchronize_stream(stream)
-            self.page.store_done(turn)
+            self.page.store_done(point)
 
-    def answer_bell(self, stream: int, bell: int) -> None:
+    def answer_graph_slot(self, stream: int, graph_slot: int) -> None:
         """Let the client's graph go on after all that this stream did so far. Needs memops."""
-        self._driver.write_value(stream, self.base + bell_words(bell)[1], 1)
+        self._driver.write_value(stream, self.base + graph_slot_words(graph_slot)[1], 1)
 
-    def ring(self, stream: int, bell: int) -> None:
-        """Ring another worker's bell after all that this stream did so far. Needs memops."""
-        self._driver.write_value(stream, self.base + bell_words(bell)[0], RUNG)
+    def ring(self, stream: int, graph_slot: int) -> None:
+        """Ring another worker's graph slot after all that this stream did so far. Needs memops."""
+        self._driver.write_value(stream, self.base + graph_slot_words(graph_slot)[0], RUNG)
 
 
 def probe(context: Context) -> str:
     """Why streams cannot wait for words in host memory here; empty when they can. Found by doing it."""
-    turn = Turn(LANES - 1, 1)
+    point = TimelinePoint(LANES - 1, 1)
     fd = create_page()
     driver = context.driver
     try:
@@ -219,11 +219,11 @@ def probe(context: Context) -> str:
             with context:
                 stream = driver.create_stream()
                 try:
-                    driver.write_value(stream, words._at(turn, READY), turn.number)
+                    driver.write_value(stream, words._at(point, READY), point.value)
                     driver.synchronize_stream(stream)
-                    if not words.page.is_ready(turn):
+                    if not words.page.is_ready(point):
                         return "a stream's write to host memory was not seen by the CPU"
-                    driver.wait_value(stream, words._at(turn, READY), turn.number)  # true already: it cannot hang
+                    driver.wait_value(stream, words._at(point, READY), point.value)  # true already: it cannot hang
                     driver.synchronize_stream(stream)
                 finally:
                     driver.destroy_stream(stream)

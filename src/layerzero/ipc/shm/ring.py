@@ -31,7 +31,7 @@ from layerzero.ipc.shm.ring_words import (
     TIMED,
     RingCall,
 )
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 _SLOT = struct.Struct("<QIIQIIQ")  # call, route, plan, seq, lane, number, bytes of the references
 _pack_slot = _SLOT.pack_into
@@ -103,11 +103,11 @@ class Ring:
         """The last call that was put."""
         return self._words[HEAD]
 
-    def put(self, call: int, route: int, plan: int, seq: int, turn: Turn, refs: bytes) -> None:
+    def put(self, call: int, route: int, plan: int, seq: int, point: TimelinePoint, refs: bytes) -> None:
         """`call` is the number after the last one; what was in its slot must be done."""
         at = SLOTS_AT + call % SLOTS * SLOT_BYTES
         nbytes = len(refs)
-        _pack_slot(self._map, at, call, route, plan, seq, turn[0], turn[1], nbytes)
+        _pack_slot(self._map, at, call, route, plan, seq, point[0], point[1], nbytes)
         at += SLOT_HEAD_BYTES
         self._map[at : at + nbytes] = refs
         self._words[HEAD] = call
@@ -130,14 +130,14 @@ class Ring:
         self._taken = self._words[TAKEN] = call
         return one
 
-    def ahead(self) -> list[Turn]:
+    def ahead(self) -> list[TimelinePoint]:
         """Of the calls that `take` would return, as far as they make sense."""
         found = []
         for call in range(self._taken + 1, min(self._words[HEAD], self._taken + SLOTS) + 1):
             one = self._read(call)
             if one.call != call:
                 break
-            found.append(one.turn)
+            found.append(one.point)
         return found
 
     @property
@@ -166,9 +166,9 @@ class Ring:
     def _read(self, call: int) -> RingCall:
         at = SLOTS_AT + call % SLOTS * SLOT_BYTES
         slot = self._map[at : at + SLOT_BYTES]  # once: its writer may be at it
-        number, route, plan, seq, lane, turn, nbytes = _SLOT.unpack_from(slot)
+        number, route, plan, seq, lane, point, nbytes = _SLOT.unpack_from(slot)
         refs = slot[SLOT_HEAD_BYTES : SLOT_HEAD_BYTES + min(nbytes, MAX_CALL_BYTES)]
-        return RingCall(number, route, plan, seq, Turn(lane, turn), refs)
+        return RingCall(number, route, plan, seq, TimelinePoint(lane, point), refs)
 
     def close(self) -> None:
         self._words.release()

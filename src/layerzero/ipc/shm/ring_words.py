@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 SLOTS = 512  # more than one stream may have under way
 SLOT_BYTES = 512
@@ -34,5 +34,5 @@ class RingCall(NamedTuple):
     route: int
     plan: int
     seq: int
-    turn: Turn
+    point: TimelinePoint
     refs: bytes

@@ -12,12 +12,12 @@ import ctypes
 
 from layerzero.ipc.shm import memory
 from layerzero.ipc.shm.timeline_words import (
-    BELLS,
-    BELLS_AT,
-    BELLS_DONE_AT,
     BINDINGS_AT,
     DONE,
     ERROR,
+    GRAPH_SLOTS,
+    GRAPH_SLOTS_AT,
+    GRAPH_SLOTS_DONE_AT,
     LANE_BYTES,
     LINKS_AT,
     MASK,
@@ -25,16 +25,21 @@ from layerzero.ipc.shm.timeline_words import (
     PAGE_BYTES,
     READY,
     RUNG,
-    Turn,
-    bell_index,
+    TimelinePoint,
+    graph_slot_index,
     has_reached,
     index,
 )
 
 _RUNG = RUNG.to_bytes(4, "little")
-_NEXT = 0xFFFF  # of a link: the next bell + 1, and the previous one + 1 in the upper half; 0 for none
-# Of the words of bell 0.
-_BELL, _BELL_DONE, _LINK, _BINDING = BELLS_AT // 4, BELLS_DONE_AT // 4, LINKS_AT // 4, BINDINGS_AT // 4
+_NEXT = 0xFFFF  # of a link: the next graph slot + 1, and the previous one + 1 in the upper half; 0 for none
+# Of the words of graph slot 0.
+_GRAPH_SLOT, _GRAPH_SLOT_DONE, _LINK, _BINDING = (
+    GRAPH_SLOTS_AT // 4,
+    GRAPH_SLOTS_DONE_AT // 4,
+    LINKS_AT // 4,
+    BINDINGS_AT // 4,
+)
 
 
 def create_page() -> int:
@@ -42,7 +47,7 @@ def create_page() -> int:
     return memory.create_memfd("layerzero-order", PAGE_BYTES)
 
 
-class OrderPage:
+class TimelinePage:
     """The words as a CPU sees them. x86 keeps stores in order; where a CPU does not, ERROR may be seen after DONE."""
 
     def __init__(self, fd: int) -> None:
@@ -54,89 +59,91 @@ class OrderPage:
         self._words = memoryview(self._map).cast("I")
         self._errors = memoryview(self._map).cast("Q")
 
-    def is_ready(self, turn: Turn) -> bool:
-        return has_reached(self._words[index(turn, READY)], turn.number)
+    def is_ready(self, point: TimelinePoint) -> bool:
+        return has_reached(self._words[index(point, READY)], point.value)
 
-    def is_done(self, turn: Turn) -> bool:
+    def is_done(self, point: TimelinePoint) -> bool:
         """Done, or failed."""
-        return has_reached(self._words[index(turn, DONE)], turn.number)
+        return has_reached(self._words[index(point, DONE)], point.value)
 
-    def error(self, turn: Turn) -> int:
+    def error(self, point: TimelinePoint) -> int:
         """The code with which this call failed; 0 when it did not, or when a later one of its lane failed."""
-        value = self._errors[index(turn, ERROR) // 2]
-        return value >> 32 if value & MASK == turn.number else 0
+        value = self._errors[index(point, ERROR) // 2]
+        return value >> 32 if value & MASK == point.value else 0
 
     def last_error(self, lane: int) -> int:
         """Changes when a call of the lane fails."""
         return self._errors[(lane * LANE_BYTES + ERROR) // 8]
 
-    def fail(self, turn: Turn, code: int) -> None:
+    def fail(self, point: TimelinePoint, code: int) -> None:
         """Let the client's stream go on without a result. Only once no worker will finish this call: the word is its.
 
-        `code`: 1 to 2**32 - 1. A call that is done stays done. In a lane, turns end in their order, failed or not.
+        `code`: 1 to 2**32 - 1. A call that is done stays done. In a lane, points end in their order, failed or not.
         """
         if not 0 < code <= MAX_ERROR:
             raise ValueError(f"error code {code}; allowed: 1 to {MAX_ERROR}")
-        if self.is_done(turn):
+        if self.is_done(point):
             return
         # The error first: who sees DONE looks for it.
-        self._errors[index(turn, ERROR) // 2] = code << 32 | turn.number
-        self.store_done(turn)
+        self._errors[index(point, ERROR) // 2] = code << 32 | point.value
+        self.store_done(point)
 
-    def store_ready(self, turn: Turn) -> None:
-        self._words[index(turn, READY)] = turn.number
+    def store_ready(self, point: TimelinePoint) -> None:
+        self._words[index(point, READY)] = point.value
 
-    def store_done(self, turn: Turn) -> None:
-        self._words[index(turn, DONE)] = turn.number
+    def store_done(self, point: TimelinePoint) -> None:
+        self._words[index(point, DONE)] = point.value
 
-    # --- bells
+    # --- graph slots
 
-    def rung(self, start: int = 0, stop: int = BELLS) -> int | None:
-        """The first bell from `start` on, and before `stop`, that is rung and not taken."""
-        words = self._map[BELLS_AT + 4 * start : BELLS_AT + 4 * stop]  # of bytes, one byte is found 50 times faster
+    def rung(self, start: int = 0, stop: int = GRAPH_SLOTS) -> int | None:
+        """The first graph slot from `start` on, and before `stop`, that is rung and not taken."""
+        words = self._map[
+            GRAPH_SLOTS_AT + 4 * start : GRAPH_SLOTS_AT + 4 * stop
+        ]  # of bytes, one byte is found 50 times faster
         at = words.find(RUNG)
         while at >= 0 and words[at & ~3 : (at | 3) + 1] != _RUNG:
             at = words.find(RUNG, at + 1)
         return None if at < 0 else start + at // 4
 
-    def bell(self, bell: int) -> int:
-        return self._words[_BELL + bell_index(bell)]
+    def graph_slot(self, graph_slot: int) -> int:
+        return self._words[_GRAPH_SLOT + graph_slot_index(graph_slot)]
 
-    def set_bell(self, bell: int, value: int) -> None:
-        self._words[_BELL + bell_index(bell)] = value
+    def set_graph_slot(self, graph_slot: int, value: int) -> None:
+        self._words[_GRAPH_SLOT + graph_slot_index(graph_slot)] = value
 
-    def is_bell_done(self, bell: int) -> bool:
-        """Whether the last call of a taken bell is through."""
-        return bool(self._words[_BELL_DONE + bell_index(bell)])
+    def is_graph_slot_done(self, graph_slot: int) -> bool:
+        """Whether the last call of a taken graph slot is through."""
+        return bool(self._words[_GRAPH_SLOT_DONE + graph_slot_index(graph_slot)])
 
-    def store_bell_done(self, bell: int) -> None:
-        self._words[_BELL_DONE + bell_index(bell)] = 1
+    def store_graph_slot_done(self, graph_slot: int) -> None:
+        self._words[_GRAPH_SLOT_DONE + graph_slot_index(graph_slot)] = 1
 
-    def clear_bell_done(self, bell: int) -> None:
-        self._words[_BELL_DONE + bell_index(bell)] = 0
+    def clear_graph_slot_done(self, graph_slot: int) -> None:
+        self._words[_GRAPH_SLOT_DONE + graph_slot_index(graph_slot)] = 0
 
-    def link_bells(self, bell: int, following: int) -> None:
-        """Whoever answers `bell` rings `following`. Both must be of one graph."""
-        words, at, next_at = self._words, _LINK + bell_index(bell), _LINK + bell_index(following)
-        words[next_at] = words[next_at] & _NEXT | (bell + 1) << 16
+    def link_graph_slots(self, graph_slot: int, following: int) -> None:
+        """Whoever answers `graph_slot` rings `following`. Both must be of one graph."""
+        words, at, next_at = self._words, _LINK + graph_slot_index(graph_slot), _LINK + graph_slot_index(following)
+        words[next_at] = words[next_at] & _NEXT | (graph_slot + 1) << 16
         words[at] = words[at] & ~_NEXT & MASK | following + 1
 
-    def unlink_bell(self, bell: int) -> None:
+    def unlink_graph_slot(self, graph_slot: int) -> None:
         """Nothing is before or after it."""
-        self._words[_LINK + bell_index(bell)] = 0
+        self._words[_LINK + graph_slot_index(graph_slot)] = 0
 
-    def binding(self, bell: int) -> int:
-        """Which of the bell's calls, one after the other, it rings for now."""
-        return self._words[_BINDING + bell_index(bell)]
+    def binding(self, graph_slot: int) -> int:
+        """Which of the graph slot's calls, one after the other, it rings for now."""
+        return self._words[_BINDING + graph_slot_index(graph_slot)]
 
-    def set_binding(self, bell: int, number: int) -> None:
-        self._words[_BINDING + bell_index(bell)] = number
+    def set_binding(self, graph_slot: int, number: int) -> None:
+        self._words[_BINDING + graph_slot_index(graph_slot)] = number
 
-    def next_bell(self, bell: int) -> int | None:
-        return _named(self._words[_LINK + bell_index(bell)] & _NEXT)
+    def next_graph_slot(self, graph_slot: int) -> int | None:
+        return _named(self._words[_LINK + graph_slot_index(graph_slot)] & _NEXT)
 
-    def previous_bell(self, bell: int) -> int | None:
-        return _named(self._words[_LINK + bell_index(bell)] >> 16)
+    def previous_graph_slot(self, graph_slot: int) -> int | None:
+        return _named(self._words[_LINK + graph_slot_index(graph_slot)] >> 16)
 
     def close(self) -> None:
         self._words.release()
@@ -145,5 +152,5 @@ class OrderPage:
 
 
 def _named(number: int) -> int | None:
-    """The bell of half a link."""
-    return number - 1 if 0 < number <= BELLS else None
+    """The graph slot of half a link."""
+    return number - 1 if 0 < number <= GRAPH_SLOTS else None

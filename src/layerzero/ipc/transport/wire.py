@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 PROTOCOL = 1
 
@@ -20,10 +20,10 @@ HEADER = struct.Struct("<HBBIQIIQ")
 HEADER_BYTES = HEADER.size
 REF = struct.Struct("<IIQQ")
 REF_BYTES = REF.size
-_TURN = struct.Struct("<II")  # lane and number in the order page (ipc/shm/timeline_words.py)
-_TURN_BYTES = _TURN.size
-_BELL = struct.Struct("<II")  # index of a bell in the order page, and which of its bindings this is
-_BELL_BYTES = _BELL.size
+_POINT = struct.Struct("<II")  # lane and number in the timeline page (ipc/shm/timeline_words.py)
+_POINT_BYTES = _POINT.size
+_GRAPH_SLOT = struct.Struct("<II")  # index of a graph slot in the timeline page, and which of its bindings this is
+_GRAPH_SLOT_BYTES = _GRAPH_SLOT.size
 
 MAX_MESSAGE_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     FORGET = 5  # client -> broker: a route is no longer used; no answer
     RAN_HERE = 6  # client -> broker: a kernel ran in the client's own process (message RanHere); no answer
     OVERDUE = 7  # client -> broker: a call on an express lane is late, or its end makes no sense; no answer
-    UNBIND = 8  # client -> broker: the bell of the call `seq` is no longer used; no answer
+    UNBIND = 8  # client -> broker: the graph slot of the call `seq` is no longer used; no answer
     DECISION = 16  # broker -> client: which kernel serves a route, and why
     DONE = 17  # broker -> client: a call's end
     FAILED = 18  # broker -> client: a call's or request's end in an error
@@ -52,7 +52,7 @@ class Kind(IntEnum):
     STOP = 34  # broker -> worker: finish what was sent, then exit
     DROP = 35  # broker -> worker: a signature is no longer used
     ALLOW = 36  # broker -> worker: a plan may be run on a lane; no answer
-    MUTE = 37  # broker -> worker: a bell is no longer used; no answer
+    MUTE = 37  # broker -> worker: a graph slot is no longer used; no answer
     READY = 48  # worker -> broker: provider loaded
     RAN = 49  # worker -> broker
     RAISED = 50  # worker -> broker: the kernel raised; the worker lives on
@@ -62,12 +62,12 @@ class Kind(IntEnum):
 HAS_DIGEST = 1  # flag of EXECUTE: the body ends with a digest of the inputs
 MAY_RUN_HERE = 4  # flag of EXECUTE: the client can run a kernel itself, if policy wants that (FAILED: RUN_IN_PROCESS)
 AFTER_LANE = 8  # flag of EXECUTE: the call was on the express lane `aux`, which ended before the call did
-HAS_TURN = 16  # flag of EXECUTE and RUN: after its references the body has a turn; every call on a GPU has one
+HAS_POINT = 16  # flag of EXECUTE and RUN: after its references the body has a point; every call on a GPU has one
 REPLAYED = 32  # flag of DONE: the worker launched a CUDA graph that it had captured of this call
-HAS_BELL = 64  # flag of EXECUTE and RUN: bind the call to a bell in place of running it; the body ends with the bell
+HAS_GRAPH_SLOT = 64  # flag of EXECUTE and RUN: bind the call to the graph slot that the body ends with; it is not run
 STILL_LENT = 128  # flag of FAILED: a worker that cannot be reached may still write into the call's memory
 HAS_OUTCOME = 2  # flag of DONE: the body is an Outcome, with what happened on the way
-HAS_TAIL = HAS_DIGEST | HAS_TURN | HAS_BELL  # flags of EXECUTE and RUN: more than references
+HAS_TAIL = HAS_DIGEST | HAS_POINT | HAS_GRAPH_SLOT  # flags of EXECUTE and RUN: more than references
 _EXECUTE, _RUN = int(Kind.EXECUTE), int(Kind.RUN)  # enums are slow
 
 
@@ -114,38 +114,42 @@ _pack = HEADER.pack
 
 
 def pack_call(
-    refs: bytes, turn: Turn | None = None, bell: int | None = None, binding: int = 0, digest: bytes = b""
+    refs: bytes,
+    point: TimelinePoint | None = None,
+    graph_slot: int | None = None,
+    binding: int = 0,
+    digest: bytes = b"",
 ) -> tuple[int, bytes]:
     """(flags, body) of an EXECUTE or a RUN: references, then what there is of the rest, in this order."""
     flags = 0
-    if turn is not None:
-        flags, refs = HAS_TURN, refs + _TURN.pack(turn[0], turn[1])
-    if bell is not None:
-        flags, refs = flags | HAS_BELL, refs + _BELL.pack(bell, binding)
+    if point is not None:
+        flags, refs = HAS_POINT, refs + _POINT.pack(point[0], point[1])
+    if graph_slot is not None:
+        flags, refs = flags | HAS_GRAPH_SLOT, refs + _GRAPH_SLOT.pack(graph_slot, binding)
     if digest:
         flags, refs = flags | HAS_DIGEST, refs + digest
     return flags, refs
 
 
-def unpack_call(flags: int, body: bytes) -> tuple[bytes, Turn | None, int | None, int, bytes]:
+def unpack_call(flags: int, body: bytes) -> tuple[bytes, TimelinePoint | None, int | None, int, bytes]:
     """What `pack_call` was given. Raises ProtocolError when it is not there; of the references nothing is checked."""
-    turn, bell, binding, digest = None, None, 0, b""
+    point, graph_slot, binding, digest = None, None, 0, b""
     if flags & HAS_DIGEST:
         body, digest = body[:-DIGEST_BYTES], body[-DIGEST_BYTES:]
-    if flags & HAS_BELL:
-        at = len(body) - _BELL_BYTES
+    if flags & HAS_GRAPH_SLOT:
+        at = len(body) - _GRAPH_SLOT_BYTES
         if at < 0:
-            raise ProtocolError(f"a body of {len(body)} bytes is too short for a bell")
-        (bell, binding), body = _BELL.unpack_from(body, at), body[:at]
-    if flags & HAS_TURN:
-        at = len(body) - _TURN_BYTES
+            raise ProtocolError(f"a body of {len(body)} bytes is too short for a graph slot")
+        (graph_slot, binding), body = _GRAPH_SLOT.unpack_from(body, at), body[:at]
+    if flags & HAS_POINT:
+        at = len(body) - _POINT_BYTES
         if at < 0:
-            raise ProtocolError(f"a body of {len(body)} bytes is too short for a turn")
-        turn, body = _turn(_TURN.unpack_from(body, at)), body[:at]
-    return body, turn, bell, binding, digest
+            raise ProtocolError(f"a body of {len(body)} bytes is too short for a point")
+        point, body = _point(_POINT.unpack_from(body, at)), body[:at]
+    return body, point, graph_slot, binding, digest
 
 
-_turn = Turn._make
+_point = TimelinePoint._make
 
 
 def pack_execute(

@@ -1,4 +1,4 @@
-"""What a worker has of one client on one GPU: its order page, and streams of ours for each lane of it."""
+"""What a worker has of one client on one GPU: its timeline page, and streams of ours for each lane of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.handles import Key
 from layerzero.ipc.cuda.streams import WorkerOrder
-from layerzero.ipc.shm.timeline_words import MASK, READY, Turn, index
+from layerzero.ipc.shm.timeline_words import MASK, READY, TimelinePoint, index
 
 _HALF = 1 << 31
 
@@ -31,20 +31,21 @@ class Link:
     order: WorkerOrder
     offer: Key
     lanes: dict[int, list[Queue]] = field(default_factory=dict)
-    bell_stream: int = 0  # once there are bells
+    graph_slot_stream: int = 0  # once there are graph slots
 
     @property
     def streams(self) -> list[int]:
         streams = [queue.stream for queues in self.lanes.values() for queue in queues]
-        return [*streams, self.bell_stream] if self.bell_stream else streams
+        return [*streams, self.graph_slot_stream] if self.graph_slot_stream else streams
 
-    def stream(self, turn: Turn, new: Callable[[Context], int]) -> int:
-        """The stream for a call; `new` makes one, or finds a free one. Raises ProtocolError for a turn that is none."""
-        queues = self.lanes.get(turn.lane)
+    def stream(self, point: TimelinePoint, new: Callable[[Context], int]) -> int:
+        """The stream for a call; `new` makes one, or finds a free one. Raises ProtocolError for a point that is
+        none."""
+        queues = self.lanes.get(point.timeline)
         if queues is None:
-            index(turn, READY)  # which raises
-            queues = self.lanes[turn.lane] = []
-        number = turn.number
+            index(point, READY)  # which raises
+            queues = self.lanes[point.timeline] = []
+        number = point.value
         for queue in queues:
             if number - queue.last & MASK < _HALF:
                 queue.last = number
@@ -52,9 +53,9 @@ class Link:
         queues.append(Queue(new(self.context), number))
         return queues[-1].stream
 
-    def is_behind(self, turn: Turn) -> bool:
+    def is_behind(self, point: TimelinePoint) -> bool:
         """Whether a stream of ours holds later calls of its lane, which wait for it."""
-        return any(turn.number - queue.last & MASK >= _HALF for queue in self.lanes.get(turn.lane, ()))
+        return any(point.value - queue.last & MASK >= _HALF for queue in self.lanes.get(point.timeline, ()))
 
     def release(self) -> None:
         """The client is gone: its streams will not write READY any more, for which ours wait. What they compute nobody
@@ -62,6 +63,6 @@ class Link:
         page = self.order.page
         for lane, queues in self.lanes.items():
             for queue in queues:
-                turn = Turn(lane, queue.last)
-                if not page.is_ready(turn):
-                    page.store_ready(turn)
+                point = TimelinePoint(lane, queue.last)
+                if not page.is_ready(point):
+                    page.store_ready(point)

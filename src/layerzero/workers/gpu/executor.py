@@ -22,7 +22,7 @@ from layerzero.ipc.cuda.offer import Offer
 from layerzero.ipc.cuda.offer_worker import sign
 from layerzero.ipc.cuda.streams import WorkerOrder
 from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
-from layerzero.ipc.shm.timeline_words import Turn, bell_words
+from layerzero.ipc.shm.timeline_words import TimelinePoint, graph_slot_words
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, REF, REF_BYTES, unpack_refs
 from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STICKY_EXIT
@@ -31,7 +31,7 @@ from layerzero.workers.gpu.binder import Binder
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.errors import is_out_of_memory
 from layerzero.workers.gpu.graph_cache import Graphs, OnStream, State, tell
-from layerzero.workers.gpu.graph_calls import Bell, Bells, launch, refusal
+from layerzero.workers.gpu.graph_calls import GraphCalls, GraphSlot, launch, refusal
 from layerzero.workers.gpu.plan import MAX_TASKS, Enqueued, Plan, Task
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ class Gpus:
         self._retired: list[Link] = []
         self._abandoned: list[Link] = []  # by their clients
         self._dropped: list[tuple[Context, list[int], Task]] = []  # kept until these events
-        self.bells = Bells(self._graphs, self._busy, end, launch if faults is None else faults.around_bell(launch))
+        self.graph_slots = GraphCalls(
+            self._graphs, self._busy, end, launch if faults is None else faults.around_graph_slot(launch)
+        )
         self._launch = self._launch_kernel if faults is None else faults.around_kernel(self._launch_kernel)
         self._watched_s = 0.0
         self._is_untidy = False  # something is retired
@@ -112,7 +114,7 @@ class Gpus:
             return
         self._gone.append((client, gpu))
         if isinstance(link, Link):
-            self._drop_bells(lambda its, bell, one: its is link)
+            self._drop_graph_slots(lambda its, graph_slot, one: its is link)
             self._mappings.retire(link.offer, link.streams)
             self._retired.append(link)
             self._is_untidy = True
@@ -151,7 +153,7 @@ class Gpus:
         for plan in plans:
             for key in [key for key in plan.tasks if key[0] == client and _names(key[1], arena)]:
                 self._drop(plan.gpu, plan.tasks.pop(key))
-        self._drop_bells(lambda link, bell, one: link.client == client and _names(one.refs, arena))
+        self._drop_graph_slots(lambda link, graph_slot, one: link.client == client and _names(one.refs, arena))
         if isinstance(mapping, Mapping):
             self._mappings.retire(mapping.handle.key, self._busy_on(mapping.context))
             self._is_untidy = True
@@ -183,7 +185,7 @@ class Gpus:
             plan.tasks[key] = task
         return task
 
-    def run(self, plan: Plan, task: Task, client: int, turn: Turn) -> Enqueued:
+    def run(self, plan: Plan, task: Task, client: int, point: TimelinePoint) -> Enqueued:
         """Enqueue a call; returns before the GPU comes to it.
 
         When the kernel raises, this raises the same once the stream is through with what it left there. When that does
@@ -191,11 +193,11 @@ class Gpus:
         """
         link = self._link(client, plan.gpu)
         with link.context:
-            return self.enqueue(plan, task, link, turn)
+            return self.enqueue(plan, task, link, point)
 
-    def enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn) -> Enqueued:
+    def enqueue(self, plan: Plan, task: Task, link: Link, point: TimelinePoint) -> Enqueued:
         """`run`, for a client whose context is current."""
-        if link.is_behind(turn):
+        if link.is_behind(point):
             if not plan.has_run:
                 # CUDA may wait for all streams to load a kernel, says its text on lazy loading; ours wait for this.
                 self._end(
@@ -204,48 +206,49 @@ class Gpus:
                     RENEWAL_EXIT,
                 )
             print(
-                f"call {turn.number} of lane {turn.lane} came behind later ones; if their streams block "
+                f"call {point.value} of lane {point.timeline} came behind later ones; if their streams block "
                 f"{plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process",
                 file=sys.stderr,
                 flush=True,
             )
             self._set_alarm(STALL_S)  # a library may wait for all streams in one that is new to it: cuDNN did
             try:
-                return self._enqueue_in_turn(plan, task, link, turn)
+                return self._enqueue_in_order(plan, task, link, point)
             finally:
                 self._set_alarm(0)
-        return self._enqueue_in_turn(plan, task, link, turn)
+        return self._enqueue_in_order(plan, task, link, point)
 
-    def _enqueue_in_turn(self, plan: Plan, task: Task, link: Link, turn: Turn) -> Enqueued:
-        stream = link.stream(turn, self._new_stream)
+    def _enqueue_in_order(self, plan: Plan, task: Task, link: Link, point: TimelinePoint) -> Enqueued:
+        stream = link.stream(point, self._new_stream)
         if plan.is_graph_safe and task.steady.state is State.WARMUP:
             reason = self._graphs.advance(task.steady, task.bound, link.context, stream)
             if reason:
                 plan.is_graph_safe, plan.why_eager = False, reason
                 tell(plan.call.kernel_id, reason)
-        link.order.await_ready(stream, turn)
+        link.order.await_ready(stream, point)
         self._busy[stream] = link.context
         try:
-            return self._enqueue(plan, task, link, turn, stream)
+            return self._enqueue(plan, task, link, point, stream)
         except Exception as exc:
-            self._settle(link, turn, stream, exc)
+            self._settle(link, point, stream, exc)
             if not is_out_of_memory(exc):
                 raise
             self._graphs.clear()
             self.watch()
             try:
-                return self._enqueue(plan, task, link, turn, stream)
+                return self._enqueue(plan, task, link, point, stream)
             except Exception as again:
-                self._settle(link, turn, stream, again)
+                self._settle(link, point, stream, again)
                 raise
 
-    def bind_bell(self, plan: Plan, number: int, client: int, refs: bytes, bell: int, binding: int) -> None:
-        """Make the plan's kernel on these references what the client's bell launches, in this binding. It is not run.
+    def bind_graph_slot(self, plan: Plan, number: int, client: int, refs: bytes, graph_slot: int, binding: int) -> None:
+        """Make the plan's kernel on these references what the client's graph slot launches, in this binding. It is
+        not run.
 
         Raises CudaGraphUnsafe for a kernel that cannot be captured, and what `task` does.
         """
         link = self._link(client, plan.gpu)
-        bell_words(bell)  # raises ProtocolError for a bell that is none
+        graph_slot_words(graph_slot)  # raises ProtocolError for a graph slot that is none
         if not plan.is_graph_safe:
             raise refusal(plan, plan.why_eager or "its descriptor does not say that it may be captured")
         if not link.order.has_memops:
@@ -257,8 +260,8 @@ class Gpus:
         if task.inputs or task.outputs:
             raise refusal(plan, "the client's memory reaches this worker by copies only")
         with link.context:
-            link.bell_stream = link.bell_stream or self._new_stream(link.context)
-            self.bells.bind(link, bell, binding, number, plan, task, refs)
+            link.graph_slot_stream = link.graph_slot_stream or self._new_stream(link.context)
+            self.graph_slots.bind(link, graph_slot, binding, number, plan, task, refs)
 
     def _rehearse(self, plan: Plan) -> None:
         self._is_untidy = True
@@ -271,9 +274,9 @@ class Gpus:
             self.watch()
         plan.has_run = True
 
-    def mute(self, client: int, bell: int, number: int) -> None:
-        """The bell is no longer used for this plan."""
-        self._drop_bells(lambda link, its, one: (link.client, its, one.plan) == (client, bell, number))
+    def mute(self, client: int, graph_slot: int, number: int) -> None:
+        """The graph slot is no longer used for this plan."""
+        self._drop_graph_slots(lambda link, its, one: (link.client, its, one.plan) == (client, graph_slot, number))
         self.watch()
 
     def link(self, key: tuple[int, str]) -> Link | None:
@@ -401,10 +404,10 @@ class Gpus:
         free = self._free.get(context.gpu)
         return free.pop() if free else context.driver.create_stream()
 
-    def _enqueue(self, plan: Plan, task: Task, link: Link, turn: Turn, stream: int) -> Enqueued:
+    def _enqueue(self, plan: Plan, task: Task, link: Link, point: TimelinePoint, stream: int) -> Enqueued:
         enqueued = self._launch(plan, task, link, stream)
         plan.has_run = True
-        link.order.done(stream, turn)  # last: with it, no other worker may run the call
+        link.order.done(stream, point)  # last: with it, no other worker may run the call
         return enqueued
 
     def _launch_kernel(self, plan: Plan, task: Task, link: Link, stream: int) -> Enqueued:
@@ -426,7 +429,7 @@ class Gpus:
             mapping.publish(offset, nbytes, stream)
         return Enqueued(elapsed_ns, result, is_replayed)
 
-    def _settle(self, link: Link, turn: Turn, stream: int, error: Exception) -> None:
+    def _settle(self, link: Link, point: TimelinePoint, stream: int, error: Exception) -> None:
         """Wait until what a failed kernel left on a stream is over: another worker will write to the same outputs."""
         driver = link.context.driver
         self._set_alarm(0)  # this may take its time
@@ -436,7 +439,7 @@ class Gpus:
             driver.record_event(event, stream)
             give_up_s = None
             while not driver.is_event_done(event):
-                if give_up_s is None and link.order.page.is_ready(turn):
+                if give_up_s is None and link.order.page.is_ready(point):
                     give_up_s = time.monotonic() + SETTLE_S  # before, it waits for the client
                 elif give_up_s is not None and time.monotonic() > give_up_s:
                     self._end(f"a stream is not through {SETTLE_S:g} s after its kernel raised {error!r:.500}")
@@ -445,8 +448,8 @@ class Gpus:
         except CudaError as exc:
             self._end(f"{exc.message}, after its kernel raised {error!r:.500}")
 
-    def _drop_bells(self, is_gone: Callable[[Link, int, Bell], bool]) -> None:
-        for gpu, task in self.bells.drop(is_gone):
+    def _drop_graph_slots(self, is_gone: Callable[[Link, int, GraphSlot], bool]) -> None:
+        for gpu, task in self.graph_slots.drop(is_gone):
             self._drop(gpu, task)
 
     def _drop(self, gpu: str, task: Task) -> None:

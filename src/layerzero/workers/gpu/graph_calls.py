@@ -1,5 +1,5 @@
-"""Calls in the clients' CUDA graphs, on a worker's side (docs/protocol.md, section 15): each has a bell in its client's
-order page, and its kernel is a graph here, which is launched when the bell rings."""
+"""Calls in the clients' CUDA graphs, on a worker's side (docs/protocol.md, section 15): each has a graph slot in its
+client's timeline page, and its kernel is a graph here, which is launched when the graph slot rings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import CudaError, CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.shm.timeline_page import OrderPage
+from layerzero.ipc.shm.timeline_page import TimelinePage
 from layerzero.ipc.shm.timeline_words import SILENT, TAKEN
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.graph_cache import Graphs, Pinned
@@ -22,59 +22,60 @@ NAP_S, DOZE_MS = 50e-6, 1  # between two looks until then, and later
 
 
 @dataclass(eq=False)
-class Bell:
+class GraphSlot:
     number: int  # in its page
     binding: int
     plan: int
     task: Task  # what the graph uses
     refs: bytes
     graph: Pinned
-    takings: int = 0  # whoever watches sees from the bell's word that it is not the same one all the time
+    takings: int = 0  # whoever watches sees from the graph slot's word that it is not the same one all the time
 
-    def is_meant(self, page: OrderPage) -> bool:
-        """Whether it still rings for this call. MUTE may be under way, and the bell another call's by now."""
+    def is_meant(self, page: TimelinePage) -> bool:
+        """Whether it still rings for this call. MUTE may be under way, and the graph slot another call's by now."""
         return page.binding(self.number) == self.binding
 
-    def take(self, page: OrderPage) -> None:
-        page.set_bell(self.number, TAKEN + self.takings % MAX_TAKINGS)
+    def take(self, page: TimelinePage) -> None:
+        page.set_graph_slot(self.number, TAKEN + self.takings % MAX_TAKINGS)
         self.takings += 1
 
 
 @dataclass(eq=False)
 class _Board:
-    """A client's bells on a GPU. One stream launches them all: what a library keeps for each stream is then used by one
-    kernel at a time."""
+    """A client's graph slots on a GPU. One stream launches them all: what a library keeps for each stream is then
+    used by one kernel at a time."""
 
     link: Link
-    bells: dict[int, Bell] = field(default_factory=dict)
-    first: int = 0  # bells lie from this one
+    graph_slots: dict[int, GraphSlot] = field(default_factory=dict)
+    first: int = 0  # graph slots lie from this one
     stop: int = 0  # to before this one
 
-    def meant(self, bell: int | None) -> Bell | None:
+    def meant(self, graph_slot: int | None) -> GraphSlot | None:
         """What it launches here, if anything."""
-        one = self.bells.get(bell) if bell is not None else None
+        one = self.graph_slots.get(graph_slot) if graph_slot is not None else None
         return one if one is not None and one.is_meant(self.link.order.page) else None
 
     def bound(self) -> None:
-        self.first, self.stop = (min(self.bells), max(self.bells) + 1) if self.bells else (0, 0)
+        self.first, self.stop = (min(self.graph_slots), max(self.graph_slots) + 1) if self.graph_slots else (0, 0)
 
 
-Launch = Callable[[Link, Bell], None]
+Launch = Callable[[Link, GraphSlot], None]
 
 
-def launch(link: Link, bell: Bell) -> None:
-    """Enqueue a bell's kernel and its answer."""
-    link.context.driver.launch_graph(bell.graph.graph, link.bell_stream)
-    link.order.answer_bell(link.bell_stream, bell.number)
+def launch(link: Link, graph_slot: GraphSlot) -> None:
+    """Enqueue a graph slot's kernel and its answer."""
+    link.context.driver.launch_graph(graph_slot.graph.graph, link.graph_slot_stream)
+    link.order.answer_graph_slot(link.graph_slot_stream, graph_slot.number)
 
 
-class Bells:
+class GraphCalls:
     """For the loop's thread."""
 
     def __init__(
         self, graphs: Graphs, busy: dict[int, Context], end: Callable[[str], NoReturn], launch: Launch
     ) -> None:
-        """`busy`: where streams are put that get work. `end` ends the process. `launch` serves a bell that rings."""
+        """`busy`: where streams are put that get work. `end` ends the process. `launch` serves a graph slot that
+        rings."""
         self._graphs, self._busy, self._end, self._launch = graphs, busy, end, launch
         self._boards: list[_Board] = []
         self._served_s = 0.0
@@ -82,46 +83,49 @@ class Bells:
     def __bool__(self) -> bool:
         return bool(self._boards)
 
-    def bind(self, link: Link, bell: int, binding: int, number: int, plan: Plan, task: Task, refs: bytes) -> None:
-        """Capture the kernel, and launch it when a worker that is gone had taken the bell. Needs the link's context.
+    def bind(self, link: Link, graph_slot: int, binding: int, number: int, plan: Plan, task: Task, refs: bytes) -> None:
+        """Capture the kernel, and launch it when a worker that is gone had taken the graph slot. Needs the link's
+        context.
 
-        `number`: of the plan. Raises CudaGraphUnsafe, and ProtocolError for a bell that is bound already.
+        `number`: of the plan. Raises CudaGraphUnsafe, and ProtocolError for a graph slot that is bound already.
         """
         board = next((board for board in self._boards if board.link is link), None)
         if board is None:
             board = _Board(link)
-        if bell in board.bells:
-            raise ProtocolError(f"bell {bell} of client {link.client} is bound already")
+        if graph_slot in board.graph_slots:
+            raise ProtocolError(f"graph slot {graph_slot} of client {link.client} is bound already")
         try:
-            graph = self._graphs.pin(task.bound, link.context, link.bell_stream)
+            graph = self._graphs.pin(task.bound, link.context, link.graph_slot_stream)
         except ValueError as exc:
             raise refusal(plan, str(exc)) from exc
-        one = board.bells[bell] = Bell(bell, binding, number, task, refs, graph)
+        one = board.graph_slots[graph_slot] = GraphSlot(graph_slot, binding, number, task, refs, graph)
         board.bound()
         if board not in self._boards:
             self._boards.append(board)
         self._served_s = time.monotonic()  # it may ring soon
         page = link.order.page
         # Who answers the one before takes this one back first and rings it later. So look at that one first.
-        before = page.previous_bell(bell)
-        has_turn = before is None or page.is_bell_done(before)
-        if (taken := page.bell(bell)) >= TAKEN and one.is_meant(page):  # the next taking must not look like this one
+        before = page.previous_graph_slot(graph_slot)
+        has_point = before is None or page.is_graph_slot_done(before)
+        if (taken := page.graph_slot(graph_slot)) >= TAKEN and one.is_meant(
+            page
+        ):  # the next taking must not look like this one
             one.takings = taken - TAKEN + 1
-            if has_turn and not page.is_bell_done(bell):
-                self._answer(board, bell, launch)
+            if has_point and not page.is_graph_slot_done(graph_slot):
+                self._answer(board, graph_slot, launch)
 
     def serve(self) -> bool:
         """Launch what was rung. Whether anything was. Bells that other workers serve are passed over."""
         came = False
         for board in self._boards:
-            page, bell = board.link.order.page, board.first
-            while (found := page.rung(bell, board.stop)) is not None:
+            page, graph_slot = board.link.order.page, board.first
+            while (found := page.rung(graph_slot, board.stop)) is not None:
                 one = board.meant(found)
                 if one is not None:
                     one.take(page)
                     self._answer(board, found, self._launch)
                     came = True
-                bell = found + 1
+                graph_slot = found + 1
         if came:
             self._served_s = time.monotonic()
         return came
@@ -131,37 +135,38 @@ class Bells:
         """Whether one was rung not long ago."""
         return time.monotonic() - self._served_s < AWAKE_S
 
-    def drop(self, is_gone: Callable[[Link, int, Bell], bool]) -> list[tuple[str, Task]]:
-        """Let go of bells. Returns what their graphs may use yet, by GPU."""
+    def drop(self, is_gone: Callable[[Link, int, GraphSlot], bool]) -> list[tuple[str, Task]]:
+        """Let go of graph slots. Returns what their graphs may use yet, by GPU."""
         dropped = []
         for board in self._boards:
-            for bell, one in list(board.bells.items()):
-                if is_gone(board.link, bell, one):
-                    del board.bells[bell]
+            for graph_slot, one in list(board.graph_slots.items()):
+                if is_gone(board.link, graph_slot, one):
+                    del board.graph_slots[graph_slot]
                     self._graphs.unpin(one.graph)
                     dropped.append((board.link.context.gpu, one.task))
             board.bound()
-        self._boards = [board for board in self._boards if board.bells]
+        self._boards = [board for board in self._boards if board.graph_slots]
         return dropped
 
-    def _answer(self, board: _Board, bell: int, launch: Launch) -> None:
-        """Launch a taken bell's kernel, and those of the bells that follow it, up to one that another worker serves."""
+    def _answer(self, board: _Board, graph_slot: int, launch: Launch) -> None:
+        """Launch a taken graph slot's kernel, and those of the graph slots that follow it, up to one that another
+        worker serves."""
         link, page = board.link, board.link.order.page
-        run, following = {bell: board.bells[bell]}, page.next_bell(bell)
+        run, following = {graph_slot: board.graph_slots[graph_slot]}, page.next_graph_slot(graph_slot)
         # All are taken before the first is launched: who takes over must see what is not done.
         while following is not None and following not in run and (one := board.meant(following)) is not None:
             # One that is taken and not done is of this replay: a worker that is dead took it.
-            if page.is_bell_done(following) or page.bell(following) < TAKEN:
-                page.clear_bell_done(following)
+            if page.is_graph_slot_done(following) or page.graph_slot(following) < TAKEN:
+                page.clear_graph_slot_done(following)
                 one.take(page)
             run[following] = one
-            following = page.next_bell(following)
+            following = page.next_graph_slot(following)
         if following in run:
             following = None  # a circle: no graph of ours has one
         if following is not None:
-            page.clear_bell_done(following)
-            page.set_bell(following, SILENT)
-        stream = link.bell_stream
+            page.clear_graph_slot_done(following)
+            page.set_graph_slot(following, SILENT)
+        stream = link.graph_slot_stream
         self._busy[stream] = link.context
         try:
             with link.context:
@@ -170,7 +175,7 @@ class Bells:
                 if following is not None:
                     link.order.ring(stream, following)
         except CudaError as exc:  # the client's graph waits: the next worker serves it when this one is gone
-            self._end(f"bell {bell} of client {link.client} was taken and cannot be served: {exc.message}")
+            self._end(f"graph slot {graph_slot} of client {link.client} was taken and cannot be served: {exc.message}")
 
 
 def refusal(plan: Plan, reason: str) -> CudaGraphUnsafe:

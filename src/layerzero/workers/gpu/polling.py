@@ -1,6 +1,6 @@
 """How a worker waits for what comes through shared memory: it looks all the time while something came a moment ago, and
 sleeps otherwise: until a doorbell rings, which costs a client and the worker some microseconds, or, because what a GPU
-writes wakes nobody, for naps as long as bells are bound."""
+writes wakes nobody, for naps as long as graph slots are bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import select
 import threading
 import time
 
-from layerzero.workers.gpu.graph_calls import DOZE_MS, NAP_S, Bells
+from layerzero.workers.gpu.graph_calls import DOZE_MS, NAP_S, GraphCalls
 from layerzero.workers.gpu.rings import Rings
 
 SPIN_S = 0.001  # from the last call on
@@ -21,15 +21,15 @@ Events = list[tuple[int, int]]
 class Spin:
     """For the loop's thread."""
 
-    def __init__(self, poll: select.poll, rings: Rings, bells: Bells) -> None:
-        self._poll, self._rings, self._bells = poll, rings, bells
+    def __init__(self, poll: select.poll, rings: Rings, graph_slots: GraphCalls) -> None:
+        self._poll, self._rings, self._graph_slots = poll, rings, graph_slots
         self._until_s = 0.0
         self._fence = threading.Lock()
 
     def wait(self, timeout_ms: int | None) -> Events:
-        """What `poll` says, after this time at the latest, or early. Serves rings and bells meanwhile."""
+        """What `poll` says, after this time at the latest, or early. Serves rings and graph slots meanwhile."""
         rings = self._rings
-        if not rings and not self._bells:
+        if not rings and not self._graph_slots:
             return self._poll.poll(timeout_ms)
         now_s = time.monotonic()
         if now_s < self._until_s:
@@ -43,10 +43,10 @@ class Spin:
     def serve(self) -> bool:
         """Some of the calls that there are. Whether there were any."""
         came = self._rings.serve()
-        return (bool(self._bells) and self._bells.serve()) or came
+        return (bool(self._graph_slots) and self._graph_slots.serve()) or came
 
     def _look(self, stop_s: float) -> None:
-        serve = self.serve if self._bells else self._rings.serve
+        serve = self.serve if self._graph_slots else self._rings.serve
         while True:
             came = False
             for _ in range(_LOOKS):
@@ -75,9 +75,9 @@ class Spin:
         return events
 
     def _rest(self, timeout_ms: int | None) -> Events:
-        if not self._bells:
+        if not self._graph_slots:
             return self._poll.poll(timeout_ms)
-        if self._bells.is_awake:
+        if self._graph_slots.is_awake:
             time.sleep(NAP_S)  # poll counts in milliseconds
             return self._poll.poll(0)
         return self._poll.poll(DOZE_MS if timeout_ms is None else min(timeout_ms, DOZE_MS))

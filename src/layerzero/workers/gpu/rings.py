@@ -13,13 +13,13 @@ from layerzero.ipc.shm import lane
 from layerzero.ipc.shm.memory import ControlPage
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring_words import ENQUEUED, LEFT, REPLAYED, RingCall
-from layerzero.ipc.shm.timeline_words import Turn, is_before
+from layerzero.ipc.shm.timeline_words import TimelinePoint, is_before
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, mark
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.executor import Gpus
 from layerzero.workers.gpu.plan import Plan
 
-BURST = 16  # calls of a ring before the others' turn
+BURST = 16  # calls of a ring before it is the others' turn
 
 
 @dataclass(eq=False)
@@ -108,13 +108,17 @@ class Rings:
                 self._serve(one)
         return came
 
-    def catch_up(self, client: int, gpu: str, turn: Turn) -> None:
+    def catch_up(self, client: int, gpu: str, point: TimelinePoint) -> None:
         """Enqueue what the client put onto its ring before this call of the broker, as far as its lane's earlier calls
         show that: in our streams a lane's calls must come in their order. What came after it may wait for it."""
         for one in self._whole:
             if (one.client, one.gpu) == (client, gpu):
                 ahead = one.ring.ahead()
-                own = [n for n, of in enumerate(ahead, 1) if of.lane == turn.lane and is_before(of.number, turn.number)]
+                own = [
+                    n
+                    for n, of in enumerate(ahead, 1)
+                    if of.timeline == point.timeline and is_before(of.value, point.value)
+                ]
                 if own:
                     self._serve(one, own[-1])
 
@@ -171,7 +175,7 @@ class Rings:
             if not gpus.has_arenas(plan, one.client, call.refs):
                 return LEFT
             task = gpus.task(plan, one.client, call.refs)
-        elapsed_ns, _, is_replayed = gpus.enqueue(plan, task, link, call.turn)
+        elapsed_ns, _, is_replayed = gpus.enqueue(plan, task, link, call.point)
         if elapsed_ns:
             one.ring.note_time(call.plan, elapsed_ns)
         return REPLAYED if is_replayed else ENQUEUED

@@ -47,7 +47,7 @@ class GpuServing:
         self.gpus = Gpus(on_stream, hear, graph_bytes=graph_bytes, faults=faults)
         open_ring = Ring if faults is None else faults.open_ring
         self._rings = Rings(poll, self.gpus, self._plans, self._page, leave, open_ring)
-        self._spin = Spin(poll, self._rings, self.gpus.bells)
+        self._spin = Spin(poll, self._rings, self.gpus.graph_slots)
 
     # What the broker says
 
@@ -75,30 +75,30 @@ class GpuServing:
     # Calls
 
     def run(self, header: Header, body: bytes) -> Enqueued:
-        """Enqueue a call with a turn. Raises as Gpus.task and Gpus.run do."""
+        """Enqueue a call with a point. Raises as Gpus.task and Gpus.run do."""
         page, plan = self._page, self._plan(header)
-        refs, turn, *_ = unpack_call(header.flags, body)
-        assert turn is not None
+        refs, point, *_ = unpack_call(header.flags, body)
+        assert point is not None
         if self._rings:
-            self._rings.catch_up(header.aux, plan.gpu, turn)
+            self._rings.catch_up(header.aux, plan.gpu, point)
             page.write(header.seq, MAPPED)
         task = self.gpus.task(plan, header.aux, refs)
         page.write(header.seq, EXECUTING)
-        enqueued = self.gpus.run(plan, task, header.aux, turn)
+        enqueued = self.gpus.run(plan, task, header.aux, point)
         page.write(header.seq, WRITTEN)
         return enqueued
 
-    def bind_bell(self, header: Header, body: bytes) -> None:
-        """Raises as Gpus.bind_bell does."""
+    def bind_graph_slot(self, header: Header, body: bytes) -> None:
+        """Raises as Gpus.bind_graph_slot does."""
         plan = self._plan(header)
-        refs, _, bell, binding, _ = unpack_call(header.flags, body)
-        assert bell is not None
-        self.gpus.bind_bell(plan, header.route, header.aux, refs, bell, binding)
+        refs, _, graph_slot, binding, _ = unpack_call(header.flags, body)
+        assert graph_slot is not None
+        self.gpus.bind_graph_slot(plan, header.route, header.aux, refs, graph_slot, binding)
 
     def _plan(self, header: Header) -> Plan:
         plan = self._plans.get(header.route)
         if plan is None:
-            raise ProtocolError(f"a call with a turn or a bell on plan {header.route}, which is not on a GPU")
+            raise ProtocolError(f"a call with a point or a graph slot on plan {header.route}, which is not on a GPU")
         return plan
 
     # Between two calls
@@ -109,7 +109,7 @@ class GpuServing:
         self.gpus.watch_if_due()
 
     def wait(self) -> Events:
-        """What `poll` says, or nothing when it is time to look at the GPUs. Serves rings and bells meanwhile."""
+        """What `poll` says, or nothing when it is time to look at the GPUs. Serves rings and graph slots meanwhile."""
         events = self._spin.wait(self.gpus.timeout_ms)
         self.gpus.watch_if_due()
         return events

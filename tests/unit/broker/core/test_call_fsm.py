@@ -39,7 +39,7 @@ class Table:
             S.COMPILING: list(self.held),
             S.RUNNING: list(worker.running),
             S.ENQUEUED: list(worker.enqueued.values()),
-            S.BOUND: list(worker.bells.values()),
+            S.BOUND: list(worker.graph_slots.values()),
         }
         return {state for state, calls in found.items() if calls == [self.call]}
 

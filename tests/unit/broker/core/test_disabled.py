@@ -40,7 +40,7 @@ def reason_of(driver: Driver) -> str:
     (reason,) = refuse.candidates[0]["reasons"]
     assert reason["code"] == "BACKEND_DISABLED"
     assert reason["detail"] in refuse.error.message
-    return str(reason["detail"])
+    return f"{reason['detail']}; repair: {reason['repair']}"
 
 
 def test_backend_that_crashes_have_disabled_is_tried_again() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.simulator import DEVICES, GPU, GPU_CAPABILITIES
+from tests.simulation import DEVICES, GPU, GPU_CAPABILITIES
 from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.ipc.errors import BackendError, LayerZeroError
-from layerzero.ipc.shm.timeline_page import Turn
+from layerzero.ipc.shm.timeline_page import TimelinePoint
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import Lease, decode
 from layerzero.ipc.vocabulary.worker_codes import STICKY_EXIT, mark
@@ -134,14 +134,14 @@ def test_call_that_a_gpu_was_in_comes_back_to_the_same_backend() -> None:
     driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
     driver.route(2, device=GPU)
     refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
-    first = driver.serve(1, 2, turn=Turn(0, 1), body=refs)
+    first = driver.serve(1, 2, point=TimelinePoint(0, 1), body=refs)
     driver.ran(first)
-    driver.ran(driver.run_of(driver.call(2, 2, turn=Turn(0, 2), body=refs)))
+    driver.ran(driver.run_of(driver.call(2, 2, point=TimelinePoint(0, 2), body=refs)))
     driver(ev.TimelinesPolled("alpha", 1, done=[], ready={first.dispatch}))
     assert "FailTurn" not in [type(action).__name__ for action in driver.dies("alpha", exit_code=STICKY_EXIT)]
     driver.tick(0.7)
     runs = [action for action in driver.ready("alpha") if isinstance(action, act.Run)]
-    assert [(run.turn, run.attempt) for run in runs] == [(Turn(0, 1), 2), (Turn(0, 2), 2)]
+    assert [(run.point, run.attempt) for run in runs] == [(TimelinePoint(0, 1), 2), (TimelinePoint(0, 2), 2)]
 
 
 def test_attempt_says_how_the_worker_of_a_queued_call_died() -> None:

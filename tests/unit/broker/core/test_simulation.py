@@ -33,7 +33,7 @@ from layerzero.broker.core.model import Call, Client, Worker
 from layerzero.broker.core.release import Release
 from layerzero.broker.core.ring_calls import RingCalls
 from layerzero.broker.core.state import BrokerState
-from layerzero.broker.core.stream_order import OpenTurn
+from layerzero.broker.core.stream_order import OpenPoint
 from layerzero.broker.core.worker_exit import WorkerExits
 from layerzero.broker.core.worker_fsm import TRANSITIONS, WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
@@ -126,8 +126,10 @@ def test_schedules_contain_every_event_action_and_fate(coverage: simulation.Cove
     assert set(coverage.actions) == {cls.__name__ for cls in act.Action.__args__}
     seen = {fate for fate, count in coverage.fates.items() if count}
     lanes = {f"lane_{fate}" for fate in simulation.LANE_FATES}
-    lanes |= {f"ring_{fate}" for fate in simulation.RING_FATES} | {f"bell_{fate}" for fate in simulation.BELL_FATES}
-    others = {*simulation.GPU_FATES, *simulation.TURN_FATES, *simulation.COMPILE_FATES, *simulation.RETRY_FATES}
+    lanes |= {f"ring_{fate}" for fate in simulation.RING_FATES} | {
+        f"graph_slot_{fate}" for fate in simulation.GRAPH_SLOT_FATES
+    }
+    others = {*simulation.GPU_FATES, *simulation.POINT_FATES, *simulation.COMPILE_FATES, *simulation.RETRY_FATES}
     others.add("late_answer")
     of_joined = {f"joined_{fate}" for fate in joined.JOINED_FATES}
     assert seen == {*simulation.FATES, *lanes, *others, *of_joined}
@@ -521,14 +523,14 @@ class FailsTurnsAtOnce(Release):
 
     def end_in_error(self, call: Call, error: LayerZeroError) -> None:
         super().end_in_error(call, error)
-        if call.turn is not None:
-            self.tell(self.turns.reach([call.turn.key]))
+        if call.point is not None:
+            self.tell(self.points.reach([call.point.key]))
 
 
 class RefusesWithoutTheTurn(Release):
     """Leaves the stream of a refused call waiting."""
 
-    def tell(self, failed: list[OpenTurn]) -> None:
+    def tell(self, failed: list[OpenPoint]) -> None:
         super().tell(failed)
         drop(self, act.FailTurn)
 
@@ -544,9 +546,9 @@ class ForgetsAnsweredCalls(WorkerExits):
 
 
 class RunsDoneCallsAgain(GpuInFlight):
-    def on_turns_seen(self, event: ev.TimelinesPolled) -> None:
+    def on_points_seen(self, event: ev.TimelinesPolled) -> None:
         worker = self.lifecycle.workers[event.backend]
-        super().on_turns_seen(replace(event, done=[one for one in event.done if one in worker.enqueued]))
+        super().on_points_seen(replace(event, done=[one for one in event.done if one in worker.enqueued]))
 
 
 class WaitsForGpusForEver(GpuInFlight):
@@ -557,8 +559,8 @@ class WaitsForGpusForEver(GpuInFlight):
 class LeavesStreamsOfThoseWhoLeft(GpuInFlight):
     """Nobody says that their inputs are ready."""
 
-    def on_turns_seen(self, event: ev.TimelinesPolled) -> None:
-        super().on_turns_seen(event)
+    def on_points_seen(self, event: ev.TimelinesPolled) -> None:
+        super().on_points_seen(event)
         drop(self, act.ReleaseTurn)
 
     def release(self, client: Client) -> None:
@@ -587,7 +589,7 @@ class BlamesWhoBeginsAnew(WorkerExits):
 
 
 class KeepsGpusOfTheDead(WorkerLifecycle):
-    """Thinks that a new worker has the order pages of the one before."""
+    """Thinks that a new worker has the timeline pages of the one before."""
 
     def take_exit(self, event: ev.WorkerExited) -> Worker | None:
         worker = self.workers[event.backend]
@@ -631,18 +633,18 @@ class LosesBoundCalls(WorkerExits):
     """Forgets what a dead worker had bound."""
 
     def take_calls(self, worker: Worker) -> tuple[list[Call], list[Call], list[Call]]:
-        for call in take(worker.bells.values()):
+        for call in take(worker.graph_slots.values()):
             self.closing.close(call)
         return super().take_calls(worker)
 
 
 class BindsBeforeExit(BrokerState):
-    """Binds a call elsewhere while the worker that serves its bell may live."""
+    """Binds a call elsewhere while the worker that serves its graph slot may live."""
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         for action in list(super().handle(event, now_s)):
             if isinstance(action, act.Kill):
-                for one in take(self.workers[action.backend].bells.values()):
+                for one in take(self.workers[action.backend].graph_slots.values()):
                     self.calls.place(one)
         return self.effects.actions
 

@@ -14,7 +14,7 @@ from layerzero.broker.core.worker_fsm import TRANSITIONS, IllegalTransition, Sig
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import wire
 from layerzero.ipc.transport.messages import Decision, Prepare, decode, encode
 from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STALLED_EXIT
@@ -81,7 +81,7 @@ def test_calls_beyond_the_depth_wait_and_follow_one_by_one() -> None:
     assert kinds(actions) == ["Run", "SendDecision", "Answer"]
 
 
-def test_clients_take_turns_at_a_worker_that_is_behind() -> None:
+def test_clients_take_points_at_a_worker_that_is_behind() -> None:
     """One that floods must not push others to the end of its queue; its own calls keep their order."""
     driver = Driver("alpha", depth=1)
     run = driver.serve(1)
@@ -186,8 +186,8 @@ def test_busy_tells_the_limit_and_not_how_many_are_open() -> None:
     driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
     driver.route(2, device=GPU)
     refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
-    driver.ran(driver.serve(1, 2, turn=Turn(0, 1), body=refs))
-    driver.call(2, 2, turn=Turn(0, 2), body=refs)
+    driver.ran(driver.serve(1, 2, point=TimelinePoint(0, 1), body=refs))
+    driver.call(2, 2, point=TimelinePoint(0, 2), body=refs)
     driver.dies("alpha")
     error = refusal(driver.call(3)).error
     assert (error.code, error.facts) == ("BUSY", {"limit": 1})
@@ -334,8 +334,8 @@ def test_worker_that_begins_anew_blames_nobody(code: int) -> None:
     driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
     driver.route(2, device=GPU)
     refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
-    first = driver.serve(1, 2, turn=Turn(0, 1), body=refs)
-    driver.call(2, 2, turn=Turn(0, 2), body=refs)
+    first = driver.serve(1, 2, point=TimelinePoint(0, 1), body=refs)
+    driver.call(2, 2, point=TimelinePoint(0, 2), body=refs)
     driver.dies("alpha", first.dispatch, exit_code=code)
     beta = driver.state.workers["beta"]
     assert [(call.seq, call.deaths) for call in beta.waiting] == [(1, 0), (2, 0)]
@@ -357,15 +357,15 @@ def test_worker_that_begins_anew_is_not_given_up_for_it() -> None:
     driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
     driver.route(2, device=GPU)
     refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
-    run = driver.serve(1, 2, turn=Turn(0, 1), body=refs)
+    run = driver.serve(1, 2, point=TimelinePoint(0, 1), body=refs)
     driver.ran(run)
     for seq in (2, 3, 4):
-        run = driver.run_of(driver.call(seq, 2, turn=Turn(0, seq), body=refs))
+        run = driver.run_of(driver.call(seq, 2, point=TimelinePoint(0, seq), body=refs))
         driver.dies("alpha", run.dispatch, exit_code=RENEWAL_EXIT)
         assert driver.tick(0.7) == [act.Spawn("alpha", seq)]
         for again in [action for action in driver.ready("alpha") if isinstance(action, act.Run)]:
             driver.ran(again)
-    run = driver.run_of(driver.call(5, 2, turn=Turn(0, 5), body=refs))
+    run = driver.run_of(driver.call(5, 2, point=TimelinePoint(0, 5), body=refs))
     driver.dies("alpha", run.dispatch)
     assert driver.tick(0.7) == [act.Spawn("alpha", 5)]  # the first death that counts
 
@@ -392,7 +392,7 @@ def test_pinned_call_behind_a_crash_waits_for_the_restart() -> None:
 
 
 def test_call_whose_only_backend_restarts_waits_for_it() -> None:
-    """A crash of the one provider of an op must not turn the next half second of calls away."""
+    """A crash of the one provider of an op must not point the next half second of calls away."""
     driver = Driver("alpha", "gamma")
     driver.route(2, op="gelu")
     driver.ran(driver.serve(1, route=2))
@@ -512,7 +512,7 @@ def test_deadline_kills_and_falls_back_only_after_the_exit() -> None:
     assert [attempt["code"] for attempt in answer.attempts] == ["DEADLINE"]
 
 
-def test_deadline_counts_from_the_turn_of_a_call() -> None:
+def test_deadline_counts_from_the_point_of_a_call() -> None:
     """The clock measures the kernel, not the queue before it."""
     driver = Driver("alpha")
     first = driver.serve(1, timeout_s=2.0)
@@ -691,7 +691,7 @@ def test_provider_that_loads_for_ever_is_killed_and_disabled() -> None:
     driver.dies("alpha", exit_code=-9)
     assert driver.state.workers["alpha"].state is WorkerState.DISABLED
     assert driver.state.unavailable["alpha"].code is Reason.BACKEND_DISABLED
-    assert driver.state.unavailable["alpha"].detail.endswith("repair: lz env probe alpha")
+    assert driver.state.unavailable["alpha"].repair == "lz env probe alpha"
 
 
 @pytest.mark.parametrize("step_failed", ["probe", "spawn"])
@@ -787,7 +787,7 @@ def test_arena_of_a_call_on_a_gpu_stays_until_its_worker_has_answered() -> None:
     driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
     driver.route(2, device=GPU)
     refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
-    run = driver.serve(1, 2, turn=Turn(0, 1), body=refs)
+    run = driver.serve(1, 2, point=TimelinePoint(0, 1), body=refs)
     assert driver(ev.ArenaGivenUp(CLIENT, 2)) == []
     assert "CloseArena" not in kinds(driver.ran(run))
     ended = driver(ev.TimelinesPolled("alpha", 1, done=[run.dispatch], ready=set()))
@@ -795,7 +795,7 @@ def test_arena_of_a_call_on_a_gpu_stays_until_its_worker_has_answered() -> None:
 
 
 def test_gpu_that_a_client_offers_as_it_is_dropped_is_nobodys() -> None:
-    """The broker looks at order pages first, and a client that does not read what it is told then is cut off."""
+    """The broker looks at timeline pages first, and a client that does not read what it is told then is cut off."""
     driver = Driver("alpha")
     driver(ev.ClientLeft(CLIENT))
     assert driver(ev.GpuOffered(CLIENT, "GPU-1")) == []
@@ -881,7 +881,7 @@ def test_worker_that_misbehaves_during_shutdown_is_killed_at_once() -> None:
 
 
 def test_deadlines_hold_during_shutdown() -> None:
-    """A hang must not turn into the grace period."""
+    """A hang must not point into the grace period."""
     driver = Driver("alpha")
     driver.serve(1, timeout_s=2.0)
     driver(ev.ShutdownAsked())

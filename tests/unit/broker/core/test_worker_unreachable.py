@@ -7,7 +7,7 @@ from tests.unit.broker.driver import CLIENT, Driver
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import wire
 
 
@@ -25,7 +25,7 @@ def test_a_lost_worker_with_calls_on_a_gpu_is_waited_for_and_its_exit_counts() -
     d(ev.GpuOffered(CLIENT, GPU))
     d(ev.ArenaOffered(CLIENT, 2, 128, GPU))
     d.route(2, device=GPU)
-    d.serve(1, 2, turn=Turn(0, 1), body=wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)]))
+    d.serve(1, 2, point=TimelinePoint(0, 1), body=wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)]))
     generation = lose(d, "alpha")
     assert d.state.workers["alpha"].state.value == "killing"
     assert not d.state.unreachable.has_let_go("alpha", generation)

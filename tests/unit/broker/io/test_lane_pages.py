@@ -11,7 +11,7 @@ from layerzero.broker.io.lane_pages import LanePages
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory, ring
 from layerzero.ipc.shm.ring import SLOTS, Ring
-from layerzero.ipc.shm.timeline_page import OrderPage, Turn, create_page
+from layerzero.ipc.shm.timeline_page import TimelinePage, TimelinePoint, create_page
 
 CPU, GPU = 1, 2
 
@@ -28,7 +28,7 @@ def ends() -> Iterator[LanePages]:
 def put(ends: LanePages, *calls: int) -> Ring:
     page = Ring(ends.fds(GPU)[0])
     for call in calls:
-        page.put(call, 1, 1, call, Turn(0, call), b"")
+        page.put(call, 1, 1, call, TimelinePoint(0, call), b"")
     return page
 
 
@@ -37,7 +37,7 @@ def test_call_that_was_put_is_read(ends: LanePages) -> None:
     put(ends, 1, 2, 3).close()
     found = ends.call(GPU, 2)
     assert found is not None
-    assert (found.call, found.turn) == (2, Turn(0, 2))
+    assert (found.call, found.point) == (2, TimelinePoint(0, 2))
 
 
 @pytest.mark.parametrize(("number", "call"), [(GPU, 0), (GPU, 4), (GPU, 1 << 40), (CPU, 1), (7, 1)])
@@ -51,9 +51,9 @@ def test_call_that_was_never_put_is_its_workers_fault(ends: LanePages, number: i
 def test_call_that_was_done_long_ago_is_its_workers_fault(ends: LanePages) -> None:
     """The client may write over what it has seen done, and the broker has seen it, too."""
     page, fd = put(ends, *range(1, SLOTS + 3)), create_page()
-    order = OrderPage(fd)
+    order = TimelinePage(fd)
     os.close(fd)
-    order.store_done(Turn(0, SLOTS))
+    order.store_done(TimelinePoint(0, SLOTS))
     ends.look(GPU, order)
     with pytest.raises(ProtocolError, match="no call 2 on lane"):
         ends.call(GPU, 2)

@@ -27,17 +27,17 @@ def test_a_lane_that_cannot_be_mapped_leaves_no_descriptor(
     before = open_descriptors()
     sock = end.connect()
     control.send(sock, Hello(protocols=[1], role="client", package="0", pid=1))
-    end.turn()
+    end.point()
     control.receive(sock, Welcome)
     fds = [memory.create_memfd("page", nbytes), *(lane.create_doorbell() for _ in range(bells))]
     with monkeypatch.context() as patch:
         patch.setattr(memory, "map_fd", fails)
         control.send(sock, AddLane(lane=1, gpu=gpu), tuple(fds))
-        end.turn()
+        end.point()
     for fd in fds:
         os.close(fd)
     sock.shutdown(socket.SHUT_RDWR)
     sock.close()
-    end.turn()
+    end.point()
     assert open_descriptors() == before
     end.close()

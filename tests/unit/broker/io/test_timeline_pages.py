@@ -1,4 +1,4 @@
-"""The broker's view of order pages."""
+"""The broker's view of timeline pages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 from tests.simulation import GPU
 
-from layerzero.broker.io.timeline_pages import Gpu, OrderPages, error_number
+from layerzero.broker.io.timeline_pages import Gpu, TimelinePages, error_number
 from layerzero.ipc.cuda.handles import ARENA_STEP_BYTES, IPC_HANDLE_BYTES, ArenaHandle
 from layerzero.ipc.cuda.offer import PATTERN_BYTES, Offer
 from layerzero.ipc.errors import BY_CODE
 from layerzero.ipc.shm import timeline_page, timeline_words
-from layerzero.ipc.shm.timeline_page import OrderPage
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_page import TimelinePage
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport.messages import AddGpu
 
 HANDLE = ArenaHandle(GPU, "c", 1, 1, "ipc", ARENA_STEP_BYTES, bytes(IPC_HANDLE_BYTES))
@@ -29,35 +29,35 @@ def page_fd() -> Iterator[int]:
 
 
 @pytest.fixture
-def pages(page_fd: int) -> Iterator[OrderPages]:
-    pages = OrderPages()
+def pages(page_fd: int) -> Iterator[TimelinePages]:
+    pages = TimelinePages()
     pages.put(1, Gpu.of(MESSAGE, [os.dup(page_fd)]))
     yield pages
     pages.close_all()
 
 
-def test_failing_a_turn_lets_its_stream_go_on_with_the_error(pages: OrderPages, page_fd: int) -> None:
+def test_failing_a_point_lets_its_stream_go_on_with_the_error(pages: TimelinePages, page_fd: int) -> None:
     """The client's stream waits for the word, and its CPU looks for the error."""
-    pages.fail(1, GPU, Turn(3, 1), "BACKEND_ERROR")
-    page = OrderPage(page_fd)
-    assert page.is_done(Turn(3, 1))
-    assert page.error(Turn(3, 1)) == error_number("BACKEND_ERROR")
+    pages.fail(1, GPU, TimelinePoint(3, 1), "BACKEND_ERROR")
+    page = TimelinePage(page_fd)
+    assert page.is_done(TimelinePoint(3, 1))
+    assert page.error(TimelinePoint(3, 1)) == error_number("BACKEND_ERROR")
     page.close()
 
 
-def test_released_inputs_never_go_back(pages: OrderPages, page_fd: int) -> None:
+def test_released_inputs_never_go_back(pages: TimelinePages, page_fd: int) -> None:
     """A later call's inputs may be known to be there already: its worker would wait again."""
-    page = OrderPage(page_fd)
-    page.store_ready(Turn(0, 5))
-    pages.release(1, GPU, Turn(0, 4))
-    assert page.is_ready(Turn(0, 5))
-    pages.release(1, GPU, Turn(0, 6))
-    assert page.is_ready(Turn(0, 6))
+    page = TimelinePage(page_fd)
+    page.store_ready(TimelinePoint(0, 5))
+    pages.release(1, GPU, TimelinePoint(0, 4))
+    assert page.is_ready(TimelinePoint(0, 5))
+    pages.release(1, GPU, TimelinePoint(0, 6))
+    assert page.is_ready(TimelinePoint(0, 6))
     page.close()
 
 
-def test_same_page_is_known_by_its_memory(pages: OrderPages, page_fd: int) -> None:
-    """A client that goes on to the next rung may keep its page, and calls on it their turns."""
+def test_same_page_is_known_by_its_memory(pages: TimelinePages, page_fd: int) -> None:
+    """A client that goes on to the next rung may keep its page, and calls on it their points."""
     held = pages.get(1, GPU)
     assert held is not None
     again, other = Gpu.of(MESSAGE, [os.dup(page_fd)]), Gpu.of(MESSAGE, [timeline_page.create_page()])
@@ -66,7 +66,7 @@ def test_same_page_is_known_by_its_memory(pages: OrderPages, page_fd: int) -> No
     other.close()
 
 
-def test_workers_get_what_the_client_sent(pages: OrderPages) -> None:
+def test_workers_get_what_the_client_sent(pages: TimelinePages) -> None:
     """The offer travels as it is; the slot is the worker's own."""
     message, fds = pages.lend(1, GPU, 7)
     assert (message.client, message.gpu, message.slot, message.has_memops) == (1, GPU, 7, True)

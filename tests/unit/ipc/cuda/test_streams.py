@@ -12,8 +12,8 @@ from layerzero.ipc.cuda import streams
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
-from layerzero.ipc.shm.timeline_page import OrderPage, create_page
-from layerzero.ipc.shm.timeline_words import BELLS, LANES, TAKEN, Turn
+from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, TAKEN, TimelinePoint
 
 
 @pytest.fixture
@@ -36,21 +36,21 @@ def fd() -> Iterator[int]:
 def test_calls_of_a_stream_are_numbered_in_one_lane(context: Context, driver: FakeDriver, fd: int) -> None:
     """The stream's own order keeps the words monotonic."""
     client = ClientOrder(context, fd, has_memops=True)
-    turns = [client.begin(5), client.begin(5), client.begin(6), client.begin(5)]
-    assert turns == [Turn(0, 1), Turn(0, 2), Turn(1, 1), Turn(0, 3)]
-    assert client.page.is_ready(Turn(0, 3))
-    client.await_done(5, turns[0])
+    points = [client.begin(5), client.begin(5), client.begin(6), client.begin(5)]
+    assert points == [TimelinePoint(0, 1), TimelinePoint(0, 2), TimelinePoint(1, 1), TimelinePoint(0, 3)]
+    assert client.page.is_ready(TimelinePoint(0, 3))
+    client.await_done(5, points[0])
     assert driver.waits == [(5, 0, 1)]
 
 
 def test_worker_waits_for_ready_and_writes_done(context: Context, driver: FakeDriver, fd: int) -> None:
     """And nobody's CPU waits for anything."""
     client, worker = ClientOrder(context, fd, has_memops=True), WorkerOrder(context, fd, has_memops=True)
-    turn = client.begin(5)
-    worker.await_ready(9, turn)
+    point = client.begin(5)
+    worker.await_ready(9, point)
     assert driver.waits == [(9, 1, 1)]
-    worker.done(9, turn)
-    assert client.page.is_done(turn)
+    worker.done(9, point)
+    assert client.page.is_done(point)
     assert driver.calls["synchronize_stream"] == 0
     client.close()
     worker.close()
@@ -72,26 +72,26 @@ def test_numbers_wrap_around(context: Context, driver: FakeDriver, fd: int) -> N
     """The words have 32 bits, and a client runs for months."""
     client = ClientOrder(context, fd, has_memops=True, first=2**32 - 1)
     worker = WorkerOrder(context, fd, has_memops=True)
-    turns = [client.begin(5) for _ in range(3)]
-    assert [turn.number for turn in turns] == [2**32 - 1, 0, 1]
-    assert not client.page.is_done(turns[0])
-    for turn, expected in zip(turns, ([1, 0, 0], [1, 1, 0], [1, 1, 1]), strict=True):
-        worker.done(9, turn)
-        assert [client.page.is_done(each) for each in turns] == expected
+    points = [client.begin(5) for _ in range(3)]
+    assert [point.value for point in points] == [2**32 - 1, 0, 1]
+    assert not client.page.is_done(points[0])
+    for point, expected in zip(points, ([1, 0, 0], [1, 1, 0], [1, 1, 1]), strict=True):
+        worker.done(9, point)
+        assert [client.page.is_done(each) for each in points] == expected
 
 
 def test_lane_of_a_stream_whose_calls_are_done_is_given_on(context: Context, fd: int) -> None:
     """Applications make more streams in their life than a page has lanes."""
-    client, broker = ClientOrder(context, fd, has_memops=True), OrderPage(fd)
-    turns = [client.begin(stream) for stream in range(1, LANES + 1)]
+    client, broker = ClientOrder(context, fd, has_memops=True), TimelinePage(fd)
+    points = [client.begin(stream) for stream in range(1, LANES + 1)]
     with pytest.raises(Busy, match="64 streams"):
         client.begin(1000)
-    broker.store_done(turns[10])
-    assert client.begin(1000) == Turn(10, 2)
+    broker.store_done(points[10])
+    assert client.begin(1000) == TimelinePoint(10, 2)
     with pytest.raises(Busy):
         client.begin(11)
-    broker.fail(turns[20], 1)
-    assert client.begin(11) == Turn(20, 2)
+    broker.fail(points[20], 1)
+    assert client.begin(11) == TimelinePoint(20, 2)
 
 
 def test_call_that_could_not_begin_has_no_number(context: Context, driver: FakeDriver, fd: int) -> None:
@@ -100,53 +100,53 @@ def test_call_that_could_not_begin_has_no_number(context: Context, driver: FakeD
     driver.fails["write_value"], driver.times["write_value"] = error("cuStreamWriteValue32_v2", 201), 1
     with pytest.raises(CudaError):
         client.begin(5)
-    assert client.begin(5) == Turn(0, 1)
+    assert client.begin(5) == TimelinePoint(0, 1)
     client.close()
 
 
 def test_without_memops_the_cpus_wait(context: Context, driver: FakeDriver, fd: int) -> None:
     """Same calls, same results; nothing is registered with a driver that cannot use it."""
     client, worker = ClientOrder(context, fd, has_memops=False), WorkerOrder(context, fd, has_memops=False)
-    turn = client.begin(5)
+    point = client.begin(5)
     assert driver.calls["synchronize_stream"] == 1
-    worker.await_ready(9, turn)
+    worker.await_ready(9, point)
     with pytest.raises(ProtocolError, match="has not finished call 1 of lane 0"):
-        client.await_done(5, turn)
-    worker.done(9, turn)
+        client.await_done(5, point)
+    worker.done(9, point)
     assert driver.calls["synchronize_stream"] == 2
-    client.await_done(5, turn)
+    client.await_done(5, point)
     with pytest.raises(ProtocolError, match="came before its inputs"):
-        worker.await_ready(9, Turn(0, 2))
+        worker.await_ready(9, TimelinePoint(0, 2))
     assert (driver.waits, driver.pinned, driver.calls["write_value"]) == ([], {}, 0)
     client.close()
     worker.close()
 
 
-def test_reserved_turn_is_entered_later_in_one_call(context: Context, driver: FakeDriver, fd: int) -> None:
+def test_reserved_point_is_entered_later_in_one_call(context: Context, driver: FakeDriver, fd: int) -> None:
     """Its number goes to the worker before the driver is called; what another thread does meanwhile comes after it."""
     client = ClientOrder(context, fd, has_memops=True)
     first, second = client.reserve(5), client.begin(6)
-    assert (first, second, client.reserve(5)) == (Turn(0, 1), Turn(1, 1), Turn(0, 2))
+    assert (first, second, client.reserve(5)) == (TimelinePoint(0, 1), TimelinePoint(1, 1), TimelinePoint(0, 2))
     assert (client.page.is_ready(first), driver.calls["write_and_wait"]) == (False, 0)
     client.enter(5, first)
-    assert (client.page.is_ready(first), client.page.is_ready(Turn(0, 2))) == (True, False)
+    assert (client.page.is_ready(first), client.page.is_ready(TimelinePoint(0, 2))) == (True, False)
     assert (driver.waits, driver.calls["write_and_wait"]) == ([(5, 0, 1)], 1)
     with pytest.raises(Busy):
         [client.reserve(stream) for stream in range(100, 100 + LANES)]
 
 
-def test_bell_is_rung_after_its_done_was_taken_back(context: Context, driver: FakeDriver, fd: int) -> None:
+def test_graph_slot_is_rung_after_its_done_was_taken_back(context: Context, driver: FakeDriver, fd: int) -> None:
     """Otherwise the second replay would go on with the first one's result."""
     client, worker = ClientOrder(context, fd, has_memops=True), WorkerOrder(context, fd, has_memops=True)
     for _ in range(2):
         client.ring(5, 9)
-        assert (client.page.rung(), client.page.is_bell_done(9)) == (9, False)
-        client.page.set_bell(9, TAKEN)
-        worker.answer_bell(3, 9)
-        assert (client.page.rung(), client.page.is_bell_done(9)) == (None, True)
+        assert (client.page.rung(), client.page.is_graph_slot_done(9)) == (9, False)
+        client.page.set_graph_slot(9, TAKEN)
+        worker.answer_graph_slot(3, 9)
+        assert (client.page.rung(), client.page.is_graph_slot_done(9)) == (None, True)
     assert driver.waits == [(5, 0, 1)] * 2
-    with pytest.raises(ProtocolError, match="bell 4096"):
-        client.ring(5, BELLS)
+    with pytest.raises(ProtocolError, match="graph slot 4096"):
+        client.ring(5, GRAPH_SLOTS)
 
 
 def test_probe_is_empty_where_memops_work(context: Context, driver: FakeDriver) -> None:

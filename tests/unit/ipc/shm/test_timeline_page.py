@@ -12,8 +12,8 @@ import pytest
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
-from layerzero.ipc.shm.timeline_page import OrderPage, create_page
-from layerzero.ipc.shm.timeline_words import BELLS, LANES, PAGE_BYTES, RUNG, TAKEN, Turn
+from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, PAGE_BYTES, RUNG, TAKEN, TimelinePoint
 
 
 @pytest.fixture
@@ -24,62 +24,68 @@ def fd() -> Iterator[int]:
 
 
 @pytest.fixture
-def page(fd: int) -> Iterator[OrderPage]:
-    page = OrderPage(fd)
+def page(fd: int) -> Iterator[TimelinePage]:
+    page = TimelinePage(fd)
     yield page
     page.close()
 
 
-def test_every_mapping_sees_the_same_words(fd: int, page: OrderPage) -> None:
+def test_every_mapping_sees_the_same_words(fd: int, page: TimelinePage) -> None:
     """Client, worker and broker each have their own."""
-    other = OrderPage(fd)
-    page.store_ready(Turn(3, 7))
-    other.store_done(Turn(3, 6))
-    assert [other.is_ready(Turn(3, n)) for n in (6, 7, 8)] == [True, True, False]
-    assert [page.is_done(Turn(3, n)) for n in (5, 6, 7)] == [True, True, False]
-    assert not page.is_ready(Turn(2, 1))
+    other = TimelinePage(fd)
+    page.store_ready(TimelinePoint(3, 7))
+    other.store_done(TimelinePoint(3, 6))
+    assert [other.is_ready(TimelinePoint(3, n)) for n in (6, 7, 8)] == [True, True, False]
+    assert [page.is_done(TimelinePoint(3, n)) for n in (5, 6, 7)] == [True, True, False]
+    assert not page.is_ready(TimelinePoint(2, 1))
     other.close()
 
 
-def test_words_count_on_after_the_largest(page: OrderPage) -> None:
+def test_words_count_on_after_the_largest(page: TimelinePage) -> None:
     """A server makes 2**32 calls in half a day."""
-    page.store_done(Turn(0, 1))
-    assert page.is_done(Turn(0, 2**32 - 1))
-    assert not page.is_done(Turn(0, 2))
-    page.store_done(Turn(0, 2**32 - 1))
-    assert not page.is_done(Turn(0, 0))
+    page.store_done(TimelinePoint(0, 1))
+    assert page.is_done(TimelinePoint(0, 2**32 - 1))
+    assert not page.is_done(TimelinePoint(0, 2))
+    page.store_done(TimelinePoint(0, 2**32 - 1))
+    assert not page.is_done(TimelinePoint(0, 0))
 
 
-def test_failed_call_lets_the_stream_go_and_has_its_code(page: OrderPage) -> None:
+def test_failed_call_lets_the_stream_go_and_has_its_code(page: TimelinePage) -> None:
     """The client raises it where it next comes by."""
-    page.store_done(Turn(1, 4))
-    page.fail(Turn(1, 5), 17)
-    assert page.is_done(Turn(1, 5))
-    assert [page.error(Turn(1, n)) for n in (4, 5, 6)] == [0, 17, 0]
-    assert page.error(Turn(0, 5)) == 0
+    page.store_done(TimelinePoint(1, 4))
+    page.fail(TimelinePoint(1, 5), 17)
+    assert page.is_done(TimelinePoint(1, 5))
+    assert [page.error(TimelinePoint(1, n)) for n in (4, 5, 6)] == [0, 17, 0]
+    assert page.error(TimelinePoint(0, 5)) == 0
 
 
-def test_call_that_is_done_does_not_fail(page: OrderPage) -> None:
+def test_call_that_is_done_does_not_fail(page: TimelinePage) -> None:
     """The worker finished it and died then; and words never go back."""
-    page.store_done(Turn(1, 9))
-    page.fail(Turn(1, 8), 17)
-    page.fail(Turn(1, 9), 17)
-    assert (page.error(Turn(1, 8)), page.error(Turn(1, 9)), page.is_done(Turn(1, 9))) == (0, 0, True)
+    page.store_done(TimelinePoint(1, 9))
+    page.fail(TimelinePoint(1, 8), 17)
+    page.fail(TimelinePoint(1, 9), 17)
+    assert (page.error(TimelinePoint(1, 8)), page.error(TimelinePoint(1, 9)), page.is_done(TimelinePoint(1, 9))) == (
+        0,
+        0,
+        True,
+    )
 
 
 @pytest.mark.parametrize("code", [0, -1, 1 << 32])
-def test_code_that_would_not_be_seen_is_refused(page: OrderPage, code: int) -> None:
+def test_code_that_would_not_be_seen_is_refused(page: TimelinePage, code: int) -> None:
     """Zero means "no error"."""
     with pytest.raises(ValueError, match="allowed: 1 to"):
-        page.fail(Turn(0, 1), code)
+        page.fail(TimelinePoint(0, 1), code)
 
 
-@pytest.mark.parametrize("turn", [Turn(-1, 0), Turn(LANES, 0), Turn(0, -1), Turn(0, 1 << 32)])
-def test_turn_outside_the_page_is_refused(page: OrderPage, turn: Turn) -> None:
+@pytest.mark.parametrize(
+    "point", [TimelinePoint(-1, 0), TimelinePoint(LANES, 0), TimelinePoint(0, -1), TimelinePoint(0, 1 << 32)]
+)
+def test_point_outside_the_page_is_refused(page: TimelinePage, point: TimelinePoint) -> None:
     """It comes from another process, and other calls' words lie beside."""
     for use in (page.is_ready, page.is_done, page.store_done, page.error):
         with pytest.raises(ProtocolError, match="allowed: lanes below 64"):
-            use(turn)
+            use(point)
 
 
 def test_page_can_not_be_pulled_away(fd: int) -> None:
@@ -89,15 +95,15 @@ def test_page_can_not_be_pulled_away(fd: int) -> None:
     for nbytes in (4096, 2 * PAGE_BYTES):
         other = memory.create_memfd("other", nbytes)
         with pytest.raises(ProtocolError, match="memfd has"):
-            OrderPage(other)
+            TimelinePage(other)
         os.close(other)
 
 
-def test_words_of_different_writers_share_no_cache_line(page: OrderPage) -> None:
+def test_words_of_different_writers_share_no_cache_line(page: TimelinePage) -> None:
     """A GPU and a CPU would take it from each other at every call."""
     start = page.address
-    page.store_ready(Turn(2, 0xAAAAAAAA))
-    page.store_done(Turn(2, 0xBBBBBBBB))
+    page.store_ready(TimelinePoint(2, 0xAAAAAAAA))
+    page.store_done(TimelinePoint(2, 0xBBBBBBBB))
     words = (ctypes.c_uint32 * (PAGE_BYTES // 4)).from_address(start)
     places = [index * 4 for index, word in enumerate(words) if word]
     assert places == [1024, 1024 + 128]
@@ -111,14 +117,14 @@ def test_broker_needs_no_cuda() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_rung_bell_is_found_among_others(fd: int, page: OrderPage) -> None:
-    """From any bell on, up to any other; words that no client should write are none."""
-    for bell in (0, 5, 4095):
-        page.set_bell(bell, RUNG)
-    page.set_bell(2, TAKEN)
-    for bell, value in ((3, 0x0101), (4, 0x01000000), (6, 0x00010001)):
-        page.set_bell(bell, value)
+def test_rung_graph_slot_is_found_among_others(fd: int, page: TimelinePage) -> None:
+    """From any graph slot on, up to any other; words that no client should write are none."""
+    for graph_slot in (0, 5, 4095):
+        page.set_graph_slot(graph_slot, RUNG)
+    page.set_graph_slot(2, TAKEN)
+    for graph_slot, value in ((3, 0x0101), (4, 0x01000000), (6, 0x00010001)):
+        page.set_graph_slot(graph_slot, value)
     assert [page.rung(start) for start in (0, 1, 5, 6, 4095)] == [0, 5, 5, 4095, 4095]
     assert [page.rung(1, stop) for stop in (5, 6, 4096)] == [None, 5, 5]
-    page.set_bell(4095, TAKEN)
-    assert (page.rung(6), page.rung(BELLS)) == (None, None)
+    page.set_graph_slot(4095, TAKEN)
+    assert (page.rung(6), page.rung(GRAPH_SLOTS)) == (None, None)

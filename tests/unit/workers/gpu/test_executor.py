@@ -21,8 +21,8 @@ from layerzero.ipc.cuda.handles import RUNGS
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.errors import CudaError, NoTransport, ProtocolError
-from layerzero.ipc.shm.timeline_page import OrderPage, create_page
-from layerzero.ipc.shm.timeline_words import LANES, Turn
+from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
+from layerzero.ipc.shm.timeline_words import LANES, TimelinePoint
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, Ref, pack_refs
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -42,7 +42,7 @@ class Ended(BaseException):
 
 
 class Rig:
-    """A client's memory and order page, and the worker's side of them. The kernel copies its input to its output."""
+    """A client's memory and timeline page, and the worker's side of them. The kernel copies its input to its output."""
 
     def __init__(self, rung: str = "ipc") -> None:
         device = FakeGpu()
@@ -60,7 +60,7 @@ class Rig:
         self.arena = Arena(self.context, "c1", 1, 2 << 20, kind=kind)
         self.trial = Trial(self.context, "c1", 2, rung)
         self.page_fd = create_page()
-        self.page = OrderPage(self.page_fd)
+        self.page = TimelinePage(self.page_fd)
         call = Call("silu", "test.silu", (SPEC,), (SPEC,))
         self.plan = Plan(call, self.bind, UUID, is_graph_safe=False)
 
@@ -127,8 +127,8 @@ class Rig:
     def run(self, number: int = 1, *, lane: int = 0, client: int = 1, source: int = 0, target: int = 4096) -> int:
         refs = pack_refs([Ref(1, 0, source, NBYTES), Ref(1, 0, target, NBYTES)])
         task = self.gpus.task(self.plan, client, refs)
-        self.page.store_ready(Turn(lane, number))
-        enqueued = self.gpus.run(self.plan, task, client, Turn(lane, number))
+        self.page.store_ready(TimelinePoint(lane, number))
+        enqueued = self.gpus.run(self.plan, task, client, TimelinePoint(lane, number))
         assert enqueued.result is None
         self.replayed.append(enqueued.is_replayed)
         return enqueued.elapsed_ns
@@ -184,7 +184,7 @@ def test_call_computes_from_and_to_the_clients_memory(make: Callable[..., Rig], 
     rig.put(0, data)
     rig.run()
     assert rig.take(4096) == data
-    assert rig.page.is_done(Turn(0, 1))
+    assert rig.page.is_done(TimelinePoint(0, 1))
     assert rig.trial.is_signed(3)
 
 
@@ -259,7 +259,7 @@ def test_what_was_told_before_the_call_is_waited_for(make: Callable[..., Rig]) -
     rig = make()
     rig.queue = [rig.map_gpu, rig.map_arena]
     rig.run()
-    assert rig.page.is_done(Turn(0, 1))
+    assert rig.page.is_done(TimelinePoint(0, 1))
 
 
 def test_client_that_cannot_be_reached_gets_the_reason_for_each_call(
@@ -276,7 +276,7 @@ def test_client_that_cannot_be_reached_gets_the_reason_for_each_call(
     assert "cannot be served" in capsys.readouterr().err
     rig.queue = [lambda: rig.gpus.unmap_gpu(1, UUID), rig.map_gpu]
     rig.run()
-    assert rig.page.is_done(Turn(0, 1))
+    assert rig.page.is_done(TimelinePoint(0, 1))
 
 
 def test_call_that_comes_after_its_client_was_unmapped_is_refused(rig: Rig) -> None:
@@ -356,9 +356,9 @@ def test_references_are_held_to_their_arenas(rig: Rig, refs: list[Ref], message:
         rig.gpus.task(rig.plan, 1, pack_refs(refs))
 
 
-def test_turn_that_is_none_leaves_nothing_on_a_stream(rig: Rig) -> None:
+def test_point_that_is_none_leaves_nothing_on_a_stream(rig: Rig) -> None:
     """A stream that waits for a word outside the page waits for ever."""
-    with pytest.raises(ProtocolError, match="turn 1 of lane 64"):
+    with pytest.raises(ProtocolError, match="point 1 of lane 64"):
         rig.run(lane=LANES)
     assert rig.streams() == []
 
@@ -372,10 +372,10 @@ def test_kernel_that_raises_is_not_done_and_the_lane_goes_on(rig: Rig) -> None:
     rig.kernel = refuse
     with pytest.raises(ValueError, match="odd shape"):
         rig.run(1)
-    assert not rig.page.is_done(Turn(0, 1))
+    assert not rig.page.is_done(TimelinePoint(0, 1))
     rig.kernel = lambda: None
     rig.run(2)
-    assert rig.page.is_done(Turn(0, 2))
+    assert rig.page.is_done(TimelinePoint(0, 2))
 
 
 def test_process_ends_when_a_failed_kernel_does_not_finish(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +429,7 @@ def test_full_gpu_gets_a_second_chance_and_then_an_error(rig: Rig) -> None:
 
     rig.kernel = run_out
     rig.run(1)
-    assert (len(tries), rig.page.is_done(Turn(0, 1))) == (2, True)
+    assert (len(tries), rig.page.is_done(TimelinePoint(0, 1))) == (2, True)
     tries.clear()
 
     def stay_full() -> None:

@@ -216,7 +216,7 @@ def test_memory_of_a_capture_that_failed_goes(rig: Rig) -> None:
 
 
 def test_without_memory_for_them_there_are_no_graphs() -> None:
-    """The way to turn them off."""
+    """The way to point them off."""
     rig, one = Rig(budget_bytes=0), GraphCache()
     assert rig.repeat(one, 20) == [State.WARMUP] * 20
 

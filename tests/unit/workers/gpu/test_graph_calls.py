@@ -1,4 +1,5 @@
-"""Which calls get a bell, what a bell costs, and what happens when it rings, above a driver that is a fake."""
+"""Which calls get a graph slot, what a graph slot costs, and what happens when it rings, above a driver that is a
+fake."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tests.unit.ipc.fake_cuda import UUID, error
 from tests.unit.workers.gpu.test_executor import NBYTES, Ended, Rig
 
 from layerzero.ipc.errors import CudaGraphUnsafe, ProtocolError
-from layerzero.ipc.shm.timeline_words import BELLS, RUNG, TAKEN, Turn
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, RUNG, TAKEN, TimelinePoint
 from layerzero.ipc.transport.wire import Ref, pack_refs
 from layerzero.workers.gpu import graph_cache
 
@@ -32,11 +33,11 @@ class Bench:
         self.rig.put(0, b"x" * NBYTES)
         self.page, self.driver, self.gpus = self.rig.page, self.rig.driver, self.rig.gpus
 
-    def bind(self, bell: int = 0, target: int = 4096, binding: int = 0) -> None:
-        self.gpus.bind_bell(self.rig.plan, PLAN, 1, refs(target), bell, binding)
+    def bind(self, graph_slot: int = 0, target: int = 4096, binding: int = 0) -> None:
+        self.gpus.bind_graph_slot(self.rig.plan, PLAN, 1, refs(target), graph_slot, binding)
 
     def serve(self) -> bool:
-        return self.gpus.bells.serve()
+        return self.gpus.graph_slots.serve()
 
 
 @pytest.fixture
@@ -46,14 +47,14 @@ def bench() -> Iterator[Bench]:
     bench.rig.close()
 
 
-def test_bell_runs_its_kernel_when_it_rings_and_not_before(bench: Bench) -> None:
+def test_graph_slot_runs_its_kernel_when_it_rings_and_not_before(bench: Bench) -> None:
     """And says so by two words, one on either side of the launch."""
     bench.bind(3)
     assert not bench.serve()
-    bench.page.set_bell(3, RUNG)
+    bench.page.set_graph_slot(3, RUNG)
     assert bench.serve()
     assert bench.rig.take(4096) == b"x" * NBYTES
-    assert (bench.page.bell(3), bench.page.is_bell_done(3)) == (TAKEN, True)
+    assert (bench.page.graph_slot(3), bench.page.is_graph_slot_done(3)) == (TAKEN, True)
     assert not bench.serve()
 
 
@@ -106,116 +107,122 @@ def test_memory_of_a_first_run_is_not_freed_while_a_stream_waits(bench: Bench) -
     assert len(bench.driver.mapped) == mapped
 
 
-def test_bell_that_another_worker_took_is_served_when_it_is_bound(bench: Bench) -> None:
+def test_graph_slot_that_another_worker_took_is_served_when_it_is_bound(bench: Bench) -> None:
     """That worker is gone; the client's graph waits for DONE."""
-    bench.page.set_bell(3, TAKEN)
+    bench.page.set_graph_slot(3, TAKEN)
     bench.bind(3)
-    assert bench.page.is_bell_done(3)
+    assert bench.page.is_graph_slot_done(3)
     assert bench.rig.take(4096) == b"x" * NBYTES
     bench.rig.put(0, b"z" * NBYTES)
-    bench.page.set_bell(4, TAKEN)
-    bench.page.store_bell_done(4)
+    bench.page.set_graph_slot(4, TAKEN)
+    bench.page.store_graph_slot_done(4)
     bench.bind(4, 8192)  # that one had been done
     assert bench.rig.take(8192) != b"z" * NBYTES
 
 
-def test_bells_of_others_are_passed_over(bench: Bench) -> None:
+def test_graph_slots_of_others_are_passed_over(bench: Bench) -> None:
     """The page is all workers'; a look must end."""
     bench.bind(2)
     bench.bind(9)
-    for bell in (1, 2, 3, 9, 10):
-        bench.page.set_bell(bell, RUNG)
+    for graph_slot in (1, 2, 3, 9, 10):
+        bench.page.set_graph_slot(graph_slot, RUNG)
     assert bench.serve()
-    assert [bench.page.bell(bell) for bell in (1, 2, 3, 9, 10)] == [RUNG, TAKEN, RUNG, TAKEN, RUNG]
+    assert [bench.page.graph_slot(graph_slot) for graph_slot in (1, 2, 3, 9, 10)] == [RUNG, TAKEN, RUNG, TAKEN, RUNG]
     assert not bench.serve()
 
 
-def test_bell_that_is_another_calls_by_now_is_left_alone(bench: Bench) -> None:
+def test_graph_slot_that_is_another_calls_by_now_is_left_alone(bench: Bench) -> None:
     """Found by the simulator: its own call is over, and MUTE not read yet. It would write into memory that is the
     client's again, and answer for a call that it has not run."""
     bench.bind(2)
     bench.bind(9)
     bench.page.set_binding(2, 1)
-    bench.page.set_bell(2, RUNG)
+    bench.page.set_graph_slot(2, RUNG)
     assert not bench.serve()
     assert state(bench, 2) == [(RUNG, False)]
-    bench.page.link_bells(9, 2)
-    bench.page.set_bell(9, RUNG)
+    bench.page.link_graph_slots(9, 2)
+    bench.page.set_graph_slot(9, RUNG)
     assert bench.serve()
-    assert bench.page.bell(9) == TAKEN
+    assert bench.page.graph_slot(9) == TAKEN
     assert state(bench, 2) == [(RUNG, False)]  # for who serves it
 
 
-def test_call_whose_bell_is_another_ones_by_now_takes_nothing_over(bench: Bench) -> None:
+def test_call_whose_graph_slot_is_another_ones_by_now_takes_nothing_over(bench: Bench) -> None:
     """Its RUN comes late, behind the UNBIND that the broker has heard of."""
-    bench.page.set_bell(2, TAKEN)
+    bench.page.set_graph_slot(2, TAKEN)
     bench.page.set_binding(2, 5)
     bench.bind(2, binding=4)
     assert state(bench, 2) == [(TAKEN, False)]
 
 
-def linked(bench: Bench, *bells: int) -> None:
+def linked(bench: Bench, *graph_slots: int) -> None:
     """Bells of one graph, each rung by who answers the one before. Each copies the one before's result."""
-    for bell, following in pairwise(bells):
-        bench.page.link_bells(bell, following)
+    for graph_slot, following in pairwise(graph_slots):
+        bench.page.link_graph_slots(graph_slot, following)
 
 
-def state(bench: Bench, *bells: int) -> list[tuple[int, bool]]:
-    return [(bench.page.bell(bell), bench.page.is_bell_done(bell)) for bell in bells]
+def state(bench: Bench, *graph_slots: int) -> list[tuple[int, bool]]:
+    return [
+        (bench.page.graph_slot(graph_slot), bench.page.is_graph_slot_done(graph_slot)) for graph_slot in graph_slots
+    ]
 
 
-def test_bells_that_follow_are_served_with_the_first_in_their_order(bench: Bench) -> None:
+def test_graph_slots_that_follow_are_served_with_the_first_in_their_order(bench: Bench) -> None:
     """At each replay; the client rings once for all of them."""
-    bells, order = (5, 2, 9), []
+    graph_slots, order = (5, 2, 9), []
     launch = bench.driver.launch_graph
-    for bell in bells:
-        bench.bind(bell, 4096 * (bell + 1))
-    graphs = {one.graph.graph: bell for board in bench.gpus.bells._boards for bell, one in board.bells.items()}
+    for graph_slot in graph_slots:
+        bench.bind(graph_slot, 4096 * (graph_slot + 1))
+    graphs = {
+        one.graph.graph: graph_slot
+        for board in bench.gpus.graph_slots._boards
+        for graph_slot, one in board.graph_slots.items()
+    }
     bench.driver.launch_graph = lambda graph, stream: (order.append(graphs[graph]), launch(graph, stream))  # type: ignore[method-assign]
-    linked(bench, *bells)
+    linked(bench, *graph_slots)
     for replay in range(3):
-        bench.page.clear_bell_done(5)
-        bench.page.set_bell(5, RUNG)
+        bench.page.clear_graph_slot_done(5)
+        bench.page.set_graph_slot(5, RUNG)
         assert bench.serve()
-        assert state(bench, *bells) == [(TAKEN + replay, True)] * 3
+        assert state(bench, *graph_slots) == [(TAKEN + replay, True)] * 3
         assert not bench.serve()
-    assert order == [*bells] * 3
+    assert order == [*graph_slots] * 3
 
 
-def test_bell_that_follows_at_another_worker_is_taken_back_and_rung(bench: Bench) -> None:
+def test_graph_slot_that_follows_at_another_worker_is_taken_back_and_rung(bench: Bench) -> None:
     """Its DONE is the last replay's until then."""
     bench.bind(1)
     linked(bench, 1, 2)
-    bench.page.set_bell(2, TAKEN + 4)
-    bench.page.store_bell_done(2)
-    bench.page.set_bell(1, RUNG)
+    bench.page.set_graph_slot(2, TAKEN + 4)
+    bench.page.store_graph_slot_done(2)
+    bench.page.set_graph_slot(1, RUNG)
     assert bench.serve()
     assert state(bench, 1, 2) == [(TAKEN, True), (RUNG, False)]
 
 
-def test_dead_workers_bells_are_taken_over_in_their_order(bench: Bench) -> None:
+def test_dead_workers_graph_slots_are_taken_over_in_their_order(bench: Bench) -> None:
     """One whose turn has not come waits for who serves the one before it."""
     linked(bench, 1, 2, 3)
-    for bell in (1, 2, 3):
-        bench.page.set_bell(bell, TAKEN + 7)
+    for graph_slot in (1, 2, 3):
+        bench.page.set_graph_slot(graph_slot, TAKEN + 7)
     bench.bind(3, 3 * 4096)
     bench.bind(2, 2 * 4096)
     assert state(bench, 1, 2, 3) == [(TAKEN + 7, False)] * 3
     bench.bind(1)
     assert state(bench, 1, 2, 3) == [(TAKEN + 7, True)] * 3  # in the replay that the dead one took them in
-    bench.page.clear_bell_done(1)
-    bench.page.set_bell(1, RUNG)
+    bench.page.clear_graph_slot_done(1)
+    bench.page.set_graph_slot(1, RUNG)
     assert bench.serve()
     assert state(bench, 1, 2, 3) == [(TAKEN + 8, True)] * 3
 
 
-def test_dead_workers_bell_whose_turn_had_come_is_served_when_it_is_bound(bench: Bench) -> None:
+def test_dead_workers_graph_slot_whose_point_had_come_is_served_when_it_is_bound(bench: Bench) -> None:
     """The one before it is through, and nobody serves that again."""
     linked(bench, 1, 2, 3)
-    bench.page.set_bell(1, TAKEN)
-    bench.page.store_bell_done(1)
-    for bell in (2, 3):
-        bench.page.set_bell(bell, TAKEN)
+    bench.page.set_graph_slot(1, TAKEN)
+    bench.page.store_graph_slot_done(1)
+    for graph_slot in (2, 3):
+        bench.page.set_graph_slot(graph_slot, TAKEN)
     bench.bind(2)
     assert state(bench, 2, 3) == [(TAKEN, True), (RUNG, False)]
     bench.bind(3, 8192)
@@ -223,12 +230,12 @@ def test_dead_workers_bell_whose_turn_had_come_is_served_when_it_is_bound(bench:
     assert state(bench, 3) == [(TAKEN, True)]
 
 
-def test_bells_that_follow_each_other_in_a_circle_are_served_once(bench: Bench) -> None:
+def test_graph_slots_that_follow_each_other_in_a_circle_are_served_once(bench: Bench) -> None:
     """A client that is broken keeps nobody else from being served."""
-    for bell in (1, 2):
-        bench.bind(bell, 4096 * (bell + 1))
+    for graph_slot in (1, 2):
+        bench.bind(graph_slot, 4096 * (graph_slot + 1))
     linked(bench, 1, 2, 1)
-    bench.page.set_bell(1, RUNG)
+    bench.page.set_graph_slot(1, RUNG)
     assert bench.serve()
     assert state(bench, 1, 2) == [(TAKEN, True)] * 2
 
@@ -264,7 +271,7 @@ def turn_off(bench: Bench) -> None:
         (turn_off, "0 calls in graphs take 0 bytes .* allowed: 4096 and 0"),
     ],
 )
-def test_call_that_cannot_have_a_bell_is_refused_with_the_reason(
+def test_call_that_cannot_have_a_graph_slot_is_refused_with_the_reason(
     bench: Bench, break_it: Callable[[Bench], None], why: str
 ) -> None:
     """The caller's capture fails with it; another backend is tried before."""
@@ -273,11 +280,11 @@ def test_call_that_cannot_have_a_bell_is_refused_with_the_reason(
         bench.bind()
     bench.rig.kernel = lambda: None
     bench.gpus.watch()
-    assert not bench.gpus.bells
+    assert not bench.gpus.graph_slots
     assert bench.driver.graphs == {}
 
 
-def test_graphs_of_bells_stay_and_those_of_repeated_calls_go(bench: Bench) -> None:
+def test_graphs_of_graph_slots_stay_and_those_of_repeated_calls_go(bench: Bench) -> None:
     """One budget for both: a client's graph may replay at any time, a repeated call runs without one."""
     rig = bench.rig
     for number in range(1, 6):
@@ -292,10 +299,10 @@ def test_graphs_of_bells_stay_and_those_of_repeated_calls_go(bench: Bench) -> No
         bench.bind(2)
     bench.gpus.mute(1, 0, PLAN)
     bench.bind(2)
-    assert rig.page.is_done(Turn(0, 6))
+    assert rig.page.is_done(TimelinePoint(0, 6))
 
 
-def test_bells_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_slots_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds memory of the driver's."""
     monkeypatch.setattr(graph_cache, "MAX_PINNED", 2)
     bench.bind(0)
@@ -304,21 +311,23 @@ def test_bells_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Non
         bench.bind(2)
 
 
-@pytest.mark.parametrize(("bell", "why"), [(BELLS, "bell 4096; allowed"), (0, "bell 0 of client 1 is bound already")])
-def test_bell_that_is_none_or_taken_is_refused(bench: Bench, bell: int, why: str) -> None:
+@pytest.mark.parametrize(
+    ("graph_slot", "why"), [(GRAPH_SLOTS, "graph slot 4096; allowed"), (0, "graph slot 0 of client 1 is bound already")]
+)
+def test_graph_slot_that_is_none_or_taken_is_refused(bench: Bench, graph_slot: int, why: str) -> None:
     """The broker and the client count them."""
     bench.bind(0)
     with pytest.raises(ProtocolError, match=why):
-        bench.bind(bell)
+        bench.bind(graph_slot)
 
 
-def test_muted_bell_is_silent_and_its_graph_gone_when_nothing_works(bench: Bench) -> None:
+def test_muted_graph_slot_is_silent_and_its_graph_gone_when_nothing_works(bench: Bench) -> None:
     """The driver would wait for the streams, and the kernel may be running."""
     bench.bind(3)
     bench.bind(4, 8192)
     bench.gpus.mute(1, 3, PLAN + 1)  # not of that plan
     bench.gpus.mute(2, 3, PLAN)  # not of that client
-    bench.page.set_bell(3, RUNG)
+    bench.page.set_graph_slot(3, RUNG)
     assert bench.serve()
     bench.driver.held.update(bench.rig.streams())
     bench.gpus.mute(1, 3, PLAN)
@@ -326,20 +335,20 @@ def test_muted_bell_is_silent_and_its_graph_gone_when_nothing_works(bench: Bench
     bench.driver.held.clear()
     bench.gpus.watch()
     assert len(bench.driver.graphs) == 1
-    bench.page.set_bell(3, RUNG)
+    bench.page.set_graph_slot(3, RUNG)
     assert not bench.serve()
 
 
 @pytest.mark.parametrize("what", ["arena", "gpu"])
-def test_bells_go_with_what_they_need(bench: Bench, what: str) -> None:
+def test_graph_slots_go_with_what_they_need(bench: Bench, what: str) -> None:
     """Their addresses mean something else by and by."""
     bench.bind(3)
     if what == "arena":
         bench.gpus.unmap_arena(1, 1, [bench.rig.plan])
     else:
         bench.gpus.unmap_gpu(1, UUID)
-    bench.page.set_bell(3, RUNG)
-    assert (bench.serve(), bench.driver.graphs, bool(bench.gpus.bells)) == (False, {}, False)
+    bench.page.set_graph_slot(3, RUNG)
+    assert (bench.serve(), bench.driver.graphs, bool(bench.gpus.graph_slots)) == (False, {}, False)
 
 
 @pytest.mark.parametrize("number", [2, 700])
@@ -348,7 +357,9 @@ def test_launch_that_fails_ends_the_process(bench: Bench, number: int) -> None:
     bench.bind(3)
     bench.driver.fails["launch_graph"] = error("cuGraphLaunch", number, sticky=number == 700)
     bench.driver.times["launch_graph"] = 1
-    bench.page.set_bell(3, RUNG)
-    with pytest.raises(Ended, match=f"bell 3 of client 1 was taken and cannot be served: cuGraphLaunch .* {number}"):
+    bench.page.set_graph_slot(3, RUNG)
+    with pytest.raises(
+        Ended, match=f"graph slot 3 of client 1 was taken and cannot be served: cuGraphLaunch .* {number}"
+    ):
         bench.serve()
-    assert (bench.page.bell(3), bench.page.is_bell_done(3)) == (TAKEN, False)
+    assert (bench.page.graph_slot(3), bench.page.is_graph_slot_done(3)) == (TAKEN, False)

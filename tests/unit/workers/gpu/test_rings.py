@@ -15,7 +15,7 @@ from layerzero.ipc.shm import lane
 from layerzero.ipc.shm.memory import PAGE_BYTES, ControlPage, create_memfd
 from layerzero.ipc.shm.ring import Ring, create_page
 from layerzero.ipc.shm.ring_words import LEFT, REPLAYED
-from layerzero.ipc.shm.timeline_words import Turn
+from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport.wire import Ref, pack_refs
 from layerzero.workers.gpu.rings import BURST, Rings
 
@@ -52,10 +52,10 @@ class Table:
         self.rig.close()
         self.control.close()
 
-    def put(self, ring: Ring, turns: range, lane: int = 0) -> None:
-        for number in turns:
-            self.rig.page.store_ready(Turn(lane, number))
-            ring.put(ring.taken + number - turns.start + 1, 1, 1, number, Turn(lane, number), REFS)
+    def put(self, ring: Ring, points: range, lane: int = 0) -> None:
+        for number in points:
+            self.rig.page.store_ready(TimelinePoint(lane, number))
+            ring.put(ring.taken + number - points.start + 1, 1, 1, number, TimelinePoint(lane, number), REFS)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def table() -> Iterator[Table]:
     table.close()
 
 
-def test_ring_that_is_full_lets_the_others_have_their_turn(table: Table) -> None:
+def test_ring_that_is_full_lets_the_others_have_their_point(table: Table) -> None:
     """One client's burst is not another's latency."""
     first, second = table.lend(1), table.lend(2)
     table.put(first, range(1, 101))
@@ -75,7 +75,7 @@ def test_ring_that_is_full_lets_the_others_have_their_turn(table: Table) -> None
     while table.rings.serve():
         pass
     assert (first.taken, table.left) == (100, [])
-    assert table.rig.page.is_done(Turn(0, 100))
+    assert table.rig.page.is_done(TimelinePoint(0, 100))
 
 
 def test_what_the_client_put_first_is_enqueued_before_a_call_of_the_broker(table: Table) -> None:
@@ -83,11 +83,16 @@ def test_what_the_client_put_first_is_enqueued_before_a_call_of_the_broker(table
     worker's. Those of other lanes that lie between do not matter."""
     ring, other = table.lend(1), table.lend(2)
     table.put(ring, range(1, 4))
-    for call, turn in ((4, Turn(1, 1)), (5, Turn(0, 4)), (6, Turn(0, 6)), (7, Turn(1, 2))):
-        table.rig.page.store_ready(turn)
-        ring.put(call, 1, 1, call, turn, REFS)
+    for call, point in (
+        (4, TimelinePoint(1, 1)),
+        (5, TimelinePoint(0, 4)),
+        (6, TimelinePoint(0, 6)),
+        (7, TimelinePoint(1, 2)),
+    ):
+        table.rig.page.store_ready(point)
+        ring.put(call, 1, 1, call, point, REFS)
     table.put(other, range(9, 11))
-    table.rings.catch_up(1, UUID, Turn(0, 5))
+    table.rings.catch_up(1, UUID, TimelinePoint(0, 5))
     assert (ring.taken, other.taken) == (5, 0)
     table.rig.run(5)
     table.rings.serve()
@@ -97,8 +102,8 @@ def test_what_the_client_put_first_is_enqueued_before_a_call_of_the_broker(table
 def test_client_that_puts_nonsense_does_not_hold_up_its_calls_of_the_broker(table: Table) -> None:
     """Its ring is not looked at any more."""
     ring = table.lend(1)
-    ring.put(7, 1, 1, 7, Turn(0, 1), REFS)
-    table.rings.catch_up(1, UUID, Turn(0, 5))
+    ring.put(7, 1, 1, 7, TimelinePoint(0, 1), REFS)
+    table.rings.catch_up(1, UUID, TimelinePoint(0, 5))
     table.rig.run(5)
     assert ring.taken == 0
 
@@ -132,21 +137,21 @@ def test_closed_ring_makes_ready_what_was_enqueued(table: Table) -> None:
     table.put(ring, range(1, 6))
     table.rings.serve()
     driver.held.update(table.rig.streams())
-    page.store_ready(Turn(0, 2))
+    page.store_ready(TimelinePoint(0, 2))
     table.rings.close(1)
-    assert page.is_ready(Turn(0, 5))
+    assert page.is_ready(TimelinePoint(0, 5))
     table.rig.gpus.unmap_gpu(1, UUID)
-    page.store_ready(Turn(0, 3))
+    page.store_ready(TimelinePoint(0, 3))
     table.rig.gpus.watch()
-    assert page.is_ready(Turn(0, 5))
-    page.store_ready(Turn(0, 6))
+    assert page.is_ready(TimelinePoint(0, 5))
+    page.store_ready(TimelinePoint(0, 6))
     table.rig.gpus.watch()
-    assert page.is_ready(Turn(0, 6))
+    assert page.is_ready(TimelinePoint(0, 6))
     driver.held.clear()
     table.rig.gpus.watch()
-    page.store_ready(Turn(0, 1))
+    page.store_ready(TimelinePoint(0, 1))
     table.rig.gpus.watch()
-    assert not page.is_ready(Turn(0, 5))
+    assert not page.is_ready(TimelinePoint(0, 5))
 
 
 def test_lease_may_come_before_its_ring(table: Table) -> None:
@@ -155,7 +160,7 @@ def test_lease_may_come_before_its_ring(table: Table) -> None:
     ring = table.lend(1, is_allowed=False)
     table.put(ring, range(1, 2))
     table.rings.serve()
-    assert (table.left, table.rig.page.is_done(Turn(0, 1))) == ([], True)
+    assert (table.left, table.rig.page.is_done(TimelinePoint(0, 1))) == ([], True)
 
 
 def test_a_ring_that_cannot_be_opened_leaves_no_descriptor(table: Table) -> None:

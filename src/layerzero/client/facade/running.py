@@ -1,0 +1,136 @@
+"""A request run, or handled otherwise in its context; and what a submitted one becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from layerzero.client.connection.call import Request, Submitted
+from layerzero.client.connection.record import Record
+from layerzero.client.connection.report import SelectionReport
+from layerzero.client.facade.default_session import session
+from layerzero.client.gpu.arrays import is_on_gpu
+from layerzero.client.gpu.outcomes import Enqueued
+from layerzero.client.session.session import Session
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, OutputTooSmall
+
+ResultT = TypeVar("ResultT")
+
+handler: ContextVar[Callable[[Request], Any] | None] = ContextVar("handler", default=None)
+"""What happens to requests in this context instead of running them: lz.submit and lz.explain set it."""
+tracer: ContextVar[Callable[[Request], Any] | None] = ContextVar("tracer", default=None)
+"""Takes what lz.submit would send, and answers it: client/tools/trace.py sets it."""
+
+
+def perform(request: Request) -> ResultT:  # type: ignore[type-var]  # the caller knows what its op gives
+    handle = handler.get()
+    result: ResultT = handle(request) if handle is not None else session().run(request)
+    return result
+
+
+def perform_sized(make: Callable[..., Request], sizes: tuple[int, ...]) -> Any:
+    """Run a call whose output size depends on the data; once more with the size that the kernel asked for."""
+    if handler.get() is send:
+        raise InvalidArgument("ops with text results cannot be submitted; call them in a thread of their own")
+    try:
+        return perform(make(*sizes))
+    except OutputTooSmall as exc:
+        needed = exc.facts.get("needed")
+        if not (
+            isinstance(needed, list) and len(needed) == len(sizes) and all(type(n) is int and n >= 0 for n in needed)
+        ):
+            raise
+        return perform(make(*(max(n, size) for n, size in zip(needed, sizes, strict=True))))
+
+
+def send(request: Request) -> Future:
+    """A request on its way: the handler of lz.submit."""
+    owner = session()
+    trace = tracer.get()
+    if trace is not None:
+        return Future(owner, request.op, value=trace(request))
+    if is_on_gpu(request.args):
+        value = owner.run(request)
+        record = owner.last_record
+        return Future(owner, request.op, value=value, record=record if isinstance(record, Enqueued) else None)
+    return Future(owner, request.op, owner.submit(request))
+
+
+class Future:
+    """A submitted call. `result()` waits; it can be awaited too."""
+
+    def __init__(
+        self,
+        owner: Session,
+        op: str,
+        submitted: Submitted | None = None,
+        *,
+        value: Any = None,
+        record: Enqueued | None = None,
+    ) -> None:
+        """Without `submitted` the call has ended with `value`, or is enqueued on a GPU."""
+        self._session = owner
+        self._op = op
+        self._submitted = submitted
+        self._record: Record | SelectionReport | Enqueued | None = record
+        self._value = value
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """True when `result()` would not wait."""
+        submitted = self._submitted
+        if submitted is not None and not submitted.pending.is_done:
+            submitted.link.read_nowait()
+        return submitted is None or submitted.pending.is_done
+
+    def __repr__(self) -> str:
+        if self._submitted is not None:
+            state = "answered" if self._submitted.pending.is_done else "running"
+        elif isinstance(self._error, LayerZeroError):
+            state = f"failed, {self._error.code}"
+        else:
+            state = "done" if self._error is None else f"failed, {type(self._error).__name__}"
+        return f"<lz.Future of {self._op}: {state}>"
+
+    @property
+    def report(self) -> SelectionReport | None:
+        """As lz.last_report(), of this call; None until its result was taken."""
+        report = self._session.report_of(self._record)
+        if not isinstance(self._record, Enqueued):
+            self._record = report
+        return report
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The op's result. Raises what the op raises, and TimeoutError when it is not there after `timeout` seconds:
+        the call goes on then, and may be asked again."""
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        if not self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            raise self._too_early(timeout)
+        try:
+            submitted = self._submitted
+            if submitted is not None:
+                if not self._session.await_answer(submitted, until_s):
+                    raise self._too_early(timeout)
+                try:
+                    self._value = self._session.finish(submitted)
+                except Exception as exc:
+                    self._error = exc
+                self._record = self._session.last_record
+                self._submitted = None
+        finally:
+            self._lock.release()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _too_early(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(f"{self._op} is still running after {timeout:g} s; ask again, or wait longer")
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.to_thread(self.result).__await__()
