@@ -15,14 +15,45 @@ from layerzero.ipc.vocabulary.ops import OPS
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "layerzero"  # documents name the files of the package from here
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z0-9_.-]+\.(?:py|md|json|toml))`")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = [
+    pytest.param(path, id=path.relative_to(ROOT).as_posix())
+    for path in sorted(
+        [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench/README.md", ROOT / "examples/README.md"]
+    )
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-@pytest.mark.parametrize("document", [pytest.param(path, id=path.name) for path in DOCUMENTS])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_that_a_document_names_exists(document: Path) -> None:
     """A table that walks the code is worth nothing once it leads astray."""
     named = set(FILE.findall(document.read_text(encoding="utf-8")))
     assert not [name for name in sorted(named) if not any((top / name).exists() for top in (ROOT, SOURCE))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    """A page that was renamed, or a heading, takes the links with it."""
+    lost = []
+    for link in LINK.findall(document.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            lost.append(link)
+    assert lost == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and GitLab make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_table_of_contents_has_every_page() -> None:
+    """A page that is not in docs/README.md is one that nobody finds."""
+    contents = ROOT / "docs" / "README.md"
+    linked = {(contents.parent / link).resolve() for link in LINK.findall(contents.read_text(encoding="utf-8"))}
+    assert [page.name for page in ROOT.glob("docs/**/*.md") if page != contents and page.resolve() not in linked] == []
 
 
 def test_every_op_has_its_section() -> None:
