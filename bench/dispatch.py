@@ -271,7 +271,7 @@ def large_rows(rounds: int, threads: str) -> Iterator[Row]:
         for call in (*ours.values(), lz.null):
             p50_us(call, 30)
             report = lz.last_report()
-            assert (report.copied_bytes, report.lane) == (0, "express")
+            assert (report.copied_bytes, report.path) == (0, "express")
         wait_quiet()
         for op, call in ours.items():
             figures = [
@@ -328,7 +328,7 @@ def express_row(quick: bool) -> Row:
         echo = echo_once(sock)
         for call in (echo, lz.null):
             p50_us(call, 200)
-        assert lz.last_report().lane == "express"
+        assert lz.last_report().path == "express"
         figures = [(p50_us(lz.null, calls), p50_us(echo, calls)) for _ in range(rounds)]
     ours, floor = (statistics.median(column) for column in zip(*figures, strict=True))
     ratio = statistics.median(a / b for a, b in figures)

@@ -177,7 +177,7 @@ def test_a_call_on_an_express_lane_is_tried_again(new_site: Callable[..., Site])
         lz.silu(X)
         report = lz.last_report()
         assert report is not None
-        lanes.append(report.lane)
+        lanes.append(report.path)
     assert lanes[-1] == "express"
     np.testing.assert_allclose(lz.silu(X), silu(X), rtol=1e-6)
     report = lz.last_report()

@@ -50,7 +50,7 @@ def call(x: np.ndarray, **kwargs: object) -> lz.SelectionReport:
 
 def settle(x: np.ndarray = X, **kwargs: object) -> lz.SelectionReport:
     """Call until the call is on a lane."""
-    return wait_until(lambda: report if (report := call(x, **kwargs)).lane == "express" else None)
+    return wait_until(lambda: report if (report := call(x, **kwargs)).path == "express" else None)
 
 
 def shaped(ndim: int) -> np.ndarray:
@@ -97,7 +97,7 @@ def test_a_settled_route_leaves_the_broker_out(connected: Site) -> None:
     settle()
     before = connected.backend("alpha")["answered"]
     reports = [call(X) for _ in range(10)]
-    assert {report.lane for report in reports} == {"express"}
+    assert {report.path for report in reports} == {"express"}
     assert (reports[0].backend, reports[0].kernel_id) == ("alpha", "alpha.silu")
     assert reports[0].worker_pid == connected.backend("alpha")["pid"]
     assert reports[0].kernel_us > 0
@@ -131,7 +131,7 @@ def test_arrays_of_calls_on_a_lane_are_let_go(connected: Site) -> None:
         lz.silu(x, out=out)
     report = lz.last_report()
     assert report is not None
-    assert report.lane == "express"
+    assert report.path == report.lane == "express"
     del x, out
     gc.collect()
     assert pool.stats()["slots"] == before - 2
@@ -155,7 +155,7 @@ def test_threads_share_lanes_and_get_their_own_results(connected: Site) -> None:
 def test_the_lane_is_a_setting(new_site: Callable[..., Site]) -> None:
     """Who suspects it can switch it off."""
     new_site(express="false").connect()
-    assert {call(X).lane for _ in range(10)} == {"broker"}
+    assert {call(X).path for _ in range(10)} == {"broker"}
 
 
 def test_a_call_on_a_new_arena_comes_by_the_broker_once(connected: Site) -> None:
@@ -169,7 +169,7 @@ def test_a_call_on_a_new_arena_comes_by_the_broker_once(connected: Site) -> None
     for out in kept:
         lz.silu(X, out=out)
         np.testing.assert_allclose(out, silu(X), rtol=1e-6)
-    assert settle().lane == "express"
+    assert settle().path == "express"
 
 
 # --- what ends a lease
@@ -199,7 +199,7 @@ def test_shadow_checks_see_every_call(new_site: Callable[..., Site]) -> None:
     site = new_site()
     site.set_policy("shadow_rate: 0.5\n")
     site.connect()
-    assert {call(X).lane for _ in range(20)} == {"broker"}
+    assert {call(X).path for _ in range(20)} == {"broker"}
 
 
 # --- deaths
@@ -221,7 +221,7 @@ def test_a_worker_lost_in_any_phase_costs_one_attempt(new_site: Callable[..., Si
         )
         assert failed.phase == SEEN_AS[phase]
         assert served.backend in ("alpha", "beta")
-        assert report.lane == "broker"
+        assert report.path == "broker"
         assert not is_running(failed.worker_pid)
         assert [e["backend"] for e in site.events("worker.exited")][-1] == f"at-{phase}"
         assert settle(shaped(ndim)).backend != failed.backend
@@ -273,7 +273,7 @@ def test_inputs_that_kill_every_worker_are_poison_also_from_a_lane(new_site: Cal
         lz.silu(bad(KILL))
     assert len(connected.events("worker.exited")) == deaths + 2
     connected.wait_ready("alpha")
-    assert call(X).lane == "broker"  # a poisoned signature's inputs are looked at one by one
+    assert call(X).path == "broker"  # a poisoned signature's inputs are looked at one by one
 
 
 def test_a_busy_lane_is_no_fault_of_the_calls_behind_it(new_site: Callable[..., Site]) -> None:
@@ -285,11 +285,11 @@ def test_a_busy_lane_is_no_fault_of_the_calls_behind_it(new_site: Callable[..., 
         "lz.connect()\n"
         "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
         "lz.silu(x)\n"
-        "while lz.last_report().lane != 'express': lz.silu(x)\n"
+        "while lz.last_report().path != 'express': lz.silu(x)\n"
         "print('settled', flush=True)\n"
         "x[0] = fault(PAUSE, 'alpha')\n"
         "lz.silu(x)\n"
-        "print(lz.last_report().lane, lz.last_report().backend)\n"
+        "print(lz.last_report().path, lz.last_report().backend)\n"
     )
     assert slow.stdout is not None
     assert slow.stdout.readline() == "settled\n"
@@ -355,7 +355,7 @@ def test_an_interrupt_keeps_the_memory_and_the_lane_until_the_call_ends(connecte
         done.result()
     assert {call(X, backend="beta").lane for _ in range(3)} == {"broker"}
     os.kill(alpha, signal.SIGCONT)
-    assert settle().lane == "express"
+    assert settle().path == "express"
 
 
 def test_a_forked_child_has_lanes_of_its_own(connected: Site) -> None:
@@ -365,14 +365,14 @@ def test_a_forked_child_has_lanes_of_its_own(connected: Site) -> None:
     child = os.fork()
     if not child:
         try:
-            lanes = [call(X).lane]
+            lanes = [call(X).path]
             while lanes[-1] != "express" and len(lanes) < 1000:
-                lanes.append(call(X).lane)
+                lanes.append(call(X).path)
             os.write(write, ",".join(sorted(set(lanes))).encode())
         finally:
             os._exit(0)
     os.close(write)
-    assert {call(X).lane for _ in range(50)} == {"express"}
+    assert {call(X).path for _ in range(50)} == {"express"}
     assert os.read(read, 100) == b"broker,express"
     os.close(read)
     os.waitpid(child, 0)
@@ -408,7 +408,7 @@ def test_a_client_killed_on_a_lane_harms_nobody(new_site: Callable[..., Site]) -
         "lz.connect()\n"
         "x = np.linspace(-3, 3, 8, dtype=np.float32)\n"
         "lz.silu(x)\n"
-        "while lz.last_report().lane != 'express': lz.silu(x)\n"
+        "while lz.last_report().path != 'express': lz.silu(x)\n"
         "print('settled', flush=True)\n"
         "x[0] = fault(PAUSE, 'alpha')\n"
         "lz.silu(x)\n"

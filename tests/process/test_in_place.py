@@ -57,7 +57,7 @@ class TestInPlace:
             key += 1
         report = lz.last_report()
         assert report is not None
-        assert report.lane == "express"
+        assert report.path == "express"
 
     def test_caches_elsewhere_are_copied_there_and_back_and_the_report_says_so(self) -> None:
         """Right in any memory; what it costs is not hidden."""

@@ -68,7 +68,7 @@ def test_calls_run_here_once_the_probe_has_passed(here: Site) -> None:
     assert "has not ended yet" in str(first)
     settled = settle()
     assert (settled.lane, settled.worker_pid) == ("in_process", os.getpid())
-    wait_until(lambda: lz.silu(X) is not None and report().lane == "in_process")
+    wait_until(lambda: lz.silu(X) is not None and report().path == "in_process")
     answered = here.backend("alpha")["answered"]
     result = lz.silu(X)
     assert np.allclose(result, expected(X))
@@ -76,7 +76,7 @@ def test_calls_run_here_once_the_probe_has_passed(here: Site) -> None:
     assert (there.lane, there.worker_pid, there.backend) == ("in_process", os.getpid(), "alpha")
     assert (there.copies, there.notes) == ((), ())
     assert there.plan is not None
-    assert there.plan.lane == "in_process"
+    assert there.plan.path == "in_process"
     assert [(a.backend, a.outcome, a.worker_pid) for a in there.attempts] == [("alpha", None, os.getpid())]
     assert here.backend("alpha")["answered"] == answered
 
@@ -85,7 +85,7 @@ def test_broker_learns_the_times_of_calls_that_it_did_not_see(here: Site) -> Non
     """Selection goes by measured times, wherever the kernel ran."""
     settle()
     x = np.ones((64, 512), np.float32)
-    wait_until(lambda: lz.silu(x) is not None and report().lane == "in_process")
+    wait_until(lambda: lz.silu(x) is not None and report().path == "in_process")
     answered = here.backend("alpha")["answered"]
     for _ in range(4):
         lz.silu(x)
@@ -104,7 +104,7 @@ def test_all_ways_of_calling_run_here(here: Site) -> None:
         return report()
 
     def until_here(call: Callable[[], object], wanted: np.ndarray) -> lz.SelectionReport:
-        return wait_until(lambda: found if (found := ran_here(call(), wanted)).lane == "in_process" else None)
+        return wait_until(lambda: found if (found := ran_here(call(), wanted)).path == "in_process" else None)
 
     out = np.zeros_like(X)
     assert until_here(lambda: lz.silu(X, out=out), expected(X)).copies == ()
@@ -127,7 +127,7 @@ def test_all_ways_of_calling_run_here(here: Site) -> None:
     def submitted() -> lz.SelectionReport | None:
         future = lz.submit("silu", X)
         assert np.allclose(future.result(), expected(X))
-        return future.report if future.report is not None and future.report.lane == "in_process" else None
+        return future.report if future.report is not None and future.report.path == "in_process" else None
 
     wait_until(submitted)
     with pytest.raises(lz.InvalidArgument, match="timeout_s is -1"):
@@ -147,7 +147,7 @@ def test_threads_share_a_backend(here: Site) -> None:
         if report().worker_pid != os.getpid():
             problems.append(report())
 
-    wait_until(lambda: lz.silu(np.ones((7, 9), np.float32)) is not None and report().lane == "in_process")
+    wait_until(lambda: lz.silu(np.ones((7, 9), np.float32)) is not None and report().path == "in_process")
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
@@ -160,7 +160,7 @@ def test_kernel_that_raises_here_is_answered_by_a_worker(here: Site) -> None:
     """Its failure is an attempt in the report; the worker's libraries may be others."""
     settle()
     x = np.full((3, 4), 1.0, np.float32)
-    wait_until(lambda: lz.silu(x) is not None and report().lane == "in_process")
+    wait_until(lambda: lz.silu(x) is not None and report().path == "in_process")
     x[0, 0] = fault(RAISE, "alpha")
     assert np.allclose(lz.silu(x), expected(x))
     found = report()
@@ -180,7 +180,7 @@ def test_what_every_kernel_would_say_is_said_here_too(here: Site) -> None:
     """INVALID_ARGUMENT from a kernel ends the call, with a report."""
     settle()
     x = np.full((3, 4), 1.0, np.float32)
-    wait_until(lambda: lz.silu(x) is not None and report().lane == "in_process")
+    wait_until(lambda: lz.silu(x) is not None and report().path == "in_process")
     x[0, 0] = fault(6666)
     future = lz.submit("silu", x)
     with pytest.raises(lz.InvalidArgument, match="the toy calls this input invalid") as caught:
@@ -221,7 +221,7 @@ def test_library_that_does_not_fit_is_moved_out_for_good(new_site: Make) -> None
     assert lz.connect(runtime_dir=site.folder).refusals() == {"lazy": why}
     y = np.ones((2, 2), np.float32)
     assert np.allclose(lz.silu(y), expected(y))
-    assert (report().lane, report().notes) == ("broker", (f"lazy does not run in this process: {why}",))
+    assert (report().path, report().notes) == ("broker", (f"lazy does not run in this process: {why}",))
 
 
 def test_class_that_computes_wrongly_here_stays_in_the_worker(new_site: Make) -> None:
@@ -232,9 +232,9 @@ def test_class_that_computes_wrongly_here_stays_in_the_worker(new_site: Make) ->
         "            write(x / (1 + np.exp(-x)))", f"            write(x / (1 + np.exp(-x)) + {wrong})"
     )
     own(site, "partly", toy)
-    assert settle("partly").lane == "in_process"
+    assert settle("partly").path == "in_process"
     large = np.zeros(600, np.float32)
-    assert settle("partly", large).lane == "broker"
+    assert settle("partly", large).path == "broker"
     assert "failed on" in report().notes[0]
     assert not lz.silu(large).any()
     assert list(lz.connect(runtime_dir=site.folder).refusals()) == ["partly.silu"]
@@ -243,9 +243,9 @@ def test_class_that_computes_wrongly_here_stays_in_the_worker(new_site: Make) ->
 def test_policy_that_changes_its_mind_is_followed_within_the_lease(here: Site) -> None:
     """A grant lasts a second; no call fails in between."""
     settle()
-    wait_until(lambda: lz.silu(X) is not None and report().lane == "in_process")
+    wait_until(lambda: lz.silu(X) is not None and report().path == "in_process")
     here.set_policy()
-    wait_until(lambda: lz.silu(X) is not None and report().lane == "broker")
+    wait_until(lambda: lz.silu(X) is not None and report().path == "broker")
     assert (report().backend, report().notes) == ("alpha", ())
 
 
@@ -253,14 +253,14 @@ def test_caller_alone_may_ask_for_it(new_site: Make) -> None:
     """backend_isolation may come with the calls, and holds for those only."""
     new_site().start().connect()
     lz.silu(X)
-    assert report().lane == "broker"
+    assert report().path == "broker"
     lz.configure(backend_isolation={"alpha": "auto"})
     try:
-        assert settle().lane == "in_process"
+        assert settle().path == "in_process"
     finally:
         lz.configure(backend_isolation=None)
     lz.silu(X)
-    assert report().lane == "broker"
+    assert report().path == "broker"
 
 
 def test_forked_child_probes_for_itself(here: Site, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ x = np.ones((3, 4), np.float32)
 def until_here():
     while True:
         lz.silu(x)
-        if lz.last_report().lane == "in_process":
+        if lz.last_report().path == "in_process":
             return lz.last_report().worker_pid == os.getpid()
 assert until_here()
 child = os.fork()

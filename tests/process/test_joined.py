@@ -110,7 +110,7 @@ def test_a_joined_worker_serves_and_comes_back_after_each_end(stack: Stack) -> N
     stack.wait_ready("gamma")
     assert stack.health().returncode == 0
     report = call()
-    assert (report.backend, report.lane, report.attempts[-1].worker_pid) == ("alpha", "broker", report.worker_pid)
+    assert (report.backend, report.path, report.attempts[-1].worker_pid) == ("alpha", "broker", report.worker_pid)
     worker_pids = first.children()
     first.kill()
     assert call().backend == "beta"

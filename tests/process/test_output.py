@@ -227,7 +227,7 @@ def test_report_of_a_repeated_call_says_of_when_its_verdicts_are(new_site: Sites
     def settled() -> lz.SelectionReport | None:
         lz.silu(x, out=out)
         report = lz.last_report()
-        return report if report is not None and report.lane == "express" else None
+        return report if report is not None and report.path == "express" else None
 
     report = wait_until(settled)
     assert report is not None

@@ -41,7 +41,7 @@ def test_a_worker_that_leaves_a_call_of_anothers_lane_is_killed_and_the_client_s
         lz.silu(X)
         report = lz.last_report()
         assert report is not None
-        return report.lane
+        return report.path
 
     wait_until(lambda: lane() == "express")
     with pytest.raises(lz.LayerZeroError, match="leaves call 1 of lane 1, which is another worker's") as failure:

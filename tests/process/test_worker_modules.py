@@ -48,4 +48,4 @@ def test_a_worker_of_the_cpu_loads_nothing_of_cuda(new_site: Callable[..., Site]
 def _is_express(x: np.ndarray, out: np.ndarray) -> bool:
     lz.silu(x, backend="watched", out=out)
     report = lz.last_report()
-    return report is not None and report.lane == "express"
+    return report is not None and report.path == "express"

@@ -51,7 +51,7 @@ def report_of(record: Record | SelectionReport | None) -> SelectionReport | None
         kernel_id=decision.kernel_id,
         backend=decision.backend,
         worker_pid=decision.worker_pid,
-        lane=decision.lane,
+        path=decision.lane,
         copies=tuple(copies),
         elapsed_us=(end_ns - start_ns) / 1e3,
         kernel_us=kernel_ns / 1e3,
@@ -76,7 +76,7 @@ def failure_of(
         kernel_id=None,
         backend=None,
         worker_pid=None,
-        lane=BROKER,
+        path=BROKER,
         copies=tuple(copies),
         elapsed_us=(time.perf_counter_ns() - start_ns) / 1e3,
         attempts=(*prior, *(_attempt(a) for a in outcome.attempts)),
@@ -103,7 +103,7 @@ def explanation(op: str, answer: Mapping[str, Any]) -> SelectionReport:
         kernel_id=best.kernel_id if best else None,
         backend=best.backend if best else None,
         worker_pid=None,
-        lane=BROKER if best else None,
+        path=BROKER if best else None,
         candidates=candidates,
     )
 

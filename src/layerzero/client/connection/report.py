@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from layerzero.ipc.wording import counted, shared_causes
 
-BROKER, EXPRESS, IN_PROCESS = "broker", "express", "in_process"  # lanes
+BROKER, EXPRESS, IN_PROCESS = "broker", "express", "in_process"  # paths of a call
 MIN_WIDTH = 80  # a report that is printed is made for a terminal at least so wide
 MIN_COLUMN = 24  # so wide is the last column of a table at least
 MAX_WHY = 160  # characters of why a kernel refuses
@@ -111,7 +111,7 @@ class ExecutionPlan:
 
     kernel_id: str
     backend: str
-    lane: str
+    path: str
     transforms: tuple[str, ...] = ()
     fused_ops: tuple[str, ...] = ()
     transform_cost: float = 0.0
@@ -123,7 +123,7 @@ class SelectionReport:
     """Which kernel served a call (or would), what it cost, why not the others.
 
     `elapsed_us` is the caller's wall time, `kernel_us` the kernel's own; both are None for an explanation.
-    `lane` is "broker", "express" or "in_process" (docs/design.md). `attempts` has every try, the successful one last
+    `path` is "broker", "express" or "in_process" (docs/design.md). `attempts` has every try, the successful one last
     with outcome None. `notes`: what else there is to say, such as why a backend that policy wants in the caller's
     process did not run there. `verdicts_age_s`: so long before this call `candidates` were looked at, where it runs as
     earlier ones of its kind did; lz.explain has the present ones.
@@ -136,7 +136,7 @@ class SelectionReport:
     kernel_id: str | None
     backend: str | None
     worker_pid: int | None
-    lane: str | None
+    path: str | None
     copies: tuple[Copy, ...] = ()
     elapsed_us: float | None = None
     kernel_us: float | None = None
@@ -147,6 +147,11 @@ class SelectionReport:
     is_verbose: bool = field(default=False, repr=False, compare=False)
 
     @property
+    def lane(self) -> str | None:
+        """The path, by its name of version 0.1; for callers from then."""
+        return self.path
+
+    @property
     def copied_bytes(self) -> int:
         """All bytes copied for this call, on either side."""
         return sum(copy.nbytes for copy in self.copies)
@@ -154,7 +159,7 @@ class SelectionReport:
     @property
     def plan(self) -> ExecutionPlan | None:
         """What was selected; None when nobody serves the call."""
-        if self.kernel_id is None or self.backend is None or self.lane is None:
+        if self.kernel_id is None or self.backend is None or self.path is None:
             return None
         chosen = next((c for c in self.candidates if c.kernel_id == self.kernel_id), None)
         terms = chosen.terms if chosen else {}
@@ -162,7 +167,7 @@ class SelectionReport:
         return ExecutionPlan(
             self.kernel_id,
             self.backend,
-            self.lane,
+            self.path,
             copied or (chosen.transforms if chosen else ()),
             chosen.fused_ops if chosen else (),
             abs(terms.get("transform", 0.0)),

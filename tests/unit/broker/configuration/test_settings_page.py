@@ -12,7 +12,7 @@ from layerzero.broker.configuration.settings import Settings
 from layerzero.ipc.vocabulary import variables
 
 ROOT = Path(__file__).parents[4]
-FOLDERS = ("broker", "capabilities", "client", "containers", "envs", "ipc", "workers", "tests/containers")
+FOLDERS = ("src/layerzero", "containers", "tests/containers")
 NAMED = re.compile(r"LAYERZERO_([A-Z][A-Z_]*[A-Z])\b")
 
 
