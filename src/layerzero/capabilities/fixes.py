@@ -7,37 +7,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from layerzero.capabilities import mends
+from layerzero.capabilities import transforms
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.match import Rejection, findings, match, memory_rejection
-from layerzero.capabilities.mends import Mend
 from layerzero.capabilities.reasons import Reason
+from layerzero.capabilities.transforms import Transform
 
-MAX_STEPS = 8  # one call is never changed in more ways; a mend that causes what another mends would go on for ever
+MAX_STEPS = 8  # one call is never changed in more ways; one that causes what another mends would go on
 
-_BY_COPY: Mapping[Reason, Mend] = {
-    Reason.NOT_CONTIGUOUS: mends.copy,
-    Reason.STRIDE_LAST_DIM: mends.copy,
+_BY_COPY: Mapping[Reason, Transform] = {
+    Reason.NOT_CONTIGUOUS: transforms.copy,
+    Reason.STRIDE_LAST_DIM: transforms.copy,
 }
-_BY_CALLER: Mapping[Reason, Mend] = {
+_BY_CALLER: Mapping[Reason, Transform] = {
     **_BY_COPY,
-    Reason.LAYOUT_UNSUPPORTED: mends.relayout,
-    Reason.DTYPE_UNSUPPORTED: mends.cast,
-    Reason.DTYPE_MIXED: mends.cast,
-    Reason.ARG_UNSUPPORTED: mends.leave_out,
-    Reason.ARG_REQUIRED: mends.pass_neutral,
-    Reason.ATTR_UNSUPPORTED: mends.set_attribute,
-    Reason.HEAD_DIM_INVALID: mends.pad_heads,
-    Reason.HEAD_DIM_ALIGNMENT: mends.pad_heads,
-    Reason.GQA_UNSUPPORTED: mends.repeat_heads,
-    Reason.ATTN_MASK_UNSUPPORTED: mends.convert_mask,
-    Reason.ATTN_MASK_INVALID: mends.convert_mask,
-    Reason.CAUSAL_ALIGNMENT_UNSUPPORTED: mends.spell_out_causal,
-    Reason.PACKED_WEIGHTS_REQUIRED: mends.pack_weights,
-    Reason.NON_DETERMINISTIC: mends.allow_nondeterminism,
-    Reason.JIT_DISABLED: mends.allow_jit,
-    Reason.MEMORY_HEADROOM_EXCEEDED: mends.lower_headroom,
+    Reason.LAYOUT_UNSUPPORTED: transforms.relayout,
+    Reason.DTYPE_UNSUPPORTED: transforms.cast,
+    Reason.DTYPE_MIXED: transforms.cast,
+    Reason.ARG_UNSUPPORTED: transforms.leave_out,
+    Reason.ARG_REQUIRED: transforms.pass_neutral,
+    Reason.ATTR_UNSUPPORTED: transforms.set_attribute,
+    Reason.HEAD_DIM_INVALID: transforms.pad_heads,
+    Reason.HEAD_DIM_ALIGNMENT: transforms.pad_heads,
+    Reason.GQA_UNSUPPORTED: transforms.repeat_heads,
+    Reason.ATTN_MASK_UNSUPPORTED: transforms.convert_mask,
+    Reason.ATTN_MASK_INVALID: transforms.convert_mask,
+    Reason.CAUSAL_ALIGNMENT_UNSUPPORTED: transforms.spell_out_causal,
+    Reason.PACKED_WEIGHTS_REQUIRED: transforms.pack_weights,
+    Reason.NON_DETERMINISTIC: transforms.allow_nondeterminism,
+    Reason.JIT_DISABLED: transforms.allow_jit,
+    Reason.MEMORY_HEADROOM_EXCEEDED: transforms.lower_headroom,
 }
 # Reasons that lie not in the call: what to do, and the detail says to what.
 _BY_OPERATOR: Mapping[Reason, str] = {
@@ -86,7 +86,7 @@ def adaptation(context: SelectionContext, kernel: KernelCapability) -> Adaptatio
             return None
     if not is_refused:
         return NOTHING
-    found = _mended(context, kernel, _BY_COPY, ())
+    found = _transformed(context, kernel, _BY_COPY, ())
     if found is None:
         return None
     _, _, transforms = found
@@ -113,7 +113,7 @@ def counterfactual(context: SelectionContext, kernel: KernelCapability, rejectio
             advice.append(f"{_BY_OPERATOR[rejection.code]} ({rejection.repair or rejection.detail})")
         elif rejection.code not in _BY_CALLER:
             return None
-    found = _mended(context, kernel, _BY_CALLER, codes)
+    found = _transformed(context, kernel, _BY_CALLER, codes)
     if found is None:
         return None
     changed, changes, transforms = found
@@ -121,12 +121,12 @@ def counterfactual(context: SelectionContext, kernel: KernelCapability, rejectio
     return Fix(change, codes, transforms, changed) if change else None
 
 
-def _mended(
-    context: SelectionContext, kernel: KernelCapability, known: Mapping[Reason, Mend], codes: Sequence[Reason]
+def _transformed(
+    context: SelectionContext, kernel: KernelCapability, known: Mapping[Reason, Transform], codes: Sequence[Reason]
 ) -> tuple[SelectionContext, list[str], tuple[str, ...]] | None:
     """The call after mending one reason after the other until none is left, what was changed, and the transforms.
 
-    None when a reason has no mend, or its mend does not help.
+    None when a reason has no transform, or its transform does not help.
     """
     is_memory_asked = Reason.MEMORY_HEADROOM_EXCEEDED in codes
     changes: list[str] = []

@@ -1,6 +1,6 @@
 """Changes of a call, one function for each kind of refusal. capabilities/fixes.py applies them and checks the result.
 
-A mend returns the changed call, or None where it knows no change. It may change too little: then match() says so.
+A transform returns the changed call, or None where it knows no change. It may change too little: then match() says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Step:
     transforms: tuple[str, ...] = ()
 
 
-Mend = Callable[[SelectionContext, KernelCapability], Step | None]
+Transform = Callable[[SelectionContext, KernelCapability], Step | None]
 
 
 def _with(
