@@ -17,7 +17,7 @@ from typing import Any
 from tests.containers.engine import Engine, run
 from tests.process.harness import ROOT, wait_until
 
-CONTEXT = ("broker", "capabilities", "client", "containers", "envs", "examples", "ipc", "src", "workers")
+CONTEXT = ("containers", "examples", "src")
 FILES = ("docker-compose.yml", ".dockerignore", "pyproject.toml", "README.md", "LICENSE")
 WORKERS = {"torch": "torch", "mlx": "mlx", "onnxruntime": "onnxruntime", "tokenizers": "tokenizers-0.23"}
 LOAD = Path(__file__).with_name("load.py")
