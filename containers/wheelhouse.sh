@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- torch.cpu mlx.cpu onnxruntime.cpu tokenizers-0.23.cpu
-for lock in containers/locks/*.txt $(printf 'envs/locks/%s.txt ' "$@"); do
+for lock in containers/locks/*.txt $(printf 'src/layerzero/envs/locks/%s.txt ' "$@"); do
     echo "== $lock"
     # One at a time: they are of environments that conflict.
     "${PYTHON:-python3}" -m pip download --quiet --require-hashes --no-deps --only-binary :all: --python-version 3.11 \
