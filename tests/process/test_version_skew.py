@@ -33,7 +33,7 @@ def package_of(protocol: int, folder: Path) -> Path:
     """The folder to import a package from that is this one, but for its protocol."""
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "src" / "layerzero", folder / "layerzero", symlinks=False, ignore=skip)
-    file = folder / "layerzero" / "ipc" / "wire.py"
+    file = folder / "layerzero" / "ipc" / "transport" / "wire.py"
     text = file.read_text()
     assert f"\nPROTOCOL = {wire.PROTOCOL}" in text
     file.write_text(text.replace(f"\nPROTOCOL = {wire.PROTOCOL}", f"\nPROTOCOL = {protocol}"))

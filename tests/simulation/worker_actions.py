@@ -333,6 +333,7 @@ class WorkerActions:
         call = next((c for c in client.open.values() if (c.body, c.point, c.graph_slot) == places), None)
         if call is None:
             self.require(client.left_during == self._events, "Run of a call that is not open")
+            process.has_unseen = True
             return  # its client was dropped while this very list of actions was performed
         arenas = frozenset((action.client, ref.arena) for ref in wire.unpack_refs(action.body, 2))
         is_killed = bool(process.kill_reason) and process.killed_during != self._events

@@ -146,6 +146,7 @@ class Dispatch:
         if not call.lost_at or call.route.signature.spec.pinned:
             return False
         call.once_more |= call.lost_at
+        call.excused -= call.lost_at  # there its worker may begin anew once more
         call.lost_at.clear()
         if self.observer is not None:
             self.observer(call)
