@@ -156,19 +156,22 @@ def parse_layer(text: str, origin: str) -> Layer:
         raise ConfigError(f"{origin}{line}: not YAML: {exc.problem or exc.context}; {_HINT}") from exc
     except yaml.YAMLError as exc:  # characters that YAML does not allow
         raise ConfigError(f"{origin}: not YAML: {str(exc).splitlines()[0]}") from exc
-    except RecursionError as exc:
-        raise ConfigError(f"{origin}: nested too deeply") from exc
     return Layer(origin, values, reader.lines, tuple(reader.flaws))
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that takes MAX_DEPTH open brackets and no more: PyYAML looks ahead over all of them at each
-    token."""
+    """A SafeLoader that takes MAX_DEPTH open brackets and as many indents and no more: PyYAML looks ahead over all
+    brackets at each token, and how many levels it can walk depends on who has changed Python's recursion limit."""
 
     def fetch_flow_collection_start(self, kind: Any) -> None:
         if self.flow_level >= MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self.get_mark())
         super().fetch_flow_collection_start(kind)
+
+    def add_indent(self, column: int) -> bool:
+        if len(self.indents) >= MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep", problem_mark=self.get_mark())
+        return bool(super().add_indent(column))
 
 
 class _Reader:

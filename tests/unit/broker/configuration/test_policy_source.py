@@ -89,7 +89,7 @@ def test_yaml_that_a_policy_must_not_have(text: str, message: str) -> None:
         ("a: 1\n---\nb: 2\n", "f:2: not YAML: "),
         ("a: \x01", "f: not YAML: "),
         ("[" * 5000, "f:1: not YAML: nested more than 32 deep"),
-        ("- " * 5000, "f: nested too deeply"),
+        ("- " * 5000, "f:1: not YAML: nested more than 32 deep"),
     ],
 )
 def test_what_is_not_yaml_names_the_line(text: str, message: str) -> None:
