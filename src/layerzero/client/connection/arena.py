@@ -9,6 +9,7 @@ there is handed out, as a new arena is.
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import ctypes
 import errno
@@ -199,6 +200,8 @@ class Pool:
     def _note_freed(self, lease: _Lease) -> None:
         """Called wherever the last view dies: takes no lock that somebody may have, and sends nothing."""
         self._freed.append(lease)
+        if self.forks:  # or the process ends, and names of this module may be gone
+            return
         if lease.size >= MIN_HOLE_BYTES or len(self._freed) >= MAX_NOTED:  # else it is the next call's
             self._collect_if_idle()
 
@@ -301,4 +304,5 @@ def _after_fork() -> None:
     pool = Pool()
 
 
+atexit.register(lambda: pool.forks.append(None))  # what is freed from then on goes with the process
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
