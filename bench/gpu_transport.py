@@ -94,17 +94,17 @@ def _work(driver: cuda.Driver, mapping: Mapping, stream: int) -> None:
 
 class Link(NamedTuple):
     arena: Arena
-    rung: str
+    transport: str
     order: ClientOrder
     sock: socket.socket
     opened_us: float
 
     def call(self, stream: int) -> TimelinePoint:
         """What a client enqueues for a call: nobody is told, the worker knows what comes."""
-        self.arena.publish(self.rung, 0, NBYTES, stream)
+        self.arena.publish(self.transport, 0, NBYTES, stream)
         point = self.order.begin(stream)
         self.order.await_done(stream, point)
-        self.arena.collect(self.rung, NBYTES, NBYTES, stream)
+        self.arena.collect(self.transport, NBYTES, NBYTES, stream)
         return point
 
     def expect(self, lane: int, first: int, count: int) -> None:
@@ -120,19 +120,19 @@ class Link(NamedTuple):
 
 
 @contextlib.contextmanager
-def link(context: cuda.Context, rung: str, number: int) -> Iterator[Link]:
+def link(context: cuda.Context, transport: str, number: int) -> Iterator[Link]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     worker = subprocess.Popen([sys.executable, __file__, "--worker", str(theirs.fileno())], pass_fds=[theirs.fileno()])
     theirs.close()
-    arena = Arena(context, "bench", number, ARENA_BYTES, kind="vmm" if rung == "vmm" else "plain")
+    arena = Arena(context, "bench", number, ARENA_BYTES, kind="vmm" if transport == "vmm" else "plain")
     page = create_page()
     order = ClientOrder(context, page, has_memops=True)
-    handle, fd = arena.offer(rung)
+    handle, fd = arena.offer(transport)
     fds = [page] if fd is None else [fd, page]
     socket.send_fds(ours, [msgpack.packb({"handle": handle.to_wire()})], fds)
     opened_us = msgpack.unpackb(ours.recv(64))
     try:
-        yield Link(arena, rung, order, ours, opened_us)
+        yield Link(arena, transport, order, ours, opened_us)
     finally:
         ours.close()
         worker.wait()
@@ -151,10 +151,10 @@ def per_call_us(run: Callable[[], None], count: int, rounds: int) -> float:
     return statistics.median(times)
 
 
-def measure(context: cuda.Context, rungs: tuple[str, ...], rounds: int) -> Iterator[list[str]]:
+def measure(context: cuda.Context, transports: tuple[str, ...], rounds: int) -> Iterator[list[str]]:
     driver, numbers = context.driver, itertools.count(1)
-    for rung in rungs:
-        with link(context, rung, next(numbers)) as made, context:
+    for transport in transports:
+        with link(context, transport, next(numbers)) as made, context:
             stream = driver.create_stream()
             lane = made.order.begin(stream).lane  # settles which lane the stream has
             made.expect(lane, 1, 1)
@@ -164,7 +164,7 @@ def measure(context: cuda.Context, rungs: tuple[str, ...], rounds: int) -> Itera
                 figures.append(_round(driver, made, stream, lane))
             host_us, wall_us, local_us, peer_us = (statistics.median(column) for column in zip(*figures, strict=True))
             yield [
-                rung,
+                transport,
                 f"{made.opened_us:,.0f} us",
                 f"{host_us:.1f} us",
                 f"{wall_us:.1f} us",

@@ -118,11 +118,11 @@ def test_worker_with_another_key_is_refused(serving: Stack) -> None:
         sockets = f"{serving.project}_sockets:/run/layerzero"
         image = f"{serving.project}/torch"
         serving.engine("run", "-d", "--network", "none", "-v", sockets, "--name", name, image, "sh", "-c", join)
-        wait_until(lambda: "keeper.refused" in serving.logs(name), HEALTHY_S)
+        wait_until(lambda: "agent.refused" in serving.logs(name), HEALTHY_S)
         assert serving.engine("wait", name).strip() == "2"
     finally:
         serving.engine("rm", "-f", name)
-    assert [keeper["serves"] for keeper in serving.status()["torch"]["keepers"]] == [True]
+    assert [agent["serves"] for agent in serving.status()["torch"]["agents"]] == [True]
 
 
 def test_killed_container_falls_back_and_returns(serving: Stack) -> None:
@@ -164,13 +164,13 @@ def test_second_container_of_a_backend_takes_over(serving: Stack) -> None:
     serving.compose("up", "-d", "--no-recreate", "--scale", "onnxruntime=2", "onnxruntime")
     try:
         serving.wait_healthy("onnxruntime")
-        wait_until(lambda: [k["state"] for k in serving.status()["onnxruntime"]["keepers"]] == ["ok", "ok"], HEALTHY_S)
+        wait_until(lambda: [k["state"] for k in serving.status()["onnxruntime"]["agents"]] == ["ok", "ok"], HEALTHY_S)
         with serving.load() as read:
             until(read, linear_by("onnxruntime"))
-            (first,) = [keeper["number"] for keeper in serving.status()["onnxruntime"]["keepers"] if keeper["serves"]]
+            (first,) = [agent["number"] for agent in serving.status()["onnxruntime"]["agents"] if agent["serves"]]
             (one,) = [found for found in serving.containers("onnxruntime") if number(serving, found) == first]
             serving.engine("kill", one)
-            wait_until(lambda: [k["serves"] for k in serving.status()["onnxruntime"]["keepers"]] == [True])
+            wait_until(lambda: [k["serves"] for k in serving.status()["onnxruntime"]["agents"]] == [True])
             until(read, linear_by("onnxruntime"))
     finally:
         serving.compose("up", "-d", "--no-recreate", "--scale", "onnxruntime=1", "onnxruntime")

@@ -34,7 +34,7 @@ from layerzero.ipc.transport import control, messages
 
 _FOLDER = scratch.folder()
 TICKET = b"ticket of alpha.."
-JOINED = "gamma"  # the backend of keepers
+JOINED = "gamma"  # the backend of agents
 _MANIFEST = SimpleNamespace(descriptor_path=Path(__file__), env={}, provider_target="some.provider")
 
 

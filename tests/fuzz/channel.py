@@ -134,18 +134,16 @@ def seeds() -> dict[str, bytes]:
     ipc = {"handle": ArenaHandle(GPU, "client", 0, 1, "ipc", 1 << 21, bytes(64)).to_wire()}
     arena = (b"\x01", encode(AddArena(arena=1, nbytes=4096)))
     gpu = (b"\x03\x01", encode(AddGpu(gpu=GPU, has_memops=False, offer=offer)))
-    keeper = (b"", encode(Hello(protocols=[1], role="keeper", package="0", pid=1, backend=JOINED, env="e1")))
+    agent = (b"", encode(Hello(protocols=[1], role="agent", package="0", pid=1, backend=JOINED, env="e1")))
     probed = (b"\x02", encode(Probed(code=0, is_late=False, seconds=1.0, stderr_tail="x")))
     return {
-        "keeper": _script(
-            keeper,
+        "agent": _script(
+            agent,
             (b"", encode(Pong(number=0))),
             probed,
             (b"", encode(WorkerEnded(generation=1, code=1, stderr_tail="x"))),
         ),
-        "keeper_of_nothing": _script(
-            (b"", encode(Hello(protocols=[1], role="keeper", package="0", pid=1, backend="x")))
-        ),
+        "agent_of_nothing": _script((b"", encode(Hello(protocols=[1], role="agent", package="0", pid=1, backend="x")))),
         "arena": _script(client, arena, (b"", encode(RetireArena(arena=1)))),
         "lane": _script(client, (b"\x02\x05\x05", encode(AddLane(lane=1)))),
         "ring": _script(client, (b"\x04\x05", encode(AddLane(lane=1, gpu=GPU)))),

@@ -29,7 +29,7 @@ from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring import create_page as create_ring
 from layerzero.ipc.shm.timeline_page import create_page
-from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, MASK, TimelinePoint
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, MASK, TIMELINES, TimelinePoint
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import HEADER_BYTES, Header, Kind, Ref
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -149,13 +149,13 @@ class Client:
 
     context: driver.Context
     number: int
-    rung: str = "ipc"
+    transport: str = "ipc"
 
     def __post_init__(self) -> None:
         self.driver = self.context.driver
-        kind = "vmm" if self.rung == "vmm" else "plain"
+        kind = "vmm" if self.transport == "vmm" else "plain"
         self.arena = Arena(self.context, "c", 1, 16 << 20, kind=kind)
-        self.trial = Trial(self.context, "c", 2, self.rung)
+        self.trial = Trial(self.context, "c", 2, self.transport)
         self.fd = create_page()
         self.order = ClientOrder(self.context, self.fd, has_memops=True)
         self.streams = [self.driver.create_stream() for _ in range(3)]
@@ -175,7 +175,7 @@ class Client:
         self.map_arena(worker)
 
     def map_arena(self, worker: Worker) -> None:
-        handle, fd = self.arena.offer(self.rung)
+        handle, fd = self.arena.offer(self.transport)
         arena = messages.MapGpuArena(client=self.number, arena=handle.arena, handle=handle.to_wire())
         worker.tell(arena, *(() if fd is None else (fd,)))
 
@@ -190,11 +190,11 @@ class Client:
 
     def write(self, block: int, data: bytes, lane: int = 0) -> None:
         store(self.driver, self.arena.address + block * NBYTES, data, self.streams[lane])
-        self.arena.publish(self.rung, block * NBYTES, len(data), self.streams[lane])
+        self.arena.publish(self.transport, block * NBYTES, len(data), self.streams[lane])
 
     def read(self, block: int, lane: int = 0) -> bytes:
         finish(self.driver, self.streams[lane])
-        self.arena.collect(self.rung, block * NBYTES, NBYTES, self.streams[lane])
+        self.arena.collect(self.transport, block * NBYTES, NBYTES, self.streams[lane])
         return load(self.driver, self.arena.address + block * NBYTES, NBYTES, self.streams[lane])
 
     def hold(self, lane: int = 0) -> Callable[[], None]:
@@ -210,7 +210,7 @@ class Client:
     def close(self) -> None:
         for graph_slot in range(GRAPH_SLOTS):
             self.order.page.store_graph_slot_done(graph_slot)
-        for number in range(LANES):  # whatever a failed test left waiting would make the driver wait, too
+        for number in range(TIMELINES):  # whatever a failed test left waiting would make the driver wait, too
             self.order.page.store_done(TimelinePoint(number, 1000 & MASK))
         for stream in self.streams:
             finish(self.driver, stream)
@@ -300,8 +300,8 @@ def clients(context: driver.Context, spawn: Spawn) -> Iterator[Connect]:
     """Makes clients. Their memory is freed once no worker has it mapped."""
     made: list[Client] = []
 
-    def make(rung: str = "ipc") -> Client:
-        made.append(Client(context, len(made) + 1, rung))
+    def make(transport: str = "ipc") -> Client:
+        made.append(Client(context, len(made) + 1, transport))
         return made[-1]
 
     yield make

@@ -110,10 +110,10 @@ class GraphSlotChecks:
             client.driver.launch_graph(graph, client.streams[0])
             assert client.read(1) == data
 
-    @pytest.mark.parametrize("rung", ["staged", "copied"])
-    def test_memory_that_is_copied_is_refused(self, spawn: Spawn, connect: Connect, rung: str) -> None:
+    @pytest.mark.parametrize("transport", ["staged", "copied"])
+    def test_memory_that_is_copied_is_refused(self, spawn: Spawn, connect: Connect, transport: str) -> None:
         """The copies would have to be in the client's graph, too."""
-        worker, client = spawn(), connect(rung)
+        worker, client = spawn(), connect(transport)
         client.join(worker)
         header, body = worker.bind(client, 0, client.refs(0, 1))
         assert (header.kind, from_wire(msgpack.unpackb(body)).code) == (Kind.RAISED, "CUDA_GRAPH_UNSAFE")

@@ -63,9 +63,10 @@ class Peer:
             raise from_wire(answer["error"])
         return answer["value"]
 
-    def tries(self, context: cuda.Context, number: int, rung: str, **changes: Any) -> str:
-        """Offer memory on a rung: why it does not reach this worker and come back, or "". `changes`: of the offer."""
-        trial = Trial(context, "c1", number, rung)
+    def tries(self, context: cuda.Context, number: int, transport: str, **changes: Any) -> str:
+        """Offer memory by a transport: why it does not reach this worker and come back, or "". `changes`: of the
+        offer."""
+        trial = Trial(context, "c1", number, transport)
         offer = replace(trial.offer, **changes)
         reason: str = self.ask("sign", *(() if trial.fd is None else (trial.fd,)), offer=offer.to_wire(), slot=number)
         if not reason:
@@ -130,11 +131,14 @@ class Server:
             return str(exc.facts["reason"])
         return ""
 
-    def tries_of_its_own(self, *, gpu: str, prefix: list[str], rungs: list[str]) -> list[str]:
-        """As a client, with a worker of its own: what came of each rung."""
+    def tries_of_its_own(self, *, gpu: str, prefix: list[str], transports: list[str]) -> list[str]:
+        """As a client, with a worker of its own: what came of each transport."""
         worker = Peer(*prefix)
         try:
-            return [worker.tries(self._context(gpu), number, rung) for number, rung in enumerate(rungs, start=1)]
+            return [
+                worker.tries(self._context(gpu), number, transport)
+                for number, transport in enumerate(transports, start=1)
+            ]
         finally:
             worker.close()
 

@@ -220,7 +220,7 @@ class RingChecks:
         until(lambda: "is not served by ring 1 any more" in worker.log.read_text())
         point = TimelinePoint(70, 1)  # no such lane
         whole.write(point, other.refs(0, 1), PLANS["copy"])
-        assert "point 1 of lane 70" in str(left(worker)[2])
+        assert "point 1 of timeline 70" in str(left(worker)[2])
 
     def test_stop_waits_for_what_was_enqueued(self, spawn: Spawn, connect: Connect) -> None:
         """A worker that is replaced is done with what it has taken; later calls are read off the ring."""

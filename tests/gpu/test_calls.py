@@ -269,19 +269,19 @@ def test_memory_that_cannot_be_shared_is_copied_once_and_counted(connected: Site
     assert "cudaMallocAsync" in report().copies[0].reason
 
 
-@pytest.mark.parametrize("rung", ["ipc", "vmm", "staged", "copied"])
+@pytest.mark.parametrize("transport", ["ipc", "vmm", "staged", "copied"])
 def test_every_way_of_crossing_gives_the_same_results(
-    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, rung: str
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    """The lower rungs copy, and say so."""
+    """The lower transports copy, and say so."""
     site = new_site()
-    monkeypatch.setenv(REQUIRED, rung)
+    monkeypatch.setenv(REQUIRED, transport)
     site.connect()
     for step in range(12):
         x = randn(1000 + step)
         close(lz.silu(x), F.silu(x.double()))
-    assert any(f"memory crosses by {rung}" in note for note in report().notes)
-    assert (report().copied_bytes > 0) == (rung != "ipc")
+    assert any(f"memory crosses by {transport}" in note for note in report().notes)
+    assert (report().copied_bytes > 0) == (transport != "ipc")
 
 
 # --- bad input

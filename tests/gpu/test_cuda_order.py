@@ -14,11 +14,11 @@ from tests.gpu.peer import Peer
 
 from layerzero.ipc.cuda import driver as cuda
 from layerzero.ipc.cuda import streams as cuda_order
-from layerzero.ipc.cuda.handles import RUNGS
+from layerzero.ipc.cuda.handles import TRANSPORTS
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
 from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
-from layerzero.ipc.shm.timeline_words import DONE, LANES, MASK, PAGE_BYTES, READY, TAKEN, TimelinePoint, index
+from layerzero.ipc.shm.timeline_words import DONE, MASK, PAGE_BYTES, READY, TAKEN, TIMELINES, TimelinePoint, index
 
 NBYTES = 64 << 10
 
@@ -34,10 +34,10 @@ class Link:
     order: ClientOrder
     worker: Peer
     first: int
-    rung: str
+    transport: str
 
     def join(self, worker: Peer, *, number: int = 0, has_memops: bool = True) -> None:
-        worker.open(*self.arena.offer(self.rung))
+        worker.open(*self.arena.offer(self.transport))
         worker.ask("order", self.fd, gpu=self.context.gpu, number=number, has_memops=has_memops)
 
     def copy(
@@ -45,7 +45,7 @@ class Link:
     ) -> bool:
         """Tell a worker to copy block `source` of the arena to block `target`; True if it is not done on return."""
         return bool((worker or self.worker).ask(
-            "copy", order=0, point=list(point), key=self.arena.offer(self.rung)[0].key, stream=stream,
+            "copy", order=0, point=list(point), key=self.arena.offer(self.transport)[0].key, stream=stream,
             source=source * NBYTES, target=target * NBYTES, nbytes=NBYTES,
         ))  # fmt: skip
 
@@ -60,11 +60,11 @@ Linker = Callable[..., Link]
 def connect(current: cuda.Context, start: Callable[..., Peer]) -> Iterator[Linker]:
     made: list[Link] = []
 
-    def make(*, has_memops: bool = True, first: int = 1, rung: str = "ipc") -> Link:
+    def make(*, has_memops: bool = True, first: int = 1, transport: str = "ipc") -> Link:
         fd = create_page()
         order = ClientOrder(current, fd, has_memops=has_memops, first=first)
-        arena = Arena(current, "c1", len(made), 16 << 20, kind="vmm" if rung == "vmm" else "plain")
-        link = Link(current.driver, current, arena, fd, order, start(), first, rung)
+        arena = Arena(current, "c1", len(made), 16 << 20, kind="vmm" if transport == "vmm" else "plain")
+        link = Link(current.driver, current, arena, fd, order, start(), first, transport)
         link.join(link.worker, has_memops=has_memops)
         made.append(link)
         return link
@@ -72,7 +72,7 @@ def connect(current: cuda.Context, start: Callable[..., Peer]) -> Iterator[Linke
     yield make
     for link in made:
         link.worker.kill()
-        for lane in range(LANES):  # whatever a failed test left waiting would make the driver wait, too
+        for lane in range(TIMELINES):  # whatever a failed test left waiting would make the driver wait, too
             link.order.page.store_done(TimelinePoint(lane, link.first + 1000 & MASK))
         link.order.close()
         link.arena.close()
@@ -105,22 +105,22 @@ def test_client_goes_on_before_the_worker_has_heard_of_the_call(connect: Linker,
     assert load(driver, link.block(2), NBYTES, stream) == data
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_calls_in_a_row_are_in_order_by_each_way(connect: Linker, streams: list[int], rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_calls_in_a_row_are_in_order_by_each_way(connect: Linker, streams: list[int], transport: str) -> None:
     """Copies through host memory are part of the order: each side's wait for the other's words, too."""
-    link, stream = connect(rung=rung), streams[0]
+    link, stream = connect(transport=transport), streams[0]
     driver, arena = link.driver, link.arena
     expected = [os.urandom(NBYTES) for _ in range(10)]
     for step, data in enumerate(expected):
         store(driver, link.block(0), data, stream)
-        arena.publish(rung, 0, NBYTES, stream)
+        arena.publish(transport, 0, NBYTES, stream)
         point = link.order.begin(stream)
         link.order.await_done(stream, point)
-        if rung != "copied":  # there the CPU waits for the worker, which must know of the call then
-            arena.collect(rung, NBYTES, NBYTES, stream)
+        if transport != "copied":  # there the CPU waits for the worker, which must know of the call then
+            arena.collect(transport, NBYTES, NBYTES, stream)
         link.copy(point, 0, 1)
-        if rung == "copied":
-            arena.collect(rung, NBYTES, NBYTES, stream)
+        if transport == "copied":
+            arena.collect(transport, NBYTES, NBYTES, stream)
         driver.copy_on_device(link.block(2 + step), link.block(1), NBYTES, stream)
     for step, data in enumerate(expected):
         assert load(driver, link.block(2 + step), NBYTES, stream) == data, step

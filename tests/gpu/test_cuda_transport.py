@@ -17,74 +17,76 @@ from tests.gpu.conftest import load, store
 from tests.gpu.peer import Peer
 
 from layerzero.ipc.cuda import driver as cuda
-from layerzero.ipc.cuda.handles import RUNGS, STAGED
+from layerzero.ipc.cuda.handles import STAGED, TRANSPORTS
 from layerzero.ipc.cuda.memory import Arena, InPlace, Pool
 from layerzero.ipc.errors import CudaError, ProtocolError
 
 MIB = 1 << 20
 
 
-def arena_for(rung: str, context: cuda.Context, number: int = 1, nbytes: int = 4 * MIB) -> Arena:
-    return Arena(context, "c1", number, nbytes, kind="vmm" if rung == "vmm" else "plain")
+def arena_for(transport: str, context: cuda.Context, number: int = 1, nbytes: int = 4 * MIB) -> Arena:
+    return Arena(context, "c1", number, nbytes, kind="vmm" if transport == "vmm" else "plain")
 
 
-def let_go(worker: Peer, arena: Arena, *rungs: str) -> None:
+def let_go(worker: Peer, arena: Arena, *transports: str) -> None:
     """What a client does before it frees an arena."""
-    keys = [arena.offer(rung)[0].key for rung in rungs]
+    keys = [arena.offer(transport)[0].key for transport in transports]
     for key in keys:
         worker.ask("retire", key=key, streams=[0])
     worker.reap(*keys)
     arena.close()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_bytes_cross_in_both_directions(driver: cuda.Driver, current: cuda.Context, worker: Peer, rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bytes_cross_in_both_directions(
+    driver: cuda.Driver, current: cuda.Context, worker: Peer, transport: str
+) -> None:
     """What one GPU context writes, the other reads, anywhere in the arena; copies are counted."""
-    arena, stream = arena_for(rung, current), driver.create_stream()
-    handle, fd = arena.offer(rung)
+    arena, stream = arena_for(transport, current), driver.create_stream()
+    handle, fd = arena.offer(transport)
     worker.open(handle, fd)
     for offset in (0, 256, 4 * MIB - 100):
         sent, answer = os.urandom(100), os.urandom(100)
-        copied = 100 if rung in STAGED else 0
+        copied = 100 if transport in STAGED else 0
         store(driver, arena.address + offset, sent, stream)
-        assert arena.publish(rung, offset, 100, stream) == copied
+        assert arena.publish(transport, offset, 100, stream) == copied
         load(driver, arena.address, 1, stream)
         assert worker.ask("read", key=handle.key, offset=offset, nbytes=100) == sent
         assert worker.ask("write", key=handle.key, offset=offset, data=answer) == copied
-        assert arena.collect(rung, offset, 100, stream) == copied
+        assert arena.collect(transport, offset, 100, stream) == copied
         assert load(driver, arena.address + offset, 100, stream) == answer
     driver.destroy_stream(stream)
-    let_go(worker, arena, rung)
+    let_go(worker, arena, transport)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "float16", "float32", "float64", "int64"])
 def test_strided_array_of_any_type_is_the_same_there(
-    driver: cuda.Driver, current: cuda.Context, worker: Peer, rung: str, dtype: str
+    driver: cuda.Driver, current: cuda.Context, worker: Peer, transport: str, dtype: str
 ) -> None:
     """Only bytes cross: bfloat16 is two of them, fp8 one, packed fp4 half a one; strides and offset come along."""
-    arena, stream = arena_for(rung, current), driver.create_stream()
+    arena, stream = arena_for(transport, current), driver.create_stream()
     whole = np.frombuffer(os.urandom(64 * 48 * 8), dtype)[: 64 * 48].reshape(64, 48)
     view = whole[3::2, 5:40:7].T
-    handle, fd = arena.offer(rung)
+    handle, fd = arena.offer(transport)
     worker.open(handle, fd)
     base = 768
     store(driver, arena.address + base, whole.tobytes(), stream)
     first = view.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
     span = sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)) + view.itemsize
-    arena.publish(rung, base + first, span, stream)
+    arena.publish(transport, base + first, span, stream)
     load(driver, arena.address, 1, stream)
     raw = worker.ask("read", key=handle.key, offset=base + first, nbytes=span)
     there = np.lib.stride_tricks.as_strided(np.frombuffer(raw, dtype, 1), view.shape, view.strides)
     assert there.tobytes() == view.tobytes()
     driver.destroy_stream(stream)
-    let_go(worker, arena, rung)
+    let_go(worker, arena, transport)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_each_way_works_here(context: cuda.Context, worker: Peer, rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_way_works_here(context: cuda.Context, worker: Peer, transport: str) -> None:
     """The first is taken; users of other platforms live on the lower ones."""
-    assert worker.tries(context, 1, rung) == ""
+    assert worker.tries(context, 1, transport) == ""
 
 
 def test_worker_that_takes_the_clients_pid_for_its_own_says_so(context: cuda.Context, worker: Peer) -> None:
@@ -120,12 +122,12 @@ def test_worker_in_a_container_is_reached_by_the_legacy_handle(
     assert start(*unshare(kinds)).tries(context, 1, "ipc") == ""
 
 
-def test_two_containers_whose_processes_are_both_pid_1_take_the_next_rung(
+def test_two_containers_whose_processes_are_both_pid_1_take_the_next_transport(
     context: cuda.Context, start: Callable[..., Peer], unshare: Callable[[str], list[str]]
 ) -> None:
     """The usual case of containers, and the driver's error for it says nothing of pids."""
     client = start(*unshare("p"))
-    told = client.ask("tries_of_its_own", gpu=context.gpu, prefix=unshare("p"), rungs=["ipc", "vmm"])
+    told = client.ask("tries_of_its_own", gpu=context.gpu, prefix=unshare("p"), transports=["ipc", "vmm"])
     assert told == ["client and worker have the same pid, 1, in their namespaces", ""]
 
 
@@ -157,36 +159,36 @@ def test_worker_that_does_not_see_the_gpu_says_so(context: cuda.Context, start: 
         start().open(replace(handle, gpu="GPU-nowhere"), None)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_arena_that_claims_more_than_it_has_is_refused(context: cuda.Context, worker: Peer, rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_arena_that_claims_more_than_it_has_is_refused(context: cuda.Context, worker: Peer, transport: str) -> None:
     """The rest would be other memory of the client, or a fault."""
-    arena = arena_for(rung, context)
-    handle, fd = arena.offer(rung)
+    arena = arena_for(transport, context)
+    handle, fd = arena.offer(transport)
     with pytest.raises((ProtocolError, CudaError)):
         worker.open(replace(handle, nbytes=2 * handle.nbytes), fd)
     worker.open(handle, fd)
-    let_go(worker, arena, rung)
+    let_go(worker, arena, transport)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_freed_arena_gives_its_memory_back_and_a_new_one_opens(
-    driver: cuda.Driver, current: cuda.Context, worker: Peer, rung: str
+    driver: cuda.Driver, current: cuda.Context, worker: Peer, transport: str
 ) -> None:
     """Many times: handles and addresses come back for other memory, keys do not."""
     stream = driver.create_stream()
-    first = arena_for(rung, current, 99)
-    worker.open(*first.offer(rung))  # now its context is there, which needs memory, too
-    let_go(worker, first, rung)
+    first = arena_for(transport, current, 99)
+    worker.open(*first.offer(transport))  # now its context is there, which needs memory, too
+    let_go(worker, first, transport)
     free = driver.memory_info()[0]
     for number in range(5):
-        arena = arena_for(rung, current, number, 64 * MIB)
-        handle, fd = arena.offer(rung)
+        arena = arena_for(transport, current, number, 64 * MIB)
+        handle, fd = arena.offer(transport)
         worker.open(handle, fd)
         data = os.urandom(32)
         worker.ask("write", key=handle.key, offset=number * 512, data=data)
-        arena.collect(rung, number * 512, 32, stream)
+        arena.collect(transport, number * 512, 32, stream)
         assert load(driver, arena.address + number * 512, 32, stream) == data
-        let_go(worker, arena, rung)
+        let_go(worker, arena, transport)
     assert driver.memory_info()[0] >= free - 32 * MIB
     driver.destroy_stream(stream)
 
@@ -274,15 +276,15 @@ def test_allocator_whose_memory_cannot_be_shared_is_named(
 
 def test_descriptors_do_not_pile_up(context: cuda.Context, worker: Peer, numbers: itertools.count[int]) -> None:
     """A client makes arenas for months."""
-    for rung in RUNGS:  # the driver opens some for itself
-        assert worker.tries(context, next(numbers), rung) == ""
+    for transport in TRANSPORTS:  # the driver opens some for itself
+        assert worker.tries(context, next(numbers), transport) == ""
 
     def files() -> int:
         pids = (os.getpid(), worker.pid)
         return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
 
     before = files()
-    for rung in RUNGS:
+    for transport in TRANSPORTS:
         for _ in range(3):
-            assert worker.tries(context, next(numbers), rung) == ""
+            assert worker.tries(context, next(numbers), transport) == ""
     assert files() <= before

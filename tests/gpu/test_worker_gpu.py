@@ -15,7 +15,7 @@ from tests.gpu.conftest import finish, until
 from tests.gpu.peer import PATIENCE_S
 
 from layerzero.ipc.cuda import driver
-from layerzero.ipc.cuda.handles import RUNGS
+from layerzero.ipc.cuda.handles import TRANSPORTS
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.shm.timeline_words import TimelinePoint
@@ -39,14 +39,14 @@ def connect(current: driver.Context, spawn: Spawn) -> Iterator[Connect]:
 def test_client_of_each_way_is_served_by_one_worker(spawn: Spawn, connect: Connect) -> None:
     """Numbers of arenas are each client's own, and so are their names."""
     worker = spawn()
-    for rung in RUNGS:
-        client, data = connect(rung), secrets.token_bytes(NBYTES)
+    for transport in TRANSPORTS:
+        client, data = connect(transport), secrets.token_bytes(NBYTES)
         client.join(worker)
         client.write(0, data)
         call(worker, client, 0, 1)
-        assert client.read(1) == data, rung
-        assert client.trial.is_signed(7), rung
-        assert not client.trial.is_signed(8), rung
+        assert client.read(1) == data, transport
+        assert client.trial.is_signed(7), transport
+        assert not client.trial.is_signed(8), transport
 
 
 def test_calls_of_a_lane_are_in_order_and_answered_before_they_run(spawn: Spawn, connect: Connect) -> None:
@@ -103,7 +103,7 @@ def test_unmapping_holds_up_no_call(spawn: Spawn, connect: Connect) -> None:
     until(is_unmapped)
 
 
-def test_offer_that_reads_otherwise_is_refused_with_its_rung(spawn: Spawn, connect: Connect) -> None:
+def test_offer_that_reads_otherwise_is_refused_with_its_transport(spawn: Spawn, connect: Connect) -> None:
     """Handles can open onto other memory; the next offer is a new chance."""
     worker, client, data = spawn(), connect(), secrets.token_bytes(NBYTES)
     client.join(worker, replace(client.trial.offer, pattern=bytes(256)))
@@ -111,7 +111,7 @@ def test_offer_that_reads_otherwise_is_refused_with_its_rung(spawn: Spawn, conne
     point = client.begin()
     worker.run(1, client, point, client.refs(0, 1))
     error = worker.error()
-    assert (error.code, error.facts["rung"]) == ("NO_TRANSPORT", "ipc")
+    assert (error.code, error.facts["transport"]) == ("NO_TRANSPORT", "ipc")
     assert not client.trial.is_signed(7)
     again = Trial(client.context, "c", 3, "ipc")
     gpu = messages.MapGpu(
@@ -257,10 +257,10 @@ def test_kernel_is_captured_while_its_stream_waits(spawn: Spawn, connect: Connec
     assert client.read(1) == data
 
 
-@pytest.mark.parametrize("rung", ["staged", "copied"])
-def test_replayed_call_takes_part_in_copies(spawn: Spawn, connect: Connect, rung: str) -> None:
+@pytest.mark.parametrize("transport", ["staged", "copied"])
+def test_replayed_call_takes_part_in_copies(spawn: Spawn, connect: Connect, transport: str) -> None:
     """What is copied around the kernel is not in the graph."""
-    worker, client = spawn(), connect(rung)
+    worker, client = spawn(), connect(transport)
     client.join(worker)
     for number in range(7):
         data = secrets.token_bytes(NBYTES)

@@ -1,4 +1,4 @@
-"""Keepers of joined workers for tests, as containers run them: from staged code, with a secret, pid 1 of their own
+"""Agents of joined workers for tests, as containers run them: from staged code, with a secret, pid 1 of their own
 namespace where the system allows it."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def can_unshare() -> bool:
         return False
 
 
-class Keeper:
-    """`python -m layerzero.workers.join` for a backend of `site`, of `code`. `pid` is the keeper's in our namespace."""
+class Agent:
+    """`python -m layerzero.workers.join` for a backend of `site`, of `code`. `pid` is the agent's in our namespace."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Keeper:
     ) -> None:
         self.site = site
         self.backend = backend
-        self.log = site.folder / f"keeper-{backend}-{len(list(site.folder.glob('keeper-*')))}"
+        self.log = site.folder / f"agent-{backend}-{len(list(site.folder.glob('agent-*')))}"
         command = [
             sys.executable,
             "-m",

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.process.harness import BACKENDS, PATIENCE_S, Site, wait_until
-from tests.process.join_site import Keeper
+from tests.process.join_site import Agent
 from tests.process.test_reload import restart
 
 import layerzero as lz
@@ -129,9 +129,9 @@ def test_calls_go_to_another_kernel_until_it_is_compiled_once_and_for_all(compil
 
 
 def test_a_joined_kernel_is_compiled_where_its_worker_is(new_site: Callable[..., Site], tmp_path: Path) -> None:
-    """The broker has no environment of it; its keeper has, and a child of that compiles."""
+    """The broker has no environment of it; its agent has, and a child of that compiles."""
     compiling = Compiling(new_site(joined="jit"), tmp_path)
-    keeper = Keeper(compiling.site, "jit", LAYERZERO_WORKER_CACHE=str(tmp_path / "caches"))
+    agent = Agent(compiling.site, "jit", LAYERZERO_WORKER_CACHE=str(tmp_path / "caches"))
     try:
         compiling.begin()
         assert reasons() == ["NOT_COMPILED"]
@@ -141,7 +141,7 @@ def test_a_joined_kernel_is_compiled_where_its_worker_is(new_site: Callable[...,
         wait_until(lambda: compiling.call(BROKEN) == "alpha" and reasons(BROKEN) == ["COMPILE_FAILED"])
         assert (tmp_path / "caches" / "silu" / f"silu_{SLOW}.pyc").exists()
     finally:
-        keeper.end()
+        agent.end()
 
 
 def test_failure_is_told_and_can_be_tried_again(compiling: Compiling) -> None:

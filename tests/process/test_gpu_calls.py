@@ -143,19 +143,19 @@ def test_threads_and_streams_do_not_mix(connected: Site) -> None:
             future.result(PATIENCE_S)
 
 
-@pytest.mark.parametrize("rung", ["ipc", "vmm", "staged", "copied"])
+@pytest.mark.parametrize("transport", ["ipc", "vmm", "staged", "copied"])
 def test_every_way_of_crossing_gives_the_same_results(
-    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, rung: str
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    """The lower rungs copy, and say so."""
+    """The lower transports copy, and say so."""
     site = new_site()
-    monkeypatch.setenv(REQUIRED, rung)
+    monkeypatch.setenv(REQUIRED, transport)
     site.connect()
     for step in range(8):
         x, values = randn(100 + step)
         close(lz.silu(x), silu(values))
-    assert any(f"memory crosses by {rung}" in note for note in report().notes)
-    assert (report().copied_bytes > 0) == (rung != "ipc")
+    assert any(f"memory crosses by {transport}" in note for note in report().notes)
+    assert (report().copied_bytes > 0) == (transport != "ipc")
     lz.disconnect()
     pinned_bytes = driver.pinned_bytes
     site.connect()
@@ -202,13 +202,13 @@ def test_caches_are_written_as_they_lie(connected: Site) -> None:
     assert report().kernel_id == "one.append_kv"
 
 
-@pytest.mark.parametrize("rung", ["vmm", "staged", "copied"])
+@pytest.mark.parametrize("transport", ["vmm", "staged", "copied"])
 def test_caches_that_no_worker_reaches_are_copied_there_and_back(
-    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, rung: str
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     """The report counts both ways; a cache with gaps is refused, because the copy back would undo what is in them."""
     site = new_site("one")
-    monkeypatch.setenv(REQUIRED, rung)
+    monkeypatch.setenv(REQUIRED, transport)
     site.connect()
     caches, held = append_in_order()
     equal(caches, held)

@@ -101,7 +101,7 @@ def test_a_gpu_that_is_not_here_is_refused_by_name_and_the_client_goes_on(bare: 
             "the handle of arena 1",
         ),
         (messages.AddGpuArena(arena=1, handle=HANDLE.to_wire()), (), "comes with 1 descriptors, got 0"),
-        (messages.AddGpuArena(arena=1, handle={"rung": "best"}), (staging,), "not an arena handle"),
+        (messages.AddGpuArena(arena=1, handle={"transport": "best"}), (staging,), "not an arena handle"),
         (messages.AddGpuArena(arena=1, handle=HANDLE.to_wire()), (staging,), "which the client has not added"),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.backends.toy import HANG, PAUSE, fault
 from tests.process.harness import Site, is_paused, wait_ended, wait_until
-from tests.process.join_site import Keeper, can_unshare
+from tests.process.join_site import Agent, can_unshare
 
 import layerzero as lz
 from layerzero.client.connection import arena, start
@@ -45,7 +45,7 @@ def struck(action: int) -> np.ndarray:
 
 
 class Stack:
-    """A broker that alpha and gamma join, with a secret; beta is its own. Ends its keepers."""
+    """A broker that alpha and gamma join, with a secret; beta is its own. Ends its agents."""
 
     def __init__(self, new_site: Callable[..., Site], folder: Path) -> None:
         self.secret = folder / "secret"
@@ -57,12 +57,12 @@ class Stack:
             backoff_s=0.01,
             backoff_max_s=0.05,
         )
-        self._keepers: list[Keeper] = []
+        self._agents: list[Agent] = []
 
-    def join(self, backend: str = "alpha", **how: object) -> Keeper:
+    def join(self, backend: str = "alpha", **how: object) -> Agent:
         how = {"secret_file": self.secret, **how}
-        self._keepers.append(Keeper(self.site, backend, **how))  # type: ignore[arg-type]
-        return self._keepers[-1]
+        self._agents.append(Agent(self.site, backend, **how))  # type: ignore[arg-type]
+        return self._agents[-1]
 
     def connect(self) -> lz.Session:
         return lz.connect(runtime_dir=self.site.folder, secret_file=self.secret)
@@ -70,8 +70,8 @@ class Stack:
     def wait_ready(self, backend: str = "alpha") -> None:
         wait_until(lambda: self.site.backend(backend)["state"] == "ready")
 
-    def wait_keepers(self, *states: str, backend: str = "alpha") -> None:
-        wait_until(lambda: sorted(k["state"] for k in self.site.backend(backend)["keepers"]) == sorted(states))
+    def wait_agents(self, *states: str, backend: str = "alpha") -> None:
+        wait_until(lambda: sorted(k["state"] for k in self.site.backend(backend)["agents"]) == sorted(states))
 
     def health(self, backend: str = "alpha") -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "layerzero.workers.health", "--backend", backend]
@@ -79,8 +79,8 @@ class Stack:
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def end(self) -> None:
-        for keeper in self._keepers:
-            keeper.end()
+        for agent in self._agents:
+            agent.end()
 
 
 @pytest.fixture
@@ -141,35 +141,35 @@ def test_doctor_finds_a_backend_in_order_whose_worker_has_joined(stack: Stack) -
 
 def test_a_container_that_dies_in_a_call_costs_one_attempt(stack: Stack) -> None:
     """The kernel closes its connections, which confirms that it writes no more: the same memory goes to the next."""
-    keeper = stack.join()
+    agent = stack.join()
     stack.wait_ready()
     reports: list[lz.SelectionReport] = []
     thread = in_thread(lambda: reports.append(call(struck(HANG))))
     wait_until(lambda: stack.site.backend("alpha")["running"] == 1)
-    keeper.kill()
+    agent.kill()
     thread.join()
     failed, served = reports[0].attempts
     assert (failed.backend, failed.exit_signal) == ("alpha", signal.SIGKILL)
     assert served.backend == "beta"
 
 
-def test_a_hanging_kernel_of_a_joined_worker_is_killed_by_its_keeper(stack: Stack) -> None:
+def test_a_hanging_kernel_of_a_joined_worker_is_killed_by_its_agent(stack: Stack) -> None:
     """A container stays when the library in it does not answer; the worker in it is a new one."""
-    keeper = stack.join(is_pid_1=can_unshare())
+    agent = stack.join(is_pid_1=can_unshare())
     stack.wait_ready()
     report = call(struck(HANG), timeout_s=1)
     failed, served = report.attempts
     assert (failed.outcome, failed.exit_signal, served.backend) == ("DEADLINE", signal.SIGKILL, "beta")
     stack.wait_ready()
     assert call().backend == "alpha"
-    assert keeper.process.poll() is None
+    assert agent.process.poll() is None
     assert stack.site.backend("alpha")["restarts"] == 1
 
 
 def test_a_paused_container_costs_its_calls_their_memory_and_no_wrong_result(stack: Stack) -> None:
     """What it was given may still be written to: the call runs elsewhere in other memory, and the first is used again
     only when the worker's end is confirmed, after `docker unpause`."""
-    keeper = stack.join()
+    agent = stack.join()
     stack.wait_ready()
     call(backend="beta")  # it is warm
     slots = arena.pool.stats()["slots"]
@@ -182,8 +182,8 @@ def test_a_paused_container_costs_its_calls_their_memory_and_no_wrong_result(sta
         reports.append(lz.last_report())
 
     thread = in_thread(work)
-    wait_until(lambda: any(map(is_paused, keeper.children())))  # it is in the call
-    keeper.pause()
+    wait_until(lambda: any(map(is_paused, agent.children())))  # it is in the call
+    agent.pause()
     thread.join()
     (report,) = reports
     assert report is not None
@@ -192,7 +192,7 @@ def test_a_paused_container_costs_its_calls_their_memory_and_no_wrong_result(sta
     assert "does not answer" in stack.site.backend("alpha")["unavailable"]["detail"]
     assert call().backend == "beta"
     assert arena.pool.stats()["slots"] > slots + 1  # the result's, and what is kept for the paused worker
-    keeper.go_on()
+    agent.go_on()
     stack.wait_ready()
     assert call().backend == "alpha"
     np.testing.assert_allclose(results.pop(), silu(x), rtol=1e-6)
@@ -201,7 +201,7 @@ def test_a_paused_container_costs_its_calls_their_memory_and_no_wrong_result(sta
 
 def test_memory_of_the_callers_own_is_not_given_to_two(stack: Stack) -> None:
     """`out=` lies where the caller wants it: nobody else may write there while a worker that nobody can reach may."""
-    keeper = stack.join()
+    agent = stack.join()
     stack.wait_ready()
     out = lz.empty((3,), "float32")
     errors: list[lz.LayerZeroError] = []
@@ -213,51 +213,51 @@ def test_memory_of_the_callers_own_is_not_given_to_two(stack: Stack) -> None:
 
     thread = in_thread(work)
     wait_until(lambda: stack.site.backend("alpha")["running"] == 1)
-    keeper.pause()
+    agent.pause()
     thread.join()
     assert errors[0].facts["backend"] == "alpha"
-    keeper.go_on()
+    agent.go_on()
     stack.wait_ready()
 
 
 def test_the_second_of_two_containers_stands_by_and_takes_over(stack: Stack) -> None:
     """As `docker compose up --scale alpha=2`."""
-    keepers = [stack.join(), stack.join()]
-    stack.wait_keepers("ok", "ok")
+    agents = [stack.join(), stack.join()]
+    stack.wait_agents("ok", "ok")
     stack.wait_ready()
     call()
-    serving = next(keeper for keeper in keepers if keeper.children())
-    assert [len(keeper.children()) for keeper in keepers if keeper is not serving] == [0]
+    serving = next(agent for agent in agents if agent.children())
+    assert [len(agent.children()) for agent in agents if agent is not serving] == [0]
     serving.kill()
     assert call(backend="alpha").backend == "alpha"
-    stack.wait_keepers("ok")
+    stack.wait_agents("ok")
     stack.join()
-    stack.wait_keepers("ok", "ok")
-    keepers[1 - keepers.index(serving)].pause()
+    stack.wait_agents("ok", "ok")
+    agents[1 - agents.index(serving)].pause()
     assert call(backend="beta").backend == "beta"
-    wait_until(lambda: "silent" in [k["state"] for k in stack.site.backend("alpha")["keepers"]])
+    wait_until(lambda: "silent" in [k["state"] for k in stack.site.backend("alpha")["agents"]])
     stack.wait_ready()
     assert call(backend="alpha").backend == "alpha"
 
 
 def test_joined_workers_survive_their_broker(stack: Stack) -> None:
     """They end what they run, wait, and register with the next one."""
-    keeper = stack.join()
+    agent = stack.join()
     stack.wait_ready()
-    (worker,) = keeper.children()
+    (worker,) = agent.children()
     pid = stack.site.broker_pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     wait_ended(pid)
     wait_ended(worker)
-    assert keeper.process.poll() is None
+    assert agent.process.poll() is None
     stack.site.start()
     stack.connect()
     stack.wait_ready()
     assert call().backend == "alpha"
 
 
-def test_a_keeper_that_is_gone_before_its_welcome_costs_nothing(new_site: Callable[..., Site]) -> None:
+def test_a_agent_that_is_gone_before_its_welcome_costs_nothing(new_site: Callable[..., Site]) -> None:
     """A container may be killed while it connects; the broker finds its hello, and nobody to welcome."""
     site = new_site(joined="alpha").start()
     pid = site.broker_pid
@@ -265,7 +265,7 @@ def test_a_keeper_that_is_gone_before_its_welcome_costs_nothing(new_site: Callab
     os.kill(pid, signal.SIGSTOP)
     try:
         with control.connect(site.endpoints.control, timeout_s=10) as sock:
-            control.send(sock, messages.Hello(protocols=[1], role="keeper", package="", pid=1, backend="alpha"))
+            control.send(sock, messages.Hello(protocols=[1], role="agent", package="", pid=1, backend="alpha"))
     finally:
         os.kill(pid, signal.SIGCONT)
     lz.connect(runtime_dir=site.folder, start=False)
@@ -273,24 +273,24 @@ def test_a_keeper_that_is_gone_before_its_welcome_costs_nothing(new_site: Callab
     assert site.broker_pid == pid
 
 
-def test_a_worker_that_dies_while_its_keeper_stands_still_ends_once(stack: Stack) -> None:
+def test_a_worker_that_dies_while_its_agent_stands_still_ends_once(stack: Stack) -> None:
     """That its connection has closed is not its end: nobody gets its memory, and none is started beside it, until the
-    keeper has waited for it. The keeper stays as it is."""
-    keeper = stack.join()
+    agent has waited for it. The agent stays as it is."""
+    agent = stack.join()
     stack.wait_ready()
-    (worker,) = keeper.children()
-    keeper.signal(signal.SIGSTOP)
+    (worker,) = agent.children()
+    agent.signal(signal.SIGSTOP)
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda: stack.site.events("worker.unreachable"))
     assert call().backend == "beta"
-    keeper.signal(signal.SIGCONT)
+    agent.signal(signal.SIGCONT)
     stack.wait_ready()
     assert call(backend="alpha").backend == "alpha"
-    assert len(stack.site.events("keeper.joined")) == 1
-    assert stack.site.events("keeper.parted") == []
+    assert len(stack.site.events("agent.joined")) == 1
+    assert stack.site.events("agent.parted") == []
 
 
-def test_a_broker_that_was_stopped_itself_does_not_take_keepers_for_dead(stack: Stack) -> None:
+def test_a_broker_that_was_stopped_itself_does_not_take_agents_for_dead(stack: Stack) -> None:
     """Their answers were there all the time."""
     stack.join()
     stack.wait_ready()
@@ -302,19 +302,19 @@ def test_a_broker_that_was_stopped_itself_does_not_take_keepers_for_dead(stack: 
     finally:
         os.kill(pid, signal.SIGCONT)
     assert call().backend == "alpha"
-    assert stack.site.events("keeper.silent") == []
+    assert stack.site.events("agent.silent") == []
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong-secret", "no-secret"])
 def test_who_does_not_know_the_secret_is_refused_for_good(stack: Stack, tmp_path: Path, is_wrong: bool) -> None:
-    """Keepers get memory of clients, clients get results: neither may be anyone."""
+    """Agents get memory of clients, clients get results: neither may be anyone."""
     other = None
     if is_wrong:
         other = tmp_path / "other"
         secret.create(other)
-    keeper = stack.join(secret_file=other)
-    assert keeper.process.wait(30) == 2
-    assert "NOT_ALLOWED" in keeper.log.read_text()
+    agent = stack.join(secret_file=other)
+    assert agent.process.wait(30) == 2
+    assert "NOT_ALLOWED" in agent.log.read_text()
     lz.disconnect()
     with pytest.raises(lz.NotAllowed, match="secret"):
         lz.connect(runtime_dir=stack.site.folder, secret_file=other, start=False)
@@ -335,9 +335,9 @@ def test_a_client_with_a_secret_refuses_a_broker_that_cannot_prove_it(
 
 def test_a_backend_that_is_not_to_join_is_refused(stack: Stack) -> None:
     """The broker starts beta itself; two masters of one worker would be one too many."""
-    keeper = stack.join("beta")
-    assert keeper.process.wait(30) == 2
-    assert "does not join this broker" in keeper.log.read_text()
+    agent = stack.join("beta")
+    assert agent.process.wait(30) == 2
+    assert "does not join this broker" in agent.log.read_text()
 
 
 def test_a_joined_environment_that_does_not_work_says_so(new_site: Callable[..., Site], tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_joined_environment_that_does_not_work_says_so(new_site: Callable[...,
     stack.connect()
     try:
         stack.join("broken")
-        stack.wait_keepers("failed", backend="broken")
+        stack.wait_agents("failed", backend="broken")
         health = stack.health("broken")
         assert health.returncode == 1
         assert "no_such_library" in health.stdout
@@ -377,7 +377,7 @@ def test_other_users_connect_where_the_broker_allows_it(
         key = secret.read(Path({str(tmp_path / "secret")!r}))
         os.setuid({uid})
         sock = control.connect(Path({str(site.endpoints.control)!r}), timeout_s=10)
-        hello = messages.Hello(protocols=[1], role="keeper", package="", pid=1, backend="alpha")
+        hello = messages.Hello(protocols=[1], role="agent", package="", pid=1, backend="alpha")
         try:
             print(greet(sock, hello, key)[0].number)
         except NotAllowed as exc:

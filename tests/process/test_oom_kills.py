@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.backends.toy import HOARD, HOARD_BYTES, KILL, fault
 from tests.process.harness import Site, wait_until
-from tests.process.join_site import Keeper, can_unshare
+from tests.process.join_site import Agent, can_unshare
 
 import layerzero as lz
 from layerzero.ipc import oom
@@ -111,11 +111,11 @@ def test_a_backend_that_needs_more_memory_than_there_is_says_what_repairs_it(
 def test_a_joined_worker_that_runs_out_of_its_containers_memory_is_reported_so(
     box: Box, new_site: Callable[..., Site]
 ) -> None:
-    """Only its keeper sees that cgroup."""
+    """Only its agent sees that cgroup."""
     site = new_site(joined="alpha", backoff_s=0.01)
-    keeper = Keeper(site, "alpha", is_pid_1=can_unshare())
+    agent = Agent(site, "alpha", is_pid_1=can_unshare())
     try:
-        box.put(keeper.pid)  # it waits for the broker
+        box.put(agent.pid)  # it waits for the broker
         site.start().connect()
         wait_until(lambda: site.backend("alpha")["state"] == "ready")
         site.wait_ready("beta")
@@ -124,4 +124,4 @@ def test_a_joined_worker_that_runs_out_of_its_containers_memory_is_reported_so(
         site.wait_ready("alpha")
         assert first_attempt(KILL).detail == "the alpha worker died (signal 9)"
     finally:
-        keeper.end()
+        agent.end()

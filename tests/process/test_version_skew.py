@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.process.harness import ROOT, Site, wait_until
-from tests.process.join_site import Keeper
+from tests.process.join_site import Agent
 
 import layerzero as lz
 from layerzero.client.connection import start
@@ -129,11 +129,11 @@ def test_no_mix_of_three_versions_is_misread(new_site: Callable[..., Site], tmp_
     run(broker, "-m", "layerzero.client.cli.app", "up")
     for worker in STEPS:
         code = Path(run(worker, "-c", STAGE, site.environ["LAYERZERO_STORE"]))
-        keeper = Keeper(site, "alpha", code=code)
+        agent = Agent(site, "alpha", code=code)
         try:
             is_served = worker == broker
-            wait_until(lambda: ("worker.started" if is_served else "VERSION_MISMATCH") in keeper.log.read_text())  # noqa: B023
-            assert is_served or names_both(keeper.log.read_text(), "keeper", worker)
+            wait_until(lambda: ("worker.started" if is_served else "VERSION_MISMATCH") in agent.log.read_text())  # noqa: B023
+            assert is_served or names_both(agent.log.read_text(), "agent", worker)
             for client in STEPS:
                 answer = run(client, "-c", CALL, str(site.folder))
                 if client != broker:
@@ -142,4 +142,4 @@ def test_no_mix_of_three_versions_is_misread(new_site: Callable[..., Site], tmp_
                 else:
                     assert answer.startswith("served" if is_served else "NO_BACKEND ")
         finally:
-            keeper.end()
+            agent.end()

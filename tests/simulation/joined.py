@@ -24,14 +24,14 @@ from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import EnvError, LayerZeroError
 
-SILENCE_S = 0.4  # so long a keeper may not answer
+SILENCE_S = 0.4  # so long an agent may not answer
 CONFIRM_S = 0.1  # so long the end of a worker that is killed may take
 JOINED_FATES = ("anew", "departed", "late_end", "lost", "paused", "released")
 VACANCY = Rejection(Reason.NOT_JOINED, "no worker has joined")
 
 
 class JoinedProcess(Process):
-    """A worker and its keeper, in one container. While they are paused nothing of them happens, nor is a kill seen."""
+    """A worker and its agent, in one container. While they are paused nothing of them happens, nor is a kill seen."""
 
     is_paused = False
     is_departing = False  # its container has ended with it
@@ -71,7 +71,7 @@ class JoinedProcess(Process):
         self.is_paused = True
 
     def resume(self) -> None:
-        """It goes on where it was; its keeper finds the order to kill it somewhat later."""
+        """It goes on where it was; its agent finds the order to kill it somewhat later."""
         self.is_paused = False
         for do in self._put_off:
             do()
@@ -122,11 +122,11 @@ class JoinedWorld(World):
         self.joined = frozenset(name for name in ("alpha", "beta", "gamma") if chance.random() < 0.6) or {"alpha"}
         super().__init__(seed, functools.partial(state_class, joined=self.joined))
         self.compiles = False
-        self._idle = dict.fromkeys(self.joined, 0)  # keepers that could start a worker
+        self._idle = dict.fromkeys(self.joined, 0)  # agents that could start a worker
         for backend in self.joined:
             self.state.lifecycle.set_unavailable(backend, VACANCY)
             for _ in range(chance.choice((1, 1, 2))):
-                self.push(chance.uniform(0.0, 2.0), self._keeper_joins, backend)
+                self.push(chance.uniform(0.0, 2.0), self._agent_joins, backend)
         for _ in range(chance.choice((1, 2, 4, 8))):
             self.push(chance.uniform(1.0, BUSY_S), self._pause_one)
 
@@ -144,9 +144,9 @@ class JoinedWorld(World):
             self.require(not client.lent or client.has_hung_up, f"memory {client.lent} is never released")
         return coverage
 
-    # --- keepers and containers
+    # --- agents and containers
 
-    def _keeper_joins(self, backend: str) -> None:
+    def _agent_joins(self, backend: str) -> None:
         self._idle[backend] += 1
         self._offer(backend)
 
@@ -175,7 +175,7 @@ class JoinedWorld(World):
 
     def _silent(self, process: JoinedProcess) -> None:
         if process.is_paused and not process.is_over:
-            text = "its keeper does not answer"
+            text = "its agent does not answer"
             self._deliver(ev.WorkerMisbehaved(process.backend, process.generation, text, is_silent=True))
 
     def _give_up(self, process: Process) -> None:
@@ -205,10 +205,10 @@ class JoinedWorld(World):
             super().exited(process, exit_code, page)
         if isinstance(process, JoinedProcess):
             if process.is_departing:
-                self.push(self.now_s + self.chance.uniform(0.1, 2.0), self._keeper_joins, process.backend)
+                self.push(self.now_s + self.chance.uniform(0.1, 2.0), self._agent_joins, process.backend)
                 self._offer(process.backend)
             else:
-                self._keeper_joins(process.backend)
+                self._agent_joins(process.backend)
 
     def _count_exit(self, process: Process, exit_code: int) -> None:
         if isinstance(process, JoinedProcess) and process.is_departing:

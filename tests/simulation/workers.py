@@ -215,7 +215,7 @@ class Process:
             fate = "dies_running"
         world.coverage.fates[fate] += 1
         if call.client.number in self.no_transport and self.world.device:
-            error = NoTransport("GPU memory does not reach the worker", rung="ipc", reason="it is deaf")
+            error = NoTransport("GPU memory does not reach the worker", transport="ipc", reason="it is deaf")
             self._say(ev.CallRaised(self.identity, dispatch.number, dispatch.attempt, error))
             self._free()
             return

@@ -1,4 +1,4 @@
-"""Control sockets of clients, workers and keepers: accept and greet them, take what comes through them, close them."""
+"""Control sockets of clients, workers and agents: accept and greet them, take what comes through them, close them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Connections:
             elif peer.role == "client":
                 message, fds = control.receive(peer.sock, *KINDS)
                 self._offers.take(peer, message, fds)
-            elif peer.role == "keeper":
+            elif peer.role == "agent":
                 self._joined.take(peer)
             else:
                 if peer.backlog:
@@ -151,11 +151,11 @@ class Connections:
                 raise ProtocolError("unknown worker ticket")
             peer.backend, peer.generation = process.backend, process.generation
             fds = (process.page_fd,)
-        elif hello.role not in ("client", "keeper"):
-            raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, keeper, worker")
+        elif hello.role not in ("client", "agent"):
+            raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, agent, worker")
         elif self._state.stopping:
             raise BrokerLost("the broker is shutting down")
-        elif hello.role == "keeper":
+        elif hello.role == "agent":
             self._joined.check(hello)
         peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)
         self._note_change()
@@ -166,7 +166,7 @@ class Connections:
         elif peer.role == "worker":
             self._links.add(peer)
         control.send(peer.sock, self._welcome(peer), fds)
-        if peer.role == "keeper":
+        if peer.role == "agent":
             self._joined.add(peer, hello)
 
     def drop_client(self, action: act.DropClient) -> None:
@@ -193,7 +193,7 @@ class Connections:
             self._links.remove(peer)
             if not self._state.stopping or peer.backend in self._joined.names:
                 self._processes.hung_up(peer.backend, peer.generation)
-        elif peer.role == "keeper":
+        elif peer.role == "agent":
             self._joined.part(peer)
 
     def stop_listening(self) -> None:

@@ -379,7 +379,7 @@ class Server:
                 self.handle(ev.WorkerMisbehaved(peer.backend, peer.generation, "it does not read its queue"))
 
     def _welcome(self, peer: Peer) -> messages.Welcome:
-        path = self._zmq_paths.get(peer.role)  # a keeper has none to connect to
+        path = self._zmq_paths.get(peer.role)  # an agent has none to connect to
         return messages.Welcome(
             protocol=wire.PROTOCOL,
             package=__version__,
@@ -395,7 +395,7 @@ class Server:
         )
 
     def _probe(self, action: act.Probe) -> None:
-        if action.backend in self.joined.names:  # what a keeper's probe has shown comes with its worker's start
+        if action.backend in self.joined.names:  # what an agent's probe has shown comes with its worker's start
             self.post(ev.ProbeEnded(action.backend, None))
         else:
             self._probes.start(action)
@@ -432,7 +432,7 @@ class Server:
             ended.phase,
             ended.stderr_tail,
             rings,
-            is_departure=isinstance(process, RemoteWorker) and not process.has_keeper,
+            is_departure=isinstance(process, RemoteWorker) and not process.has_agent,
             oom=ended.oom,
         )
         self.handle(exited)

@@ -204,8 +204,8 @@ class CudaGraphUnsafe(LayerZeroError):
 
 
 class NoTransport(LayerZeroError):
-    """GPU memory does not reach a worker. Facts: `rung` and `reason` of an offer that it could not use, or `required`
-    and `reasons` when no way is left."""
+    """GPU memory does not reach a worker. Facts: `transport` and `reason` of an offer that it could not use, or
+    `required` and `reasons` when no way is left."""
 
     code = "NO_TRANSPORT"
     retry = OTHER_BACKEND

@@ -1,7 +1,7 @@
 """`python -m layerzero.workers.join --backend NAME --directory DIR [--secret-file FILE]`: keep a backend's worker for a
 broker that did not start us, in a container for instance.
 
-The keeper registers with the broker, tries this environment in a throw-away child, and starts, watches and kills the
+The agent registers with the broker, tries this environment in a throw-away child, and starts, watches and kills the
 worker, a child too, when the broker says so. It is small, so that it answers whatever the libraries do. When the
 broker's end of its connection closes it kills the worker at once: nobody may write into memory of clients that has not
 got a broker. It comes back to the next broker. Works as pid 1.
@@ -26,7 +26,7 @@ from layerzero.ipc.logs import flush, log
 from layerzero.ipc.transport import control, messages, secret, wire
 from layerzero.ipc.transport.endpoints import Endpoints, default_runtime_dir
 from layerzero.ipc.transport.hello import greet
-from layerzero.workers.keeper import Children, Place, describe_place
+from layerzero.workers.agent import Children, Place, describe_place
 
 REFUSED = 2  # exit code: the broker will not have us, and trying again changes nothing
 CONNECT_TIMEOUT_S = 10.0
@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {exc.message}", file=sys.stderr)
         return REFUSED
     try:
-        return Keeper(Endpoints(Path(folder)).control, place, key).run()
+        return Agent(Endpoints(Path(folder)).control, place, key).run()
     finally:
         flush()
 
 
-class Keeper:
+class Agent:
     """One connection after the other, until SIGTERM or SIGINT."""
 
     def __init__(self, path: Path, place: Place, key: bytes | None) -> None:
@@ -81,7 +81,7 @@ class Keeper:
                 sock, number = self._connect()
             except LayerZeroError as exc:
                 if exc.retry == NEVER:
-                    log("keeper.refused", backend=self._place.backend, code=exc.code, error=exc.message)
+                    log("agent.refused", backend=self._place.backend, code=exc.code, error=exc.message)
                     return REFUSED
                 why = exc.message
             except control.Closed:
@@ -89,17 +89,17 @@ class Keeper:
             except OSError as exc:
                 why = f"nobody answers on {self._path}: {exc.strerror or exc}"
             else:
-                log("keeper.joined", backend=self._place.backend, number=number)
+                log("agent.joined", backend=self._place.backend, number=number)
                 joined_s, said = time.monotonic(), ""
                 try:
                     cause = self._serve(sock)
                 finally:
                     sock.close()
-                log("keeper.parted", backend=self._place.backend, is_ending=self._is_ending, cause=cause)
+                log("agent.parted", backend=self._place.backend, is_ending=self._is_ending, cause=cause)
                 if time.monotonic() - joined_s > BACKOFF_MAX_S:  # else it may part for the same reason again
                     pause_s = BACKOFF_S
             if why and why != said:
-                log("keeper.waits", backend=self._place.backend, cause=why)
+                log("agent.waits", backend=self._place.backend, cause=why)
                 said = why
             self._sleep(pause_s * random.uniform(0.75, 1.25))
             pause_s = min(2 * pause_s, BACKOFF_MAX_S)
@@ -120,7 +120,7 @@ class Keeper:
         try:
             hello = messages.Hello(
                 protocols=[wire.PROTOCOL],
-                role="keeper",
+                role="agent",
                 package="",
                 pid=os.getpid(),
                 backend=self._place.backend,
@@ -183,7 +183,7 @@ class Keeper:
         elif isinstance(message, messages.KillWorker):
             children.kill_worker(message.generation)
         elif isinstance(message, messages.Refused):
-            log("keeper.cut_off", error=str(message.error.get("message")))
+            log("agent.cut_off", error=str(message.error.get("message")))
             raise control.Closed
         for fd in fds:
             os.close(fd)

@@ -81,7 +81,7 @@ class Settings(BaseSettings):
         False, description="lz doctor finds MPS in order, although a fault of one process ends others"
     )
     joined: str = Field("", description="backends whose workers join by themselves: names separated by ',', or all")
-    joined_silence_s: Seconds = Field(2.5, description="so long a joined worker's keeper may not answer")
+    joined_silence_s: Seconds = Field(2.5, description="so long a joined worker's agent may not answer")
     secret_file: Path | None = Field(None, description="the stack's secret; who connects must prove that they know it")
     remote: str = Field("", description="tcp://ADDRESS:PORT for questions (status, health); needs keys")
     keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")

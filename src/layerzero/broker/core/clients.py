@@ -96,7 +96,7 @@ class ClientLifecycle:
             self.grants.close_arena(client, event.arena)
 
     def on_gpu_offered(self, event: ev.GpuOffered) -> None:
-        """For the first time, or on another rung: then workers let go of what they had, and may reach the new one."""
+        """For the first time, or by another transport: then workers let go of what they had, and may reach it."""
         client = self.clients.get(event.identity)
         if client is None:  # it was cut off a moment ago, since it does not read
             return

@@ -1,8 +1,8 @@
-"""Turns: which calls on a GPU the broker has in each lane of each client's timeline page.
+"""Turns: which calls on a GPU the broker has in each timeline of each client's timeline page.
 
-Decides nothing about kernels. A lane is one stream of a client (docs/protocol.md, section 13). The broker does not
-know of calls that are on rings (section 14), and may hear of one after later ones of its lane. But the client's stream
-writes READY of a turn only when all before it have ended: so that is when a point that was refused may be told.
+Decides nothing about kernels. A timeline is one stream of a client (docs/protocol.md, section 13). The broker does not
+know of calls that are on rings (section 14), and may hear of one after later ones of its timeline. But the client's
+stream writes READY of a turn only when all before it have ended: so that is when a point that was refused may be told.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.model import Call, Client
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm.timeline_words import LANES, TimelinePoint, is_before
+from layerzero.ipc.shm.timeline_words import TIMELINES, TimelinePoint, is_before
 
-MAX_OPEN = 4096  # in one lane; ours keeps to 256 that the GPU is not done with
+MAX_OPEN = 4096  # in one timeline; ours keeps to 256 that the GPU is not done with
 
 Key = tuple[int, str, TimelinePoint]  # client's number, GPU, place
 
 
 @dataclass(eq=False)
 class OpenPoint:
-    """A place in a lane that nobody has ended yet."""
+    """A place in a timeline that nobody has ended yet."""
 
     client: Client
     gpu: str
@@ -47,7 +47,9 @@ class OpenPoint:
 
 class StreamOrder:
     def __init__(self) -> None:
-        self._lanes: dict[tuple[int, str, int], list[OpenPoint]] = {}  # client's number, GPU, lane; in their order
+        self._timelines: dict[
+            tuple[int, str, int], list[OpenPoint]
+        ] = {}  # client's number, GPU, timeline; in their order
         self._held: dict[Key, OpenPoint] = {}
 
     @property
@@ -57,8 +59,8 @@ class StreamOrder:
 
     @property
     def pages(self) -> set[tuple[int, str]]:
-        """Clients, by their numbers, and GPUs, of whose timeline pages lanes are known."""
-        return {(number, gpu) for number, gpu, _ in self._lanes}
+        """Clients, by their numbers, and GPUs, of whose timeline pages timelines are known."""
+        return {(number, gpu) for number, gpu, _ in self._timelines}
 
     @property
     def is_awaited(self) -> bool:
@@ -68,18 +70,20 @@ class StreamOrder:
 
     def begin(self, client: Client, gpu: str, point: TimelinePoint) -> OpenPoint:
         """Raises ProtocolError for a place that is not there or is taken."""
-        if not 0 <= point.timeline < LANES:
-            raise ProtocolError(f"point {point.value} of lane {point.timeline}; allowed: lanes below {LANES}")
-        lane = self._lanes.setdefault((client.number, gpu, point.timeline), [])
-        at = len(lane)
-        while at and is_before(point.value, lane[at - 1].point.value):
+        if not 0 <= point.timeline < TIMELINES:
+            raise ProtocolError(
+                f"point {point.value} of timeline {point.timeline}; allowed: timelines below {TIMELINES}"
+            )
+        timeline = self._timelines.setdefault((client.number, gpu, point.timeline), [])
+        at = len(timeline)
+        while at and is_before(point.value, timeline[at - 1].point.value):
             at -= 1
-        if at and lane[at - 1].point.value == point.value:
-            raise ProtocolError(f"point {point.value} of lane {point.timeline} is open already")
-        if len(lane) >= MAX_OPEN:
-            raise ProtocolError(f"more than {MAX_OPEN} open points in lane {point.timeline}")
+        if at and timeline[at - 1].point.value == point.value:
+            raise ProtocolError(f"point {point.value} of timeline {point.timeline} is open already")
+        if len(timeline) >= MAX_OPEN:
+            raise ProtocolError(f"more than {MAX_OPEN} open points in timeline {point.timeline}")
         opened = OpenPoint(client, gpu, point)
-        lane.insert(at, opened)
+        timeline.insert(at, opened)
         return opened
 
     def fail(self, point: OpenPoint, refusal: act.Refuse) -> None:
@@ -96,38 +100,38 @@ class StreamOrder:
 
     def end(self, point: OpenPoint) -> None:
         """A point is done, or was told of, or nobody waits for it. More than once does no harm."""
-        lane = self._lanes.get((point.client.number, point.gpu, point.point.timeline), [])
-        if point in lane:
-            lane.remove(point)
+        timeline = self._timelines.get((point.client.number, point.gpu, point.point.timeline), [])
+        if point in timeline:
+            timeline.remove(point)
         if self._held.get(point.key) is point:
             del self._held[point.key]
 
     def drop_held(self, client: Client | None = None) -> list[OpenPoint]:
         """A client has left, or without any all workers have ended: no stream will come to what was refused. Returns
         those, in their order."""
-        held = [point for lane in self._lanes.values() for point in lane if point.refusal is not None]
+        held = [point for timeline in self._timelines.values() for point in timeline if point.refusal is not None]
         dropped = [point for point in held if client is None or point.client is client]
         for point in dropped:
             self.end(point)
         return dropped
 
     def first(self) -> Iterator[OpenPoint]:
-        """The oldest open point of each lane that the broker knows of."""
-        for lane in self._lanes.values():
-            if lane:
-                yield lane[0]
+        """The oldest open point of each timeline that the broker knows of."""
+        for timeline in self._timelines.values():
+            if timeline:
+                yield timeline[0]
 
     def of(self, client: Client, gpu: str | None = None) -> list[OpenPoint]:
         """All open ones of a client, on one GPU or on all."""
         return [
             point
-            for (number, uuid, _), lane in self._lanes.items()
+            for (number, uuid, _), timeline in self._timelines.items()
             if number == client.number and gpu in (None, uuid)
-            for point in lane
+            for point in timeline
         ]
 
     def forget(self, client: Client, gpu: str) -> None:
         """The page is closed, or another takes its place."""
-        for key in [key for key in self._lanes if key[:2] == (client.number, gpu)]:
-            for point in self._lanes.pop(key):
+        for key in [key for key in self._timelines if key[:2] == (client.number, gpu)]:
+            for point in self._timelines.pop(key):
                 self._held.pop(point.key, None)

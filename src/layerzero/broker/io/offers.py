@@ -25,7 +25,7 @@ KINDS = (AddArena, AddGpu, AddGpuArena, AddLane, RetireArena)
 
 @dataclass(frozen=True)
 class _Arena:
-    """What came with a client's arena: a memfd, or the handle of GPU memory with a descriptor if its rung has one."""
+    """What came with a client's arena: a memfd, or the handle of GPU memory, with a descriptor by most transports."""
 
     fd: int | None
     handle: ArenaHandle | None = None
@@ -114,7 +114,7 @@ class Offers:
         refusal: LayerZeroError | None = self._state.engine.missing(message.gpu)
         if refusal is None and self._state.graph_slots.holds(peer.identity, message.gpu):
             text = "calls in captured graphs hold the GPU's memory as it is offered; drop those graphs first"
-            refusal = NoTransport(text, rung=gpu.rung, reason=text)
+            refusal = NoTransport(text, transport=gpu.transport, reason=text)
         if refusal is not None:  # nothing is wrong with the client: it goes on without this
             gpu.close()
             control.send(peer.sock, messages.Refused(error=refusal.to_wire()))

@@ -54,7 +54,7 @@ def new_identity() -> bytes:
 def check_version(hello: messages.Hello, package: str) -> None:
     """Refuse other protocol versions. Raises VersionMismatch."""
     if wire.PROTOCOL not in hello.protocols:
-        of = f" (layerzero-broker {hello.package})" if hello.package else ""  # a keeper has no package
+        of = f" (layerzero-broker {hello.package})" if hello.package else ""  # an agent has no package
         raise VersionMismatch(
             f"this broker (layerzero-broker {package}) speaks protocol {wire.PROTOCOL}; the {hello.role}{of} "
             f"speaks {', '.join(map(str, hello.protocols))}. "

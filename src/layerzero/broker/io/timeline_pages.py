@@ -20,7 +20,7 @@ from layerzero.ipc.transport.messages import AddGpu, MapGpu
 
 @dataclass(frozen=True)
 class Gpu:
-    """What came with an add_gpu. Owns its descriptors: the page, and what was offered if its rung has one."""
+    """What came with an add_gpu. Owns its descriptors: the page, and what was offered if its transport has one."""
 
     message: AddGpu
     page: TimelinePage
@@ -38,8 +38,8 @@ class Gpu:
         return cls(message, TimelinePage(fds[0]), tuple(fds))
 
     @property
-    def rung(self) -> str:
-        return Offer.from_wire(self.message.offer).handle.rung
+    def transport(self) -> str:
+        return Offer.from_wire(self.message.offer).handle.transport
 
     def has_page_of(self, other: Gpu) -> bool:
         """Whether both mean the same memory, by whatever descriptors."""
@@ -134,10 +134,10 @@ def error_number(code: str) -> int:
 
 
 def check_handle_fds(handle: ArenaHandle, fds: list[int]) -> None:
-    """Refuse descriptors that are not those of a handle's rung. Raises ProtocolError."""
+    """Refuse descriptors that are not those of a handle's transport. Raises ProtocolError."""
     if len(fds) != handle.has_fd:
         raise ProtocolError(
-            f"memory of rung {handle.rung!r} comes with {int(handle.has_fd)} descriptors, got {len(fds)}"
+            f"memory of transport {handle.transport!r} comes with {int(handle.has_fd)} descriptors, got {len(fds)}"
         )
-    if handle.rung in STAGED:
+    if handle.transport in STAGED:
         memory.check_memfd(fds[0], handle.nbytes)

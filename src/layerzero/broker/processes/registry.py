@@ -112,7 +112,7 @@ class Processes:
             self.kill(process.backend, process.generation)
 
     def close(self) -> None:
-        """Kill all of ours and wait for their ends. Those that joined end with the connections of their keepers."""
+        """Kill all of ours and wait for their ends. Those that joined end with the connections of their agents."""
         for process in self._live.values():
             process.kill()
             process.reap()

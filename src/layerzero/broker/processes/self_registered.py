@@ -1,6 +1,6 @@
-"""Joined workers: those of backends whose keepers (workers/join.py) register with the broker, mostly from containers.
+"""Joined workers: those of backends whose agents (workers/join.py) register with the broker, mostly from containers.
 
-A keeper is to a joined worker what supervisor.py is to others: it starts, watches and kills. Of several keepers of a
+An agent is to a joined worker what supervisor.py is to others: it starts, watches and kills. Of several agents of a
 backend one has the worker, the others stand by. Who is who rests on connections, never on pids: all may be pid 1.
 """
 
@@ -41,13 +41,13 @@ from layerzero.ipc.vocabulary.worker_codes import phase_name
 PING_S = 0.5
 CONFIRM_S = 1.0  # so long the end of a worker that is killed may take until it counts as unreachable
 STALL_S = 1.0  # a look so late says that this process was not running
-MAX_KEEPERS = 32  # of one backend
+MAX_AGENTS = 32  # of one backend
 MAX_VERDICT_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
-class Keeper:
-    """A registered keeper. It may serve once `record` says that its environment's probe passed."""
+class Agent:
+    """A registered agent. It may serve once `record` says that its environment's probe passed."""
 
     peer: Peer
     backend: str
@@ -77,20 +77,20 @@ class Keeper:
 
 @dataclass(eq=False)
 class RemoteWorker:
-    """As supervisor.Process, of a worker that a keeper started."""
+    """As supervisor.Process, of a worker that an agent started."""
 
     backend: str
     generation: int
-    keeper: Keeper
+    agent: Agent
     ticket: bytes
     page_fd: int
     page: memory.ControlPage
-    pid: int = 0  # where the keeper is: for people only
-    has_keeper: bool = True
+    pid: int = 0  # where the agent is: for people only
+    has_agent: bool = True
     is_being_killed: bool = False  # the core has asked for it
     was_given_up: bool = False  # nobody has confirmed its end in time
     give_up_s: float = math.inf  # when its end must be confirmed
-    code: int = -signal.SIGKILL  # what its end is when its keeper, and so all of its namespace, has ended
+    code: int = -signal.SIGKILL  # what its end is when its agent, and so all of its namespace, has ended
     stderr_tail: str = ""
     oom: str = ""
 
@@ -124,10 +124,10 @@ class Joined:
         self._on_start = on_start
         self._is_linked = is_linked
         self._note_change = note_change
-        self._keepers: dict[str, list[Keeper]] = {}
-        self._by_peer: dict[int, Keeper] = {}  # by the peer's number
+        self._agents: dict[str, list[Agent]] = {}
+        self._by_peer: dict[int, Agent] = {}  # by the peer's number
         self._live: dict[tuple[str, int], RemoteWorker] = {}
-        self._compiling: dict[str, act.Compile] = {}  # by backend: what is, or shall be when a keeper is there
+        self._compiling: dict[str, act.Compile] = {}  # by backend: what is, or shall be when an agent is there
         self._looked_s = time.monotonic()
 
     @property
@@ -135,10 +135,10 @@ class Joined:
         """The backends that join, which the broker starts no workers of."""
         return self._launcher.joined
 
-    # --- keepers come, speak and go
+    # --- agents come, speak and go
 
     def check(self, hello: messages.Hello) -> None:
-        """Whether its keeper may register. Raises ConfigError, Busy."""
+        """Whether its agent may register. Raises ConfigError, Busy."""
         name = hello.backend
         if name not in self.names:
             known = ", ".join(sorted(self.names)) or "none"
@@ -146,8 +146,8 @@ class Joined:
                 f"backend {name!r:.60} does not join this broker; those that do: {known}; lz up --joined NAME,... says "
                 "which"
             )
-        if len(self._keepers.get(name, ())) >= MAX_KEEPERS:
-            raise Busy(f"{MAX_KEEPERS} keepers of {name} have registered; no more are taken", limit=MAX_KEEPERS)
+        if len(self._agents.get(name, ())) >= MAX_AGENTS:
+            raise Busy(f"{MAX_AGENTS} agents of {name} have registered; no more are taken", limit=MAX_AGENTS)
         if not all(len(text) <= 64 and text.isalnum() for text in (hello.env, hello.source) if text):
             raise ProtocolError(f"env {hello.env!r:.80} and source {hello.source!r:.80} are no ids")
 
@@ -157,13 +157,13 @@ class Joined:
         manifest = launcher.manifests[hello.backend]
         key = _certificate_key(hello, manifest)
         record = probe.cached_record(self._record_path(hello.backend, key))
-        keeper = Keeper(peer, hello.backend, hello.env, key)
-        self._keepers.setdefault(hello.backend, []).append(keeper)
-        self._by_peer[peer.number] = keeper
-        log("keeper.joined", backend=hello.backend, keeper=peer.number, pid=peer.pid, env=hello.env, key=key)
+        agent = Agent(peer, hello.backend, hello.env, key)
+        self._agents.setdefault(hello.backend, []).append(agent)
+        self._by_peer[peer.number] = agent
+        log("agent.joined", backend=hello.backend, agent=peer.number, pid=peer.pid, env=hello.env, key=key)
         known = launcher.env_ids().get(hello.backend)
         if hello.env != known:
-            log("keeper.other_environment", backend=hello.backend, has=hello.env, lock=known)
+            log("agent.other_environment", backend=hello.backend, has=hello.env, lock=known)
         descriptor = manifest.descriptor_path.read_bytes()
         fd = memory.create_memfd("descriptor", len(descriptor))
         try:
@@ -175,18 +175,18 @@ class Joined:
                 probes=record is None,
                 timeout_s=self._settings.start_timeout_s,
             )
-            self._tell(keeper, keep, (fd,))
+            self._tell(agent, keep, (fd,))
         finally:
             os.close(fd)
         self._note_change()
         if record is not None:
-            self._certify(keeper, record)
+            self._certify(agent, record)
         else:
             self.offer(hello.backend)
 
     def take(self, peer: Peer) -> None:
         """A message of its. Raises what control.receive raises."""
-        keeper = self._by_peer[peer.number]
+        agent = self._by_peer[peer.number]
         message, fds = control.receive(
             peer.sock,
             messages.Pong,
@@ -196,62 +196,62 @@ class Joined:
             messages.WorkerEnded,
         )
         try:
-            if keeper.is_silent:
-                log("keeper.answers", backend=keeper.backend, keeper=peer.number)
-            keeper.is_silent, keeper.asked_s = False, math.inf
+            if agent.is_silent:
+                log("agent.answers", backend=agent.backend, agent=peer.number)
+            agent.is_silent, agent.asked_s = False, math.inf
             if isinstance(message, messages.Probed):
-                self._probed(keeper, message, fds)
+                self._probed(agent, message, fds)
             elif isinstance(message, messages.CompiledHere):
-                self._compiled(keeper, message)
+                self._compiled(agent, message)
             elif isinstance(message, messages.WorkerStarted):
-                remote = self._remote(keeper, message.generation)
+                remote = self._remote(agent, message.generation)
                 remote.pid = message.pid
                 self._handle(ev.WorkerSpawned(remote.backend, remote.generation, message.pid))
             elif isinstance(message, messages.WorkerEnded):
-                remote = self._remote(keeper, message.generation)
+                remote = self._remote(agent, message.generation)
                 remote.code, remote.stderr_tail = message.code, message.stderr_tail[-4096:]
                 remote.oom = message.oom[:4096]
                 self._settle(remote)
         finally:
             for fd in fds:
                 os.close(fd)
-        self.offer(keeper.backend)
+        self.offer(agent.backend)
 
     def part(self, peer: Peer) -> None:
         """Its connection has closed: it has ended, and its worker has, or is about to."""
-        keeper = self._by_peer.pop(peer.number, None)
-        if keeper is None:
+        agent = self._by_peer.pop(peer.number, None)
+        if agent is None:
             return  # it left before it was told that it is welcome
-        self._keepers[keeper.backend].remove(keeper)
-        log("keeper.parted", backend=keeper.backend, keeper=peer.number)
-        remote = keeper.worker
+        self._agents[agent.backend].remove(agent)
+        log("agent.parted", backend=agent.backend, agent=peer.number)
+        remote = agent.worker
         if remote is not None:
-            remote.has_keeper = False
+            remote.has_agent = False
             if not self._settle_if_ended(remote):
                 self._await_end(remote)
-        self.offer(keeper.backend)
+        self.offer(agent.backend)
 
     def records(self, backend: str) -> list[ProbeRecord]:
-        """What the probes of its keepers that may serve have shown."""
-        return [keeper.record for keeper in self._keepers.get(backend, ()) if keeper.is_usable and keeper.record]
+        """What the probes of its agents that may serve have shown."""
+        return [agent.record for agent in self._agents.get(backend, ()) if agent.is_usable and agent.record]
 
     def facts(self, backend: str) -> dict[str, object]:
         """For `lz status`."""
         if backend not in self.names:
             return {}
-        keepers = [
+        agents = [
             {
-                "number": keeper.peer.number,
-                "env": keeper.env,
-                "state": keeper.state,
-                "serves": keeper.worker is not None,
+                "number": agent.peer.number,
+                "env": agent.env,
+                "state": agent.state,
+                "serves": agent.worker is not None,
             }
-            for keeper in self._keepers.get(backend, ())
+            for agent in self._agents.get(backend, ())
         ]
-        return {"keepers": keepers}
+        return {"agents": agents}
 
     def close(self) -> None:
-        """Nothing is killed here: keepers do that when their connections close."""
+        """Nothing is killed here: agents do that when their connections close."""
         for remote in self._live.values():
             remote.reap()
         self._live.clear()
@@ -265,16 +265,16 @@ class Joined:
         return list(self._live.values())
 
     def start(self, backend: str, generation: int, failpoints: str) -> None:
-        """Have a worker started by the keeper that has started the fewest."""
-        idle = [keeper for keeper in self._keepers.get(backend, ()) if keeper.is_usable and keeper.worker is None]
+        """Have a worker started by the agent that has started the fewest."""
+        idle = [agent for agent in self._agents.get(backend, ()) if agent.is_usable and agent.worker is None]
         if not idle:
             rejection = self._vacancy(backend)
             error = EnvError(rejection.detail, env=backend, repair=join_command(backend))
             self._handle(ev.SpawnFailed(backend, generation, error, vacancy=rejection))
             return
-        keeper = min(idle, key=lambda one: one.starts)
-        keeper.starts += 1
-        assert keeper.record is not None
+        agent = min(idle, key=lambda one: one.starts)
+        agent.starts += 1
+        assert agent.record is not None
         try:
             page_fd = memory.create_memfd("page", memory.PAGE_BYTES)
         except OSError as exc:
@@ -282,11 +282,11 @@ class Joined:
             self._handle(ev.SpawnFailed(backend, generation, error))
             return
         page = memory.ControlPage(page_fd, writable=False)
-        remote = RemoteWorker(backend, generation, keeper, secrets.token_bytes(16), page_fd, page)
-        keeper.worker = self._live[backend, generation] = remote
-        self._on_start(backend, keeper.env, keeper.record)
+        remote = RemoteWorker(backend, generation, agent, secrets.token_bytes(16), page_fd, page)
+        agent.worker = self._live[backend, generation] = remote
+        self._on_start(backend, agent.env, agent.record)
         start = messages.StartWorker(generation=generation, ticket=remote.ticket, failpoints=failpoints)
-        self._tell(keeper, start)
+        self._tell(agent, start)
 
     def compile(self, action: act.Compile) -> None:
         """Have a kernel compiled where the worker is, or will be."""
@@ -294,37 +294,37 @@ class Joined:
         self._start_compiling(action.backend)
 
     def _start_compiling(self, backend: str) -> None:
-        action, keepers = self._compiling.get(backend), self._keepers.get(backend, ())
-        usable = [keeper for keeper in keepers if keeper.is_usable]
-        if action is None or not usable or any(keeper.compiles for keeper in keepers):
+        action, agents = self._compiling.get(backend), self._agents.get(backend, ())
+        usable = [agent for agent in agents if agent.is_usable]
+        if action is None or not usable or any(agent.compiles for agent in agents):
             return
-        keeper = next((one for one in usable if one.worker is not None), usable[0])
-        keeper.compiles = True
-        self._tell(keeper, messages.CompileHere(call=action.body, timeout_s=self._settings.compile_timeout_s))
+        agent = next((one for one in usable if one.worker is not None), usable[0])
+        agent.compiles = True
+        self._tell(agent, messages.CompileHere(call=action.body, timeout_s=self._settings.compile_timeout_s))
 
-    def _compiled(self, keeper: Keeper, message: messages.CompiledHere) -> None:
-        if not keeper.compiles:
-            raise ProtocolError("a keeper speaks of a compilation that it was not asked for")
-        keeper.compiles = False
-        action = self._compiling.pop(keeper.backend)
+    def _compiled(self, agent: Agent, message: messages.CompiledHere) -> None:
+        if not agent.compiles:
+            raise ProtocolError("an agent speaks of a compilation that it was not asked for")
+        agent.compiles = False
+        action = self._compiling.pop(agent.backend)
         code = None if message.is_late else message.code
         ended = Ended(code, b"", message.stderr_tail.encode())
         why = compilation.failure_of(ended, self._settings.compile_timeout_s)
         self._handle(ev.CompileEnded(action.backend, action.unit, why, message.seconds))
 
     def kill(self, remote: RemoteWorker) -> None:
-        """Have it killed. Its end is confirmed by its keeper, or by the end of both connections."""
+        """Have it killed. Its end is confirmed by its agent, or by the end of both connections."""
         if not remote.is_being_killed:
             remote.is_being_killed = True
             now_s = time.monotonic()
-            remote.give_up_s = now_s if remote.keeper.is_silent else now_s + CONFIRM_S
-            self._tell(remote.keeper, messages.KillWorker(generation=remote.generation))
+            remote.give_up_s = now_s if remote.agent.is_silent else now_s + CONFIRM_S
+            self._tell(remote.agent, messages.KillWorker(generation=remote.generation))
             self._note_change()
 
     def hung_up(self, remote: RemoteWorker) -> None:
-        """The worker's own connection has closed. Its keeper is about to say how it ended."""
+        """The worker's own connection has closed. Its agent is about to say how it ended."""
         if not self._settle_if_ended(remote):
-            self._tell(remote.keeper, messages.KillWorker(generation=remote.generation))
+            self._tell(remote.agent, messages.KillWorker(generation=remote.generation))
             self._await_end(remote)
 
     # --- time
@@ -332,49 +332,49 @@ class Joined:
     @property
     def due_s(self) -> float:
         """When `look` is due."""
-        due = [min(keeper.next_ping_s, self._answer_due_s(keeper)) for keeper in self._by_peer.values()]
+        due = [min(agent.next_ping_s, self._answer_due_s(agent)) for agent in self._by_peer.values()]
         return min([*due, *(remote.give_up_s for remote in self._live.values())], default=math.inf)
 
     def look(self, now_s: float) -> None:
-        """Ping keepers, find those that do not answer, and workers whose end nobody confirms."""
+        """Ping agents, find those that do not answer, and workers whose end nobody confirms."""
         stalled_s = now_s - self._looked_s - PING_S
         if stalled_s > STALL_S:  # this process stood still, and their answers may be here
-            for keeper in self._by_peer.values():
-                keeper.asked_s += stalled_s
+            for agent in self._by_peer.values():
+                agent.asked_s += stalled_s
             for remote in self._live.values():
                 remote.give_up_s += stalled_s
         self._looked_s = now_s
-        for keeper in list(self._by_peer.values()):
-            if now_s >= self._answer_due_s(keeper) and not keeper.is_silent:
-                self._silence(keeper)
-            if now_s >= keeper.next_ping_s:
-                keeper.next_ping_s = now_s + PING_S
-                if keeper.asked_s == math.inf:
-                    keeper.asked_s = now_s
-                    self._tell(keeper, messages.Ping(number=keeper.starts))
+        for agent in list(self._by_peer.values()):
+            if now_s >= self._answer_due_s(agent) and not agent.is_silent:
+                self._silence(agent)
+            if now_s >= agent.next_ping_s:
+                agent.next_ping_s = now_s + PING_S
+                if agent.asked_s == math.inf:
+                    agent.asked_s = now_s
+                    self._tell(agent, messages.Ping(number=agent.starts))
         for remote in list(self._live.values()):
             if now_s >= remote.give_up_s:
                 remote.give_up_s = math.inf
                 self._give_up(remote)
 
-    def _answer_due_s(self, keeper: Keeper) -> float:
-        return math.inf if keeper.is_silent else keeper.asked_s + self._settings.joined_silence_s
+    def _answer_due_s(self, agent: Agent) -> float:
+        return math.inf if agent.is_silent else agent.asked_s + self._settings.joined_silence_s
 
-    def _silence(self, keeper: Keeper) -> None:
-        keeper.is_silent = True
+    def _silence(self, agent: Agent) -> None:
+        agent.is_silent = True
         silence_s = self._settings.joined_silence_s
-        log("keeper.silent", backend=keeper.backend, keeper=keeper.peer.number, silence_s=silence_s)
-        remote = keeper.worker
+        log("agent.silent", backend=agent.backend, agent=agent.peer.number, silence_s=silence_s)
+        remote = agent.worker
         if remote is not None:
-            text = f"its keeper has not answered for {silence_s:g} s; is its container paused?"
+            text = f"its agent has not answered for {silence_s:g} s; is its container paused?"
             self._handle(ev.WorkerMisbehaved(remote.backend, remote.generation, text, is_silent=True))
-        self.offer(keeper.backend)
+        self.offer(agent.backend)
 
     def _give_up(self, remote: RemoteWorker) -> None:
         if not remote.is_being_killed:
-            text = "its connection has closed, and its keeper does not say that it has ended"
-            if not remote.has_keeper:
-                text = "its keeper has ended, and it has not"
+            text = "its connection has closed, and its agent does not say that it has ended"
+            if not remote.has_agent:
+                text = "its agent has ended, and it has not"
             self._handle(ev.WorkerMisbehaved(remote.backend, remote.generation, text, is_silent=True))
             return
         remote.was_given_up = True
@@ -384,10 +384,10 @@ class Joined:
     # --- inner parts
 
     @staticmethod
-    def _remote(keeper: Keeper, generation: int) -> RemoteWorker:
-        if keeper.worker is None or keeper.worker.generation != generation:
-            raise ProtocolError(f"a keeper speaks of worker {generation}, which it was not told to start")
-        return keeper.worker
+    def _remote(agent: Agent, generation: int) -> RemoteWorker:
+        if agent.worker is None or agent.worker.generation != generation:
+            raise ProtocolError(f"an agent speaks of worker {generation}, which it was not told to start")
+        return agent.worker
 
     def _await_end(self, remote: RemoteWorker) -> None:
         """One of the two connections has closed, so the other is about to."""
@@ -396,9 +396,9 @@ class Joined:
             self._note_change()
 
     def _settle_if_ended(self, remote: RemoteWorker) -> bool:
-        """Whether no connection of it or its keeper is left. A worker that has not said hello never will: its ticket is
+        """Whether no connection of it or its agent is left. A worker that has not said hello never will: its ticket is
         void from now on, and it has got no memory."""
-        if remote.has_keeper or self._is_linked(remote.backend, remote.generation):
+        if remote.has_agent or self._is_linked(remote.backend, remote.generation):
             return False
         self._settle(remote)
         return True
@@ -406,11 +406,11 @@ class Joined:
     def _settle(self, remote: RemoteWorker) -> None:
         """Its end is confirmed."""
         del self._live[remote.backend, remote.generation]
-        remote.keeper.worker = None
+        remote.agent.worker = None
         self._on_end(remote)
 
-    def _probed(self, keeper: Keeper, message: messages.Probed, fds: list[int]) -> None:
-        if keeper.record is not None or len(fds) != 1:
+    def _probed(self, agent: Agent, message: messages.Probed, fds: list[int]) -> None:
+        if agent.record is not None or len(fds) != 1:
             raise ProtocolError("probed comes once, with what the probe wrote")
         info = os.fstat(fds[0])
         if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_VERDICT_BYTES:
@@ -418,38 +418,38 @@ class Joined:
         out = os.pread(fds[0], MAX_VERDICT_BYTES, 0)
         ended = Ended(None if message.is_late else message.code, out, message.stderr_tail.encode())
         timeout_s = self._settings.start_timeout_s
-        repair = join_command(keeper.backend)
-        record = probe.judge(ended, keeper.backend, keeper.key, message.seconds, timeout_s, lambda *_: repair)
-        if record.ok and keeper.env:
+        repair = join_command(agent.backend)
+        record = probe.judge(ended, agent.backend, agent.key, message.seconds, timeout_s, lambda *_: repair)
+        if record.ok and agent.env:
             try:
-                probe.keep_record(self._record_path(keeper.backend, keeper.key), record)
+                probe.keep_record(self._record_path(agent.backend, agent.key), record)
             except OSError as exc:  # it serves all the same, and is probed again when it comes again
-                log("probe.not_kept", backend=keeper.backend, store=str(self._settings.store), error=str(exc))
-        self._certify(keeper, record)
+                log("probe.not_kept", backend=agent.backend, store=str(self._settings.store), error=str(exc))
+        self._certify(agent, record)
 
-    def _certify(self, keeper: Keeper, record: ProbeRecord) -> None:
-        keeper.record = record
+    def _certify(self, agent: Agent, record: ProbeRecord) -> None:
+        agent.record = record
         certified, failed = record.counts
-        facts = {"backend": keeper.backend, "keeper": keeper.peer.number, "certified": certified, "failed": failed}
-        log("keeper.certified" if record.ok else "keeper.not_certified", **facts, cause=record.message)
-        self.offer(keeper.backend)
+        facts = {"backend": agent.backend, "agent": agent.peer.number, "certified": certified, "failed": failed}
+        log("agent.certified" if record.ok else "agent.not_certified", **facts, cause=record.message)
+        self.offer(agent.backend)
 
     def offer(self, backend: str) -> None:
         """Tell the core whether a worker of this backend can be started, should it have none."""
-        can_start = any(keeper.is_usable and keeper.worker is None for keeper in self._keepers.get(backend, ()))
+        can_start = any(agent.is_usable and agent.worker is None for agent in self._agents.get(backend, ()))
         self._handle(ev.BackendOffered(backend, None if can_start else self._vacancy(backend)))
         self._start_compiling(backend)
 
     def _vacancy(self, backend: str) -> Rejection:
         """Why no worker can be started now."""
-        keepers = self._keepers.get(backend, [])
-        failed = [keeper.record for keeper in keepers if keeper.record is not None and not keeper.record.ok]
+        agents = self._agents.get(backend, [])
+        failed = [agent.record for agent in agents if agent.record is not None and not agent.record.ok]
         if failed:
             text = f"the probe of a joined worker failed ({failed[0].kind}): {failed[0].message}"
             return Rejection(Reason.BACKEND_IMPORT_FAILED, text, failed[0].repair)
-        if any(keeper.is_silent for keeper in keepers):
+        if any(agent.is_silent for agent in agents):
             return Rejection(Reason.NOT_JOINED, "its joined worker does not answer", "unpause or restart its container")
-        if keepers:
+        if agents:
             return Rejection(
                 Reason.NOT_JOINED, "its joined worker is being probed", "wait; lz logs shows the end of it"
             )
@@ -458,14 +458,14 @@ class Joined:
     def _record_path(self, backend: str, key: str) -> Path:
         return self._settings.store / "probes" / f"{backend}-{key}.json"
 
-    def _tell(self, keeper: Keeper, message: messages.Message, fds: tuple[int, ...] = ()) -> None:
+    def _tell(self, agent: Agent, message: messages.Message, fds: tuple[int, ...] = ()) -> None:
         """One that has ended is seen by the end of its connection; one that does not read is cut off, which kills its
         worker once it reads again."""
         try:
-            control.send(keeper.peer.sock, message, fds)
+            control.send(agent.peer.sock, message, fds)
         except (control.Closed, OSError):
             with suppress(OSError):
-                keeper.peer.sock.shutdown(socket.SHUT_RDWR)
+                agent.peer.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _certificate_key(hello: messages.Hello, manifest: EnvManifest) -> str:

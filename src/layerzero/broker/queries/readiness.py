@@ -92,7 +92,7 @@ def _joined(server: BrokerView, backend: str) -> Check:
     if reason is not None:
         return _fault(name, reason, f"lz restart {backend}")
     records = server.joined.records(backend)
-    certified = _certified(records[0]) if records else "one that serves has no keeper any more"
+    certified = _certified(records[0]) if records else "one that serves has no agent any more"
     return Check(name, True, f"{counted(len(records), 'worker')} joined; {certified}")
 
 

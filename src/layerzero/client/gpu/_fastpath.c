@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LANE_BYTES = 512, DONE = 128, FAILURE = 256, LANES = 64 };                         /* bytes; ipc/shm/timeline_page.py */
+enum { TIMELINE_BYTES = 512, DONE = 128, FAILURE = 256, TIMELINES = 64 };                /* bytes; ipc/shm/timeline_page.py */
 enum { SLOTS = 512, SLOT_BYTES = 512, FIRST_SLOT = 8192, SLOT_HEAD = 40 };                /* ipc/shm/ring.py */
 enum { EPOCH = 0, IS_ENDED = 8, HEAD = 128, IS_ASLEEP = 264 };                            /* bytes; ipc/shm/ring.py */
 enum { BUFFER_ID = 7, WAIT_32 = 1, WRITE_32 = 2, GEQ = 0 };                               /* ipc/cuda/abi.py */
@@ -33,11 +33,11 @@ typedef struct { /* CUstreamBatchMemOpParams */
     X(known) X(calls) X(outcomes) X(late) X(failed) X(numbers) X(last) X(record_type) X(turn_type) X(miss) X(policy) \
     X(baked) X(dtypes) X(tensor) X(parameter) X(size) X(is_grad_enabled) X(array)
 #define SITE(X) \
-    X(gpu) X(lane) X(lease) X(route) X(rung) X(on_the_way) X(streams) X(next_numbers) X(seen_failures) X(points) X(routes) X(acquire) \
+    X(gpu) X(lane) X(lease) X(route) X(transport) X(on_the_way) X(streams) X(next_numbers) X(seen_failures) X(points) X(routes) X(acquire) \
     X(release) X(stream_of) X(device) X(empty) X(form) X(make) X(places)
 #define NAMES(X) \
     X(op) X(args) X(params) X(out) X(backend) X(timeout_s) X(output_bytes) X(is_rigid) X(text) X(site) X(requires_grad) \
-    X(is_neg) X(data_ptr) X(shape) X(stride) X(strides) X(dtype) X(data) X(ptr) X(lease) X(is_armed) X(rung) X(is_open) \
+    X(is_neg) X(data_ptr) X(shape) X(stride) X(strides) X(dtype) X(data) X(ptr) X(lease) X(is_armed) X(transport) X(is_open) \
     X(is_closed) X(is_closing) X(point) X(call) X(end_ns) X(record) X(get) X(expect) X(look) X(run_known) \
     X(wait_for_room) X(tell_and_enter) X(enter)
 
@@ -298,7 +298,7 @@ typedef struct {
     CallSite *site;
     PyObject *refs;
     uint64_t stream;
-    long lane;
+    long timeline;
     uint32_t number;
 } Call;
 
@@ -339,8 +339,8 @@ static Verdict write_key(const Repeats *self, Call *call, Key *key) {
 static uint32_t load32(uint64_t at) { return __atomic_load_n((uint32_t *)at, __ATOMIC_ACQUIRE); }
 static uint64_t load64(uint64_t at) { return __atomic_load_n((uint64_t *)at, __ATOMIC_ACQUIRE); }
 
-static int is_done(const CallSite *site, uint64_t lane, uint32_t number) {
-    return (int32_t)(load32(site->order + lane * LANE_BYTES + DONE) - number) >= 0;
+static int is_done(const CallSite *site, uint64_t timeline, uint32_t number) {
+    return (int32_t)(load32(site->order + timeline * TIMELINE_BYTES + DONE) - number) >= 0;
 }
 
 /* Its site, if the call was made before on the same addresses. */
@@ -358,11 +358,11 @@ static Verdict find(Repeats *self, Call *call) {
     if (!call->site) return FAILED;
     if ((PyObject *)call->site == Py_None) return OTHERS;
     const CallSiteFields *its = &call->site->its;
-    PyObject *lease = PyObject_GetAttr(its->route, s_lease), *rung = PyObject_GetAttr(its->gpu, s_rung);
+    PyObject *lease = PyObject_GetAttr(its->route, s_lease), *transport = PyObject_GetAttr(its->gpu, s_transport);
     int is_armed = has(its->route, s_is_armed);
-    int is_current = lease == its->lease && is_armed > 0 && rung && PyUnicode_Compare(rung, its->rung) == 0;
+    int is_current = lease == its->lease && is_armed > 0 && transport && PyUnicode_Compare(transport, its->transport) == 0;
     Py_XDECREF(lease);
-    Py_XDECREF(rung);
+    Py_XDECREF(transport);
     if (PyErr_Occurred()) return FAILED;
     return is_current ? PLAIN : OTHERS;
 }
@@ -377,12 +377,12 @@ static Verdict find_stream(Repeats *self, Call *call) {
     if (PyErr_Occurred()) return FAILED;
     int is_closing = has(self->its.calls, s_is_closing); /* then the pages may be gone */
     if (is_closing) return is_closing < 0 ? FAILED : OTHERS;
-    PyObject *lane = PyDict_GetItemWithError(its->streams, call->stream_key), *seen;
-    if (!lane || call->stream == PER_THREAD) return PyErr_Occurred() ? FAILED : OTHERS;
-    call->lane = PyLong_AsLong(lane);
-    if (call->lane < 0 || call->lane >= LANES || !(seen = PyList_GetItem(its->seen_failures, call->lane)))
+    PyObject *timeline = PyDict_GetItemWithError(its->streams, call->stream_key), *seen;
+    if (!timeline || call->stream == PER_THREAD) return PyErr_Occurred() ? FAILED : OTHERS;
+    call->timeline = PyLong_AsLong(timeline);
+    if (call->timeline < 0 || call->timeline >= TIMELINES || !(seen = PyList_GetItem(its->seen_failures, call->timeline)))
         return PyErr_Occurred() ? FAILED : OTHERS;
-    uint64_t failure = load64(call->site->order + call->lane * LANE_BYTES + FAILURE);
+    uint64_t failure = load64(call->site->order + call->timeline * TIMELINE_BYTES + FAILURE);
     int has_news = failure != PyLong_AsUnsignedLongLong(seen);
     if (++self->count % READ_EVERY == 0 || has_news || PyObject_Size(self->its.failed) > 0) {
         PyObject *looked = PyObject_CallMethodObjArgs(self->its.calls, s_look, its->gpu, NULL);
@@ -460,7 +460,7 @@ static Verdict ask_lane(const Repeats *self, const Call *call, uint64_t *number_
     const CallSite *site = call->site;
     if (PyDict_Size(site->its.on_the_way)) return OTHERS; /* it must not pass the broker's calls */
     PyObject *now = PyDict_GetItemWithError(site->its.streams, call->stream_key); /* another stream's, perhaps */
-    if (!now || PyLong_AsLong(now) != call->lane) return PyErr_Occurred() ? FAILED : OTHERS;
+    if (!now || PyLong_AsLong(now) != call->timeline) return PyErr_Occurred() ? FAILED : OTHERS;
     int is_shut = has(self->its.calls, s_is_closing);
     if (!is_shut) is_shut = has(site->its.lane, s_is_closed);
     int is_open = is_shut ? 0 : has(site->its.lane, s_is_open);
@@ -470,10 +470,10 @@ static Verdict ask_lane(const Repeats *self, const Call *call, uint64_t *number_
     PyObject *before = PyList_GetItem(site->its.points, (*number_on_ring + 1) % SLOTS);
     if (!before) return FAILED;
     if (before == Py_None) return PLAIN; /* else one slot stays free: the broker may be reading it */
-    long lane = PyLong_AsLong(PyTuple_GetItem(before, 0));
+    long timeline = PyLong_AsLong(PyTuple_GetItem(before, 0));
     uint32_t number = (uint32_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(before, 1));
     if (PyErr_Occurred()) return FAILED;
-    return lane >= 0 && lane < LANES && is_done(site, lane, number) ? PLAIN : OTHERS;
+    return timeline >= 0 && timeline < TIMELINES && is_done(site, timeline, number) ? PLAIN : OTHERS;
 }
 
 static int set_item(PyObject *list, Py_ssize_t at, PyObject *value) {
@@ -482,7 +482,7 @@ static int set_item(PyObject *list, Py_ssize_t at, PyObject *value) {
 }
 
 /* Onto the ring, READY, and the stream waits for DONE. The GPU's lock is held. Until the line that is marked nothing has
-   happened that anybody sees; what may run Python comes before the ring and the lane are looked at. */
+   happened that anybody sees; what may run Python comes before the ring and the timeline are looked at. */
 static Verdict put(Repeats *self, Call *call) {
     CallSite *site = call->site;
     CallSiteFields *its = &site->its;
@@ -513,22 +513,22 @@ static Verdict put(Repeats *self, Call *call) {
     verdict = ask_lane(self, call, &on_ring);
     if (verdict != PLAIN) goto end;
     verdict = FAILED;
-    if (!(last = PyList_GetItem(its->next_numbers, call->lane))) goto end;
+    if (!(last = PyList_GetItem(its->next_numbers, call->timeline))) goto end;
     number = call->number = (uint32_t)PyLong_AsUnsignedLongLong(last);
     if (PyErr_Occurred()) goto end;
     if (!(position = PyLong_FromUnsignedLongLong(on_ring)) || !(next = PyLong_FromUnsignedLong((uint32_t)(number + 1))) ||
-        !(pair = Py_BuildValue("((lk))", call->lane, (unsigned long)number)) ||
+        !(pair = Py_BuildValue("((lk))", call->timeline, (unsigned long)number)) ||
         !(call->point = make_point((PyTypeObject *)self->its.turn_type, pair, NULL)))
         goto end;
     uint64_t slot = on_ring % SLOTS;
     if (PyObject_SetAttr(call->record, s_point, call->point) < 0 || PyObject_SetAttr(call->record, s_call, position) < 0 ||
         set_item(its->points, slot, call->point) < 0 || set_item(its->routes, slot, its->route) < 0 ||
-        set_item(its->next_numbers, call->lane, next) < 0)
+        set_item(its->next_numbers, call->timeline, next) < 0)
         goto end;
     /* From here on the point is taken: it must end. */
     uint8_t *at = (uint8_t *)(site->ring + FIRST_SLOT + slot * SLOT_BYTES);
     uint64_t length = (uint64_t)nbytes;
-    uint32_t words[] = {(uint32_t)site->number, (uint32_t)site->plan}, point[] = {(uint32_t)call->lane, number};
+    uint32_t words[] = {(uint32_t)site->number, (uint32_t)site->plan}, point[] = {(uint32_t)call->timeline, number};
     memcpy(at, &on_ring, 8);
     memcpy(at + 8, words, 8);
     memcpy(at + 16, &sequence, 8);
@@ -546,7 +546,7 @@ static Verdict put(Repeats *self, Call *call) {
         left = PyObject_CallMethodObjArgs(self->its.calls, s_tell_and_enter, call->record, seq, call->stream_key, call->refs,
                                           hold, NULL);
     } else {
-        uint64_t ready = site->order_device + (uint64_t)call->lane * LANE_BYTES;
+        uint64_t ready = site->order_device + (uint64_t)call->timeline * TIMELINE_BYTES;
         WordOp ops[2] = {{.operation = WRITE_32, .address = ready, .value = number},
                          {.operation = WAIT_32, .address = ready + DONE, .value = number, .flags = GEQ}};
         int error;
@@ -584,7 +584,7 @@ static Verdict put_locked(Repeats *self, Call *call) {
 /* The queues are finite; and what a report will be made of. */
 static Verdict finish(Repeats *self, Call *call) {
     const CallSiteFields *its = &call->site->its;
-    if (call->number % LOOK_EVERY == 0 && !is_done(call->site, call->lane, call->number - MAX_AHEAD)) {
+    if (call->number % LOOK_EVERY == 0 && !is_done(call->site, call->timeline, call->number - MAX_AHEAD)) {
         PyObject *waited = PyObject_CallMethodObjArgs(its->gpu, s_wait_for_room, call->point, NULL);
         if (!waited) return FAILED;
         Py_DECREF(waited);
@@ -670,7 +670,7 @@ PyMODINIT_FUNC PyInit__fastpath(void) {
 #define INTERN(name) \
     if (!(s_##name = PyUnicode_InternFromString(#name))) return NULL;
     NAMES(INTERN)
-    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiii)", LANES, LANE_BYTES, DONE, FAILURE, SLOTS, SLOT_BYTES, FIRST_SLOT,
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiii)", TIMELINES, TIMELINE_BYTES, DONE, FAILURE, SLOTS, SLOT_BYTES, FIRST_SLOT,
                                      SLOT_HEAD, EPOCH, IS_ENDED, HEAD, IS_ASLEEP, BUFFER_ID, WAIT_32, WRITE_32, GEQ);
     PyObject *limits = Py_BuildValue("(iiiii)", READ_EVERY, LOOK_EVERY, MAX_AHEAD, MAX_LATE, PER_THREAD);
     PyObject *repeats = PyType_FromSpec(&Repeats_spec), *site = PyType_FromSpec(&CallSite_spec);

@@ -44,7 +44,7 @@ class Known:
     lane: GpuLane
     lease: Lease
     route: Route
-    rung: str
+    transport: str
     stream: Callable[[], int]
     is_capturing: Callable[[int], bool]
     make: Callable[[Any], tuple[Any, int]]  # a new array for the result, like an input
@@ -57,7 +57,7 @@ class Known:
         gpu, route = enqueued.gpu, enqueued.route
         make = _maker(like, route.plan.results)
         watch, is_here = _capture_watcher(like, gpu), _context_watcher(like, gpu)
-        known = cls(gpu, enqueued.lane, enqueued.lease, route, gpu.rung, _streamer(like), watch, make, is_here)
+        known = cls(gpu, enqueued.lane, enqueued.lease, route, gpu.transport, _streamer(like), watch, make, is_here)
         if repeats is not None:
             known.site = call_site_of(known, like)
         return known
@@ -65,7 +65,7 @@ class Known:
     def is_current(self) -> bool:
         """As far as this process knows; what the lane says of the lease is to be asked under the GPU's lock."""
         route, lease = self.route, self.lease
-        return route.lease is lease and route.is_armed and self.gpu.rung == self.rung
+        return route.lease is lease and route.is_armed and self.gpu.transport == self.transport
 
     def refs(self, address: int, driver: Driver) -> bytes | None:
         """The references, with the result at this address; None when something of it may be other memory by now."""

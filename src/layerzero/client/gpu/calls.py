@@ -59,7 +59,7 @@ READ_EVERY, READ_OFTEN = 64, 8  # calls on rings, and by the broker; then the an
 _FAILED = int(Kind.FAILED)
 
 
-class _OtherRung(Exception):
+class _OtherTransport(Exception):
     """Memory crosses in another way by now."""
 
 
@@ -160,10 +160,10 @@ class GpuCalls:
                 route, specs = self._route(request, arrays, out, gpu)
                 return self._captures.add(request, route, specs, arrays, out, gpu, stream, start_ns)
             while True:
-                rung = gpu.rung
+                transport = gpu.transport
                 try:
-                    return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)
-                except _OtherRung:
+                    return self._run(request, arrays, out, start_ns, gpu, transport, stream, like)
+                except _OtherTransport:
                     continue
 
     def _route(
@@ -185,7 +185,7 @@ class GpuCalls:
         out: Array | None,
         start_ns: int,
         gpu: Gpu,
-        rung: str,
+        transport: str,
         stream: int,
         like: Array,
     ) -> Any:
@@ -193,13 +193,13 @@ class GpuCalls:
         result, address = result_like(like, out, route.plan.results)
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
         is_first = not route.is_armed or not gpu.is_signed(route.slot)
-        placing = Placing(gpu, rung, stream)
+        placing = Placing(gpu, transport, stream)
         if route.lease is not None and request.timeout_s is None:
             self._catch_up(gpu, stream)
         # First calls one by one: a worker that could not use an offer is given up until there is another offer.
         with gpu.settling if is_first else contextlib.nullcontext():
-            if gpu.rung != rung:
-                raise _OtherRung
+            if gpu.transport != transport:
+                raise _OtherTransport
             try:
                 memory = placing.place(route, arrays, specs, address if is_direct else 0)
                 placing.publish(route.plan.inputs)
@@ -216,7 +216,9 @@ class GpuCalls:
                         enqueued: OnRing | Sent = put
                         point = self._put(put, stream, memory.refs, hold)
                     else:
-                        enqueued = sent = Sent(self.outcomes, gpu, rung, request.op, route, memory.copies, start_ns)
+                        enqueued = sent = Sent(
+                            self.outcomes, gpu, transport, request.op, route, memory.copies, start_ns
+                        )
                         sent.is_awaited, sent.arenas = is_first, arenas
                         point = self._send(request, sent, stream, memory.refs, hold)
                 placing.take_outputs(route.plan, arrays, address)
@@ -226,15 +228,15 @@ class GpuCalls:
                 if is_first and isinstance(enqueued, Sent):
                     self._settle(enqueued)
             except NoTransport as exc:
-                gpu.step_down(rung, exc.facts.get("reason") or exc.message)
+                gpu.step_down(transport, exc.facts.get("reason") or exc.message)
                 self._session.routes.clear()
-                raise _OtherRung from exc
+                raise _OtherTransport from exc
             except NoBackend:
                 if OPS[request.op].in_place or all(spec is None or spec.is_contiguous for spec in specs):
                     raise
                 self._dense.add(_dense_key(request, tuple([None if a is None else a.spec for a in arrays])))
-                return self._run(request, arrays, out, start_ns, gpu, rung, stream, like)
-        if isinstance(enqueued, OnRing) and rung == "ipc":
+                return self._run(request, arrays, out, start_ns, gpu, transport, stream, like)
+        if isinstance(enqueued, OnRing) and transport == "ipc":
             self._remember(request, enqueued, like, address, memory)
         if not point.value % LOOK_EVERY:
             gpu.wait_for_room(point)
@@ -356,7 +358,7 @@ class GpuCalls:
     def _catch_up(self, gpu: Gpu, stream: int) -> None:
         """Wait a moment for the broker's answer to this stream's last call: a ring is faster, and a worker that gets a
         lane's calls in another order may be blocked by it. Without, the next one goes the same way."""
-        sent, until_s = gpu.on_the_way.get(gpu.order.lane(stream)), time.monotonic() + CATCH_UP_S
+        sent, until_s = gpu.on_the_way.get(gpu.order.timeline(stream)), time.monotonic() + CATCH_UP_S
         while sent is not None and not sent.is_done and time.monotonic() < until_s:
             self._link.read_nowait()  # not its wait, which is for one thread
             if not sent.is_done:
@@ -382,7 +384,7 @@ class GpuCalls:
             raise error
         decision = route.decisions.get(header.aux)
         if decision is None or not gpu.is_signed(decision.slot):
-            text = f"{enqueued.rung}: the client saw other bytes than the worker wrote"
+            text = f"{enqueued.transport}: the client saw other bytes than the worker wrote"
             raise NoTransport(f"GPU memory does not reach the worker: {text}", reason=text)
         route.is_armed = True
         enqueued.is_awaited = False  # its worker may still die with it

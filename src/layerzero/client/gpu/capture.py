@@ -43,7 +43,7 @@ class Captured(Sent):
     def __init__(
         self, outcomes: Outcomes, gpu: Gpu, op: str, route: Route, start_ns: int, graph_slot: int, hold: Any
     ) -> None:
-        super().__init__(outcomes, gpu, gpu.rung, op, route, (), start_ns)
+        super().__init__(outcomes, gpu, gpu.transport, op, route, (), start_ns)
         self.graph_slot, self.seq, self.hold = graph_slot, 0, hold
         self.is_awaited = True
 
@@ -158,10 +158,10 @@ class Captures:
                 raise CudaGraphUnsafe(f"{op}: no kernel takes an input with these strides; make it contiguous before")
         ends = [(array.address, array.spec.span_bytes) for array in arrays if array is not None]
         for at, nbytes in (*ends, *((address, spec.span_bytes) for spec in route.plan.results)):
-            found = gpu.memory.find(at, nbytes, gpu.rung) if nbytes else ""
+            found = gpu.memory.find(at, nbytes, gpu.transport) if nbytes else ""
             if isinstance(found, str):
                 raise CudaGraphUnsafe(f"{op}: a tensor must be copied, which a graph cannot: {found or 'it is empty'}")
-        placing = Placing(gpu, gpu.rung, stream)
+        placing = Placing(gpu, gpu.transport, stream)
         try:
             return placing.place(route, arrays, specs, address).refs
         finally:

@@ -18,7 +18,7 @@ from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.graph_slots import GraphSlots, tell_orphans
 from layerzero.client.gpu.memory import GpuMemory
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
-from layerzero.ipc.cuda.handles import RUNGS
+from layerzero.ipc.cuda.handles import TRANSPORTS
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.cuda.streams import ClientOrder
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from layerzero.client.gpu.capture import Captured
     from layerzero.client.gpu.outcomes import Sent
 
-REQUIRED = "LAYERZERO_GPU_TRANSPORT"  # variable: the only rung that may be used
+REQUIRED = "LAYERZERO_GPU_TRANSPORT"  # variable: the only transport that may be used
 MAX_AHEAD = 256  # calls of one stream that are not done
 LOOK_S = 0.0001
 WORKERS_END_S = 0.5  # so long after a broker's death none of its workers is left: the kernel kills them with it
@@ -60,7 +60,7 @@ class Gpu:
         self.uuid = memory.uuid
         self._has_mps = memory.context.driver.has_mps(memory.context.ordinal)
         self.settling = threading.RLock()  # held by a call that is the first of its route or worker
-        self.lock = threading.RLock()  # held from READY to EXECUTE: a lane's calls are sent in their order
+        self.lock = threading.RLock()  # held from READY to EXECUTE: a timeline's calls are sent in their order
         self._link, self._arena_registry = link, arena_registry
         self._numbers: weakref.WeakKeyDictionary[Arena, tuple[str, int]] = weakref.WeakKeyDictionary()
         self._signed: set[tuple[str, int]] = set()
@@ -68,18 +68,18 @@ class Gpu:
         self._trials: list[Trial] = []  # workers may have each of them mapped
         self._fresh = 0
         self._page = create_page()
-        self.on_the_way: dict[int, Sent] = {}  # by lane: its last call by the broker, if it may be unanswered
+        self.on_the_way: dict[int, Sent] = {}  # by timeline: its last call by the broker, if it may be unanswered
         self.order = ClientOrder(memory.context, self._page, has_memops=not memory.why_no_memops)
         self.graph_slots = GraphSlots(self.order, memory.context)
         self._on_failed_replay, self._unbind_gone = on_failed_replay, unbind_gone
         self._rejected: dict[str, str] = {}
-        self._rungs = list(RUNGS)
+        self._transports = list(TRANSPORTS)
         required = os.environ.get(REQUIRED)
         if required:
-            if required not in RUNGS:
-                raise InvalidArgument(f"{REQUIRED} is {required!r}; allowed: {', '.join(RUNGS)}")
-            self._rungs = [required]
-        self.rung = ""
+            if required not in TRANSPORTS:
+                raise InvalidArgument(f"{REQUIRED} is {required!r}; allowed: {', '.join(TRANSPORTS)}")
+            self._transports = [required]
+        self.transport = ""
         try:
             self.step_down("", "")
         except BaseException:
@@ -87,7 +87,7 @@ class Gpu:
             os.close(self._page)
             raise
         self._is_ending = self._is_orphaned = False
-        self._has_rung = threading.Event()  # for the last time
+        self._has_transport = threading.Event()  # for the last time
         self._wake = lane.create_doorbell()
         self._watcher = threading.Thread(target=self._watch, name="lz-gpu", daemon=True)
         self._watcher.start()
@@ -95,30 +95,30 @@ class Gpu:
     @property
     def transport_note(self) -> str:
         """For reports: which way memory crosses, and why no better one."""
-        told = "".join(f"; {rung}: {why}" for rung, why in self._rejected.items())
+        told = "".join(f"; {transport}: {why}" for transport, why in self._rejected.items())
         path = f"; calls are made by the Python alone: {fastpath_library.why_not}" if fastpath_library.why_not else ""
         shared = ", shared by MPS" if self._has_mps else ""
-        return f"GPU {self.uuid}{shared}, memory crosses by {self.rung}{told}{path}"
+        return f"GPU {self.uuid}{shared}, memory crosses by {self.transport}{told}{path}"
 
-    def step_down(self, rung: str, reason: str) -> None:
-        """Offer memory in the next best way, since `rung` does not work; unless another thread has done so already.
+    def step_down(self, transport: str, reason: str) -> None:
+        """Offer memory in the next best way, since `transport` does not work; unless another thread has done so.
 
         Raises NoTransport without a next.
         """
         with self.lock:
-            if self.rung != rung:
+            if self.transport != transport:
                 return
-            if self.rung:
-                self._rejected[self.rung] = reason
-            while self._rungs:
-                rung = self._rungs.pop(0)
+            if self.transport:
+                self._rejected[self.transport] = reason
+            while self._transports:
+                transport = self._transports.pop(0)
                 try:
                     number = self._arena_registry.reserve()  # workers know arenas and offers by one sort of number
-                    trial = Trial(self.memory.context, self.memory.client, number, rung)
+                    trial = Trial(self.memory.context, self.memory.client, number, transport)
                 except (CudaError, OutOfMemory) as exc:
                     if isinstance(exc, CudaError) and exc.is_sticky:
                         raise
-                    self._rejected[rung] = exc.message
+                    self._rejected[transport] = exc.message
                     continue
                 fds = (self._page,) if trial.fd is None else (self._page, trial.fd)
                 offer = trial.offer.to_wire()
@@ -127,18 +127,18 @@ class Gpu:
                     self._link.add_gpu(messages.AddGpu(gpu=self.uuid, has_memops=has_memops, offer=offer), fds)
                 except BaseException:  # such as a refusal while graphs hold graph slots
                     trial.close()
-                    self._rungs.insert(0, rung)
+                    self._transports.insert(0, transport)
                     raise
                 self._trials.append(trial)
-                self.rung = rung
+                self.transport = transport
                 return
-            told = "; ".join(f"{rung}: {why}" for rung, why in self._rejected.items())
+            told = "; ".join(f"{transport}: {why}" for transport, why in self._rejected.items())
             raise NoTransport(f"no way to share GPU memory with the workers works: {told}", reasons=self._rejected)
 
     def is_signed(self, slot: int) -> bool:
         """Whether bytes cross between this process and the worker of that slot, both ways. Looks once for each."""
         trial = self._trials[-1]
-        key = (trial.rung, slot)
+        key = (trial.transport, slot)
         if key in self._signed:
             return True
         if not slot or not trial.is_signed(slot):
@@ -154,20 +154,20 @@ class Gpu:
         """Whether that worker has all of them mapped."""
         return arenas <= self._reached.get(slot, _NONE)
 
-    def number(self, arena: Arena, rung: str) -> int:
-        """By which the broker knows an arena on a rung; shows it one that is new."""
+    def number(self, arena: Arena, transport: str) -> int:
+        """By which the broker knows an arena on a transport; shows it one that is new."""
         known = self._numbers.get(arena)
-        if known is not None and known[0] == rung:
+        if known is not None and known[0] == transport:
             return known[1]
         with self.lock:
-            handle, fd = arena.offer(rung)
+            handle, fd = arena.offer(transport)
 
             def show(number: int) -> None:
                 message = messages.AddGpuArena(arena=number, handle=replace(handle, arena=number).to_wire())
                 self._link.add_gpu_arena(message, () if fd is None else (fd,))
 
             number = self._arena_registry.show(show)
-            self._numbers[arena] = (rung, number)
+            self._numbers[arena] = (transport, number)
             self._fresh += 1
             if self._fresh >= STALE_AFTER:
                 self._fresh = 0
@@ -185,7 +185,7 @@ class Gpu:
                 self._link.retire_arena(known[1])
 
     def wait_for_room(self, point: TimelinePoint) -> None:
-        """Until not too many calls of the lane are on their way: the GPU's queues are finite, too."""
+        """Until not too many calls of the timeline are on their way: the GPU's queues are finite, too."""
         self._wait(TimelinePoint(point.timeline, point.value - MAX_AHEAD & MASK), None)
 
     def wait_for(self, point: TimelinePoint) -> None:
@@ -205,8 +205,8 @@ class Gpu:
             time.sleep(LOOK_S)
 
     def is_behind(self) -> bool:
-        """Whether a call that went by the broker is unanswered. One on a ring must not pass it, also in another lane:
-        that may wait for this one. `lock` is held."""
+        """Whether a call that went by the broker is unanswered. One on a ring must not pass it, also in another
+        timeline: that may wait for this one. `lock` is held."""
         for its, sent in list(self.on_the_way.items()):
             if sent.is_done:
                 del self.on_the_way[its]
@@ -266,7 +266,7 @@ class Gpu:
         while True:
             self.graph_slots.gone()
             if not self.graph_slots:
-                self._has_rung.wait()
+                self._has_transport.wait()
                 os.close(self._wake)
                 return
             if self.graph_slots.end_failed() and not is_told:
@@ -280,7 +280,7 @@ class Gpu:
         self._is_orphaned = bool(self.graph_slots)
         self._is_ending = True
         os.eventfd_write(self._wake, 1)
-        self._has_rung.set()
+        self._has_transport.set()
         if not self._is_orphaned:
             self._watcher.join()
             os.close(self._wake)
@@ -288,7 +288,7 @@ class Gpu:
         if not self._is_orphaned and all(self.order.page.is_done(point) for point in self.order.last_points()):
             self.order.close()
             for trial in self._trials:
-                if trial.rung != "ipc":  # the only memory that must not go before who maps it
+                if trial.transport != "ipc":  # the only memory that must not go before who maps it
                     trial.close()
         else:
             retained.keep((self.order, self._trials))

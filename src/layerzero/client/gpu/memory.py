@@ -37,9 +37,9 @@ class GpuMemory:
         self._pools: dict[str, Pool] = {}
         self._own = threading.local()
 
-    def pool(self, rung: str) -> Pool:
-        """Memory of the kind that a rung needs."""
-        kind = "vmm" if rung == "vmm" else "plain"
+    def pool(self, transport: str) -> Pool:
+        """Memory of the kind that a transport needs."""
+        kind = "vmm" if transport == "vmm" else "plain"
         pool = self._pools.get(kind)
         if pool is None:
             pool = self._pools[kind] = Pool(self.context, self.client, self.numbers, kind=kind)
@@ -53,15 +53,17 @@ class GpuMemory:
                 stream = self._own.stream = self.context.driver.create_stream()
         return stream
 
-    def find(self, address: int, nbytes: int, rung: str) -> tuple[Arena, int] | str:
+    def find(self, address: int, nbytes: int, transport: str) -> tuple[Arena, int] | str:
         """The arena that these bytes lie in, and where; or why they must be copied. Needs a current context."""
         if not nbytes:
             return "it is empty"
-        known = self.pool(rung).find(address, nbytes)
+        known = self.pool(transport).find(address, nbytes)
         if known is not None:
             return known
         return (
-            self.in_place.find(address, nbytes) if rung == "ipc" else f"memory of others cannot be shared by {rung!r}"
+            self.in_place.find(address, nbytes)
+            if transport == "ipc"
+            else f"memory of others cannot be shared by {transport!r}"
         )
 
 

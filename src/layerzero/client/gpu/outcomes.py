@@ -73,11 +73,11 @@ class Sent(Enqueued, Pending):
     """One that the broker answers once a worker has enqueued it."""
 
     def __init__(
-        self, outcomes: Outcomes, gpu: Gpu, rung: str, op: str, route: Route, copies: Sequence[Copy], start_ns: int
+        self, outcomes: Outcomes, gpu: Gpu, transport: str, op: str, route: Route, copies: Sequence[Copy], start_ns: int
     ) -> None:
         Pending.__init__(self)
         Enqueued.__init__(self, outcomes, gpu, op, route, copies, start_ns)
-        self.rung = rung
+        self.transport = transport
         self.is_awaited = False  # its caller raises its error
         self.arenas: frozenset[int] = frozenset()
 

@@ -39,8 +39,8 @@ class Memory(NamedTuple):
 class Placing:
     """Of one call, in its stream's order. Blocks that it took are given back by `end`, whatever happened."""
 
-    def __init__(self, gpu: Gpu, rung: str, stream: int) -> None:
-        self._gpu, self._rung, self._stream = gpu, rung, stream
+    def __init__(self, gpu: Gpu, transport: str, stream: int) -> None:
+        self._gpu, self._transport, self._stream = gpu, transport, stream
         self._places: list[Place | None] = []
 
     def place(
@@ -55,7 +55,7 @@ class Placing:
         Raises InvalidArgument for what is written in place where no worker reaches it, with gaps between its elements.
         """
         op = OPS[route.plan.op]
-        gpu, rung, places = self._gpu, self._rung, self._places
+        gpu, transport, places = self._gpu, self._transport, self._places
         copies: list[Copy] = []
         holds: list[Array] = []
         refs: list[bytes] = []
@@ -82,39 +82,39 @@ class Placing:
                         f"with strides {list(array.spec.strides)} it is not copied there and back; make it dense"
                     )
                 copies.append(Copy(name, array.nbytes, "client", BACK))
-            refs.append(REF.pack(gpu.number(place.arena, rung), 0, place.offset, spec.span_bytes))
+            refs.append(REF.pack(gpu.number(place.arena, transport), 0, place.offset, spec.span_bytes))
         if op.in_place:
             refs += [refs[op.inputs.index(name)] for name in op.in_place]
             return Memory(b"".join(refs), places, copies, holds)
         nbytes = route.plan.outputs[0].span_bytes
-        found = gpu.memory.find(output, nbytes, rung) if output else "it shares memory with an input"
+        found = gpu.memory.find(output, nbytes, transport) if output else "it shares memory with an input"
         if isinstance(found, str):
-            block = gpu.memory.pool(rung).take(nbytes, self._stream)
+            block = gpu.memory.pool(transport).take(nbytes, self._stream)
             place = Place(block.arena, block.offset, block, found)
             if nbytes:
                 copies.append(Copy("out", nbytes, "client", found))
         else:
             place = Place(*found)
         places.append(place)
-        refs.append(REF.pack(gpu.number(place.arena, rung), 0, place.offset, nbytes))
+        refs.append(REF.pack(gpu.number(place.arena, transport), 0, place.offset, nbytes))
         return Memory(b"".join(refs), places, copies, holds)
 
     def _input(self, array: Array) -> Place:
         gpu, nbytes = self._gpu, array.spec.span_bytes
-        found = gpu.memory.find(array.address, nbytes, self._rung)
+        found = gpu.memory.find(array.address, nbytes, self._transport)
         if not isinstance(found, str):
             return Place(*found)
-        block = gpu.memory.pool(self._rung).take(nbytes, self._stream)
+        block = gpu.memory.pool(self._transport).take(nbytes, self._stream)
         if nbytes:
             gpu.memory.context.driver.copy_on_device(block.address, array.address, nbytes, self._stream)
         return Place(block.arena, block.offset, block, found)
 
     def publish(self, specs: Sequence[TensorSpec | None]) -> None:
         """Inputs to where a worker that does not map them looks; before the call is enqueued."""
-        if self._rung in STAGED:
+        if self._transport in STAGED:
             for place, spec in zip(self._places, specs, strict=False):
                 if place is not None and spec is not None and spec.span_bytes:
-                    place.arena.publish(self._rung, place.offset, spec.span_bytes, self._stream)
+                    place.arena.publish(self._transport, place.offset, spec.span_bytes, self._stream)
 
     def take_outputs(self, plan: Plan, arrays: Sequence[Array | None], address: int) -> None:
         """What was written to where the caller wants it, if it is not there; after the call was enqueued. `address`: of
@@ -124,13 +124,13 @@ class Placing:
         for (output, target), spec in zip(targets or [(self._places[-1], address)], plan.outputs, strict=True):
             nbytes = spec.span_bytes
             assert output is not None
-            if self._rung in STAGED and nbytes:
-                output.arena.collect(self._rung, output.offset, nbytes, self._stream)
+            if self._transport in STAGED and nbytes:
+                output.arena.collect(self._transport, output.offset, nbytes, self._stream)
             if output.block is not None and nbytes:
                 self._gpu.memory.context.driver.copy_on_device(target, output.block.address, nbytes, self._stream)
 
     def end(self) -> None:
-        pool = self._gpu.memory.pool(self._rung)
+        pool = self._gpu.memory.pool(self._transport)
         for place in self._places:
             if place is not None and place.block is not None:
                 pool.give(place.block)

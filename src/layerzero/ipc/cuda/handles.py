@@ -14,7 +14,7 @@ MAX_TEXT = 64
 
 # Ways to reach the client's GPU memory, best first. "ipc": legacy handle; "vmm": file descriptor of the memory;
 # "staged": copies through pinned host memory that both map; "copied": the same, not pinned.
-RUNGS = ("ipc", "vmm", "staged", "copied")
+TRANSPORTS = ("ipc", "vmm", "staged", "copied")
 STAGED = frozenset({"staged", "copied"})
 
 Key = tuple[str, int, int]
@@ -22,15 +22,15 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """Client -> worker: how to reach one arena. On all rungs but "ipc" a file descriptor travels with it."""
+    """Client -> worker: how to reach one arena. On all transports but "ipc" a file descriptor travels with it."""
 
     gpu: str  # UUID; ordinals differ between processes
     client: str  # its incarnation
     arena: int  # of this client, never used twice
     generation: int  # of the arena: each way in which it is offered has its own
-    rung: str
+    transport: str
     nbytes: int
-    handle: bytes = b""  # rung "ipc" only
+    handle: bytes = b""  # transport "ipc" only
 
     @property
     def key(self) -> Key:
@@ -39,7 +39,7 @@ class ArenaHandle:
 
     @property
     def has_fd(self) -> bool:
-        return self.rung != "ipc"
+        return self.transport != "ipc"
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -47,7 +47,7 @@ class ArenaHandle:
             "client": self.client,
             "arena": self.arena,
             "generation": self.generation,
-            "rung": self.rung,
+            "transport": self.transport,
             "nbytes": self.nbytes,
             "handle": self.handle,
         }
@@ -61,15 +61,15 @@ class ArenaHandle:
                 "client": str(client),
                 "arena": int(arena),
                 "generation": int(generation),
-                "rung": str(rung),
+                "transport": str(transport),
                 "nbytes": int(nbytes),
                 "handle": bytes(handle),
             }:
-                made = cls(gpu, client, arena, generation, rung, nbytes, handle)
+                made = cls(gpu, client, arena, generation, transport, nbytes, handle)
             case _:
                 raise ProtocolError(f"not an arena handle: {value!r:.200}")
-        if rung not in RUNGS:
-            raise ProtocolError(f"arena handle has rung {rung!r:.40}; known: {', '.join(RUNGS)}")
+        if transport not in TRANSPORTS:
+            raise ProtocolError(f"arena handle has transport {transport!r:.40}; known: {', '.join(TRANSPORTS)}")
         if not (0 < len(gpu) <= MAX_TEXT and 0 < len(client) <= MAX_TEXT):
             raise ProtocolError(f"arena handle has gpu {gpu!r:.80}, client {client!r:.80}; 1 to {MAX_TEXT} characters")
         for name, number in (("arena", arena), ("generation", generation)):
@@ -77,9 +77,9 @@ class ArenaHandle:
                 raise ProtocolError(f"arena handle has {name} {number!r:.40}; allowed: 0 to 2**32 - 1")
         if isinstance(nbytes, bool) or not 0 < nbytes <= MAX_NBYTES:
             raise ProtocolError(f"arena handle says {nbytes!r:.40} bytes; allowed: 1 to {MAX_NBYTES}")
-        expected = IPC_HANDLE_BYTES if rung == "ipc" else 0
+        expected = IPC_HANDLE_BYTES if transport == "ipc" else 0
         if len(handle) != expected:
-            raise ProtocolError(f"arena handle of rung {rung} has {len(handle)} handle bytes, not {expected}")
+            raise ProtocolError(f"arena handle of transport {transport} has {len(handle)} handle bytes, not {expected}")
         return made
 
 

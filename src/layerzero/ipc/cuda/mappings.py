@@ -23,7 +23,7 @@ class Mapping:
     handle: ArenaHandle
     address: int  # of its first byte, on the GPU
     context: Context
-    _physical: int = 0  # rung "vmm"
+    _physical: int = 0  # transport "vmm"
     _staging: Staging | None = None
     events: list[int] = field(default_factory=list)  # once retired: what to wait for before it is unmapped
 
@@ -58,9 +58,9 @@ class Mapping:
             for event in self.events:
                 driver.destroy_event(event)
             self.events.clear()
-            if self.handle.rung == "ipc":
+            if self.handle.transport == "ipc":
                 driver.ipc_close(self.address)
-            elif self.handle.rung == "vmm":
+            elif self.handle.transport == "vmm":
                 driver.vmm_unmap(self.address, self.handle.nbytes)
                 driver.vmm_release(self._physical)
             else:
@@ -88,13 +88,13 @@ class Mappings:
     def open(self, handle: ArenaHandle, fd: int | None = None) -> Mapping:
         """Map an arena, or return the mapping there is. Takes `fd` over in every case.
 
-        Raises ProtocolError for a handle that cannot be true, CudaError when the driver refuses: this rung does not
+        Raises ProtocolError for a handle that cannot be true, CudaError when the driver refuses: the transport does not
         work then for this arena.
         """
         try:
             if handle.has_fd != (fd is not None):
-                raise ProtocolError(f"an arena of rung {handle.rung} travels {'with' if handle.has_fd else 'without'} "
-                                    "a file descriptor")  # fmt: skip
+                how = "with" if handle.has_fd else "without"
+                raise ProtocolError(f"an arena of transport {handle.transport} travels {how} a file descriptor")
             known = self._open.get(handle.key)
             if known is not None:
                 if known.handle != handle:
@@ -190,9 +190,9 @@ def _map(context: Context, handle: ArenaHandle, fd: int | None) -> Mapping:
     driver = context.driver
     if fd is None:
         mapping = Mapping(handle, driver.ipc_open(handle.handle), context)
-    elif handle.rung in STAGED:
+    elif handle.transport in STAGED:
         memory.check_memfd(fd, handle.nbytes)
-        staging = Staging(context, fd, handle.nbytes, is_pinned=handle.rung == "staged")
+        staging = Staging(context, fd, handle.nbytes, is_pinned=handle.transport == "staged")
         try:
             return Mapping(handle, driver.allocate(handle.nbytes), context, _staging=staging)
         except CudaError:

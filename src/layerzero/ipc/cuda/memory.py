@@ -24,8 +24,8 @@ OWN_ARENA_BYTES = 16 << 20  # slots from this size on get an arena of their own
 class Arena:
     """Device memory of this process that workers may map.
 
-    `kind`: "plain" (made by cuMemAlloc; rung "ipc"), "vmm" (rung "vmm") or "foreign" (an allocation of somebody else
-    in this process, rung "ipc"). The staged rungs work with each.
+    `kind`: "plain" (made by cuMemAlloc; transport "ipc"), "vmm" (transport "vmm") or "foreign" (an allocation of
+    somebody else in this process, transport "ipc"). The staged transports work with each.
     """
 
     def __init__(
@@ -54,47 +54,47 @@ class Arena:
                     driver.vmm_release(self._physical)
                     raise
 
-    def offer(self, rung: str) -> tuple[ArenaHandle, int | None]:
+    def offer(self, transport: str) -> tuple[ArenaHandle, int | None]:
         """How a worker reaches this arena, and the file descriptor that goes along, which stays the arena's.
 
         The same each time. Raises CudaError, OutOfMemory when this machine cannot do it.
         """
         with self._lock:
-            if rung not in self._handles:
-                self._handles[rung] = self._export(rung)
-            return self._handles[rung]
+            if transport not in self._handles:
+                self._handles[transport] = self._export(transport)
+            return self._handles[transport]
 
-    def _export(self, rung: str) -> tuple[ArenaHandle, int | None]:
+    def _export(self, transport: str) -> tuple[ArenaHandle, int | None]:
         handle, fd = b"", None
         driver = self.context.driver
         with self.context:
-            if rung == "ipc":
+            if transport == "ipc":
                 handle = driver.ipc_export(self.address)
-            elif rung == "vmm":
+            elif transport == "vmm":
                 fd = driver.vmm_export(self._physical)
             else:
-                is_pinned = rung == "staged"
-                self._staging[rung], fd = cuda_staging.create(self.context, self.nbytes, is_pinned=is_pinned)
+                is_pinned = transport == "staged"
+                self._staging[transport], fd = cuda_staging.create(self.context, self.nbytes, is_pinned=is_pinned)
         generation = next(self._generations)
-        return ArenaHandle(self.context.gpu, self.client, self.number, generation, rung, self.nbytes, handle), fd
+        return ArenaHandle(self.context.gpu, self.client, self.number, generation, transport, self.nbytes, handle), fd
 
-    def publish(self, rung: str, offset: int, nbytes: int, stream: int) -> int:
-        """Make bytes that the stream has written visible to workers on a rung; returns how many were copied for it.
+    def publish(self, transport: str, offset: int, nbytes: int, stream: int) -> int:
+        """Make bytes that the stream has written visible to workers; returns how many were copied for that.
 
         Needs a current context, as `collect` does.
         """
-        if rung not in STAGED:
+        if transport not in STAGED:
             return 0
         check_span(offset, nbytes, self.nbytes)
-        self._staging[rung].from_device(self.address, offset, nbytes, stream)
+        self._staging[transport].from_device(self.address, offset, nbytes, stream)
         return nbytes
 
-    def collect(self, rung: str, offset: int, nbytes: int, stream: int) -> int:
+    def collect(self, transport: str, offset: int, nbytes: int, stream: int) -> int:
         """Make bytes that a worker has published visible to the stream; returns how many were copied for it."""
-        if rung not in STAGED:
+        if transport not in STAGED:
             return 0
         check_span(offset, nbytes, self.nbytes)
-        self._staging[rung].to_device(self.address, offset, nbytes, stream)
+        self._staging[transport].to_device(self.address, offset, nbytes, stream)
         return nbytes
 
     def close(self) -> None:

@@ -17,12 +17,12 @@ class Trial:
     """A client's offer to all its workers. Each that could read it leaves a sign that proves it, which the client reads
     when it first hears of that worker: with that, bytes have crossed in both directions."""
 
-    def __init__(self, context: Context, client: str, number: int, rung: str) -> None:
-        """`number`: of the arena. Raises CudaError, OutOfMemory where this machine does not have the rung."""
-        self.rung = rung
-        self._arena = Arena(context, client, number, ARENA_STEP_BYTES, kind="vmm" if rung == "vmm" else "plain")
+    def __init__(self, context: Context, client: str, number: int, transport: str) -> None:
+        """`number`: of the arena. Raises CudaError, OutOfMemory where this machine does not have the transport."""
+        self.transport = transport
+        self._arena = Arena(context, client, number, ARENA_STEP_BYTES, kind="vmm" if transport == "vmm" else "plain")
         try:
-            handle, self.fd = self._arena.offer(rung)
+            handle, self.fd = self._arena.offer(transport)
             pattern = secrets.token_bytes(PATTERN_BYTES)
             with context:
                 _write(context, self._arena.address, pattern, self._publish)
@@ -37,14 +37,14 @@ class Trial:
         with context:
             stream = context.driver.create_stream()
             try:
-                self._arena.collect(self.rung, offset, SIGN_BYTES, stream)
+                self._arena.collect(self.transport, offset, SIGN_BYTES, stream)
                 read = read_back(context.driver, self._arena.address + offset, SIGN_BYTES, stream)
             finally:
                 context.driver.destroy_stream(stream)
         return read == sign_of(self.offer.pattern, slot)
 
     def _publish(self, offset: int, nbytes: int, stream: int) -> int:
-        return self._arena.publish(self.rung, offset, nbytes, stream)
+        return self._arena.publish(self.transport, offset, nbytes, stream)
 
     def close(self) -> None:
         """Once every worker has unmapped it or has ended."""

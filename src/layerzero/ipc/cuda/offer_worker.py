@@ -44,7 +44,7 @@ def sign(mappings: Mappings, offer: Offer, fd: int | None, slot: int) -> None:
 
 
 def _objection(offer: Offer) -> str:
-    if offer.handle.rung == "ipc" and offer.pid == os.getpid():
+    if offer.handle.transport == "ipc" and offer.pid == os.getpid():
         # Two containers, each with its own pid 1: the driver takes the handle for one of our own, error 201.
         return f"client and worker have the same pid, {offer.pid}, in their namespaces"
     if offer.handle.nbytes < ARENA_STEP_BYTES:
@@ -53,8 +53,10 @@ def _objection(offer: Offer) -> str:
 
 
 def _no_transport(offer: Offer, reason: str) -> NoTransport:
-    rung = offer.handle.rung
-    return NoTransport(f"GPU memory does not reach the worker by {rung!r}: {reason}", rung=rung, reason=reason)
+    transport = offer.handle.transport
+    return NoTransport(
+        f"GPU memory does not reach the worker by {transport!r}: {reason}", transport=transport, reason=reason
+    )
 
 
 def _read(mapping: Mapping) -> bytes:

@@ -11,12 +11,12 @@ from layerzero.ipc.errors import Busy, CudaError, ProtocolError
 from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
 from layerzero.ipc.shm.timeline_words import (
     DONE,
-    LANE_BYTES,
-    LANES,
     MASK,
     PAGE_BYTES,
     READY,
     RUNG,
+    TIMELINE_BYTES,
+    TIMELINES,
     TimelinePoint,
     graph_slot_words,
     index,
@@ -63,15 +63,15 @@ class ClientOrder(_Words):
     """The client's end. Thread-safe."""
 
     def __init__(self, context: Context, fd: int, *, has_memops: bool, first: int = 1) -> None:
-        """`first`: number of the first call of each lane."""
+        """`first`: number of the first call of each timeline."""
         super().__init__(context, fd, has_memops=has_memops)
         self._lock = threading.Lock()
-        self.lanes: dict[Any, int] = {}  # by stream
-        self.next_numbers = [first] * LANES
-        self.failures_seen = [0] * LANES
-        for lane in range(LANES):  # cyclically, zero is ahead of half of all numbers
-            self.page.store_ready(TimelinePoint(lane, first - 1 & MASK))
-            self.page.store_done(TimelinePoint(lane, first - 1 & MASK))
+        self.timelines: dict[Any, int] = {}  # by stream
+        self.next_numbers = [first] * TIMELINES
+        self.failures_seen = [0] * TIMELINES
+        for timeline in range(TIMELINES):  # cyclically, zero is ahead of half of all numbers
+            self.page.store_ready(TimelinePoint(timeline, first - 1 & MASK))
+            self.page.store_done(TimelinePoint(timeline, first - 1 & MASK))
 
     def begin(self, stream: int) -> TimelinePoint:
         """Tell the worker's stream when all that this stream did so far is done: the call's inputs are there.
@@ -93,11 +93,11 @@ class ClientOrder(_Words):
         """The number of the stream's next call; nothing is enqueued. `enter` follows, or `abandon`, in the order of the
         numbers, and one thread at a time. Needs memops. Raises Busy as `begin` does."""
         key = stream if stream != PER_THREAD else _key(stream)
-        lane = self.lanes.get(key)
-        if lane is None:
-            lane = self.lanes[key] = self._free_lane()
-        point = _point((lane, self.next_numbers[lane]))
-        self.next_numbers[lane] = point[1] + 1 & MASK  # last: an interrupt before it has reserved nothing
+        timeline = self.timelines.get(key)
+        if timeline is None:
+            timeline = self.timelines[key] = self._free_timeline()
+        point = _point((timeline, self.next_numbers[timeline]))
+        self.next_numbers[timeline] = point[1] + 1 & MASK  # last: an interrupt before it has reserved nothing
         return point
 
     def enter(self, stream: int, point: TimelinePoint) -> None:
@@ -106,7 +106,7 @@ class ClientOrder(_Words):
         When it raises, nothing of it is on the stream: `abandon` ends the point, or the page's `store_ready` and
         whoever has been told of it.
         """
-        ready, number = self.base + point[0] * LANE_BYTES, point[1]
+        ready, number = self.base + point[0] * TIMELINE_BYTES, point[1]
         self._driver.write_and_wait(stream, ready, number, ready + DONE, number)
 
     def ring(self, stream: int, graph_slot: int) -> None:
@@ -127,11 +127,13 @@ class ClientOrder(_Words):
         if self._has_memops:
             self._driver.wait_value(stream, self._at(point, DONE), point.value)
         elif not self.page.is_done(point):
-            raise ProtocolError(f"the worker replied, but has not finished call {point.value} of lane {point.timeline}")
+            raise ProtocolError(
+                f"the worker replied, but has not finished call {point.value} of timeline {point.timeline}"
+            )
 
     def abandon(self, stream: int, point: TimelinePoint) -> None:
-        """End a point whose caller goes without. The lane's later ones are not held up by it, and nor is a worker that
-        was told of it."""
+        """End a point whose caller goes without. The timeline's later ones are not held up by it, and nor is a worker
+        that was told of it."""
         if self._has_memops:
             self._driver.write_value(stream, self._at(point, READY), point.value)
             self._driver.write_value(stream, self._at(point, DONE), point.value)
@@ -140,38 +142,41 @@ class ClientOrder(_Words):
 
     def has_news(self, stream: int) -> bool:
         """Whether a call of the stream has failed since `take_news`."""
-        lane = self.lanes.get(_key(stream))
-        return lane is not None and self.page.last_error(lane) != self.failures_seen[lane]
+        timeline = self.timelines.get(_key(stream))
+        return timeline is not None and self.page.last_error(timeline) != self.failures_seen[timeline]
 
     def take_news(self) -> None:
         """What has failed so far is known."""
-        self.failures_seen[:] = [self.page.last_error(lane) for lane in range(LANES)]
+        self.failures_seen[:] = [self.page.last_error(timeline) for timeline in range(TIMELINES)]
 
     def last_points(self) -> list[TimelinePoint]:
-        """The last one of each lane. Takes no lock: `begin` may wait for a full stream with it."""
-        return [TimelinePoint(lane, self.next_numbers[lane] - 1 & MASK) for lane in list(self.lanes.values())]
+        """The last one of each timeline. Takes no lock: `begin` may wait for a full stream with it."""
+        return [
+            TimelinePoint(timeline, self.next_numbers[timeline] - 1 & MASK)
+            for timeline in list(self.timelines.values())
+        ]
 
-    def lane(self, stream: int) -> int:
+    def timeline(self, stream: int) -> int:
         """The stream's; -1 while it has none."""
-        return self.lanes.get(_key(stream), -1)
+        return self.timelines.get(_key(stream), -1)
 
     def _next_point(self, stream: int) -> TimelinePoint:
         key = _key(stream)
-        lane = self.lanes.get(key)
-        if lane is None:
-            lane = self.lanes[key] = self._free_lane()
-        return TimelinePoint(lane, self.next_numbers[lane])
+        timeline = self.timelines.get(key)
+        if timeline is None:
+            timeline = self.timelines[key] = self._free_timeline()
+        return TimelinePoint(timeline, self.next_numbers[timeline])
 
-    def _free_lane(self) -> int:
-        taken = set(self.lanes.values())
-        for lane in range(LANES):
-            if lane not in taken:
-                return lane
-        for stream, lane in self.lanes.items():
-            if self.page.is_done(TimelinePoint(lane, self.next_numbers[lane] - 1 & MASK)):
-                del self.lanes[stream]
-                return lane
-        raise Busy(f"{LANES} streams have open calls to one worker; no more can", limit=LANES)
+    def _free_timeline(self) -> int:
+        taken = set(self.timelines.values())
+        for timeline in range(TIMELINES):
+            if timeline not in taken:
+                return timeline
+        for stream, timeline in self.timelines.items():
+            if self.page.is_done(TimelinePoint(timeline, self.next_numbers[timeline] - 1 & MASK)):
+                del self.timelines[stream]
+                return timeline
+        raise Busy(f"{TIMELINES} streams have open calls to one worker; no more can", limit=TIMELINES)
 
 
 def _key(stream: int) -> Any:
@@ -186,10 +191,11 @@ class WorkerOrder(_Words):
         if self._has_memops:
             self._driver.wait_value(stream, self._at(point, READY), point.value)
         elif not self.page.is_ready(point):
-            raise ProtocolError(f"call {point.value} of lane {point.timeline} came before its inputs were ready")
+            raise ProtocolError(f"call {point.value} of timeline {point.timeline} came before its inputs were ready")
 
     def done(self, stream: int, point: TimelinePoint) -> None:
-        """Let the client's stream go on after all that this stream did so far. In a lane, in the order of its points.
+        """Let the client's stream go on after all that this stream did so far. In a timeline, in the order of its
+        points.
 
         Without memops this waits for the stream; the reply to the client comes after it.
         """
@@ -210,7 +216,7 @@ class WorkerOrder(_Words):
 
 def probe(context: Context) -> str:
     """Why streams cannot wait for words in host memory here; empty when they can. Found by doing it."""
-    point = TimelinePoint(LANES - 1, 1)
+    point = TimelinePoint(TIMELINES - 1, 1)
     fd = create_page()
     driver = context.driver
     try:

@@ -18,13 +18,13 @@ from layerzero.ipc.shm.timeline_words import (
     GRAPH_SLOTS,
     GRAPH_SLOTS_AT,
     GRAPH_SLOTS_DONE_AT,
-    LANE_BYTES,
     LINKS_AT,
     MASK,
     MAX_ERROR,
     PAGE_BYTES,
     READY,
     RUNG,
+    TIMELINE_BYTES,
     TimelinePoint,
     graph_slot_index,
     has_reached,
@@ -67,18 +67,18 @@ class TimelinePage:
         return has_reached(self._words[index(point, DONE)], point.value)
 
     def error(self, point: TimelinePoint) -> int:
-        """The code with which this call failed; 0 when it did not, or when a later one of its lane failed."""
+        """The code with which this call failed; 0 when it did not, or when a later one of its timeline failed."""
         value = self._errors[index(point, ERROR) // 2]
         return value >> 32 if value & MASK == point.value else 0
 
-    def last_error(self, lane: int) -> int:
-        """Changes when a call of the lane fails."""
-        return self._errors[(lane * LANE_BYTES + ERROR) // 8]
+    def last_error(self, timeline: int) -> int:
+        """Changes when a call of the timeline fails."""
+        return self._errors[(timeline * TIMELINE_BYTES + ERROR) // 8]
 
     def fail(self, point: TimelinePoint, code: int) -> None:
         """Let the client's stream go on without a result. Only once no worker will finish this call: the word is its.
 
-        `code`: 1 to 2**32 - 1. A call that is done stays done. In a lane, points end in their order, failed or not.
+        `code`: 1 to 2**32 - 1. A call that is done stays done. In a timeline, points end in their order, failed or not.
         """
         if not 0 < code <= MAX_ERROR:
             raise ValueError(f"error code {code}; allowed: 1 to {MAX_ERROR}")

@@ -11,14 +11,17 @@ from typing import NamedTuple
 
 from layerzero.ipc.errors import ProtocolError
 
-LANES = 64  # of one page: so many streams of a client can have open calls to one worker
-LANE_BYTES = 512
+TIMELINES = 64  # of one page: so many streams of a client can have open calls to one worker
+TIMELINE_BYTES = 512
 GRAPH_SLOTS = 4096  # of one page: so many calls can be in a client's captured graphs
-GRAPH_SLOTS_AT, GRAPH_SLOTS_DONE_AT = LANES * LANE_BYTES, LANES * LANE_BYTES + 4 * GRAPH_SLOTS  # bytes, as the next two
+GRAPH_SLOTS_AT, GRAPH_SLOTS_DONE_AT = (
+    TIMELINES * TIMELINE_BYTES,
+    TIMELINES * TIMELINE_BYTES + 4 * GRAPH_SLOTS,
+)  # bytes, as the next two
 LINKS_AT = GRAPH_SLOTS_DONE_AT + 4 * GRAPH_SLOTS
 BINDINGS_AT = LINKS_AT + 4 * GRAPH_SLOTS
 PAGE_BYTES = BINDINGS_AT + 4 * GRAPH_SLOTS
-READY, DONE, ERROR = 0, 128, 256  # bytes within a lane; 128 apart, so that writers share no cache line
+READY, DONE, ERROR = 0, 128, 256  # bytes within a timeline; 128 apart, so that writers share no cache line
 MASK = (1 << 32) - 1
 MAX_ERROR = MASK
 # Values of a graph slot. A graph of the client clears the slot's DONE, writes RUNG and waits for DONE; the worker's CPU
@@ -26,7 +29,7 @@ MAX_ERROR = MASK
 # A slot whose link names one before it is rung by who answers that one. Calls are bound to a slot one after the other:
 # by the number of the binding a worker that has not heard yet that its call is over leaves the slot to others.
 SILENT, RUNG, TAKEN = range(3)
-LAYOUT = (LANES, LANE_BYTES, DONE, ERROR)  # what client/gpu/_fastpath.c writes to
+LAYOUT = (TIMELINES, TIMELINE_BYTES, DONE, ERROR)  # what client/gpu/_fastpath.c writes to
 
 
 class TimelinePoint(NamedTuple):
@@ -38,15 +41,15 @@ class TimelinePoint(NamedTuple):
 
 def index(point: TimelinePoint, word: int) -> int:
     """Of a 32-bit word in the page. Raises ProtocolError for a point that another process made up."""
-    if not (0 <= point.timeline < LANES and 0 <= point.value <= MASK):
+    if not (0 <= point.timeline < TIMELINES and 0 <= point.value <= MASK):
         raise ProtocolError(
-            f"point {point.value} of lane {point.timeline}; allowed: lanes below {LANES}, 32-bit numbers"
+            f"point {point.value} of timeline {point.timeline}; allowed: timelines below {TIMELINES}, 32-bit numbers"
         )
-    return (point.timeline * LANE_BYTES + word) // 4
+    return (point.timeline * TIMELINE_BYTES + word) // 4
 
 
 def is_before(one: int, other: int) -> bool:
-    """Whether one number of a lane comes before another. They wrap around."""
+    """Whether one number of a timeline comes before another. They wrap around."""
     return 0 < other - one & MASK < 1 << 31
 
 

@@ -26,14 +26,14 @@ class Hello(Message):
 
     kind: ClassVar[str] = "hello"
     protocols: list[Any]  # of int, newest first
-    role: str  # "client", "worker" or "keeper"
+    role: str  # "client", "worker" or "agent"
     package: str  # package version, for messages to people
     pid: int
     ticket: bytes = b""  # worker: the capability it was started with
-    nonce: bytes = b""  # client, keeper: 32 random bytes from one that has the secret
-    backend: str = ""  # keeper: whose worker it keeps
-    env: str = ""  # keeper: id of what is installed there, as lz-env.json says
-    source: str = ""  # keeper: hash of its copy of our code, and of a provider of its own
+    nonce: bytes = b""  # client, agent: 32 random bytes from one that has the secret
+    backend: str = ""  # agent: whose worker it keeps
+    env: str = ""  # agent: id of what is installed there, as lz-env.json says
+    source: str = ""  # agent: hash of its copy of our code, and of a provider of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,8 @@ class UnmapArena(Message):
 @dataclass(frozen=True, kw_only=True)
 class AddGpu(Message):
     """client -> broker, with the order page (ipc/shm/timeline_page.py) of its calls on a GPU, and the descriptor of
-    the offered memory if its rung has one. Again, with the next rung, when no worker could use the last. Answered by
-    GpuAdded or Refused."""
+    the offered memory if its transport has one. Again, with the next transport, when no worker could use the last.
+    Answered by GpuAdded or Refused."""
 
     kind: ClassVar[str] = "add_gpu"
     gpu: str  # UUID
@@ -167,8 +167,8 @@ class UnmapGpu(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AddGpuArena(Message):
-    """client -> broker, with a descriptor if the handle's rung has one. Answered by ArenaAdded or Refused. Numbers are
-    those of AddArena; `retire_arena` is for both."""
+    """client -> broker, with a descriptor if the handle's transport has one. Answered by ArenaAdded or Refused. Numbers
+    are those of AddArena; `retire_arena` is for both."""
 
     kind: ClassVar[str] = "add_gpu_arena"
     arena: int
@@ -224,19 +224,19 @@ class UnmapLane(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Message):
-    """broker -> keeper, after Welcome, with its backend's descriptor as a memfd. Answered by Probed if `probes`."""
+    """broker -> agent, after Welcome, with its backend's descriptor as a memfd. Answered by Probed if `probes`."""
 
     kind: ClassVar[str] = "keep"
     provider: str  # module name, or path of a .py file
-    environ: dict[str, Any]  # variables of the worker; "{site}" and "{cache}" are places at the keeper's
-    defaults: dict[str, Any]  # variables of the worker that the keeper's own win over
+    environ: dict[str, Any]  # variables of the worker; "{site}" and "{cache}" are places at the agent's
+    defaults: dict[str, Any]  # variables of the worker that the agent's own win over
     probes: bool
     timeout_s: float  # of the probe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probed(Message):
-    """keeper -> broker, with what the probe's process wrote to its stdout as a memfd."""
+    """agent -> broker, with what the probe's process wrote to its stdout as a memfd."""
 
     kind: ClassVar[str] = "probed"
     code: int  # exit code; negative: the signal it died of
@@ -247,7 +247,7 @@ class Probed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class CompileHere(Message):
-    """broker -> keeper: run a kernel once in a child, so that its caches have what the worker will need. One at a time.
+    """broker -> agent: run a kernel once in a child, so that its caches have what the worker will need. One at a time.
     Answered by CompiledHere."""
 
     kind: ClassVar[str] = "compile_here"
@@ -257,7 +257,7 @@ class CompileHere(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledHere(Message):
-    """keeper -> broker. Fields as in Probed."""
+    """agent -> broker. Fields as in Probed."""
 
     kind: ClassVar[str] = "compiled_here"
     code: int
@@ -268,7 +268,7 @@ class CompiledHere(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class StartWorker(Message):
-    """broker -> keeper. Answered by WorkerStarted, or WorkerEnded when that fails; later by WorkerEnded."""
+    """broker -> agent. Answered by WorkerStarted, or WorkerEnded when that fails; later by WorkerEnded."""
 
     kind: ClassVar[str] = "start_worker"
     generation: int
@@ -278,16 +278,16 @@ class StartWorker(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStarted(Message):
-    """keeper -> broker."""
+    """agent -> broker."""
 
     kind: ClassVar[str] = "worker_started"
     generation: int
-    pid: int  # in the keeper's own namespace: for people only
+    pid: int  # in the agent's own namespace: for people only
 
 
 @dataclass(frozen=True, kw_only=True)
 class KillWorker(Message):
-    """broker -> keeper. The worker's WorkerEnded follows, unless that is on its way."""
+    """broker -> agent. The worker's WorkerEnded follows, unless that is on its way."""
 
     kind: ClassVar[str] = "kill_worker"
     generation: int
@@ -295,7 +295,7 @@ class KillWorker(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnded(Message):
-    """keeper -> broker: the worker has been waited for, and what it had started was killed."""
+    """agent -> broker: the worker has been waited for, and what it had started was killed."""
 
     kind: ClassVar[str] = "worker_ended"
     generation: int
@@ -306,7 +306,7 @@ class WorkerEnded(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Ping(Message):
-    """broker -> keeper. Answered by Pong."""
+    """broker -> agent. Answered by Pong."""
 
     kind: ClassVar[str] = "ping"
     number: int
@@ -314,7 +314,7 @@ class Ping(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Pong(Message):
-    """keeper -> broker."""
+    """agent -> broker."""
 
     kind: ClassVar[str] = "pong"
     number: int

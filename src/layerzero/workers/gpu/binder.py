@@ -18,7 +18,7 @@ Arenas = Mapping[tuple[int, int], "mappings.Mapping | LayerZeroError"]
 
 
 class Binder:
-    """Binds on a stream that waits for nobody, so that what a provider refuses leaves nothing on a lane's."""
+    """Binds on a stream that waits for nobody, so that what a provider refuses leaves nothing on a timeline's."""
 
     def __init__(
         self,
@@ -106,4 +106,4 @@ class Binder:
 
 
 def _staged(spans: Iterable[Span | None]) -> tuple[Span, ...]:
-    return tuple(span for span in spans if span is not None and span[0].handle.rung in STAGED)
+    return tuple(span for span in spans if span is not None and span[0].handle.transport in STAGED)

@@ -83,7 +83,7 @@ class Gpus:
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_GONE)
         self._arenas: dict[tuple[int, int], Mapping | LayerZeroError] = {}
         self._binder = Binder(on_stream, self._context, self._arenas, hear)
-        self._free: dict[str, list[int]] = {}  # GPU -> streams without a lane
+        self._free: dict[str, list[int]] = {}  # GPU -> streams without a timeline
         self._busy: dict[int, Context] = {}  # streams that may have work, and theirs
         self._retired: list[Link] = []
         self._abandoned: list[Link] = []  # by their clients
@@ -171,7 +171,7 @@ class Gpus:
     # Calls
 
     def task(self, plan: Plan, client: int, refs: bytes) -> Task:
-        """The plan's kernel bound to these references. Leaves nothing on any lane's stream.
+        """The plan's kernel bound to these references. Leaves nothing on any timeline's stream.
 
         Raises NoTransport for a client whose memory does not reach this process, and what the provider raises.
         """
@@ -206,7 +206,7 @@ class Gpus:
                     RENEWAL_EXIT,
                 )
             print(
-                f"call {point.value} of lane {point.timeline} came behind later ones; if their streams block "
+                f"call {point.value} of timeline {point.timeline} came behind later ones; if their streams block "
                 f"{plan.call.kernel_id} for {STALL_S:g} s, SIGALRM ends this process",
                 file=sys.stderr,
                 flush=True,
@@ -355,7 +355,7 @@ class Gpus:
 
     def _context(self, gpu: str) -> Context:
         if self._on_stream is None:
-            raise NoTransport("the kernels of this backend compute on the CPU", rung="", reason="no GPU kernels")
+            raise NoTransport("the kernels of this backend compute on the CPU", transport="", reason="no GPU kernels")
         if gpu not in self._contexts:
             self._contexts[gpu] = Context(self._load(), gpu)
         return self._contexts[gpu]
@@ -396,7 +396,9 @@ class Gpus:
         while not isinstance(link, Link):
             is_refused = link is not None or key in self._gone
             if not self._hear(waits=not is_refused):
-                raise link or NoTransport(f"client {client} has taken its offer on {gpu} back", rung="", reason="gone")
+                raise link or NoTransport(
+                    f"client {client} has taken its offer on {gpu} back", transport="", reason="gone"
+                )
             link = self._links.get(key)
         return link
 
@@ -476,9 +478,11 @@ def _own(handle: ArenaHandle, client: int) -> ArenaHandle:
 def _refusal(error: Exception, handle: object) -> NoTransport:
     if isinstance(error, NoTransport):
         return error
-    rung = str(handle.get("rung", ""))[:40] if isinstance(handle, dict) else ""
+    transport = str(handle.get("transport", ""))[:40] if isinstance(handle, dict) else ""
     reason = (error.message if isinstance(error, LayerZeroError) else str(error))[:1000]
-    return NoTransport(f"GPU memory does not reach the worker by {rung!r}: {reason}", rung=rung, reason=reason)
+    return NoTransport(
+        f"GPU memory does not reach the worker by {transport!r}: {reason}", transport=transport, reason=reason
+    )
 
 
 def _names(refs: bytes, arena: int) -> bool:

@@ -190,8 +190,8 @@ class Graphs:
 
     def _capture(self, steady: GraphCache, bound: Bound, context: Context, stream: int) -> str:
         try:
-            # On the lane's own stream: what a library keeps for each stream, such as the workspace of cuBLAS, is then
-            # used by calls in a row only, as without a graph.
+            # On the timeline's own stream: what a library keeps for each stream, such as the workspace of cuBLAS, is
+            # then used by calls in a row only, as without a graph.
             graph, nbytes = self._record(bound, context, stream)
         except Exception as exc:  # whatever a library raises
             if isinstance(exc, CudaError) and exc.is_sticky:

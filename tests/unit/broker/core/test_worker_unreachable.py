@@ -14,7 +14,7 @@ from layerzero.ipc.transport import wire
 def lose(d: Driver, backend: str) -> int:
     """It stands still and is killed, and nobody confirms its end. Returns its generation."""
     generation = d.state.workers[backend].generation
-    d(ev.WorkerMisbehaved(backend, generation, "its keeper does not answer", is_silent=True))
+    d(ev.WorkerMisbehaved(backend, generation, "its agent does not answer", is_silent=True))
     d(ev.WorkerLost(backend, generation))
     return generation
 

@@ -57,7 +57,7 @@ def test_released_inputs_never_go_back(pages: TimelinePages, page_fd: int) -> No
 
 
 def test_same_page_is_known_by_its_memory(pages: TimelinePages, page_fd: int) -> None:
-    """A client that goes on to the next rung may keep its page, and calls on it their points."""
+    """A client that goes on to the next transport may keep its page, and calls on it their points."""
     held = pages.get(1, GPU)
     assert held is not None
     again, other = Gpu.of(MESSAGE, [os.dup(page_fd)]), Gpu.of(MESSAGE, [timeline_page.create_page()])

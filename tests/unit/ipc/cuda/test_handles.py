@@ -8,19 +8,19 @@ from typing import Any
 import msgpack
 import pytest
 
-from layerzero.ipc.cuda.handles import RUNGS, ArenaHandle, check_span
+from layerzero.ipc.cuda.handles import TRANSPORTS, ArenaHandle, check_span
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.vocabulary.tensors import MAX_NBYTES
 
 HANDLE = ArenaHandle("GPU-1", "client-1", 3, 2, "ipc", 2 << 20, bytes(range(64)))
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_handle_is_the_same_after_the_wire(rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_handle_is_the_same_after_the_wire(transport: str) -> None:
     """Both sides must mean the same memory."""
-    handle = HANDLE if rung == "ipc" else replace(HANDLE, rung=rung, handle=b"")
+    handle = HANDLE if transport == "ipc" else replace(HANDLE, transport=transport, handle=b"")
     assert ArenaHandle.from_wire(msgpack.unpackb(msgpack.packb(handle.to_wire()))) == handle
-    assert handle.has_fd == (rung != "ipc")
+    assert handle.has_fd == (transport != "ipc")
 
 
 def test_mapping_is_known_by_client_arena_and_generation() -> None:
@@ -42,8 +42,8 @@ def test_mapping_is_known_by_client_arena_and_generation() -> None:
         {"generation": -1},
         {"generation": 1 << 32},
         {"generation": 1.0},
-        {"rung": "telepathy"},
-        {"rung": "vmm"},
+        {"transport": "telepathy"},
+        {"transport": "vmm"},
         {"nbytes": 0},
         {"nbytes": -1},
         {"nbytes": MAX_NBYTES + 1},

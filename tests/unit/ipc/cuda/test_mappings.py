@@ -11,7 +11,7 @@ from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu, error
 
 from layerzero.ipc.cuda import mappings
 from layerzero.ipc.cuda.driver import Context
-from layerzero.ipc.cuda.handles import RUNGS, ArenaHandle
+from layerzero.ipc.cuda.handles import TRANSPORTS, ArenaHandle
 from layerzero.ipc.cuda.mappings import Mappings
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.errors import CudaError, ProtocolError
@@ -33,9 +33,9 @@ class Pair:
         self.arenas.append(Arena(self.context, "c1", len(self.arenas) + 1, 2 * MIB, kind=kind))
         return self.arenas[-1]
 
-    def offer(self, rung: str = "ipc") -> tuple[ArenaHandle, int | None]:
+    def offer(self, transport: str = "ipc") -> tuple[ArenaHandle, int | None]:
         """As it arrives: the descriptor is the receiver's own."""
-        handle, fd = self.arena("vmm" if rung == "vmm" else "plain").offer(rung)
+        handle, fd = self.arena("vmm" if transport == "vmm" else "plain").offer(transport)
         return handle, None if fd is None else os.dup(fd)
 
 
@@ -49,10 +49,10 @@ def pair() -> Iterator[Pair]:
         arena.close()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_arena_is_opened_once(pair: Pair, rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_arena_is_opened_once(pair: Pair, transport: str) -> None:
     """Opening costs up to a millisecond."""
-    handle, fd = pair.offer(rung)
+    handle, fd = pair.offer(transport)
     again = None if fd is None else os.dup(fd)
     mapping = pair.mappings.open(handle, fd)
     opened = len(pair.worker.mapped)
@@ -60,10 +60,10 @@ def test_arena_is_opened_once(pair: Pair, rung: str) -> None:
     assert (len(pair.worker.mapped), len(pair.mappings)) == (opened, 1)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_closed_mappings_leave_nothing(pair: Pair, rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_closed_mappings_leave_nothing(pair: Pair, transport: str) -> None:
     """A mapping that stays holds the client's memory after its death."""
-    handle, fd = pair.offer(rung)
+    handle, fd = pair.offer(transport)
     before = len(os.listdir("/proc/self/fd"))
     pair.mappings.open(handle, fd)
     pair.mappings.close()
@@ -108,20 +108,20 @@ def test_retired_arena_is_unmapped_after_the_work_that_uses_it(pair: Pair) -> No
     assert pair.mappings.reap() == []
 
 
-@pytest.mark.parametrize("rung", ["ipc", "vmm", "staged"])
-def test_arena_that_is_smaller_than_it_says_is_refused(pair: Pair, rung: str) -> None:
+@pytest.mark.parametrize("transport", ["ipc", "vmm", "staged"])
+def test_arena_that_is_smaller_than_it_says_is_refused(pair: Pair, transport: str) -> None:
     """Views beyond its end would be other people's memory."""
-    handle, fd = pair.offer(rung)
+    handle, fd = pair.offer(transport)
     with pytest.raises((ProtocolError, CudaError)):
         pair.mappings.open(replace(handle, nbytes=4 * MIB), fd)
     assert (pair.worker.mapped, pair.worker.pinned, len(pair.mappings)) == ({}, {}, 0)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_descriptor_is_closed_whatever_happens(pair: Pair, rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_descriptor_is_closed_whatever_happens(pair: Pair, transport: str) -> None:
     """A peer that sends nonsense must not use ours up."""
     handle, _ = pair.offer()
-    wrong = replace(handle, rung=rung, handle=b"", gpu="GPU-elsewhere")
+    wrong = replace(handle, transport=transport, handle=b"", gpu="GPU-elsewhere")
     fd = os.memfd_create("x")
     with pytest.raises((ProtocolError, CudaError)):
         pair.mappings.open(wrong, fd)
@@ -134,7 +134,7 @@ def test_descriptor_that_is_missing_is_asked_for(pair: Pair) -> None:
     handle, fd = pair.offer("vmm")
     assert fd is not None
     os.close(fd)
-    with pytest.raises(ProtocolError, match="rung vmm travels with a file descriptor"):
+    with pytest.raises(ProtocolError, match="transport vmm travels with a file descriptor"):
         pair.mappings.open(handle)
 
 
@@ -156,7 +156,7 @@ def test_stale_mapping_in_the_way_is_closed_and_opening_tried_again(pair: Pair) 
 
 
 def test_memory_in_the_way_that_is_in_use_is_an_error(pair: Pair) -> None:
-    """The pair goes to another rung for this arena."""
+    """The pair goes to another transport for this arena."""
     pair.worker.fails["ipc_open"] = error("cuIpcOpenMemHandle_v2", 208)
     pair.worker.times["ipc_open"] = -1
     with pytest.raises(CudaError, match="208"):
@@ -173,25 +173,25 @@ def test_number_of_mappings_is_limited(pair: Pair, monkeypatch: pytest.MonkeyPat
         pair.mappings.open(pair.offer()[0])
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_bytes_cross_in_both_directions(pair: Pair, rung: str) -> None:
-    """Staged rungs copy, and count; the others are the same memory."""
-    arena = pair.arena("vmm" if rung == "vmm" else "plain")
-    handle, fd = arena.offer(rung)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bytes_cross_in_both_directions(pair: Pair, transport: str) -> None:
+    """Staged transports copy, and count; the others are the same memory."""
+    arena = pair.arena("vmm" if transport == "vmm" else "plain")
+    handle, fd = arena.offer(transport)
     mapping = pair.mappings.open(handle, None if fd is None else os.dup(fd))
-    copied = 0 if rung in ("ipc", "vmm") else 16
+    copied = 0 if transport in ("ipc", "vmm") else 16
 
     def view(driver: FakeDriver, address: int) -> memoryview:
         memory, offset = driver._bytes(address, 16)
         return memoryview(memory)[offset : offset + 16]
 
     view(pair.client, arena.address + 512)[:] = b"from the client."
-    assert arena.publish(rung, 512, 16, 0) == copied
+    assert arena.publish(transport, 512, 16, 0) == copied
     assert mapping.collect(512, 16, 0) == copied
     assert view(pair.worker, mapping.at(512, 16)) == b"from the client."
     view(pair.worker, mapping.at(512, 16))[:] = b"from the worker."
     assert mapping.publish(512, 16, 0) == copied
-    assert arena.collect(rung, 512, 16, 0) == copied
+    assert arena.collect(transport, 512, 16, 0) == copied
     assert view(pair.client, arena.address + 512) == b"from the worker."
 
 

@@ -48,9 +48,9 @@ def test_each_way_to_offer_an_arena_has_its_own_generation(context: Context) -> 
 
 def test_closed_arena_leaves_nothing(driver: FakeDriver, context: Context) -> None:
     """GPU memory, pinned pages and descriptors of a client that runs for weeks."""
-    for kind, rung in (("plain", "ipc"), ("vmm", "vmm")):
+    for kind, transport in (("plain", "ipc"), ("vmm", "vmm")):
         arena = Arena(context, "c1", 1, 2 * MIB, kind=kind)
-        for one in (rung, "staged", "copied"):
+        for one in (transport, "staged", "copied"):
             arena.offer(one)
         arena.close()
     assert (driver.mapped, driver.pinned) == ({}, {})
@@ -69,15 +69,15 @@ def test_staged_bytes_are_counted_and_mapped_ones_cost_nothing(context: Context)
     arena.close()
 
 
-@pytest.mark.parametrize(("rung", "waits"), [("staged", 0), ("copied", 1)])
+@pytest.mark.parametrize(("transport", "waits"), [("staged", 0), ("copied", 1)])
 def test_memory_that_is_not_pinned_is_read_when_the_stream_got_there(
-    driver: FakeDriver, context: Context, rung: str, waits: int
+    driver: FakeDriver, context: Context, transport: str, waits: int
 ) -> None:
     """The driver reads it when it is called: before the worker has written it, if the CPU did not wait."""
     arena = Arena(context, "c1", 1, 2 * MIB)
-    arena.offer(rung)
+    arena.offer(transport)
     with context:
-        arena.collect(rung, 0, 8, 5)
+        arena.collect(transport, 0, 8, 5)
     assert driver.calls["synchronize_stream"] == waits
     arena.close()
 

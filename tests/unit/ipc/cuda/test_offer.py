@@ -10,7 +10,7 @@ import pytest
 from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu, error
 
 from layerzero.ipc.cuda.driver import Context
-from layerzero.ipc.cuda.handles import RUNGS
+from layerzero.ipc.cuda.handles import TRANSPORTS
 from layerzero.ipc.cuda.mappings import Mappings
 from layerzero.ipc.cuda.offer import SLOTS, Offer
 from layerzero.ipc.cuda.offer_client import Trial
@@ -28,8 +28,8 @@ class Pair:
         self.client, self.worker = FakeDriver(gpu), FakeDriver(gpu)
         self.mappings = Mappings(lambda uuid: Context(self.worker, uuid))
 
-    def trial(self, rung: str = "ipc") -> Trial:
-        return Trial(Context(self.client, UUID), "c1", 1, rung)
+    def trial(self, transport: str = "ipc") -> Trial:
+        return Trial(Context(self.client, UUID), "c1", 1, transport)
 
     def sign(self, trial: Trial, slot: int = 3, **changes: object) -> None:
         offer = Offer.from_wire(msgpack.unpackb(msgpack.packb(trial.offer.to_wire())))
@@ -47,28 +47,28 @@ def pair() -> Pair:
     return Pair()
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_worker_that_can_read_the_offer_leaves_its_sign(pair: Pair, rung: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_worker_that_can_read_the_offer_leaves_its_sign(pair: Pair, transport: str) -> None:
     """The client needs no worker at hand to make an offer, and no answer but the sign."""
-    trial = pair.trial(rung)
+    trial = pair.trial(transport)
     assert not trial.is_signed(3)
     pair.sign(trial, 3)
     assert (trial.is_signed(3), trial.is_signed(4)) == (True, False)
     pair.close(trial)
 
 
-# What fails on the worker's side, and on which rung.
+# What fails on the worker's side, and on which transport.
 @pytest.mark.parametrize(
-    ("call", "number", "rung"),
+    ("call", "number", "transport"),
     [("ipc_open", 201, "ipc"), ("vmm_import", 999, "vmm"), ("vmm_map", 1, "vmm"), ("host_register", 801, "staged")],
 )
-def test_worker_that_cannot_open_the_offer_says_why(pair: Pair, call: str, number: int, rung: str) -> None:
+def test_worker_that_cannot_open_the_offer_says_why(pair: Pair, call: str, number: int, transport: str) -> None:
     """Each of these is a platform that exists; the reason is what its owner needs to know."""
-    trial = pair.trial(rung)
+    trial = pair.trial(transport)
     pair.worker.fails[call], pair.worker.times[call] = error(call, number), -1
-    with pytest.raises(NoTransport, match=f"by '{rung}': {call} returned {number}") as caught:
+    with pytest.raises(NoTransport, match=f"by '{transport}': {call} returned {number}") as caught:
         pair.sign(trial)
-    assert caught.value.facts == {"rung": rung, "reason": f"{call} returned {number}"}
+    assert caught.value.facts == {"transport": transport, "reason": f"{call} returned {number}"}
     assert not trial.is_signed(3)
     pair.close(trial)
 

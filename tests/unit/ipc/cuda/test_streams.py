@@ -13,7 +13,7 @@ from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.streams import ClientOrder, WorkerOrder
 from layerzero.ipc.errors import Busy, CudaError, ProtocolError
 from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
-from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, TAKEN, TimelinePoint
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, TAKEN, TIMELINES, TimelinePoint
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_numbers_wrap_around(context: Context, driver: FakeDriver, fd: int) -> N
 def test_lane_of_a_stream_whose_calls_are_done_is_given_on(context: Context, fd: int) -> None:
     """Applications make more streams in their life than a page has lanes."""
     client, broker = ClientOrder(context, fd, has_memops=True), TimelinePage(fd)
-    points = [client.begin(stream) for stream in range(1, LANES + 1)]
+    points = [client.begin(stream) for stream in range(1, TIMELINES + 1)]
     with pytest.raises(Busy, match="64 streams"):
         client.begin(1000)
     broker.store_done(points[10])
@@ -110,7 +110,7 @@ def test_without_memops_the_cpus_wait(context: Context, driver: FakeDriver, fd: 
     point = client.begin(5)
     assert driver.calls["synchronize_stream"] == 1
     worker.await_ready(9, point)
-    with pytest.raises(ProtocolError, match="has not finished call 1 of lane 0"):
+    with pytest.raises(ProtocolError, match="has not finished call 1 of timeline 0"):
         client.await_done(5, point)
     worker.done(9, point)
     assert driver.calls["synchronize_stream"] == 2
@@ -132,7 +132,7 @@ def test_reserved_point_is_entered_later_in_one_call(context: Context, driver: F
     assert (client.page.is_ready(first), client.page.is_ready(TimelinePoint(0, 2))) == (True, False)
     assert (driver.waits, driver.calls["write_and_wait"]) == ([(5, 0, 1)], 1)
     with pytest.raises(Busy):
-        [client.reserve(stream) for stream in range(100, 100 + LANES)]
+        [client.reserve(stream) for stream in range(100, 100 + TIMELINES)]
 
 
 def test_graph_slot_is_rung_after_its_done_was_taken_back(context: Context, driver: FakeDriver, fd: int) -> None:

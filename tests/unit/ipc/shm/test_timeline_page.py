@@ -13,7 +13,7 @@ import pytest
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
 from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
-from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LANES, PAGE_BYTES, RUNG, TAKEN, TimelinePoint
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, PAGE_BYTES, RUNG, TAKEN, TIMELINES, TimelinePoint
 
 
 @pytest.fixture
@@ -79,12 +79,12 @@ def test_code_that_would_not_be_seen_is_refused(page: TimelinePage, code: int) -
 
 
 @pytest.mark.parametrize(
-    "point", [TimelinePoint(-1, 0), TimelinePoint(LANES, 0), TimelinePoint(0, -1), TimelinePoint(0, 1 << 32)]
+    "point", [TimelinePoint(-1, 0), TimelinePoint(TIMELINES, 0), TimelinePoint(0, -1), TimelinePoint(0, 1 << 32)]
 )
 def test_point_outside_the_page_is_refused(page: TimelinePage, point: TimelinePoint) -> None:
     """It comes from another process, and other calls' words lie beside."""
     for use in (page.is_ready, page.is_done, page.store_done, page.error):
-        with pytest.raises(ProtocolError, match="allowed: lanes below 64"):
+        with pytest.raises(ProtocolError, match="allowed: timelines below 64"):
             use(point)
 
 

@@ -88,7 +88,7 @@ def test_proofs_are_as_documented_and_of_one_side_role_and_connection_each() -> 
     assert known.peer_mac.hex() == "b9baa77cbbcbd74274e1375832410a5771295a2b545c2df277bd993ce5e871f4"
     others = [
         Handshake(b"l" * 32, "client", b"\1" * 32, b"\2" * 32),
-        Handshake(b"k" * 32, "keeper", b"\1" * 32, b"\2" * 32),
+        Handshake(b"k" * 32, "agent", b"\1" * 32, b"\2" * 32),
         Handshake(b"k" * 32, "client", b"\3" * 32, b"\2" * 32),
         Handshake(b"k" * 32, "client", b"\1" * 32, b"\3" * 32),
     ]

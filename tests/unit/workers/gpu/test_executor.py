@@ -17,12 +17,12 @@ from tests.unit.ipc.fake_cuda import UUID, FakeDriver, FakeGpu, error
 
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
-from layerzero.ipc.cuda.handles import RUNGS
+from layerzero.ipc.cuda.handles import TRANSPORTS
 from layerzero.ipc.cuda.memory import Arena
 from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.errors import CudaError, NoTransport, ProtocolError
 from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
-from layerzero.ipc.shm.timeline_words import LANES, TimelinePoint
+from layerzero.ipc.shm.timeline_words import TIMELINES, TimelinePoint
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
 from layerzero.ipc.transport.wire import NO_ARENA, Ref, pack_refs
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -44,10 +44,10 @@ class Ended(BaseException):
 class Rig:
     """A client's memory and timeline page, and the worker's side of them. The kernel copies its input to its output."""
 
-    def __init__(self, rung: str = "ipc") -> None:
+    def __init__(self, transport: str = "ipc") -> None:
         device = FakeGpu()
         self.client, self.driver = FakeDriver(device), FakeDriver(device)
-        self.context, self.rung = Context(self.client, UUID), rung
+        self.context, self.transport = Context(self.client, UUID), transport
         self.stream = 0  # the one that the provider enqueues on
         self.queue: list[Callable[[], None]] = []  # control messages that were sent and not taken
         self.binds: list[int] = []
@@ -56,9 +56,9 @@ class Rig:
         self.has_ended = False
         self.alarms: list[float] = []
         self.gpus = self.worker()
-        kind = "vmm" if rung == "vmm" else "plain"
+        kind = "vmm" if transport == "vmm" else "plain"
         self.arena = Arena(self.context, "c1", 1, 2 << 20, kind=kind)
-        self.trial = Trial(self.context, "c1", 2, rung)
+        self.trial = Trial(self.context, "c1", 2, transport)
         self.page_fd = create_page()
         self.page = TimelinePage(self.page_fd)
         call = Call("silu", "test.silu", (SPEC,), (SPEC,))
@@ -110,17 +110,17 @@ class Rig:
         self.gpus.map_gpu(message, fds)
 
     def map_arena(self, client: int = 1) -> None:
-        handle, fd = self.arena.offer(self.rung)
+        handle, fd = self.arena.offer(self.transport)
         message = MapGpuArena(client=client, arena=1, handle=handle.to_wire())
         self.gpus.map_arena(message, [] if fd is None else [os.dup(fd)])
 
     def put(self, offset: int, data: bytes) -> None:
         memory, start = self.client._bytes(self.arena.address, self.arena.nbytes)
         memory[start + offset : start + offset + len(data)] = data
-        self.arena.publish(self.rung, offset, len(data), 0)
+        self.arena.publish(self.transport, offset, len(data), 0)
 
     def take(self, offset: int) -> bytes:
-        self.arena.collect(self.rung, offset, NBYTES, 0)
+        self.arena.collect(self.transport, offset, NBYTES, 0)
         memory, start = self.client._bytes(self.arena.address, self.arena.nbytes)
         return bytes(memory[start + offset : start + offset + NBYTES])
 
@@ -155,8 +155,8 @@ class Rig:
 def make() -> Iterator[Callable[..., Rig]]:
     made: list[Rig] = []
 
-    def build(rung: str = "ipc") -> Rig:
-        made.append(Rig(rung))
+    def build(transport: str = "ipc") -> Rig:
+        made.append(Rig(transport))
         return made[-1]
 
     yield build
@@ -174,10 +174,10 @@ def rig(make: Callable[..., Rig]) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_call_computes_from_and_to_the_clients_memory(make: Callable[..., Rig], rung: str) -> None:
-    """On rungs that copy, its input is fetched first and its output sent after it."""
-    rig = make(rung)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_call_computes_from_and_to_the_clients_memory(make: Callable[..., Rig], transport: str) -> None:
+    """On transports that copy, its input is fetched first and its output sent after it."""
+    rig = make(transport)
     rig.map_gpu()
     rig.map_arena()
     data = os.urandom(NBYTES)
@@ -265,14 +265,14 @@ def test_what_was_told_before_the_call_is_waited_for(make: Callable[..., Rig]) -
 def test_client_that_cannot_be_reached_gets_the_reason_for_each_call(
     make: Callable[..., Rig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The client goes on to the next rung then; with its next offer it is served."""
+    """The client goes on to the next transport then; with its next offer it is served."""
     rig = make()
     rig.map_gpu(pid=os.getpid())
     rig.map_arena()
     for _ in range(2):
         with pytest.raises(NoTransport, match="have the same pid") as caught:
             rig.run()
-        assert caught.value.facts["rung"] == "ipc"
+        assert caught.value.facts["transport"] == "ipc"
     assert "cannot be served" in capsys.readouterr().err
     rig.queue = [lambda: rig.gpus.unmap_gpu(1, UUID), rig.map_gpu]
     rig.run()
@@ -358,8 +358,8 @@ def test_references_are_held_to_their_arenas(rig: Rig, refs: list[Ref], message:
 
 def test_point_that_is_none_leaves_nothing_on_a_stream(rig: Rig) -> None:
     """A stream that waits for a word outside the page waits for ever."""
-    with pytest.raises(ProtocolError, match="point 1 of lane 64"):
-        rig.run(lane=LANES)
+    with pytest.raises(ProtocolError, match="point 1 of timeline 64"):
+        rig.run(lane=TIMELINES)
     assert rig.streams() == []
 
 

@@ -122,7 +122,7 @@ def test_context_is_current_once_for_a_burst(table: Table) -> None:
 
 
 def test_client_that_is_not_mapped_has_its_calls_left(table: Table) -> None:
-    """It may be on its way to another rung."""
+    """It may be on its way to another transport."""
     ring = table.lend(1)
     table.rig.gpus.unmap_gpu(1, UUID)
     table.put(ring, range(1, 3))

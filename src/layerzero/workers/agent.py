@@ -1,4 +1,4 @@
-"""The children of a keeper (workers/join.py): the probe and the worker of its backend, their lives and last words."""
+"""The children of an agent (workers/join.py): the probe and the worker of its backend, their lives and last words."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def describe_place(backend: str, provider: str) -> Place:
 
 
 def source_hash(provider: str = "") -> str:
-    """Of our copy of ipc and workers; the same as envs/build/stage.py names it by. With a provider of the keeper's
+    """Of our copy of ipc and workers; the same as envs/build/stage.py names it by. With a provider of the agent's
     own, of that, too: it may compute what the broker's does not."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()

@@ -1,14 +1,14 @@
-"""What a keeper says of where it is."""
+"""What an agent says of where it is."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from layerzero.envs.build import stage
-from layerzero.workers.keeper import describe_place, source_hash
+from layerzero.workers.agent import describe_place, source_hash
 
 
-def test_a_provider_of_the_keepers_own_is_part_of_what_certificates_depend_on(tmp_path: Path) -> None:
+def test_a_provider_of_the_agents_own_is_part_of_what_certificates_depend_on(tmp_path: Path) -> None:
     """It may compute what the broker's provider does not: the verdict on one says nothing of the other."""
     provider = tmp_path / "provider.py"
     sources = [describe_place("alpha", "").source]
@@ -18,6 +18,6 @@ def test_a_provider_of_the_keepers_own_is_part_of_what_certificates_depend_on(tm
     assert len(set(sources)) == 3
 
 
-def test_a_keepers_copy_of_our_code_is_named_as_what_was_staged() -> None:
+def test_a_agents_copy_of_our_code_is_named_as_what_was_staged() -> None:
     """Else one verdict would be two, and workers would be probed twice."""
     assert source_hash() == stage.source_hash()
