@@ -56,7 +56,7 @@ class Arrivals:
         call.dispatches.append(Dispatch(lane.blamed, 1, call, 0, frozenset(), lane, is_over=True))
         if lane.blamed == mark(*call.after):
             self.coverage.fates["lane_blamed"] += 1
-            call.fail_on(process.backend, is_death=not process.kill_reason)
+            call.fail_on(process.backend, process.kill_reason)
             if process.kill_reason:
                 call.faults.add(process.kill_reason)
 
@@ -141,7 +141,7 @@ class Arrivals:
                 else:
                     head.is_over = True
                 if isinstance(event, ev.CallRaised):
-                    head.call.fail_on(process.backend, is_death=False)
+                    head.call.fail_on(process.backend, "raised")
         elif isinstance(event, ev.CallHandedBack):
             lane = self.lanes[event.lane]
             call = lane.ring[event.call.call].call
@@ -151,7 +151,7 @@ class Arrivals:
                     self._note_arrival(call.client, call)
                     if event.error is not None and not self._is_stopping and not call.is_quarantined:
                         call.dispatches.append(lane.ring[event.call.call])
-                        call.fail_on(process.backend, is_death=False)
+                        call.fail_on(process.backend, "raised")
         elif isinstance(event, ev.WorkerReady) and is_heard and not self._is_stopping:
             process.was_ready, process.ready_s = True, self.now_s
             self._has_served.add(process.backend)

@@ -59,7 +59,7 @@ class Exits:
             is_first = position == 0 and not process.killed_for and process.late is None and not is_unseen
             is_blamed = is_first if process.kill_reason else dispatch.number == executing and not is_sticky
             if is_blamed:
-                dispatch.call.fail_on(backend, is_death=not process.kill_reason)
+                dispatch.call.fail_on(backend, process.kill_reason)
         process.sent.clear()
         self._count_exit(process, exit_code)
         failures = self._failures(backend)
@@ -106,7 +106,7 @@ class Exits:
             call = dispatch.call
             dispatch.is_over = True
             if dispatch is process.late or number == guilty:
-                call.fail_on(process.backend, is_death=not process.kill_reason)
+                call.fail_on(process.backend, process.kill_reason)
             if not call.client.has_left:
                 call.client.open[call.seq] = call
         process.bound.clear()
@@ -124,7 +124,7 @@ class Exits:
             call.dispatches.append(one)
             if one is guilty:
                 self.coverage.fates["ring_blamed"] += 1
-                call.fail_on(process.backend, is_death=not process.kill_reason)
+                call.fail_on(process.backend, process.kill_reason)
                 if process.kill_reason:
                     call.faults.add(process.kill_reason)
             else:
@@ -144,7 +144,7 @@ class Exits:
             is_blamed = dispatch is process.late or (is_open and not has_blamed and is_first)
             if is_blamed:
                 has_blamed = True
-                call.fail_on(process.backend, is_death=not process.kill_reason)
+                call.fail_on(process.backend, process.kill_reason)
             if not call.client.has_left:
                 call.client.open[call.seq] = call
         process.enqueued.clear()

@@ -188,7 +188,7 @@ class JoinedWorld(World):
         self.coverage.fates["joined_lost"] += 1
         for dispatch in process.sent:
             dispatch.is_over = True  # for the broker
-            dispatch.call.fail_on(backend, is_death=False)
+            dispatch.call.fail_on(backend, "lost")
             dispatch.call.is_lent = not dispatch.call.client.has_left
         process.sent.clear()
         self._restart_from_s.pop(backend, None)

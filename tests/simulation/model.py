@@ -33,7 +33,7 @@ class Call:
     deaths: int = 0
     faults: set[str] = field(default_factory=set)  # what workers were killed for while they had it first
     failed_on: set[str] = field(default_factory=set)  # backends that raised, died or were killed for it
-    died_on: set[str] = field(default_factory=set)  # of those: that died, and may have it once more
+    died_on: set[str] = field(default_factory=set)  # of those: whose worker ended, not to end this call
     is_quarantined: bool = False
     no_transport: set[str] = field(default_factory=set)  # backends that were known not to reach its memory when it came
     is_crowded: bool = False  # many others were open when it came
@@ -63,10 +63,10 @@ class Call:
         self.failed_on.clear()
         self.died_on.clear()
 
-    def fail_on(self, backend: str, *, is_death: bool) -> None:
-        """`is_death`: its worker died in it, and was not killed for it."""
-        self.deaths += is_death
-        if is_death and backend not in self.failed_on:
+    def fail_on(self, backend: str, end: str) -> None:
+        """`end`: why its worker was killed in it, "" when it died of itself, "raised" when it lives."""
+        self.deaths += not end
+        if end in ("", "silent") and backend not in self.failed_on:
             self.died_on.add(backend)
         else:
             self.died_on.discard(backend)

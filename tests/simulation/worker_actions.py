@@ -86,7 +86,8 @@ class WorkerActions:
         is_overdue = isinstance(event, ev.LaneOverdue | ev.RingsPolled | ev.GraphSlotsPolled)
         is_deadline = is_overdue or (type(event) is ev.Tick and process.was_ready)
         self.require(not process.kill_reason, "a worker is killed twice")
-        process.kill_reason = "deadline" if is_deadline else "fault"
+        is_silent = isinstance(event, ev.WorkerMisbehaved) and event.is_silent
+        process.kill_reason = "deadline" if is_deadline else "silent" if is_silent else "fault"
         process.is_too_late = type(event) is ev.Tick and not process.was_ready
         worker = self.state.workers[action.backend]
         late = worker.enqueued.get(worker.blame.dispatch) or worker.graph_slots.get(worker.blame.dispatch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core.call_fsm import CallState, move
@@ -28,6 +28,7 @@ class Release:
     points: StreamOrder
     compiling: CompileWaits
     effects: Effects
+    waiting: dict[int, Client] = field(init=False, default_factory=dict)  # for `close_retired`
 
     # --- calls ---------------------------------------------------------------------------------------
 
@@ -41,9 +42,7 @@ class Release:
         if call.graph_slot is not None:
             call.free_graph_slot()
         if client.retiring:
-            for arena in client.retiring.intersection(call.arenas):
-                if not self.users(client, arena):
-                    self.grants.close_arena(client, arena)
+            self.waiting[client.number] = client
         if client.has_left:
             self.release_if_done(client)
 
@@ -80,6 +79,15 @@ class Release:
                 self.effects.emit(refusal)
             if point.call is not None:
                 self.close(point.call)
+
+    def close_retired(self) -> None:
+        """Close arenas that their clients gave up and no call refers to any more. At the end of an event: before it,
+        other calls may be in hand, where `users` does not look."""
+        for client in self.waiting.values():
+            for arena in sorted(client.retiring):
+                if not self.users(client, arena):
+                    self.grants.close_arena(client, arena)
+        self.waiting.clear()
 
     def users(self, client: Client, arena: int) -> list[Call]:
         """Open calls that refer to it."""

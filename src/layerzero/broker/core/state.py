@@ -225,6 +225,8 @@ class BrokerState:
         self._handlers[type(event)](event)
         if self.engine.epoch != self.lease_policy.leased_epoch:  # it may decide otherwise by now
             self.lease_policy.revoke()
+        if self.closing.waiting:
+            self.closing.close_retired()
         return effects.actions
 
     # --- what others may know --------------------------------------------------------------------------

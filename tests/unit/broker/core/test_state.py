@@ -794,6 +794,24 @@ def test_arena_of_a_call_on_a_gpu_stays_until_its_worker_has_answered() -> None:
     assert kinds(ended) == ["TakeBackArena", "CloseArena"]
 
 
+def test_retired_arena_stays_while_a_call_that_uses_it_goes_elsewhere() -> None:
+    """Both lose their worker in one event: the first ends with it, the other goes on to the next with that memory."""
+    gpu = {name: GPU_CAPABILITIES[name] for name in ("alpha", "beta")}
+    driver = Driver("alpha", "beta", changed=gpu, gpus=(DEVICES[GPU],))
+    driver(ev.GpuOffered(CLIENT, GPU))
+    driver(ev.ArenaOffered(CLIENT, 2, 128, GPU))
+    driver.route(2, device=GPU, backend="alpha")
+    driver.route(3, device=GPU)
+    refs = wire.pack_refs([wire.Ref(2, 0, 0, 64), wire.Ref(2, 0, 64, 64)])
+    driver.call(1, 2, graph_slot=1, body=refs)
+    driver.call(2, 3, point=TimelinePoint(0, 1), body=refs)
+    driver(ev.ArenaGivenUp(CLIENT, 2))
+    actions = driver(ev.ProbeEnded("alpha", EnvError("its environment is gone")))
+    assert "Refuse" in kinds(actions)
+    assert "CloseArena" not in kinds(actions)
+    assert 2 in {action.arena for action in driver.ready("beta") if isinstance(action, act.GrantArena)}
+
+
 def test_gpu_that_a_client_offers_as_it_is_dropped_is_nobodys() -> None:
     """The broker looks at timeline pages first, and a client that does not read what it is told then is cut off."""
     driver = Driver("alpha")
