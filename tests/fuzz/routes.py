@@ -7,6 +7,7 @@ import random
 from functools import cache
 
 from tests.fuzz import values
+from tests.signatures import planned
 
 from layerzero.broker.selection.explain import explain
 from layerzero.broker.selection.ranking import Engine
@@ -18,15 +19,9 @@ from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.transport.messages import Route, encode
 from layerzero.ipc.transport.plain import pack_body
 from layerzero.ipc.vocabulary.ops import OPS, Op
-from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 TYPED = (LayerZeroError,)
 GPU = "GPU-1"
-_ATTRS = {
-    "is_causal": True, "scale": 0.5, "causal_alignment": "top_left", "layout": "BHSD", "interleaved": False, "dim": 0,
-    "ndim": 1, "eps": 1e-5, "approximate": "none", "dtype": "int8", "tokenizer_digest": "d", "tokenizer_format": "0.13",
-    "add_special_tokens": True, "return_offsets": False,
-}  # fmt: skip
 
 
 @cache
@@ -53,13 +48,9 @@ def seeds() -> dict[str, bytes]:
 
 
 def _route(op: Op, device: str) -> Route:
-    ndims = op.ndims or (2,) * len(op.inputs)
-    inputs = [
-        TensorSpec.contiguous("int32" if name in op.indices else "float32", (2, 4, 8, 16)[-ndim:]).to_wire()
-        for name, ndim in zip(op.inputs, ndims, strict=True)
-    ]
-    outputs = [inputs[op.inputs.index(name)] if name in op.in_place else inputs[0] for name in op.outputs]
-    attrs = {name: _ATTRS.get(name) for name in op.attrs}
+    call = planned(op.name, random.Random(1))
+    inputs = [None if spec is None else spec.to_wire() for spec in call.inputs]
     layer = {"origin": "x", "values": {"rules": [{"prefer": ["torch"]}]}}
     policy = {"layers": [layer]} if op.name == "silu" else {}
-    return Route(op=op.name, inputs=inputs, outputs=outputs, attrs=attrs, policy=policy, device=device)
+    outputs = [spec.to_wire() for spec in call.outputs]
+    return Route(op=op.name, inputs=inputs, outputs=outputs, attrs=call.attrs, policy=policy, device=device)

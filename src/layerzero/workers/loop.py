@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import zmq
 
-from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import (
@@ -30,6 +31,7 @@ from layerzero.ipc.transport.wire import (
     Kind,
 )
 from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 from layerzero.workers import boot
@@ -204,6 +206,7 @@ class _Loop:
         message = messages.decode(body, messages.Prepare)
         inputs = tuple(None if i is None else TensorSpec.from_wire(i) for i in message.inputs)
         outputs = tuple(TensorSpec.from_wire(o) for o in message.outputs)
+        _check_plan(message, inputs, outputs)
         call = Call(message.op, message.kernel_id, inputs, outputs, message.attrs)
         bind = self._kernels[message.kernel_id]
         self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, message.device)
@@ -376,6 +379,23 @@ class _Loop:
         for prepared in self._prepared.values():  # views keep the maps alive
             prepared.bound.clear()
         self._lanes.forget_ready()
+
+
+def _check_plan(message: messages.Prepare, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec]) -> None:
+    """The broker has checked it: one that names what does not belong together cannot be trusted with anything else."""
+    op = OPS.get(message.op)
+    if (
+        op is None
+        or (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs))
+        or set(message.attrs) != set(op.attrs)
+    ):
+        raise ProtocolError(f"a plan of {message.op!r:.80} has other tensors or attributes than that op")
+    if any(spec is None and name not in op.optional for name, spec in zip(op.inputs, inputs, strict=True)):
+        raise ProtocolError(f"a plan of {op.name} lacks a tensor")
+    try:
+        check_call(op.name, inputs, outputs, message.attrs)
+    except InvalidArgument as exc:
+        raise ProtocolError(f"a plan that the broker should have refused: {exc.message}") from exc
 
 
 def _map_arena(fd: int, nbytes: int) -> _Arena:

@@ -19,6 +19,7 @@ from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport.messages import Prepare, Route, decode, encode
 from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.wording import shared_causes
 
@@ -67,15 +68,8 @@ class CallSpec:
         if message.device and (op.sized_output or not op.inputs):
             raise InvalidArgument(f"{op.name} runs on the CPU; its route names the device {message.device!r:.80}")
         inputs = tuple(None if spec is None else TensorSpec.from_wire(spec) for spec in message.inputs)
-        for name, spec, ndim in zip(op.inputs, inputs, op.ndims, strict=False):  # rules rely on it
-            if spec is not None and spec.ndim != ndim:
-                raise ProtocolError(f"{op.name} takes {name} with {ndim} dimensions, got {spec.ndim}")
         outputs = tuple(TensorSpec.from_wire(spec) for spec in message.outputs)
-        for name, spec in zip(op.outputs, outputs, strict=True):
-            if name in op.in_place and spec != inputs[op.inputs.index(name)]:
-                raise ProtocolError(f"{op.name} writes {name} in place, and its input and output differ")
-            if name not in op.in_place and op.ndims and spec.ndim != op.ndims[0]:
-                raise ProtocolError(f"{op.name} gives {name} with {op.ndims[0]} dimensions, got {spec.ndim}")
+        check_call(op.name, inputs, outputs, message.attrs)  # rules and kernels rely on it
         return cls(
             op.name,
             inputs,

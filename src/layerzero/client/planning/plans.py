@@ -29,14 +29,20 @@ from layerzero.client.planning.checks import (
     same_float_dtype,
 )
 from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.vocabulary.shapes import (
+    CAUSAL_ALIGNMENTS,
+    GELU_APPROXIMATIONS,
+    INDEX_DTYPES,
+    LAYOUTS,
+    PACKED,
+    QUANTIZED_DTYPES,
+    SCALED_DTYPES,
+    overlaps,
+)
 from layerzero.ipc.vocabulary.tensors import TensorSpec, contiguous_strides
 
 Scalar = str | int | float | bool | None
 
-LAYOUTS = ("BHSD", "BSHD")
-CAUSAL_ALIGNMENTS = ("top_left", "bottom_right")
-GELU_APPROXIMATIONS = ("none", "tanh")
-INDEX_DTYPES = ("int32", "int64")
 # torch.finfo(t).eps of the type t that torch computes in: float32 for the half types.
 _RMS_EPS = {"float16": 2.0**-23, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-52}
 _BSHD_AXES = (0, 2, 1, 3)  # from BSHD to BHSD, and back
@@ -313,17 +319,13 @@ def plan_silu(x: TensorSpec) -> Plan:
     return same_shape("silu", (x,), {})
 
 
-QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-_SCALED_DTYPES = ("float32", "bfloat16", "float16")
-
-
 @remember
 def plan_quantize(x: TensorSpec, scale: TensorSpec, *, dtype: str) -> Plan:
     """To 8 bits."""
     op = "quantize"
     choice(op, "dtype", dtype, QUANTIZED_DTYPES)
-    if x.dtype not in _SCALED_DTYPES:
-        refuse(op, f"x is {x.dtype}", ", ".join(_SCALED_DTYPES), "convert it to float32")
+    if x.dtype not in SCALED_DTYPES:
+        refuse(op, f"x is {x.dtype}", ", ".join(SCALED_DTYPES), "convert it to float32")
     x1 = x if x.ndim else x.unsqueeze(0)
     output = TensorSpec.contiguous(dtype, x1.shape)
     inputs = (x1, _scale(op, scale, x1.shape))
@@ -334,12 +336,12 @@ def plan_quantize(x: TensorSpec, scale: TensorSpec, *, dtype: str) -> Plan:
 def plan_dequantize(x: TensorSpec, scale: TensorSpec, *, dtype: str) -> Plan:
     """From 8 bits, or from packed fp4."""
     op = "dequantize"
-    choice(op, "dtype", dtype, _SCALED_DTYPES)
-    allowed = (*QUANTIZED_DTYPES, "float4_e2m1fn_x2")
+    choice(op, "dtype", dtype, SCALED_DTYPES)
+    allowed = (*QUANTIZED_DTYPES, PACKED)
     if x.dtype not in allowed:
         refuse(op, f"x is {x.dtype}", ", ".join(allowed), "quantize it first")
     x1 = x if x.ndim else x.unsqueeze(0)
-    pairs = 2 if x.dtype == "float4_e2m1fn_x2" else 1
+    pairs = 2 if x.dtype == PACKED else 1
     shape = (*x1.shape[:-1], pairs * x1.shape[-1])
     output = TensorSpec.contiguous(dtype, shape)
     result = fresh(op, dtype, shape if x.ndim or pairs == 2 else ())
@@ -409,25 +411,13 @@ def _padded(spec: TensorSpec, shape: Shape) -> TensorSpec:
 
 def refuse_overlapping(op: str, name: str, spec: TensorSpec) -> None:
     """For what is written: an element must not share memory with another."""
-    if _may_overlap(spec):
+    if overlaps(spec):
         refuse(
             op,
             f"{name} has shape {list(spec.shape)} and strides {list(spec.strides)}, so elements share memory",
             "one place per element",
             "pass a tensor that was not expanded",
         )
-
-
-def _may_overlap(spec: TensorSpec) -> bool:
-    """False when each dimension steps over all that lies below it; exact for slices and transposes of dense memory."""
-    if spec.numel == 0:
-        return False
-    last = 0
-    for stride, extent in sorted((s, n) for n, s in zip(spec.shape, spec.strides, strict=True) if n > 1):
-        if stride <= last:
-            return True
-        last += (extent - 1) * stride
-    return False
 
 
 def same_shape(op: str, inputs: tuple[TensorSpec | None, ...], attrs: dict[str, Scalar]) -> Plan:

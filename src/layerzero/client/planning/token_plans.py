@@ -13,15 +13,8 @@ from layerzero.client.planning.checks import (
     same_dtype,
     same_float_dtype,
 )
-from layerzero.client.planning.plans import (
-    CAUSAL_ALIGNMENTS,
-    INDEX_DTYPES,
-    Plan,
-    Scalar,
-    refuse_overlapping,
-    remember,
-    same_shape,
-)
+from layerzero.client.planning.plans import Plan, Scalar, refuse_overlapping, remember, same_shape
+from layerzero.ipc.vocabulary.shapes import CAUSAL_ALIGNMENTS, INDEX_DTYPES
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 

@@ -36,7 +36,6 @@ class Op:
     scales: frozenset[str] = frozenset()  # float32, whatever the dtype of the data
     attrs: tuple[str, ...] = ()
     sized_output: bool = False
-    ndims: tuple[int, ...] = ()  # dimensions of each input, of ops that take no others
 
     @cached_property
     def in_place(self) -> tuple[str, ...]:
@@ -55,7 +54,6 @@ OPS: dict[str, Op] = {
             ("q", "k", "v", "attn_mask"),
             optional=frozenset({"attn_mask"}),
             attrs=("is_causal", "scale", "causal_alignment", "layout"),
-            ndims=(4, 4, 4, 4),
         ),
         # Sequences one after the other: q (Tq,Hq,D), k (Tk,Hk,D), v (Tk,Hk,Dv) -> (Tq,Hq,Dv). cu_seqlens_q and
         # cu_seqlens_k int32 (N+1): sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n+1], and those keys.
@@ -64,7 +62,6 @@ OPS: dict[str, Op] = {
             ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
             indices=frozenset({"cu_seqlens_q", "cu_seqlens_k"}),
             attrs=("is_causal", "scale", "causal_alignment"),
-            ndims=(3, 3, 3, 1, 1),
         ),
         # One query a sequence: q (B,Hq,D), k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv) -> (B,Hq,Dv). Key j of sequence b is
         # in slot j % P of block block_tables[b, j // P], for j below seq_lens[b]. block_tables int32 (B,M), seq_lens
@@ -74,7 +71,6 @@ OPS: dict[str, Op] = {
             ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
             indices=frozenset({"block_tables", "seq_lens"}),
             attrs=("scale",),
-            ndims=(3, 4, 4, 2, 1),
         ),
         # key (T,Hk,D), value (T,Hk,Dv) into k_cache (N,P,Hk,D), v_cache (N,P,Hk,Dv): token t goes to slot slots[t] % P
         # of block slots[t] // P. slots int32|int64 (T). A negative slot stores nothing. One from N*P on is
@@ -85,11 +81,10 @@ OPS: dict[str, Op] = {
             ("key", "value", "k_cache", "v_cache", "slots"),
             ("k_cache", "v_cache"),
             indices=frozenset({"slots"}),
-            ndims=(3, 3, 4, 4, 1),
         ),
         # x (B,S,H,D), cos and sin (1|B,S,R/2) -> (B,S,H,D); of each head the first R elements are rotated. Pairs are
         # elements i and i + R/2, or 2i and 2i + 1 when interleaved.
-        Op("rope", ("x", "cos", "sin"), attrs=("interleaved",), ndims=(4, 3, 3)),
+        Op("rope", ("x", "cos", "sin"), attrs=("interleaved",)),
         # a (...,M,K), b (...,K,N) -> (...,M,N); at least 2-D each, leading dimensions broadcast.
         Op("matmul", ("a", "b")),
         # x (...,K), weight (N,K), bias (N) -> (...,N)

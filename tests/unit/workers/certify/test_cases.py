@@ -21,6 +21,7 @@ from layerzero.capabilities.match import Rejection, match
 from layerzero.ipc.vocabulary.numerics import TOLERANCE, gather, pack, scatter, tolerance, unpack
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
+from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 from layerzero.workers.certify.cases import Case, cases, lay_out
 from layerzero.workers.certify.claims import admits, dtypes
@@ -86,6 +87,7 @@ def test_cases_are_those_that_the_broker_would_send(op: str, kernel: KernelCapab
     widest = {**WIDEST, "dtypes": list(kernel.dtypes) or WIDEST["dtypes"], "tokenizer_formats": ["plain"]}
     for dtype in dtypes(op, {**widest, "dtypes": widest["dtypes"][:3]}) if kernel.dtypes else ["any"]:
         for case in cases(op, {**widest, "supports_offsets": True}, ours, dtype):
+            check_call(op, case.inputs, case.outputs, case.attrs)
             said = admits(op, claims, case.inputs, case.outputs, case.attrs)
             assert said == (refusals(op, case.inputs, case.outputs, case.attrs, kernel) == []), case.name
             admitted += said

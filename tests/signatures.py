@@ -1,0 +1,185 @@
+"""Calls whose tensors belong together, of every op: as the client plans them from a user's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from layerzero.client.planning import plans, token_plans
+from layerzero.client.planning.plans import Plan
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+DIGEST = {"tokenizer_digest": "0" * 64, "tokenizer_format": "0.19"}
+
+
+def planned(op: str, rng: Random) -> Plan:
+    """A call of an op with extents, dtypes and attributes by chance; some of its tensors are strided."""
+    return _MAKERS[op](rng)
+
+
+def _tensor(rng: Random, dtype: str, *shape: int) -> TensorSpec:
+    """Dense, with rows apart, or transposed in memory."""
+    dense = TensorSpec.contiguous(dtype, shape)
+    way = rng.randrange(3)
+    if way == 1 and len(shape) > 1:
+        wide = TensorSpec.contiguous(dtype, (*shape[:-1], shape[-1] + 3))
+        return TensorSpec(dtype, shape, wide.strides)
+    if way == 2 and len(shape) > 1:
+        order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+        return TensorSpec.contiguous(dtype, tuple(shape[n] for n in order)).permute(*order)
+    return dense
+
+
+def _float(rng: Random) -> str:
+    return rng.choice(("float32", "float64", "float16", "bfloat16"))
+
+
+def _extents(rng: Random, count: int, least: int = 0) -> list[int]:
+    return [rng.randint(least, 4) for _ in range(count)]
+
+
+def _attention(rng: Random) -> Plan:
+    dtype, (batch, groups, queries, keys) = _float(rng), _extents(rng, 4, least=1)
+    heads, dim, wide = groups * rng.randint(1, 3), rng.choice((1, 4, 8)), rng.choice((1, 4, 8))
+    q, k, v = (
+        _tensor(rng, dtype, batch, h, s, d)
+        for h, s, d in ((heads, queries, dim), (groups, keys, dim), (groups, keys, wide))
+    )
+    mask = None
+    if rng.random() < 0.5:
+        shape = [rng.choice((1, n)) for n in (batch, heads, queries, keys)]
+        mask = _tensor(rng, rng.choice(("bool", dtype)), *shape)
+    if mask is None and rng.random() < 0.3:
+        q, k, v = (spec.permute(0, 2, 1, 3) for spec in (q, k, v))
+        return plans.plan_attention(q, k, v, enable_gqa=True, layout="BSHD", is_causal=rng.random() < 0.5)
+    is_causal = mask is None and rng.random() < 0.5
+    alignment = rng.choice(("top_left", "bottom_right"))
+    return plans.plan_attention(q, k, v, mask, enable_gqa=True, is_causal=is_causal, causal_alignment=alignment)
+
+
+def _varlen(rng: Random) -> Plan:
+    dtype, (queries, keys, groups, count) = _float(rng), _extents(rng, 4, least=1)
+    dim, wide = rng.choice((4, 8)), rng.choice((4, 8))
+    ends = [TensorSpec.contiguous("int32", (count,)) for _ in range(2)]
+    q, k, v = (
+        _tensor(rng, dtype, n, h, d)
+        for n, h, d in ((queries, groups * 2, dim), (keys, groups, dim), (keys, groups, wide))
+    )
+    return token_plans.plan_attention_varlen(q, k, v, *ends, is_causal=rng.random() < 0.5)
+
+
+def _paged(rng: Random) -> Plan:
+    dtype, (batch, groups, blocks, page) = _float(rng), _extents(rng, 4, least=1)
+    k_cache, v_cache = (_tensor(rng, dtype, blocks, page, groups, d) for d in (4, rng.choice((4, 8))))
+    tables = TensorSpec.contiguous("int32", (batch, rng.randint(1, 3)))
+    lengths = TensorSpec.contiguous("int32", (batch,))
+    return token_plans.plan_paged_attention(
+        _tensor(rng, dtype, batch, groups * 2, 4), k_cache, v_cache, tables, lengths
+    )
+
+
+def _append(rng: Random) -> Plan:
+    dtype, (tokens, groups, blocks, page) = _float(rng), _extents(rng, 4, least=1)
+    dims = 4, rng.choice((4, 8))
+    rows = [_tensor(rng, dtype, tokens, groups, d) for d in dims]
+    caches = [_tensor(rng, dtype, blocks, page, groups, d) for d in dims]
+    slots = TensorSpec.contiguous(rng.choice(("int32", "int64")), (tokens,))
+    return token_plans.plan_append_kv(*rows, *caches, slots)
+
+
+def _rope(rng: Random) -> Plan:
+    dtype, (batch, length, heads, half) = _float(rng), _extents(rng, 4, least=1)
+    tables = [_tensor(rng, dtype, rng.choice((1, batch)) if n < 0 else 1, length, half) for n in range(2)]
+    x = _tensor(rng, dtype, batch, length, heads, 2 * half + rng.choice((0, 2)))
+    return token_plans.plan_rope(x, *tables, interleaved=rng.random() < 0.5)
+
+
+def _matmul(rng: Random) -> Plan:
+    dtype, (batch, m, k, n) = rng.choice((_float(rng), "int32")), _extents(rng, 4)
+    lead = rng.choice(((), (batch,), (1, batch)))
+    return plans.plan_matmul(_tensor(rng, dtype, *lead, m, k), _tensor(rng, dtype, *rng.choice(((), lead)), k, n))
+
+
+def _linear(rng: Random) -> Plan:
+    dtype, (rows, k, n) = _float(rng), _extents(rng, 3)
+    bias = rng.choice((None, TensorSpec.contiguous(dtype, (n,))))
+    return plans.plan_linear(_tensor(rng, dtype, rows, k), _tensor(rng, dtype, n, k), bias)
+
+
+def _softmax(rng: Random) -> Plan:
+    shape = _extents(rng, rng.randint(1, 3))
+    return plans.plan_softmax(_tensor(rng, _float(rng), *shape), rng.randrange(len(shape)))
+
+
+def _layer_norm(rng: Random) -> Plan:
+    dtype, shape = _float(rng), _extents(rng, rng.randint(1, 3), least=1)
+    over = tuple(shape[rng.randrange(len(shape)) :])
+    weight, bias = (rng.choice((None, TensorSpec.contiguous(dtype, over))) for _ in range(2))
+    return plans.plan_layer_norm(_tensor(rng, dtype, *shape), over, weight, bias)
+
+
+def _rms_norm(rng: Random) -> Plan:
+    dtype, shape = _float(rng), _extents(rng, rng.randint(1, 3), least=1)
+    weight = rng.choice((None, TensorSpec.contiguous(dtype, tuple(shape[-1:]))))
+    return plans.plan_rms_norm(_tensor(rng, dtype, *shape), tuple(shape[-1:]), weight)
+
+
+def _quantize(rng: Random) -> Plan:
+    shape = _extents(rng, 2, least=1)
+    scale = TensorSpec.contiguous("float32", (rng.choice((1, shape[0])), rng.choice((1, shape[1]))))
+    dtype = rng.choice(("float8_e4m3fn", "float8_e5m2", "int8"))
+    return plans.plan_quantize(_tensor(rng, rng.choice(("float32", "bfloat16")), *shape), scale, dtype=dtype)
+
+
+def _dequantize(rng: Random) -> Plan:
+    shape = _extents(rng, 2, least=1)
+    scale = TensorSpec.contiguous("float32", (rng.choice((1, shape[0])), 1))
+    x = _tensor(rng, rng.choice(("float8_e4m3fn", "int8", "float4_e2m1fn_x2")), *shape)
+    return plans.plan_dequantize(x, scale, dtype=rng.choice(("float32", "bfloat16")))
+
+
+def _embedding(rng: Random) -> Plan:
+    ids = TensorSpec.contiguous(rng.choice(("int32", "int64")), tuple(_extents(rng, rng.randint(0, 2))))
+    return plans.plan_embedding(ids, _tensor(rng, _float(rng), *_extents(rng, 2, least=1)))
+
+
+def _sized(
+    op: str, inputs: tuple[str, ...], outputs: tuple[tuple[str, tuple[int, ...]], ...], **attrs: plans.Scalar
+) -> Plan:
+    specs = tuple(TensorSpec.contiguous(dtype, (0,)) for dtype in inputs)
+    results = tuple(TensorSpec.contiguous(dtype, shape) for dtype, shape in outputs)
+    return Plan(op, specs, {**DIGEST, **attrs}, results, ())
+
+
+_MAKERS: dict[str, Callable[[Random], Plan]] = {
+    "attention": _attention,
+    "attention_varlen": _varlen,
+    "paged_attention": _paged,
+    "append_kv": _append,
+    "rope": _rope,
+    "matmul": _matmul,
+    "linear": _linear,
+    "softmax": _softmax,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "gelu": lambda rng: plans.plan_gelu(_tensor(rng, _float(rng), *_extents(rng, 2)), rng.choice(("none", "tanh"))),
+    "silu": lambda rng: plans.plan_silu(_tensor(rng, _float(rng), *_extents(rng, rng.randint(0, 3)))),
+    "swiglu": lambda rng: token_plans.plan_swiglu(*[_tensor(rng, "float32", *[3, 5]) for _ in range(2)]),
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "embedding": _embedding,
+    "tokenize": lambda rng: _sized(
+        "tokenize",
+        ("uint8", "uint8", "int64"),
+        (("int32", (0,)), ("int64", (0,)), ("int32", (0, 2))),
+        add_special_tokens=True,
+        max_length=rng.choice((None, 7)),
+        return_offsets=False,
+    ),
+    "detokenize": lambda rng: _sized(
+        "detokenize", ("uint8", "int32", "int64"), (("uint8", (0,)), ("int64", (0,))), skip_special_tokens=True
+    ),
+    "null": lambda rng: plans.plan_null(),
+}
+assert _MAKERS.keys() == OPS.keys()
