@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -401,9 +400,8 @@ def _check_plan(message: messages.Prepare, inputs: Sequence[TensorSpec | None], 
 def _map_arena(fd: int, nbytes: int) -> _Arena:
     """Takes the descriptor over."""
     try:
-        read: mmap = memory.map_fd(fd, nbytes, writable=False, populate=True)
-        write: mmap = memory.map_fd(fd, nbytes, writable=True, populate=True)
-        return _Arena(nbytes, memoryview(read), memoryview(write))
+        read = memory.map_guarded(fd, nbytes, writable=False)
+        return _Arena(nbytes, read, memory.map_guarded(fd, nbytes, writable=True))
     except (OSError, ValueError) as exc:  # no memory, too many maps: calls that use it fail, the worker lives
         problem = f"the worker cannot map the caller's memory of {nbytes} bytes: {exc}"
         print(problem, file=sys.stderr)

@@ -20,7 +20,7 @@ from layerzero.broker.core.stream_order import StreamOrder
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec
-from layerzero.ipc.errors import LayerZeroError, ProtocolError
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 
 MAX_ARENAS = 4096  # of one client; ours keeps far fewer
 MAX_ROUTES = 8192  # likewise
@@ -137,6 +137,9 @@ class ClientLifecycle:
                     client.refused_routes[event.route] = missing
                     return
                 signature = self.signatures.add(event.body, spec)
+            except InvalidArgument as exc:  # its calls shall hear of it, too
+                client.refused_routes[event.route] = exc
+                return
             except LayerZeroError as exc:
                 self.drop(client, f"route {event.route}: {exc}")
                 return

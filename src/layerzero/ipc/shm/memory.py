@@ -5,11 +5,13 @@ Also the control page, a word pair in which a worker says which dispatch it is i
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import struct
+import weakref
 
 from layerzero.ipc import free_memory
 from layerzero.ipc.errors import OutOfMemory, ProtocolError
@@ -20,7 +22,15 @@ _PAGE = struct.Struct("<QQ")
 PAGE_BYTES = 4096
 # From this size on, free memory is looked at, which costs up to a millisecond. Pages of lanes are below, arenas above.
 CHECKED_FROM_BYTES = 1 << 20
+GUARD_BYTES = 16 << 20  # before and after a mapping: address space, no memory
 _STEP_BYTES = 1 << 30  # reserved between two looks: others take memory meanwhile
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+_SHARED = mmap.MAP_SHARED | 0x10 | getattr(mmap, "MAP_POPULATE", 0)  # MAP_FIXED: within what was just reserved
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def create_memfd(name: str, nbytes: int) -> int:
@@ -78,6 +88,34 @@ def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> m
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     return mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+
+
+def map_guarded(fd: int, nbytes: int, *, writable: bool) -> memoryview:
+    """Map a whole memfd, shared, as bytes between two stretches of GUARD_BYTES that nobody can read or write: what runs
+    past either end ends the process, and finds no other mapping. Children of this process do not have it. Unmapped when
+    the last view of it goes. Raises OSError."""
+    total = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + 2 * GUARD_BYTES
+    base = _mmap(None, total, 0, _ANONYMOUS, -1)
+    try:
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _mmap(base + GUARD_BYTES, nbytes, prot, _SHARED, fd)
+        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    except OSError:
+        _libc.munmap(ctypes.c_void_p(base), ctypes.c_size_t(total))
+        raise
+    whole = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(whole, _libc.munmap, ctypes.c_void_p(base), ctypes.c_size_t(total)).atexit = False
+    view = memoryview(whole).cast("B")
+    return view if writable else view.toreadonly()
+
+
+def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int) -> int:
+    """The address of a new mapping. Raises OSError."""
+    made = _libc.mmap(address, nbytes, prot, flags, fd, 0)
+    if made is None or made == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(made)
 
 
 class ControlPage:

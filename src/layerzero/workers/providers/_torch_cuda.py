@@ -113,23 +113,34 @@ class TorchCuda:
 
     def attention_varlen(self, forward: Callable[..., Any]) -> Builder:
         """A Builder from `forward(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale)`, for libraries that read the
-        ends of sequences on the GPU. They get every tensor with one head_dim."""
+        ends of sequences on the GPU, and believe them: nobody waits to refuse what leads outside, so the ends are bent
+        to go from 0 up to the number of tokens and never down. They get every tensor with one head_dim."""
 
         def build(views: Sequence[Any], call: Call) -> Run:
             q, k, v, *ends = views
-            if len(k) == 0:
+            if len(k) == 0 or len(ends[0]) < 2:
                 return lambda out: out.zero_()
             wide = v.shape[2]
             inputs = [self.aligned(tensor, max(q.shape[2], wide)) for tensor in (q, k, v)]
+            bounds = [self._bounds(tensor, len(tokens)) for tensor, tokens in zip(ends, (q, k), strict=True)]
             is_causal, scale = bool(call.attrs["is_causal"]), call.attrs["scale"]
 
             def run(out: Any) -> None:
-                starts = (tensor.contiguous() for tensor in ends)
+                starts = (
+                    self.torch.clamp(tensor, low, high).cummax(0).values.to(self.torch.int32)
+                    for tensor, (low, high) in zip(ends, bounds, strict=True)
+                )
                 out.copy_(forward(*(give() for give in inputs), *starts, is_causal, scale)[..., :wide])
 
             return run
 
         return build
+
+    def _bounds(self, ends: Any, tokens: int) -> tuple[Any, Any]:
+        """What each end of a sequence may be: the first 0, the last all tokens, the others between."""
+        low, high = self.torch.zeros_like(ends), self.torch.full_like(ends, tokens)
+        low[-1], high[0] = tokens, 0
+        return low, high
 
     def attention_varlen_on_host(self, forward: Callable[..., Any], width: Callable[[int], int]) -> Builder:
         """A Builder from `forward(q, k, v, ends_q, ends_k, call)`, for libraries that want the ends of sequences as

@@ -198,13 +198,14 @@ class TorchOps:
         rows, columns = weight.shape
 
         def run(out: Any) -> None:
-            low, high = (int(bound) for bound in self.torch.aminmax(ids))
+            chosen = ids.reshape(-1).clone()  # the caller can write to its own while they are used
+            low, high = (int(bound) for bound in self.torch.aminmax(chosen))
             if low < 0 or high >= rows:
                 bad = low if low < 0 else high
                 raise InvalidArgument(
                     f"embedding id {bad} is outside [0, {rows}), the rows of weight", id=bad, num_embeddings=rows
                 )
-            self.torch.index_select(weight, 0, ids.reshape(-1), out=out.view(-1, columns))
+            self.torch.index_select(weight, 0, chosen, out=out.view(-1, columns))
 
         return run
 
@@ -212,6 +213,18 @@ class TorchOps:
 def as_bits(torch: Any, tensor: Any) -> Any:
     """The same memory as integers: many kernels know no 8-bit floats, and to move numbers needs none."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def checked_lengths(lengths: list[int], room: int) -> list[int]:
+    """The lengths of sequences in a paged cache. Raises InvalidArgument for one that its row of the table lacks."""
+    for b, length in enumerate(lengths):
+        if not 0 <= length <= room:
+            raise InvalidArgument(
+                f"paged_attention: seq_lens[{b}] is {length}; allowed: 0 to {room}, what its row of block_tables has "
+                "room for; pass longer tables",
+                seq_len=length,
+            )
+    return lengths
 
 
 def checked_ends(ends: list[int], tokens: int, name: str) -> list[int]:

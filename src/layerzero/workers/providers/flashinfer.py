@@ -14,7 +14,7 @@ from typing import Any
 
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda, is_aligned
-from layerzero.workers.providers._torch_ops import Run
+from layerzero.workers.providers._torch_ops import Run, checked_lengths
 
 HEAD_DIMS = (64, 128, 256)  # that fa3 has templates for; others are padded with zeros, which change nothing
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends; it holds partial results of a split sequence
@@ -259,13 +259,13 @@ class _Paged:
 
     def build(self, views: Sequence[Any], call: Call) -> Run:
         q, k_cache, v_cache, tables, lengths = views
-        page, kv_heads, dim = k_cache.shape[1:]
+        (held_blocks, page, kv_heads, dim), room = k_cache.shape, tables.shape[1] * k_cache.shape[1]
         is_grouped = q.shape[1] >= GROUP_FOR_TENSOR_CORES * kv_heads
         inputs = [self.gpu.aligned(tensor) for tensor in (k_cache, v_cache)]
 
         def run(out: Any) -> None:
             torch = self.torch
-            counts = torch.tensor(lengths.tolist(), dtype=torch.int32)
+            counts = torch.tensor(checked_lengths(lengths.tolist(), room if held_blocks else 0), dtype=torch.int32)
             rows = counts.nonzero().flatten()  # a sequence without keys has no softmax
             if not len(rows):
                 out.zero_()
@@ -278,7 +278,7 @@ class _Paged:
             plan = self.planner(use_tensor_cores=is_grouped)
             plan.plan(
                 torch.nn.functional.pad(blocks.cumsum(0), (1, 0)).to(torch.int32),
-                held[used],
+                held[used].clamp_(0, held_blocks - 1),  # entries that lead outside read other keys of the caller's
                 counts[rows] - (blocks - 1) * page,
                 q.shape[1],
                 kv_heads,

@@ -9,7 +9,7 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Block, Call, Loaded
-from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder
+from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths
 
 
 def load() -> Loaded:
@@ -50,14 +50,8 @@ def load() -> Loaded:
         blocks, page = k_cache.shape[:2]
 
         def run(out: Any) -> None:
-            for b, length in enumerate(lengths.tolist()):
-                if not 0 <= length <= page * tables.shape[1]:
-                    raise InvalidArgument(
-                        f"paged_attention: seq_lens[{b}] is {length}; allowed: 0 to {page * tables.shape[1]}, what its "
-                        "row of block_tables has room for; pass longer tables",
-                        seq_len=length,
-                    )
-                used = tables[b, : -(-length // page)]
+            for b, length in enumerate(checked_lengths(lengths.tolist(), page * tables.shape[1])):
+                used = tables[b, : -(-length // page) if length else 0].clone()  # the caller can write to its own
                 bad = [block for block in used.tolist() if not 0 <= block < blocks]
                 if bad:
                     raise InvalidArgument(
@@ -77,15 +71,16 @@ def load() -> Loaded:
             return lambda caches: None
 
         def run(caches: Any) -> None:
-            low, high = (int(bound) for bound in torch.aminmax(slots))
+            wanted = slots.clone()  # the caller can write to its own while they are used
+            low, high = (int(bound) for bound in torch.aminmax(wanted))
             if high >= blocks * page:
                 raise InvalidArgument(
                     f"append_kv: slot {high} is outside [0, {blocks * page}), the {blocks} blocks of {page} of the "
                     "caches; check slots",
                     slot=high,
                 )
-            kept = slice(None) if low >= 0 else slots >= 0
-            places = slots[kept].long()
+            kept = slice(None) if low >= 0 else wanted >= 0
+            places = wanted[kept].long()
             where = places // max(page, 1), places % max(page, 1)
             for cache, rows in zip(caches, (key, value), strict=True):
                 as_bits(torch, cache)[where] = as_bits(torch, rows)[kept]

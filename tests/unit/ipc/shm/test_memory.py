@@ -8,6 +8,8 @@ import mmap
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,3 +207,43 @@ def test_maps_are_shared_not_private(fd: int) -> None:
         view = map_fd(fd, NBYTES, writable=True)
         view[-1] = 7
         assert other[-1] == 7
+
+
+_OVERRUN = """
+import ctypes, os, sys
+from layerzero.ipc.shm import memory
+
+nbytes = 2 * 4096
+fds = [memory.create_memfd(str(n), nbytes) for n in range(3)]
+views = [memory.map_guarded(fd, nbytes, writable=n == 1) for n, fd in enumerate(fds)]
+address = int(next(line for line in open("/proc/self/maps") if "memfd:1" in line).split("-")[0], 16)
+if sys.argv[1] == "fork":
+    if os.fork():
+        sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) + 100)
+    at = address
+else:
+    far = address + nbytes + memory.GUARD_BYTES - 1
+    at = {"after": address + nbytes, "before": address - 1, "far": far}[sys.argv[1]]
+ctypes.string_at(address, nbytes) if sys.argv[1] != "fork" else None
+ctypes.string_at(at, 1)
+"""
+
+
+@pytest.mark.parametrize(("where", "code"), [("after", -11), ("before", -11), ("far", -11), ("fork", 100 - 11)])
+def test_what_runs_past_a_guarded_mapping_finds_no_other(where: str, code: int) -> None:
+    """Nor does a child, which would keep a client's memory when its parent is gone."""
+    done = subprocess.run([sys.executable, "-c", _OVERRUN, where], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+
+
+def test_guarded_mapping_goes_with_its_last_view() -> None:
+    fd = memory.create_memfd("guarded", 5000)
+    view = memory.map_guarded(fd, 5000, writable=True)
+    view[4999] = 7
+    kept = memory.map_guarded(fd, 5000, writable=False)[4990:]
+    os.close(fd)
+    assert (kept[9], kept.readonly, kept.format) == (7, True, "B")
+    del view
+    assert Path("/proc/self/maps").read_text().count("memfd:guarded") == 1
+    del kept
+    assert "memfd:guarded" not in Path("/proc/self/maps").read_text()
