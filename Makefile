@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help dev envs demo test test-all fuzz test-gpu test-containers check format bench clean
+.PHONY: help dev envs demo test test-all fuzz test-gpu test-containers check format bench mutants clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -61,5 +61,10 @@ bench: envs  ## regenerate the tables in bench/results that need no GPU, at most
 	@for bench in $(BENCHES); do echo "== $$bench"; \
 		timeout 1800 $(BIN)/python bench/$$bench.py $(if $(QUICK),--quick) || exit 1; done
 
+mutants: $(STAMP)  ## which small changes of FILE=ipc/vocabulary/tensors.py its unit tests miss; without FILE= thousands, of all that pyproject.toml lists
+	$(BIN)/python -m pip install --quiet -e '.[mutants]'
+	$(BIN)/mutmut run $(if $(FILE),'layerzero.$(subst /,.,$(FILE:.py=)).*')
+	@$(BIN)/mutmut results | grep -v ': not checked' || echo 'all were noticed'
+
 clean:  ## remove .venv and caches of the checkout; built environments stay (lz env gc removes those)
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz src/*.egg-info
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz mutants src/*.egg-info

@@ -35,7 +35,7 @@ from layerzero.ipc.transport.wire import HEADER_BYTES, Header, Kind, Ref
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 NBYTES = 64 << 10
-SPEC = TensorSpec.contiguous("uint8", (NBYTES,))
+SPEC = TensorSpec.contiguous("float32", (NBYTES // 4,))
 PROVIDER = ROOT / "tests/gpu/backends/driver_toy.py"
 PLANS = {"copy": 1, "raise": 2, "illegal": 3, "synchronize": 4}
 

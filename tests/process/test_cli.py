@@ -125,6 +125,13 @@ def test_status_names_what_is_wrong_and_the_command_that_repairs_it(site: Site) 
     assert {"mlx", "torch"} <= set(line.partition("lz env build")[2].split())
 
 
+def test_status_does_not_count_the_client_that_asks(idle: Site) -> None:
+    """Who wonders whether the broker may be ended wants to know of the others."""
+    lz(idle, "up")
+    assert "0 connected" in lz(idle, "status").stdout
+    lz(idle, "down")
+
+
 def test_output_to_a_pipe_has_no_colors(site: Site) -> None:
     """Escape codes in a file or a grep are noise."""
     assert "\x1b" not in lz(site, "status").stdout

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 TOY = """
 import math
 from array import array
+from layerzero.ipc.vocabulary.numerics import gather, scatter
 from layerzero.workers.provider import Loaded
 
 def load():
@@ -27,21 +28,23 @@ def load():
 
 def bind(call, inputs, outputs):
     def bound():
-        values = inputs[0].memory.cast("f").tolist()
+        values = array("f", gather(inputs[0].memory, inputs[0].spec)).tolist()
         results = [x / (1 + math.exp(-x)) for x in values]
         {body}
-        outputs[0].memory[:] = array("f", results).tobytes()
+        scatter(array("f", results).tobytes(), outputs[0].spec, outputs[0].memory)
     return bound
 """
 # The classes of a kernel of silu that needs contiguous inputs.
 CLASSES = {f"plain/{size}/dense" for size in ("small", "aligned", "ragged", "long")}
 
 
-def toy(folder: Path, *, load: str = "pass", body: str = "pass", kernel: str = "toy.silu") -> dict[str, Any]:
+def toy(
+    folder: Path, *, load: str = "pass", body: str = "pass", kernel: str = "toy.silu", is_dense: bool = True
+) -> dict[str, Any]:
     """Probe a toy provider in a process of its own, and return the verdict."""
     (folder / "toy.py").write_text(TOY.format(load=load, body=body))
     claims = {"kernel_id": kernel, "priority": 1, "source": "test", "dtypes": ["float32"], "deterministic": True}
-    claims["requires_contiguous"] = True
+    claims["requires_contiguous"] = is_dense
     descriptor = {"schema_version": "1.0", "backend": "toy", "backend_version": "1", "platform": "cpu"}
     (folder / "toy.json").write_text(json.dumps({**descriptor, "ops": {"silu": [claims]}}))
     return run(str(folder / "toy.py"), folder / "toy.json")
@@ -72,7 +75,12 @@ def test_right_kernel_is_certified_for_every_class(tmp_path: Path) -> None:
     assert kernel["elapsed_us"] > 0
 
 
-@pytest.mark.parametrize("wrong", ["results[-1] += 1e-3", "results[-1] = math.nan", "raise OverflowError('too big')"])
+TWICE_TOO_FAR = "results[-1] += 2e-5 * max(1, *map(abs, results))"
+
+
+@pytest.mark.parametrize(
+    "wrong", [TWICE_TOO_FAR, "results[-1] += 1e-3", "results[-1] = math.nan", "raise OverflowError('too big')"]
+)
 def test_kernel_that_is_wrong_for_one_class_keeps_the_others(tmp_path: Path, wrong: str) -> None:
     """Half a backend is worth more than none, as long as the wrong half never serves."""
     verdict = toy(tmp_path, body=f"if len(values) > 256: {wrong}")
@@ -87,10 +95,22 @@ def test_kernel_that_is_wrong_for_one_class_keeps_the_others(tmp_path: Path, wro
     assert expected in failure["detail"]
 
 
-def test_one_wrong_case_spoils_its_class(tmp_path: Path) -> None:
-    """A class is certified by all of its cases: the last one that passes must not make up for one that failed."""
-    verdict = toy(tmp_path, body="if len(values) == 33: results[0] = 9.0")
+@pytest.mark.parametrize("length", [33, 3 * 43])
+def test_one_wrong_case_spoils_its_class(tmp_path: Path, length: int) -> None:
+    """A class is certified by all of its cases: those that pass, before or after, must not make up for one that
+    failed."""
+    verdict = toy(tmp_path, body=f"if len(values) == {length}: results[0] = 9.0")
     assert set(verdict["certified"]["toy.silu"]["float32"]) == CLASSES - {"plain/ragged/dense"}
+
+
+def test_kernel_that_writes_between_the_elements_of_its_output_is_not_certified_for_strides(tmp_path: Path) -> None:
+    """That memory is the caller's: the columns beside those that were asked for."""
+    spill = "if len(values) > 1 and outputs[0].spec.strides[-1] == 2: outputs[0].memory[4] ^= 1"
+    right, wrong = (toy(tmp_path, body=body, is_dense=False) for body in ("pass", spill))
+    assert right["failures"] == []
+    assert wrong["failures"]
+    assert all("wrote between the elements" in failure["detail"] for failure in wrong["failures"])
+    assert not any(name.endswith("/strided") for name in wrong["certified"]["toy.silu"]["float32"])
 
 
 ACCUMULATES = "results = [r + old for r, old in zip(results, outputs[0].memory.cast('f').tolist())]"

@@ -92,7 +92,6 @@ class Lane:
         try:
             if self._link.lost is not None or self.is_ended or not self.holds(lease) or not self._is_free():
                 return None
-            lane.take(self._answer)  # a ring of a call that nobody waited for
             call = self._calls = self._calls + 1
             self._open = (call, hold)
             self._page.put_call(call, lease.plan, refs)

@@ -19,7 +19,6 @@ from layerzero.ipc.shm.ring_words import (
     IS_ASLEEP,
     IS_ENDED,
     KERNEL_NS,
-    MAX_CALL_BYTES,
     PAGE_BYTES,
     PLAN,
     SLOT_BYTES,
@@ -167,7 +166,7 @@ class Ring:
         at = SLOTS_AT + call % SLOTS * SLOT_BYTES
         slot = self._map[at : at + SLOT_BYTES]  # once: its writer may be at it
         number, route, plan, seq, lane, point, nbytes = _SLOT.unpack_from(slot)
-        refs = slot[SLOT_HEAD_BYTES : SLOT_HEAD_BYTES + min(nbytes, MAX_CALL_BYTES)]
+        refs = slot[SLOT_HEAD_BYTES : SLOT_HEAD_BYTES + nbytes]  # cut where the slot ends
         return RingCall(number, route, plan, seq, TimelinePoint(lane, point), refs)
 
     def close(self) -> None:

@@ -139,6 +139,18 @@ def test_calls_that_must_show_a_digest_get_no_lease() -> None:
     assert not of(served(driver, 5, digest=b"g" * 16), act.SendLease)
 
 
+@pytest.mark.parametrize("why", ["tuned", "checked", "poisoned", "switched off", ""])
+def test_none_of_the_answers_to_such_calls_comes_with_a_lease(why: str) -> None:
+    """Neither the last nor those before it."""
+    driver = Driver(express=why != "switched off")
+    policies = {"tuned": Policy(tune_budget=1), "checked": Policy(shadow_rate=0.5)}
+    driver(ev.PolicyChanged(policies.get(why, Policy())))
+    if why == "poisoned":
+        driver(ev.CallPoisoned(CLIENT, 1, b"b" * 16))
+    served(driver, 2 * SETTLED_CALLS, digest=b"g" * 16)
+    assert bool(driver.state.leases.lanes) == (why == "")
+
+
 # --- opening -------------------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,14 @@ def test_times_that_differ_by_noise_are_a_tie() -> None:
     assert order(one)[0] == "alpha"
 
 
+@pytest.mark.parametrize(("slower", "first"), [(1.015, "alpha"), (1.05, "beta")])
+def test_noise_of_long_kernels_is_a_share_of_their_time(slower: float, first: str) -> None:
+    """A twentieth of a call's time is worth another backend; less than a fiftieth is not to be told from noise."""
+    one = engine()
+    measured(one, alpha=1000.0 * slower, beta=1000.0)
+    assert order(one)[0] == first
+
+
 def test_noise_is_less_on_a_gpu() -> None:
     """Its kernels take some us, and its clock tells them apart."""
     body = route_body(device=GPU)

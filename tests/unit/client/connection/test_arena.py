@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from layerzero.client.connection import arena as arenas
-from layerzero.client.connection.arena import KEPT_IDLE_BYTES, MAX_IDLE_BYTES, Pool
+from layerzero.client.connection.arena import FIRST_ARENA_BYTES, KEPT_IDLE_BYTES, MAX_IDLE_BYTES, Pool
 from layerzero.ipc import free_memory
 from layerzero.ipc.errors import OutOfMemory
 
@@ -144,6 +144,15 @@ def test_slots_too_small_to_go_back_do_not_cost_a_look_at_each_free(
     del views
     assert len(looks) < 30
     assert len(kept) == 5120
+
+
+def test_an_empty_arena_takes_slots_of_any_size_again(pool: Pool) -> None:
+    """Else a program that goes from many small tensors to fewer large ones would hold memory for both."""
+    views = [pool.allocate(MIB)[0] for _ in range(FIRST_ARENA_BYTES // MIB)]
+    views.clear()
+    larger = [pool.allocate(FIRST_ARENA_BYTES // 2)[0] for _ in range(2)]
+    assert pool.stats()["arenas"] == 1
+    assert len({address(view) for view in larger}) == 2
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX warns; the child calls nothing of it

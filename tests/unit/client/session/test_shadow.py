@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import struct
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.client.session.shadow import MAX_COMPARED, NEVER, compare, gap
+from layerzero.client.connection import arena as arenas
+from layerzero.client.planning.plans import Plan
+from layerzero.client.session.shadow import MAX_COMPARED, NEVER, Shadow, compare, gap
+from layerzero.ipc.transport.wire import Ref, pack_refs
+from layerzero.ipc.vocabulary.ops import OPS, Op
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
@@ -30,6 +36,27 @@ def test_samples_come_at_the_rate_that_was_asked_for(rate: float) -> None:
 
 def test_rates_of_zero_and_one_are_never_and_always() -> None:
     assert (gap(1, 2, 0.0), gap(1, 2, 1.0)) == (NEVER, 1)
+
+
+@pytest.mark.parametrize(("output", "is_sampled"), [("out", True), ("x", False)])
+def test_what_is_written_in_place_is_not_sampled(
+    monkeypatch: pytest.MonkeyPatch, output: str, is_sampled: bool
+) -> None:
+    """A reference would begin with what the call has left, and disagree."""
+    monkeypatch.setitem(OPS, "sample", Op("sample", ("x",), (output,)))
+    spec = TensorSpec.contiguous("float32", (4,))
+    view, arena, offset = arenas.pool.allocate(spec.span_bytes)
+    registry = type("Registry", (dict,), {"arena": lambda self, number: arena})({arena: 1})
+    shadow = Shadow(SimpleNamespace(arena_registry=registry), rate=1.0)  # type: ignore[arg-type]
+    shadow.next_seq = 1
+    submitted: Any = SimpleNamespace(
+        link=SimpleNamespace(welcome=SimpleNamespace(number=1)),
+        route=SimpleNamespace(overlay="", plan=Plan("sample", (spec,), {}, (spec,), (spec,))),
+        refs=pack_refs([Ref(1, 0, offset, spec.span_bytes)] * 2),
+        copies=[],
+    )
+    assert (shadow.take(submitted, 1) is not None) == is_sampled
+    del view
 
 
 def floats(*values: float) -> memoryview:

@@ -177,6 +177,23 @@ def test_verdict_is_kept_and_refreshed_on_demand(tmp_path: Path, manifest: EnvMa
     assert cached_probe(env, manifest) == probe_cached(env, manifest)
 
 
+def test_verdict_on_files_that_have_changed_is_not_kept(
+    tmp_path: Path, manifest: EnvManifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key names the environment as it was built, which would be judged by it once it is repaired."""
+    env = fake_env(tmp_path, f"print('''{ANSWER}''')")
+    said = ["x.py has changed"]
+    monkeypatch.setattr(Env, "on_host", property(lambda env: False))
+    monkeypatch.setattr(envs_probe, "drift", lambda env, verify=False: said[0])
+    monkeypatch.setattr(envs_probe.integrity, "changes", lambda prefix: [])
+    monkeypatch.setattr(envs_probe.integrity, "owner", lambda *_: "")
+    found = probe_cached(env, manifest)
+    assert (found.ok, found.kind) == (False, "changed")
+    said[0] = ""
+    assert cached_probe(env, manifest) is None
+    assert probe_cached(env, manifest).ok
+
+
 def test_probe_that_took_too_long_is_tried_again(tmp_path: Path, manifest: EnvManifest) -> None:
     """The machine may have been busy: one slow start must not cost a backend for good."""
     env = fake_env(tmp_path, "import time; time.sleep(600)")

@@ -1,0 +1,57 @@
+"""client/connection/call.py: what tells two calls apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerzero.client.arrays.recognition import describe
+from layerzero.client.connection.call import Request, Submitted, microseconds, place_key
+from layerzero.ipc.errors import InvalidArgument
+
+A, B = np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
+
+
+def request(op: str, *args: Any) -> Request:
+    return Request(op, args, {}, lambda *_: None)  # type: ignore[arg-type, return-value]
+
+
+def key(*args: Any, **more: bool) -> tuple[Any, ...] | None:
+    return place_key(request("matmul", *args), tuple(describe(arg) for arg in args), None, **more)
+
+
+def test_calls_on_other_memory_are_other_calls() -> None:
+    """What is remembered of one names the places of its inputs: another's would be computed on them."""
+    assert key(A, B) == key(A, B)
+    assert len({key(A, A), key(A, B), key(B, A), key(B, B)}) == 4
+    assert key(A, A, with_addresses=False) == key(A, B, with_addresses=False)
+
+
+def digest(op: str, *args: Any) -> bytes:
+    arrays = tuple(None if arg is None else describe(arg) for arg in args)
+    nothing: Any = None
+    return Submitted(
+        nothing, nothing, request(op, *args), nothing, arrays, [], [], None, None, False, [], 0, b"", frozenset()
+    ).digest()
+
+
+def test_a_digest_is_of_every_input() -> None:
+    """A harmless call must not be taken for a poisonous one that shares its first input, nor the other way."""
+    assert digest("matmul", A, B) == digest("matmul", A.copy(), B.copy())
+    assert len({digest("matmul", A, A), digest("matmul", A, B), digest("matmul", B, A), digest("matmul", B, B)}) == 4
+
+
+def test_a_digest_leaves_out_what_the_call_writes() -> None:
+    """A cache is another one at each call, so that no poison would be known again."""
+    slots = np.zeros(1, np.int64)
+    assert digest("append_kv", A, A, A, A, slots) == digest("append_kv", A, A, B, B, slots)
+    assert digest("append_kv", A, A, A, A, slots) != digest("append_kv", A, A, A, A, slots + 1)
+
+
+def test_the_shortest_time_is_no_time_without_end() -> None:
+    """On the wire 0 stands for the broker's own limit."""
+    assert [microseconds(seconds) for seconds in (1e-9, 1e-6, 1.5)] == [1, 1, 1_500_000]
+    with pytest.raises(InvalidArgument, match="more than 0"):
+        microseconds(0)
