@@ -55,7 +55,7 @@ class BrokerEnds:
         state, handle = self.driver.state, self.handle
         state.engine.devices.setdefault(GPU, state.engine.devices[""])
         links = WorkerLinks(self._poller, handle)
-        page_poller = PagePoller(state, handle, self._lanes, self._pages, lambda _: None)
+        page_poller = PagePoller(state, handle, links, self._lanes, self._pages, lambda _: None)
         self._offers = Offers(state, handle, links, self._lanes, self._pages, page_poller)
         settings = SimpleNamespace(start_timeout_s=1.0, joined_silence_s=5.0, store=_FOLDER)
         self._joined = Joined(

@@ -65,8 +65,8 @@ def _page(kind: int, source: Source) -> Iterator[int]:
 
 
 def _read_lane(fd: int, call: int) -> None:
-    ends, doorbells = LanePages(), [lane.create_doorbell() for _ in range(2)]
-    ends.add(1, [os.dup(fd), *doorbells])  # owns them from here on
+    ends = LanePages()
+    ends.add(1, [os.dup(fd)])  # owns it from here on
     try:
         page = lane.Page(fd)
         _, _, refs = page.get_call()
@@ -85,7 +85,7 @@ def _read_lane(fd: int, call: int) -> None:
 
 def _read_ring(fd: int, order_fd: int, call: int) -> None:
     ends = LanePages()
-    ends.add(1, [os.dup(fd), lane.create_doorbell()], is_ring=True)
+    ends.add(1, [os.dup(fd)], is_ring=True)
     orders = TimelinePage(order_fd)
     try:
         for _ in range(2):

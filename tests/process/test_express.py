@@ -6,19 +6,16 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import zmq
 from tests.backends.toy import HANG, KILL, PAUSE, RAISE, fault
-from tests.process.harness import PATIENCE_S, Site, bare_client, is_paused, is_running, wait_ended, wait_until
+from tests.process.harness import PATIENCE_S, Site, is_paused, is_running, wait_ended, wait_until
 
 import layerzero as lz
 from layerzero.client.connection.arena import pool
-from layerzero.ipc.shm import lane, memory
-from layerzero.ipc.transport import control, messages, wire
 
 X = np.linspace(-3, 3, 8, dtype=np.float32)
 PHASES = ("received", "mapped", "executing", "written", "sent")
@@ -423,121 +420,3 @@ def test_a_client_killed_on_a_lane_harms_nobody(new_site: Callable[..., Site]) -
     assert call(X).backend == "alpha"
     assert settle().backend == "alpha"
     assert site.events("worker.exited") == []
-
-
-# --- a client that knows the document alone
-
-
-SILU = messages.Route(
-    op="silu", inputs=[["float32", [4], [1]]], outputs=[["float32", [4], [1]]], attrs={}, backend="alpha"
-)
-REFS = wire.pack_refs([wire.Ref(1, 0, 0, 16), wire.Ref(1, 0, 64, 16)])
-
-
-class Bare:
-    """A client of bytes: one arena with zeros, one settled route, and the lease that came with it."""
-
-    def __init__(self, site: Site, context: zmq.Context) -> None:  # type: ignore[type-arg]
-        self.sock, self.dealer = bare_client(site, context)
-        arena = memory.create_memfd("small", 4096)
-        control.send(self.sock, messages.AddArena(arena=1, nbytes=4096), (arena,))
-        control.receive(self.sock, messages.ArenaAdded)
-        os.close(arena)
-        self.dealer.send(wire.pack(wire.Kind.ROUTE, route=1, body=messages.encode(SILU)))
-        self.lease: messages.Lease | None = None
-        for _ in range(3):
-            assert self.execute() == wire.Kind.DONE
-        page = memory.create_memfd("page", memory.PAGE_BYTES)
-        self.page, self.bells = lane.Page(page), (lane.create_doorbell(), lane.create_doorbell())
-        self.fds = (page, *self.bells)
-
-    def execute(self, flags: int = 0, aux: int = 0) -> int:
-        self.dealer.send(wire.pack(wire.Kind.EXECUTE, flags, 1, 1, 0, aux, body=REFS))
-        while True:
-            frame = self.dealer.recv()
-            header = wire.unpack(frame)
-            if header.kind == wire.Kind.LEASE:
-                self.lease = messages.decode(frame[wire.HEADER_BYTES :], messages.Lease)
-            elif header.kind != wire.Kind.DECISION:
-                return header.kind
-
-    def open(self, number: int, fds: tuple[int, ...] | None = None) -> messages.LaneAdded | messages.Refused:
-        control.send(self.sock, messages.AddLane(lane=number), self.fds if fds is None else fds)
-        return control.receive(self.sock, messages.LaneAdded, messages.Refused)[0]
-
-    def ride(self, call: int, plan: int, refs: bytes = REFS) -> int:
-        """The status that the call ends with."""
-        self.page.put_call(call, plan, refs)
-        lane.ring(self.bells[0])
-        end = wait_until(lambda: self.page.get_end(call))
-        assert end is not None
-        return end[0]
-
-    def close(self) -> None:
-        self.page.close()
-        self.dealer.close(0)
-        self.sock.close()
-        for fd in self.fds:
-            os.close(fd)
-
-
-@pytest.fixture
-def bare(connected: Site) -> Iterator[Bare]:
-    connected.wait_ready("alpha")
-    context = zmq.Context()
-    client = Bare(connected, context)
-    yield client
-    client.close()
-    context.term()
-
-
-def test_the_document_is_enough_to_ride_a_lane(bare: Bare) -> None:
-    """Another language's client has nothing else."""
-    assert bare.lease is not None
-    assert bare.open(bare.lease.lane) == messages.LaneAdded(lane=bare.lease.lane, is_open=True)
-    assert bare.page.epoch == bare.lease.epoch
-    assert [bare.ride(call, bare.lease.plan) for call in (1, 2, 3)] == [lane.OK] * 3
-
-
-def test_a_worker_declines_what_the_broker_has_not_allowed(bare: Bare) -> None:
-    """Other plans, arenas that were never lent, references of another op."""
-    lease = bare.lease
-    assert lease is not None
-    bare.open(lease.lane)
-    foreign = wire.pack_refs([wire.Ref(1, 0, 0, 16), wire.Ref(2, 0, 64, 16)])
-    far = wire.pack_refs([wire.Ref(1, 0, 0, 16), wire.Ref(1, 0, 4090, 16)])
-    assert bare.ride(1, lease.plan + 1000) == lane.DECLINED
-    assert bare.ride(2, lease.plan, foreign) == lane.DECLINED
-    assert bare.ride(3, lease.plan, REFS[:24]) == lane.DECLINED
-    assert bare.ride(4, lease.plan, far) == lane.RAISED
-    assert bare.ride(5, lease.plan) == lane.OK
-
-
-def test_a_lane_that_is_not_the_clients_is_refused(connected: Site, bare: Bare) -> None:
-    """Nor may a lane be opened twice; the offender is dropped, and the lane's owner has it still."""
-    assert bare.lease is not None
-    context = zmq.Context()
-    other = Bare(connected, context)
-    assert isinstance(other.open(bare.lease.lane), messages.Refused)
-    other.close()
-    assert isinstance(bare.open(bare.lease.lane), messages.LaneAdded)
-    assert bare.ride(1, bare.lease.plan) == lane.OK
-    assert isinstance(bare.open(bare.lease.lane), messages.Refused)
-    context.term()
-
-
-@pytest.mark.parametrize("fault", ["two", "no doorbell", "no page"])
-def test_descriptors_that_are_no_lane_are_refused(bare: Bare, fault: str) -> None:
-    """A worker would wait on them, or be killed by a page that is cut short."""
-    assert bare.lease is not None
-    page, doorbell, answer = bare.fds
-    fds = {"two": (page, doorbell), "no doorbell": (page, page, answer), "no page": (answer, doorbell, answer)}[fault]
-    assert isinstance(bare.open(bare.lease.lane, fds), messages.Refused)
-
-
-def test_a_lane_that_nobody_knows_changes_nothing(connected: Site, bare: Bare) -> None:
-    """Its worker may just have gone: not open, nothing late, and calls after it are ordinary ones."""
-    assert bare.open(4711) == messages.LaneAdded(lane=4711, is_open=False)
-    bare.dealer.send(wire.pack(wire.Kind.OVERDUE, route=1, seq=1, aux=4711, time=1))
-    assert bare.execute(wire.AFTER_LANE, 4711) == wire.Kind.DONE
-    assert connected.backend("alpha")["state"] == "ready"

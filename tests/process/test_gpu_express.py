@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -328,6 +329,52 @@ def test_a_sleeping_worker_wakes_for_each_call(connected: Site) -> None:
         close(lz.silu(x), silu(values))
         lz.status()  # takes longer than a worker looks
     assert report().path == "express"
+
+
+UNRUNG = """
+from tests.soft_gpu import soft_cupy
+soft_cupy.install()
+import layerzero as lz
+from layerzero.client.gpu import fastpath_library
+from layerzero.ipc.shm import lane
+from tests.process.harness import wait_until
+fastpath_library.repeats = None
+lz.connect()
+x = soft_cupy.empty(64)
+def is_settled():
+    lz.silu(x)
+    return lz.last_report().path == "express"
+wait_until(is_settled)
+lz.synchronize()
+(ring,) = lz.session().gpus._lanes.values()
+wait_until(lambda: ring._ring.is_asleep)
+lane.ring = lambda doorbell: print("put", flush=True) or wait_until(lambda: False)
+lz.silu(x)
+"""
+
+
+def test_a_call_whose_client_died_before_it_rang_is_served(connected: Site) -> None:
+    """The worker sleeps; it must be woken, or the call would stay on the ring, and the ring with the worker."""
+    x, values = randn(64)
+    close(lz.silu(x), silu(values))
+    (pid,) = connected.wait_ready("one")
+
+    def rings() -> int:
+        count = 0
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                count += os.readlink(fd).startswith("/memfd:lz-ring")
+        return count
+
+    before = rings()
+    with connected.python(UNRUNG) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "put\n"
+        assert rings() == before + 1
+        other.kill()
+    wait_until(lambda: rings() == before)
+    close(lz.silu(x), silu(values))
+    assert connected.wait_ready("one") == [pid]
 
 
 def test_policy_takes_a_ring_back(connected: Site) -> None:

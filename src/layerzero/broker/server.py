@@ -126,7 +126,7 @@ class Server:
         )
         self._lanes = LanePages()
         self._pages = TimelinePages()
-        self._page_poller = PagePoller(state, self.handle, self._lanes, self._pages, self._stop_if_idle)
+        self._page_poller = PagePoller(state, self.handle, self._links, self._lanes, self._pages, self._stop_if_idle)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
             endpoints.control,

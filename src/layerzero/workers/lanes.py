@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,13 +23,13 @@ class Lane:
     client: int
     page: lane.Page
     doorbell: int
-    answer: int  # the client's doorbell
+    answer: socket.socket  # the ringing end
     ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
 
     def end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
         """Tell the client how its call ended."""
         self.page.put_end(call, status, plan, kernel_ns, said)
-        lane.ring(self.answer)
+        lane.ring_back(self.answer)
 
     def remember(self, plan: int, refs: bytes, bound: Bound) -> None:
         if len(self.ready) >= MAX_READY:
@@ -49,19 +50,19 @@ class Lanes:
         return bool(self._lanes)
 
     def open(self, number: int, client: int, fds: list[int]) -> None:
-        """`fds` are the page, the doorbell and the answer bell; they are the lane's from here on, or closed when it
-        cannot be opened."""
+        """`fds` are the page, the doorbell and the ringing end of the answer bell; they are the lane's from here on,
+        or closed when it cannot be opened."""
         try:
             if len(fds) != 3 or number in self._lanes:
                 raise ProtocolError(f"lane {number} comes with {len(fds)} descriptors; needed: 3, once")
             page, doorbell, answer = fds
-            made = Lane(number, client, self._open_page(page), doorbell, answer)
-            self._poll.register(doorbell, select.POLLIN)
+            made = Lane(number, client, self._open_page(page), doorbell, socket.socket(fileno=answer))
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
         os.close(page)
+        self._poll.register(doorbell, select.POLLIN)
         self._lanes[number] = self._by_doorbell[doorbell] = made
 
     def close(self, number: int) -> None:
@@ -72,7 +73,7 @@ class Lanes:
             del self._by_doorbell[gone.doorbell]
             gone.page.close()
             os.close(gone.doorbell)
-            os.close(gone.answer)
+            gone.answer.close()
 
     def allow(self, number: int, plan: int) -> None:
         self._plans.setdefault(number, set()).add(plan)

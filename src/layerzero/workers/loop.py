@@ -51,6 +51,7 @@ _CONTROL = (
     messages.UnmapArena,
     messages.MapLane,
     messages.UnmapLane,
+    messages.Wake,  # nothing to do: the worker is awake
     messages.MapGpu,
     messages.UnmapGpu,
     messages.MapGpuArena,

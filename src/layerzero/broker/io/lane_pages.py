@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,15 +18,43 @@ from layerzero.ipc.shm.timeline_page import TimelinePage
 MAX_CALLS = 1 << 32  # that a worker may claim to have run between two looks
 
 
+_fence = threading.Lock()
+
+
 @dataclass
 class _End:
     page: lane.Page
-    fds: tuple[int, int, int]  # page, doorbell, answer bell
+    page_fd: int
+    doorbell: int
+    ringing: socket.socket  # of the answer bell
+    hearing: socket.socket | None  # until the client has it
     seen: int = 0
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The worker's."""
+        return self.page_fd, self.doorbell, self.ringing.fileno()
+
+    @property
+    def client_fds(self) -> tuple[int, ...]:
+        return (self.doorbell,) if self.hearing is None else (self.doorbell, self.hearing.fileno())
+
+    def let_go(self) -> None:
+        """What is the client's alone."""
+        if self.hearing is not None:
+            self.hearing.close()
+            self.hearing = None
+
+    def close(self) -> None:
+        self.let_go()
+        self.ringing.close()
+        os.close(self.doorbell)
+        self.page.close()
+        os.close(self.page_fd)
 
     def tell_end(self) -> None:
         self.page.end()
-        lane.ring(self.fds[2])
+        lane.ring_back(self.ringing)
 
     def last_time(self) -> tuple[int, int, int]:
         return self.page.last_time()
@@ -33,14 +63,33 @@ class _End:
 @dataclass
 class _RingEnd:
     page: Ring
-    fds: tuple[int, int]  # page, doorbell
+    page_fd: int
+    doorbell: int
     seen: int = 0
     timed: int = 0
     first: int = 1  # no call before it is open
 
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The worker's."""
+        return self.page_fd, self.doorbell
+
+    @property
+    def client_fds(self) -> tuple[int, ...]:
+        return (self.doorbell,)
+
+    def let_go(self) -> None:
+        """What is the client's alone: nothing."""
+
+    def close(self) -> None:
+        os.close(self.doorbell)
+        self.page.close()
+        os.close(self.page_fd)
+
     def tell_end(self) -> None:
         self.page.end()
-        lane.ring(self.fds[1])  # a system call orders the store before what is read from now on
+        with _fence:  # a locked instruction: the store comes before what is read from now on
+            pass
 
     def last_time(self) -> tuple[int, int, int]:
         timed, plan, kernel_ns = self.page.times
@@ -67,21 +116,40 @@ class LanePages:
         return number in self._ends
 
     def add(self, number: int, fds: list[int], *, is_ring: bool = False) -> None:
-        """Take a lane's descriptors over. Raises ProtocolError; then they are still the caller's."""
-        if len(fds) != (2 if is_ring else 3):
-            raise ProtocolError(f"add_lane carries three descriptors, two for a GPU; got {len(fds)}")
+        """Take a lane's page over, and make its bells. Raises ProtocolError and OSError; then `fds` are still the
+        caller's."""
+        if len(fds) != 1:
+            raise ProtocolError(f"add_lane carries one descriptor, got {len(fds)}")
         if number in self._ends:
             raise ProtocolError(f"lane {number} is open already")
-        for doorbell in fds[1:]:
-            lane.check_doorbell(doorbell)
+        fd = fds[0]
         if is_ring:
-            self._ends[number] = _RingEnd(Ring(fds[0]), (fds[0], fds[1]))
-        else:
-            memory.check_memfd(fds[0], memory.PAGE_BYTES)
-            self._ends[number] = _End(lane.Page(fds[0]), (fds[0], fds[1], fds[2]))
+            ring = Ring(fd)
+            self._ends[number] = _RingEnd(ring, fd, lane.create_doorbell())
+            return
+        memory.check_memfd(fd, memory.PAGE_BYTES)
+        page, doorbell = lane.Page(fd), lane.create_doorbell()
+        try:
+            ringing, hearing = lane.create_answer_bell()
+        except BaseException:
+            os.close(doorbell)
+            raise
+        self._ends[number] = _End(page, fd, doorbell, ringing, hearing)
 
     def fds(self, number: int) -> tuple[int, ...]:
+        """What its worker is lent."""
         return self._ends[number].fds
+
+    def client_fds(self, number: int) -> tuple[int, ...]:
+        """The bells, for its client; none when the lane has ended."""
+        end = self._ends.get(number)
+        return () if end is None else end.client_fds
+
+    def let_go(self, number: int) -> None:
+        """The client has been sent its bells."""
+        end = self._ends.get(number)
+        if end is not None:
+            end.let_go()
 
     def revoke(self, number: int, epoch: int) -> None:
         """A lane that its client has not opened yet has nothing to revoke: it learns the epoch when it opens."""
@@ -111,11 +179,10 @@ class LanePages:
         end = self._ends.get(number)
         return end.look(order) if isinstance(end, _RingEnd) else None
 
-    def wake(self, number: int) -> None:
-        """Ring for a client that may have left before it did."""
+    def is_unheard(self, number: int) -> bool:
+        """Whether there are calls on a ring whose worker sleeps: its client may have left before it rang."""
         end = self._ends.get(number)
-        if isinstance(end, _RingEnd):
-            lane.ring(end.fds[1])
+        return isinstance(end, _RingEnd) and end.page.is_asleep and end.page.head > end.page.taken
 
     def tell_end(self, number: int) -> None:
         """Tell the client that the worker is gone."""
@@ -131,9 +198,7 @@ class LanePages:
     def drop(self, number: int) -> None:
         end = self._ends.pop(number, None)
         if end is not None:
-            end.page.close()
-            for fd in end.fds:
-                os.close(fd)
+            end.close()
 
     def seen(self) -> Iterator[ev.LanePolled]:
         """What lanes carried since the last look."""

@@ -16,6 +16,7 @@ from layerzero.broker.io.timeline_pages import Gpu, TimelinePages, check_handle_
 from layerzero.broker.io.worker_links import WorkerLinks, close_all
 from layerzero.ipc.cuda.handles import ArenaHandle
 from layerzero.ipc.errors import LayerZeroError, NoTransport, ProtocolError
+from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, messages, wire
 from layerzero.ipc.transport.messages import AddArena, AddGpu, AddGpuArena, AddLane, RetireArena
@@ -131,12 +132,20 @@ class Offers:
     def _add_lane(self, peer: Peer, number: int, gpu: str, fds: list[int]) -> None:
         try:
             self._lanes.add(number, fds, is_ring=bool(gpu))
-        except BaseException:  # also for lack of memory for one more map
+        except BaseException as exc:
             close_all(fds)
-            raise
+            if not isinstance(exc, OSError):
+                raise
+            log("lane.refused", client=peer.number, error=str(exc))  # no maps or descriptors left: not its fault
+            control.send(peer.sock, messages.LaneAdded(lane=number, is_open=False))
+            return
         self._handle(ev.LaneOpened(peer.identity, number, gpu))
-        if not peer.is_closed:
-            control.send(peer.sock, messages.LaneAdded(lane=number, is_open=number in self._lanes))
+        try:
+            if not peer.is_closed:
+                added = messages.LaneAdded(lane=number, is_open=number in self._lanes)
+                control.send(peer.sock, added, self._lanes.client_fds(number))
+        finally:
+            self._lanes.let_go(number)
 
     # --- what workers are lent -------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from layerzero.broker.core.leases import Lane
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.timeline_pages import TimelinePages
+from layerzero.broker.io.worker_links import WorkerLinks
 
 POLL_S = 1.0
 AWAITED_LOOK_S = 0.02  # at timeline pages, while somebody waits for the broker to see a call's end
@@ -24,12 +25,14 @@ class PagePoller:
         self,
         state: BrokerState,
         handle: Callable[[ev.Event], None],
+        links: WorkerLinks,
         lanes: LanePages,
         pages: TimelinePages,
         stop_if_idle: Callable[[str], None],
     ) -> None:
         self._state = state
         self._handle = handle
+        self._links = links
         self._lanes = lanes
         self._pages = pages
         self._stop_if_idle = stop_if_idle
@@ -106,6 +109,6 @@ class PagePoller:
             look = self._lanes.look(ring.number, gpu.page) if gpu is not None else None
             if look is not None:
                 page_poller[ring.number] = look
-            if ring.client.has_left:
-                self._lanes.wake(ring.number)
+            if ring.client.has_left and self._lanes.is_unheard(ring.number):
+                self._links.wake(ring.worker.backend, ring.generation)
         return page_poller

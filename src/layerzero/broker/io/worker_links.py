@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.io.peers import Peer
@@ -58,6 +59,13 @@ class WorkerLinks:
         self.flush(peer)
         if len(peer.backlog) > MAX_BACKLOG:
             self._handle(ev.WorkerMisbehaved(backend, generation, "it does not read its control socket"))
+
+    def wake(self, backend: str, generation: int) -> None:
+        """Let a worker that sleeps look at its rings. One that has not read what it was told is awake."""
+        peer = self.get(backend, generation)
+        if peer is not None and not peer.backlog:
+            with suppress(control.Closed, OSError):
+                control.send(peer.sock, messages.Wake())
 
     def flush(self, peer: Peer) -> None:
         """Send what is queued, as far as it fits; the rest goes when there is room."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -57,23 +58,18 @@ class Lane:
         self._calls = 0
         self._open: tuple[int, Any] | None = None  # the call that the worker may still be writing for, and its memory
         self._is_closed = False
-        bells: list[int] = []
         fd = memory.create_memfd("lz-lane", memory.PAGE_BYTES)
         try:
             self._page = lane.Page(fd)
-            bells.append(lane.create_doorbell())
-            bells.append(lane.create_doorbell())
-            self.is_open = link.add_lane(number, (fd, *bells))
-        except BaseException:
-            for bell in bells:
-                os.close(bell)
-            raise
+            bells = link.add_lane(number, fd)
         finally:
             os.close(fd)
-        self._doorbell, self._answer = bells
-        self._poll = select.poll()
-        self._poll.register(self._answer, select.POLLIN)
-        link.watch_hang_up(self._poll)
+        self.is_open = bool(bells)
+        if bells:
+            self._doorbell, self._answer = bells[0], socket.socket(fileno=bells[1])
+            self._poll = select.poll()
+            self._poll.register(self._answer, select.POLLIN)
+            link.watch_hang_up(self._poll)
 
     @property
     def is_ended(self) -> bool:
@@ -114,10 +110,10 @@ class Lane:
         return self._open is None
 
     def _wait(self, call: int, route: int, timeout_s: float) -> Ran | Lost | LayerZeroError | None:
-        due_s, is_reported = time.monotonic() + timeout_s, False
+        due_s, is_reported, answer = time.monotonic() + timeout_s, False, self._answer.fileno()
         while True:
-            hung_up = [fd for fd, _ in self._poll.poll(1e3 * max(due_s - time.monotonic(), 0)) if fd != self._answer]
-            lane.take(self._answer)
+            hung_up = [fd for fd, _ in self._poll.poll(1e3 * max(due_s - time.monotonic(), 0)) if fd != answer]
+            lane.hear(self._answer)
             is_spoilt = False
             try:
                 end = self._page.get_end(call)
@@ -148,8 +144,9 @@ class Lane:
         """As `close`, in a forked child, where nobody is on the lane although it may look so."""
         if not self._is_closed:
             self._is_closed = True  # the page stays mapped while a thread looks at it
-            os.close(self._doorbell)
-            os.close(self._answer)
+            if self.is_open:
+                os.close(self._doorbell)
+                self._answer.close()
 
 
 def _outcome(call: int, status: int, kernel_ns: int, said: bytes) -> Ran | LayerZeroError | None:

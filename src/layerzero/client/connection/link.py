@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -365,21 +365,29 @@ class Link:
         """As `add_arena`, of memory on a GPU."""
         self._show(message, fds)
 
-    def add_lane(self, number: int, fds: tuple[int, ...], gpu: str = "") -> bool:
-        """Show the broker the page and the bells of an express lane; on a GPU its ring and doorbell. Whether its worker
-        is there."""
-        answer = self._show(messages.AddLane(lane=number, gpu=gpu), fds)
-        return isinstance(answer, messages.LaneAdded) and answer.is_open
+    def add_lane(self, number: int, fd: int, gpu: str = "") -> list[int] | None:
+        """Show the broker the page of an express lane; on a GPU its ring. Returns the bells, none of them when others
+        took this process's last file descriptors meanwhile; None when the lane's worker is gone. Raises OSError when
+        there are no descriptors left for them, before the broker hears of it."""
+        count = 1 if gpu else 2
+        _check_room(fd, count)
+        answer, bells = self._show(messages.AddLane(lane=number, gpu=gpu), (fd,))
+        assert isinstance(answer, messages.LaneAdded | None)
+        if answer is not None and len(bells) != (count if answer.is_open else 0):
+            _close_all(bells)
+            raise ProtocolError(f"lane {number} comes with {len(bells)} bells; needed: {count}")
+        return bells if answer is None or answer.is_open else None
 
-    def _show(self, shown: _Shown, fds: tuple[int, ...]) -> messages.Message:
-        """Send descriptors to the broker and wait for the answer to them."""
+    def _show(self, shown: _Shown, fds: tuple[int, ...]) -> tuple[messages.Message | None, list[int]]:
+        """Send descriptors to the broker and wait for the answer to them. Returns it and the descriptors that came with
+        it; no answer when there were none left for those."""
         with self._control_lock:
             if self.lost is not None:
                 raise _again(self.lost)
             try:
                 control.send(self._control, shown, fds)
                 while True:
-                    answer, _ = control.receive(
+                    answer, came = control.receive(
                         self._control,
                         messages.ArenaAdded,
                         messages.LaneAdded,
@@ -388,8 +396,11 @@ class Link:
                     )
                     if isinstance(answer, messages.Refused):
                         raise from_wire(answer.error)
-                    if _answers(answer, shown):  # not a late answer to one that was given up
-                        return answer
+                    if _answers(answer, shown):
+                        return answer, came
+                    _close_all(came)  # a late answer to one that was given up
+            except control.NoDescriptors:
+                return None, []
             except control.Closed:
                 if self.lost is not None:  # `close` of another thread: it is we who have hung up
                     raise _again(self.lost) from None
@@ -426,6 +437,21 @@ class Link:
 
 def _ping(seq: int) -> bytes:
     return wire.pack(Kind.REQUEST, seq=seq, body=messages.encode(messages.Request(method="ping", params={})))
+
+
+def _check_room(fd: int, count: int) -> None:
+    """Raises OSError when there are not so many file descriptors left."""
+    spare: list[int] = []
+    try:
+        for _ in range(count):
+            spare.append(os.dup(fd))
+    finally:
+        _close_all(spare)
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _answers(answer: messages.Message, shown: _Shown) -> bool:

@@ -31,17 +31,16 @@ class GpuLane:
         fd = ring.create_page()
         try:
             self._ring = Ring(fd)
-            self.doorbell = lane.create_doorbell()
-            self.is_open = link.add_lane(number, (fd, self.doorbell), gpu.uuid)
-        except BaseException:
-            self.close()
-            raise
+            bells = link.add_lane(number, fd, gpu.uuid)
         finally:
             os.close(fd)
+        self.is_open = bells is not None
+        if bells:
+            self.doorbell = bells[0]
 
     def holds(self, lease: Lease) -> bool:
         """Whether calls may be put under this lease now."""
-        return self._ring.holds(lease.epoch) and self.is_open and not self.is_closed
+        return self._ring.holds(lease.epoch) and self.is_open and self.doorbell >= 0 and not self.is_closed
 
     @property
     def is_ended(self) -> bool:

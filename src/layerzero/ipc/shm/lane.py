@@ -1,16 +1,22 @@
-"""The express lane of one client and one worker: a page of words and two doorbells. docs/protocol.md has the layout.
+"""The express lane of one client and one worker: a page of words and two bells. docs/protocol.md has the layout.
 
 One call is on a lane at a time. The client writes it into its half of the page and rings the doorbell; the worker takes
-the ring, runs the call, writes its end into the other half and rings back. Taking the ring is what claims a call: an
-eventfd is emptied by exactly one reader, so that a client that empties its own doorbell has withdrawn its call, and
-one that finds it empty knows that the worker has it. The broker writes only its own line: the epoch, with which it
-takes all leases of the lane back at once, and the end.
+the ring, runs the call, writes its end into the other half and rings the answer bell. Taking the ring is what claims a
+call: an eventfd is emptied by exactly one reader, so that a client that empties its own doorbell has withdrawn its
+call, and one that finds it empty knows that the worker has it. The broker writes only its own line: the epoch, with
+which it takes all leases of the lane back at once, and the end.
+
+The broker makes the bells, and what it and the worker do with them never waits, whatever a client does to them. That
+an eventfd does not block is a property of the open file, which any holder can take away: so the worker reads it with a
+flag of that one call, and only the client writes to it, which could wait. The answer bell is a pair of sockets; the
+ringing end is the worker's and the broker's alone, and nothing can be sent to it: descriptors that came in there would
+be closed by the worker, and closing a socket may take as long as its sender likes.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
+import socket
 import struct
 from contextlib import suppress
 
@@ -29,29 +35,54 @@ _CALL_BODY, _WORD_BODY = 32 * 8, 272 * 8
 _HEAD, _END = struct.Struct("@3Q"), struct.Struct("@4Q")  # native, so that each word is read whole
 
 
+_COUNT = [bytearray(8)]  # nobody reads it
+
+
 def create_doorbell() -> int:
-    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-
-def check_doorbell(fd: int) -> None:
-    """Refuse a descriptor that is not a non-blocking eventfd. Raises ProtocolError."""
-    kind = os.readlink(f"/proc/self/fd/{fd}")
-    if kind != "anon_inode:[eventfd]" or not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK:
-        raise ProtocolError(f"a doorbell is a non-blocking eventfd, got {kind:.80}")
+    """Raises OSError: EOPNOTSUPP before Linux 5.8, where taking a ring might wait."""
+    doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        take(doorbell)
+    except BaseException:
+        os.close(doorbell)
+        raise
+    return doorbell
 
 
 def ring(doorbell: int) -> None:
+    """For its client alone: this waits for whoever has filled the doorbell and made it blocking."""
     with suppress(BlockingIOError):  # it has been rung 2**64 times and nobody listened
         os.eventfd_write(doorbell, 1)
 
 
 def take(doorbell: int) -> bool:
-    """Whether it had been rung; it is silent again afterwards."""
+    """Whether it had been rung; it is silent again afterwards. Never waits."""
     try:
-        os.eventfd_read(doorbell)
+        os.preadv(doorbell, _COUNT, -1, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
     return True
+
+
+def create_answer_bell() -> tuple[socket.socket, socket.socket]:
+    """(the end that rings, the end that hears)"""
+    ringing, hearing = socket.socketpair(
+        socket.AF_UNIX, socket.SOCK_DGRAM
+    )  # of this kind no end wakes the other by going
+    ringing.shutdown(socket.SHUT_RD)
+    return ringing, hearing
+
+
+def ring_back(ringing: socket.socket) -> None:
+    """Never waits."""
+    with suppress(OSError):  # it is rung already, or nobody hears it any more
+        ringing.send(b"\1", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def hear(hearing: socket.socket) -> None:
+    """Take one ring, if there is one."""
+    with suppress(OSError):
+        hearing.recv(1, socket.MSG_DONTWAIT)
 
 
 class Page:

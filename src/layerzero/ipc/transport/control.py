@@ -17,9 +17,14 @@ from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.transport import messages
 
 MAX_BYTES = 1 << 16
+MAX_FDS = 4  # of a message
 SUN_PATH_MAX = 107
 M = TypeVar("M", bound=messages.Message)
 N = TypeVar("N", bound=messages.Message)
+
+
+class NoDescriptors(ProtocolError):
+    """This process has no file descriptors left for those that came with a message, which is lost."""
 
 
 class Closed(Exception):
@@ -93,8 +98,8 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
 def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[messages.Message, list[int]]:
     """The next message and the descriptors that came with it, which the caller owns.
 
-    Raises Closed at end of file, ProtocolError for anything that is not one of `expected`, BlockingIOError when
-    nothing is there on a non-blocking socket, TimeoutError when the socket's timeout is over.
+    Raises Closed at end of file, ProtocolError for anything that is not one of `expected`, NoDescriptors,
+    BlockingIOError when nothing is there on a non-blocking socket, TimeoutError when the socket's timeout is over.
     """
     try:
         data, fds, flags = _receive(sock)
@@ -105,6 +110,8 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
             os.close(fd)
         raise Closed
     try:
+        if flags & socket.MSG_CTRUNC and len(fds) < MAX_FDS:
+            raise NoDescriptors(f"no file descriptors are left for those of a control message; {len(fds)} were")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ProtocolError(f"control message is larger than {MAX_BYTES} bytes or carries too many descriptors")
         return messages.decode(data, *expected), fds
@@ -117,7 +124,9 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
     """socket.recv_fds, which in Python 3.11 drops its flags: children would inherit the descriptors."""
     fds = array.array("i")
-    data, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, socket.CMSG_LEN(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(
+        MAX_BYTES, socket.CMSG_LEN(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(value[: len(value) - len(value) % fds.itemsize])

@@ -1,6 +1,6 @@
 """Every message with a msgpack body: its fields, who sends it and what answers it.
 
-A message is a frozen dataclass listed in MESSAGES. Unknown fields are ignored, unknown kinds and wrong types are
+A message is a frozen dataclass derived from Message. Unknown fields are ignored, unknown kinds and wrong types are
 refused by name. Of a list or map that is a field, what is in it is for its user to check. A change here is a change of
 docs/protocol.md.
 """
@@ -187,8 +187,7 @@ class MapGpuArena(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AddLane(Message):
-    """client -> broker, with the page, the doorbell and the answer bell; on a GPU with a ring and its doorbell. `lane`
-    is of a Lease. Answered by LaneAdded or Refused."""
+    """client -> broker, with the page; on a GPU with a ring. `lane` is of a Lease. Answered by LaneAdded or Refused."""
 
     kind: ClassVar[str] = "add_lane"
     lane: int
@@ -197,7 +196,8 @@ class AddLane(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class LaneAdded(Message):
-    """broker -> client. `is_open` is false when the lane's worker is gone already."""
+    """broker -> client, with the doorbell and the hearing end of the answer bell; on a GPU with the doorbell. `is_open`
+    is false, and there are none, when the lane's worker is gone already."""
 
     kind: ClassVar[str] = "lane_added"
     lane: int
@@ -206,7 +206,8 @@ class LaneAdded(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class MapLane(Message):
-    """broker -> worker, with the descriptors of AddLane. Not answered."""
+    """broker -> worker, with the page, the doorbell and the ringing end of the answer bell; on a GPU with the ring and
+    the doorbell. Not answered."""
 
     kind: ClassVar[str] = "map_lane"
     client: int
@@ -220,6 +221,13 @@ class UnmapLane(Message):
 
     kind: ClassVar[str] = "unmap_lane"
     lane: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wake(Message):
+    """broker -> worker: there are calls on a ring whose client has left. Not answered."""
+
+    kind: ClassVar[str] = "wake"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,49 +425,7 @@ class Ready(Message):
     kernels: list[Any]
 
 
-MESSAGES: dict[str, type[Message]] = {
-    cls.kind: cls
-    for cls in (
-        Hello,
-        Challenge,
-        Proof,
-        Welcome,
-        Refused,
-        AddArena,
-        ArenaAdded,
-        RetireArena,
-        MapArena,
-        UnmapArena,
-        AddGpu,
-        GpuAdded,
-        MapGpu,
-        UnmapGpu,
-        AddGpuArena,
-        MapGpuArena,
-        AddLane,
-        LaneAdded,
-        MapLane,
-        UnmapLane,
-        Keep,
-        Probed,
-        CompileHere,
-        CompiledHere,
-        StartWorker,
-        WorkerStarted,
-        KillWorker,
-        WorkerEnded,
-        Ping,
-        Pong,
-        Route,
-        RanHere,
-        Prepare,
-        Decision,
-        Lease,
-        Outcome,
-        Request,
-        Ready,
-    )
-}
+MESSAGES: dict[str, type[Message]] = {cls.kind: cls for cls in Message.__subclasses__()}
 
 M = TypeVar("M", bound=Message)
 _HINTS: dict[type[Message], dict[str, type]] = {

@@ -97,7 +97,7 @@ def test_calls_that_another_worker_served_do_not_count() -> None:
 
 
 def test_second_route_to_the_same_worker_shares_its_lane() -> None:
-    """A lane costs two eventfds and a page."""
+    """A lane costs a page, an eventfd and a pair of sockets."""
     driver = settled()
     driver.route(2, dtype="float64")
     (lease,) = of(served(driver, SETTLED_CALLS, route=2), act.SendLease)

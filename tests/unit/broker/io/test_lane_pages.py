@@ -9,7 +9,7 @@ import pytest
 
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm import lane, memory, ring
+from layerzero.ipc.shm import memory, ring
 from layerzero.ipc.shm.ring import SLOTS, Ring
 from layerzero.ipc.shm.timeline_page import TimelinePage, TimelinePoint, create_page
 
@@ -19,8 +19,8 @@ CPU, GPU = 1, 2
 @pytest.fixture
 def ends() -> Iterator[LanePages]:
     found = LanePages()
-    found.add(CPU, [memory.create_memfd("lane", memory.PAGE_BYTES), *(lane.create_doorbell() for _ in "ab")])
-    found.add(GPU, [ring.create_page(), lane.create_doorbell()], is_ring=True)
+    found.add(CPU, [memory.create_memfd("lane", memory.PAGE_BYTES)])
+    found.add(GPU, [ring.create_page()], is_ring=True)
     yield found
     found.close()
 
@@ -65,3 +65,18 @@ def test_call_that_its_client_has_written_over_is_the_clients_fault(ends: LanePa
     """It was not done."""
     put(ends, *range(1, SLOTS + 3)).close()
     assert ends.call(GPU, 2) is None
+
+
+def test_calls_on_a_ring_whose_worker_sleeps_are_unheard(ends: LanePages) -> None:
+    """Their client has rung; or it has left, and somebody else must wake the worker."""
+    page = put(ends, 1, 2)
+    assert not ends.is_unheard(GPU)
+    page.sleep(True)
+    assert ends.is_unheard(GPU)
+    page.take()
+    assert ends.is_unheard(GPU)
+    page.take()
+    assert not ends.is_unheard(GPU)
+    assert not ends.is_unheard(CPU)
+    assert not ends.is_unheard(7)
+    page.close()

@@ -11,14 +11,15 @@ from tests.fuzz.broker_ends import BrokerEnds, open_descriptors
 
 from layerzero.ipc.shm import lane, memory, ring_words
 from layerzero.ipc.transport import control
-from layerzero.ipc.transport.messages import AddLane, Hello, Welcome
+from layerzero.ipc.transport.messages import AddLane, Hello, LaneAdded, Welcome
 
 
-@pytest.mark.parametrize(("gpu", "nbytes", "bells"), [("", memory.PAGE_BYTES, 2), ("GPU-1", ring_words.PAGE_BYTES, 1)])
-def test_a_lane_that_cannot_be_mapped_leaves_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch, gpu: str, nbytes: int, bells: int
+@pytest.mark.parametrize("lacking", ["map_fd", "create_doorbell", "create_answer_bell"])
+@pytest.mark.parametrize(("gpu", "nbytes"), [("", memory.PAGE_BYTES), ("GPU-1", ring_words.PAGE_BYTES)])
+def test_a_lane_that_cannot_be_opened_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, nbytes: int, lacking: str
 ) -> None:
-    """A broker that has no more maps must not run out of descriptors, too."""
+    """A broker that has no more maps must not run out of descriptors, too. Its client goes on without the lane."""
 
     def fails(*_: object, **__: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -29,13 +30,13 @@ def test_a_lane_that_cannot_be_mapped_leaves_no_descriptor(
     control.send(sock, Hello(protocols=[1], role="client", package="0", pid=1))
     end.point()
     control.receive(sock, Welcome)
-    fds = [memory.create_memfd("page", nbytes), *(lane.create_doorbell() for _ in range(bells))]
+    fd = memory.create_memfd("page", nbytes)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "map_fd", fails)
-        control.send(sock, AddLane(lane=1, gpu=gpu), tuple(fds))
+        patch.setattr(memory if lacking == "map_fd" else lane, lacking, fails)
+        control.send(sock, AddLane(lane=1, gpu=gpu), (fd,))
         end.point()
-    for fd in fds:
-        os.close(fd)
+    os.close(fd)
+    assert control.receive(sock, LaneAdded) == (LaneAdded(lane=1, is_open=False), [])
     sock.shutdown(socket.SHUT_RDWR)
     sock.close()
     end.point()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory
+from layerzero.ipc.transport import control
 from layerzero.ipc.vocabulary.worker_codes import lane_of, mark
 
 
@@ -84,16 +87,62 @@ def test_a_ring_is_taken_once() -> None:
     os.close(bell)
 
 
-def test_only_a_nonblocking_eventfd_is_a_doorbell() -> None:
-    """A worker that reads anything else might wait for ever."""
-    blocking, (read, write) = os.eventfd(0), os.pipe()
-    for fd in (blocking, read):
-        with pytest.raises(ProtocolError, match="a doorbell is a non-blocking eventfd"):
-            lane.check_doorbell(fd)
-    good = lane.create_doorbell()
-    lane.check_doorbell(good)
-    for fd in (blocking, read, write, good):
-        os.close(fd)
+def test_a_doorbell_that_was_made_blocking_is_taken_without_waiting() -> None:
+    """Whoever holds it may do that at any time."""
+    bell = lane.create_doorbell()
+    os.set_blocking(bell, True)
+    assert not lane.take(bell)
+    lane.ring(bell)
+    assert lane.take(bell)
+    os.close(bell)
+
+
+def test_an_answer_bell_is_heard_once_for_each_ring() -> None:
+    """It wakes whoever polls it, and is silent when that has heard it."""
+    ringing, hearing = lane.create_answer_bell()
+    lane.hear(hearing)
+    assert not control.is_readable(hearing.fileno())
+    lane.ring_back(ringing)
+    assert control.is_readable(hearing.fileno())
+    lane.hear(hearing)
+    assert not control.is_readable(hearing.fileno())
+    ringing.close()
+    assert not control.is_readable(hearing.fileno())  # whoever polls it would spin
+    hearing.close()
+
+
+@pytest.mark.parametrize("fault", ["full", "full and blocking", "shut down", "closed", "connected elsewhere"])
+def test_ringing_back_never_waits(fault: str) -> None:
+    """Whatever its client does with the other end."""
+    ringing, hearing = lane.create_answer_bell()
+    with suppress(BlockingIOError):
+        while fault.startswith("full"):
+            ringing.send(b"1", socket.MSG_DONTWAIT)
+    match fault:
+        case "full and blocking":
+            ringing.setblocking(True)
+        case "shut down":
+            hearing.shutdown(socket.SHUT_RDWR)
+        case "closed":
+            hearing.close()
+        case "connected elsewhere":
+            other = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            other.bind("")  # to any name
+            hearing.connect(other.getsockname())
+            other.close()
+    for _ in range(1000):
+        lane.ring_back(ringing)
+    ringing.close()
+    hearing.close()
+
+
+def test_nothing_can_be_sent_to_the_end_that_rings() -> None:
+    """A worker would have to close the descriptors that come along, and that may take as long as their sender likes."""
+    ringing, hearing = lane.create_answer_bell()
+    with pytest.raises(BrokenPipeError):
+        socket.send_fds(hearing, [b"1"], [hearing.fileno()])
+    ringing.close()
+    hearing.close()
 
 
 def test_a_control_page_names_the_lane() -> None:
