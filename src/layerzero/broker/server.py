@@ -23,6 +23,7 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import frame_codec
 from layerzero.broker.io.authentication import Authentication
+from layerzero.broker.io.doorkeeper import LOOK_S, Doorkeeper
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.offers import Offers
 from layerzero.broker.io.page_poller import POLL_S, PagePoller
@@ -111,6 +112,8 @@ class Server:
             from_worker=self._from_worker,
             uids=gate.uids if gate.is_shared else (),
         )
+        doors = [*self._routers.doors, *([] if self._remote is None else [self._remote.door])]
+        self._doorkeeper = Doorkeeper(doors, self._wake_up)
         self._links = WorkerLinks(self._poller, self.handle)
         self.joined = Joined(
             settings,
@@ -283,7 +286,8 @@ class Server:
         grace."""
         kill_at_s = math.inf if self._kill_at_s is None else self._kill_at_s
         due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), kill_at_s)
-        self._check_s = min(due_s, IDLE_CHECK_S + time.monotonic())
+        look_s = LOOK_S if self._doorkeeper.is_shut else IDLE_CHECK_S
+        self._check_s = min(due_s, look_s + time.monotonic())
 
     def _housekeeping(self, now_s: float) -> None:
         if now_s >= self._linger_ends_s():
@@ -293,6 +297,7 @@ class Server:
             self.processes.kill_all()
         self._connections.end_silent(now_s)
         self.joined.look(now_s)
+        self._doorkeeper.look()
         self._plan_check()
 
     # --- events and actions --------------------------------------------------------------------------
@@ -314,6 +319,9 @@ class Server:
 
     def _take_from_threads(self) -> None:
         os.eventfd_read(self._wake)
+        if self._doorkeeper.is_shut:
+            self._doorkeeper.look()
+            self._plan_check()
         self._follow_policy(time.monotonic())
         while self._from_threads:
             event = self._from_threads.popleft()
@@ -461,6 +469,7 @@ class Server:
         self._lanes.close()
         self._pages.close_all()
         self._connections.stop_listening()
+        self._doorkeeper.close()
         if self._remote is not None:
             self._remote.close()
         self._routers.close()  # the last answers leave before the control sockets say that the broker is gone

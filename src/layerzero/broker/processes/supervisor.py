@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgpack
 
+from layerzero.broker.io import fd_reserve
 from layerzero.ipc import oom
 from layerzero.ipc.shm import memory
 from layerzero.ipc.vocabulary.worker_codes import phase_name
@@ -126,6 +127,7 @@ def spawn(
         os.close(log_fd)
     page = memory.ControlPage(page_fd, writable=False)
     pidfd = os.pidfd_open(popen.pid)
+    fd_reserve.hand_down(popen.pid)
     watch = oom_kills.watch(popen.pid)
     return Process(backend, generation, popen, pidfd, ticket, page_fd, page, log, log_start, watch)
 

@@ -13,10 +13,11 @@ import struct
 from pathlib import Path
 from typing import NoReturn, TypeVar, overload
 
-from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.errors import OutOfMemory, ProtocolError
 from layerzero.ipc.transport import messages
 
 MAX_BYTES = 1 << 16
+MAX_FDS = 4  # of one message
 SUN_PATH_MAX = 107
 M = TypeVar("M", bound=messages.Message)
 N = TypeVar("N", bound=messages.Message)
@@ -93,8 +94,9 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
 def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[messages.Message, list[int]]:
     """The next message and the descriptors that came with it, which the caller owns.
 
-    Raises Closed at end of file, ProtocolError for anything that is not one of `expected`, BlockingIOError when
-    nothing is there on a non-blocking socket, TimeoutError when the socket's timeout is over.
+    Raises Closed at end of file, ProtocolError for anything that is not one of `expected`, OutOfMemory when this
+    process has no descriptor left for what came with it, BlockingIOError when nothing is there on a non-blocking
+    socket, TimeoutError when the socket's timeout is over.
     """
     try:
         data, fds, flags = _receive(sock)
@@ -106,9 +108,12 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
         raise Closed
     try:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise ProtocolError(f"control message is larger than {MAX_BYTES} bytes or carries too many descriptors")
+            if flags & socket.MSG_TRUNC or len(fds) >= MAX_FDS:
+                raise ProtocolError(f"control message is larger than {MAX_BYTES} bytes or carries too many descriptors")
+            messages.decode(data, *expected)
+            raise OutOfMemory(f"no file descriptors are left for what came with a message to process {os.getpid()}")
         return messages.decode(data, *expected), fds
-    except ProtocolError:
+    except (OutOfMemory, ProtocolError):
         for fd in fds:
             os.close(fd)
         raise
@@ -117,7 +122,9 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
     """socket.recv_fds, which in Python 3.11 drops its flags: children would inherit the descriptors."""
     fds = array.array("i")
-    data, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, socket.CMSG_LEN(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(
+        MAX_BYTES, socket.CMSG_LEN(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(value[: len(value) - len(value) % fds.itemsize])
