@@ -80,7 +80,7 @@ class Offers:
         try:
             if len(fds) != 1:
                 raise ProtocolError(f"add_arena carries one descriptor, got {len(fds)}")
-            memory.check_memfd(fds[0], message.nbytes)
+            memory.check_arena(fds[0], message.nbytes)
             self._check_number(peer, message.arena)
         except BaseException:  # also for lack of memory for one more map
             close_all(fds)

@@ -58,7 +58,13 @@ def open_endpoints(folder: Path, *, is_shared: bool = False) -> Endpoints:
             f"runtime folder {str(folder)!r} is too long for unix sockets (at most {SUN_PATH_MAX} bytes with the "
             "socket's name); set LAYERZERO_RUNTIME_DIR to a shorter one"
         )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:  # a file, FIFO or socket is there, or the place is not ours
+        raise ConfigError(
+            f"runtime folder {str(folder)!r} cannot be made: {exc.strerror}. Remove what lies there, or set "
+            "LAYERZERO_RUNTIME_DIR to another place"
+        ) from exc
     info = folder.lstat()
     if is_shared:
         if not stat.S_ISDIR(info.st_mode) or info.st_mode & 0o002:
