@@ -55,7 +55,7 @@ from layerzero.ipc.version import __version__
 STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
 CATCH_UP_S = 0.2
-IDLE_CHECK_S = 3600.0
+IDLE_CHECK_S = 5.0  # is the runtime folder still ours?
 
 
 class Server:
@@ -81,6 +81,7 @@ class Server:
         self.policy = policy
         self.policy.on_read = self._wake_up
         self.incarnation = os.urandom(8).hex()
+        self._lock_id = endpoints.lock_id()
         self.started_s = time.monotonic()
         self.stays = stays
         self.tuning = Spending(time.monotonic())
@@ -289,6 +290,10 @@ class Server:
         look_s = LOOK_S if self._doorkeeper.is_shut else IDLE_CHECK_S
         self._check_s = min(due_s, look_s + time.monotonic())
 
+    @property
+    def _has_folder(self) -> bool:
+        return self.endpoints.lock_id() == self._lock_id
+
     def _housekeeping(self, now_s: float) -> None:
         if now_s >= self._linger_ends_s():
             self.handle(ev.ShutdownAsked())
@@ -296,6 +301,9 @@ class Server:
             self._kill_at_s = None
             self.processes.kill_all()
         self._connections.end_silent(now_s)
+        if not self._has_folder and not self.state.stopping:
+            log("runtime_dir.lost", folder=str(self.endpoints.folder))  # nobody finds this broker any more
+            self.handle(ev.ShutdownAsked())
         self.joined.look(now_s)
         self._doorkeeper.look()
         self._plan_check()
@@ -475,7 +483,7 @@ class Server:
         self._routers.close()  # the last answers leave before the control sockets say that the broker is gone
         self._connections.close_all()
         self._offers.close()
-        for path in (self.endpoints.control, *self._zmq_paths.values()):
+        for path in (*([self.endpoints.control] if self._has_folder else ()), *self._zmq_paths.values()):
             path.unlink(missing_ok=True)
         self._probes.close()
         self._compilers.close()

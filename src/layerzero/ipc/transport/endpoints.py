@@ -28,6 +28,14 @@ class Endpoints:
         """Locked by a broker for as long as it lives; holds its pid."""
         return self.folder / "broker.lock"
 
+    def lock_id(self) -> tuple[int, int] | None:
+        """Which file `broker_lock` is now; None when there is none. Another one: another broker may have the folder."""
+        try:
+            found = self.broker_lock.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
     @property
     def start_lock(self) -> Path:
         """Locked by a client while it starts a broker."""
