@@ -381,8 +381,8 @@ class _Loop:
 def _map_arena(fd: int, nbytes: int) -> _Arena:
     """Takes the descriptor over."""
     try:
-        read: mmap = memory.map_fd(fd, nbytes, writable=False, populate=True)
-        write: mmap = memory.map_fd(fd, nbytes, writable=True, populate=True)
+        read: mmap = memory.map_fd(fd, nbytes, writable=False, populate=True, is_inherited=False)
+        write: mmap = memory.map_fd(fd, nbytes, writable=True, populate=True, is_inherited=False)
         return _Arena(nbytes, memoryview(read), memoryview(write))
     except (OSError, ValueError) as exc:  # no memory, too many maps: calls that use it fail, the worker lives
         problem = f"the worker cannot map the caller's memory of {nbytes} bytes: {exc}"

@@ -90,11 +90,15 @@ def check_arena(fd: int, nbytes: int) -> None:
         raise ProtocolError(f"an arena's pages must be reserved; of {nbytes} bytes {reserved} are")
 
 
-def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> mmap.mmap:
-    """Map a whole memfd, shared. Raises OSError: ENOMEM where this process has no address space left (RLIMIT_AS)."""
+def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False, is_inherited: bool = True) -> mmap.mmap:
+    """Map a whole memfd, shared; without `is_inherited` a child that is forked has no such map. Raises OSError: ENOMEM
+    where this process has no address space left (RLIMIT_AS)."""
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-    return mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+    mapped = mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+    if not is_inherited:
+        mapped.madvise(mmap.MADV_DONTFORK)
+    return mapped
 
 
 class ControlPage:

@@ -150,6 +150,22 @@ def test_other_failures_are_not_disguised_and_leak_nothing() -> None:
     assert open_fds() == before
 
 
+@pytest.mark.parametrize("is_inherited", [True, False])
+def test_a_forked_child_has_no_map_that_is_not_inherited(fd: int, is_inherited: bool) -> None:
+    """What a library starts outlives its worker, and would keep and could write the memory of clients."""
+    mapped = map_fd(fd, NBYTES, writable=True, is_inherited=is_inherited)
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(write, b"1" if "memfd:test" in Path("/proc/self/maps").read_text() else b"0")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 1) == (b"1" if is_inherited else b"0")
+    mapped.close()
+    os.close(read)
+    os.close(write)
+
+
 def test_good_memfd_passes_the_check(fd: int) -> None:
     """What create_memfd makes is what check_memfd wants."""
     check_memfd(fd, NBYTES)
