@@ -46,8 +46,8 @@ def test_a_broker_without_descriptors_turns_callers_away_and_recovers(new_site: 
     with contextlib.ExitStack() as callers:
         for _ in range(5):
             sock = callers.enter_context(control.connect(site.endpoints.control, timeout_s=5))
-            with contextlib.suppress(ConnectionResetError):
-                assert sock.recv(1) == b""
+            answer, _ = control.receive(sock, messages.Refused)
+            assert answer.error["code"] == "BUSY"
             turned_away += 1
     assert turned_away == 5
     np.testing.assert_array_equal(lz.silu(x), expected)
@@ -122,10 +122,9 @@ def test_a_client_with_too_many_arenas_is_dropped_and_leaves_nothing(new_site: C
     site = new_site().start()
     pid = site.connect().broker_pid
     site.wait_ready("alpha", "beta")
-    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < MAX_ARENAS + 200:
-        pytest.skip(f"the hard limit of descriptors is {hard}")
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (MAX_ARENAS + 200, hard))
+    soft, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)  # the broker has raised it; a client gets a part of that
+    if soft < 4 * MAX_ARENAS:
+        pytest.skip(f"the limit of descriptors is {soft}")
     held = len(os.listdir(f"/proc/{pid}/fd"))
     context = zmq.Context()
     sock, dealer = bare_client(site, context)

@@ -14,6 +14,7 @@ from pathlib import Path
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io import fd_reserve
 from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.io.offers import KINDS, Offers
 from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, refuse
@@ -21,11 +22,12 @@ from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.worker_links import WorkerLinks, close_all
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
-from layerzero.ipc.errors import BrokerLost, LayerZeroError, ProtocolError
+from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, OutOfMemory, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport import control, messages
 
 FIRST_CLIENT_S = 10.0  # the client that started us gets so long to say hello, whatever the linger
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MAX_STRANGERS = 64  # connections that have not said hello
 
 
@@ -85,16 +87,14 @@ class Connections:
             try:
                 sock, _ = self._listener.accept()
             except OSError as exc:
-                if exc.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
-                # Out of descriptors: turn the caller away with the spare one, or its call would wake us for ever.
-                log("peer.refused", error="the broker has no file descriptors left; raise its limit (ulimit -n)")
-                os.close(self._spare_fd)
-                self._listener.accept()[0].close()
-                self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                return
+                if exc.errno in PASSING:
+                    self._turn_away_with_spare()
+                return  # of other errors: the caller has gone meanwhile
             sock.setblocking(False)
             peer = Peer(sock, since_s=time.monotonic())
+            if shortage := fd_reserve.shortage(fd_reserve.for_workers()):
+                self._turn_away(peer, shortage)
+                return
             self._peers[sock.fileno()] = peer
             self._poller.watch(sock.fileno(), lambda: self._receive(peer))
             strangers = self._strangers()
@@ -102,13 +102,33 @@ class Connections:
                 self.close(min(strangers, key=self._gate.knows))
             self._note_change()
 
+    @staticmethod
+    def _turn_away(peer: Peer, shortage: str) -> None:
+        refuse(peer, Busy(shortage))
+        log("peer.refused", error=shortage)
+        peer.close()
+
+    def _turn_away_with_spare(self) -> None:
+        """There is no descriptor left: the caller gets the spare one for as long as it takes to say so, or its call
+        would wake us for ever."""
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+            self._spare_fd = -1
+        with suppress(OSError):  # a thread was faster, and has the spare one
+            self._turn_away(Peer(self._listener.accept()[0]), fd_reserve.shortage(fd_reserve.reserve()))
+        with suppress(OSError):
+            self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
     def _receive(self, peer: Peer) -> None:
         try:
             if not peer.role:
                 self._hear_hello(peer)
             elif peer.role == "client":
-                message, fds = control.receive(peer.sock, *KINDS)
-                self._offers.take(peer, message, fds)
+                try:
+                    message, fds = control.receive(peer.sock, *KINDS)
+                    self._offers.take(peer, message, fds)
+                except OutOfMemory as exc:  # nothing is wrong with the client: it goes on without this
+                    control.send(peer.sock, messages.Refused(error=exc.to_wire()))
             elif peer.role == "agent":
                 self._joined.take(peer)
             else:
@@ -155,6 +175,8 @@ class Connections:
             raise ProtocolError(f"unknown role {hello.role!r:.40}; allowed: client, agent, worker")
         elif self._state.stopping:
             raise BrokerLost("the broker is shutting down")
+        elif shortage := fd_reserve.shortage(fd_reserve.reserve()):
+            raise Busy(shortage)
         elif hello.role == "agent":
             self._joined.check(hello)
         peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)
@@ -204,4 +226,5 @@ class Connections:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
-        os.close(self._spare_fd)
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)

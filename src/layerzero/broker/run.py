@@ -13,6 +13,7 @@ import msgpack
 from layerzero.broker.configuration import settings as knobs
 from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io import fd_reserve
 from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.processes.cuda_driver import detect_gpus
 from layerzero.broker.processes.host import detect_cpu
@@ -50,6 +51,7 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     for stale in (*endpoints.folder.glob("client-*"), *endpoints.folder.glob("worker-*")):
         if stale.is_socket():  # of a broker that was killed
             stale.unlink(missing_ok=True)
+    fd_reserve.raise_limit()
     if owns_log:  # a daemon's stderr is the log; one in the foreground writes to a terminal
         keep_in(endpoints.log)
     gpus = detect_gpus()

@@ -23,6 +23,7 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import frame_codec
 from layerzero.broker.io.authentication import Authentication
+from layerzero.broker.io.doorkeeper import LOOK_S, Doorkeeper
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.offers import Offers
 from layerzero.broker.io.page_poller import POLL_S, PagePoller
@@ -54,7 +55,7 @@ from layerzero.ipc.version import __version__
 STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
 CATCH_UP_S = 0.2
-IDLE_CHECK_S = 3600.0
+IDLE_CHECK_S = 5.0  # is the runtime folder still ours?
 
 
 class Server:
@@ -80,6 +81,7 @@ class Server:
         self.policy = policy
         self.policy.on_read = self._wake_up
         self.incarnation = os.urandom(8).hex()
+        self._lock_id = endpoints.lock_id()
         self.started_s = time.monotonic()
         self.stays = stays
         self.tuning = Spending(time.monotonic())
@@ -111,6 +113,8 @@ class Server:
             from_worker=self._from_worker,
             uids=gate.uids if gate.is_shared else (),
         )
+        doors = [*self._routers.doors, *([] if self._remote is None else [self._remote.door])]
+        self._doorkeeper = Doorkeeper(doors, self._wake_up)
         self._links = WorkerLinks(self._poller, self.handle)
         self.joined = Joined(
             settings,
@@ -283,7 +287,12 @@ class Server:
         grace."""
         kill_at_s = math.inf if self._kill_at_s is None else self._kill_at_s
         due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), kill_at_s)
-        self._check_s = min(due_s, IDLE_CHECK_S + time.monotonic())
+        look_s = LOOK_S if self._doorkeeper.is_shut else IDLE_CHECK_S
+        self._check_s = min(due_s, look_s + time.monotonic())
+
+    @property
+    def _has_folder(self) -> bool:
+        return self.endpoints.lock_id() == self._lock_id
 
     def _housekeeping(self, now_s: float) -> None:
         if now_s >= self._linger_ends_s():
@@ -292,7 +301,11 @@ class Server:
             self._kill_at_s = None
             self.processes.kill_all()
         self._connections.end_silent(now_s)
+        if not self._has_folder and not self.state.stopping:
+            log("runtime_dir.lost", folder=str(self.endpoints.folder))  # nobody finds this broker any more
+            self.handle(ev.ShutdownAsked())
         self.joined.look(now_s)
+        self._doorkeeper.look()
         self._plan_check()
 
     # --- events and actions --------------------------------------------------------------------------
@@ -314,6 +327,9 @@ class Server:
 
     def _take_from_threads(self) -> None:
         os.eventfd_read(self._wake)
+        if self._doorkeeper.is_shut:
+            self._doorkeeper.look()
+            self._plan_check()
         self._follow_policy(time.monotonic())
         while self._from_threads:
             event = self._from_threads.popleft()
@@ -461,12 +477,13 @@ class Server:
         self._lanes.close()
         self._pages.close_all()
         self._connections.stop_listening()
+        self._doorkeeper.close()
         if self._remote is not None:
             self._remote.close()
         self._routers.close()  # the last answers leave before the control sockets say that the broker is gone
         self._connections.close_all()
         self._offers.close()
-        for path in (self.endpoints.control, *self._zmq_paths.values()):
+        for path in (*([self.endpoints.control] if self._has_folder else ()), *self._zmq_paths.values()):
             path.unlink(missing_ok=True)
         self._probes.close()
         self._compilers.close()

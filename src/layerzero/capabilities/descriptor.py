@@ -20,6 +20,7 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 SCHEMA_VERSION = "1.0"
+MAX_BYTES = 1 << 20  # of a descriptor
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
 Positive = Annotated[int, Field(ge=1)]
@@ -255,6 +256,9 @@ def load(path: Path) -> Capability:
 def read_text(path: Path) -> str:
     """A descriptor file's text. Raises DescriptorError."""
     try:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            text = f"{path}: cannot be read: no regular file of at most {MAX_BYTES:,} bytes"
+            raise DescriptorError(text, Reason.CAPABILITIES_INVALID)
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise DescriptorError(f"{path}: cannot be read: {exc}", Reason.CAPABILITIES_INVALID) from exc

@@ -23,9 +23,12 @@ from pydantic import (
     model_validator,
 )
 
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.names import unknown_name
 
+MAX_BYTES = 1 << 16  # of a manifest
+MAX_DOTS = 200  # in a line of it
 BUILTIN = Path(__file__).resolve().parent / "manifests"
 VariantName = Literal["cpu", "cu12", "cu13"]
 # What the worker code itself needs; added to every venv, so that no manifest can forget it.
@@ -226,11 +229,10 @@ def load(path: Path) -> EnvManifest:
     if not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"{path}: file name: {name!r} is no environment name; allowed: {NAME_PATTERN}")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        text = files.read(path, MAX_BYTES)
+    except OSError as exc:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
-    except RecursionError as exc:
-        raise ConfigError(f"{path}: cannot be read as TOML: nested too deeply") from exc
+    data = parse_toml(text, str(path))
     for key in _NOT_IN_TEXT:
         if key in data:
             raise ConfigError(f"{path}: {key}: {data[key]!r} must be absent; the file's place and name say it")
@@ -238,6 +240,20 @@ def load(path: Path) -> EnvManifest:
         return EnvManifest.model_validate({"name": name, "path": path, **data})
     except ValidationError as exc:
         raise ConfigError(f"{path}: {_explain(exc.errors()[0], data)}") from exc
+
+
+def parse_toml(text: bytes, where: str) -> dict[str, Any]:
+    """A manifest's text as plain values, not yet checked. Raises ConfigError."""
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{where}: larger than {MAX_BYTES:,} bytes, the most that a manifest may have")
+    if any(line.count(b".") > MAX_DOTS for line in text.splitlines()):  # the reader's time is their square
+        raise ConfigError(f"{where}: cannot be read as TOML: a line with more than {MAX_DOTS} dots")
+    try:
+        return tomllib.loads(text.decode())
+    except ValueError as exc:  # not UTF-8, not TOML, an integer of thousands of digits
+        raise ConfigError(f"{where}: cannot be read as TOML: {exc}"[:1000]) from exc
+    except RecursionError as exc:
+        raise ConfigError(f"{where}: cannot be read as TOML: nested too deeply") from exc
 
 
 def discover(folders: Sequence[Path] = ()) -> tuple[dict[str, EnvManifest], list[Problem]]:

@@ -15,6 +15,7 @@ import yaml
 
 from layerzero.broker.selection.policy import Layer, Policy, compose
 from layerzero.broker.selection.policy_values import Known, Place
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
 
 MAX_FILE_BYTES = 64 * 1024  # half a second of PyYAML at worst
@@ -131,11 +132,7 @@ def load_layer(file: Path) -> Layer:
 def _load_layer(file: Path, _: Stamp | None) -> Layer:
     """Kept while the file is the same: with each look at a backend from outside, policy is asked for its sources."""
     try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ConfigError(f"{file}: larger than {MAX_FILE_BYTES:,} bytes, the most that a policy may have")
-        return parse_layer(data.decode(), str(file))
+        return parse_layer(files.read(file, MAX_FILE_BYTES).decode(), str(file))
     except OSError as exc:
         raise ConfigError(f"{file}: cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:

@@ -188,6 +188,7 @@ class Worker:
     ready_s: float = 0.0  # when it last became ready
     retry_at_s: float = 0.0  # when a worker in back-off, or one that crashes have disabled, is started again
     times_disabled: int = 0  # by crashes, since it was last ready for `restart_window_s`
+    is_unprobed: bool = False  # disabled for a while before its probe could run
     is_joined: bool = False  # not started by the broker: it cannot always be killed, and gets no express lanes
     is_vacant: bool = False  # disabled, as nobody could start it; who comes to do so ends that
     was_ready: bool = False  # in this generation

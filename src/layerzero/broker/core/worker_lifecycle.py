@@ -26,7 +26,15 @@ from layerzero.broker.selection.signature import Verdict
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.cuda.offer import SLOTS
-from layerzero.ipc.errors import BackendError, DeadlineExceeded, EnvChanged, EnvError, LayerZeroError, ProtocolError
+from layerzero.ipc.errors import (
+    BackendError,
+    DeadlineExceeded,
+    EnvChanged,
+    EnvError,
+    LayerZeroError,
+    OutOfMemory,
+    ProtocolError,
+)
 
 S = WorkerState
 
@@ -88,7 +96,8 @@ class WorkerLifecycle:
             self._spawn(worker)
         else:
             self._signal(worker, Signal.PROBE_FAILED)
-            self._disable(worker, event.error, _reason(event.error))
+            worker.is_unprobed = isinstance(event.error, OutOfMemory)
+            self._disable_or_wait(worker, event.error)
         return worker
 
     def _spawn(self, worker: Worker) -> None:
@@ -121,7 +130,7 @@ class WorkerLifecycle:
             self._signal(worker, Signal.EXITED)
         else:
             self._signal(worker, Signal.SPAWN_FAILED)
-            self._disable(worker, event.error, _reason(event.error))
+            self._disable_or_wait(worker, event.error)
             if event.vacancy is not None:
                 worker.is_vacant = True
                 self.set_unavailable(worker.backend, event.vacancy)
@@ -173,7 +182,11 @@ class WorkerLifecycle:
             else:
                 self._effects.wake_by(due_s)
         elif worker.state in (S.BACKOFF, S.DISABLED):
-            if now_s >= worker.retry_at_s:
+            if now_s >= worker.retry_at_s and worker.is_unprobed:
+                worker.is_unprobed = False
+                self._signal(worker, Signal.RESET)
+                self.need(worker)
+            elif now_s >= worker.retry_at_s:
                 worker.restarts += worker.state is S.DISABLED  # else that was counted when it was planned
                 self._signal(worker, Signal.RETRY_DUE)
                 self._spawn(worker)
@@ -270,10 +283,21 @@ class WorkerLifecycle:
             detail = f"{error.message}; restarts in {delay_s:.1f} s"
             self.set_unavailable(worker.backend, Rejection(Reason.BACKEND_RESTARTING, detail))
 
+    def _disable_or_wait(self, worker: Worker, error: LayerZeroError) -> None:
+        """Of one that could not be started: what the machine lacks for a moment needs no repair."""
+        if isinstance(error, OutOfMemory):
+            self._try_later(worker, f"could not be started: {error.message}", "")
+        else:
+            self._disable(worker, error, _reason(error))
+
     def _disable_for_a_while(self, worker: Worker, text: str, repair: str) -> None:
         """Crashes may have passed by then."""
-        limits = self._limits
         self._signal(worker, Signal.GIVEN_UP)
+        self._try_later(worker, text, repair)
+
+    def _try_later(self, worker: Worker, text: str, repair: str) -> None:
+        """Of one that is disabled by now."""
+        limits = self._limits
         delay_s = min(limits.retry_disabled_s * 2.0 ** min(worker.times_disabled, 64), limits.retry_disabled_max_s)
         worker.times_disabled += 1
         worker.deaths_s.clear()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
+from layerzero.broker.io import fd_reserve
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import Gpu, TimelinePages, check_handle_fds
 from layerzero.broker.io.worker_links import WorkerLinks, close_all
 from layerzero.ipc.cuda.handles import ArenaHandle
-from layerzero.ipc.errors import LayerZeroError, NoTransport, ProtocolError
+from layerzero.ipc.errors import LayerZeroError, NoTransport, OutOfMemory, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, messages, wire
@@ -55,11 +57,13 @@ class Offers:
         self._pages = pages
         self._page_poller = page_poller
         self._arenas: dict[tuple[int, int], _Arena] = {}  # by client's number, also after it has left, and its own
+        self._kept: Counter[int] = Counter()  # how many, by client's number
 
     # --- what clients bring ----------------------------------------------------------------------------
 
     def take(self, peer: Peer, message: messages.Message, fds: list[int]) -> None:
-        """One of KINDS, with its descriptors. Raises ProtocolError."""
+        """One of KINDS, with its descriptors. Raises ProtocolError, and OutOfMemory when the broker can keep no more of
+        them."""
         if isinstance(message, AddArena):
             self._add_arena(peer, message, fds)
         elif isinstance(message, AddGpu):
@@ -77,8 +81,8 @@ class Offers:
         try:
             if len(fds) != 1:
                 raise ProtocolError(f"add_arena carries one descriptor, got {len(fds)}")
-            memory.check_memfd(fds[0], message.nbytes)
-            _check_number(peer, message.arena)
+            memory.check_arena(fds[0], message.nbytes)
+            self._check_number(peer, message.arena)
         except BaseException:  # also for lack of memory for one more map
             close_all(fds)
             raise
@@ -90,19 +94,29 @@ class Offers:
             check_handle_fds(handle, fds)
             if handle.arena != message.arena:
                 raise ProtocolError(f"arena {message.arena} comes with the handle of arena {handle.arena}")
-            _check_number(peer, message.arena)
+            self._check_number(peer, message.arena)
         except BaseException:  # also for lack of memory for one more map
             close_all(fds)
             raise
         arena = _Arena(fds[0] if fds else None, handle)
         self._keep_arena(peer, message.arena, arena, handle.nbytes, handle.gpu)
 
+    def _check_number(self, peer: Peer, arena: int) -> None:
+        """Raises ProtocolError, OutOfMemory."""
+        if not peer.last_arena < arena < wire.NO_ARENA:
+            raise ProtocolError(f"arena {arena} is out of range; numbers grow, the last was {peer.last_arena}")
+        peer.last_arena = arena
+        _demand_room()
+        most = fd_reserve.per_client()
+        if self._kept[peer.number] >= most:
+            raise OutOfMemory(f"the broker keeps {most} arenas for one client, as many as its file descriptors allow")
+
     def _keep_arena(self, peer: Peer, number: int, arena: _Arena, nbytes: int, gpu: str = "") -> None:
-        peer.last_arena = number
         self._arenas[peer.number, number] = arena
+        self._kept[peer.number] += 1
         self._handle(ev.ArenaOffered(peer.identity, number, nbytes, gpu))
         if peer.is_closed:  # it was dropped for this one
-            self._arenas.pop((peer.number, number)).close()
+            self._close_arena(peer.number, number)
             return
         control.send(peer.sock, messages.ArenaAdded(arena=number))
 
@@ -131,10 +145,11 @@ class Offers:
 
     def _add_lane(self, peer: Peer, number: int, gpu: str, fds: list[int]) -> None:
         try:
+            _demand_room()
             self._lanes.add(number, fds, is_ring=bool(gpu))
         except BaseException as exc:
             close_all(fds)
-            if not isinstance(exc, OSError):
+            if not isinstance(exc, (OSError, OutOfMemory)):
                 raise
             log("lane.refused", client=peer.number, error=str(exc))  # no maps or descriptors left: not its fault
             control.send(peer.sock, messages.LaneAdded(lane=number, is_open=False))
@@ -164,7 +179,13 @@ class Offers:
         self._links.tell(action.backend, action.generation, message)
 
     def close_arena(self, action: act.CloseArena) -> None:
-        self._arenas.pop((action.client, action.arena)).close()
+        self._close_arena(action.client, action.arena)
+
+    def _close_arena(self, client: int, arena: int) -> None:
+        self._arenas.pop((client, arena)).close()
+        self._kept[client] -= 1
+        if not self._kept[client]:
+            del self._kept[client]
 
     def grant_gpu(self, action: act.GrantGpu) -> None:
         message, fds = self._pages.lend(action.client, action.gpu, action.slot)
@@ -188,6 +209,7 @@ class Offers:
         self._arenas.clear()
 
 
-def _check_number(peer: Peer, arena: int) -> None:
-    if not peer.last_arena < arena < wire.NO_ARENA:
-        raise ProtocolError(f"arena {arena} is out of range; numbers grow, the last was {peer.last_arena}")
+def _demand_room() -> None:
+    """Raises OutOfMemory."""
+    if shortage := fd_reserve.shortage(fd_reserve.for_workers()):
+        raise OutOfMemory(shortage)

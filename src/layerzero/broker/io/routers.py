@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import zmq
 
+from layerzero.broker.io import fd_reserve
+from layerzero.broker.io.doorkeeper import Door
 from layerzero.broker.io.poller import Poller
 from layerzero.ipc.transport import sockets
 
@@ -38,8 +41,11 @@ class _Side:
         poller: Poller,
         take: Take,
         uids: Collection[int],
+        keeps: Callable[[], int],
     ) -> None:
         self._sock = sockets.bind_router(context, path, queue, uids)
+        bind = partial(sockets.bind_path, self._sock, path, is_shared=bool(uids))
+        self.door = Door(self._sock, f"ipc://{path}", bind, keeps)
         self._take = take
         self.may_have_input = True
         poller.watch(sockets.poll_fd(self._sock), self._wake)
@@ -93,8 +99,9 @@ class Routers:
         uids: Collection[int] = (),
     ) -> None:
         self._context = zmq.Context()
-        self._front = _Side(self._context, client_path, queue, poller, from_client, uids)
-        self._back = _Side(self._context, worker_path, queue, poller, from_worker, uids)
+        self._front = _Side(self._context, client_path, queue, poller, from_client, uids, fd_reserve.reserve)
+        self._back = _Side(self._context, worker_path, queue, poller, from_worker, uids, fd_reserve.for_workers)
+        self.doors = [self._front.door, self._back.door]
         self.send_client, self.send_worker = self._front.send, self._back.send
 
     @property

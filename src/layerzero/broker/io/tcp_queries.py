@@ -10,13 +10,15 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from layerzero.broker.io import frame_codec
+from layerzero.broker.io import fd_reserve, frame_codec
+from layerzero.broker.io.doorkeeper import Door
 from layerzero.broker.io.poller import Poller
 from layerzero.ipc.errors import ConfigError, LayerZeroError, NotAllowed, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport import keys, sockets
 
 METHODS = ("health", "ping", "status")
+MAX_CONNECTIONS = 64  # with those that have not shown a key yet
 BATCH = 16  # questions taken before calls get their turn
 _ZAP = "inproc://zeromq.zap.01"  # https://rfc.zeromq.org/spec/27
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -50,7 +52,11 @@ class Remote:
         for sock in (self._zap, self._sock):
             poller.watch(sockets.poll_fd(sock), self._wake)
         self.endpoint = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.door = Door(self._sock, self.endpoint, self._bind, fd_reserve.reserve, MAX_CONNECTIONS)
         log("remote.listens", endpoint=self.endpoint, accepted=list(self._accepted.values()))
+
+    def _bind(self) -> None:
+        self._sock.bind(self.endpoint)
 
     def _wake(self) -> None:
         self.may_have_input = True

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.processes.launcher import Launcher
+from layerzero.broker.processes.supervisor import start_error
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.ipc.errors import EnvError, LayerZeroError
 from layerzero.ipc.logs import log
@@ -40,6 +41,8 @@ class ProbeJobs:
                 _note_failures(record)
         except LayerZeroError as exc:
             error = exc
+        except OSError as exc:
+            error = start_error(exc, backend)
         except Exception as exc:  # a broken environment may fail in any way; it disables that backend only
             error = EnvError(f"the probe failed: {type(exc).__name__}: {exc}", env=backend)
         self._post(ev.ProbeEnded(backend, error, record))

@@ -14,7 +14,7 @@ from layerzero.broker.processes import supervisor
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
 from layerzero.ipc import oom
-from layerzero.ipc.errors import EnvError, LayerZeroError
+from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport import control
 from layerzero.ipc.transport.endpoints import Endpoints
@@ -76,7 +76,7 @@ class Processes:
                 oom_kills=self._oom_kills,
             )
         except (OSError, LayerZeroError) as exc:
-            error = exc if isinstance(exc, LayerZeroError) else EnvError(f"cannot start the worker: {exc}", env=backend)
+            error = exc if isinstance(exc, LayerZeroError) else supervisor.start_error(exc, backend)
             self._handle(ev.SpawnFailed(backend, generation, error))
             return
         self._live[backend, generation] = process

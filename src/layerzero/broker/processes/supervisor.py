@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
@@ -13,12 +14,15 @@ from pathlib import Path
 
 import msgpack
 
+from layerzero.broker.io import fd_reserve
 from layerzero.ipc import oom
+from layerzero.ipc.errors import EnvError, LayerZeroError, OutOfMemory
 from layerzero.ipc.shm import memory
 from layerzero.ipc.vocabulary.worker_codes import phase_name
 
 STDERR_TAIL_BYTES = 2048
 LOG_LIMIT_BYTES = 16 << 20
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN, errno.EDQUOT)  # there may be room soon
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,24 @@ def spawn(
     finally:
         os.close(boot_fd)
         os.close(log_fd)
-    page = memory.ControlPage(page_fd, writable=False)
-    pidfd = os.pidfd_open(popen.pid)
+    try:
+        page = memory.ControlPage(page_fd, writable=False)
+        pidfd = os.pidfd_open(popen.pid)
+    except BaseException:
+        os.killpg(popen.pid, signal.SIGKILL)
+        popen.wait()
+        os.close(page_fd)
+        raise
+    fd_reserve.hand_down(popen.pid)
     watch = oom_kills.watch(popen.pid)
     return Process(backend, generation, popen, pidfd, ticket, page_fd, page, log, log_start, watch)
+
+
+def start_error(exc: OSError, backend: str) -> LayerZeroError:
+    """Why a process could not be started: something is wrong with its environment, or the machine has no descriptor,
+    disk or memory for it at this moment."""
+    text = f"cannot start a process of backend {backend}: {exc}"
+    return OutOfMemory(text) if exc.errno in PASSING else EnvError(text, env=backend)
 
 
 def stderr_tail(process: Process) -> str:

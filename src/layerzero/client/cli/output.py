@@ -6,10 +6,11 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from layerzero.client.connection.report import SelectionReport
@@ -33,14 +34,38 @@ FAILED, USAGE, NO_BROKER = 1, 2, 3
 MAX_TAIL_LINES = 8
 
 
+MAX_PIECE = 4096  # characters of one line: a library's name or last words may have any length
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+_CONTROLS |= {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def printable(text: str) -> str:
+    """Text of libraries, files and other processes, for a terminal: what would command it is shown instead, as \\x1b,
+    and lines that are too long are cut."""
+    return "\n".join(map(_printable_line, text.split("\n")))
+
+
+def _printable_line(line: str) -> str:
+    cut = "" if len(line) <= MAX_PIECE else f"... ({len(line) - MAX_PIECE} more characters)"
+    return line[:MAX_PIECE].translate(_CONTROLS) + cut
+
+
+class _Plain(Console):
+    """Prints nothing but `printable` text, whatever part of it came from where; colours are the console's own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
 @functools.cache
 def out() -> Console:
-    return Console()
+    return _Plain()
 
 
 @functools.cache
 def err() -> Console:
-    return Console(stderr=True)
+    return _Plain(stderr=True)
 
 
 def print_json(value: Mapping[str, Any], *, indent: int | None = 1) -> None:

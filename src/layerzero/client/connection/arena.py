@@ -175,6 +175,12 @@ class Pool:
                 self._close_hollow()
         return view, arena, offset
 
+    def refill(self, arena: Arena) -> None:
+        """Reserve all of an arena's pages: a broker takes none that lacks some. Raises OutOfMemory."""
+        with self._lock:
+            if arena.holes:
+                self._idle_bytes += arena.fill(0, arena.nbytes)
+
     def find(self, address: int, nbytes: int) -> tuple[Arena, int] | None:
         """The arena that holds these bytes, and the offset in it; None for memory that is not ours."""
         addresses, arenas = self._index

@@ -28,6 +28,7 @@ class ArenaRegistry(dict[Arena, int]):
         with self._lock:
             number = self.get(arena)
             if number is None:
+                arenas.pool.refill(arena)
                 number = self.show(lambda number: self._link.add_arena(number, arena.fd, arena.nbytes))
                 self[arena] = number
                 arena.registrations.append(self._retire)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -14,6 +15,9 @@ from layerzero.envs.build.build import Env
 from layerzero.envs.build.environ import worker_environ
 from layerzero.envs.build.stage import stage
 from layerzero.envs.probe.caches import make_folder
+
+MAX_SAID_BYTES = 4 << 20  # of stdout and of stderr, that are read
+MAX_FILE_BYTES = 1 << 30  # of any file that it writes: compilers' caches have some hundred MiB at most
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def run_process(
             start_new_session=True,
         )
         code: int | None = None
+        _limit_files(process.pid)
         try:
             if on_start is not None:
                 on_start(process.pid)
@@ -90,9 +95,19 @@ def run_process(
         finally:
             kill_group(process.pid)
             process.wait()
-        out_file.seek(0)
-        err_file.seek(0)
-        return Ended(code, out_file.read(), err_file.read())
+        return Ended(code, _end_of(out_file.fileno()), _end_of(err_file.fileno()))
+
+
+def _end_of(fd: int) -> bytes:
+    """The last of what it said: a verdict is its last line."""
+    size = os.fstat(fd).st_size
+    return os.pread(fd, MAX_SAID_BYTES, max(size - MAX_SAID_BYTES, 0))
+
+
+def _limit_files(pid: int) -> None:
+    """It may write so much into one file; more is SIGXFSZ or an error."""
+    with contextlib.suppress(OSError, ValueError):  # it has ended, or has a lower limit
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
 
 
 def kill_group(pid: int) -> None:

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-import tomllib
-
 from layerzero.envs.build import store
+from layerzero.envs.manifest import parse_toml
 from layerzero.ipc.errors import ConfigError
 
 ENTRY_POINTS = "layerzero.backends"
@@ -151,10 +150,7 @@ def _read(name: str, origin: str, read: Read, where: str) -> Bundle:
     """Follow the manifest to the other files. Its values are checked for what they lead to, no further."""
     check_name(name, where)
     files = {f"{name}.toml": read(f"{name}.toml")}
-    try:
-        manifest = tomllib.loads(files[f"{name}.toml"].decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as exc:
-        raise ConfigError(f"{where}: {name}.toml cannot be read as TOML: {exc}") from exc
+    manifest = parse_toml(files[f"{name}.toml"], f"{where}: {name}.toml")
     if manifest.get("interpreter", "venv") != "venv":
         raise ConfigError(
             f"{where}: {name}.toml: interpreter is {manifest['interpreter']!r:.80}; a backend from outside has an "

@@ -7,7 +7,8 @@ A backend counts when `kernel_sources` allows exactly these sources, and is then
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +16,10 @@ from pathlib import Path
 from layerzero.envs import manifest as manifests
 from layerzero.envs.manifest import EnvManifest, Problem, Source
 from layerzero.envs.trust.allowed import Allowed, kept, record_path
-from layerzero.envs.trust.bundle import ENTRY_POINTS, Bundle, package_parts, read_folder
+from layerzero.envs.trust.bundle import ENTRY_POINTS, MAX_FILE_BYTES, Bundle, package_parts, read_folder
+from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
+from layerzero.ipc.logs import log
 from layerzero.ipc.vocabulary.policy import KERNEL_SOURCES, REFUSE
 
 
@@ -37,10 +40,10 @@ class Place:
 
 
 def installed() -> dict[str, Place]:
-    """What packages beside this interpreter declare, by name. Reads metadata only."""
+    """What packages beside this interpreter declare, by name. Reads metadata only; a distribution whose metadata cannot
+    be read declares nothing."""
     found: dict[str, Place] = {}
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        dist = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unnamed distribution"
+    for point, dist in _declared():
         try:
             folder = _folder(point.name, point.value, dist)
             place = Place(point.name, folder, f"{dist}, installed in {folder}")
@@ -51,6 +54,26 @@ def installed() -> dict[str, Place]:
             text = f"backend {point.name!r} is declared by both {other.origin} and {dist}; uninstall one of them"
             found[point.name] = Place(point.name, Path(), dist, text)
     return found
+
+
+def _declared() -> Iterator[tuple[importlib.metadata.EntryPoint, str]]:
+    """Entry points of our group, and of which distribution: the first of a name counts, as for Python."""
+    seen = set()
+    for dist in importlib.metadata.distributions():
+        folder = getattr(dist, "_path", None)  # no other way tells how large the file is before it is read
+        try:
+            file = Path(str(folder)) / "entry_points.txt"
+            text = files.read(file, MAX_FILE_BYTES) if folder is not None and file.exists() else b""
+            if ENTRY_POINTS.encode() not in text:
+                continue
+            name = re.sub(r"[-_.]+", "-", dist.name).lower()
+            if name in seen:
+                continue
+            seen.add(name)
+            points = [point for point in dist.entry_points if point.group == ENTRY_POINTS]
+            yield from ((point, f"{dist.name} {dist.version}") for point in points)
+        except Exception as exc:  # whatever metadata raises: packages that nobody has allowed keep no broker from work
+            log("metadata.unreadable", folder=str(folder), error=f"{type(exc).__name__}: {exc}"[:300])
 
 
 def _folder(name: str, package: str, dist: str) -> Path:

@@ -18,6 +18,8 @@ from layerzero.ipc.errors import OutOfMemory, ProtocolError
 
 ALIGNMENT = 64  # bytes; JAX and oneDNN want that much to view memory without a copy
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NO_WRITING = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, which Python names from 3.13 on
+MAX_ARENA_BYTES = 1 << 46  # as a tensor
 _PAGE = struct.Struct("<QQ")
 PAGE_BYTES = 4096
 # From this size on, free memory is looked at, which costs up to a millisecond. Pages of lanes are below, arenas above.
@@ -83,11 +85,30 @@ def check_memfd(fd: int, nbytes: int) -> None:
         raise ProtocolError(f"memfd has {size} bytes, the message says {nbytes}")
 
 
-def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> mmap.mmap:
-    """Map a whole memfd, shared. Raises OSError: ENOMEM where this process has no address space left (RLIMIT_AS)."""
+def check_arena(fd: int, nbytes: int) -> None:
+    """As `check_memfd`, and refuse one that workers could not write, or whose pages are not reserved: those would be
+    theirs to pay for. Raises ProtocolError."""
+    check_memfd(fd, nbytes)
+    if nbytes > MAX_ARENA_BYTES:
+        raise ProtocolError(f"an arena has at most {MAX_ARENA_BYTES} bytes, the message says {nbytes}")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise ProtocolError("an arena's memfd must be open for reading and writing")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _NO_WRITING:
+        raise ProtocolError("an arena's memfd must not be sealed against writing")
+    reserved = os.fstat(fd).st_blocks * 512
+    if reserved < nbytes:
+        raise ProtocolError(f"an arena's pages must be reserved; of {nbytes} bytes {reserved} are")
+
+
+def map_fd(fd: int, nbytes: int, *, writable: bool, populate: bool = False, is_inherited: bool = True) -> mmap.mmap:
+    """Map a whole memfd, shared; without `is_inherited` a child that is forked has no such map. Raises OSError: ENOMEM
+    where this process has no address space left (RLIMIT_AS)."""
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-    return mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+    mapped = mmap.mmap(fd, nbytes, flags=flags, prot=prot)
+    if not is_inherited:
+        mapped.madvise(mmap.MADV_DONTFORK)
+    return mapped
 
 
 def map_guarded(fd: int, nbytes: int, *, writable: bool) -> memoryview:

@@ -13,18 +13,18 @@ import struct
 from pathlib import Path
 from typing import NoReturn, TypeVar, overload
 
-from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.errors import OutOfMemory, ProtocolError
 from layerzero.ipc.transport import messages
 
 MAX_BYTES = 1 << 16
-MAX_FDS = 4  # of a message
+MAX_FDS = 4  # of one message
 SUN_PATH_MAX = 107
 M = TypeVar("M", bound=messages.Message)
 N = TypeVar("N", bound=messages.Message)
 
 
-class NoDescriptors(ProtocolError):
-    """This process has no file descriptors left for those that came with a message, which is lost."""
+class NoDescriptors(OutOfMemory):
+    """This process has no file descriptors left for those that came with a message; the socket is as it was."""
 
 
 class Closed(Exception):
@@ -99,7 +99,8 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
     """The next message and the descriptors that came with it, which the caller owns.
 
     Raises Closed at end of file, ProtocolError for anything that is not one of `expected`, NoDescriptors,
-    BlockingIOError when nothing is there on a non-blocking socket, TimeoutError when the socket's timeout is over.
+    BlockingIOError when nothing is there on a non-blocking
+    socket, TimeoutError when the socket's timeout is over.
     """
     try:
         data, fds, flags = _receive(sock)
@@ -110,12 +111,13 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
             os.close(fd)
         raise Closed
     try:
-        if flags & socket.MSG_CTRUNC and len(fds) < MAX_FDS:
-            raise NoDescriptors(f"no file descriptors are left for those of a control message; {len(fds)} were")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise ProtocolError(f"control message is larger than {MAX_BYTES} bytes or carries too many descriptors")
+            if flags & socket.MSG_TRUNC or len(fds) >= MAX_FDS:
+                raise ProtocolError(f"control message is larger than {MAX_BYTES} bytes or carries too many descriptors")
+            messages.decode(data, *expected)
+            raise NoDescriptors(f"no file descriptors are left for what came with a message to process {os.getpid()}")
         return messages.decode(data, *expected), fds
-    except ProtocolError:
+    except (OutOfMemory, ProtocolError):
         for fd in fds:
             os.close(fd)
         raise

@@ -28,6 +28,14 @@ class Endpoints:
         """Locked by a broker for as long as it lives; holds its pid."""
         return self.folder / "broker.lock"
 
+    def lock_id(self) -> tuple[int, int] | None:
+        """Which file `broker_lock` is now; None when there is none. Another one: another broker may have the folder."""
+        try:
+            found = self.broker_lock.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
     @property
     def start_lock(self) -> Path:
         """Locked by a client while it starts a broker."""
@@ -58,7 +66,13 @@ def open_endpoints(folder: Path, *, is_shared: bool = False) -> Endpoints:
             f"runtime folder {str(folder)!r} is too long for unix sockets (at most {SUN_PATH_MAX} bytes with the "
             "socket's name); set LAYERZERO_RUNTIME_DIR to a shorter one"
         )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:  # a file, FIFO or socket is there, or the place is not ours
+        raise ConfigError(
+            f"runtime folder {str(folder)!r} cannot be made: {exc.strerror}. Remove what lies there, or set "
+            "LAYERZERO_RUNTIME_DIR to another place"
+        ) from exc
     info = folder.lstat()
     if is_shared:
         if not stat.S_ISDIR(info.st_mode) or info.st_mode & 0o002:

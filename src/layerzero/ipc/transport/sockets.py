@@ -13,6 +13,8 @@ from layerzero.ipc.transport import wire
 
 REMOTE_HWM = 64  # frames per peer and direction
 REMOTE_HEARTBEAT_MS = 5000  # a peer behind a cut line is let go
+HANDSHAKE_MS = 5000  # one that connects and says nothing is hung up on: it holds a descriptor
+BACKLOG = 16  # connections that wait to be accepted, also when a listener was closed a moment ago
 REMOTE_HANDSHAKE_MS = 3000  # one that does not show its key by then is hung up on
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # the enums cost a microsecond a use
 
@@ -35,15 +37,22 @@ def bind_router(
     not heard. A message to a peer that is gone is an error, never dropped in silence."""
     sock = context.socket(zmq.ROUTER)
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    sock.setsockopt(zmq.BACKLOG, BACKLOG)
     _limit(sock, hwm)
     for uid in uids:  # others are hung up on before anything of theirs is read, and takes memory
         sock.setsockopt(zmq.IPC_FILTER_UID, uid)
-    previous = os.umask(0o111 if uids else 0o177)
+    bind_path(sock, path, is_shared=bool(uids))
+    return sock
+
+
+def bind_path(sock: zmq.Socket[bytes], path: Path, *, is_shared: bool) -> None:
+    """Listen there, owner-only unless others may connect. Raises ZMQError."""
+    previous = os.umask(0o111 if is_shared else 0o177)
     try:
         sock.bind(f"ipc://{path}")
     finally:
         os.umask(previous)
-    return sock
 
 
 def bind_remote(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secret: bytes) -> zmq.Socket[bytes]:
@@ -54,6 +63,7 @@ def bind_remote(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secret: 
     sock.setsockopt(zmq.ZAP_DOMAIN, b"layerzero")
     sock.setsockopt(zmq.HEARTBEAT_IVL, REMOTE_HEARTBEAT_MS)
     sock.setsockopt(zmq.HANDSHAKE_IVL, REMOTE_HANDSHAKE_MS)
+    sock.setsockopt(zmq.BACKLOG, BACKLOG)
     _limit(sock, REMOTE_HWM)
     try:
         sock.bind(endpoint)

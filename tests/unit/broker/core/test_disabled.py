@@ -10,7 +10,7 @@ from tests.unit.broker.driver import Driver
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.worker_fsm import WorkerState
-from layerzero.ipc.errors import EnvError
+from layerzero.ipc.errors import EnvError, OutOfMemory
 
 S = WorkerState
 
@@ -182,3 +182,26 @@ def test_broker_that_ends_tries_nothing_again() -> None:
     driver = disabled_driver()
     assert driver(ev.ShutdownAsked()) == [act.Exit()]
     assert driver.tick(30.0) == []
+
+
+def test_a_start_that_the_machine_had_no_room_for_is_tried_again() -> None:
+    """A disk is full, or descriptors are short, for a moment: nothing is wrong that somebody could repair."""
+    driver = Driver("alpha")
+    driver.call(1)
+    driver(ev.ProbeEnded("alpha", None))
+    driver(ev.SpawnFailed("alpha", 1, OutOfMemory("no space left on device")))
+    assert "could not be started: no space left on device; tries again in 30 s" in reason_of(driver)
+    assert starts_after(driver) == pytest.approx(30)
+
+
+def test_a_probe_that_the_machine_had_no_room_for_is_run_again() -> None:
+    """It is started only after a probe."""
+    driver = Driver("alpha")
+    driver.call(1)
+    driver(ev.ProbeEnded("alpha", OutOfMemory("too many open files")))
+    assert driver.state.workers["alpha"].state is S.DISABLED
+    driver.now_s = driver.state.wakeup_s
+    assert [action for action in driver(ev.Tick()) if isinstance(action, act.Probe | act.Spawn)] == [act.Probe("alpha")]
+    driver(ev.ProbeEnded("alpha", None))
+    driver.ready("alpha")
+    assert driver.state.workers["alpha"].state is S.READY

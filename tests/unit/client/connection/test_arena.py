@@ -13,6 +13,7 @@ from layerzero.client.connection import arena as arenas
 from layerzero.client.connection.arena import FIRST_ARENA_BYTES, KEPT_IDLE_BYTES, MAX_IDLE_BYTES, Pool
 from layerzero.ipc import free_memory
 from layerzero.ipc.errors import OutOfMemory
+from layerzero.ipc.shm import memory
 
 MIB = 1 << 20
 
@@ -86,6 +87,19 @@ def test_memory_that_went_back_is_reserved_again_before_it_is_used(pool: Pool) -
         assert all(not (s < offset + MIB and offset < e) for s, e in owner.holes)
         view[:] = b"x" * MIB
     assert pool.stats()["idle_bytes"] == resident_bytes(pool) - pool.stats()["slots"] * MIB
+
+
+def test_an_arena_that_is_shown_to_a_broker_has_all_its_pages(pool: Pool) -> None:
+    """A second session may offer one that has given pages back; brokers refuse those."""
+    kept, owner, _ = pool.allocate(64)
+    freed = [pool.allocate(MIB)[0] for _ in range(400)]
+    del freed
+    pool.allocate(64)
+    holed = next((one for one in pool._arenas if one.holes), owner)
+    pool.refill(holed)
+    assert not holed.holes
+    memory.check_arena(holed.fd, holed.nbytes)
+    assert kept.nbytes == 64
 
 
 def test_reserving_again_is_out_of_memory_where_the_machine_has_too_little(

@@ -48,7 +48,7 @@ def test_hash_covers_every_file_that_counts(tmp_path: Path, file: str) -> None:
         (MANIFEST.replace("variants.cpu", 'variants."../../x"'), "'../../x' is no variant"),
         (MANIFEST.replace("variants.cpu", "variants.cu13"), "theirs.cu13.txt: No such file"),
         ('interpreter = "host"\n' + MANIFEST, "interpreter is 'host'; a backend from outside has an environment"),
-        ("= nonsense", "theirs.toml cannot be read as TOML"),
+        ("= nonsense", "theirs.toml: cannot be read as TOML"),
     ],
 )
 def test_manifest_leads_to_files_beside_it_alone(tmp_path: Path, manifest: str, says: str) -> None:

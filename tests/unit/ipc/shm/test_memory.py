@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -152,9 +152,64 @@ def test_other_failures_are_not_disguised_and_leak_nothing() -> None:
     assert open_fds() == before
 
 
+@pytest.mark.parametrize("is_inherited", [True, False])
+def test_a_forked_child_has_no_map_that_is_not_inherited(fd: int, is_inherited: bool) -> None:
+    """What a library starts outlives its worker, and would keep and could write the memory of clients."""
+    mapped = map_fd(fd, NBYTES, writable=True, is_inherited=is_inherited)
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(write, b"1" if "memfd:test" in Path("/proc/self/maps").read_text() else b"0")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 1) == (b"1" if is_inherited else b"0")
+    mapped.close()
+    os.close(read)
+    os.close(write)
+
+
 def test_good_memfd_passes_the_check(fd: int) -> None:
     """What create_memfd makes is what check_memfd wants."""
     check_memfd(fd, NBYTES)
+
+
+def unreserved(seals: int = 0) -> int:
+    """A memfd as `create_memfd` makes them, without its pages, and with more seals."""
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, NBYTES)
+    if seals:
+        os.posix_fallocate(fd, 0, NBYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (unreserved, "pages must be reserved; of 8192 bytes 0 are"),
+        (lambda: unreserved(fcntl.F_SEAL_WRITE), "sealed against writing"),
+        (lambda: unreserved(0x10), "sealed against writing"),
+    ],
+)
+def test_an_arena_that_workers_could_not_write_or_would_pay_for_is_refused(make: Callable[[], int], why: str) -> None:
+    """It would fail in the worker, and open a breaker that other clients share."""
+    fd = make()
+    try:
+        with pytest.raises(ProtocolError, match=why):
+            memory.check_arena(fd, NBYTES)
+    finally:
+        os.close(fd)
+
+
+def test_an_arena_opened_for_reading_is_refused(fd: int) -> None:
+    """Whoever is lent it writes results there."""
+    memory.check_arena(fd, NBYTES)
+    reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    try:
+        with pytest.raises(ProtocolError, match="open for reading and writing"):
+            memory.check_arena(reader, NBYTES)
+    finally:
+        os.close(reader)
 
 
 def test_wrong_size_is_refused(fd: int) -> None:
