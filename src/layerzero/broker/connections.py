@@ -16,7 +16,7 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.io.offers import KINDS, Offers
-from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, refuse
+from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, note_failure, refuse
 from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.worker_links import WorkerLinks, close_all
 from layerzero.broker.processes.registry import Processes
@@ -126,6 +126,18 @@ class Connections:
                 return
             refuse(peer, exc)
             log("peer.refused", role=peer.role, pid=peer.pid, error=exc.message)
+            self.close(peer)
+        except Exception as exc:
+            self.end_failed(peer, exc)
+
+    def end_failed(self, peer: Peer, exc: Exception) -> None:
+        """Handling a message raised this: it costs the peer that sent it, and nobody else. What a second failure
+        raises, while the peer is parted from, is the caller's."""
+        error = note_failure(exc, peer.role or "stranger", peer.number)
+        if peer.role == "worker":
+            self._handle(ev.WorkerMisbehaved(peer.backend, peer.generation, error.message))
+        else:
+            refuse(peer, error)
             self.close(peer)
 
     def _hear_hello(self, peer: Peer) -> None:

@@ -8,12 +8,12 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from layerzero.broker.client_frames import ClientFrames
 from layerzero.broker.configuration import table_source
 from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.configuration.settings import Settings
@@ -89,7 +89,9 @@ class Server:
         self._kill_at_s: float | None = None
         self._check_s = 0.0
         self._poll_at_s = 0.0
-        self._incremental_answers = IncrementalAnswers(partial(methods.begin, self), self._to_client)
+        self._incremental_answers = IncrementalAnswers(
+            partial(methods.begin, self), self._to_client, self._client_failed
+        )
         self._from_threads: deque[ev.Event] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = Poller()
@@ -141,6 +143,7 @@ class Server:
             handle=self.handle,
             note_change=self._plan_check,
         )
+        self._client_frames = ClientFrames(self._lanes, self._incremental_answers)
         self._worker_frames = WorkerFrames(state, self._lanes, self._page_poller, self._connections)
         lanes, pages, offers = self._lanes, self._pages, self._offers
         self._perform: dict[type, Callable[[Any], None]] = {
@@ -298,8 +301,21 @@ class Server:
     # --- events and actions --------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        for action in self.state.handle(event, time.monotonic()):
-            self._perform[type(action)](action)
+        """May raise what nobody has thought of; what others wait for has been done all the same."""
+        try:
+            actions = self.state.handle(event, time.monotonic())
+        except Exception:
+            self._carry_out(iter(self.state.effects.actions))  # up to there it has changed its mind for good
+            raise
+        self._carry_out(iter(actions))
+
+    def _carry_out(self, actions: Iterator[act.Action]) -> None:
+        try:
+            for action in actions:
+                self._perform[type(action)](action)
+        except Exception:
+            self._carry_out(actions)  # the others
+            raise
 
     def post(self, event: ev.Event) -> None:
         """From another thread or a signal handler: let the loop handle this event."""
@@ -325,32 +341,32 @@ class Server:
         if identity not in self._connections.clients:
             return  # it was dropped, or was never welcomed
         try:
-            event = frame_codec.of_client(identity, frame)
-            if isinstance(event, frame_codec.Asked):
-                self._incremental_answers.take(identity, event)
-                return
-            if isinstance(event, ev.LaneOverdue):
-                try:
-                    if self._lanes.has_ended(event.lane, event.call):
-                        return  # just now
-                except ProtocolError as exc:
-                    event = replace(event, nonsense=str(exc))
+            event = self._client_frames.event_of(identity, frame)
+            if event is not None:
+                self.handle(event)
         except ProtocolError as exc:
-            self._connections.drop_client(act.DropClient(identity, str(exc)))
-            return
-        self.handle(event)
+            self._connections.drop_client(act.DropClient(identity, exc.message))
+        except Exception as exc:
+            self._client_failed(identity, exc)
+
+    def _client_failed(self, identity: bytes, exc: Exception) -> None:
+        peer = self._connections.clients.get(identity)
+        if peer is not None:  # else it was dropped meanwhile, for what we did not get so far as to do
+            self._connections.end_failed(peer, exc)
 
     def _from_worker(self, identity: bytes, frame: bytes) -> None:
         peer = self._links.of(identity)
         if peer is None:
             return
         try:
-            event = self._worker_frames.event_of(peer, frame)
-        except ProtocolError as exc:
-            event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
-        if event is None:
-            return
-        self.handle(event)
+            try:
+                event = self._worker_frames.event_of(peer, frame)
+            except ProtocolError as exc:
+                event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
+            if event is not None:
+                self.handle(event)
+        except Exception as exc:
+            self._connections.end_failed(peer, exc)
         if self.state.stopping:
             self._stop_if_idle(peer.backend)
 
