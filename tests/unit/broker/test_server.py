@@ -214,6 +214,24 @@ def test_a_failure_on_a_workers_frame_has_it_killed(server: Server, monkeypatch:
     peer.close()
 
 
+def test_a_plan_is_measured_before_it_is_made(server: Server, join: Callable[[], Peer]) -> None:
+    """200,000 calls with 80,000 links were 40 s of comparisons before anybody looked how many they are."""
+    client = join()
+    few = {"routes": [route_body()], "calls": [0, 0], "links": [[0, 1, "x"]], "rewrites": []}
+    assert b"cost_us" in client.ask("plan", **few)
+    for more in (
+        {"calls": [0] * 5000},
+        {"links": [[0, 1, "x"]] * 5000},
+        {"rewrites": [[[0, 1], 0]] * 5000},
+        {"rewrites": [[[0, 1] * 600, 0]]},
+        {"routes": [route_body()] * 1500},
+        {"links": [[10**9, 1, "x"]]},
+        {"links": [5]},
+        {"calls": [[]]},
+    ):
+        assert b"INVALID_ARGUMENT" in client.ask("plan", **{**few, **more})
+
+
 def test_an_answer_that_no_frame_can_hold_is_an_error(
     server: Server, join: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
