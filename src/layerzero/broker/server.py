@@ -143,7 +143,7 @@ class Server:
             handle=self.handle,
             note_change=self._plan_check,
         )
-        self._client_frames = ClientFrames(self._lanes, self._incremental_answers)
+        self._client_frames = ClientFrames(state, self._lanes, self._incremental_answers, self.processes.executing)
         self._worker_frames = WorkerFrames(state, self._lanes, self._page_poller, self._connections)
         lanes, pages, offers = self._lanes, self._pages, self._offers
         self._perform: dict[type, Callable[[Any], None]] = {
