@@ -30,7 +30,8 @@ MAX_STRANGERS = 64  # connections that have not said hello
 
 
 class Connections:
-    """`welcome` says what a peer that may stay is told. `handle` takes what the core must hear; `note_change` is told
+    """`welcome` says what a peer that may stay is told. `handle` takes what the core must hear; `forget` a client's
+    identity, to which nothing is sent any more; `note_change` is told
     when `idle_since_s` or `due_s` may be others."""
 
     def __init__(
@@ -46,6 +47,7 @@ class Connections:
         *,
         welcome: Callable[[Peer], messages.Welcome],
         handle: Callable[[ev.Event], None],
+        forget: Callable[[bytes], None],
         note_change: Callable[[], None],
     ) -> None:
         self._state = state
@@ -57,6 +59,7 @@ class Connections:
         self._gate = gate
         self._welcome = welcome
         self._handle = handle
+        self._forget = forget
         self._note_change = note_change
         self._peers: dict[int, Peer] = {}  # by descriptor
         self._numbers = itertools.count(1)
@@ -197,6 +200,7 @@ class Connections:
         peer.close()
         if peer.role == "client":
             del self.clients[peer.identity]
+            self._forget(peer.identity)
             if not self.clients:
                 self.idle_since_s = time.monotonic()
                 self._note_change()

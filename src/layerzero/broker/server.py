@@ -54,6 +54,7 @@ from layerzero.ipc.version import __version__
 STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
 CATCH_UP_S = 0.2
+FLUSH_S = 0.02  # between looks at frames that clients had no room for
 IDLE_CHECK_S = 3600.0
 
 
@@ -140,6 +141,7 @@ class Server:
             self.joined,
             gate,
             welcome=self._welcome,
+            forget=self._routers.forget_client,
             handle=self.handle,
             note_change=self._plan_check,
         )
@@ -271,6 +273,7 @@ class Server:
         if self._ended:
             return 0.0
         look_at_s = self._poll_at_s if self._page_poller.has_silent else math.inf
+        look_at_s = now_s + FLUSH_S if self._routers.keeps_frames else look_at_s
         due_s = min(self.state.wakeup_s, self._check_s, self._times.due_s, look_at_s, self._page_poller.due_s)
         return max(due_s - now_s, 0.0)
 
