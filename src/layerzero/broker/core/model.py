@@ -19,6 +19,7 @@ from layerzero.ipc.transport.attempts import FailedAttempt
 
 if TYPE_CHECKING:
     from layerzero.broker.core.compile_waits import Held
+    from layerzero.broker.core.events import ShadowCompared
     from layerzero.broker.core.leases import Lost
     from layerzero.broker.core.stream_order import OpenPoint
 
@@ -57,6 +58,7 @@ class Route:
     checked: OrderedDict[bytes, tuple[int, ...]] = field(default_factory=OrderedDict)  # valid bodies -> arenas
     decision: int = 0
     decided_for: tuple[str, int, int] | None = None  # kernel id, worker generation, epoch
+    served_by: set[str] = field(default_factory=set)  # kernels that have answered its calls
     is_leased: bool = False
     settled: int = 0  # calls in a row that `settled_on` answered
     settled_on: tuple[str, int] | None = None  # kernel id, worker generation
@@ -113,6 +115,22 @@ class Client:
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
     graph_slots: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have
     bound: dict[int, Call] = field(default_factory=dict)  # those calls, by seq
+
+    def has_compared(self, event: ShadowCompared) -> bool:
+        """Whether it can have: the broker has seen its call answered by the kernel, and one like it by the
+        reference."""
+        comparison = event.comparison
+        for route in self.routes.values():
+            if route.signature.key == event.route and comparison.subject.kernel_id in route.served_by:
+                spec = route.signature.spec
+                break
+        else:
+            return False
+        return any(
+            comparison.reference in route.served_by
+            and (route.signature.spec.op, route.signature.spec.inputs) == (spec.op, spec.inputs)
+            for route in self.routes.values()
+        )
 
     def has_forced_too_many(self, now_s: float) -> bool:
         """Whether its short timeouts have ended as many workers of late as one client may."""

@@ -19,7 +19,7 @@ class IncrementalAnswers:
 
     def __init__(
         self,
-        begin: Callable[[str, Mapping[str, Any]], Any],
+        begin: Callable[[str, Mapping[str, Any], bytes], Any],
         send: Callable[[bytes, bytes], None],
         fail: Callable[[bytes, Exception], None],
     ) -> None:
@@ -34,7 +34,7 @@ class IncrementalAnswers:
 
     def take(self, client: bytes, asked: frame_codec.Asked) -> None:
         try:
-            begun = self._begin(asked.request.method, asked.request.params)
+            begun = self._begin(asked.request.method, asked.request.params, client)
         except LayerZeroError as exc:
             self._send(client, frame_codec.refused_request(asked.seq, exc))
             return

@@ -43,12 +43,12 @@ def answer(server: BrokerView, method: str, params: Mapping[str, Any]) -> Any:
     return begun
 
 
-def begin(server: BrokerView, method: str, params: Mapping[str, Any]) -> Any:
-    """As `answer`, or the Steps to it."""
+def begin(server: BrokerView, method: str, params: Mapping[str, Any], client: bytes = b"") -> Any:
+    """As `answer`, or the Steps to it. `client`: who asks, by its identity."""
     function = METHODS.get(method)
     if function is None:
         raise InvalidArgument(unknown_name("method", method, METHODS))
-    return function(server, params)
+    return shadow(server, params, client) if method == "shadow" else function(server, params)
 
 
 def ping(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def provider(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
 
 
-def shadow(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
+def shadow(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
     """The result of a shadow check: how far a kernel's output was from a reference kernel's on the same inputs.
 
     route: the call's encoded Route message; kernel_id, reference: kernel ids; error: as in ipc/vocabulary/numerics.py.
@@ -312,7 +312,7 @@ def shadow(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
             known = ", ".join(sorted(kernels)) or "none"
             raise InvalidArgument(f"{name} is {given!r:.80}; kernels of {spec.op}: {known}")
     comparison = Comparison(Subject.of(str(kernel_id), spec), str(reference), error)
-    server.handle(ev.ShadowCompared(comparison))
+    server.handle(ev.ShadowCompared(comparison, client, body))
     return {"is_beyond": comparison.is_beyond}
 
 

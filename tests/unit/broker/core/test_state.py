@@ -12,7 +12,10 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.clients import MAX_ROUTE_BYTES
 from layerzero.broker.core.worker_fsm import TRANSITIONS, IllegalTransition, Signal, WorkerState, step
+from layerzero.broker.selection.certification import Subject
 from layerzero.broker.selection.policy import Policy
+from layerzero.broker.selection.shadow import Comparison
+from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import BackendError, EnvError, InvalidArgument, LayerZeroError, OutputTooSmall
@@ -1041,3 +1044,44 @@ def test_a_clients_routes_have_a_size() -> None:
     dropped = driver.route(2, identity=b"C2")[0]
     assert isinstance(dropped, act.DropClient)
     assert "bytes of routes" in dropped.detail
+
+
+def compared(driver: Driver, *clients: bytes, error: float = math.nan) -> dict[str, str]:
+    """These clients have run their calls on alpha and on beta, and compared; returns what is in quarantine now."""
+    spec = CallSpec.parse(route_body())
+    subject = Subject.of("alpha.silu", spec)
+    for client in clients:
+        driver(ev.ShadowCompared(Comparison(subject, "beta.silu", error), client, route_body()))
+    return {subject.kernel_id: text for subject, text in driver.state.engine.certification.quarantined.items()}
+
+
+def both_served(driver: Driver, identity: bytes, first: int) -> None:
+    driver.route(2, identity=identity, backend="beta")
+    driver.ran(driver.serve(first, identity=identity))
+    driver.ran(driver.serve(first + 1, 2, identity=identity))
+
+
+def test_one_clients_shadow_checks_bar_no_kernel_for_others() -> None:
+    """One frame without a call behind it left an op without a kernel, for all."""
+    driver = Driver("alpha", "beta")
+    assert compared(driver, CLIENT, b"nobody") == {}  # it has run nothing
+    driver.join(b"C2", 2)
+    both_served(driver, CLIENT, 1)
+    both_served(driver, b"C2", 3)
+    assert compared(driver, CLIENT, CLIENT, CLIENT, CLIENT) == {}
+    assert [*compared(driver, b"C2")] == ["alpha.silu"]
+    driver.join(b"C3", 3)
+    assert [*compared(driver)] == ["alpha.silu"]  # two have said so
+
+
+def test_shadow_checks_of_the_only_client_count_while_it_is_alone() -> None:
+    """Then they disturb nobody; who comes later has to find it out, too."""
+    driver = Driver("alpha", "beta")
+    both_served(driver, CLIENT, 1)
+    assert [*compared(driver, CLIENT)] == ["alpha.silu"]
+    driver.join(b"C2", 2)
+    assert compared(driver) == {}
+    driver(ev.ClientLeft(b"C2"))
+    assert [*compared(driver)] == ["alpha.silu"]
+    driver(ev.BackendReset("alpha", None))
+    assert compared(driver) == {}

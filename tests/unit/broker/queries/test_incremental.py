@@ -23,7 +23,7 @@ def steps(count: int, error: LayerZeroError | None = None) -> Generator[None, No
     return {"steps": count}
 
 
-def begin(method: str, params: Mapping[str, Any]) -> Any:
+def begin(method: str, params: Mapping[str, Any], _: bytes) -> Any:
     if method == "ping":
         return {"pid": 1}
     if method == "status":
