@@ -34,7 +34,11 @@ _BACKENDS = Path(__file__).parents[1] / "backends"
 
 @cache
 def _server() -> Server:
-    folder = scratch.folder()
+    return make_server(scratch.folder())
+
+
+def make_server(folder: Path) -> Server:
+    """A broker whose loop does not run, with its files in `folder`."""
     settings = Settings(
         runtime_dir=folder, store=folder / "store", manifest_dirs=(_BACKENDS,), perf_db=folder / "perf.db", policy=None
     )

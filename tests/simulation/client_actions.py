@@ -95,7 +95,9 @@ class ClientActions:
             case "DIGEST_REQUIRED":
                 is_true = not call.digest and any(key[0] == call.signature.body for key in self._quarantine)
             case "BUSY":
-                is_true = call.is_crowded
+                is_true = call.is_crowded or (
+                    "short timeouts" in error.message and call.timeout_s < self.limits.timeout_s
+                )
             case "BROKER_LOST":
                 is_true = self._is_stopping
             case "NO_BACKEND":

@@ -17,7 +17,7 @@ from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import fd_reserve
 from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.io.offers import KINDS, Offers
-from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, refuse
+from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, note_failure, refuse
 from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.worker_links import WorkerLinks, close_all
 from layerzero.broker.processes.registry import Processes
@@ -32,7 +32,8 @@ MAX_STRANGERS = 64  # connections that have not said hello
 
 
 class Connections:
-    """`welcome` says what a peer that may stay is told. `handle` takes what the core must hear; `note_change` is told
+    """`welcome` says what a peer that may stay is told. `handle` takes what the core must hear; `forget` a client's
+    identity, to which nothing is sent any more; `note_change` is told
     when `idle_since_s` or `due_s` may be others."""
 
     def __init__(
@@ -48,6 +49,7 @@ class Connections:
         *,
         welcome: Callable[[Peer], messages.Welcome],
         handle: Callable[[ev.Event], None],
+        forget: Callable[[bytes], None],
         note_change: Callable[[], None],
     ) -> None:
         self._state = state
@@ -59,6 +61,7 @@ class Connections:
         self._gate = gate
         self._welcome = welcome
         self._handle = handle
+        self._forget = forget
         self._note_change = note_change
         self._peers: dict[int, Peer] = {}  # by descriptor
         self._numbers = itertools.count(1)
@@ -147,6 +150,18 @@ class Connections:
             refuse(peer, exc)
             log("peer.refused", role=peer.role, pid=peer.pid, error=exc.message)
             self.close(peer)
+        except Exception as exc:
+            self.end_failed(peer, exc)
+
+    def end_failed(self, peer: Peer, exc: Exception) -> None:
+        """Handling a message raised this: it costs the peer that sent it, and nobody else. What a second failure
+        raises, while the peer is parted from, is the caller's."""
+        error = note_failure(exc, peer.role or "stranger", peer.number)
+        if peer.role == "worker":
+            self._handle(ev.WorkerMisbehaved(peer.backend, peer.generation, error.message))
+        else:
+            refuse(peer, error)
+            self.close(peer)
 
     def _hear_hello(self, peer: Peer) -> None:
         if peer.hello is None:
@@ -207,6 +222,7 @@ class Connections:
         peer.close()
         if peer.role == "client":
             del self.clients[peer.identity]
+            self._forget(peer.identity)
             if not self.clients:
                 self.idle_since_s = time.monotonic()
                 self._note_change()

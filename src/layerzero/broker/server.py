@@ -8,12 +8,11 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from layerzero.broker.client_frames import ClientFrames
 from layerzero.broker.configuration import table_source
 from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.configuration.settings import Settings
@@ -28,7 +27,7 @@ from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.offers import Offers
 from layerzero.broker.io.page_poller import POLL_S, PagePoller
 from layerzero.broker.io.peers import Peer
-from layerzero.broker.io.poller import Poller
+from layerzero.broker.io.poller import Poller, drain_pipe
 from layerzero.broker.io.routers import Routers, Unreachable
 from layerzero.broker.io.tcp_queries import Remote
 from layerzero.broker.io.timeline_pages import TimelinePages
@@ -37,8 +36,8 @@ from layerzero.broker.processes.compile_jobs import CompileJobs
 from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.probe_jobs import ProbeJobs
-from layerzero.broker.processes.registry import AnyWorker, Processes
-from layerzero.broker.processes.self_registered import Joined, RemoteWorker
+from layerzero.broker.processes.registry import AnyWorker, Processes, exit_event
+from layerzero.broker.processes.self_registered import Joined
 from layerzero.broker.queries import methods
 from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.broker.selection.planner import Planner
@@ -56,6 +55,7 @@ STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
 CATCH_UP_S = 0.2
 IDLE_CHECK_S = 5.0  # is the runtime folder still ours?
+FLUSH_S = 0.02  # between looks at frames that clients had no room for
 
 
 class Server:
@@ -91,7 +91,9 @@ class Server:
         self._kill_at_s: float | None = None
         self._check_s = 0.0
         self._poll_at_s = 0.0
-        self._incremental_answers = IncrementalAnswers(partial(methods.begin, self), self._to_client)
+        self._incremental_answers = IncrementalAnswers(
+            partial(methods.begin, self), self._to_client, self._client_failed
+        )
         self._from_threads: deque[ev.Event] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = Poller()
@@ -142,9 +144,11 @@ class Server:
             self.joined,
             gate,
             welcome=self._welcome,
+            forget=self._routers.forget_client,
             handle=self.handle,
             note_change=self._plan_check,
         )
+        self._client_frames = ClientFrames(state, self._lanes, self._incremental_answers, self.processes.executing)
         self._worker_frames = WorkerFrames(state, self._lanes, self._page_poller, self._connections)
         lanes, pages, offers = self._lanes, self._pages, self._offers
         self._perform: dict[type, Callable[[Any], None]] = {
@@ -189,7 +193,7 @@ class Server:
         # The system may hand a signal to another thread, and Python handles it in this one, which may be asleep.
         signalled, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
-        self._poller.watch(signalled, lambda: _drain_pipe(signalled))
+        self._poller.watch(signalled, lambda: drain_pipe(signalled))
         try:
             started()
             while not self._ended:
@@ -272,6 +276,7 @@ class Server:
         if self._ended:
             return 0.0
         look_at_s = self._poll_at_s if self._page_poller.has_silent else math.inf
+        look_at_s = now_s + FLUSH_S if self._routers.keeps_frames else look_at_s
         due_s = min(self.state.wakeup_s, self._check_s, self._times.due_s, look_at_s, self._page_poller.due_s)
         return max(due_s - now_s, 0.0)
 
@@ -311,8 +316,21 @@ class Server:
     # --- events and actions --------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        for action in self.state.handle(event, time.monotonic()):
-            self._perform[type(action)](action)
+        """May raise what nobody has thought of; what others wait for has been done all the same."""
+        try:
+            actions = self.state.handle(event, time.monotonic())
+        except Exception:
+            self._carry_out(iter(self.state.effects.actions))  # up to there it has changed its mind for good
+            raise
+        self._carry_out(iter(actions))
+
+    def _carry_out(self, actions: Iterator[act.Action]) -> None:
+        try:
+            for action in actions:
+                self._perform[type(action)](action)
+        except Exception:
+            self._carry_out(actions)  # the others
+            raise
 
     def post(self, event: ev.Event) -> None:
         """From another thread or a signal handler: let the loop handle this event."""
@@ -341,32 +359,32 @@ class Server:
         if identity not in self._connections.clients:
             return  # it was dropped, or was never welcomed
         try:
-            event = frame_codec.of_client(identity, frame)
-            if isinstance(event, frame_codec.Asked):
-                self._incremental_answers.take(identity, event)
-                return
-            if isinstance(event, ev.LaneOverdue):
-                try:
-                    if self._lanes.has_ended(event.lane, event.call):
-                        return  # just now
-                except ProtocolError as exc:
-                    event = replace(event, nonsense=str(exc))
+            event = self._client_frames.event_of(identity, frame)
+            if event is not None:
+                self.handle(event)
         except ProtocolError as exc:
-            self._connections.drop_client(act.DropClient(identity, str(exc)))
-            return
-        self.handle(event)
+            self._connections.drop_client(act.DropClient(identity, exc.message))
+        except Exception as exc:
+            self._client_failed(identity, exc)
+
+    def _client_failed(self, identity: bytes, exc: Exception) -> None:
+        peer = self._connections.clients.get(identity)
+        if peer is not None:  # else it was dropped meanwhile, for what we did not get so far as to do
+            self._connections.end_failed(peer, exc)
 
     def _from_worker(self, identity: bytes, frame: bytes) -> None:
         peer = self._links.of(identity)
         if peer is None:
             return
         try:
-            event = self._worker_frames.event_of(peer, frame)
-        except ProtocolError as exc:
-            event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
-        if event is None:
-            return
-        self.handle(event)
+            try:
+                event = self._worker_frames.event_of(peer, frame)
+            except ProtocolError as exc:
+                event = ev.WorkerMisbehaved(peer.backend, peer.generation, f"bad message: {exc}")
+            if event is not None:
+                self.handle(event)
+        except Exception as exc:
+            self._connections.end_failed(peer, exc)
         if self.state.stopping:
             self._stop_if_idle(peer.backend)
 
@@ -438,20 +456,7 @@ class Server:
             process.reap()
             self.handle(ev.WorkerGone(backend, generation))
             return
-        rings = self._page_poller.at_what_is_left(backend)
-        ended = process.reap()
-        exited = ev.WorkerExited(
-            backend,
-            generation,
-            ended.exit_code,
-            ended.executing,
-            ended.phase,
-            ended.stderr_tail,
-            rings,
-            is_departure=isinstance(process, RemoteWorker) and not process.has_agent,
-            oom=ended.oom,
-        )
-        self.handle(exited)
+        self.handle(exit_event(process, self._page_poller.at_what_is_left(backend)))
 
     def _stop_worker(self, action: act.StopWorker) -> None:
         self._kill_at_s = time.monotonic() + STOP_GRACE_S
@@ -490,8 +495,3 @@ class Server:
         self.policy.close()
         self._poller.close()
         os.close(self._wake)
-
-
-def _drain_pipe(fd: int) -> None:
-    with suppress(BlockingIOError):
-        os.read(fd, 512)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from layerzero.ipc.wording import bounded, shortened
+
 # Retry classes: may the same call succeed elsewhere, or at all?
 NEVER, SAME, OTHER_BACKEND = "never", "same", "other_backend"
 
@@ -24,7 +26,8 @@ class LayerZeroError(Exception):
         self.facts = facts
 
     def to_wire(self) -> dict[str, Any]:
-        return {"code": self.code, "message": self.message, "facts": self.facts}
+        """As plain values of a bounded size, whatever it quotes."""
+        return {"code": self.code, "message": shortened(self.message), "facts": bounded(self.facts)}
 
 
 class InvalidArgument(LayerZeroError, ValueError):

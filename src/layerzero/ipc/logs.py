@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from layerzero.ipc.wording import bounded, shortened
+
 LIMIT_BYTES = 16 << 20  # then the file is moved to `.log.1`, over the one before
 REPEATS_S = 60.0
 _lock = threading.Lock()  # of all that follows
@@ -24,8 +26,10 @@ _file: Path | None = None
 
 
 def log(event: str, **facts: Any) -> None:
-    """Write one line; never raises on facts that JSON does not know, they are written as text."""
+    """Write one line; never raises on facts that JSON does not know, they are written as text. Long texts are
+    shortened: they may come from anybody."""
     global _last, _repeats
+    facts = bounded(facts)
     with _lock:
         if _last == (event, facts):
             _repeats += 1
@@ -34,7 +38,7 @@ def log(event: str, **facts: Any) -> None:
             return
         _write_repeats()
         _last = (event, facts)
-        _write(json.dumps({"event": event, **facts}, default=str))
+        _write(json.dumps({"event": event, **facts}, default=lambda value: shortened(str(value))))
 
 
 def flush() -> None:

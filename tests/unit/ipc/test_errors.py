@@ -66,3 +66,13 @@ def test_any_value_is_an_error_or_refused(value: object) -> None:
     """Nothing else may come out of it."""
     with contextlib.suppress(ProtocolError):
         assert isinstance(from_wire(value), LayerZeroError)
+
+
+def test_what_an_error_quotes_does_not_travel_in_full() -> None:
+    """An answer of 514 MiB was one error's text."""
+    error = errors.InvalidArgument("x" * 10_000_000, problems=["p" * 10_000] * 10_000, cause="c" * 10_000, limit=5)
+    wire = error.to_wire()
+    assert len(wire["message"]) == 4096
+    assert [len(problem) for problem in wire["facts"]["problems"]] == [4096] * 64
+    assert (len(wire["facts"]["cause"]), wire["facts"]["limit"]) == (4096, 5)
+    assert len(error.message) == 10_000_000

@@ -52,6 +52,18 @@ def test_a_record_that_repeats_for_long_is_counted_meanwhile(tmp_path: Path) -> 
     assert lines(tmp_path / "a.log") == [{"event": "a.happened", "n": 1}, repeated, repeated]
 
 
+def test_long_texts_are_shortened(tmp_path: Path) -> None:
+    """Of what a peer says of itself 257 MiB got into one line. The end of a traceback is what one looks for."""
+    code = "logs.log('a.happened', detail='b' * 9_000_000 + 'e', all=['x' * 5000] * 5000, who=type('W' * 9999, (), {}))"
+    run(tmp_path / "a.log", code)
+    (record,) = lines(tmp_path / "a.log")
+    assert len(str(record["detail"])) == 4096
+    assert str(record["detail"]).startswith("bbb")
+    assert str(record["detail"]).endswith("be")
+    assert "of 9,000,001 characters" in str(record["detail"])
+    assert (tmp_path / "a.log").stat().st_size < 300_000
+
+
 THREADS = """
 import sys, threading
 sys.setswitchinterval(1e-6)

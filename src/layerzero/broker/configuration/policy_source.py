@@ -20,6 +20,7 @@ from layerzero.ipc.errors import ConfigError
 
 MAX_FILE_BYTES = 64 * 1024  # half a second of PyYAML at worst
 MAX_DEPTH = 32  # of brackets
+MAX_INTEGER_BITS = 64
 CHECK_S = 1.0  # how often the file is looked at
 PATIENCE_S = 0.02  # so long the broker's loop waits for its thread: an ordinary file holds for the call that woke it
 _HINT = "quote what begins with > < ! = * & or %"
@@ -91,6 +92,9 @@ class PolicySource:
             self.policy = reading.result()
         except ConfigError as exc:
             self.problem = f"{exc.message}\nthe policy from before stays in force"
+            return None
+        except Exception as exc:  # a file must not end a broker, be the fault ours
+            self.problem = f"cannot be read: {type(exc).__name__}: {exc}\nthe policy from before stays in force"
             return None
         self.problem = ""
         return self.policy
@@ -192,10 +196,14 @@ class _Reader:
             return [self.value(item, (*place, i)) for i, item in enumerate(node.value)]
         if node.tag in _SCALARS:
             try:
-                return self._loader.construct_object(node)
+                value = self._loader.construct_object(node)
             except (ValueError, OverflowError) as exc:
                 self._complain(node, f"{node.value!r:.80}: {exc}")
                 return None
+            if type(value) is int and value.bit_length() > MAX_INTEGER_BITS:  # Python does not even show the largest
+                self._complain(node, f"{node.value!r:.80}: an integer of more than {MAX_INTEGER_BITS} bits")
+                return None
+            return value
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         self._complain(node, f"a value of YAML's kind {kind!r:.80} is not allowed; {_HINT}")
         return None

@@ -15,13 +15,16 @@ from layerzero.broker.core.graph_calls import GraphCalls
 from layerzero.broker.core.lease_policy import LeasePolicy
 from layerzero.broker.core.leases import Lost
 from layerzero.broker.core.limits import Limits
-from layerzero.broker.core.model import Call, Client, Route
+from layerzero.broker.core.model import FORCED_WINDOW_S, MAX_FORCED, Call, Client, Route
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.stream_order import OpenPoint, StreamOrder
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
-from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, ProtocolError
+from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, Poison, ProtocolError
+
+MIN_TIMEOUT_S = 1e-3  # less is the noise of a healthy worker, which would be killed for it
+MAX_TIMEOUT_S = 86_400.0  # who waits for longer holds others up without end
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,11 +87,17 @@ class Admission:
             self.sessions.drop(client, str(exc))
             return None
         refusal = self.quarantine.refusal(route.signature.key, event.digest, self.effects.now_s)
+        if refusal is None:
+            refusal = self._forces_deaths(client, event.timeout_s) if client.forced_s and is_bounded else None
+        elif isinstance(refusal, Poison):
+            route.poisons += 1
         if refusal is not None:
             self._refuse(client, event.seq, point, refusal)
             return None
         route.signature.users += 1
         timeout_s = event.timeout_s or self.limits.timeout_s
+        if not MIN_TIMEOUT_S <= timeout_s <= MAX_TIMEOUT_S:
+            timeout_s = min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S)
         call = Call(client, route, event.seq, timeout_s, event.body, arenas, may_run_here=event.may_run_here)
         begin(call)
         if point is not None:
@@ -157,8 +166,23 @@ class Admission:
         else:  # the worker is back already
             self.calls.place(call)
 
+    def _forces_deaths(self, client: Client, timeout_s: float) -> LayerZeroError | None:
+        """Why a client's call with a timeout shorter than the broker's own is refused for a while, or None: workers
+        start for all, and as many as its short timeouts have ended are enough."""
+        now_s, own_s = self.effects.now_s, self.limits.timeout_s
+        if timeout_s == 0 or timeout_s >= own_s or not client.has_forced_too_many(now_s):
+            return None
+        text = (
+            f"{len(client.forced_s)} workers were killed for short timeouts of this client within "
+            f"{FORCED_WINDOW_S:g} s. Calls with a timeout of {own_s:g} s or more go on; others in "
+            f"{client.forced_s[0] + FORCED_WINDOW_S - now_s:.0f} s"
+        )
+        return Busy(text, limit=MAX_FORCED)
+
     def on_call_poisoned(self, event: ev.CallPoisoned) -> None:
-        route = self.clients[event.identity].routes.get(event.route)
-        if route is not None:
+        client = self.clients[event.identity]
+        route = client.routes.get(event.route)
+        if route is not None and route.poisons:  # else its client has no reason to say so of anybody's inputs
+            route.poisons -= 1
             self.quarantine.add(route.signature.key, event.digest, self.effects.now_s)
             self.lease_policy.revoke()  # calls of this signature must show what they bring

@@ -21,9 +21,11 @@ from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
+from layerzero.ipc.transport import wire
 
 MAX_ARENAS = 4096  # of one client; ours keeps far fewer
 MAX_ROUTES = 8192  # likewise
+MAX_ROUTE_BYTES = 8 << 20  # of all its routes' descriptions; ours have some 300 each
 
 
 @dataclass(eq=False, kw_only=True)
@@ -128,6 +130,13 @@ class ClientLifecycle:
         if len(client.routes) + len(client.refused_routes) >= MAX_ROUTES:
             self.drop(client, f"more than {MAX_ROUTES} routes; forget some")
             return
+        nbytes = len(event.body)
+        if nbytes > wire.MAX_ROUTE_BYTES:
+            self.drop(client, f"route {event.route} has {nbytes} bytes; allowed: {wire.MAX_ROUTE_BYTES}")
+            return
+        if client.route_bytes + nbytes > MAX_ROUTE_BYTES:
+            self.drop(client, f"more than {MAX_ROUTE_BYTES} bytes of routes; forget some")
+            return
         signature = self.signatures.known.get(event.body)
         if signature is None:
             try:
@@ -144,6 +153,7 @@ class ClientLifecycle:
                 self.drop(client, f"route {event.route}: {exc}")
                 return
         signature.users += 1
+        client.route_bytes += nbytes
         client.routes[event.route] = Route(event.route, signature)
 
     def on_route_forgotten(self, event: ev.RouteForgotten) -> None:
@@ -154,7 +164,8 @@ class ClientLifecycle:
             self.closing.drop_route(client, route)
 
     def on_ran_in_client(self, event: ev.RanInClient) -> None:
-        """A kernel ran in the client's own process, or failed there."""
+        """A kernel ran in the client's own process, or failed there. What it tells of a run that it had no leave for,
+        or no time, is no time: all clients are served by the fastest."""
         client = self.clients[event.identity]
         route = client.routes.get(event.route)
         if route is None:
@@ -165,8 +176,13 @@ class ClientLifecycle:
         if backend is None:
             self.drop(client, f"a run of {event.kernel_id!r:.80}, which does not serve route {event.route}")
             return
+        grant = route.grant
+        if grant is None:
+            return
         if event.error is not None:
             facts = {"backend": backend, "kernel_id": event.kernel_id, "cause": event.error.message}
             self.effects.emit(act.Note("client.kernel_failed", {**facts, "client": client.number}))
             return  # its libraries are the client's own; other clients and the workers are not concerned
-        self.lease_policy.note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)
+        if grant.kernel_id == event.kernel_id and grant.covers(event.kernel_ns, self.effects.now_s):
+            grant.told_ns += event.kernel_ns
+            self.lease_policy.note_time(event.kernel_id, signature.cell, event.kernel_ns, is_clean=True)

@@ -22,6 +22,7 @@ class Decisions:
         decided_for = (call.kernel_id, worker.generation, signature.seen[0])
         if route.decided_for != decided_for:
             route.decided_for = decided_for
+            route.served_by.add(call.kernel_id)
             route.decision = call.client.next_decision
             call.client.next_decision += 1
             kernel = self.engine.kernel(call.kernel_id)

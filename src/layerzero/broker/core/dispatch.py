@@ -13,7 +13,7 @@ from layerzero.broker.core.compile_waits import CompileWaits, overdue
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.limits import Limits
-from layerzero.broker.core.model import Call, Client, Worker
+from layerzero.broker.core.model import Call, Client, RunGrant, Worker
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import MAX_DEATHS_PER_CALL, Quarantine
 from layerzero.broker.core.release import Release
@@ -117,6 +117,8 @@ class Dispatch:
                 f"{verdict.kernel_id} needs {', '.join(verdict.transforms)}", transforms=list(verdict.transforms)
             )
         elif verdict.may_run_here and call.may_run_here and not call.attempts and kernel is not None and not in_doubt:
+            now_s = self.effects.now_s
+            call.route.grant = RunGrant(verdict.kernel_id, now_s, now_s + IN_PROCESS_LEASE_S)
             error = RunInProcess(
                 f"policy wants {verdict.backend} in the caller's process",
                 backend=verdict.backend,
@@ -276,6 +278,7 @@ class Dispatch:
             self.health_at_s = self.engine.health.next_change_s(self.effects.now_s)
             self.effects.wake_by(self.health_at_s)
         if call.deaths >= MAX_DEATHS_PER_CALL:
+            call.route.poisons += 1
             self.closing.refuse(call, self.quarantine.verdict(call.deaths))
         elif spec.pinned:
             self.closing.refuse(call, error)

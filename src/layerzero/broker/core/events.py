@@ -322,9 +322,11 @@ class BackendReset:
 
 @plain
 class ShadowCompared:
-    """A client ran a call again on a reference kernel, and compared."""
+    """A client ran a call again on a reference kernel, and compared. `route`: the call's encoded Route message."""
 
     comparison: Comparison
+    identity: bytes = b""
+    route: bytes = b""
 
 
 @plain

@@ -35,6 +35,9 @@ class LeasePolicy:
         is_known = call.client.routes.get(route.number) is route  # it may have been forgotten meanwhile
         if route.is_leased or not is_known or not self.limits.express or worker.is_joined:
             return
+        client = call.client
+        if client.forced_s and client.has_forced_too_many(self.effects.now_s):
+            return
         server = (call.kernel_id, worker.generation)
         if route.settled_on != server:
             route.settled_on, route.settled = server, 0

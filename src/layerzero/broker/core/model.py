@@ -19,15 +19,34 @@ from layerzero.ipc.transport.attempts import FailedAttempt
 
 if TYPE_CHECKING:
     from layerzero.broker.core.compile_waits import Held
+    from layerzero.broker.core.events import ShadowCompared
     from layerzero.broker.core.leases import Lost
     from layerzero.broker.core.stream_order import OpenPoint
 
 MAX_CHECKED_BODIES = 256
+MAX_FORCED = 5  # workers killed for a client's short timeouts
+FORCED_WINDOW_S = 30.0  # within so long
+LATE_S = 1.0  # so long a client's word on a run may be on its way
 
 
 class Arena(NamedTuple):
     nbytes: int
     gpu: str = ""  # UUID of the GPU that it is on; empty for shared memory
+
+
+@dataclass
+class RunGrant:
+    """Leave for a client to run a kernel itself on a route. `told_ns`: the times that it has told of since then."""
+
+    kernel_id: str
+    since_s: float
+    until_s: float
+    told_ns: int = 0
+
+    def covers(self, kernel_ns: int, now_s: float) -> bool:
+        """Whether a run of that time, told of now, can have begun under it and after those told of before."""
+        ran_s, told_s = kernel_ns / 1e9, self.told_ns / 1e9
+        return told_s + ran_s <= now_s - self.since_s and now_s - ran_s <= self.until_s + LATE_S
 
 
 @dataclass
@@ -39,9 +58,12 @@ class Route:
     checked: OrderedDict[bytes, tuple[int, ...]] = field(default_factory=OrderedDict)  # valid bodies -> arenas
     decision: int = 0
     decided_for: tuple[str, int, int] | None = None  # kernel id, worker generation, epoch
+    served_by: set[str] = field(default_factory=set)  # kernels that have answered its calls
     is_leased: bool = False
     settled: int = 0  # calls in a row that `settled_on` answered
     settled_on: tuple[str, int] | None = None  # kernel id, worker generation
+    poisons: int = 0  # refusals as POISON that its client has not answered with a digest
+    grant: RunGrant | None = None  # to run its calls in the client's process
 
     def check(self, body: bytes, arenas: Mapping[int, Arena]) -> tuple[int, ...]:
         """The arenas that the references in `body` use; `arenas` has the client's.
@@ -87,10 +109,34 @@ class Client:
     open_calls: int = 0  # not answered; this and the next one are for call_fsm.py to count
     enqueued: int = 0  # answered calls that a GPU is not done with
     has_left: bool = False
+    route_bytes: int = 0  # of the descriptions of its routes
+    forced_s: deque[float] = field(default_factory=deque)  # when workers were killed for its short timeouts
     next_decision: int = 1
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
     graph_slots: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have
     bound: dict[int, Call] = field(default_factory=dict)  # those calls, by seq
+
+    def has_compared(self, event: ShadowCompared) -> bool:
+        """Whether it can have: the broker has seen its call answered by the kernel, and one like it by the
+        reference."""
+        comparison = event.comparison
+        for route in self.routes.values():
+            if route.signature.key == event.route and comparison.subject.kernel_id in route.served_by:
+                spec = route.signature.spec
+                break
+        else:
+            return False
+        return any(
+            comparison.reference in route.served_by
+            and (route.signature.spec.op, route.signature.spec.inputs) == (spec.op, spec.inputs)
+            for route in self.routes.values()
+        )
+
+    def has_forced_too_many(self, now_s: float) -> bool:
+        """Whether its short timeouts have ended as many workers of late as one client may."""
+        while self.forced_s and self.forced_s[0] < now_s - FORCED_WINDOW_S:
+            self.forced_s.popleft()
+        return len(self.forced_s) >= MAX_FORCED
 
 
 @dataclass(slots=True, eq=False)

@@ -111,6 +111,7 @@ class Release:
 
     def drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
+        client.route_bytes -= len(route.signature.key)
         self.leases.drop_route(client, route)
         self.signatures.release(route.signature)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from layerzero.broker.core import actions as act
@@ -178,8 +179,8 @@ class BrokerState:
             lifecycle=lifecycle, calls=calls, closing=closing, effects=effects
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.ClientJoined: sessions.on_client_joined,
-            ev.ClientLeft: sessions.on_client_left,
+            ev.ClientJoined: partial(self._on_clients_changed, sessions.on_client_joined),
+            ev.ClientLeft: partial(self._on_clients_changed, sessions.on_client_left),
             ev.ArenaOffered: sessions.on_arena_offered,
             ev.ArenaGivenUp: sessions.on_arena_given_up,
             ev.GpuOffered: sessions.on_gpu_offered,
@@ -303,7 +304,16 @@ class BrokerState:
             error: LayerZeroError = too_long(name, lane.worker, event.timeout_s)
             if event.nonsense:
                 error = ProtocolError(event.nonsense)
+            elif lane.worker.fault is None:
+                self._note_forced(lane.client, event.timeout_s)
             self.lifecycle.fault(lane.worker, error, Blame(mark=mark(lane.number, event.call)))
+
+    def _note_forced(self, client: Client, timeout_s: float) -> None:
+        """A worker is killed for a timeout of this client's own choice."""
+        if timeout_s < self.limits.timeout_s and not client.has_left:
+            client.forced_s.append(self.effects.now_s)
+            if client.has_forced_too_many(self.effects.now_s):  # by the broker, it is refused more
+                self.effects.emit(*self.leases.revoke(self.leases.of(client)))
 
     def on_lane_seen(self, event: ev.LanePolled) -> None:
         lane = self.leases.lanes.get(event.lane)
@@ -329,11 +339,27 @@ class BrokerState:
         self.effects.emit(act.Note("policy.changed", {"hash": event.policy.hash}))
 
     def on_shadow_compared(self, event: ev.ShadowCompared) -> None:
-        subject = event.comparison.subject
-        evidence = self._shadow.note(event.comparison)
-        if evidence is not None:
-            self.engine.set_certification(self.engine.certification.with_quarantine(subject, evidence))
-            self.effects.emit(act.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
+        client = self.clients.get(event.identity)
+        if client is None or not client.has_compared(event):
+            return
+        if self._shadow.note(event.comparison, client.number) is not None:
+            self._follow_shadow_checks()
+
+    def _follow_shadow_checks(self) -> None:
+        """Who has found what wrong, or who is there, is another."""
+        numbers = {client.number for client in self.clients.values()}
+        certification, wrong = self.engine.certification, self._shadow.quarantined(numbers)
+        if wrong.keys() == certification.quarantined.keys():
+            return
+        for subject, evidence in wrong.items():
+            if subject not in certification.quarantined:
+                self.effects.emit(act.Note("kernel.quarantined", {**subject._asdict(), "evidence": evidence}))
+        self.engine.set_certification(certification.with_quarantines(wrong))
+
+    def _on_clients_changed(self, take: Callable[[Any], None], event: ev.Event) -> None:
+        take(event)
+        if self._shadow:
+            self._follow_shadow_checks()
 
     def on_times_loaded(self, event: ev.TimesLoaded) -> None:
         self.engine.load_times(event.rows)
@@ -362,6 +388,7 @@ class BrokerState:
         client watches its deadline, unless it has left."""
         head, now_s, timeout_s = worker.running[0], self.effects.now_s, self.limits.timeout_s
         if not executing & LANE_CALL:
+            self._note_forced(head.client, head.timeout_s)
             self.lifecycle.fault(worker, too_long(head.kernel_id, worker, head.timeout_s))
         elif worker.lane_call != executing:
             worker.lane_call, worker.lane_call_since_s = executing, now_s

@@ -25,6 +25,7 @@ from layerzero.ipc.transport.plain import unpack_body
 from layerzero.ipc.transport.wire import HAS_TAIL, HEADER_BYTES, Kind
 
 WORTH_TELLING_S = 0.05  # a client hears of a wait for a worker's start from here on
+MAX_ANSWER_BYTES = wire.MAX_MESSAGE_BYTES - HEADER_BYTES  # to a request
 MAX_WORD_BYTES = 1 << 18  # of a worker's answer; it travels on to the client with more around it
 _EXECUTE, _RAN = int(Kind.EXECUTE), int(Kind.RAN)  # enums cost a microsecond a use, and these are used on every message
 # What a worker may say of a call; anything else it says counts as a failed kernel.
@@ -159,8 +160,11 @@ def _lease(action: act.SendLease) -> bytes:
 
 
 def response(seq: int, answer: object) -> bytes:
-    """To a request."""
-    return wire.pack(Kind.RESPONSE, seq=seq, body=msgpack.packb(answer))
+    """To a request. Raises InvalidArgument for an answer that is too large for a frame."""
+    body = msgpack.packb(answer)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise InvalidArgument(f"the answer has {len(body):,} bytes; allowed: {MAX_ANSWER_BYTES:,}. Ask for less")
+    return wire.pack(Kind.RESPONSE, seq=seq, body=body)
 
 
 def refused_request(seq: int, error: LayerZeroError) -> bytes:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import traceback
 from collections import deque
 from dataclasses import dataclass, field
 
-from layerzero.ipc.errors import LayerZeroError, VersionMismatch
+from layerzero.ipc.errors import LayerZeroError, ProtocolError, VersionMismatch
+from layerzero.ipc.logs import log
 from layerzero.ipc.transport import control, messages, wire
 from layerzero.ipc.transport.secret import Handshake
+from layerzero.ipc.wording import shortened
 
 HELLO_TIMEOUT_S = 5.0
+MAX_FRAMES = 12  # of a traceback, the innermost ones
 
 
 @dataclass(eq=False)
@@ -71,3 +75,11 @@ def refuse(peer: Peer, error: LayerZeroError) -> None:
         control.send(peer.sock, messages.Refused(error=error.to_wire()))
     except (control.Closed, OSError):
         return  # it is gone already, which is what we want
+
+
+def note_failure(exc: Exception, role: str, number: int | str) -> ProtocolError:
+    """Log what handling a peer's message raised, which nobody had thought of; returns what the peer is cut off with."""
+    text = f"the broker failed on a message: {type(exc).__name__}: {exc}"
+    trace = "".join(traceback.format_exception(exc, limit=-MAX_FRAMES))
+    log("message.failed", role=role, peer=number, error=text, traceback=trace)
+    return ProtocolError(shortened(text))

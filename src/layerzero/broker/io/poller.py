@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import select
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Poller:
@@ -33,3 +35,9 @@ class Poller:
 
     def close(self) -> None:
         self._epoll.close()
+
+
+def drain_pipe(fd: int) -> None:
+    """Take what is in a non-blocking pipe of signals."""
+    with suppress(BlockingIOError):
+        os.read(fd, 512)

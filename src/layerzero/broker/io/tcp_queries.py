@@ -12,6 +12,7 @@ from zmq.utils import z85
 
 from layerzero.broker.io import fd_reserve, frame_codec
 from layerzero.broker.io.doorkeeper import Door
+from layerzero.broker.io.peers import note_failure
 from layerzero.broker.io.poller import Poller
 from layerzero.ipc.errors import ConfigError, LayerZeroError, NotAllowed, ProtocolError
 from layerzero.ipc.logs import log
@@ -102,6 +103,8 @@ class Remote:
             frame = frame_codec.response(asked.seq, self._answer(method, asked.request.params))
         except LayerZeroError as exc:
             frame = frame_codec.refused_request(asked.seq, exc)
+        except Exception as exc:  # it costs who asked, and nobody else
+            frame = frame_codec.refused_request(asked.seq, note_failure(exc, "remote", method))
         try:
             self._sock.send_multipart([identity, frame], _NOBLOCK)
         except zmq.ZMQError as exc:  # it has gone, or does not read

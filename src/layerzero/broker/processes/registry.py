@@ -4,7 +4,7 @@ that have joined (joined.py)."""
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
@@ -21,6 +21,22 @@ from layerzero.ipc.transport.endpoints import Endpoints
 from layerzero.ipc.version import __version__
 
 AnyWorker = supervisor.Process | RemoteWorker
+
+
+def exit_event(process: AnyWorker, rings: Mapping[int, ev.RingSnapshot]) -> ev.WorkerExited:
+    """How a process ended, which is reaped by it. `rings`: what was left on those of its backend, by lanes."""
+    ended = process.reap()
+    return ev.WorkerExited(
+        process.backend,
+        process.generation,
+        ended.exit_code,
+        ended.executing,
+        ended.phase,
+        ended.stderr_tail,
+        rings,
+        is_departure=isinstance(process, RemoteWorker) and not process.has_agent,
+        oom=ended.oom,
+    )
 
 
 class Processes:

@@ -14,11 +14,18 @@ MAX_OPEN = 256  # answers in the making; beyond, the oldest one is finished firs
 
 
 class IncrementalAnswers:
-    """`begin`: as requests.begin, of a server. `send` takes a client and a frame for it."""
+    """`begin`: as requests.begin, of a server. `send` takes a client and a frame for it; `fail` a client and what a
+    step of its answer raised that is no answer."""
 
-    def __init__(self, begin: Callable[[str, Mapping[str, Any]], Any], send: Callable[[bytes, bytes], None]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[str, Mapping[str, Any], bytes], Any],
+        send: Callable[[bytes, bytes], None],
+        fail: Callable[[bytes, Exception], None],
+    ) -> None:
         self._begin = begin
         self._send = send
+        self._fail = fail
         self._open: deque[tuple[bytes, int, methods.Steps]] = deque()
 
     def __bool__(self) -> bool:
@@ -27,12 +34,12 @@ class IncrementalAnswers:
 
     def take(self, client: bytes, asked: frame_codec.Asked) -> None:
         try:
-            begun = self._begin(asked.request.method, asked.request.params)
+            begun = self._begin(asked.request.method, asked.request.params, client)
         except LayerZeroError as exc:
             self._send(client, frame_codec.refused_request(asked.seq, exc))
             return
         if not isinstance(begun, Generator):
-            self._send(client, frame_codec.response(asked.seq, begun))
+            self._answer(client, asked.seq, begun)
             return
         self._open.append((client, asked.seq, begun))
         while len(self._open) > MAX_OPEN:
@@ -47,7 +54,17 @@ class IncrementalAnswers:
             next(steps)
         except StopIteration as end:
             self._open.popleft()
-            self._send(client, frame_codec.response(seq, end.value))
+            self._answer(client, seq, end.value)
         except LayerZeroError as exc:
             self._open.popleft()
             self._send(client, frame_codec.refused_request(seq, exc))
+        except Exception as exc:
+            self._open.popleft()
+            self._fail(client, exc)
+
+    def _answer(self, client: bytes, seq: int, answer: object) -> None:
+        try:
+            frame = frame_codec.response(seq, answer)
+        except LayerZeroError as exc:
+            frame = frame_codec.refused_request(seq, exc)
+        self._send(client, frame)

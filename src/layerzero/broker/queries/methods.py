@@ -3,22 +3,20 @@ long as a call is a generator: its answer is made in steps (questions.py)."""
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.queries.broker_view import BrokerView
+from layerzero.broker.queries.joint_plans import plan
 from layerzero.broker.queries.readiness import examine, wanted_backends
 from layerzero.broker.selection import dispatch_table
-from layerzero.broker.selection.blocks import Link, Ranked, block_of
 from layerzero.broker.selection.certification import Subject
-from layerzero.broker.selection.planner import fixed_plan
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec, unknown_backend
 from layerzero.broker.selection.tuning import Usage, next_sample
@@ -29,6 +27,7 @@ from layerzero.ipc.version import __version__
 from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 BACKENDS_A_STEP = 4
+MAX_CLIENTS_SHOWN = 100  # of the oldest; thousands would fill the answer
 Steps = Generator[None, None, dict[str, Any]]
 
 
@@ -44,12 +43,12 @@ def answer(server: BrokerView, method: str, params: Mapping[str, Any]) -> Any:
     return begun
 
 
-def begin(server: BrokerView, method: str, params: Mapping[str, Any]) -> Any:
-    """As `answer`, or the Steps to it."""
+def begin(server: BrokerView, method: str, params: Mapping[str, Any], client: bytes = b"") -> Any:
+    """As `answer`, or the Steps to it. `client`: who asks, by its identity."""
     function = METHODS.get(method)
     if function is None:
         raise InvalidArgument(unknown_name("method", method, METHODS))
-    return function(server, params)
+    return shadow(server, params, client) if method == "shadow" else function(server, params)
 
 
 def ping(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,8 +89,9 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
                 "bytes": sum(arena.nbytes for arena in c.arenas.values()),
                 "gpus": sorted(c.gpus),
             }
-            for c in state.clients.values()
+            for c in islice(state.clients.values(), MAX_CLIENTS_SHOWN)
         ],
+        "more_clients": max(len(state.clients) - MAX_CLIENTS_SHOWN, 0),
         "devices": [
             {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}
             for spec in state.engine.devices.values()
@@ -176,47 +176,6 @@ def compile_ahead(server: BrokerView, params: Mapping[str, Any]) -> dict[str, An
     server.handle(ev.CompileAsked(spec, backends))
     left = server.state.compiling.missing(spec, time.monotonic())
     return {"pending": [verdict.kernel_id for verdict in left if verdict.backend in backends]}
-
-
-def plan(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Kernels for calls that feed each other, chosen together, and what they cost when each is chosen by itself.
-
-    routes: encoded Route messages; calls: for each call its route's position; links: [source, target, argument];
-    rewrites: [positions of calls, route's position] of single calls that do the same. Chooses and changes nothing.
-    """
-    now_s, engine, unavailable = time.monotonic(), server.state.engine, server.state.unavailable
-    try:
-        specs = [CallSpec.parse(body) for body in params["routes"]]
-        links = [Link(*link) for link in params["links"]]
-
-        @functools.cache
-        def ranked(number: int, next_ops: tuple[str, ...]) -> Ranked:
-            spec = replace(specs[number], next_ops=next_ops)
-            verdicts = engine.rank(spec, engine.context(spec), unavailable, now_s)
-            return Ranked(spec, verdicts, engine.policy_for(spec).weights.perfdb)
-
-        after = [
-            tuple(sorted({specs[params["calls"][link.target]].op for link in links if link.source == n}))
-            for n in range(len(params["calls"]))
-        ]
-        calls = [ranked(number, next_ops) for number, next_ops in zip(params["calls"], after, strict=True)]
-        rewrites = [(tuple(covered), ranked(number, ())) for covered, number in params["rewrites"]]
-        block = block_of(calls, links, rewrites)
-    except (KeyError, IndexError, TypeError, ValueError) as exc:
-        if isinstance(exc, LayerZeroError):
-            raise
-        raise InvalidArgument(f"plan takes routes, calls, links and rewrites: {type(exc).__name__}: {exc}") from exc
-    joint = server.planner.plan(block)
-    alone = fixed_plan(block, [node.choices[0].kernel_id for node in block.nodes])
-    return {
-        "steps": [{"kernel_id": step.kernel_id, "calls": list(step.nodes), "us": step.us} for step in joint.steps],
-        "cost_us": joint.cost_us,
-        "runner_up_us": joint.runner_up_us,
-        "alone_us": alone.cost_us,
-        "transforms": [{"source": t.source, "target": t.target, "us": t.us} for t in joint.transforms],
-        "unmeasured": [number for number, call in enumerate(calls) if not call.is_measured],
-        "is_exact": joint.is_exact,
-    }
 
 
 def policy(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,7 +297,7 @@ def provider(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
 
 
-def shadow(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
+def shadow(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
     """The result of a shadow check: how far a kernel's output was from a reference kernel's on the same inputs.
 
     route: the call's encoded Route message; kernel_id, reference: kernel ids; error: as in ipc/vocabulary/numerics.py.
@@ -353,7 +312,7 @@ def shadow(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
             known = ", ".join(sorted(kernels)) or "none"
             raise InvalidArgument(f"{name} is {given!r:.80}; kernels of {spec.op}: {known}")
     comparison = Comparison(Subject.of(str(kernel_id), spec), str(reference), error)
-    server.handle(ev.ShadowCompared(comparison))
+    server.handle(ev.ShadowCompared(comparison, client, body))
     return {"is_beyond": comparison.is_beyond}
 
 

@@ -15,6 +15,9 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 COPY_BYTES_PER_US = 5_000  # what one core copies; plans need no more than the order of magnitude
 MAX_NODES = 1024
+MAX_LINKS = 4 * MAX_NODES
+MAX_REWRITES = MAX_NODES
+MAX_PAIRS = 100_000  # of kernels on both sides of all links
 ROUNDING = 1e-9  # points that differ by less are equal
 
 
@@ -71,7 +74,7 @@ class Ranked:
                 costs[verdict.kernel_id] = fastest_us / share
         return costs
 
-    @property
+    @cached_property
     def choices(self) -> list[tuple[Verdict, float]]:
         """Those that a plan may choose, in the engine's order, with their costs."""
         return [(v, self.costs_us[v.kernel_id]) for v in self.candidates if v.kernel_id in self.costs_us]
@@ -86,11 +89,13 @@ def block_of(
 ) -> Block:
     """`rewrites`: one call that does what several nodes do. It counts where all times are known: a guess must not win
     against a measurement. Raises InvalidArgument for what is no block, or when nobody accepts a call."""
-    if not 0 < len(calls) <= MAX_NODES:
-        raise InvalidArgument(f"a plan is made for 1 to {MAX_NODES} calls, not {len(calls)}")
+    check_counts(len(calls), len(links), len(rewrites))
     for link in links:
         if not 0 <= link.source < link.target < len(calls):
             raise InvalidArgument(f"call {link.target} cannot take the result of call {link.source} of {len(calls)}")
+    pairs = sum(len(calls[link.source].choices) * len(calls[link.target].choices) for link in links)
+    if pairs > MAX_PAIRS:
+        raise InvalidArgument(f"the links of a plan join {pairs} pairs of kernels; allowed: {MAX_PAIRS}")
     linked = {(link.target, link.arg) for link in links}
     nodes = [
         Node(
@@ -120,6 +125,16 @@ def block_of(
         for v, us in call.choices
     ]
     return Block(tuple(nodes), tuple(edges), tuple(fusions))
+
+
+def check_counts(calls: int, links: int, rewrites: int) -> None:
+    """Raises InvalidArgument for more than anybody plans for."""
+    if not 0 < calls <= MAX_NODES:
+        raise InvalidArgument(f"a plan is made for 1 to {MAX_NODES} calls, not {calls}")
+    if links > MAX_LINKS:
+        raise InvalidArgument(f"a plan has at most {MAX_LINKS} links, not {links}")
+    if rewrites > MAX_REWRITES:
+        raise InvalidArgument(f"a plan has at most {MAX_REWRITES} rewrites, not {rewrites}")
 
 
 def _points(verdict: Verdict) -> float:

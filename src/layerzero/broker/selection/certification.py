@@ -92,6 +92,10 @@ class Certification:
         """The certification after a shadow check has found the subject's results wrong: its certificate is void."""
         return Certification(self._records, {**self._quarantined, subject: evidence}, self._owners)
 
+    def with_quarantines(self, quarantined: Mapping[Subject, str]) -> Certification:
+        """The certification with these subjects in quarantine, and no others."""
+        return Certification(self._records, quarantined, self._owners)
+
     def without_quarantine(self, kernel_ids: Collection[str]) -> Certification:
         """The certification after a repair of these kernels' backend: nothing of them is in quarantine."""
         kept = {s: evidence for s, evidence in self._quarantined.items() if s.kernel_id not in kernel_ids}

@@ -10,12 +10,14 @@ import hashlib
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerzero.ipc.errors import InvalidArgument
 
-MAX_STATES = 20_000  # states of the search that are kept at a node; a chain of ops needs one per candidate
+MAX_STATES = 500  # states of the search that are kept at a node; a chain of ops needs one per candidate
+MAX_WORK = 200_000  # entries of states that one search looks at, about a microsecond each
+STEP_WORK = 2_000  # of them between two looks at what else there is to do
 MAX_CACHED = 256  # plans
 
 
@@ -128,9 +130,9 @@ class BlockPlan:
     is_exact: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
-    """A kernel and the nodes it does: a node's choice, or a fusion."""
+    """A kernel and the nodes it does: a node's choice, or a fusion. Equal to itself alone."""
 
     kernel_id: str
     us: float
@@ -157,10 +159,23 @@ class _Partial:
 _State = tuple[tuple[int, _Unit], ...]
 
 
-def plan(block: Block, *, max_states: int = MAX_STATES) -> BlockPlan:
+def plan(block: Block, *, max_states: int = MAX_STATES, max_work: int = MAX_WORK) -> BlockPlan:
     """The cheapest plan of a block, by dynamic programming over its nodes in order. A state is what later nodes can
     see: the kernels whose results are still to be read, and the fusions that reach further. Ways to the same state
-    compete; two of them are kept."""
+    compete; two of them are kept. Where there is more than `max_work` to do, the cheapest states alone go on."""
+    steps = plan_in_steps(block, max_states=max_states, max_work=max_work)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: BlockPlan = end.value
+            return found
+
+
+def plan_in_steps(
+    block: Block, *, max_states: int = MAX_STATES, max_work: int = MAX_WORK
+) -> Generator[None, None, BlockPlan]:
+    """As `plan`, with room for other things after some milliseconds each."""
     last_reader: dict[int, int] = {}
     incoming: dict[int, list[Edge]] = {}
     for edge in block.edges:
@@ -171,12 +186,31 @@ def plan(block: Block, *, max_states: int = MAX_STATES) -> BlockPlan:
         options[fusion.nodes[0]].append(_Unit(fusion.choice.kernel_id, fusion.choice.us, fusion.nodes))
     is_exact = True
     states: dict[_State, _Partial] = {(): _Partial(0.0, None)}
+    left, since = max_work, 0
     for number in range(len(block.nodes)):
         after: dict[_State, _Partial] = {}
+        share = left // (len(block.nodes) - number)
+        effort = len(incoming.get(number, ())) + len(next(iter(states))) + 1  # for a state and a unit
+        open_to = options[number]
+        if effort * len(open_to) > share:  # too much for one state: its cheapest kernels alone
+            count = max(share // effort, 1)
+            is_exact = is_exact and count >= len(open_to)
+            open_to = sorted((unit for unit in open_to if len(unit.nodes) == 1), key=lambda unit: unit.us)[:count]
+        fitting = max(share // (effort * len(open_to)), 1)
+        if len(states) > fitting:
+            is_exact = False
+            states = dict(heapq.nsmallest(fitting, states.items(), key=lambda item: item[1].us))
+        left = max(left - effort * len(open_to) * len(states), 0)
         for state, partial in states.items():
+            since += effort * len(open_to)
+            if since > STEP_WORK:
+                since = 0
+                yield
             alive = dict(state)
             held = alive.get(number)
-            for unit in [held] if held is not None else options[number]:
+            read_later = tuple((n, u) for n, u in state if n > number or last_reader.get(n, -1) > number)
+            is_read = last_reader.get(number, -1) > number
+            for unit in [held] if held is not None else open_to:
                 if held is None and any(node in alive for node in unit.nodes):
                     continue  # an earlier fusion does one of the unit's nodes
                 added_us = unit.us if held is None else 0.0
@@ -184,13 +218,12 @@ def plan(block: Block, *, max_states: int = MAX_STATES) -> BlockPlan:
                     source = alive[edge.source]
                     if source is not unit:
                         added_us += edge.transform_us.get((source.kernel_id, unit.kernel_id), 0.0)
-                kept = {**alive, **dict.fromkeys(unit.nodes, unit)}
-                key = tuple(
-                    sorted(
-                        ((n, u) for n, u in kept.items() if n > number or last_reader.get(n, -1) > number),
-                        key=lambda item: item[0],
-                    )
-                )
+                key = read_later
+                if held is None:
+                    more = tuple((n, unit) for n in unit.nodes if n > number or is_read)
+                    key = read_later + more
+                    if len(unit.nodes) > 1 or (key and read_later and read_later[-1][0] > number):
+                        key = tuple(sorted(key, key=lambda item: item[0]))
                 way = partial.way if held is not None else _Way(unit, partial.way)
                 _offer(after, key, _Partial(partial.us + added_us, way, partial.second_us + added_us))
         if len(after) > max_states:
@@ -262,7 +295,8 @@ class Planner:
         self._limit = limit
         self._plans: OrderedDict[str, BlockPlan] = OrderedDict()
 
-    def plan(self, block: Block) -> BlockPlan:
+    def plan(self, block: Block) -> Generator[None, None, BlockPlan]:
+        """The plan, in steps."""
         key = block.signature
         known = self._plans.get(key)
         if known is not None:
@@ -270,7 +304,7 @@ class Planner:
             self._plans.move_to_end(key)
             return known
         self.misses += 1
-        self._plans[key] = found = plan(block)
+        self._plans[key] = found = yield from plan_in_steps(block)
         if len(self._plans) > self._limit:
             self._plans.popitem(last=False)
         return found

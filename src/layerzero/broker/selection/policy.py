@@ -25,6 +25,7 @@ from layerzero.broker.selection.policy_rules import (
     parse_condition,
 )
 from layerzero.broker.selection.policy_values import (
+    MAX_PROBLEMS,
     Isolation,
     Known,
     Place,
@@ -42,6 +43,7 @@ from layerzero.ipc.vocabulary.policy import BROKER_WIDE
 
 DEFAULT = "default"
 MAX_OVERLAY_LAYERS = 64
+MAX_OVERLAY_BYTES = 48 << 10  # a ROUTE, which has one in it, may have 64 KiB
 _LISTS = ("allow_sources", "avoid_sources", "allow_kernels", "avoid_kernels")
 _RULE_LISTS = ("allow_sources", "avoid_sources", "allow", "avoid")
 
@@ -256,6 +258,8 @@ def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | N
     problems: list[str] = []
     for one in parsed:
         problems += one.layer.complaints((*one.problems, *check(one.values, known)))
+        if len(problems) > MAX_PROBLEMS:
+            return None, [*problems[:MAX_PROBLEMS], "and more problems, which are told when these are repaired"]
     if problems:
         return None, problems
     locks: dict[str, Lock] = {}
@@ -328,7 +332,26 @@ def _hash(policy: Policy) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _nbytes(value: Any) -> int:
+    """About what plain values take when they are packed; counting ends beyond what an overlay may have."""
+    total, stack = 0, [value]
+    while stack and total <= MAX_OVERLAY_BYTES:
+        one = stack.pop()
+        total += 1
+        if isinstance(one, str | bytes):
+            total += len(one)
+        elif isinstance(one, Mapping):
+            stack += one.keys()
+            stack += one.values()
+        elif isinstance(one, list | tuple):
+            stack += one
+    return total
+
+
 def _overlay_layers(overlay: Mapping[str, Any]) -> list[Layer]:
+    nbytes = _nbytes(overlay)
+    if nbytes > MAX_OVERLAY_BYTES:
+        raise InvalidArgument(f"a policy overlay of {nbytes:,} bytes or more; allowed: {MAX_OVERLAY_BYTES:,}")
     written = overlay.get("layers")
     if set(overlay) != {"layers"} or not isinstance(written, list) or len(written) > MAX_OVERLAY_LAYERS:
         raise InvalidArgument(f"a policy overlay is {{'layers': list of at most {MAX_OVERLAY_LAYERS}}}")

@@ -7,9 +7,10 @@ A value may be written as YAML or, since environment variables have no structure
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ from layerzero.ipc.vocabulary.policy import GONE, KERNEL_SOURCE
 MAX_RULES = 256
 MAX_PATTERNS = 256
 MAX_BONUS = 1e9
+MAX_BYTES = 2**60
+MAX_PROBLEMS = 20  # of a layer; each costs a search for the nearest name
 _SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
@@ -65,7 +68,10 @@ def _size(value: Any) -> Any:
     found = _SIZE.fullmatch(value.strip())
     if found is None or found[2].lower() not in _SIZES:
         raise ValueError("not a size; allowed: bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return round(float(found[1]) * _SIZES[found[2].lower()])
+    count = float(found[1])
+    if count > MAX_BYTES:  # also for what no float holds
+        raise ValueError(f"more than {MAX_BYTES:,} bytes")
+    return round(count * _SIZES[found[2].lower()])
 
 
 def _isolation(value: Any) -> Any:
@@ -130,7 +136,7 @@ class Values(_Strict):
     backend_isolation: Annotated[dict[Name, Isolation], BeforeValidator(_isolation)] | None = None
     allow_jit_compile: bool | None = None
     requires_deterministic: bool | None = None
-    memory_headroom_bytes: Annotated[int, BeforeValidator(_size), Field(ge=0, le=2**60)] | None = None
+    memory_headroom_bytes: Annotated[int, BeforeValidator(_size), Field(ge=0, le=MAX_BYTES)] | None = None
     weights: Annotated[dict[Literal[WEIGHTS], Multiplier], BeforeValidator(_pairs)] | None = None  # type: ignore[valid-type]
     shadow_rate: Share | None = None
     tune_budget: Share | None = None
@@ -147,8 +153,9 @@ def parse_values(written: Any) -> tuple[Values, list[Problem]]:
     try:
         return Values.model_validate(dict(written)), []
     except ValidationError as exc:
-        problems = [_problem(error) for error in exc.errors()]
-        wrong = {error["loc"][0] for error in exc.errors() if error["loc"]}
+        errors = exc.errors()
+        problems = [_problem(error) for error in errors[:MAX_PROBLEMS]]
+        wrong = {error["loc"][0] for error in errors if error["loc"]}
     try:  # the rest, so that its names are checked as well
         return Values.model_validate({key: value for key, value in written.items() if key not in wrong}), problems
     except ValidationError:
@@ -190,58 +197,59 @@ class Known:
 
 
 def check(values: Values, known: Known | None) -> list[Problem]:
-    """The problems that types cannot find: wrong conditions, rules that do nothing, and names that nobody has.
+    """The problems that types cannot find: wrong conditions, rules that do nothing, and names that nobody has; the
+    first MAX_PROBLEMS of them.
 
     Without `known` the names are not looked at.
     """
-    found: list[Problem] = []
+    return list(islice(_check(values, known), MAX_PROBLEMS))
+
+
+def _check(values: Values, known: Known | None) -> Iterator[Problem]:
     for i, rule in enumerate(values.rules or ()):
-        found += _check_rule(rule, ("rules", i))
+        yield from _check_rule(rule, ("rules", i))
     if known is None:
-        return found
+        return
     for pattern, kernel in (values.locks or {}).items():
-        found += _check_lock(pattern, kernel, known)
+        yield from _check_lock(pattern, kernel, known)
     for key, names in (("allow_sources", known.backends), ("avoid_sources", known.backends)):
-        found += _unknown(getattr(values, key), names, (key,), "backend")
+        yield from _unknown(getattr(values, key), names, (key,), "backend")
     for key in ("allow_kernels", "avoid_kernels"):
-        found += _unknown(getattr(values, key), known.kernels, (key,), "kernel")
+        yield from _unknown(getattr(values, key), known.kernels, (key,), "kernel")
     isolated = [name for name in values.backend_isolation or () if name != "*"]
     for name in isolated:
-        found += _unknown((name,), known.backends, ("backend_isolation", name), "backend")
+        yield from _unknown((name,), known.backends, ("backend_isolation", name), "backend")
     for i, rule in enumerate(values.rules or ()):
         for key in ("allow_sources", "avoid_sources"):
-            found += _unknown(getattr(rule, key), known.backends, ("rules", i, key), "backend")
+            yield from _unknown(getattr(rule, key), known.backends, ("rules", i, key), "backend")
         for key in ("prefer", "avoid", "allow"):
             both = (*known.backends, *known.kernels)
-            found += _unknown(getattr(rule, key), both, ("rules", i, key), "kernel or backend")
+            yield from _unknown(getattr(rule, key), both, ("rules", i, key), "kernel or backend")
         if rule.lock is not None:
-            found += _unknown((rule.lock,), known.kernels, ("rules", i, "lock"), "kernel")
+            yield from _unknown((rule.lock,), known.kernels, ("rules", i, "lock"), "kernel")
         ops = rule.match.get("op")
         for op in ops if isinstance(ops, list | tuple) else [ops]:
             if isinstance(op, str):
-                found += _unknown((op.lstrip("!= "),), known.ops, ("rules", i, "match", "op"), "op")
-    return found
+                yield from _unknown((op.lstrip("!= "),), known.ops, ("rules", i, "match", "op"), "op")
 
 
-def _check_rule(rule: RuleValues, place: Place) -> list[Problem]:
-    found = []
+def _check_rule(rule: RuleValues, place: Place) -> Iterator[Problem]:
     for field, written in rule.match.items():
         where = (*place, "match", field)
         if field not in FIELDS:
-            found.append(Problem(where, unknown_name("field of a call", field, FIELDS)))
+            yield Problem(where, unknown_name("field of a call", field, FIELDS))
             continue
         try:
             parse_condition(field, written)
         except ValueError as exc:
-            found.append(Problem(where, str(exc)))
+            yield Problem(where, str(exc))
     if all(getattr(rule, name) is None for name in RULE_ACTIONS):
-        found.append(Problem(place, f"the rule does nothing; give it one of {', '.join(RULE_ACTIONS)}"))
+        yield Problem(place, f"the rule does nothing; give it one of {', '.join(RULE_ACTIONS)}")
     if rule.bonus is not None and rule.prefer is None:
-        found.append(Problem((*place, "bonus"), "bonus belongs to prefer, which the rule lacks"))
-    return found
+        yield Problem((*place, "bonus"), "bonus belongs to prefer, which the rule lacks")
 
 
-def _check_lock(pattern: str, kernel: str, known: Known) -> list[Problem]:
+def _check_lock(pattern: str, kernel: str, known: Known) -> Iterable[Problem]:
     ops = _matching(pattern, known.ops)
     if not ops:
         return _unknown((pattern,), known.ops, ("locks", pattern), "op")
@@ -256,14 +264,12 @@ def _check_lock(pattern: str, kernel: str, known: Known) -> list[Problem]:
     return _unknown((kernel,), known.kernels, ("locks", pattern), "kernel")
 
 
-def _unknown(patterns: Iterable[str] | None, known: Iterable[str], place: Place, what: str) -> list[Problem]:
+def _unknown(patterns: Iterable[str] | None, known: Iterable[str], place: Place, what: str) -> Iterator[Problem]:
     names = list(known)
-    found = []
     for pattern in patterns or ():
         if not _matching(pattern, names):
             verb = "matches" if is_glob(pattern) else "is called"
-            found.append(Problem(place, unknown_name(what, pattern, names, verb=verb)))
-    return found
+            yield Problem(place, unknown_name(what, pattern, names, verb=verb))
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -215,7 +215,8 @@ def status(*, backend: str | None, remote: str | None, keys: Path | None, shows_
 
 
 def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
-    broker, clients = answer["broker"], answer["clients"][:-1]  # the newest is this very command
+    broker, clients, more = answer["broker"], answer["clients"], answer["more_clients"]
+    clients = clients if more else clients[:-1]  # the newest is this very command
     devices = answer["devices"]
     calls, nbytes = sum(c["open_calls"] for c in clients), sum(c["bytes"] for c in clients)
     head = Table.grid(padding=(0, 2, 0, 0))
@@ -224,7 +225,7 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
     rows = {
         "broker": f"pid {broker['pid']}, up {_duration(broker['up_s'])}, layerzero {broker['package']}, "
         f"protocol {broker['protocol']}" + ("" if broker["stays"] else "; ends with its last client (lz up: stays)"),
-        "clients": f"{len(clients)} connected, {counted(calls, 'open call')}, {nbytes / 1e6:,.1f} MB lent",
+        "clients": f"{len(clients) + more} connected, {counted(calls, 'open call')}, {nbytes / 1e6:,.1f} MB lent",
         "devices": ", ".join(
             f"{d['name'] or d['type']}{' ' + d['uuid'] if d['type'] != 'cpu' else ''}" for d in devices
         ),

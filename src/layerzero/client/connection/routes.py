@@ -91,7 +91,7 @@ class Routes:
     ) -> Route:
         """The route of a plan, told to the broker once; `key` finds it again."""
         body = messages.encode(route_message(plan, backend, policy, device))
-        if len(body) > wire.MAX_MESSAGE_BYTES // 2:
+        if len(body) > wire.MAX_ROUTE_BYTES:
             raise InvalidArgument(f"{plan.op}: the call's description is {len(body)} bytes; pass data as tensors")
         with self._lock:
             route = self._known.get(key)

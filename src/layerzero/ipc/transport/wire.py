@@ -26,6 +26,7 @@ _GRAPH_SLOT = struct.Struct("<II")  # index of a graph slot in the timeline page
 _GRAPH_SLOT_BYTES = _GRAPH_SLOT.size
 
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_ROUTE_BYTES = 1 << 16  # of a ROUTE's body
 DIGEST_BYTES = 16
 NO_ARENA = 0xFFFFFFFF
 

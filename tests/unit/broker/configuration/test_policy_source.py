@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerzero.broker.configuration import policy_source
 from layerzero.broker.configuration.policy_source import CHECK_S, MAX_FILE_BYTES, PolicySource, load_layer, parse_layer
 from layerzero.broker.configuration.settings import POLICY_FILE, load
 from layerzero.broker.selection.policy import compose
@@ -169,6 +170,62 @@ def test_broken_change_keeps_the_policy_and_says_so(tmp_path: Path) -> None:
     file.unlink()
     assert found.refresh(15.0) is None
     assert "does not exist" in found.problem
+
+
+NO_SIZE_IN_BYTES = {
+    "text of 400 digits": "9" * 400,
+    "text with a unit": "9" * 400 + "GiB",
+    "hexadecimal of 4000 digits": "0x" + "f" * 4000,
+    "decimal of 5000 digits": "9" * 5000,
+    "sexagesimal": ":".join(["59"] * 4000),
+    "sexagesimal, no integer": ":".join(["59"] * 4000) + ".5",
+    "float": "1e400",
+}
+
+
+@pytest.mark.parametrize("key", ["memory_headroom_bytes", "shadow_rate", "strict_mode", "locks", "match"])
+@pytest.mark.parametrize("number", NO_SIZE_IN_BYTES.values(), ids=NO_SIZE_IN_BYTES)
+def test_no_number_in_a_file_ends_a_broker(
+    key: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python refuses to show the longest integers, and floats end before them; the last policy stays."""
+    monkeypatch.setattr(policy_source, "PATIENCE_S", 30.0)
+    file = tmp_path / "policy.yaml"
+    file.write_text("strict_mode: true\n")
+    found = source(file)
+    for text in (number, f'"{number}"'):
+        rule = f"rules: [{{match: {{seq_len: {text}}}, prefer: mlx}}]\n"
+        written = (
+            rule if key == "match" else f"locks: {{attention: {text}}}\n" if key == "locks" else f"{key}: {text}\n"
+        )
+        with pytest.raises(ConfigError, match="the policy is wrong"):
+            source_of(tmp_path / "other.yaml", written)
+        os.utime(file)
+        file.write_text(written)
+        assert found.refresh(100.0 + len(text)) is None
+        assert found.problem
+        assert found.policy.strict_mode
+
+
+def source_of(file: Path, text: str) -> PolicySource:
+    file.write_text(text)
+    return source(file)
+
+
+def test_no_fault_of_the_reader_ends_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises: the file is another's, the fault may be ours."""
+    file = tmp_path / "policy.yaml"
+    file.write_text("strict_mode: true\n")
+    found = source(file)
+
+    def fail(*_: object) -> None:
+        raise OverflowError("cannot convert")
+
+    monkeypatch.setattr(policy_source, "compose", fail)
+    file.write_text("strict_mode: false\n")
+    assert found.refresh(5.0) is None
+    assert "OverflowError: cannot convert" in found.problem
+    assert found.policy.strict_mode
 
 
 def test_variables_go_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.lease_policy import WATCH_S
 from layerzero.broker.core.leases import MAX_LOST, SETTLED_CALLS
+from layerzero.broker.core.model import RunGrant
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.policy import Policy, Weights
 from layerzero.ipc.errors import BackendError
@@ -50,6 +51,12 @@ def settled(*backends: str, is_open: bool = True, **limits: object) -> Driver:
     if is_open:
         driver(ev.LaneOpened(CLIENT, 1))
     return driver
+
+
+def poison(driver: Driver) -> list[act.Action]:
+    """Inputs of route 1 are in quarantine, as if two workers had died of them."""
+    driver.state.clients[CLIENT].routes[1].poisons += 1
+    return driver(ev.CallPoisoned(CLIENT, 1, b"b" * 16))
 
 
 # --- how a lease comes ---------------------------------------------------------------------------------------
@@ -135,7 +142,7 @@ def test_what_must_be_seen_call_by_call_gets_no_lease(policy: Policy) -> None:
 def test_calls_that_must_show_a_digest_get_no_lease() -> None:
     """Poisonous inputs of the same signature must not slip by on a lane."""
     driver = Driver(express=True)
-    driver(ev.CallPoisoned(CLIENT, 1, b"b" * 16))
+    poison(driver)
     assert not of(served(driver, 5, digest=b"g" * 16), act.SendLease)
 
 
@@ -213,7 +220,7 @@ def test_both_leases_of_equal_routes_end() -> None:
 
 def test_poison_takes_leases_back() -> None:
     """From now on its signature needs digests."""
-    assert settled()(ev.CallPoisoned(CLIENT, 1, b"b" * 16)) == [act.RevokeLane(1, 1)]
+    assert poison(settled()) == [act.RevokeLane(1, 1)]
 
 
 def test_shutdown_takes_leases_back() -> None:
@@ -232,6 +239,7 @@ def test_lease_ends_soon_after_another_kernel_became_better() -> None:
     driver = settled("alpha", "beta", is_open=False)
     driver(ev.PolicyChanged(Policy(weights=Weights(perfdb=1000.0))))
     served(driver, 1, first=8)
+    driver.state.clients[CLIENT].routes[1].grant = RunGrant("beta.silu", driver.now_s - 1, driver.now_s + 1)
     for _ in range(16):
         driver(ev.RanInClient(CLIENT, 1, "beta.silu", 10))
     assert driver.state.wakeup_s == driver.now_s + WATCH_S
@@ -356,7 +364,7 @@ def test_death_is_kept_for_a_call_that_is_sent_back_for_its_digest() -> None:
     """It comes again, with the digest, and has still killed a worker."""
     driver = settled("alpha", "beta")
     driver.dies("alpha", mark(1, 4))
-    driver(ev.CallPoisoned(CLIENT, 1, b"b" * 16))
+    poison(driver)
     assert refusal(driver.call(8, after_lane=1, after_call=4)).error.code == "DIGEST_REQUIRED"
     driver.call(9, after_lane=1, after_call=4, digest=b"g" * 16)
     assert [call.deaths for call in driver.state.workers["beta"].waiting] == [1]

@@ -23,7 +23,7 @@ def steps(count: int, error: LayerZeroError | None = None) -> Generator[None, No
     return {"steps": count}
 
 
-def begin(method: str, params: Mapping[str, Any]) -> Any:
+def begin(method: str, params: Mapping[str, Any], _: bytes) -> Any:
     if method == "ping":
         return {"pid": 1}
     if method == "status":
@@ -34,6 +34,9 @@ def begin(method: str, params: Mapping[str, Any]) -> Any:
 class Sent(list[tuple[bytes, bytes]]):
     def take(self, client: bytes, frame: bytes) -> None:
         self.append((client, frame))
+
+    def fail(self, client: bytes, exc: Exception) -> None:
+        raise AssertionError(f"{client!r} failed") from exc
 
 
 def asked(seq: int, method: str, **params: Any) -> frame_codec.Asked:
@@ -47,7 +50,7 @@ def sent() -> Sent:
 
 @pytest.fixture
 def open_questions(sent: Sent) -> IncrementalAnswers:
-    return IncrementalAnswers(begin, sent.take)
+    return IncrementalAnswers(begin, sent.take, sent.fail)
 
 
 def test_short_answers_are_sent_at_once(open_questions: IncrementalAnswers, sent: Sent) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -137,13 +137,41 @@ def test_what_is_no_block_is_refused(build: object, text: str) -> None:
         build(Node("n", (Choice("k", 1.0),)))
 
 
+def ended(steps: Generator[None, None, planner.BlockPlan]) -> planner.BlockPlan:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: planner.BlockPlan = end.value
+            return found
+
+
+def wide(count: int, choices: int) -> Block:
+    """All nodes are read by the last one: as many states as there are combinations."""
+    kernels = tuple(Choice(f"k{number}", 1.0 + number) for number in range(choices))
+    edges = tuple(Edge(n, count - 1, {("k0", "k0"): 0.5}) for n in range(count - 1))
+    return Block(tuple(Node(f"n{n}", kernels) for n in range(count)), edges)
+
+
+@pytest.mark.parametrize(("count", "choices"), [(19, 20), (41, 20), (1024, 20)])
+def test_work_of_one_search_is_bounded(count: int, choices: int) -> None:
+    """18 calls into one were 14 s without an answer to anybody, and 40 more than anybody waited for."""
+    block = wide(count, choices)
+    steps = sum(1 for _ in planner.plan_in_steps(block))
+    found = planner.plan(block)
+    assert 10 < steps < planner.MAX_WORK // 500
+    assert not found.is_exact
+    assert sorted(node for step in found.steps for node in step.nodes) == list(range(count))
+    assert found.cost_us <= count * 1.0 + 0.5 * (count - 1)  # not worse than the cheapest of each
+
+
 def test_plans_of_the_last_blocks_are_remembered() -> None:
     """A model's layers ask the same again; the cache must not grow with the number of models."""
     cache = Planner(limit=2)
     blocks = [Block((Node("n", (Choice("k", us),)),)) for us in (1.0, 2.0, 3.0)]
     for block in (*blocks[:2], blocks[0], blocks[2]):
-        assert cache.plan(block) == planner.plan(block)
+        assert ended(cache.plan(block)) == planner.plan(block)
     assert (cache.hits, cache.misses) == (1, 3)
-    cache.plan(blocks[0])  # it was used last
-    cache.plan(blocks[1])  # it was put out
+    ended(cache.plan(blocks[0]))  # it was used last
+    ended(cache.plan(blocks[1]))  # it was put out
     assert (cache.hits, cache.misses) == (2, 4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from layerzero.broker.selection.policy import Layer, Policy, Weights, compose
 from layerzero.broker.selection.policy_rules import FIELDS, PREFER_BONUS, fact, parse_condition
-from layerzero.broker.selection.policy_values import Known, Values
+from layerzero.broker.selection.policy_values import MAX_PROBLEMS, Known, Values
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.reasons import Reason
@@ -363,3 +363,31 @@ def test_an_unknown_key_does_not_hide_the_wrong_names_beside_it() -> None:
     assert len(problems) == 2
     assert "strict_mode" in problems[0]
     assert "did you mean 'torch.attention'" in problems[1]
+
+
+def overlay_of(*names: str) -> dict[str, Any]:
+    return {"layers": [{"origin": "lz.configure", "values": dict.fromkeys(names, 1)}]}
+
+
+def test_problems_end_after_twenty() -> None:
+    """Each costs a search for the nearest name: a million of them cost a broker 40 s, and its answer had 514 MiB."""
+    with pytest.raises(InvalidArgument) as caught:
+        policy().with_overlay(overlay_of(*(f"k{number}" for number in range(3000))))
+    assert len(caught.value.message) < 50_000
+    with pytest.raises(InvalidArgument) as caught:
+        policy().with_overlay({"layers": [overlay_of(f"k{n}")["layers"][0] for n in range(64)]})
+    assert len(caught.value.facts["problems"]) == MAX_PROBLEMS + 1
+    assert "and more problems" in caught.value.facts["problems"][-1]
+    rules = {"rules": [{"prefer": [f"n{i}.{j}" for j in range(256)]} for i in range(16)]}
+    with pytest.raises(InvalidArgument) as caught:
+        policy().with_overlay({"layers": [{"origin": "lz.prefer", "values": rules}]})
+    assert len(caught.value.facts["problems"]) <= MAX_PROBLEMS + 1
+
+
+def test_an_overlay_has_a_size() -> None:
+    """It is in each route that is defined with it."""
+    names = [f"a long name of something that nobody has, number {number}" for number in range(2000)]
+    with pytest.raises(InvalidArgument, match=r"allowed: 49,152"):
+        policy().with_overlay(overlay_of(*names))
+    with pytest.raises(InvalidArgument, match=r"allowed: 49,152"):
+        policy().with_overlay({"layers": [{"origin": "x" * 50_000, "values": {}}]})
