@@ -33,8 +33,9 @@ def run_pytest(python: Path, *arguments: str, **environ: str) -> None:
 
 
 def test_client_units_with_every_framework(python: Path) -> None:
-    """The test interpreter has NumPy alone; torch, JAX and MLX arrays must not go untested for that."""
-    run_pytest(python, "tests/unit/client")
+    """The test interpreter has NumPy alone; torch, JAX and MLX arrays must not go untested for that. The command line
+    takes no arrays."""
+    run_pytest(python, "tests/unit/client", "--ignore=tests/unit/client/cli")
 
 
 def test_framework_applications_share_a_broker(python: Path) -> None:

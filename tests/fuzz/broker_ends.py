@@ -78,6 +78,7 @@ class BrokerEnds:
             Authentication(None, ()),
             welcome=self._welcome,
             handle=handle,
+            forget=lambda _: None,
             note_change=lambda: None,
         )
 

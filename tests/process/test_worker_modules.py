@@ -12,10 +12,10 @@ import layerzero as lz
 
 # A worker whose kernels compute on the CPU loads these and no others, whatever it is asked to do.
 CPU_WORKER = {
-    "layerzero.ipc": {"errors", "free_memory", "shm", "transport", "vocabulary"},
+    "layerzero.ipc": {"errors", "free_memory", "shm", "transport", "vocabulary", "wording"},
     "layerzero.ipc.shm": {"lane", "memory", "timeline_words"},
     "layerzero.ipc.transport": {"control", "messages", "plain", "sockets", "wire"},
-    "layerzero.ipc.vocabulary": {"ops", "tensors", "worker_codes"},
+    "layerzero.ipc.vocabulary": {"ops", "shapes", "tensors", "worker_codes"},
     "layerzero.workers": {"boot", "lanes", "loop", "provider"},
 }
 TELL = """

@@ -37,15 +37,15 @@ class ClientFrames:
             return None
         if isinstance(event, ev.LaneOverdue):
             try:
-                if self._lanes.has_ended(event.lane, event.call) or not self._is_running(event):
-                    return None  # just now; or nobody is to be killed for it
+                if self._lanes.has_ended(event.lane, event.call):
+                    return None  # just now
             except ProtocolError as exc:
-                return replace(event, nonsense=str(exc))
+                return replace(event, is_running=False, nonsense=str(exc))
+            return replace(event, is_running=self._is_running(event))
         return event
 
     def _is_running(self, overdue: ev.LaneOverdue) -> bool:
-        """The worker is in this very call, as its control page says. One that was never put, or waits, is no reason to
-        kill anybody; a client asks again."""
+        """The worker is in this very call, as its control page says."""
         lane = self._state.leases.lanes.get(overdue.lane)
         if lane is None:
             return False

@@ -92,24 +92,23 @@ def test_an_error_of_any_length_travels_in_short(worker: Worker) -> None:
 
 def ride(worker: Worker, references: bytes) -> None:
     """The same call on an express lane."""
-    fd, doorbell, answer = (
-        memory.create_memfd("page", memory.PAGE_BYTES),
-        lane.create_doorbell(),
-        lane.create_doorbell(),
-    )
+    fd, doorbell = memory.create_memfd("page", memory.PAGE_BYTES), lane.create_doorbell()
+    ringing, hearing = lane.create_answer_bell()
     page, poll = lane.Page(fd), select.poll()
-    poll.register(answer, select.POLLIN)
-    worker.tell(messages.MapLane(client=1, lane=1, gpu=""), fd, doorbell, answer)
+    poll.register(hearing, select.POLLIN)
+    worker.tell(messages.MapLane(client=1, lane=1, gpu=""), fd, doorbell, ringing.fileno())
     worker.allow(1)
     assert ran(worker, refs(2))  # ALLOW came before
     page.put_call(1, PLANS["copy"], references)
     lane.ring(doorbell)
     assert poll.poll(PATIENCE_S * 1e3)
-    end = page.get_end(1)
-    assert end is not None
-    assert end[0] == lane.OK
+    answer = page.get_end(1)
+    assert answer is not None
+    assert answer[0] == lane.OK
     page.close()
-    for descriptor in (fd, doorbell, answer):
+    for end in (ringing, hearing):
+        end.close()
+    for descriptor in (fd, doorbell):
         os.close(descriptor)
 
 

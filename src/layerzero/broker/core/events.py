@@ -113,14 +113,16 @@ class LaneOpened:
 
 @plain
 class LaneOverdue:
-    """A call on a lane has run longer than its client allows, and has not ended. `nonsense`: what is wrong with the end
-    that the worker gave it instead."""
+    """A call on a lane has run longer than its client allows, and has not ended. `is_running`: the worker's control
+    page names it; else its client may have made it up. `nonsense`: what is wrong with the end on the lane's page, which
+    client and worker can write."""
 
     identity: bytes
     lane: int
     route: int
     timeout_s: float
     call: int = 0  # of the lane
+    is_running: bool = True
     nonsense: str = ""
 
 

@@ -299,17 +299,20 @@ class BrokerState:
 
     def on_lane_overdue(self, event: ev.LaneOverdue) -> None:
         lane = self.leases.lanes.get(event.lane)
-        if lane is not None and lane.client.identity == event.identity:
-            name = lane.kernels.get(event.route, f"a call of {lane.worker.backend}")
-            error: LayerZeroError = too_long(name, lane.worker, event.timeout_s)
-            if event.nonsense:
-                error = ProtocolError(event.nonsense)
-            elif lane.worker.fault is None:
-                self._note_forced(lane.client, event.timeout_s)
-            self.lifecycle.fault(lane.worker, error, Blame(mark=mark(lane.number, event.call)))
+        if lane is None or lane.client.identity != event.identity:
+            return
+        if not event.is_running and lane.client.has_forced_too_many(self.effects.now_s):
+            return  # a client whose call was really lost asks again
+        name = lane.kernels.get(event.route, f"a call of {lane.worker.backend}")
+        error: LayerZeroError = too_long(name, lane.worker, event.timeout_s)
+        if event.nonsense:
+            error = ProtocolError(event.nonsense)
+        if lane.worker.fault is None:
+            self._note_forced(lane.client, event.timeout_s if event.is_running else 0.0)
+        self.lifecycle.fault(lane.worker, error, Blame(mark=mark(lane.number, event.call)))
 
     def _note_forced(self, client: Client, timeout_s: float) -> None:
-        """A worker is killed for a timeout of this client's own choice."""
+        """A worker is killed for a timeout of this client's own choice, or on its word alone."""
         if timeout_s < self.limits.timeout_s and not client.has_left:
             client.forced_s.append(self.effects.now_s)
             if client.has_forced_too_many(self.effects.now_s):  # by the broker, it is refused more

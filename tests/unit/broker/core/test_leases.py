@@ -12,7 +12,7 @@ from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
 from layerzero.broker.core.lease_policy import WATCH_S
 from layerzero.broker.core.leases import MAX_LOST, SETTLED_CALLS
-from layerzero.broker.core.model import RunGrant
+from layerzero.broker.core.model import FORCED_WINDOW_S, MAX_FORCED, RunGrant
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.policy import Policy, Weights
 from layerzero.ipc.errors import BackendError
@@ -153,7 +153,7 @@ def test_none_of_the_answers_to_such_calls_comes_with_a_lease(why: str) -> None:
     policies = {"tuned": Policy(tune_budget=1), "checked": Policy(shadow_rate=0.5)}
     driver(ev.PolicyChanged(policies.get(why, Policy())))
     if why == "poisoned":
-        driver(ev.CallPoisoned(CLIENT, 1, b"b" * 16))
+        poison(driver)
     served(driver, 2 * SETTLED_CALLS, digest=b"g" * 16)
     assert bool(driver.state.leases.lanes) == (why == "")
 
@@ -411,6 +411,23 @@ def test_overdue_report_of_another_client_is_not_believed() -> None:
     driver.join(OTHER, 2)
     assert driver(ev.LaneOverdue(OTHER, 1, 1, 2.0, 4)) == []
     assert driver(ev.LaneOverdue(CLIENT, 99, 1, 2.0, 4)) == []
+
+
+@pytest.mark.parametrize("nonsense", ["", "call 4 ends as 9"])
+def test_calls_that_no_control_page_names_end_few_workers(nonsense: str) -> None:
+    """A worker that never answers must not hold its client for ever; but the client may have made the call up, and it
+    can write the lane's page."""
+    driver = settled("alpha", backoff_s=0.0)
+    claim = ev.LaneOverdue(CLIENT, 1, 1, 60.0, 4, is_running=False, nonsense=nonsense)
+    assert driver(claim) == [act.Kill("alpha", 1), act.RevokeLane(1, 1)]
+    client = driver.state.clients[CLIENT]
+    assert len(client.forced_s) == 1
+    client.forced_s.extend([driver.now_s] * (MAX_FORCED - 1))
+    other = settled("alpha")
+    other.state.clients[CLIENT].forced_s.extend([other.now_s] * MAX_FORCED)
+    assert other(claim) == []
+    other.now_s += FORCED_WINDOW_S + 1
+    assert other(claim)[0] == act.Kill("alpha", 1)
 
 
 def waiting_head(**more: float) -> tuple[Driver, act.Run]:
