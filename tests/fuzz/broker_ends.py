@@ -30,7 +30,7 @@ from layerzero.broker.processes.self_registered import Joined
 from layerzero.broker.processes.supervisor import Process
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.transport import control, messages
+from layerzero.ipc.transport import control, messages, unwanted
 
 _FOLDER = scratch.folder()
 TICKET = b"ticket of alpha.."
@@ -102,8 +102,12 @@ class BrokerEnds:
             number=peer.number, max_in_flight=8, timeout_s=1.0,
         )  # fmt: skip
 
+    def dial(self) -> socket.socket:
+        """Not accepted yet."""
+        return control.connect(_FOLDER / "broker.sock", timeout_s=5)
+
     def connect(self) -> socket.socket:
-        sock = control.connect(_FOLDER / "broker.sock", timeout_s=5)
+        sock = self.dial()
         self.point()
         return sock
 
@@ -137,4 +141,9 @@ class _Started:
 
 
 def open_descriptors() -> list[str]:
+    """When those that are closed in a thread are."""
+    read, write = os.pipe()
+    unwanted.close_all((write,))
+    os.read(read, 1)
+    os.close(read)
     return sorted(os.listdir("/proc/self/fd"))

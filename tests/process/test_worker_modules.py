@@ -14,7 +14,7 @@ import layerzero as lz
 CPU_WORKER = {
     "layerzero.ipc": {"errors", "free_memory", "shm", "transport", "vocabulary", "wording"},
     "layerzero.ipc.shm": {"lane", "memory", "timeline_words"},
-    "layerzero.ipc.transport": {"control", "messages", "plain", "sockets", "wire"},
+    "layerzero.ipc.transport": {"control", "messages", "plain", "sockets", "unwanted", "wire"},
     "layerzero.ipc.vocabulary": {"ops", "shapes", "tensors", "worker_codes"},
     "layerzero.workers": {"boot", "lanes", "loop", "provider"},
 }

@@ -19,12 +19,12 @@ from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.io.offers import KINDS, Offers
 from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, note_failure, refuse
 from layerzero.broker.io.poller import Poller
-from layerzero.broker.io.worker_links import WorkerLinks, close_all
+from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
 from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, OutOfMemory, ProtocolError
 from layerzero.ipc.logs import log
-from layerzero.ipc.transport import control, messages
+from layerzero.ipc.transport import control, messages, unwanted
 
 FIRST_CLIENT_S = 10.0  # the client that started us gets so long to say hello, whatever the linger
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -166,7 +166,7 @@ class Connections:
     def _hear_hello(self, peer: Peer) -> None:
         if peer.hello is None:
             hello, fds = control.receive(peer.sock, messages.Hello)
-            close_all(fds)
+            unwanted.close_all(fds)
             challenge = self._gate.examine(peer, hello)
             if challenge is None:
                 self._greet(peer, hello)
@@ -174,7 +174,7 @@ class Connections:
                 control.send(peer.sock, challenge)
         else:
             proof, fds = control.receive(peer.sock, messages.Proof)
-            close_all(fds)
+            unwanted.close_all(fds)
             self._gate.verify(peer, proof)
             self._greet(peer, peer.hello)
 
@@ -235,6 +235,9 @@ class Connections:
             self._joined.part(peer)
 
     def stop_listening(self) -> None:
+        with suppress(OSError):
+            for _ in range(control.BACKLOG):  # what these have sent goes with the listener
+                control.hang_up(self._listener.accept()[0])
         self._listener.close()
 
     def close_all(self) -> None:

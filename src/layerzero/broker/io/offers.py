@@ -15,12 +15,12 @@ from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.page_poller import PagePoller
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import Gpu, TimelinePages, check_handle_fds
-from layerzero.broker.io.worker_links import WorkerLinks, close_all
+from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.ipc.cuda.handles import ArenaHandle
 from layerzero.ipc.errors import LayerZeroError, NoTransport, OutOfMemory, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
-from layerzero.ipc.transport import control, messages, wire
+from layerzero.ipc.transport import control, messages, unwanted, wire
 from layerzero.ipc.transport.messages import AddArena, AddGpu, AddGpuArena, AddLane, RetireArena
 
 KINDS = (AddArena, AddGpu, AddGpuArena, AddLane, RetireArena)
@@ -35,7 +35,7 @@ class _Arena:
 
     def close(self) -> None:
         if self.fd is not None:
-            os.close(self.fd)
+            unwanted.close_all((self.fd,))
 
 
 class Offers:
@@ -73,7 +73,7 @@ class Offers:
         elif isinstance(message, AddLane):
             self._add_lane(peer, message.lane, message.gpu, fds)
         elif isinstance(message, RetireArena):
-            close_all(fds)
+            unwanted.close_all(fds)
             self._page_poller.at_points()  # what has just ended uses it no more
             self._handle(ev.ArenaGivenUp(peer.identity, message.arena))
 
@@ -84,7 +84,7 @@ class Offers:
             memory.check_arena(fds[0], message.nbytes)
             self._check_number(peer, message.arena)
         except BaseException:  # also for lack of memory for one more map
-            close_all(fds)
+            unwanted.close_all(fds)
             raise
         self._keep_arena(peer, message.arena, _Arena(fds[0]), message.nbytes)
 
@@ -96,7 +96,7 @@ class Offers:
                 raise ProtocolError(f"arena {message.arena} comes with the handle of arena {handle.arena}")
             self._check_number(peer, message.arena)
         except BaseException:  # also for lack of memory for one more map
-            close_all(fds)
+            unwanted.close_all(fds)
             raise
         arena = _Arena(fds[0] if fds else None, handle)
         self._keep_arena(peer, message.arena, arena, handle.nbytes, handle.gpu)
@@ -124,7 +124,7 @@ class Offers:
         try:
             gpu = Gpu.of(message, fds)
         except BaseException:  # also for lack of memory for one more map
-            close_all(fds)
+            unwanted.close_all(fds)
             raise
         refusal: LayerZeroError | None = self._state.engine.missing(message.gpu)
         if refusal is None and self._state.graph_slots.holds(peer.identity, message.gpu):
@@ -148,7 +148,7 @@ class Offers:
             _demand_room()
             self._lanes.add(number, fds, is_ring=bool(gpu))
         except BaseException as exc:
-            close_all(fds)
+            unwanted.close_all(fds)
             if not isinstance(exc, (OSError, OutOfMemory)):
                 raise
             log("lane.refused", client=peer.number, error=str(exc))  # no maps or descriptors left: not its fault

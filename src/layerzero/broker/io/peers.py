@@ -47,7 +47,7 @@ class Peer:
 
     def close(self) -> None:
         self.drop_backlog()
-        self.sock.close()
+        control.hang_up(self.sock)
 
 
 def new_identity() -> bytes:

@@ -4,6 +4,7 @@ calls are done, and ends those that nobody will finish."""
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
 from layerzero.ipc.shm.timeline_page import TimelinePage
 from layerzero.ipc.shm.timeline_words import RUNG, SILENT, TimelinePoint
+from layerzero.ipc.transport import unwanted
 from layerzero.ipc.transport.messages import AddGpu, MapGpu
 
 
@@ -48,8 +50,7 @@ class Gpu:
 
     def close(self) -> None:
         self.page.close()
-        for fd in self.fds:
-            os.close(fd)
+        unwanted.close_all(self.fds)
 
 
 class TimelinePages:
@@ -141,3 +142,5 @@ def check_handle_fds(handle: ArenaHandle, fds: list[int]) -> None:
         )
     if handle.transport in STAGED:
         memory.check_memfd(fds[0], handle.nbytes)
+    elif fds and stat.S_ISSOCK(os.fstat(fds[0]).st_mode):  # whoever closes it last may wait
+        raise ProtocolError(f"memory of transport {handle.transport!r} comes with a socket")

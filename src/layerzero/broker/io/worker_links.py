@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from layerzero.broker.core import events as ev
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.poller import Poller
-from layerzero.ipc.transport import control, messages
+from layerzero.ipc.transport import control, messages, unwanted
 
 MAX_BACKLOG = 8192  # control messages queued for a busy worker
 
@@ -79,7 +79,7 @@ class WorkerLinks:
             except (control.Closed, OSError):
                 pass  # it is dying: its exit event is on the way
             peer.backlog.popleft()
-            close_all(fds)
+            unwanted.close_all(fds)
         self._poller.want_room(peer.sock.fileno(), False)
 
 
@@ -89,11 +89,6 @@ def _dup_all(fds: Sequence[int]) -> tuple[int, ...]:
         for fd in fds:
             made.append(os.dup(fd))  # those before are closed when one fails
     except OSError:
-        close_all(made)
+        unwanted.close_all(made)
         raise
     return tuple(made)
-
-
-def close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -35,7 +35,7 @@ from layerzero.envs.probe.child import Ended
 from layerzero.ipc.errors import Busy, ConfigError, EnvError, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
-from layerzero.ipc.transport import control, messages
+from layerzero.ipc.transport import control, messages, unwanted
 from layerzero.ipc.vocabulary.worker_codes import phase_name
 
 PING_S = 0.5
@@ -213,8 +213,7 @@ class Joined:
                 remote.oom = message.oom[:4096]
                 self._settle(remote)
         finally:
-            for fd in fds:
-                os.close(fd)
+            unwanted.close_all(fds)
         self.offer(agent.backend)
 
     def part(self, peer: Peer) -> None:

@@ -10,15 +10,19 @@ import os
 import select
 import socket
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar, overload
 
 from layerzero.ipc.errors import OutOfMemory, ProtocolError
-from layerzero.ipc.transport import messages
+from layerzero.ipc.transport import messages, unwanted
 
 MAX_BYTES = 1 << 16
-MAX_FDS = 4  # of one message
+MAX_FDS = 4  # of one message of ours
+_SCM_MAX_FD = 253  # of one message of anybody: those that we leave to the kernel are closed while we receive
 SUN_PATH_MAX = 107
+BACKLOG = 128  # connections that wait to be accepted
+_CREDENTIALS = struct.Struct("3i")
 M = TypeVar("M", bound=messages.Message)
 N = TypeVar("N", bound=messages.Message)
 
@@ -59,7 +63,7 @@ def listen(path: Path, *, is_shared: bool = False) -> socket.socket:
         sock.bind(str(path))
     finally:
         os.umask(previous)
-    sock.listen(128)
+    sock.listen(BACKLOG)
     sock.setblocking(False)
     return sock
 
@@ -74,8 +78,8 @@ def is_readable(fd: int, timeout_s: float = 0.0) -> bool:
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
     """(pid, uid, gid) of the peer, as the kernel knows them."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, gid = struct.unpack("3i", raw)
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid
 
 
@@ -99,37 +103,52 @@ def receive(sock: socket.socket, *expected: type[messages.Message]) -> tuple[mes
     """The next message and the descriptors that came with it, which the caller owns.
 
     Raises Closed at end of file, ProtocolError for anything that is not one of `expected`, NoDescriptors,
-    BlockingIOError when nothing is there on a non-blocking
-    socket, TimeoutError when the socket's timeout is over.
+    BlockingIOError when nothing is there on a non-blocking socket, TimeoutError when the socket's timeout is over.
     """
     try:
         data, fds, flags = _receive(sock)
     except ConnectionResetError as exc:
         raise Closed from exc
     if not data:
-        for fd in fds:
-            os.close(fd)
+        unwanted.close_all(fds)
         raise Closed
     try:
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            if flags & socket.MSG_TRUNC or len(fds) >= MAX_FDS:
-                raise ProtocolError(f"control message is larger than {MAX_BYTES} bytes or carries too many descriptors")
-            messages.decode(data, *expected)
+        if flags & socket.MSG_TRUNC or len(fds) > MAX_FDS:
+            raise ProtocolError(f"control message is larger than {MAX_BYTES} bytes or carries too many descriptors")
+        message = messages.decode(data, *expected)
+        if flags & socket.MSG_CTRUNC:
             raise NoDescriptors(f"no file descriptors are left for what came with a message to process {os.getpid()}")
-        return messages.decode(data, *expected), fds
+        return message, fds
     except (OutOfMemory, ProtocolError):
-        for fd in fds:
-            os.close(fd)
+        unwanted.close_all(fds)
         raise
 
 
+def hang_up(sock: socket.socket) -> None:
+    """Close the socket of a peer that is not trusted, without waiting for what it sent and nobody has read."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)  # it can send no more
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # a message of no bytes is no end of file
+        is_there = True
+        while is_there:
+            _, fds, _, is_there = _receive_all(sock)
+            unwanted.close_all(fds)
+    sock.close()
+
+
 def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
-    """socket.recv_fds, which in Python 3.11 drops its flags: children would inherit the descriptors."""
+    data, fds, flags, _ = _receive_all(sock)
+    return data, fds, flags
+
+
+def _receive_all(sock: socket.socket) -> tuple[bytes, list[int], int, bool]:
+    """socket.recv_fds, which in Python 3.11 drops its flags: children would inherit the descriptors. Last: whether
+    anything came beside the bytes."""
     fds = array.array("i")
-    data, ancillary, flags, _ = sock.recvmsg(
-        MAX_BYTES, socket.CMSG_LEN(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
-    )
+    room = socket.CMSG_SPACE(_SCM_MAX_FD * fds.itemsize) + socket.CMSG_SPACE(_CREDENTIALS.size)
+    data, ancillary, flags, _ = sock.recvmsg(MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(value[: len(value) - len(value) % fds.itemsize])
-    return data, list(fds), flags
+    return data, list(fds), flags, bool(ancillary)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +18,7 @@ REMOTE_HEARTBEAT_MS = 5000  # a peer behind a cut line is let go
 HANDSHAKE_MS = 5000  # one that connects and says nothing is hung up on: it holds a descriptor
 BACKLOG = 16  # connections that wait to be accepted, also when a listener was closed a moment ago
 REMOTE_HANDSHAKE_MS = 3000  # one that does not show its key by then is hung up on
+_SO_PASSRIGHTS = 83
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # the enums cost a microsecond a use
 
 
@@ -38,7 +41,6 @@ def bind_router(
     sock = context.socket(zmq.ROUTER)
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
     sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    sock.setsockopt(zmq.BACKLOG, BACKLOG)
     _limit(sock, hwm)
     for uid in uids:  # others are hung up on before anything of theirs is read, and takes memory
         sock.setsockopt(zmq.IPC_FILTER_UID, uid)
@@ -47,12 +49,27 @@ def bind_router(
 
 
 def bind_path(sock: zmq.Socket[bytes], path: Path, *, is_shared: bool) -> None:
-    """Listen there, owner-only unless others may connect. Raises ZMQError."""
+    """Listen there, owner-only unless others may connect; the caller takes the path away at the end. Raises ZMQError.
+
+    libzmq reads no descriptors: it would close in its thread what comes with bytes, and that close may wait. So the
+    listener is ours, and takes none, from Linux 6.16 on."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     previous = os.umask(0o111 if is_shared else 0o177)
     try:
+        with suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+        sock.setsockopt(zmq.USE_FD, listener.fileno())
         sock.bind(f"ipc://{path}")
+        listener.detach()
+    except OSError as exc:
+        raise zmq.ZMQError(exc.errno) from exc
     finally:
+        sock.setsockopt(zmq.USE_FD, -1)
         os.umask(previous)
+        listener.close()
 
 
 def bind_remote(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secret: bytes) -> zmq.Socket[bytes]:

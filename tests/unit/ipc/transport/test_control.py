@@ -60,14 +60,19 @@ def test_messages_keep_their_bounds(pair: Pair) -> None:
 @pytest.mark.parametrize("data", [b"\xc1", msgpack.packb({"kind": "arena_added", "arena": 1})])
 def test_descriptors_of_a_bad_message_are_closed(pair: Pair, data: bytes) -> None:
     """A peer must not be able to fill the broker's descriptor table with nonsense."""
-    read, write = os.pipe()
+    fd, (read, write) = os.memfd_create("one"), os.pipe()
     before = open_fds()
-    socket.send_fds(pair[0], [data], [read, write])
+    socket.send_fds(pair[0], [data], [fd, fd])
     with pytest.raises(ProtocolError):
         control.receive(pair[1], AddArena, RetireArena)
     assert open_fds() == before
-    os.close(read)
+    socket.send_fds(pair[0], [data], [write])
     os.close(write)
+    with pytest.raises(ProtocolError):
+        control.receive(pair[1], AddArena, RetireArena)
+    assert os.read(read, 1) == b""  # when a thread has closed the last one
+    os.close(read)
+    os.close(fd)
 
 
 def test_oversized_message_and_too_many_descriptors_are_refused(pair: Pair) -> None:
@@ -76,14 +81,13 @@ def test_oversized_message_and_too_many_descriptors_are_refused(pair: Pair) -> N
     pair[0].send(data)
     with pytest.raises(ProtocolError, match="larger than 65536 bytes"):
         control.receive(pair[1], ArenaAdded)
-    read, write = os.pipe()
+    fd = os.memfd_create("one")
     before = open_fds()
-    socket.send_fds(pair[0], [msgpack.packb({"kind": "arena_added", "arena": 1})], [read] * 9)
+    socket.send_fds(pair[0], [msgpack.packb({"kind": "arena_added", "arena": 1})], [fd] * 9)
     with pytest.raises(ProtocolError, match="too many descriptors"):
         control.receive(pair[1], ArenaAdded)
     assert open_fds() == before
-    os.close(read)
-    os.close(write)
+    os.close(fd)
 
 
 def test_hang_up_is_closed_on_both_ways(pair: Pair) -> None:
