@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,19 @@ def settle(call: Callable[[], Any], lane: str = "express") -> None:
         return report().path == lane and not states & {"probing", "starting"}
 
     wait_until(is_settled)
+
+
+@contextlib.contextmanager
+def on_a_ring(site: Site, call: Callable[[], Any]) -> Iterator[Any]:
+    """The result of a call that waits on a ring until the block ends. On a busy machine new times may take its lease
+    back, and the broker serves it: then another."""
+    while True:
+        settle(call)
+        with held(site):
+            result = call()
+            if report().path == "express":
+                yield result
+                return
 
 
 def known_outs(x: Any, count: int) -> list[Any]:
@@ -263,10 +276,7 @@ def test_the_report_tells_where_a_call_of_a_ring_ran_in_the_end(new_site: Callab
     site = new_site(backoff_s=600, backoff_max_s=600)
     site.connect()
     x, values = randn(SLOW)
-    settle(lambda: slow(x))
-    with held(site):
-        result = slow(x)
-        assert report().path == "express"
+    with on_a_ring(site, lambda: slow(x)) as result:
         kill(site, "one")
     close(result, gelu(values))
     lz.synchronize(PATIENCE_S)
@@ -293,10 +303,8 @@ def test_a_call_of_a_ring_goes_back_to_the_only_backend(new_site: Callable[..., 
     site = new_site("one")
     site.connect()
     x, values = randn(SLOW)
-    settle(lambda: slow(x))
-    result = slow(x)
-    assert report().path == "express"
-    kill(site, "one")
+    with on_a_ring(site, lambda: slow(x)) as result:
+        kill(site, "one")
     close(result, gelu(values))
     lz.synchronize(PATIENCE_S)
     assert (report().backend, report().worker_pid) == ("one", site.backend("one")["pid"])

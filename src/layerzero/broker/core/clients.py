@@ -22,6 +22,8 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.transport import wire
+from layerzero.ipc.transport.messages import Route as RouteMessage
+from layerzero.ipc.transport.messages import decode
 
 MAX_ARENAS = 4096  # of one client; ours keeps far fewer
 MAX_ROUTES = 8192  # likewise
@@ -146,11 +148,11 @@ class ClientLifecycle:
                     client.refused_routes[event.route] = missing
                     return
                 signature = self.signatures.add(event.body, spec)
-            except InvalidArgument as exc:  # its calls shall hear of it, too
-                client.refused_routes[event.route] = exc
-                return
             except LayerZeroError as exc:
-                self.drop(client, f"route {event.route}: {exc}")
+                if isinstance(exc, InvalidArgument) and not decode(event.body, RouteMessage).device:
+                    client.refused_routes[event.route] = exc  # its calls shall hear of it, too
+                else:  # on a GPU streams may wait for its calls, and no client of ours makes such
+                    self.drop(client, f"route {event.route}: {exc}")
                 return
         signature.users += 1
         client.route_bytes += nbytes

@@ -237,6 +237,7 @@ def test_pinned_call_tells_the_others_reason() -> None:
         ev.CallArrived(CLIENT, 1, 1, 0.0, wire.pack_refs([wire.Ref(wire.NO_ARENA, 0, 0, 64)] * 2)),
         ev.RouteDefined(CLIENT, 1, route_body()),
         ev.RouteDefined(CLIENT, 2, b"\xc1"),
+        ev.RouteDefined(CLIENT, 2, route_body(op="nonsense", device="GPU-1")),
         ev.ArenaOffered(CLIENT, 1, ARENA_BYTES),
     ],
 )
