@@ -18,6 +18,7 @@ def main() -> int:
     boot.die_with_parent(config.parent_pid)
     boot.point_stdout_at_stderr()
     try:
+        boot.confine(os.environ)
         return serve(config)
     except BaseException as exc:
         # Ends with all descriptors open: the broker kills a worker that closes its connection, and an end by a signal

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from layerzero.ipc import confinement
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.transport.plain import unpack_body
 from layerzero.workers.provider import Provider
@@ -58,6 +59,18 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # it ended before the call above took effect
         os._exit(1)
+
+
+def confine(environ: Mapping[str, str]) -> None:
+    """Keep out of other processes' memory, unless the variable says otherwise; stderr says so where that cannot be.
+    Before the first thread. Raises ConfigError for a value that is none."""
+    try:
+        if confinement.is_wanted(environ):
+            confinement.confine()
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from None
+    except OSError as exc:
+        print(f"layerzero: not kept from the memory of other processes: {exc.strerror}", file=sys.stderr)
 
 
 def point_stdout_at_stderr() -> None:

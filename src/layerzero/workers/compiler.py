@@ -25,6 +25,7 @@ NICE = 19
 def main(argv: Sequence[str]) -> int:
     provider, parent = argv
     boot.die_with_parent(int(parent))
+    boot.confine(os.environ)
     os.nice(NICE)
     boot.point_stdout_at_stderr()
     message = messages.decode(sys.stdin.buffer.read(), messages.Prepare)

@@ -96,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
     provider, descriptor, *parent = argv
     if parent:
         boot.die_with_parent(int(parent[0]))
+    boot.confine(os.environ)
     answer = os.fdopen(os.dup(1), "w")
     boot.point_stdout_at_stderr()
     position = Position(answer.fileno())

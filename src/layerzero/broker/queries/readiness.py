@@ -3,8 +3,10 @@ try."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from layerzero.broker.processes.host import free_memory_bytes
@@ -14,6 +16,7 @@ from layerzero.broker.selection.signature import unknown_backend
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
+from layerzero.ipc import confinement
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.wording import counted
 
@@ -209,6 +212,18 @@ def _sharing(server: BrokerView) -> Check:
     return Check(name, False, text, "echo quit | nvidia-cuda-mps-control, then lz down; or allow_mps = true")
 
 
+def _confinement(server: BrokerView) -> Check:
+    """Where the kernel cannot, that is no fault of the installation."""
+    name, version = "confinement", confinement.version()
+    why = "" if version else "this kernel has no Landlock"
+    with suppress(ValueError):  # workers say so, and do not start
+        why = why or ("" if confinement.is_wanted(os.environ) else f"{confinement.VARIABLE} is 0")
+    if why:
+        return Check(name, True, f"{why}: a library in a worker can read the memory of your processes")
+    signals = ", and from signalling them" if version >= confinement.WITH_SCOPES else ""
+    return Check(name, True, f"workers are kept from the memory of other processes{signals} (Landlock {version})")
+
+
 def _lines(texts: Iterable[str]) -> str:
     return "\n".join(texts)
 
@@ -223,4 +238,5 @@ QUESTIONS: tuple[Callable[[BrokerView], Check], ...] = (
     _compiled,
     _memory,
     _sharing,
+    _confinement,
 )
