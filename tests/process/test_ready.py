@@ -34,6 +34,7 @@ GENERAL = [
     "compiled kernels",
     "memory",
     "GPU sharing",
+    "confinement",
 ]
 SILU = Call("silu", {"input": TensorSpec.contiguous("float32", (4, 8))})
 

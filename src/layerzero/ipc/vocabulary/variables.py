@@ -87,6 +87,9 @@ OTHERS = (
 _OF_A_SERVICE = re.compile(r"(.*_)?(SERVICE_(HOST|PORT.*)|PORT(_\d+_.*)?)")
 
 
+_WORKERS = "WORKER_"
+
+
 class SettingWarning(UserWarning):
     """A variable that is set has no effect."""
 
@@ -104,8 +107,10 @@ def mistakes(environ: Mapping[str, str]) -> Iterator[str]:
         name = variable.removeprefix(PREFIX)
         if name in known or _OF_A_SERVICE.fullmatch(name):
             continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        group = _WORKERS if name.startswith(_WORKERS) else ""  # what all of them have in common makes none alike
+        alike = [one.removeprefix(group) for one in known if one.startswith(group)]
+        near = difflib.get_close_matches(name.removeprefix(group), alike, n=1, cutoff=0.7)
         if near:
-            yield f"{variable} has no effect: did you mean {PREFIX}{near[0]}?"
-        elif not name.startswith("WORKER_"):  # which a provider may read, too
+            yield f"{variable} has no effect: did you mean {PREFIX}{group}{near[0]}?"
+        elif not group:  # else a provider may read it
             yield f"{variable} has no effect: nothing reads it; docs/settings.md has all variables"
