@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.backends.toy import HANG, KILL, fault
 from tests.process.harness import (
+    BACKENDS,
     PATIENCE_S,
     Site,
     is_paused,
@@ -28,6 +29,7 @@ from tests.process.harness import (
 )
 
 import layerzero as lz
+from layerzero.broker.processes.supervisor import LOG_KEPT_BYTES, LOG_LIMIT_BYTES
 from layerzero.client.connection import link, retained
 from layerzero.client.connection.arena import pool
 
@@ -371,3 +373,29 @@ def _arenas_held(pid: int | None) -> int:
 def _arenas_mapped(pid: int) -> int:
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum("memfd:layerzero" in line and line.split()[1] == "r--s" for line in maps)
+
+
+def test_a_worker_that_writes_without_end_does_not_fill_the_disk(new_site: Callable[..., Site]) -> None:
+    """What it said last is kept, and what it says next is there, too."""
+    provider = (
+        (BACKENDS / "toy.py").read_text()
+        + f"""
+import os, sys
+if "layerzero.workers.loop" in sys.modules:
+    for _ in range({LOG_LIMIT_BYTES >> 20} + 1):
+        os.write(2, b"x" * (1 << 20))
+    os.write(2, b"the last word")
+"""
+    )
+    site = new_site()
+    site.add_backend("loud", provider=provider)
+    with site.connect():
+        lz.silu(np.ones(8, np.float32), backend="loud")
+        log = site.endpoints.worker_log("loud")
+        wait_until(lambda: log.stat().st_size < LOG_KEPT_BYTES)
+        old = log.with_suffix(".log.1")
+        assert old.stat().st_size == LOG_KEPT_BYTES
+        assert old.read_bytes().endswith(b"the last word")
+        assert old.stat().st_mode & 0o077 == 0
+        os.kill(site.backend("loud")["pid"], signal.SIGUSR2)  # its stacks
+        wait_until(lambda: b"most recent call first" in log.read_bytes())

@@ -54,7 +54,7 @@ from layerzero.ipc.version import __version__
 STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
 CATCH_UP_S = 0.2
-IDLE_CHECK_S = 5.0  # is the runtime folder still ours?
+IDLE_CHECK_S = 5.0  # is the runtime folder still ours? how long are the logs?
 FLUSH_S = 0.02  # between looks at frames that clients had no room for
 
 
@@ -306,6 +306,7 @@ class Server:
             self._kill_at_s = None
             self.processes.kill_all()
         self._connections.end_silent(now_s)
+        self.processes.bound_logs()
         if not self._has_folder and not self.state.stopping:
             log("runtime_dir.lost", folder=str(self.endpoints.folder))  # nobody finds this broker any more
             self.handle(ev.ShutdownAsked())

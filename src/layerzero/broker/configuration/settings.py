@@ -7,6 +7,7 @@ Precedence: command line > environment > config.toml in the user's configuration
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,13 +42,17 @@ class Settings(BaseSettings):
     runtime_dir: Path = Field(
         default_factory=lambda: default_runtime_dir(os.environ), description="sockets, locks and logs"
     )
-    store: Path = Field(platformdirs.user_cache_path(APP), description="built environments and probe records")
+    store: Path = Field(
+        platformdirs.user_cache_path(APP), description="built environments and probe records", validate_default=True
+    )
     perf_db: Path | None = Field(None, description="file of measured times; default: perf.db in the store")
     manifest_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
         (), description="more folders with env manifests, separated by ':'"
     )
     backends_dir: Path = Field(
-        platformdirs.user_config_path(APP) / "backends", description="backends from outside that lz env add has allowed"
+        platformdirs.user_config_path(APP) / "backends",
+        description="backends from outside that lz env add has allowed",
+        validate_default=True,
     )
     policy: Path | None = Field(
         None, description="policy file; default policy.yaml in the user's configuration folder, if it exists"
@@ -87,6 +92,22 @@ class Settings(BaseSettings):
     keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")
     allow_uids: str = Field("", description="other users who may connect, by number, separated by ','; needs a secret")
     failpoints: str = Field("", description="faults for tests: backend:phase=action[@N], separated by ';'")
+
+    @field_validator("store", "backends_dir")
+    @classmethod
+    def _refuse_others(cls, folder: Path) -> Path:
+        """What lies there is executed: nobody else may put something in its place."""
+        try:
+            info = folder.stat()
+        except OSError:
+            return folder  # it will be made
+        if info.st_mode & stat.S_IWOTH:
+            raise ValueError(f"everybody may write to this folder, whose files are executed; chmod o-w {folder}")
+        if info.st_uid not in (os.getuid(), 0) and os.getuid() != 0:
+            raise ValueError(
+                f"it belongs to user {info.st_uid}, who could change what is executed; choose one of yours"
+            )
+        return folder
 
     @field_validator("manifest_dirs", mode="before")
     @classmethod

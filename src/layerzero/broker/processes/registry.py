@@ -107,6 +107,10 @@ class Processes:
         del self._live[process.backend, process.generation]
         self._on_end(process)
 
+    def bound_logs(self) -> None:
+        for process in self._live.values():
+            process.bound_log()
+
     def kill(self, backend: str, generation: int) -> None:
         """Its end is seen later. Nothing happens when it has ended already."""
         process = self.get((backend, generation))

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from layerzero.ipc.vocabulary.worker_codes import phase_name
 
 STDERR_TAIL_BYTES = 2048
 LOG_LIMIT_BYTES = 16 << 20
+LOG_KEPT_BYTES = 1 << 20  # of one that has become too long while its worker runs
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN, errno.EDQUOT)  # there may be room soon
 
 
@@ -58,6 +59,18 @@ class Process:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    def bound_log(self) -> None:
+        """Keep the end of a log that has become too long; its worker goes on at the new end."""
+        with suppress(OSError), self.log.open("r+b") as file:
+            if file.seek(0, os.SEEK_END) <= LOG_LIMIT_BYTES:
+                return
+            file.seek(-LOG_KEPT_BYTES, os.SEEK_END)
+            end = file.read(LOG_KEPT_BYTES)
+            file.truncate(0)
+            self.log_start = 0
+            with open(self.log.with_suffix(".log.1"), "wb", opener=_private) as old:
+                old.write(end)
+
     def reap(self) -> Exit:
         """Collect an ended worker, end what it left behind, release what the broker holds of it."""
         self.kill()
@@ -68,6 +81,10 @@ class Process:
         os.close(self.pidfd)
         killed = self.oom_watch.explain() if exit_code == -signal.SIGKILL else ""
         return Exit(exit_code, executing, phase_name(phase), stderr_tail(self), killed)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 @dataclass(frozen=True)
@@ -104,13 +121,16 @@ def spawn(
             "failpoints": failpoints,
         }
     )
-    boot_fd = memory.create_memfd("boot", len(boot))
-    os.pwrite(boot_fd, boot, 0)
-    page_fd = memory.create_memfd("page", memory.PAGE_BYTES)
-    if log.exists() and log.stat().st_size > LOG_LIMIT_BYTES:
-        log.replace(log.with_suffix(".log.1"))
-    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
+    with ExitStack() as kept, ExitStack() as passed:
+        boot_fd = memory.create_memfd("boot", len(boot))
+        passed.callback(os.close, boot_fd)
+        os.pwrite(boot_fd, boot, 0)
+        page_fd = memory.create_memfd("page", memory.PAGE_BYTES)
+        kept.callback(os.close, page_fd)
+        if log.exists() and log.stat().st_size > LOG_LIMIT_BYTES:
+            log.replace(log.with_suffix(".log.1"))
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        passed.callback(os.close, log_fd)
         log_start = os.fstat(log_fd).st_size
         popen = subprocess.Popen(
             [str(launch.python), "-m", "layerzero.workers", "--boot-fd", str(boot_fd)],
@@ -122,20 +142,11 @@ def spawn(
             pass_fds=(boot_fd,),
             start_new_session=True,
         )
-    except BaseException:
-        os.close(page_fd)
-        raise
-    finally:
-        os.close(boot_fd)
-        os.close(log_fd)
-    try:
+        kept.callback(popen.wait)
+        kept.callback(os.killpg, popen.pid, signal.SIGKILL)
         page = memory.ControlPage(page_fd, writable=False)
         pidfd = os.pidfd_open(popen.pid)
-    except BaseException:
-        os.killpg(popen.pid, signal.SIGKILL)
-        popen.wait()
-        os.close(page_fd)
-        raise
+        kept.pop_all()
     fd_reserve.hand_down(popen.pid)
     watch = oom_kills.watch(popen.pid)
     return Process(backend, generation, popen, pidfd, ticket, page_fd, page, log, log_start, watch)

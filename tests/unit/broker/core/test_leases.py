@@ -89,11 +89,6 @@ def test_route_has_one_lease_at_a_time() -> None:
     assert names(served(settled(), 1, first=9)) == ["Answer"]
 
 
-def test_lanes_can_be_switched_off() -> None:
-    """LZ_EXPRESS=0 keeps every call in the broker's sight."""
-    assert not of(served(Driver(express=False), 5), act.SendAllow, act.SendLease)
-
-
 def test_calls_that_another_worker_served_do_not_count() -> None:
     """Three in a row by one worker show that it is settled; a fallback shows the contrary."""
     driver = Driver("alpha", "beta", express=True)
@@ -129,21 +124,6 @@ def test_route_forgotten_under_its_last_call_gets_no_lease() -> None:
     driver(ev.RouteForgotten(CLIENT, 1))
     assert names(driver.ran(run)) == ["Answer", "SendDrop"]
     assert not any(lane.routes for lane in driver.state.leases.lanes.values())
-
-
-@pytest.mark.parametrize("policy", [Policy(tune_budget=1), Policy(shadow_rate=0.5)])
-def test_what_must_be_seen_call_by_call_gets_no_lease(policy: Policy) -> None:
-    """Tuning and shadow checks pick single calls; on a lane there is nobody to pick them."""
-    driver = Driver(express=True)
-    driver(ev.PolicyChanged(policy))
-    assert not of(served(driver, 5), act.SendLease)
-
-
-def test_calls_that_must_show_a_digest_get_no_lease() -> None:
-    """Poisonous inputs of the same signature must not slip by on a lane."""
-    driver = Driver(express=True)
-    poison(driver)
-    assert not of(served(driver, 5, digest=b"g" * 16), act.SendLease)
 
 
 @pytest.mark.parametrize("why", ["tuned", "checked", "poisoned", "switched off", ""])
