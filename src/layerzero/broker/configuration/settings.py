@@ -104,9 +104,7 @@ class Settings(BaseSettings):
         if info.st_mode & stat.S_IWOTH:
             raise ValueError(f"everybody may write to this folder, whose files are executed; chmod o-w {folder}")
         if info.st_uid not in (os.getuid(), 0) and os.getuid() != 0:
-            raise ValueError(
-                f"it belongs to user {info.st_uid}, who could change what is executed; choose one of yours"
-            )
+            raise ValueError(f"it belongs to user {info.st_uid}, who could change what is executed; name one of yours")
         return folder
 
     @field_validator("manifest_dirs", mode="before")
