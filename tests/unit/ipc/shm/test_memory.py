@@ -6,12 +6,14 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -210,6 +212,114 @@ def test_an_arena_opened_for_reading_is_refused(fd: int) -> None:
             memory.check_arena(reader, NBYTES)
     finally:
         os.close(reader)
+
+
+def test_an_arena_that_lacks_one_page_of_many_is_refused() -> None:
+    """Its last page would be the worker's to pay for."""
+    nbytes = 8 << 20
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    os.posix_fallocate(fd, 0, nbytes - mmap.PAGESIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    try:
+        with pytest.raises(ProtocolError, match=r"^an arena's pages must be reserved; of 8388608 bytes 8384512 are$"):
+            memory.check_arena(fd, nbytes)
+        os.posix_fallocate(fd, 0, nbytes)
+        memory.check_arena(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1])
+def test_an_arena_has_a_byte_at_least(nbytes: int) -> None:
+    """A mapping of none is an error that says nothing."""
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    try:
+        if nbytes:
+            check_memfd(fd, nbytes)
+            return
+        with pytest.raises(ProtocolError, match=r"^an arena has at least one byte, the message says 0$"):
+            check_memfd(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def test_an_arena_larger_than_any_is_refused(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest is not."""
+    monkeypatch.setattr(memory, "MAX_ARENA_BYTES", NBYTES)
+    memory.check_arena(fd, NBYTES)
+    monkeypatch.setattr(memory, "MAX_ARENA_BYTES", NBYTES - 1)
+    with pytest.raises(ProtocolError, match=r"^an arena has at most 8191 bytes, the message says 8192$"):
+        memory.check_arena(fd, NBYTES)
+
+
+class Mapping(NamedTuple):
+    first: int
+    end: int
+    rights: str
+    name: str
+    resident_kib: int
+    flags: list[str]
+
+
+def mappings() -> list[Mapping]:
+    """Of this process, as the kernel tells them."""
+    found = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ *(.*)", line):
+            first, end, rights, name = match.groups()
+            head = (int(first, 16), int(end, 16), rights, name)
+        elif line.startswith("Rss:"):
+            resident = int(line.split()[1])
+        elif line.startswith("VmFlags:"):
+            found.append(Mapping(*head, resident, line.split()[1:]))
+    return found
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_guarded_mapping_is_what_it_was_asked_to_be(is_writable: bool) -> None:
+    """No more can be written than was allowed, and as much lies around it as is said."""
+    nbytes = mmap.PAGESIZE + 1
+    fd = create_memfd("exactly", nbytes)
+    view = memory.map_guarded(fd, nbytes, writable=is_writable)
+    (mine,) = (one for one in mappings() if "memfd:exactly" in one.name)
+    around = [one for one in mappings() if mine.first in (one.first, one.end) or mine.end in (one.first, one.end)]
+    before, after = (one for one in around if one is not mine and one.first != mine.first)
+    assert mine.rights == ("rw-s" if is_writable else "r--s")
+    assert mine.end - mine.first == 2 * mmap.PAGESIZE
+    assert "dc" in mine.flags  # not for children
+    assert (before.rights, after.rights) == ("---p", "---p")
+    assert view.readonly != is_writable
+    first, end = mine.first - memory.GUARD_BYTES, mine.end + memory.GUARD_BYTES
+    assert before.first <= first
+    assert end <= after.end
+    view.release()
+    del view
+    assert not [one for one in mappings() if one.first < end and one.end > first]
+    os.close(fd)
+
+
+@pytest.mark.parametrize("is_populated", [True, False])
+def test_pages_are_mapped_when_that_is_asked_for(is_populated: bool) -> None:
+    """The first kernel that touches them does not pay for it; others leave them as they are."""
+    fd = create_memfd("populated", 16 * mmap.PAGESIZE)
+    mapped = map_fd(fd, 16 * mmap.PAGESIZE, writable=True, **{"populate": True} if is_populated else {})
+    (mine,) = (one for one in mappings() if "memfd:populated" in one.name)
+    assert mine.resident_kib == (64 if is_populated else 0)
+    assert (mine.rights, "dc" in mine.flags) == ("rw-s", False)
+    mapped.close()
+    os.close(fd)
+
+
+def test_what_cannot_be_mapped_leaves_no_guards() -> None:
+    """The error is the kernel's."""
+    before = len(mappings())
+    with pytest.raises(OSError, match=r"^.Errno 9. Bad file descriptor$") as failure:
+        memory.map_guarded(-1, NBYTES, writable=True)
+    assert failure.value.errno == errno.EBADF
+    assert len(mappings()) == before
 
 
 def test_wrong_size_is_refused(fd: int) -> None:
