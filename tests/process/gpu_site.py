@@ -41,7 +41,9 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
         head = {"schema_version": "1.0", "backend": name, "backend_version": "1", "platform": "cuda"}
         (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
-        (site.manifests / f"{name}.toml").write_text(f'{manifest}env = {{LZ_TOY_NAME = "{name}"}}\n')
+        # A driver opens the memory of others from the kernel; the one of the tests opens their descriptors.
+        env = f'env = {{LZ_TOY_NAME = "{name}", LAYERZERO_WORKER_CONFINED = "0"}}'
+        (site.manifests / f"{name}.toml").write_text(f"{manifest}{env}\n")
     site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)
     site.environ["PYTHONPATH"] = str(SOFT / "broker")
     return site

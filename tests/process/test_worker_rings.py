@@ -12,11 +12,13 @@ from tests.gpu.peer import ROOT
 from tests.gpu.ring_checks import RingChecks
 from tests.soft_gpu import soft_gpu
 
+from layerzero.ipc import confinement
 from layerzero.ipc.cuda import driver
 
 
 @pytest.fixture
-def spawn(tmp_path: Path) -> Iterator[Spawn]:
+def spawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spawn]:
+    monkeypatch.setenv(confinement.VARIABLE, "0")  # as in gpu_site.py
     spawn = Spawn(tmp_path, soft_gpu.UUID, ROOT / "tests/soft_gpu/soft_toy.py")
     yield spawn
     spawn.close()
