@@ -33,8 +33,7 @@ MAX_STRANGERS = 64  # connections that have not said hello
 
 class Connections:
     """`welcome` says what a peer that may stay is told. `handle` takes what the core must hear; `forget` a client's
-    identity, to which nothing is sent any more; `note_change` is told
-    when `idle_since_s` or `due_s` may be others."""
+    identity, to which nothing is sent any more; `note_change` is told when `idle_since_s` or `due_s` may be others."""
 
     def __init__(
         self,

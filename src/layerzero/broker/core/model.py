@@ -110,9 +110,7 @@ class Client:
     enqueued: int = 0  # answered calls that a GPU is not done with
     has_left: bool = False
     route_bytes: int = 0  # of the descriptions of its routes
-    forced_s: deque[float] = field(
-        default_factory=deque
-    )  # when workers were killed for its short timeouts, or on its word
+    forced_s: deque[float] = field(default_factory=deque)  # when workers were killed at its wish
     next_decision: int = 1
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
     graph_slots: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have

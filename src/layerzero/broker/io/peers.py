@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import traceback
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 
 from layerzero.ipc.errors import LayerZeroError, ProtocolError, VersionMismatch
 from layerzero.ipc.logs import log
-from layerzero.ipc.transport import control, messages, wire
+from layerzero.ipc.transport import control, messages, unwanted, wire
 from layerzero.ipc.transport.secret import Handshake
 from layerzero.ipc.wording import shortened
 
@@ -38,8 +37,7 @@ class Peer:
 
     def drop_backlog(self) -> None:
         while self.backlog:
-            for fd in self.backlog.popleft()[1]:
-                os.close(fd)
+            unwanted.close_all(self.backlog.popleft()[1])
 
     @property
     def is_closed(self) -> bool:
