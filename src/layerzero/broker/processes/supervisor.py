@@ -66,10 +66,12 @@ class Process:
                 return
             file.seek(-LOG_KEPT_BYTES, os.SEEK_END)
             end = file.read(LOG_KEPT_BYTES)
-            file.truncate(0)
-            self.log_start = 0
-            with open(self.log.with_suffix(".log.1"), "wb", opener=_private) as old:
-                old.write(end)
+            try:
+                with open(self.log.with_suffix(".log.1"), "wb", opener=_private) as old:
+                    old.write(end)
+            finally:  # on a full disk above all
+                file.truncate(0)
+                self.log_start = 0
 
     def reap(self) -> Exit:
         """Collect an ended worker, end what it left behind, release what the broker holds of it."""
