@@ -23,6 +23,7 @@ class Decisions:
         if route.decided_for != decided_for:
             route.decided_for = decided_for
             route.served_by.add(call.kernel_id)
+            route.backends.add(worker.backend)
             route.decision = call.client.next_decision
             call.client.next_decision += 1
             kernel = self.engine.kernel(call.kernel_id)

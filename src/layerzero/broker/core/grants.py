@@ -39,6 +39,11 @@ class Grants:
                 self.effects.emit(act.TakeBackArena(worker.backend, worker.generation, *key))
         self.effects.emit(act.CloseArena(*key))
 
+    def take_back_arenas(self, client: Client, worker: Worker) -> None:
+        for key in sorted(key for key in worker.arenas if key[0] == client.number):
+            worker.arenas.discard(key)
+            self.effects.emit(act.TakeBackArena(worker.backend, worker.generation, *key))
+
     def take_back_gpu(self, client: Client, gpu: str) -> None:
         """Workers let go of what they had, and may reach what is offered next."""
         key = (client.number, gpu)

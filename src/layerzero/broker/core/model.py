@@ -59,6 +59,7 @@ class Route:
     decision: int = 0
     decided_for: tuple[str, int, int] | None = None  # kernel id, worker generation, epoch
     served_by: set[str] = field(default_factory=set)  # kernels that have answered its calls
+    backends: set[str] = field(default_factory=set)  # theirs
     is_leased: bool = False
     settled: int = 0  # calls in a row that `settled_on` answered
     settled_on: tuple[str, int] | None = None  # kernel id, worker generation

@@ -10,7 +10,7 @@ from layerzero.broker.core.compile_waits import CompileWaits
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.grants import Grants
 from layerzero.broker.core.leases import Leases
-from layerzero.broker.core.model import Call, Client, Route
+from layerzero.broker.core.model import Call, Client, Route, Worker
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.stream_order import OpenPoint, StreamOrder
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
@@ -28,7 +28,7 @@ class Release:
     points: StreamOrder
     compiling: CompileWaits
     effects: Effects
-    waiting: dict[int, Client] = field(init=False, default_factory=dict)  # for `close_retired`
+    waiting: dict[int, Client] = field(init=False, default_factory=dict)  # for `give_back`
 
     # --- calls ---------------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ class Release:
             self.points.end(call.point)
         if call.graph_slot is not None:
             call.free_graph_slot()
-        if client.retiring:
+        if client.retiring or call.attempts or client.routes.get(call.route.number) is not call.route:
             self.waiting[client.number] = client
         if client.has_left:
             self.release_if_done(client)
@@ -80,20 +80,32 @@ class Release:
             if point.call is not None:
                 self.close(point.call)
 
-    def close_retired(self) -> None:
-        """Close arenas that their clients gave up and no call refers to any more. At the end of an event: before it,
-        other calls may be in hand, where `users` does not look."""
+    def give_back(self) -> None:
+        """Close arenas that their clients gave up and no call refers to any more, and take others back from workers
+        that nothing of their client's needs. At the end of an event: before it, other calls may be in hand, where
+        `users` does not look."""
         for client in self.waiting.values():
             for arena in sorted(client.retiring):
                 if not self.users(client, arena):
                     self.grants.close_arena(client, arena)
+            if not client.has_left:  # then all are closed
+                self._take_back_idle(client)
         self.waiting.clear()
+
+    def _take_back_idle(self, client: Client) -> None:
+        """A worker maps a client's arenas while it has served a route that the client has, has a call of it, or a lane
+        to it."""
+        served = {backend for route in client.routes.values() for backend in route.backends}
+        served |= {lane.worker.backend for lane in self.leases.of(client)}
+        for worker in self.lifecycle.workers.values():
+            if worker.backend not in served and not any(call.client is client for call in _calls_at(worker)):
+                self.grants.take_back_arenas(client, worker)
 
     def users(self, client: Client, arena: int) -> list[Call]:
         """Open calls that refer to it."""
         calls = self.compiling.calls()
-        for w in self.lifecycle.workers.values():
-            calls += [*w.running, *w.waiting, *w.enqueued.values(), *w.graph_slots.values()]
+        for worker in self.lifecycle.workers.values():
+            calls += _calls_at(worker)
         return [call for call in calls if call.client is client and arena in call.arenas]
 
     # --- clients that have left ------------------------------------------------------------------------
@@ -111,6 +123,7 @@ class Release:
 
     def drop_route(self, client: Client, route: Route) -> None:
         del client.routes[route.number]
+        self.waiting[client.number] = client
         client.route_bytes -= len(route.signature.key)
         self.leases.drop_route(client, route)
         self.signatures.release(route.signature)
@@ -123,3 +136,7 @@ class Release:
             for gpu in list(client.gpus):
                 self.points.forget(client, gpu)
                 self.grants.close_gpu(client, gpu)
+
+
+def _calls_at(worker: Worker) -> list[Call]:
+    return [*worker.running, *worker.waiting, *worker.enqueued.values(), *worker.graph_slots.values()]

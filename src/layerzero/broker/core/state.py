@@ -227,7 +227,7 @@ class BrokerState:
         if self.engine.epoch != self.lease_policy.leased_epoch:  # it may decide otherwise by now
             self.lease_policy.revoke()
         if self.closing.waiting:
-            self.closing.close_retired()
+            self.closing.give_back()
         return effects.actions
 
     # --- what others may know --------------------------------------------------------------------------

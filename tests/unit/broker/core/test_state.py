@@ -260,8 +260,7 @@ def test_raise_falls_back_and_is_recorded() -> None:
     assert kinds(driver.raised(run, GENTLE)) == ["Probe"]
     again = driver.run_of(driver.ready("beta"))
     assert again.attempt == 2
-    answer = driver.ran(again)[-1]
-    assert isinstance(answer, act.Answer)
+    answer = next(action for action in driver.ran(again) if isinstance(action, act.Answer))
     assert answer.attempts == [
         {
             "backend": "alpha",
@@ -763,6 +762,33 @@ def test_memory_of_a_client_that_left_is_closed_after_a_confirmed_exit() -> None
     assert driver.dies("alpha", 1, exit_code=-9) == [act.CloseArena(1, 1)]
 
 
+def test_a_worker_has_arenas_only_while_their_client_has_routes_there() -> None:
+    """What a library cannot reach it cannot spoil: not after the last route that it served."""
+    driver = Driver("alpha")
+    driver.ran(driver.serve(1))
+    driver.route(2, op="gelu")
+    driver.ran(driver.run_of(driver.call(2, route=2)))
+    assert kinds(driver(ev.RouteForgotten(CLIENT, 1))) == ["SendDrop"]
+    taken_back = act.TakeBackArena("alpha", 1, 1, 1)
+    assert taken_back in driver(ev.RouteForgotten(CLIENT, 2))
+    driver.route(3)
+    actions = driver.call(3, route=3)
+    assert "GrantArena" in kinds(actions)
+    run = driver.run_of(actions)
+    assert taken_back not in driver(ev.RouteForgotten(CLIENT, 3))  # a call of it is there
+    assert taken_back in driver.ran(run)
+
+
+def test_a_worker_whose_kernel_failed_has_no_arenas_of_its_caller() -> None:
+    """It serves nothing of that client."""
+    driver = Driver("alpha", "beta")
+    run = driver.serve(1)
+    driver.raised(run, GENTLE)
+    actions = driver.ran(driver.run_of(driver.ready("beta")))
+    assert act.TakeBackArena("alpha", 1, 1, 1) in actions
+    assert act.TakeBackArena("beta", 1, 1, 1) not in actions
+
+
 def test_retired_arena_is_taken_back_and_closed() -> None:
     """Memory that its owner gave up must not stay mapped."""
     driver = Driver("alpha")
@@ -832,7 +858,7 @@ def test_plan_lives_until_the_last_open_call_of_a_forgotten_route() -> None:
     assert driver(ev.RouteForgotten(CLIENT, 1)) == []
     second = driver.run_of(driver.ran(first))
     assert second.plan == first.plan
-    assert kinds(driver.ran(second)) == ["Answer", "SendDrop"]
+    assert kinds(driver.ran(second)) == ["Answer", "SendDrop", "TakeBackArena"]
 
 
 def test_equal_signatures_share_a_plan() -> None:
