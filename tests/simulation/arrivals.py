@@ -120,6 +120,7 @@ class Arrivals:
         self.coverage.fates["lane_left"] += any(lane.dispatch is not None for lane in client.lanes())
         client.has_left = client.has_hung_up = True
         client.left_during = self._events
+        client.left_open = dict(client.open)
         client.open.clear()
         client.pending.clear()
 

@@ -49,6 +49,7 @@ class Client:
     has_hung_up: bool = False  # by its own will
     has_left: bool = False  # the broker knows
     left_during: int = -1
+    left_open: dict[int, Call] = field(default_factory=dict)  # what was open then
     has_offended: bool = False
     has_gpu: bool = False
     streams: list[Stream] = field(default_factory=lambda: [Stream() for _ in range(STREAMS)])

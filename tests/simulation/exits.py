@@ -52,11 +52,9 @@ class Exits:
         may_be_graph_slot = not is_sticky and guilty is None and process.has_crashed and not in_running
         is_sticky |= self._lose_bound(process, may_be_graph_slot) or guilty is not None
         self._strand(process, [one for one, _ in stranded], guilty)
-        head = self.state.workers[backend].blame.dispatch
-        is_unseen = process.has_unseen and head not in {dispatch.number for dispatch in process.sent}
         for position, dispatch in enumerate(process.sent):
             dispatch.is_over = True
-            is_first = position == 0 and not process.killed_for and process.late is None and not is_unseen
+            is_first = position == 0 and not process.killed_for and process.late is None
             is_blamed = is_first if process.kill_reason else dispatch.number == executing and not is_sticky
             if is_blamed:
                 dispatch.call.fail_on(backend, process.kill_reason)

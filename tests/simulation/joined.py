@@ -123,7 +123,7 @@ class JoinedWorld(World):
         super().__init__(seed, functools.partial(state_class, joined=self.joined))
         self.compiles = False
         self._idle = dict.fromkeys(self.joined, 0)  # agents that could start a worker
-        for backend in self.joined:
+        for backend in sorted(self.joined):  # one seed, one schedule
             self.state.lifecycle.set_unavailable(backend, VACANCY)
             for _ in range(chance.choice((1, 1, 2))):
                 self.push(chance.uniform(0.0, 2.0), self._agent_joins, backend)

@@ -331,11 +331,11 @@ class WorkerActions:
         process = self._worker(action.identity, "Run")
         client = next(c for c in self.clients.values() if c.number == action.client)
         places = (action.body, action.point, action.graph_slot)
-        call = next((c for c in client.open.values() if (c.body, c.point, c.graph_slot) == places), None)
+        was_dropped = client.left_during == self._events  # while this very list of actions was performed
+        known = client.left_open if was_dropped else client.open
+        call = next((c for c in known.values() if (c.body, c.point, c.graph_slot) == places), None)
         if call is None:
-            self.require(client.left_during == self._events, "Run of a call that is not open")
-            process.has_unseen = True
-            return  # its client was dropped while this very list of actions was performed
+            raise AssertionError("Run of a call that is not open")
         arenas = frozenset((action.client, ref.arena) for ref in wire.unpack_refs(action.body, 2))
         is_killed = bool(process.kill_reason) and process.killed_during != self._events
         self.require(not is_killed, "Run to a worker that is being killed")

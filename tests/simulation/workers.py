@@ -56,7 +56,6 @@ class Process:
         self.late: Dispatch | None = None  # that it is killed for
         self.prepared: set[int] = set()
         self.sent: deque[Dispatch] = deque()
-        self.has_unseen = False  # it was sent a call, too, whose client left while the core sent it
         self.head_since_s = 0.0
         self._inbox: deque[tuple[str, Any]] = deque()
         self._arenas: set[tuple[int, int]] = set()
