@@ -48,7 +48,14 @@ def make_server(folder: Path) -> Server:
     engine = Engine(launcher.capabilities, DeviceSpec(), policy=policy.policy)
     state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random(1))
     return Server(
-        settings, open_endpoints(folder / "run"), state, launcher, policy, Authentication(None, ()), stays=True
+        settings,
+        open_endpoints(folder / "run"),
+        state,
+        launcher,
+        policy,
+        Authentication(None, ()),
+        stays=True,
+        parts_users=False,
     )
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from layerzero.broker.core import actions as act
@@ -22,6 +23,7 @@ from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
+from layerzero.broker.processes.user_brokers import UserBrokers
 from layerzero.ipc.errors import BrokerLost, Busy, LayerZeroError, OutOfMemory, ProtocolError
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport import control, messages, unwanted
@@ -45,6 +47,7 @@ class Connections:
         processes: Processes,
         joined: Joined,
         gate: Authentication,
+        users: UserBrokers | None,
         *,
         welcome: Callable[[Peer], messages.Welcome],
         handle: Callable[[ev.Event], None],
@@ -58,6 +61,7 @@ class Connections:
         self._processes = processes
         self._joined = joined
         self._gate = gate
+        self._users = users
         self._welcome = welcome
         self._handle = handle
         self._forget = forget
@@ -65,10 +69,15 @@ class Connections:
         self._peers: dict[int, Peer] = {}  # by descriptor
         self._numbers = itertools.count(1)
         self.clients: dict[bytes, Peer] = {}
-        self.idle_since_s: float | None = time.monotonic() + FIRST_CLIENT_S  # None while there are clients
+        self._idle_since_s: float | None = time.monotonic() + FIRST_CLIENT_S  # None while there are clients
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._listener = control.listen(path, is_shared=gate.is_shared)
         poller.watch(self._listener.fileno(), self._accept)
+
+    @property
+    def idle_since_s(self) -> float | None:
+        """Since when there are no clients, here or at brokers of other users; None while there are."""
+        return self._idle_since_s if self._users is None or self._users.is_empty else None
 
     @property
     def due_s(self) -> float:
@@ -79,7 +88,9 @@ class Connections:
         return [peer for peer in self._peers.values() if not peer.role]
 
     def end_silent(self, now_s: float) -> None:
-        """Close those whose hello is overdue."""
+        """Close those whose hello is overdue, and brokers of users that do not start."""
+        if self._users is not None:
+            self._users.look(now_s)
         for peer in self._strangers():
             if now_s >= peer.since_s + HELLO_TIMEOUT_S:
                 self.close(peer)
@@ -193,17 +204,31 @@ class Connections:
             raise Busy(shortage)
         elif hello.role == "agent":
             self._joined.check(hello)
+        elif self._users is not None and peer.uid != os.getuid():
+            peer.role = "redirected"
+            self._users.find(peer.uid, partial(self._redirect, peer))
+            return
         peer.role, peer.identity, peer.number = hello.role, new_identity(), next(self._numbers)
         self._note_change()
         if peer.role == "client":
             self.clients[peer.identity] = peer
-            self.idle_since_s = None
+            self._idle_since_s = None
             self._handle(ev.ClientJoined(peer.identity, peer.number))
         elif peer.role == "worker":
             self._links.add(peer)
         control.send(peer.sock, self._welcome(peer), fds)
         if peer.role == "agent":
             self._joined.add(peer, hello)
+
+    def _redirect(self, peer: Peer, found: Path | LayerZeroError) -> None:
+        """Send it on to its user's broker, or say why there is none."""
+        if isinstance(found, LayerZeroError):
+            refuse(peer, found)
+        elif not peer.is_closed:
+            mac = b"" if peer.proofs is None else peer.proofs.broker_mac
+            with suppress(control.Closed, OSError):
+                control.send(peer.sock, messages.Redirect(path=str(found), mac=mac))
+        self.close(peer)
 
     def drop_client(self, action: act.DropClient) -> None:
         peer = self.clients.get(action.identity)
@@ -223,7 +248,7 @@ class Connections:
             del self.clients[peer.identity]
             self._forget(peer.identity)
             if not self.clients:
-                self.idle_since_s = time.monotonic()
+                self._idle_since_s = time.monotonic()
                 self._note_change()
             self._handle(ev.ClientLeft(peer.identity))
         elif peer.role == "worker":
@@ -241,6 +266,8 @@ class Connections:
 
     def close_all(self) -> None:
         """The core hears nothing of it."""
+        if self._users is not None:
+            self._users.close()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()

@@ -30,11 +30,21 @@ from layerzero.ipc.version import __version__
 from layerzero.ipc.vocabulary.ops import OPS
 
 
-def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log: bool = False) -> int:
-    """Run one broker until it ends. Returns the exit code: 1 when another one holds the lock, or settings or policy are
+def run(
+    *,
+    runtime_dir: str | None,
+    stays: bool,
+    ready_fd: int | None,
+    owns_log: bool = False,
+    for_uid: int | None = None,
+) -> int:
+    """Run one broker until it ends. `for_uid`: for this user, in the name of the broker that has started us
+    (processes/user_brokers.py). Returns the exit code: 1 when another one holds the lock, or settings or policy are
     wrong."""
     try:
         settings = knobs.load(runtime_dir=runtime_dir)
+        if for_uid is not None:  # questions over tcp are for the broker that others know
+            settings = settings.model_copy(update={"allow_uids": str(for_uid), "remote": ""})
         gate = Authentication.of(settings)
         endpoints = open_endpoints(settings.runtime_dir, is_shared=gate.is_shared)
     except LayerZeroError as exc:
@@ -73,7 +83,8 @@ def run(*, runtime_dir: str | None, stays: bool, ready_fd: int | None, owns_log:
     engine.set_compilation(Compilation(launcher.compiled()))
     state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random(), joined=launcher.joined)
     try:
-        server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays)
+        parts_users = gate.is_shared and for_uid is None and not launcher.joined
+        server = Server(settings, endpoints, state, launcher, policy, gate, stays=stays, parts_users=parts_users)
     except LayerZeroError as exc:
         return _refuse(exc, ready_fd)
     for problem in launcher.problems:

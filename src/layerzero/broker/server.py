@@ -38,6 +38,7 @@ from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.probe_jobs import ProbeJobs
 from layerzero.broker.processes.registry import AnyWorker, Processes, exit_event
 from layerzero.broker.processes.self_registered import Joined
+from layerzero.broker.processes.user_brokers import UserBrokers
 from layerzero.broker.queries import methods
 from layerzero.broker.queries.incremental import IncrementalAnswers
 from layerzero.broker.selection.planner import Planner
@@ -59,8 +60,8 @@ FLUSH_S = 0.02  # between looks at frames that clients had no room for
 
 
 class Server:
-    """One broker. `run()` returns when it was told to stop, or when its last client left and `stays` is off. Raises
-    ConfigError when it cannot listen where it should."""
+    """One broker. `run()` returns when it was told to stop, or when its last client left and `stays` is off.
+    `parts_users`: other users get brokers of their own. Raises ConfigError when it cannot listen where it should."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Server:
         gate: Authentication,
         *,
         stays: bool,
+        parts_users: bool,
     ) -> None:
         self.settings = settings
         self.endpoints = endpoints
@@ -85,10 +87,9 @@ class Server:
         self.started_s = time.monotonic()
         self.stays = stays
         self.tuning = Spending(time.monotonic())
-        self.table_problem = ""
         self.load_table()
         self._ended = False
-        self._kill_at_s: float | None = None
+        self._kill_at_s = math.inf
         self._check_s = 0.0
         self._poll_at_s = 0.0
         self._incremental_answers = IncrementalAnswers(
@@ -113,7 +114,7 @@ class Server:
             queue=4 * settings.max_in_flight,
             from_client=self._from_client,
             from_worker=self._from_worker,
-            uids=gate.uids if gate.is_shared else (),
+            uids=gate.uids if gate.is_shared and not parts_users else (),
         )
         doors = [*self._routers.doors, *([] if self._remote is None else [self._remote.door])]
         self._doorkeeper = Doorkeeper(doors, self._wake_up)
@@ -130,6 +131,7 @@ class Server:
         self.processes = Processes(
             settings, endpoints, launcher, self._poller, self.joined, self.handle, self._worker_ended
         )
+        self.users = UserBrokers(endpoints, self._poller, self._plan_check, stays=stays) if parts_users else None
         self._lanes = LanePages()
         self._pages = TimelinePages()
         self._page_poller = PagePoller(state, self.handle, self._links, self._lanes, self._pages, self._stop_if_idle)
@@ -143,6 +145,7 @@ class Server:
             self.processes,
             self.joined,
             gate,
+            self.users,
             welcome=self._welcome,
             forget=self._routers.forget_client,
             handle=self.handle,
@@ -290,8 +293,7 @@ class Server:
     def _plan_check(self) -> None:
         """Note when housekeeping is due next: after a hello that does not come, an idle broker's linger, a stop's
         grace."""
-        kill_at_s = math.inf if self._kill_at_s is None else self._kill_at_s
-        due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), kill_at_s)
+        due_s = min(self._connections.due_s, self.joined.due_s, self._linger_ends_s(), self._kill_at_s)
         look_s = LOOK_S if self._doorkeeper.is_shut else IDLE_CHECK_S
         self._check_s = min(due_s, look_s + time.monotonic())
 
@@ -302,8 +304,8 @@ class Server:
     def _housekeeping(self, now_s: float) -> None:
         if now_s >= self._linger_ends_s():
             self.handle(ev.ShutdownAsked())
-        if self._kill_at_s is not None and now_s >= self._kill_at_s:
-            self._kill_at_s = None
+        if now_s >= self._kill_at_s:
+            self._kill_at_s = math.inf
             self.processes.kill_all()
         self._connections.end_silent(now_s)
         self.processes.bound_logs()

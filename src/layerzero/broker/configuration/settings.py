@@ -90,7 +90,9 @@ class Settings(BaseSettings):
     secret_file: Path | None = Field(None, description="the stack's secret; who connects must prove that they know it")
     remote: str = Field("", description="tcp://ADDRESS:PORT for questions (status, health); needs keys")
     keys: Path = Field(KEYS, description="folder of this side's key pair and of the public keys that it accepts")
-    allow_uids: str = Field("", description="other users who may connect, by number, separated by ','; needs a secret")
+    allow_uids: str = Field(
+        "", description="other users, by number, separated by ',', who each get a broker of their own; needs a secret"
+    )
     failpoints: str = Field("", description="faults for tests: backend:phase=action[@N], separated by ';'")
 
     @field_validator("store", "backends_dir")

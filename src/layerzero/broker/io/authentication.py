@@ -48,6 +48,7 @@ class Authentication:
         Raises NotAllowed, ProtocolError or VersionMismatch.
         """
         pid, uid, _ = control.peer_credentials(peer.sock)
+        peer.uid = uid
         if uid not in self.uids:
             raise NotAllowed(
                 f"user {uid} may not use the broker of user {os.getuid()}; its setting allow_uids lets others connect"

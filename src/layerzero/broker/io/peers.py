@@ -20,13 +20,14 @@ MAX_FRAMES = 12  # of a traceback, the innermost ones
 
 @dataclass(eq=False)
 class Peer:
-    """`role` is "" until the hello."""
+    """`role` is "" until the hello; "redirected" for one that waits for its user's broker."""
 
     sock: socket.socket
     role: str = ""
     identity: bytes = b""
     number: int = 0
     pid: int = 0
+    uid: int = -1
     backend: str = ""
     generation: int = 0
     since_s: float = 0.0

@@ -11,6 +11,7 @@ from layerzero.broker.core.state import BrokerState
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined
+from layerzero.broker.processes.user_brokers import UserBrokers
 from layerzero.broker.selection.planner import Planner
 from layerzero.broker.selection.tuning import Spending
 from layerzero.broker.storage.perfdb import PerfDB
@@ -28,6 +29,7 @@ class BrokerView(Protocol):
     policy: PolicySource
     processes: Processes
     joined: Joined
+    users: UserBrokers | None
     perfdb: PerfDB
     tuning: Spending
     table_problem: str

@@ -91,6 +91,7 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
             }
             for c in islice(state.clients.values(), MAX_CLIENTS_SHOWN)
         ],
+        "users": [] if server.users is None else server.users.facts(),
         "more_clients": max(len(state.clients) - MAX_CLIENTS_SHOWN, 0),
         "devices": [
             {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}

@@ -117,7 +117,8 @@ def up(
         Path | None, typer.Option("--secret-file", help="Who connects must know this secret (lz keys secret).")
     ] = None,
     allow_uid: Annotated[
-        list[int] | None, typer.Option("--allow-uid", help="Another user who may connect; may be repeated.")
+        list[int] | None,
+        typer.Option("--allow-uid", help="Another user who may connect, to workers of his own; may be repeated."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -233,6 +233,11 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
         "store": broker["store"],
         "logs": f"{where.log}; lz logs [BACKEND]",
     }
+    if answer["users"]:
+        rows["users"] = "with a broker of their own each: " + ", ".join(
+            f"{user['uid']} (pid {user['pid']}, LAYERZERO_RUNTIME_DIR={user['runtime_dir']})"
+            for user in answer["users"]
+        )
     for name, value in rows.items():
         head.add_row(name, Text(value))
     out().print(head)

@@ -32,7 +32,7 @@ from layerzero.ipc.errors import (
     from_wire,
 )
 from layerzero.ipc.transport import control, messages, sockets, wire
-from layerzero.ipc.transport.hello import greet
+from layerzero.ipc.transport.hello import reach
 from layerzero.ipc.transport.wire import HEADER_BYTES, Header, Kind
 
 CONTROL_TIMEOUT_S = 10.0
@@ -81,17 +81,12 @@ class Link:
         on_lease: Callable[[Header, bytes], None],
         key: bytes | None = None,
     ) -> None:
-        self._control = control.connect(path, timeout_s=CONTROL_TIMEOUT_S)
-        self._control_lock = threading.Lock()
+        hello = messages.Hello(protocols=[wire.PROTOCOL], role="client", package=package, pid=os.getpid())
         try:
-            hello = messages.Hello(protocols=[wire.PROTOCOL], role="client", package=package, pid=os.getpid())
-            answer, _ = greet(self._control, hello, key)
+            self._control, answer = reach(path, hello, key, timeout_s=CONTROL_TIMEOUT_S)
         except control.Closed:
-            self._control.close()
             raise BrokerLost("the broker hung up before it said hello") from None
-        except BaseException:
-            self._control.close()
-            raise
+        self._control_lock = threading.Lock()
         self.welcome = answer
         self.forks = arena.forks  # this object belongs to one process
         self.lost: LayerZeroError | None = None

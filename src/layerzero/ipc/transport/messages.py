@@ -71,6 +71,16 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Redirect(Message):
+    """broker -> client of another user, in place of Welcome: that user has a broker of his own. Then the socket
+    closes."""
+
+    kind: ClassVar[str] = "redirect"
+    path: str  # its control socket, absolute
+    mac: bytes = b""  # as in Welcome
+
+
+@dataclass(frozen=True, kw_only=True)
 class Refused(Message):
     """broker -> peer. The peer's last message was not accepted; after a Hello the socket closes."""
 
