@@ -164,9 +164,11 @@ class Connections:
             self.end_failed(peer, exc)
 
     def end_failed(self, peer: Peer, exc: Exception) -> None:
-        """Handling a message raised this: it costs the peer that sent it, and nobody else. What a second failure
-        raises, while the peer is parted from, is the caller's."""
+        """Handling a message raised this: it costs the peer that sent it, and clients whose calls were in hand, but
+        nobody else. What a second failure raises, while the peer is parted from, is the caller's."""
         error = note_failure(exc, peer.role or "stranger", peer.number)
+        for client in self._state.bereft():  # better told than left waiting
+            self.drop_client(act.DropClient(client.identity, f"a call of yours was lost: {error.message}"))
         if peer.role == "worker":
             self._handle(ev.WorkerMisbehaved(peer.backend, peer.generation, error.message))
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from layerzero.broker.core import actions as act
@@ -103,10 +105,25 @@ class Release:
 
     def users(self, client: Client, arena: int) -> list[Call]:
         """Open calls that refer to it."""
+        return [call for call in self._calls() if call.client is client and arena in call.arenas]
+
+    def _calls(self) -> list[Call]:
         calls = self.compiling.calls()
         for worker in self.lifecycle.workers.values():
             calls += _calls_at(worker)
-        return [call for call in calls if call.client is client and arena in call.arenas]
+        return calls
+
+    def bereft(self, clients: Iterable[Client]) -> list[Client]:
+        """Between two events: the clients with an open call that is nowhere, since handling an event raised an error
+        while the call was in hand. Nothing will answer it. It counts as open no more."""
+        found = []
+        where = Counter(call.client.number for call in self._calls() if not call.was_answered)
+        for client in clients:
+            refused = sum(point.call is not None for point in self.points.of(client) if point.refusal is not None)
+            if client.open_calls != where[client.number] + refused:
+                client.open_calls = where[client.number] + refused
+                found.append(client)
+        return found
 
     # --- clients that have left ------------------------------------------------------------------------
 

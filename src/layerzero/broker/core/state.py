@@ -259,6 +259,10 @@ class BrokerState:
         """Whether somebody waits for the broker to look at timeline pages and rings."""
         return self.points.is_awaited or self.rings.is_awaited or self.graph_slots.is_awaited
 
+    def bereft(self) -> list[Client]:
+        """Clients that would wait for ever, since handling an event raised an error."""
+        return self.closing.bereft(self.clients.values())
+
     def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
         """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
         spec = CallSpec.parse(body)
