@@ -136,7 +136,10 @@ def unpack_call(flags: int, body: bytes) -> tuple[bytes, TimelinePoint | None, i
     """What `pack_call` was given. Raises ProtocolError when it is not there; of the references nothing is checked."""
     point, graph_slot, binding, digest = None, None, 0, b""
     if flags & HAS_DIGEST:
-        body, digest = body[:-DIGEST_BYTES], body[-DIGEST_BYTES:]
+        at = len(body) - DIGEST_BYTES
+        if at < 0:
+            raise ProtocolError(f"a body of {len(body)} bytes is too short for a digest")
+        body, digest = body[:at], body[at:]
     if flags & HAS_GRAPH_SLOT:
         at = len(body) - _GRAPH_SLOT_BYTES
         if at < 0:
