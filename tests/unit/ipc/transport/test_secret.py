@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,12 +58,61 @@ def test_a_secret_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: files of other users")
-def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("owner", [1, 12345])
+def test_a_secret_of_another_user_is_refused(tmp_path: Path, owner: int) -> None:
     """Whoever wrote it knows it."""
     path = tmp_path / "secret"
     secret.create(path)
-    os.chown(path, 12345, 12345)
-    with pytest.raises(ConfigError, match="has owner 12345"):
+    os.chown(path, owner, owner)
+    with pytest.raises(ConfigError, match=f"has owner {owner}"):
+        secret.read(path)
+
+
+@pytest.fixture
+def user() -> Iterator[int]:
+    """We are this user, who may do what root may."""
+    os.setresuid(12345, 0, 0)
+    yield 12345
+    os.setresuid(0, 0, 0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: to be another user")
+@pytest.mark.parametrize(("mode", "is_fit"), [(0o640, True), (0o755, True), (0o660, False), (0o642, False)])
+def test_a_secret_that_root_put_there_may_be_read_by_others_and_written_by_none(
+    tmp_path: Path, user: int, mode: int, is_fit: bool
+) -> None:
+    """A mounted secret is root's, and a group's to read; whoever can write it lets in whom they like."""
+    path = tmp_path / "secret"
+    path.write_text("s" * 32)
+    path.chmod(mode)
+    if is_fit:
+        assert secret.read(path) == b"s" * 32
+    else:
+        with pytest.raises(ConfigError, match=f"has owner 0 and mode {mode:04o}; allowed: a file of user {user} .*"):
+            secret.read(path)
+
+
+@pytest.mark.parametrize("text", ["x" * 16, "x" * 4096, " " + "x" * 16 + "\r\n"])
+def test_a_secret_is_its_text_without_what_is_around_it(tmp_path: Path, text: str) -> None:
+    """Of any size that is allowed; an editor adds a line end."""
+    path = tmp_path / "secret"
+    path.write_text(text)
+    path.chmod(0o600)
+    assert secret.read(path) == text.strip().encode()
+
+
+def test_a_secret_that_cannot_be_made_is_named_with_the_cause(tmp_path: Path) -> None:
+    """The folder is a setting, and may be wrong."""
+    with pytest.raises(ConfigError, match="none/secret cannot be written: No such file or directory"):
+        secret.create(tmp_path / "none" / "secret")
+
+
+def test_of_a_large_file_no_more_is_read_than_shows_that_it_is_large(tmp_path: Path) -> None:
+    """The path may lead to anything."""
+    path = tmp_path / "secret"
+    path.write_text("x" * 5000)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="holds 4097 bytes"):
         secret.read(path)
 
 
