@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ FAILURE = {
     "tolerance": 1e-5,
     "detail": "error 0.001, allowed 1e-05",
 }
+SUBJECT = Subject("toy.silu", "float32", SMALL)
 
 
 def record(**changes: Any) -> ProbeRecord:
@@ -36,7 +38,9 @@ def record(**changes: Any) -> ProbeRecord:
     return ProbeRecord(env="toy", key="k", ok=True, seconds=0.1, **{**facts, **changes})
 
 
-CERTIFICATION = Certification({"toy": record()})
+@pytest.fixture
+def probed() -> Certification:
+    return Certification({"toy": record()})
 
 
 def call(numel: int, dtype: str = "float32") -> CallSpec:
@@ -58,9 +62,9 @@ def test_probe_says_nothing_of_the_kernels_of_others() -> None:
     assert heard.rejection("other.silu", call(7)) is None
 
 
-def test_certified_class_is_served() -> None:
+def test_certified_class_is_served(probed: Certification) -> None:
     """Nothing is refused that was shown to be right."""
-    assert CERTIFICATION.rejection("toy.silu", call(7)) is None
+    assert probed.rejection("toy.silu", call(7)) is None
 
 
 @pytest.mark.parametrize(
@@ -75,9 +79,11 @@ def test_certified_class_is_served() -> None:
         ("toy.gelu", call(7), "float32 of class plain/small/dense: no case of the probe covers it"),
     ],
 )
-def test_refusal_names_class_dtype_error_and_tolerance(kernel_id: str, spec: CallSpec, detail: str) -> None:
+def test_refusal_names_class_dtype_error_and_tolerance(
+    probed: Certification, kernel_id: str, spec: CallSpec, detail: str
+) -> None:
     """The reader of a report must see what went wrong without running the probe again."""
-    assert CERTIFICATION.rejection(kernel_id, spec) == Rejection(Reason.NOT_CERTIFIED, detail)
+    assert probed.rejection(kernel_id, spec) == Rejection(Reason.NOT_CERTIFIED, detail)
 
 
 def test_kernel_that_no_probe_has_seen_may_be_chosen() -> None:
@@ -85,17 +91,17 @@ def test_kernel_that_no_probe_has_seen_may_be_chosen() -> None:
     assert Certification({}).rejection("toy.silu", call(576)) is None
 
 
-def test_new_probe_replaces_the_old_one() -> None:
+def test_new_probe_replaces_the_old_one(probed: Certification) -> None:
     """A repaired environment must not be held to what it was."""
     repaired = record(certified={"toy.silu": {"float32": {SMALL: 0.0, LONG: 0.0}}}, failures=[])
-    assert CERTIFICATION.with_record(repaired).rejection("toy.silu", call(576)) is None
-    assert CERTIFICATION.rejection("toy.silu", call(576)) is not None, "a value does not change"
+    assert probed.with_record(repaired).rejection("toy.silu", call(576)) is None
+    assert probed.rejection("toy.silu", call(576)) is not None, "a value does not change"
 
 
-def test_quarantine_ends_with_a_repair_of_its_backend() -> None:
+def test_quarantine_ends_with_a_repair_of_its_backend(probed: Certification) -> None:
     """Evidence of a wrong result outweighs a certificate, and outlives a probe."""
     subject = Subject.of("toy.silu", call(7))
-    quarantined = CERTIFICATION.with_quarantine(subject, "evidence").with_record(record())
+    quarantined = probed.with_quarantine(subject, "evidence").with_record(record())
     detail = "float32 of class plain/small/dense: quarantined, evidence"
     assert quarantined.rejection("toy.silu", call(7)) == Rejection(Reason.NOT_CERTIFIED, detail)
     assert quarantined.quarantined == {subject: "evidence"}
@@ -103,9 +109,53 @@ def test_quarantine_ends_with_a_repair_of_its_backend() -> None:
     assert quarantined.without_quarantine(["toy.silu"]).rejection("toy.silu", call(7)) is None
 
 
-# --- shadow checks
+def test_own_probe_is_believed_about_its_failures() -> None:
+    """The reason of a refusal is in them."""
+    owned = Certification({"toy": record()}, owners={"toy.silu": "toy", "toy.gelu": "toy"})
+    rejection = owned.rejection("toy.silu", call(576))
+    assert rejection is not None
+    assert "error 0.001, allowed 1e-05" in rejection.detail
+    assert owned.judge(Subject("toy.gelu", "float32", SMALL)) is not None, "seen, and certified for nothing"
 
-SUBJECT = Subject("toy.silu", "float32", SMALL)
+
+def test_failure_that_a_probe_tells_of_the_kernels_of_others_is_no_reason() -> None:
+    """Only their own probe says why they are refused."""
+    liar = ProbeRecord("liar", "k", ok=True, seconds=0.1, kernels={}, certified={}, failures=[FAILURE])
+    owners = {"toy.silu": "toy", "toy.gelu": "toy"}
+    heard = Certification({"toy": record(failures=[]), "liar": liar}, owners=owners)
+    rejection = heard.rejection("toy.silu", call(576))
+    assert rejection is not None
+    assert rejection.detail == "float32 of class plain/long/dense: no case of the probe covers it"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda owned: owned.with_quarantine(SUBJECT, "evidence"),
+        lambda owned: owned.with_quarantines({SUBJECT: "evidence"}),
+        lambda owned: owned.with_quarantine(SUBJECT, "evidence").without_quarantine(["toy.silu"]),
+    ],
+    ids=["one more", "these", "without"],
+)
+def test_a_quarantine_does_not_make_probes_be_believed_about_others(
+    changed: Callable[[Certification], Certification],
+) -> None:
+    """Each change makes a new certification; who owns what stays."""
+    owners = {"toy.silu": "toy", "other.silu": "other"}
+    liar = record(kernels={"toy.silu": {}, "other.silu": {}})
+    heard = changed(Certification({}, owners=owners)).with_record(liar)
+    assert (heard.is_known("toy.silu"), heard.is_known("other.silu")) == (True, False)
+
+
+def test_class_of_a_call_is_of_its_outputs_too() -> None:
+    """A kernel that was right on dense outputs may be wrong on others."""
+    spec = TensorSpec.contiguous("float32", (2, 3))
+    strided = TensorSpec("float32", (2, 3), (1, 2))
+    assert Subject.of("toy.silu", CallSpec("silu", (spec,), (spec,), {}, "")).shape_class == SMALL
+    assert Subject.of("toy.silu", CallSpec("silu", (spec,), (strided,), {}, "")).shape_class == "plain/small/strided"
+
+
+# --- shadow checks
 
 
 def compared(error: float, subject: Subject = SUBJECT) -> Comparison:
