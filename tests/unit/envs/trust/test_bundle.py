@@ -127,6 +127,74 @@ def test_staged_copy_is_mended_when_it_is_no_longer_what_was_read(tmp_path: Path
     assert (staged / "provider.py").read_text() == outside.PROVIDER
 
 
+def test_staged_copy_that_is_what_was_read_stays(tmp_path: Path) -> None:
+    """A worker may be starting from it."""
+    bundle = read(outside.write(tmp_path / "theirs", "theirs"))
+    staged = bundle.stage(tmp_path / "store")
+    (staged / "__pycache__").mkdir()
+    before = (staged / "provider.py").stat().st_ino
+    assert bundle.stage(tmp_path / "store") == staged
+    assert (staged / "provider.py").stat().st_ino == before
+    assert (staged / "__pycache__").is_dir()
+
+
+def test_staged_copy_has_the_name_and_the_hash(tmp_path: Path) -> None:
+    """Of two versions each has its own."""
+    bundle = read(outside.write(tmp_path / "theirs", "theirs"))
+    digits = bundle.sha256.partition(":")[2]
+    assert bundle.stage(tmp_path / "store") == tmp_path / "store" / "backends" / f"theirs-{digits[:16]}"
+
+
+def test_a_bundle_replaces_what_lies_where_it_is_kept(tmp_path: Path) -> None:
+    """The folders above it come with it, and nothing of what was there stays."""
+    target = tmp_path / "far" / "away" / "theirs"
+    bundle = read(outside.write(tmp_path / "source", "theirs"))
+    bundle.replace(target)
+    (target / "more.py").write_text("")
+    bundle.replace(target)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == bundle.files
+
+
+@pytest.mark.parametrize(
+    ("line", "more"),
+    [
+        ('other_pythons = ["3.12", "3.13"]\n', {"theirs.cpu.py312.txt", "theirs.cpu.py313.txt"}),
+        ('other_pythons = "3.12"\n', set()),
+    ],
+)
+def test_locks_for_other_pythons_are_part_of_it(tmp_path: Path, line: str, more: set[str]) -> None:
+    """What is not in the hash could change after somebody has allowed the rest. Other types lead nowhere."""
+    folder = outside.write(tmp_path, "theirs", manifest=line + MANIFEST)
+    if more:
+        with pytest.raises(ConfigError, match=r"theirs\.cpu\.py312\.txt: No such file"):
+            read(folder)
+    for name in more:
+        (folder / name).write_text(name)
+    files = read(folder).files
+    assert set(files) == {"ops.json", "provider.py", "theirs.cpu.txt", "theirs.toml"} | more
+    assert {name: files[name] for name in more} == {name: name.encode() for name in more}
+
+
+def test_variants_of_another_type_lead_to_no_file(tmp_path: Path) -> None:
+    """The manifest's own check refuses them."""
+    manifest = "variants = 7\n" + MANIFEST.partition("[variants.cpu]")[0]
+    assert sorted(read(outside.write(tmp_path, "theirs", manifest=manifest)).files) == [
+        "ops.json",
+        "provider.py",
+        "theirs.toml",
+    ]
+
+
+def test_what_is_refused_is_named_with_its_folder(tmp_path: Path) -> None:
+    """There are several folders of backends."""
+    with pytest.raises(ConfigError) as refused:
+        read_folder(tmp_path, "../x", "")
+    assert refused.value.message.startswith(f"{tmp_path}: '../x' is no name of a backend; allowed: ")
+    with pytest.raises(ConfigError) as refused:
+        read(outside.write(tmp_path, "theirs", manifest=MANIFEST.replace('"ops.json"', "7")))
+    assert refused.value.message.startswith(f"{tmp_path}: theirs.toml: descriptor is 7; it must be a file .json")
+
+
 def test_damaged_and_unusual_wheels_are_refused(tmp_path: Path) -> None:
     """With a message and no traceback; what wheels do not use may take any amount of memory to unpack."""
     for kind in (zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA):
