@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.reference import TENSOR_OPS
 from tests.signatures import planned
+from tests.unit.ipc.vocabulary.calls import call as good_call
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
-from layerzero.ipc.vocabulary.shapes import check_call, outputs_of
+from layerzero.ipc.vocabulary.shapes import check_call, outputs_of, overlaps
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
 COMPUTED = sorted(TENSOR_OPS)
@@ -140,3 +143,82 @@ def test_outputs_beyond_every_memory_are_refused() -> None:
     huge = F32("float32", (1 << 40, 1))
     with pytest.raises(InvalidArgument, match="bytes at most"):
         outputs_of("matmul", (huge, replace(huge, shape=(1, 1 << 40), strides=(1, 1))), {})
+
+
+@pytest.mark.parametrize(
+    ("op", "at", "changed", "text"),
+    [
+        ("matmul", 0, F32("int32", (4, 5, 7, 2)), "output out is int32[4, 5, 7, 2]; allowed: int32[4, 5, 2, 7], as"),
+        (
+            "softmax",
+            0,
+            F32("float64", (2, 3)),
+            "output out is float64[2, 3]; allowed: float32[2, 3], as its inputs say",
+        ),
+        (
+            "softmax",
+            0,
+            TensorSpec("float32", (2, 3), (1, 1)),
+            "output out has shape [2, 3] and strides [1, 1]; allowed: no overlap",
+        ),
+        (
+            "append_kv",
+            1,
+            TensorSpec("int8", (10, 4, 3, 13), (13, 130, 520, 1)),
+            "output v_cache is int8[10, 4, 3, 13] in other strides than the input; allowed: the input itself",
+        ),
+    ],
+)
+def test_an_output_that_is_not_its_calls_is_named_with_what_it_should_be(
+    op: str, at: int, changed: TensorSpec, text: str
+) -> None:
+    """A kernel would write beyond it, or twice into the same place, or beside the cache that it is to fill."""
+    inputs, attrs = good_call(op, {})
+    outputs = [F32(dtype, shape) for dtype, shape in outputs_of(op, inputs, attrs)]
+    check_call(op, inputs, outputs, attrs)
+    outputs[at] = changed
+    with pytest.raises(InvalidArgument) as refused:
+        check_call(op, inputs, outputs, attrs)
+    assert refused.value.message.startswith(f"{op}: {text}")
+
+
+SMALL = st.integers(0, 4)
+
+
+def offsets(spec: TensorSpec) -> list[int]:
+    return [
+        sum(i * step for i, step in zip(index, spec.strides, strict=True))
+        for index in np.ndindex(*map(int, spec.shape))
+    ]
+
+
+@given(st.lists(st.tuples(SMALL, st.integers(0, 30)), max_size=4))
+def test_elements_that_share_memory_are_seen(dims: list[tuple[int, int]]) -> None:
+    """Whatever the extents and strides are."""
+    spec = TensorSpec("float32", tuple(n for n, _ in dims), tuple(step for _, step in dims))
+    places = offsets(spec)
+    assert overlaps(spec) or len(set(places)) == len(places)
+
+
+@given(st.lists(st.tuples(SMALL, st.integers(1, 3)), min_size=1, max_size=4), st.randoms())
+def test_slices_and_transposes_of_dense_memory_share_nothing(dims: list[tuple[int, int]], rng: Random) -> None:
+    """They are what users have, and are not refused."""
+    dense = F32("float32", tuple(n * step for n, step in dims))
+    sliced = TensorSpec(
+        "float32", tuple(n for n, _ in dims), tuple(s * step for s, (_, step) in zip(dense.strides, dims, strict=True))
+    )
+    order = rng.sample(range(len(dims)), len(dims))
+    assert not overlaps(sliced.permute(*order))
+
+
+@given(st.lists(SMALL, max_size=3), st.lists(SMALL, max_size=3))
+def test_leading_dimensions_broadcast_as_numpys(a: list[int], b: list[int]) -> None:
+    """Or are refused, where NumPy refuses them."""
+    inputs = (F32("float32", (*a, 2, 3)), F32("float32", (*b, 3, 5)))
+    try:
+        wanted = (*np.broadcast_shapes(tuple(a), tuple(b)), 2, 5)
+    except ValueError:
+        with pytest.raises(InvalidArgument, match="leading dimensions"):
+            outputs_of("matmul", inputs, {})
+    else:
+        assert outputs_of("matmul", inputs, {}) == (("float32", wanted),)

@@ -1,0 +1,98 @@
+"""A good call of each op, and calls that differ from it in one thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+Change = dict[str, Any]
+
+ATTENTION = {"is_causal": False, "scale": 0.5, "causal_alignment": "top_left"}
+TOKENIZER = {"tokenizer_digest": "d", "tokenizer_format": "f"}
+
+# By op: its tensors as "DTYPE EXTENT...", its attributes, its outputs. No two extents are equal that need not be.
+CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] = {
+    "attention": (
+        {"q": "float32 2 6 5 7", "k": "float32 2 3 11 7", "v": "float32 2 3 11 13", "attn_mask": None},
+        {**ATTENTION, "layout": "BHSD"},
+        ("float32 2 6 5 13",),
+    ),
+    "attention_varlen": (
+        {
+            "q": "float32 5 6 7",
+            "k": "float32 11 3 7",
+            "v": "float32 11 3 13",
+            "cu_seqlens_q": "int32 4",
+            "cu_seqlens_k": "int32 4",
+        },
+        ATTENTION,
+        ("float32 5 6 13",),
+    ),
+    "paged_attention": (
+        {
+            "q": "float32 2 6 7",
+            "k_cache": "float32 10 4 3 7",
+            "v_cache": "float32 10 4 3 13",
+            "block_tables": "int32 2 9",
+            "seq_lens": "int32 2",
+        },
+        {"scale": 0.5},
+        ("float32 2 6 13",),
+    ),
+    "append_kv": (
+        {
+            "key": "int8 5 3 7",
+            "value": "int8 5 3 13",
+            "k_cache": "int8 10 4 3 7",
+            "v_cache": "int8 10 4 3 13",
+            "slots": "int64 5",
+        },
+        {},
+        ("int8 10 4 3 7", "int8 10 4 3 13"),
+    ),
+    "rope": (
+        {"x": "float32 2 5 3 9", "cos": "float32 2 5 4", "sin": "float32 2 5 4"},
+        {"interleaved": False},
+        ("float32 2 5 3 9",),
+    ),
+    "matmul": ({"a": "int32 4 1 2 3", "b": "int32 5 3 7"}, {}, ("int32 4 5 2 7",)),
+    "linear": ({"x": "float32 4 6 2 3", "weight": "float32 5 3", "bias": "float32 5"}, {}, ("float32 4 6 2 5",)),
+    "softmax": ({"x": "float32 2 3"}, {"dim": 1}, ("float32 2 3",)),
+    "layer_norm": (
+        {"x": "float32 2 3 5", "weight": "float32 3 5", "bias": "float32 3 5"},
+        {"ndim": 2, "eps": 0.5},
+        ("float32 2 3 5",),
+    ),
+    "rms_norm": ({"x": "float32 2 3 5", "weight": "float32 5"}, {"ndim": 1, "eps": 0.5}, ("float32 2 3 5",)),
+    "gelu": ({"x": "float32 2 3"}, {"approximate": "tanh"}, ("float32 2 3",)),
+    "silu": ({"x": "float32 2 3"}, {}, ("float32 2 3",)),
+    "swiglu": ({"gate": "float32 2 3", "up": "float32 2 3"}, {}, ("float32 2 3",)),
+    "quantize": ({"x": "float32 4 6", "scale": "float32 4 3"}, {"dtype": "int8"}, ("int8 4 6",)),
+    "dequantize": ({"x": "int8 4 6", "scale": "float32 4 3"}, {"dtype": "float16"}, ("float16 4 6",)),
+    "embedding": ({"ids": "int64 2 3", "weight": "float32 7 5"}, {}, ("float32 2 3 5",)),
+    "tokenize": (
+        {"tokenizer": "uint8 0", "text": "uint8 0", "text_splits": "int64 0"},
+        {**TOKENIZER, "add_special_tokens": True, "max_length": None, "return_offsets": False},
+        ("int32 0", "int64 0", "int32 0 2"),
+    ),
+    "detokenize": (
+        {"tokenizer": "uint8 0", "ids": "int32 0", "splits": "int64 0"},
+        {**TOKENIZER, "skip_special_tokens": True},
+        ("uint8 0", "int64 0"),
+    ),
+    "null": ({}, {}, ()),
+}
+
+
+def spec(text: str) -> TensorSpec:
+    dtype, *extents = text.split()
+    return TensorSpec.contiguous(dtype, tuple(int(extent) for extent in extents))
+
+
+def call(op: str, change: Change) -> tuple[list[TensorSpec | None], dict[str, Any]]:
+    """The op's good call, with some of its tensors or attributes changed."""
+    tensors, attrs, _ = CALLS[op]
+    known = {**tensors, **{name: value for name, value in change.items() if name in tensors}}
+    given = [None if text is None else spec(text) for text in known.values()]
+    return given, {**attrs, **{name: value for name, value in change.items() if name not in tensors}}
