@@ -375,6 +375,12 @@ REFUSED: list[tuple[str, Change, str, str]] = [
         "scale has shape [4, 0]",
         "1 or [4, 6], and last a divisor of 6",
     ),
+    (
+        "quantize",
+        {"x": "float32 4 2 6", "scale": "float32 1 1 4"},
+        "scale has shape [1, 1, 4]",
+        "1 or [4, 2, 6], and last a divisor of 6",
+    ),
     ("quantize", {"dtype": "uint8"}, "dtype is 'uint8'", QUANTIZED),
     ("dequantize", {"x": "uint8 4 6"}, "x is uint8", "float8_e4m3fn, float8_e5m2, int8, float4_e2m1fn_x2"),
     ("dequantize", {"x": "int8"}, "x has shape []", "at least 1 dimensions"),

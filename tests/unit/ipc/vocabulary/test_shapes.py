@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.reference import TENSOR_OPS
 from tests.signatures import planned
@@ -193,6 +193,7 @@ def offsets(spec: TensorSpec) -> list[int]:
 
 
 @given(st.lists(st.tuples(SMALL, st.integers(0, 30)), max_size=4))
+@example([(3, 1), (2, 3), (2, 4)])
 def test_elements_that_share_memory_are_seen(dims: list[tuple[int, int]]) -> None:
     """Whatever the extents and strides are."""
     spec = TensorSpec("float32", tuple(n for n, _ in dims), tuple(step for _, step in dims))
@@ -211,6 +212,12 @@ def test_slices_and_transposes_of_dense_memory_share_nothing(dims: list[tuple[in
     assert not overlaps(sliced.permute(*order))
 
 
+@pytest.mark.parametrize(("shape", "strides"), [((1, 3), (0, 1)), ((3, 1, 2), (2, 1, 1)), ((0, 3), (1, 0)), ((), ())])
+def test_steps_that_nothing_takes_do_not_matter(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Along an extent of 1, and of a tensor without elements."""
+    assert not overlaps(TensorSpec("float32", shape, strides))
+
+
 @given(st.lists(SMALL, max_size=3), st.lists(SMALL, max_size=3))
 def test_leading_dimensions_broadcast_as_numpys(a: list[int], b: list[int]) -> None:
     """Or are refused, where NumPy refuses them."""
@@ -222,3 +229,11 @@ def test_leading_dimensions_broadcast_as_numpys(a: list[int], b: list[int]) -> N
             outputs_of("matmul", inputs, {})
     else:
         assert outputs_of("matmul", inputs, {}) == (("float32", wanted),)
+
+
+def test_an_output_less_than_the_op_has_is_an_error() -> None:
+    """Whoever reads a call counts them; one that was left out would not be checked."""
+    inputs, attrs = good_call("append_kv", {})
+    outputs = [F32(dtype, shape) for dtype, shape in outputs_of("append_kv", inputs, attrs)]
+    with pytest.raises(ValueError, match="shorter"):
+        check_call("append_kv", inputs, outputs[:1], attrs)
