@@ -15,7 +15,7 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.capabilities.descriptor import Capability
 from layerzero.capabilities.device import DeviceSpec
 from layerzero.capabilities.match import Rejection
-from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.transport import wire
 
 LIMITS: dict[str, Any] = {
@@ -35,7 +35,18 @@ LIMITS: dict[str, Any] = {
     "express": False,
 }
 CLIENT = b"C1"
+SPEC = ["float32", [4], [1]]
+GENTLE = BackendError("RuntimeError: kernel raised")
 BODY = wire.pack_refs([wire.Ref(1, 0, 0, 64), wire.Ref(1, 0, 64, 64)])
+
+
+def kinds(actions: list[act.Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def refusal(actions: list[act.Action]) -> act.Refuse:
+    (refuse,) = (action for action in actions if isinstance(action, act.Refuse))
+    return refuse
 
 
 class Driver:
@@ -113,3 +124,14 @@ class Driver:
     ) -> list[act.Action]:
         generation = self.state.workers[backend].generation
         return self(ev.WorkerExited(backend, generation, exit_code, executing, phase, stderr))
+
+
+def poisoned() -> Driver:
+    driver = Driver()
+    run = driver.serve(1)
+    driver.dies("alpha", run.dispatch)
+    run = driver.run_of(driver.ready("beta"))
+    refuse = refusal(driver.dies("beta", run.dispatch))
+    assert (refuse.error.code, refuse.error.facts) == ("POISON", {"quarantine_s": 600.0})
+    assert [attempt["backend"] for attempt in refuse.attempts] == ["alpha", "beta"]
+    return driver
