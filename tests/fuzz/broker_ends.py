@@ -76,6 +76,7 @@ class BrokerEnds:
             cast(Processes, _Started()),
             self._joined,
             Authentication(None, ()),
+            None,
             welcome=self._welcome,
             handle=handle,
             forget=lambda _: None,
