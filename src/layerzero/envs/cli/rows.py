@@ -25,10 +25,11 @@ from layerzero.envs.build.downloads import Downloads, of_lock, of_wheels
 from layerzero.envs.build.installers import Installer
 from layerzero.envs.build.interpreters import find as find_python
 from layerzero.envs.build.lock import find_lock, read_lock
-from layerzero.envs.build.progress import Lines, Progress, Spinners
+from layerzero.envs.build.progress import Lines, Progress
 from layerzero.envs.build.resolution import resolve, select
 from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.cli.additions import Site
+from layerzero.envs.cli.spinners import Spinners
 from layerzero.envs.descriptors import read_all
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
 from layerzero.envs.probe.probe import cached_probe, probe_cached
