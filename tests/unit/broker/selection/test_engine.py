@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,16 +74,17 @@ def fail(one: Engine, now_s: float = 0.0) -> None:
     one.note_failure("alpha", "silu", BOOM, now_s)
 
 
-CHANGES: dict[str, Callable[[Engine], object]] = {
-    "policy": lambda one: one.set_policy(policy(strict_mode=True)),
-    "table": lambda one: one.set_table(None),
-    "certification": lambda one: one.set_certification(Certification({})),
-    "compilation": lambda one: one.set_compilation(Compilation()),
-    "environment": lambda one: one.note_env("alpha", "lock"),
-    "memory": lambda one: one.note_free_memory(7),
-    "times": lambda one: one.load_times([PerfRow("alpha.silu", "key", Stat(5, 1.0, 1.0, 0.0, 0.0, 0.0))]),
-    "failure": fail,
-    "repair": lambda one: one.forgive("alpha"),
+CHANGES: dict[str, Callable[[Engine, str], object]] = {
+    "policy": lambda one, _: one.set_policy(policy(strict_mode=True)),
+    "table": lambda one, _: one.set_table(None),
+    "certification": lambda one, _: one.set_certification(Certification({})),
+    "compilation": lambda one, _: one.set_compilation(Compilation()),
+    "environment": lambda one, text: one.note_env("alpha", text),
+    "versions": lambda one, text: one.note_versions("alpha", {"lib": text}),
+    "memory": lambda one, _: one.note_free_memory(7),
+    "times": lambda one, _: one.load_times([PerfRow("alpha.silu", "key", Stat(5, 1.0, 1.0, 0.0, 0.0, 0.0))]),
+    "failure": lambda one, _: fail(one),
+    "repair": lambda one, _: one.forgive("alpha"),
 }
 
 
@@ -90,12 +92,10 @@ CHANGES: dict[str, Callable[[Engine], object]] = {
 def test_what_can_change_a_ranking_makes_the_epoch_grow_each_time(name: str) -> None:
     """Signatures keep their ranking until then."""
     one = engine()
-    for env in ("a", "b", "c"):
+    one.note_versions("alpha", {"lib": "0"})
+    for text in ("1", "2", "3"):
         before = one.epoch
-        if name == "environment":
-            one.note_env("alpha", env)
-        else:
-            CHANGES[name](one)
+        CHANGES[name](one, text)
         assert one.epoch > before
 
 
@@ -141,10 +141,12 @@ def test_verdicts_are_cached_by_the_call_and_by_what_serves_it() -> None:
     one.note_versions("alpha", {"lib": "1"})
     ranked(one)
     assert (one.hits, one.misses) == (2, 3)
-    one.note_env("alpha", "")
+    one.note_env("alpha", "other")
+    ranked(one)
+    assert (one.hits, one.misses) == (2, 4)
     one.note_env("alpha", "lock")
     ranked(one)
-    assert (one.hits, one.misses) == (3, 3)
+    assert (one.hits, one.misses) == (3, 4)
 
 
 def test_the_oldest_verdict_goes_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +312,7 @@ def test_a_probe_is_not_believed_about_kernels_of_other_backends() -> None:
     assert not one.certification.is_known("alpha.silu")
     fresh = engine()
     record = passed_probe("alpha")
+    assert not fresh.certification.with_record(replace(record, env="beta")).is_known("alpha.silu")
     fresh.set_certification(fresh.certification.with_record(record))
     assert fresh.certification.is_known("alpha.silu")
 
@@ -405,6 +408,7 @@ def test_the_first_run_of_a_kernel_on_a_size_is_kept_apart() -> None:
     assert ranked(one)["alpha"].measured_us is None
     note(one, "alpha", 10.0, now_s=5.0, runs=1)
     assert ranked(one)["alpha"].measured_us == 10.0
+    one.note_time("alpha.silu", one.cell(one.context(CallSpec.parse(BODY))), 1, 6.0, is_clean=False)
     stat = one.perf.stat("alpha.silu", one.context(CallSpec.parse(BODY)).perf_key())
     assert stat is not None
     assert (stat.count, stat.warmup_ms, stat.measured_at_s) == (1, 0.9, 5.0)

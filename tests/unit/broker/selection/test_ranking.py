@@ -294,3 +294,81 @@ def test_a_cached_verdict_is_the_one_that_a_fresh_engine_gives(bodies: list[byte
     for body in bodies:
         fresh = engine(OURS)
         assert [v.to_wire() for v in ranked(shared, body)] == [v.to_wire() for v in ranked(fresh, body)]
+
+
+def attention(tokens: int) -> bytes:
+    x = TensorSpec.contiguous("float32", (1, 1, tokens, 8)).to_wire()
+    attrs = {"is_causal": False, "scale": 1.0, "causal_alignment": "top_left", "layout": "BHSD"}
+    return encode(Route(op="attention", inputs=[x, x, x, None], outputs=[x], attrs=attrs))
+
+
+def test_calls_on_both_sides_of_a_limit_on_length_share_no_verdict() -> None:
+    """The cache tells lengths apart by the kernels' limits alone."""
+    described = CAPABILITIES["alpha"].model_dump()
+    claims = {**described["ops"]["silu"][0], "kernel_id": "alpha.attention", "max_seq_len": 16}
+    claims |= {"requires_layouts": ["BHSD"], "causal_alignments": ["top_left"], "masked_rows": "zero"}
+    one = engine({"alpha": Capability.model_validate({**described, "ops": {"attention": [claims]}})})
+    served = [bool(order(one, attention(tokens))) for tokens in (4, 16, 17, 900)]
+    assert served == [True, True, False, False]
+    assert (one.hits, one.misses) == (2, 2)
+
+
+def test_an_op_that_nobody_serves_has_no_candidates() -> None:
+    """And is no error here: the call's own tells it."""
+    assert ranked(engine(), attention(4)) == []
+    assert engine().kernels("attention") == ()
+
+
+@pytest.mark.parametrize("values", [{"strict_mode": True}, {"allow_adaptation": False}])
+def test_no_copy_is_made_where_policy_forbids_it(values: dict[str, bool]) -> None:
+    """The kernel is refused for the strides, then."""
+    one = engine({"onnxruntime": OURS["onnxruntime"]}, policy=Policy.of(Layer("test", values)))
+    (verdict,) = ranked(one, softmax(512, 1024, strides=(2048, 2)))
+    assert not verdict.is_accepted
+    assert verdict.transforms == ()
+
+
+def test_a_rejected_kernel_has_no_score_and_tells_its_copies() -> None:
+    """What a report says of it is what it would need."""
+    one = engine({"onnxruntime": OURS["onnxruntime"]})
+    body = softmax(512, 1024, strides=(2048, 2))
+    down = Rejection(Reason.BACKEND_DISABLED, "died")
+    (verdict,) = ranked(one, body, onnxruntime=down)
+    assert (verdict.reasons, verdict.transforms, verdict.terms) == ((down,), ("contiguous x",), {})
+    two = engine()
+    measured(two, alpha=5.0, beta=9.0)
+    terms = {v.backend: set(v.terms) for v in ranked(two, alpha=down)}
+    assert terms["alpha"] == set()
+    assert terms["beta"] == {"priority", "perfdb"}
+
+
+@pytest.mark.parametrize(("slower", "is_tie"), [(1.004, True), (1.006, False)])
+def test_noise_of_long_kernels_on_a_gpu_is_a_share_of_their_time_too(slower: float, is_tie: bool) -> None:
+    body = route_body(device=GPU)
+    one = engine(GPU_CAPABILITIES, gpus=[DEVICES[GPU]])
+    measured(one, body, alpha=1000.0 * slower, beta=1000.0)
+    times = {v.backend: v.terms["perfdb"] for v in ranked(one, body)}
+    assert (times["alpha"] == times["beta"]) == is_tie
+
+
+def test_a_table_says_nothing_of_calls_on_a_gpu() -> None:
+    """It was solved for the CPU."""
+
+    class Table:
+        def lookup(self, context: SelectionContext) -> str | None:
+            return "delta.silu"
+
+    one = engine(GPU_CAPABILITIES, gpus=[DEVICES[GPU]])
+    one.set_table(Table())
+    assert order(one, route_body(device=GPU))[0] == "alpha"
+
+
+def test_each_op_that_a_kernel_does_as_well_counts() -> None:
+    described = CAPABILITIES["beta"].model_dump()
+    described["ops"]["silu"][0]["fuses_ops"] = ["matmul", "gelu"]
+    one = engine({**CAPABILITIES, "beta": Capability.model_validate(described)})
+    x = TensorSpec.contiguous("float32", (4,)).to_wire()
+    body = encode(Route(op="silu", inputs=[x], outputs=[x], attrs={}, next_ops=["matmul", "gelu"]))
+    beta = next(v for v in ranked(one, body) if v.backend == "beta")
+    assert (beta.terms["fusion"], beta.fused_ops) == (2.0, ("matmul", "gelu"))
+    assert beta.kernel is one.kernel("beta.silu")
