@@ -128,6 +128,13 @@ def test_failure_that_a_probe_tells_of_the_kernels_of_others_is_no_reason() -> N
     assert rejection.detail == "float32 of class plain/long/dense: no case of the probe covers it"
 
 
+def test_quarantines_stay_when_owners_are_told_and_others_take_their_place() -> None:
+    quarantined = Certification({}).with_quarantine(SUBJECT, "evidence").owned_by({"toy.silu": "toy"})
+    assert quarantined.quarantined == {SUBJECT: "evidence"}
+    other = SUBJECT._replace(dtype="float64")
+    assert quarantined.with_quarantines({other: "more"}).quarantined == {other: "more"}
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -131,8 +131,9 @@ def test_staged_copy_that_is_what_was_read_stays(tmp_path: Path) -> None:
     """A worker may be starting from it."""
     bundle = read(outside.write(tmp_path / "theirs", "theirs"))
     staged = bundle.stage(tmp_path / "store")
-    (staged / "__pycache__").mkdir()
     before = (staged / "provider.py").stat().st_ino
+    assert bundle.stage(tmp_path / "store") == staged
+    (staged / "__pycache__").mkdir()
     assert bundle.stage(tmp_path / "store") == staged
     assert (staged / "provider.py").stat().st_ino == before
     assert (staged / "__pycache__").is_dir()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tests import outside
@@ -103,6 +107,38 @@ def test_an_entry_point_that_leads_nowhere_is_named_with_its_distribution(
     assert problem.message.startswith(says)
     place = third_party.installed()["theirs"]
     assert (place.name, place.origin, place.problem) == ("theirs", "lz_theirs 1.0", problem.message)
+
+
+def test_a_module_that_nobody_can_tell_the_place_of_is_no_package(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something has put it there by hand; Python itself raises when it is asked for its place."""
+    outside.install(site, "theirs", value="lz_bare")
+    monkeypatch.setitem(sys.modules, "lz_bare", ModuleType("lz_bare"))
+    assert "package 'lz_bare' is not there" in third_party.installed()["theirs"].problem
+
+
+def test_a_distribution_that_lies_in_no_folder_declares_nothing(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Importers of other kinds have such: how large their metadata are nobody can tell before they are read."""
+
+    class Nowhere(importlib.metadata.Distribution):
+        def read_text(self, filename: str) -> str:
+            return "[layerzero.backends]\nother = lz_other\n"
+
+        def locate_file(self, path: str | os.PathLike[str]) -> Path:
+            return Path(path)
+
+    class Finder:
+        def find_spec(self, *_: object) -> None:
+            return None
+
+        def find_distributions(self, *_: object) -> list[importlib.metadata.Distribution]:
+            return [Nowhere()]
+
+    outside.install(site, "theirs")
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert list(third_party.installed()) == ["theirs"]
+    assert "metadata.unreadable" not in capfd.readouterr().err
 
 
 def test_a_name_that_two_distributions_declare_is_nobodys(site: Path, tmp_path: Path) -> None:
