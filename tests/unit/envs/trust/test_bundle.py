@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zipfile
 from pathlib import Path
@@ -154,6 +155,13 @@ def test_a_bundle_replaces_what_lies_where_it_is_kept(tmp_path: Path) -> None:
     (target / "more.py").write_text("")
     bundle.replace(target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == bundle.files
+
+
+def test_hash_is_of_names_and_bytes_as_others_compute_it() -> None:
+    """What was allowed stays allowed over versions of ours; no two sets of files have one text to hash."""
+    text = b"layerzero backend 1\0" + b"a.py\0" + b"3\0" + b"b\n\0" + b"c.json\0" + b"0\0"
+    files = {"c.json": b"", "a.py": b"b\n\0"}
+    assert Bundle("theirs", files, "").sha256 == f"sha256:{hashlib.sha256(text).hexdigest()}"
 
 
 @pytest.mark.parametrize(
