@@ -371,6 +371,17 @@ def test_a_kernel_that_raises_falls_back(connected: Site) -> None:
     assert connected.backend("one")["pid"] == pid
 
 
+def test_memory_that_a_worker_gave_back_may_be_lent_to_it_again(connected: Site) -> None:
+    """It is, as soon as a call comes back to one whose kernel failed: the worker may not have unmapped it yet."""
+    x, values = randn(8, 16)
+    wide = values.astype(np.float64)
+    lz.layer_norm(x, (16,), eps=RAISE)
+    assert [attempt.backend for attempt in report().attempts] == ["one", "two"]
+    for _ in range(3):
+        result = lz.layer_norm(x, (16,), backend="one")
+        close(result, (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5))
+
+
 def test_a_call_past_its_timeout_moves_on(connected: Site) -> None:
     """The worker that holds it is killed, as for a call on the CPU."""
     x, values = randn(4, 16)

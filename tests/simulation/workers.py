@@ -59,6 +59,7 @@ class Process:
         self.head_since_s = 0.0
         self._inbox: deque[tuple[str, Any]] = deque()
         self._arenas: set[tuple[int, int]] = set()
+        self._given_back: set[tuple[int, int]] = set()  # of those: that go with the graph slots that name them
         self._plans: set[int] = set()
         self._loaded: set[int] = set()  # plans whose kernels have run
         self._current: Dispatch | None = None
@@ -119,6 +120,9 @@ class Process:
         match kind:
             case "map":
                 self._arenas.add(what)
+                self._given_back.discard(what)
+            case "unmap" if self._is_bound(what):  # a graph slot's RUN, or the MUTE of one, is behind it elsewhere
+                self._given_back.add(what)
             case "unmap":
                 self._arenas.discard(what)
             case "map_lane":
@@ -126,6 +130,9 @@ class Process:
             case _:
                 self.lanes.pop(what.number, None)
         self.pump()
+
+    def _is_bound(self, arena: tuple[int, int]) -> bool:
+        return any(arena in dispatch.arenas for dispatch in self.graph_slots.values())
 
     def _arrived(self, kind: str, value: Any) -> None:
         self._inbox.append((kind, value))
@@ -158,6 +165,9 @@ class Process:
                 self._allowed.add(value)
             elif kind == "mute":
                 self.graph_slots.pop(value, None)
+                gone = {arena for arena in self._given_back if not self._is_bound(arena)}
+                self._given_back -= gone
+                self._arenas -= gone
             elif self.gpu:
                 return  # it finishes what it has before it stops
             else:

@@ -51,13 +51,17 @@ class Mapping:
         self._staging.from_device(address - offset, offset, nbytes, stream)
         return nbytes
 
+    def forget_events(self) -> None:
+        """Needs a current context."""
+        for event in self.events:
+            self.context.driver.destroy_event(event)
+        self.events.clear()
+
     def close(self) -> None:
         """Unmap it. To be called once no work that uses it is under way."""
         driver = self.context.driver
         with self.context:
-            for event in self.events:
-                driver.destroy_event(event)
-            self.events.clear()
+            self.forget_events()
             if self.handle.transport == "ipc":
                 driver.ipc_close(self.address)
             elif self.handle.transport == "vmm":
@@ -86,7 +90,8 @@ class Mappings:
             raise ProtocolError(f"arena {key} is not mapped here") from None
 
     def open(self, handle: ArenaHandle, fd: int | None = None) -> Mapping:
-        """Map an arena, or return the mapping there is. Takes `fd` over in every case.
+        """Map an arena, or return the mapping there is, also one that is retired and not unmapped yet: its client has
+        lent it again. Takes `fd` over in every case.
 
         Raises ProtocolError for a handle that cannot be true, CudaError when the driver refuses: the transport does not
         work then for this arena.
@@ -95,13 +100,15 @@ class Mappings:
             if handle.has_fd != (fd is not None):
                 how = "with" if handle.has_fd else "without"
                 raise ProtocolError(f"an arena of transport {handle.transport} travels {how} a file descriptor")
-            known = self._open.get(handle.key)
+            known = self._open.get(handle.key) or self._retired.get(handle.key)
             if known is not None:
                 if known.handle != handle:
                     raise ProtocolError(f"arena {handle.key} is described in two ways: {known.handle}, then {handle}")
+                if self._retired.pop(handle.key, None) is not None:
+                    with known.context:
+                        known.forget_events()
+                    self._open[handle.key] = known
                 return known
-            if handle.key in self._retired:
-                raise ProtocolError(f"arena {handle.key} is retired; a new one has a new generation")
             if len(self._open) + len(self._retired) >= MAX_MAPPINGS:
                 raise ProtocolError(f"more than {MAX_MAPPINGS} arenas are mapped")
             context = self._context_of(handle.gpu)

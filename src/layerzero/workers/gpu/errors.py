@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ipc.errors import CudaError
+from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -10,3 +10,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, CudaError):
         return error.is_out_of_memory
     return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def no_transport(error: Exception, handle: object) -> NoTransport:
+    """Why memory of a client, by the handle that it sent, does not reach this process."""
+    if isinstance(error, NoTransport):
+        return error
+    transport = str(handle.get("transport", ""))[:40] if isinstance(handle, dict) else ""
+    reason = (error.message if isinstance(error, LayerZeroError) else str(error))[:1000]
+    return NoTransport(
+        f"GPU memory does not reach the worker by {transport!r}: {reason}", transport=transport, reason=reason
+    )

@@ -24,15 +24,15 @@ from layerzero.ipc.cuda.streams import WorkerOrder
 from layerzero.ipc.errors import CudaError, LayerZeroError, NoTransport, ProtocolError
 from layerzero.ipc.shm.timeline_words import TimelinePoint, graph_slot_words
 from layerzero.ipc.transport.messages import MapGpu, MapGpuArena
-from layerzero.ipc.transport.wire import NO_ARENA, REF, REF_BYTES, unpack_refs
+from layerzero.ipc.transport.wire import NO_ARENA, REF_BYTES, unpack_refs
 from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STICKY_EXIT
 from layerzero.workers.boot import GRAPH_BYTES
 from layerzero.workers.gpu.binder import Binder
 from layerzero.workers.gpu.client_link import Link
-from layerzero.workers.gpu.errors import is_out_of_memory
+from layerzero.workers.gpu.errors import is_out_of_memory, no_transport
 from layerzero.workers.gpu.graph_cache import Graphs, OnStream, State, tell
 from layerzero.workers.gpu.graph_calls import GraphCalls, GraphSlot, launch, refusal
-from layerzero.workers.gpu.plan import MAX_TASKS, Enqueued, Plan, Task
+from layerzero.workers.gpu.plan import MAX_TASKS, Enqueued, Plan, Task, names
 
 if TYPE_CHECKING:
     from layerzero.workers.failpoint import Faults
@@ -82,6 +82,9 @@ class Gpus:
         self._links: dict[tuple[int, str], Link | NoTransport] = {}
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_GONE)
         self._arenas: dict[tuple[int, int], Mapping | LayerZeroError] = {}
+        self._given_back: dict[
+            tuple[int, int], Iterable[Plan]
+        ] = {}  # arenas that graph slots name; plans that may, too
         self._binder = Binder(on_stream, self._context, self._arenas, hear)
         self._free: dict[str, list[int]] = {}  # GPU -> streams without a timeline
         self._busy: dict[int, Context] = {}  # streams that may have work, and theirs
@@ -132,13 +135,15 @@ class Gpus:
         """Takes the descriptor over. Calls on an arena that cannot be mapped fail with the reason."""
         arena: Mapping | LayerZeroError
         try:
+            if self._given_back.pop((message.client, message.arena), None) is not None:
+                return  # it is still mapped
             handle = _own(ArenaHandle.from_wire(message.handle), message.client)
             if handle.arena != message.arena or len(fds) != handle.has_fd:
                 raise ProtocolError(f"arena {message.arena} comes with {len(fds)} descriptors and {handle}")
             arena = self._mappings.open(handle, fds.pop() if fds else None)
         except (LayerZeroError, OSError) as exc:
             self.check(exc)
-            arena = exc if isinstance(exc, CudaError) and exc.is_out_of_memory else _refusal(exc, message.handle)
+            arena = exc if isinstance(exc, CudaError) and exc.is_out_of_memory else no_transport(exc, message.handle)
             print(f"cannot map arena {message.arena} of client {message.client}: {arena.message}", file=sys.stderr)
         finally:
             for fd in fds:
@@ -146,14 +151,20 @@ class Gpus:
         self._arenas[message.client, message.arena] = arena
 
     def unmap_arena(self, client: int, arena: int, plans: Iterable[Plan]) -> None:
-        """It is unmapped when nothing that was enqueued uses it any more. Not a GPU's: nothing happens."""
+        """It is unmapped when nothing that was enqueued uses it any more. Not a GPU's: nothing happens.
+
+        A graph slot that names it has overtaken this message: either it was lent once more, and bound, before we heard
+        that it was taken back, or MUTE is on the way, by the other socket. So it stays until one or the other is here.
+        """
+        if self.graph_slots.names(client, arena):
+            self._given_back[client, arena] = plans
+            return
         mapping = self._arenas.pop((client, arena), None)
         if mapping is None:
             return
         for plan in plans:
-            for key in [key for key in plan.tasks if key[0] == client and _names(key[1], arena)]:
+            for key in [key for key in plan.tasks if key[0] == client and names(key[1], arena)]:
                 self._drop(plan.gpu, plan.tasks.pop(key))
-        self._drop_graph_slots(lambda link, graph_slot, one: link.client == client and _names(one.refs, arena))
         if isinstance(mapping, Mapping):
             self._mappings.retire(mapping.handle.key, self._busy_on(mapping.context))
             self._is_untidy = True
@@ -384,7 +395,7 @@ class Gpus:
                 if key is not None:
                     self._mappings.retire(key, ())
                     self._is_untidy = True
-            raise _refusal(exc, message.offer.get("handle")) from exc
+            raise no_transport(exc, message.offer.get("handle")) from exc
         finally:
             for fd in fds:
                 os.close(fd)
@@ -453,6 +464,10 @@ class Gpus:
     def _drop_graph_slots(self, is_gone: Callable[[Link, int, GraphSlot], bool]) -> None:
         for gpu, task in self.graph_slots.drop(is_gone):
             self._drop(gpu, task)
+        for (client, arena), plans in list(self._given_back.items()):
+            if not self.graph_slots.names(client, arena):
+                del self._given_back[client, arena]
+                self.unmap_arena(client, arena, plans)
 
     def _drop(self, gpu: str, task: Task) -> None:
         """Its workspace may be in use until what is enqueued now is over."""
@@ -473,20 +488,6 @@ class Gpus:
 def _own(handle: ArenaHandle, client: int) -> ArenaHandle:
     """Clients choose their own names; ours for them are different from each other."""
     return replace(handle, client=str(client))
-
-
-def _refusal(error: Exception, handle: object) -> NoTransport:
-    if isinstance(error, NoTransport):
-        return error
-    transport = str(handle.get("transport", ""))[:40] if isinstance(handle, dict) else ""
-    reason = (error.message if isinstance(error, LayerZeroError) else str(error))[:1000]
-    return NoTransport(
-        f"GPU memory does not reach the worker by {transport!r}: {reason}", transport=transport, reason=reason
-    )
-
-
-def _names(refs: bytes, arena: int) -> bool:
-    return any(REF.unpack_from(refs, at)[0] == arena for at in range(0, len(refs), REF_BYTES))
 
 
 def _is_over(context: Context, events: Sequence[int], _: Task) -> bool:

@@ -14,7 +14,7 @@ from layerzero.ipc.shm.timeline_page import TimelinePage
 from layerzero.ipc.shm.timeline_words import SILENT, TAKEN
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.graph_cache import Graphs, Pinned
-from layerzero.workers.gpu.plan import Plan, Task
+from layerzero.workers.gpu.plan import Plan, Task, names
 
 AWAKE_S = 1.0  # after the last ring
 MAX_TAKINGS = 1 << 31
@@ -134,6 +134,13 @@ class GraphCalls:
     def is_awake(self) -> bool:
         """Whether one was rung not long ago."""
         return time.monotonic() - self._served_s < AWAKE_S
+
+    def names(self, client: int, arena: int) -> bool:
+        """Whether a graph slot of the client has a call on this arena."""
+        return any(
+            board.link.client == client and any(names(one.refs, arena) for one in board.graph_slots.values())
+            for board in self._boards
+        )
 
     def drop(self, is_gone: Callable[[Link, int, GraphSlot], bool]) -> list[tuple[str, Task]]:
         """Let go of graph slots. Returns what their graphs may use yet, by GPU."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from layerzero.ipc.cuda.driver import Driver
 from layerzero.ipc.cuda.mappings import Mapping
+from layerzero.ipc.transport.wire import REF, REF_BYTES
 from layerzero.workers.gpu.graph_cache import GraphCache
 from layerzero.workers.provider import Bind, Bound, Call
 
@@ -91,3 +92,8 @@ class Plan:
     has_run: bool = False
     tasks: dict[tuple[int, bytes], Task] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
+
+
+def names(refs: bytes, arena: int) -> bool:
+    """Whether one of these references is into the arena."""
+    return any(REF.unpack_from(refs, at)[0] == arena for at in range(0, len(refs), REF_BYTES))

@@ -339,16 +339,39 @@ def test_muted_graph_slot_is_silent_and_its_graph_gone_when_nothing_works(bench:
     assert not bench.serve()
 
 
-@pytest.mark.parametrize("what", ["arena", "gpu"])
-def test_graph_slots_go_with_what_they_need(bench: Bench, what: str) -> None:
+def test_graph_slots_go_with_their_clients_gpu(bench: Bench) -> None:
     """Their addresses mean something else by and by."""
     bench.bind(3)
-    if what == "arena":
-        bench.gpus.unmap_arena(1, 1, [bench.rig.plan])
-    else:
-        bench.gpus.unmap_gpu(1, UUID)
+    bench.gpus.unmap_arena(1, 1, [bench.rig.plan])
+    bench.gpus.unmap_gpu(1, UUID)
     bench.page.set_graph_slot(3, RUNG)
     assert (bench.serve(), bench.driver.graphs, bool(bench.gpus.graph_slots)) == (False, {}, False)
+    assert bench.gpus._arenas == {}
+
+
+def test_graph_slot_outlives_the_news_that_its_arena_was_taken_back_before_it_was_bound(bench: Bench) -> None:
+    """RUN and the words about memory come by two sockets: UNMAP and MAP of before may be read after it."""
+    bench.bind(3)
+    bench.gpus.unmap_arena(1, 1, [bench.rig.plan])
+    bench.page.set_graph_slot(3, RUNG)
+    assert bench.serve()
+    bench.rig.map_arena()
+    bench.gpus.mute(1, 3, PLAN)
+    assert bench.gpus._arenas
+    bench.bind(4)
+    bench.page.set_graph_slot(4, RUNG)
+    assert bench.serve()
+
+
+def test_arena_whose_graph_slot_is_muted_after_it_was_taken_back_goes_then(bench: Bench) -> None:
+    """MUTE comes by the other socket, too."""
+    bench.bind(3)
+    bench.bind(4)
+    bench.gpus.unmap_arena(1, 1, [bench.rig.plan])
+    bench.gpus.mute(1, 3, PLAN)
+    assert bench.gpus._arenas
+    bench.gpus.mute(1, 4, PLAN)
+    assert bench.gpus._arenas == {}
 
 
 @pytest.mark.parametrize("number", [2, 700])
