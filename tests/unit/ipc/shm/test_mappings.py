@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -42,6 +43,11 @@ def mappings() -> list[Mapping]:
     return found
 
 
+def guards() -> int:
+    """Bytes of address space that nobody can use."""
+    return sum(one.end - one.first for one in mappings() if one.rights == "---p")
+
+
 @pytest.mark.parametrize("is_populated", [True, False])
 def test_pages_are_mapped_when_that_is_asked_for(is_populated: bool) -> None:
     """The first kernel that touches them does not pay for it; others leave them as they are."""
@@ -77,6 +83,7 @@ def test_a_guarded_mapping_is_what_it_was_asked_to_be(is_writable: bool) -> None
     """No more can be written than was allowed, and as much lies around it as is said."""
     nbytes = mmap.PAGESIZE + 1
     fd = create_memfd("exactly", nbytes)
+    others = guards()
     view = memory.map_guarded(fd, nbytes, writable=is_writable)
     (mine,) = (one for one in mappings() if "memfd:exactly" in one.name)
     around = [one for one in mappings() if mine.first in (one.first, one.end) or mine.end in (one.first, one.end)]
@@ -89,6 +96,7 @@ def test_a_guarded_mapping_is_what_it_was_asked_to_be(is_writable: bool) -> None
     first, end = mine.first - memory.GUARD_BYTES, mine.end + memory.GUARD_BYTES
     assert before.first <= first
     assert end <= after.end
+    assert guards() - others == 2 * memory.GUARD_BYTES
     view.release()
     del view
     assert not [one for one in mappings() if one.first < end and one.end > first]
@@ -102,6 +110,23 @@ def test_what_cannot_be_mapped_leaves_no_guards() -> None:
         memory.map_guarded(-1, NBYTES, writable=True)
     assert failure.value.errno == errno.EBADF
     assert len(mappings()) == before
+
+
+def test_what_children_would_inherit_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the kernel's, and nothing stays mapped."""
+
+    def refuse(*arguments: object) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    monkeypatch.setattr(memory._libc, "madvise", refuse)
+    fd, others = create_memfd("refused", NBYTES), guards()
+    with pytest.raises(OSError, match=r"^.Errno 12. Cannot allocate memory$") as failure:
+        memory.map_guarded(fd, NBYTES, writable=True)
+    assert failure.value.errno == errno.ENOMEM
+    assert not [one for one in mappings() if "memfd:refused" in one.name]
+    assert guards() == others
+    os.close(fd)
 
 
 _OVERRUN = """
@@ -142,3 +167,31 @@ def test_guarded_mapping_goes_with_its_last_view() -> None:
     assert Path("/proc/self/maps").read_text().count("memfd:guarded") == 1
     del kept
     assert "memfd:guarded" not in Path("/proc/self/maps").read_text()
+
+
+_AT_EXIT = """
+import atexit, sys
+
+views = []
+atexit.register(lambda: views[0].__setitem__(0, 7))  # the first to be registered is the last to be called
+from layerzero.ipc.shm import memory
+
+views.append(memory.map_guarded(int(sys.argv[1]), 8192, writable=True))
+"""
+
+
+def test_guarded_mapping_is_there_until_the_process_has_ended() -> None:
+    """What a library does as a worker exits may still write there; it would crash, and be blamed on a kernel."""
+    fd = create_memfd("exits", NBYTES)
+    view = memory.map_guarded(fd, NBYTES, writable=False)
+    environ = {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parents[3])}  # the code that is tested here
+    done = subprocess.run(
+        [sys.executable, "-c", _AT_EXIT, str(fd)],
+        env=environ,
+        pass_fds=[fd],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, view[0]) == (0, 7), done.stderr
+    os.close(fd)

@@ -142,6 +142,37 @@ def test_memory_that_others_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPat
     assert open_fds() == before
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "asked"), [(memory.CHECKED_FROM_BYTES, [memory.CHECKED_FROM_BYTES]), (memory.CHECKED_FROM_BYTES - 1, [])]
+)
+def test_free_memory_is_asked_for_from_a_size_on(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, asked: list[int]
+) -> None:
+    """An answer takes a millisecond, which a page of a lane is not worth."""
+    seen: list[int] = []
+    monkeypatch.setattr(free_memory, "check", seen.append)
+    os.close(create_memfd("test", nbytes))
+    assert seen == asked
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_the_pages_of_a_range_are_reserved_and_no_others(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """What an arena takes back are the pages of one slot: more would be memory that nobody counts, and past its end an
+    error. What was written is still there."""
+    page = mmap.PAGESIZE
+    monkeypatch.setattr(memory, "_STEP_BYTES", step * page)
+    monkeypatch.setattr(free_memory, "check", lambda nbytes: None)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 16 * page)
+    os.pwrite(fd, b"kept", 2 * page)
+    memory.reserve(fd, page, 3 * page)
+    assert os.fstat(fd).st_blocks * 512 == 3 * page
+    os.posix_fallocate(fd, page, 3 * page)  # would add what is missing
+    assert os.fstat(fd).st_blocks * 512 == 3 * page
+    assert (os.fstat(fd).st_size, os.pread(fd, 4, 2 * page)) == (16 * page, b"kept")
+    os.close(fd)
+
+
 def test_other_failures_are_not_disguised_and_leak_nothing() -> None:
     """A size of zero is a bug, not a lack of memory."""
     before = open_fds()
@@ -168,9 +199,9 @@ def unreserved(seals: int = 0) -> int:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (unreserved, "pages must be reserved; of 8192 bytes 0 are"),
-        (lambda: unreserved(fcntl.F_SEAL_WRITE), "sealed against writing"),
-        (lambda: unreserved(0x10), "sealed against writing"),
+        (unreserved, r"^an arena's pages must be reserved; of 8192 bytes 0 are$"),
+        (lambda: unreserved(fcntl.F_SEAL_WRITE), r"^an arena's memfd must not be sealed against writing$"),
+        (lambda: unreserved(0x10), r"^an arena's memfd must not be sealed against writing$"),
     ],
 )
 def test_an_arena_that_workers_could_not_write_or_would_pay_for_is_refused(make: Callable[[], int], why: str) -> None:
@@ -188,7 +219,7 @@ def test_an_arena_opened_for_reading_is_refused(fd: int) -> None:
     memory.check_arena(fd, NBYTES)
     reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     try:
-        with pytest.raises(ProtocolError, match="open for reading and writing"):
+        with pytest.raises(ProtocolError, match=r"^an arena's memfd must be open for reading and writing$"):
             memory.check_arena(reader, NBYTES)
     finally:
         os.close(reader)

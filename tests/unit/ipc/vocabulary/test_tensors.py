@@ -59,8 +59,8 @@ def test_contiguous_strides_are_numpys(shape: list[int]) -> None:
         (["float31", [1], [1]], "unknown dtype 'float31'; known: bool, uint8"),
         ([b"float32", [1], [1]], "unknown dtype"),
         ([["float32"], [1], [1]], "unknown dtype"),
-        (["float32", [-1], [1]], "non-negative"),
-        (["float32", [1], [-1]], "non-negative"),
+        (["float32", [-1], [1]], rf"^tensor shape must be at most {MAX_NDIM} non-negative integers, got \[-1\]$"),
+        (["float32", [1], [-1]], rf"^tensor strides must be at most {MAX_NDIM} non-negative integers, got \[-1\]$"),
         (["float32", [1.0], [1]], "non-negative integers"),
         (["float32", [True], [1]], "non-negative integers"),
         (["float32", "11", [1, 1]], "non-negative integers"),
@@ -108,4 +108,11 @@ def test_views_keep_the_memory() -> None:
     spec = TensorSpec.contiguous("float32", (2, 3, 4))
     assert spec.permute(2, 0, 1) == TensorSpec("float32", (4, 2, 3), (1, 12, 4))
     assert spec.unsqueeze(0) == TensorSpec("float32", (1, 2, 3, 4), (24, 12, 4, 1))
-    assert spec.unsqueeze(3).span_bytes == spec.span_bytes
+    assert spec.unsqueeze(2) == TensorSpec("float32", (2, 3, 1, 4), (12, 4, 4, 1))
+    assert spec.unsqueeze(3) == TensorSpec("float32", (2, 3, 4, 1), (12, 4, 1, 1))
+
+
+def test_errors_name_dtype_and_shape() -> None:
+    """Strides are left out: few users chose them."""
+    assert str(TensorSpec("float32", (2, 3), (1, 2))) == "float32[2, 3]"
+    assert str(TensorSpec("bool", (), ())) == "bool[]"
