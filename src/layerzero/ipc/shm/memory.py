@@ -123,10 +123,10 @@ def map_guarded(fd: int, nbytes: int, *, writable: bool) -> memoryview:
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     except OSError:
-        _libc.munmap(ctypes.c_void_p(base), ctypes.c_size_t(total))
+        _unmap(os.getpid(), base, total)
         raise
     whole = (ctypes.c_ubyte * nbytes).from_address(address)
-    weakref.finalize(whole, _libc.munmap, ctypes.c_void_p(base), ctypes.c_size_t(total)).atexit = False
+    weakref.finalize(whole, _unmap, os.getpid(), base, total).atexit = False
     view = memoryview(whole).cast("B")
     return view if writable else view.toreadonly()
 
@@ -137,6 +137,12 @@ def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int) -> i
     if made is None or made == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(made)
+
+
+def _unmap(owner: int, address: int, nbytes: int) -> None:
+    """Nothing in a child that was forked: it has no such mapping, and something of its own may lie in its place."""
+    if os.getpid() == owner:
+        _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
 class ControlPage:

@@ -169,6 +169,25 @@ def test_guarded_mapping_goes_with_its_last_view() -> None:
     assert "memfd:guarded" not in Path("/proc/self/maps").read_text()
 
 
+def test_a_child_that_drops_its_view_unmaps_nothing_of_its_own() -> None:
+    """It has no such mapping, and the kernel may have put something of the child's in its place."""
+    fd = create_memfd("dropped", NBYTES)
+    view = memory.map_guarded(fd, NBYTES, writable=True)
+    (address,) = (one.first for one in mappings() if "memfd:dropped" in one.name)
+    pid = os.fork()
+    if not pid:
+        prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        if memory._libc.mmap(address, NBYTES, prot, flags, -1, 0) != address:
+            os._exit(2)
+        ctypes.memset(address, 7, NBYTES)
+        del view
+        os._exit(0 if ctypes.string_at(address, NBYTES) == bytes([7]) * NBYTES else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    del view
+    assert not [one for one in mappings() if "memfd:dropped" in one.name]
+    os.close(fd)
+
+
 _AT_EXIT = """
 import atexit, sys
 
