@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from layerzero.client.cli.calls import TEXT_OPS, Connected, find_op, parse_arrays, parse_params, parse_texts
 from layerzero.client.cli.output import FAILED, err, out, print_json
 from layerzero.client.tools import tune as tuning
+from layerzero.client.tools.calls import DEFAULTS, Call, default_calls
 from layerzero.client.tools.solve import solve_calls, with_extents
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
@@ -62,7 +63,7 @@ def solve(
     return FAILED if report.path is None else 0
 
 
-def parse_calls(words: Sequence[str], params: Sequence[str], tokenizer: Path | None) -> list[tuning.Call]:
+def parse_calls(words: Sequence[str], params: Sequence[str], tokenizer: Path | None) -> list[Call]:
     """No words: typical calls of all ops; names of ops: those of these; an op with arguments: that call."""
     for word in words[:1]:
         find_op(word)
@@ -70,12 +71,12 @@ def parse_calls(words: Sequence[str], params: Sequence[str], tokenizer: Path | N
     if are_ops and (params or tokenizer):
         raise InvalidArgument("--param and --tokenizer belong to one call: lz tune OP ARG... --param NAME=VALUE")
     if are_ops:
-        return [call for op in (words or tuning.DEFAULTS) for call in tuning.default_calls(op)]
+        return [call for op in (words or DEFAULTS) for call in default_calls(op)]
     function = find_op(words[0])
     scalars = parse_params(function, params)
     if words[0] in TEXT_OPS:
-        return [tuning.Call(words[0], {}, {**parse_texts(function, words[1:], tokenizer), **scalars})]
-    return [tuning.Call(words[0], parse_arrays(function, words[1:]), scalars)]
+        return [Call(words[0], {}, {**parse_texts(function, words[1:], tokenizer), **scalars})]
+    return [Call(words[0], parse_arrays(function, words[1:]), scalars)]
 
 
 class _Display:

@@ -88,10 +88,10 @@ class Scope:
         _scopes.set(tuple(scope for scope in _scopes.get() if scope is not self))
 
 
-baked: ContextVar[Callable[[Any, tuple[TensorSpec | None, ...]], Overlay | None] | None] = ContextVar(
+baked: ContextVar[Callable[[Any, tuple[TensorSpec | None, ...], str], Overlay | None] | None] = ContextVar(
     "layerzero_baked", default=None
 )
-"""What is asked for in this context, by request and specs of its arguments, instead of `current()`:
+"""What is asked for in this context, by request, specs of its arguments and UUID of its GPU, instead of `current()`:
 client/tools/compile.py sets it."""
 _scopes: ContextVar[tuple[Scope, ...]] = ContextVar("layerzero_policy", default=())
 _process = _Process()

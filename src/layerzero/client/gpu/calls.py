@@ -174,7 +174,7 @@ class GpuCalls:
         if self._dense and _dense_key(request, specs) in self._dense:
             specs = tuple([None if s is None else TensorSpec.contiguous(s.dtype, s.shape) for s in specs])
         bake = overlay.baked.get()
-        policy = overlay.current() if bake is None else bake(request, specs)
+        policy = overlay.current() if bake is None else bake(request, specs, gpu.uuid)
         policy = overlay.on_top(policy, AS_IT_LIES)
         return self._session.routes.find(self._link, request, specs, out, policy, device=gpu.uuid), specs
 

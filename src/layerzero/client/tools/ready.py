@@ -10,8 +10,8 @@ from typing import Any
 
 from layerzero.client.connection.report import SelectionReport, html_of_text
 from layerzero.client.facade import api, default_session
+from layerzero.client.tools.calls import DEFAULTS, Call
 from layerzero.client.tools.inputs import plain_inputs
-from layerzero.client.tools.tune import DEFAULTS, Call
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
 
 # The smallest file that every release of tokenizers reads.

@@ -9,9 +9,8 @@ from typing import Any
 
 from layerzero.client.connection.report import html_of_text, time_text
 from layerzero.client.facade import api
+from layerzero.client.tools.calls import Call, calls_of
 from layerzero.client.tools.compiling import in_line
-from layerzero.client.tools.inputs import random_inputs
-from layerzero.client.tools.tune import Call, calls_of
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
 
 LIKELY = 2  # the chosen kernel, and the one that takes over when it fails
@@ -63,18 +62,20 @@ def warmup(
     op: str | Callable[..., Any] | Sequence[str | Callable[..., Any] | Call] | None = None,
     *args: Any,
     every: bool = False,
+    device: str | None = None,
     **kwargs: Any,
 ) -> WarmupReport:
     """Run calls twice on the backend that would serve them and on the one that would take over; on all that accept
     them with `every`. Kernels that compile are compiled for the call first.
 
     Arguments as of lz.tune: lz.warmup("matmul", a, b), lz.warmup(["matmul", "silu"]), or calls made by lz.Call.of.
-    The broker keeps the times. A backend that fails is a line of the report.
-    Raises InvalidArgument, NotConnected, BrokerLost.
+    The broker keeps the times. A backend that fails is a line of the report. It runs where the arrays are; device:
+    where those are for which specs stand, and typical ones ("cpu", "cuda", "cuda:1" or a GPU's UUID).
+    Raises InvalidArgument, EnvError without NumPy, OutOfMemory, NotConnected, BrokerLost.
     """
     began_s = time.monotonic()
     runs: list[Warmed] = []
-    for call in calls_of(op, args, kwargs):
+    for call in calls_of(op, args, kwargs, device):
         runs += _warm(call, every=every)
     return WarmupReport(tuple(runs), time.monotonic() - began_s)
 
@@ -87,7 +88,7 @@ def _warm(call: Call, *, every: bool) -> list[Warmed]:
     call.compile(chosen)
     if not chosen:
         return [Warmed(call.label, "", "", error="no kernel accepts it; lz explain says why")]
-    arguments = {**random_inputs(call.op, call.arrays, seed=0), **call.params}
+    arguments = call.arguments()
     return [_warm_on(call, arguments, kernel_id, backend) for backend, kernel_id in chosen.items()]
 
 
