@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import broker, close, connected, new_site, randn, silu, soft
-from tests.process.harness import Site
+from tests.process.gpu_site import broker, close, connected, finish, new_site, randn, silu, soft
+from tests.process.harness import BACKENDS, PATIENCE_S, Site
 from tests.soft_gpu import soft_cupy, soft_gpu
 
 import layerzero as lz
@@ -19,6 +19,7 @@ from layerzero.client.tools.calls import calls_of
 from layerzero.client.tools.dry_run import find_attention
 from layerzero.client.tools.inputs import random_inputs
 from layerzero.client.tools.trace import imagine
+from layerzero.client.tools.tune import MIN_ROUNDS
 from layerzero.ipc.transport import messages
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -162,7 +163,7 @@ def test_a_dry_run_plans_for_the_gpu(connected: Site) -> None:
 def test_compiled_functions_have_plans_of_their_own_for_each_device(new_site: Callable[..., Site]) -> None:
     """The same shapes on the CPU and on a GPU are two kinds of calls; one plan served both."""
     site = new_site("one")
-    site.add_backend("alpha")
+    site.environ["LAYERZERO_MANIFEST_DIRS"] += f":{BACKENDS}"
     site.start().connect()
     fast = lz.compile(lz.silu)
     x, values = randn(4, 8)
@@ -180,7 +181,7 @@ def test_compiled_functions_have_plans_of_their_own_for_each_device(new_site: Ca
 def test_one_function_may_call_on_both(new_site: Callable[..., Site]) -> None:
     """Each call is planned for where its arrays are."""
     site = new_site("one")
-    site.add_backend("alpha")
+    site.environ["LAYERZERO_MANIFEST_DIRS"] += f":{BACKENDS}"
     site.start().connect()
     x, values = randn(4, 8)
     plan = lz.dry_run(lambda: (lz.silu(x), lz.silu(values)))
@@ -196,3 +197,95 @@ def test_attention_written_out_is_found_on_a_gpu(connected: Site) -> None:
     calls = imagine(session, lambda: lz.matmul(lz.softmax(lz.matmul(q, k_t), dim=-1), v), (), {})
     [found] = find_attention(session, calls)
     assert messages.decode(found.body, messages.Route).device == soft_gpu.UUID
+
+
+# --- measuring
+
+
+def test_every_kernel_is_measured_with_the_gpus_own_times(new_site: Callable[..., Site]) -> None:
+    """Also those that their backend does not choose; until now the best by priority was the only one."""
+    site = new_site("one", "two", slow_silu=True)
+    (site.folder / "layerzero" / "policy.yaml").write_text("")  # times decide
+    site.connect()
+    x, _ = randn(8, 16)
+    [call] = lz.tune("silu", x, budget_s=6.0).calls
+    slow_us = 1e6 * soft_gpu.SLOW_SILU_S
+    assert (call.label, call.previous) == ("silu(8x16:float32) on cuda:0", "one.silu.slow")
+    assert sorted(k.kernel_id for k in call.kernels) == ["one.silu", "one.silu.slow", "two.silu", "two.silu.slow"]
+    for kernel in call.kernels:
+        assert kernel.kernel is not None
+        assert kernel.call is not None
+        assert kernel.kernel.count >= MIN_ROUNDS
+        assert (kernel.kernel.median_us >= slow_us) == kernel.kernel_id.endswith("slow")
+        assert kernel.call.median_us >= kernel.kernel.median_us  # the call was waited for
+    assert call.fastest is not None
+    assert call.fastest.kernel_id in ("one.silu", "two.silu")
+    assert not str(call.now).endswith("slow")
+    assert not lz.explain("silu", x).candidates[0].kernel_id.endswith("slow")
+
+
+def test_every_kernel_of_a_backend_on_the_cpu_is_measured_too(new_site: Callable[..., Site]) -> None:
+    """The call is pinned to the kernel, and not to the backend alone."""
+    site = new_site("one")
+    site.add_backend("delta", twice="silu")
+    site.connect()
+    [call] = lz.tune("silu", SPEC, budget_s=6.0).calls
+    kernels = ["alpha.silu", "beta.silu", "delta.silu", "delta.silu.again", "gamma.silu"]
+    assert sorted(k.kernel_id for k in call.kernels) == kernels
+    assert all(k.kernel is not None and k.kernel.count >= MIN_ROUNDS for k in call.kernels)
+
+
+def test_a_spent_budget_leaves_a_time_of_each_kernel(connected: Site) -> None:
+    """A worker tells the time of a run with a later one's answer: one run of each says nothing on a GPU."""
+    x, _ = randn(8, 24)
+    for _ in range(2):  # a second time, when the worker measures each 32nd run only
+        [call] = lz.tune("silu", x, budget_s=1e-6).calls
+        assert [k.kernel is not None and k.kernel.count >= 1 for k in call.kernels] == [True, True]
+
+
+def test_a_kernel_that_fails_on_the_gpu_is_a_line_of_the_report(new_site: Callable[..., Site]) -> None:
+    """Raised at once, or noticed when its caller has gone on: either way it is not the next kernel's fault, nor is it
+    raised by a later call."""
+    site = new_site("one", "two")
+    site.connect()
+    x, values = randn(8, 16)
+    for eps, code in ((soft_gpu.RAISE, "BACKEND_ERROR"), (soft_gpu.ILLEGAL, "BACKEND_ERROR")):
+        [call] = lz.tune("layer_norm", x, (16,), eps=eps, budget_s=1.0).calls
+        assert call.fastest is not None
+        assert call.fastest.kernel_id == "two.layer_norm"
+        [failed] = [k for k in call.kernels if k.kernel is None]
+        assert (failed.kernel_id, failed.note.partition(":")[0]) == ("one.layer_norm", code)
+        close(lz.silu(x), silu(values))
+        lz.synchronize(PATIENCE_S)
+
+
+def test_measuring_leaves_what_failed_before_it_to_the_callers_next_call(new_site: Callable[..., Site]) -> None:
+    """An error belongs to whoever made the call."""
+    site = new_site("one", backoff_s=600, backoff_max_s=600)
+    site.connect()
+    x, _ = randn(8, 16)
+    lz.layer_norm(x, (16,))
+    lz.layer_norm(x, (16,), eps=soft_gpu.ILLEGAL)
+    finish()
+    report = lz.warmup("silu", x)
+    assert not report.ok
+    with pytest.raises(lz.BackendError, match="an earlier call on the GPU, layer_norm, failed"):
+        lz.synchronize(PATIENCE_S)
+
+
+def test_a_warm_up_runs_on_the_gpu_until_its_times_are_known(new_site: Callable[..., Site]) -> None:
+    """And says what it measured; `every` is every kernel."""
+    site = new_site("one", "two", slow_silu=True)
+    site.connect()
+    x, _ = randn(8, 16)
+    likely = lz.warmup("silu", x)
+    assert likely.ok
+    assert [run.kernel_id for run in likely.runs] == ["one.silu.slow", "two.silu.slow"]
+    assert all(run.later_us is not None and run.later_us >= 1e6 * soft_gpu.SLOW_SILU_S for run in likely.runs)
+    every = lz.warmup("silu", x, every=True)
+    assert {run.kernel_id for run in every.runs} == {"one.silu", "one.silu.slow", "two.silu", "two.silu.slow"}
+    assert all(c.measured_us is not None for c in lz.explain("silu", x).candidates if c.accepted)
+    [check] = [
+        c for c in lz.readiness_check(calls=[lz.Call.of("silu", x)], starts_workers=False).checks if "warm" in c.name
+    ]
+    assert check.ok

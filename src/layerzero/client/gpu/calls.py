@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from layerzero.client.arrays.recognition import Array
@@ -25,6 +26,7 @@ from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.record import failure_of
+from layerzero.client.connection.report import SelectionReport
 from layerzero.client.gpu import torch_graphs
 from layerzero.client.gpu.arrays import current_stream, give, result_like
 from layerzero.client.gpu.call_cache import MAX_KNOWN, Known, key_of
@@ -154,7 +156,8 @@ class GpuCalls:
         gpu = self.gpu(like.device)
         if like.kind == "torch":
             torch_graphs.follow(sys.modules["torch"].cuda, gpu.memory.context.driver)
-        self._look(gpu, stream, READ_OFTEN)
+        if not request.is_apart:
+            self._look(gpu, stream, READ_OFTEN)
         with gpu.memory.context as context:
             if context.driver.is_capturing(stream):
                 route, specs = self._route(request, arrays, out, gpu)
@@ -165,6 +168,24 @@ class GpuCalls:
                     return self._run(request, arrays, out, start_ns, gpu, transport, stream, like)
                 except _OtherTransport:
                     continue
+
+    def run_apart(
+        self, request: Request, arrays: tuple[Array | None, ...], out: Array | None
+    ) -> tuple[Any, SelectionReport]:
+        """The result and report of a call of a tool, waited for: `elapsed_us` is until the result was there. It goes by
+        the broker, which hears the times of its kernel: `kernel_us` is that of an earlier such call, 0 when none is
+        new. Raises the call's own errors, whenever they are found, and those of no other."""
+        start_ns = time.perf_counter_ns()
+        result = self.run(replace(request, is_apart=True), arrays, out, start_ns)
+        sent = self._session.last.record
+        assert isinstance(sent, Sent)
+        sent.gpu.wait_for(sent.point)
+        elapsed_us = (time.perf_counter_ns() - start_ns) / 1e3
+        self._session.ask("ping")  # what the broker has said of it is here when the answer is
+        error = self.outcomes.error_of(sent)
+        if error is not None:
+            raise error
+        return result, replace(self.outcomes.report_of(sent), elapsed_us=elapsed_us)
 
     def _route(
         self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, gpu: Gpu
@@ -194,7 +215,8 @@ class GpuCalls:
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
         is_first = not route.is_armed or not gpu.is_signed(route.slot)
         placing = Placing(gpu, transport, stream)
-        if route.lease is not None and request.timeout_s is None:
+        may_pass = request.timeout_s is None and not request.is_apart
+        if route.lease is not None and may_pass:
             self._catch_up(gpu, stream)
         # First calls one by one: a worker that could not use an offer is given up until there is another offer.
         with gpu.settling if is_first else contextlib.nullcontext():
@@ -207,7 +229,7 @@ class GpuCalls:
                 with gpu.lock:
                     if self.is_closing:
                         raise NotConnected("the session is being closed; lz.connect() opens another")
-                    may_pass = request.timeout_s is None and not is_first and not gpu.is_behind()
+                    may_pass = may_pass and not is_first and not gpu.is_behind()
                     arenas = arenas_of(memory.refs)
                     place = self._lane_of(gpu, route, arenas) if may_pass else None
                     if place is not None:
@@ -219,7 +241,7 @@ class GpuCalls:
                         enqueued = sent = Sent(
                             self.outcomes, gpu, transport, request.op, route, memory.copies, start_ns
                         )
-                        sent.is_awaited, sent.arenas = is_first, arenas
+                        sent.is_awaited, sent.is_apart, sent.arenas = is_first, request.is_apart, arenas
                         point = self._send(request, sent, stream, memory.refs, hold)
                 placing.take_outputs(route.plan, arrays, address)
             finally:  # in the stream's order

@@ -79,6 +79,7 @@ class Sent(Enqueued, Pending):
         Enqueued.__init__(self, outcomes, gpu, op, route, copies, start_ns)
         self.transport = transport
         self.is_awaited = False  # its caller raises its error
+        self.is_apart = False  # its caller looks for its error
         self.arenas: frozenset[int] = frozenset()
 
     def finish(self) -> None:
@@ -132,6 +133,8 @@ class Outcomes:
     def note_failure(self, enqueued: Enqueued) -> None:
         """It is raised by the next call, which is waited for if it is on the same route."""
         enqueued.route.is_armed = False
+        if isinstance(enqueued, Sent) and enqueued.is_apart:
+            return
         if enqueued not in self.failed:  # a graph that is replayed fails each time
             self.failed.append(enqueued)
 
@@ -144,6 +147,14 @@ class Outcomes:
             error.args = (error.message,)
             error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
             raise error
+
+    def error_of(self, enqueued: Sent) -> LayerZeroError | None:
+        """Why a call failed, as far as the broker has told; None for one that has not."""
+        if enqueued.error is not None or enqueued.header is None or enqueued.header.kind != _FAILED:
+            return enqueued.error
+        error, outcome = error_of(enqueued.body)
+        error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
+        return error
 
     def report_of(self, enqueued: Enqueued) -> SelectionReport:
         """As far as it is known: waits until a worker has taken it, not for the GPU. Raises the link's error."""

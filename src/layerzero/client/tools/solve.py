@@ -1,4 +1,4 @@
-"""lz.solve: measure calls on every backend that accepts them and write which kernel is best for which extents."""
+"""lz.solve: measure calls on every kernel that accepts them and write which kernel is best for which extents."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def solve(
     """Measure calls and write a dispatch table: for each kind of call a decision tree over its extents (docs/solve.md).
 
     Arguments as of lz.tune; usually many calls: lz.solve([lz.Call.of("silu", x) for x in arrays_of_all_sizes]). Each is
-    run on every backend that accepts it, which compiles what has to be. path: file to write, default
+    run on every kernel that accepts it, which compiles what has to be. The table chooses for the sorts of devices that
+    the calls are on, and for no others; device: as of lz.tune. path: file to write, default
     dispatch_table.json in the store. The table is used where the policy's `dispatch_table` names it, on this machine
     and with these environments only. budget_s: seconds for all runs, on top of starts and compilations. Calls whose
     fastest kernel has not settled by then are in the table, and named last in the report.

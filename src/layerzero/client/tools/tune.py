@@ -1,4 +1,4 @@
-"""lz.tune: run a call on every backend that accepts it, side by side, and say which is fastest."""
+"""lz.tune: run a call on every kernel that accepts it, side by side, and say which is fastest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerzero.client.connection.report import Candidate, SelectionReport
-from layerzero.client.facade import api
 from layerzero.client.tools.calls import Call, calls_of
 from layerzero.client.tools.compiling import in_line
 from layerzero.client.tools.tune_report import Times, TunedCall, TunedKernel, TuneReport
@@ -18,6 +17,7 @@ from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, No
 BUDGET_S = 30.0
 MIN_ROUNDS = 8  # before a median can have settled
 MAX_ROUNDS = 200
+MAX_GPU_ROUNDS = 640  # a worker measures the first runs of a kind on a GPU, and then each 32nd
 SETTLED = 0.05  # the medians of the first and the second half of the runs differ by less than this
 WARM_UPS = 3  # runs that do not count: start of the worker, compilation, caches
 
@@ -98,7 +98,7 @@ def tune_calls(
 
 
 class _Runner:
-    """The samples of one backend."""
+    """The samples of one kernel."""
 
     def __init__(self, candidate: Candidate) -> None:
         self.kernel_id, self.backend = candidate.kernel_id, candidate.backend
@@ -123,7 +123,7 @@ class _Runner:
 
 
 class _Trial:
-    """One call on all backends that accept it. Rounds of one run each, in turn, so that a busy moment meets all."""
+    """One call on all kernels that accept it. Rounds of one run each, in turn, so that a busy moment meets all."""
 
     def __init__(self, call: Call, tell: Callable[[str, int], None]) -> None:
         self._call, self._tell = call, tell
@@ -131,28 +131,25 @@ class _Trial:
         self._rounds = 0
         self._before: SelectionReport | None = None
         self._runners: list[_Runner] = []
-        self._not_pinned: list[Candidate] = []
+        self._max_rounds = MAX_GPU_ROUNDS if call.is_on_gpu else MAX_ROUNDS
 
     @property
     def is_over(self) -> bool:
         """More rounds would say nothing new."""
         live = [runner for runner in self._runners if not runner.error]
-        return all(runner.is_settled for runner in live) or self._rounds >= MAX_ROUNDS
+        return all(runner.is_settled for runner in live) or self._rounds >= self._max_rounds
 
     def run(self, budget_s: float) -> None:
-        """Raises BrokerLost, NotConnected, EnvError, InvalidArgument; what a backend raises is its result."""
+        """Raises BrokerLost, NotConnected, EnvError, OutOfMemory, InvalidArgument; what a kernel raises is its
+        result."""
         began_s = time.monotonic()
         self._before = self._call.explain()
         self._tell("compiling", 0)
         self._call.compile({candidate.backend for candidate in in_line(self._before)})
-        for candidate in self._call.explain().candidates:
-            if candidate.accepted and any(r.backend == candidate.backend for r in self._runners):
-                self._not_pinned.append(candidate)  # a call is pinned to a backend, which takes its best kernel
-            elif candidate.accepted:
-                self._runners.append(_Runner(candidate))
+        self._runners += [_Runner(candidate) for candidate in self._call.explain().candidates if candidate.accepted]
         if not self._runners:
             return
-        arguments = self._arguments()
+        arguments = self._call.arguments()
         for runner in self._runners:
             self._tell(f"warming up {runner.kernel_id}", 0)
             report = self._once(runner, arguments)
@@ -165,43 +162,37 @@ class _Trial:
         del arguments  # those of the rounds are made anew
         self.measure(budget_s - (time.monotonic() - began_s - self.setup_s), at_least=1)
 
-    def _arguments(self) -> dict[str, Any]:
-        return self._call.arguments()
-
     def measure(self, budget_s: float, *, at_least: int) -> None:
-        """Rounds until all have settled, or the time is over. Raises as `run`."""
-        end_s, arguments = time.monotonic() + budget_s, self._arguments()
-        while not self.is_over and (at_least > 0 or time.monotonic() < end_s):
-            at_least -= 1
+        """Rounds until all have settled, or the time is over, and each has `at_least` so many more samples. Raises as
+        `run`."""
+        end_s, arguments = time.monotonic() + budget_s, self._call.arguments()
+        wanted = {runner: len(runner.samples) + at_least for runner in self._runners}
+        while not self.is_over:
             live = [runner for runner in self._runners if not runner.error]
+            if time.monotonic() >= end_s and all(len(runner.samples) >= wanted[runner] for runner in live):
+                break
             turn = self._rounds % len(live)
             self._rounds += 1
             for runner in (*live[turn:], *live[:turn]):
                 report = self._once(runner, arguments)
                 if report is not None and len(report.attempts) == 1 and report.kernel_us:
-                    runner.kernel_id = report.kernel_id or runner.kernel_id
                     runner.samples.append((report.kernel_us, report.elapsed_us or 0.0))
             self._tell("measuring", self._rounds)
 
     def _once(self, runner: _Runner, arguments: Mapping[str, Any]) -> SelectionReport | None:
-        """One run; None when the backend has failed, now or before."""
+        """One run; None when the kernel has failed, now or before."""
         if runner.error:
             return None
         try:
-            self._call.function(**arguments, backend=runner.backend)
+            return self._call.run_on(runner.kernel_id, runner.backend, arguments)
         except (BrokerLost, NotConnected):
             raise
         except LayerZeroError as exc:
             runner.error = f"{exc.code}: {' '.join(exc.message.split())}"
             return None
-        return api.last_report()
 
     def result(self, *, is_cut_short: bool) -> TunedCall:
         kernels = [runner.result() for runner in self._runners]
-        kernels += [
-            TunedKernel(c.kernel_id, c.backend, note="not run: its backend prefers another kernel")
-            for c in self._not_pinned
-        ]
         kernels.sort(key=lambda k: k.kernel.median_us if k.kernel is not None else float("inf"))
         before = self._before.kernel_id if self._before else None
         now = before if is_cut_short or self._before is None else self._call.explain().kernel_id
