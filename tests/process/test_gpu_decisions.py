@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.process.harness import BACKENDS, PATIENCE_S, Site
 from tests.soft_gpu import soft_cupy, soft_gpu
 
 import layerzero as lz
+from layerzero.broker.selection import dispatch_table
 from layerzero.client.arrays.recognition import describe
 from layerzero.client.tools.calls import calls_of
 from layerzero.client.tools.dry_run import find_attention
@@ -289,3 +291,45 @@ def test_a_warm_up_runs_on_the_gpu_until_its_times_are_known(new_site: Callable[
         c for c in lz.readiness_check(calls=[lz.Call.of("silu", x)], starts_workers=False).checks if "warm" in c.name
     ]
     assert check.ok
+
+
+# --- dispatch tables
+
+
+def test_a_table_is_solved_for_a_gpu_and_rules_there(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    """Its calls were refused by plan_mode as soon as any table was in force."""
+    site = new_site("one", "two", slow_silu=True)
+    path = tmp_path / "table.json"
+    site.environ |= {"LAYERZERO_DISPATCH_TABLE": str(path), "LAYERZERO_PLAN_MODE": "true"}
+    site.environ["LAYERZERO_MANIFEST_DIRS"] += f":{BACKENDS}"
+    site.connect()
+    x, values = randn(8, 16)
+    report = lz.solve([lz.Call.of("silu", x), lz.Call.of("silu", values)], path=path, budget_s=4.0)
+    assert (report.kinds, report.buckets, report.in_force) == (2, 2, True)
+    table = dispatch_table.parse(path.read_text(), "t")
+    assert set(table.groups) == {"cpu", "cuda GPU of threads sm_90"}
+    assert table.header.hardware["cuda GPU of threads sm_90"].driver == "0"
+    for array, kernels in ((x, {"one.silu", "two.silu"}), (values, {"alpha.silu", "beta.silu", "gamma.silu"})):
+        found = lz.explain("silu", array)
+        assert found.kernel_id in kernels
+        assert "table" in found.candidates[0].terms
+    close(lz.silu(x), silu(values))
+    wide, _ = randn(8, 1000)
+    with pytest.raises(lz.NoBackend, match="PLAN_BUCKET_MISS"):
+        lz.silu(wide)
+
+
+def test_a_table_of_the_cpu_leaves_a_gpu_to_the_ranking(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    """Also with plan_mode; and the other way round."""
+    site = new_site("one")
+    path = tmp_path / "table.json"
+    site.environ |= {"LAYERZERO_DISPATCH_TABLE": str(path), "LAYERZERO_PLAN_MODE": "true"}
+    site.environ["LAYERZERO_MANIFEST_DIRS"] += f":{BACKENDS}"
+    site.connect()
+    x, values = randn(8, 16)
+    for own, other in ((values, x), (x, values)):
+        assert lz.solve("silu", own, path=path, budget_s=1.0).in_force
+        assert "table" in lz.explain("silu", own).candidates[0].terms
+        assert lz.explain("silu", other).kernel_id is not None
+        assert "table" not in lz.explain("silu", other).candidates[0].terms
+    close(lz.silu(x), silu(values))

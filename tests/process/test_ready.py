@@ -213,7 +213,7 @@ def _header(site: Site, **change: Any) -> Header:
     given = {
         "created": "2026-01-01T00:00:00Z",
         "layerzero_version": lz.__version__,
-        "hardware": Hardware.of(detect_cpu()),
+        "hardware": {"cpu": Hardware.of(detect_cpu())},
         "capability_hashes": hashes,
         "env_ids": envs,
         "command": "lz solve",

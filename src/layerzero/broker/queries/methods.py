@@ -206,18 +206,19 @@ def solve(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     table anew.
     """
     engine, measured, backends = server.state.engine, [], set()
+    devices = []
     try:
         for one in params["measured"]:
             spec = CallSpec.parse(one["route"])
-            if spec.device:
-                raise InvalidArgument(f"dispatch tables are of the CPU; a measured call is on {spec.device!r:.80}")
             context, times = engine.context(spec), dict(one["us"])
             if not all(type(us) in (int, float) and 0 <= us < math.inf for us in times.values()):
                 raise InvalidArgument(f"solve takes times as numbers of microseconds, got {times!r:.200}")
             backend_of = dict(engine.kernels(spec.op))
             backends |= {backend_of[kernel_id] for kernel_id in times}
             group, features = dispatch_table.group_of(context), dispatch_table.features_of(context)
-            measured.append(dispatch_table.Measurement(group, features, times))
+            place = dispatch_table.place_of(context.device)
+            measured.append(dispatch_table.Measurement(group, features, times, place))
+            devices.append(context.device)
         command = str(params["command"])
     except (KeyError, TypeError, ValueError) as exc:
         if isinstance(exc, LayerZeroError):
@@ -227,13 +228,13 @@ def solve(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     header = dispatch_table.Header(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         layerzero_version=__version__,
-        hardware=dispatch_table.Hardware.of(engine.device),
+        hardware=dispatch_table.hardware_of(devices),
         capability_hashes={name: engine.capabilities[name].hash for name in sorted(backends)},
         env_ids={name: env_ids[name] for name in sorted(backends) if name in env_ids},
         command=command,
     )
     table = dispatch_table.build(measured, header)
-    return {"text": table.save(), "kinds": len(table.groups), "buckets": table.buckets}
+    return {"text": table.save(), "kinds": len(table.trees), "buckets": table.buckets}
 
 
 def load_table(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:

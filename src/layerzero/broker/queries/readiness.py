@@ -163,8 +163,8 @@ def _table(server: BrokerView) -> Check:
     return Check(
         name,
         True,
-        f"{path}: {counted(len(table.groups), 'kind')} of calls, {counted(table.buckets, 'bucket')}; made for "
-        "this machine",
+        f"{path}: {counted(len(table.trees), 'kind')} of calls, {counted(table.buckets, 'bucket')}; made for "
+        f"this machine: {', '.join(sorted(table.groups))}",
     )
 
 
