@@ -23,14 +23,14 @@ SOFT = ROOT / "tests" / "soft_gpu"
 OPS = ("silu", "matmul", "gelu", "layer_norm", "append_kv")
 
 
-def gpu_site(store: Path, *names: str, slow_silu: bool = False, **settings: object) -> Site:
+def gpu_site(store: Path, *names: str, slow_silu: bool = False, needs_jit: bool = False, **settings: object) -> Site:
     """A site, not yet started, whose backends are `names`, first choice first, on the GPU of threads. `slow_silu`: each
-    has a second silu, which is slow and of a higher priority."""
+    has a second silu, which is slow and of a higher priority. `needs_jit`: their kernels are compiled, for dtypes."""
     site = Site(store, **{"restart_budget": 1000, "backoff_s": 0.01, "backoff_max_s": 0.01, **settings})
     site.manifests.mkdir()
     for rank, name in enumerate(names):
         (site.manifests / f"{name}.py").write_text((SOFT / "soft_gpu.py").read_text())
-        kernel = {
+        kernel: dict[str, Any] = {
             "source": "test",
             "priority": 70 - rank,
             "dtypes": ["float32"],
@@ -38,6 +38,8 @@ def gpu_site(store: Path, *names: str, slow_silu: bool = False, **settings: obje
             "deterministic": True,
             "supports_empty": True,
         }
+        if needs_jit:
+            kernel |= {"needs_jit": True, "compiled_for": ["dtypes"]}
         ops = {op: [{**kernel, "kernel_id": f"{name}.{op}", "is_cuda_graph_safe": op != "layer_norm"}] for op in OPS}
         if slow_silu:
             ops["silu"].append({**kernel, "kernel_id": f"{name}.silu.slow", "priority": 80 - rank})

@@ -333,3 +333,61 @@ def test_a_table_of_the_cpu_leaves_a_gpu_to_the_ranking(new_site: Callable[..., 
         assert lz.explain("silu", other).kernel_id is not None
         assert "table" not in lz.explain("silu", other).candidates[0].terms
     close(lz.silu(x), silu(values))
+
+
+# --- readiness and compilations
+
+
+def test_a_gpu_backend_is_ready_when_it_answers_on_its_gpu(new_site: Callable[..., Site]) -> None:
+    """It was asked with memory of the CPU, which no such kernel takes: the gate could not be passed."""
+    site = new_site("one", "two")
+    site.set_policy("memory_headroom_bytes: 1 MiB\n")
+    site.connect()
+    report = lz.readiness_check(backends=["one", "two"])
+    assert report.ok, str(report)
+    checks = {check.name: check.detail for check in report.checks}
+    for name in ("one", "two"):
+        pid = site.backend(name)["pid"]
+        assert f"answered in process {pid} on cuda:0 ({soft_gpu.UUID})" in checks[f"worker {name}"]
+    assert f"1,073,741,824 bytes free on {soft_gpu.UUID}" in checks["memory"]
+
+
+def test_a_gpu_backend_that_fails_or_that_this_process_cannot_reach_is_not_ready(
+    new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what this process would have to do about it."""
+    site = new_site("one")
+    site.connect()
+    monkeypatch.setattr(soft_gpu.driver, "gpus", lambda: ())
+    report = lz.readiness_check(backends=["one"])
+    [check] = [check for check in report.checks if check.name == "worker one"]
+    assert (report.exit_code, check.ok) == (1, False)
+    assert f"this process cannot call it: {soft_gpu.UUID} is not there" in check.detail
+    assert check.repair == "unset CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize("way", ["warmup", "tune", "ready", "bake"])
+def test_kernels_that_compile_are_compiled_for_the_gpu_first(
+    new_site: Callable[..., Site], tmp_path: Path, way: str
+) -> None:
+    """Those that come with LayerZero are all CUDA's: none was ever compiled ahead."""
+    site = new_site("one", needs_jit=True)
+    site.environ["LAYERZERO_STORE"] = str(tmp_path / "store")  # where nothing is compiled yet
+    site.connect()
+    x, values = randn(8, 16)
+    if way == "warmup":
+        assert lz.warmup("silu", x).ok
+    elif way == "tune":
+        assert lz.tune("silu", x, budget_s=0.1).calls[0].fastest is not None
+    elif way == "ready":
+        assert lz.readiness_check(backends=["one"]).ok
+    else:
+        assert lz.compile(lz.silu).bake(x).calls[0].kernel_id == "one.silu"
+    lines = site.events("kernel.compiled")
+    assert lines
+    assert all(line["calls"].startswith("sm_90") for line in lines)
+    if way != "ready":
+        assert {line["kernel_id"] for line in lines} == {"one.silu"}
+        close(lz.silu(x), silu(values))
+        assert lz.last_report().kernel_id == "one.silu"
+        assert not [a for a in lz.last_report().attempts if a.outcome]

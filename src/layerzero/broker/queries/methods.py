@@ -188,15 +188,17 @@ def policy(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def readiness(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Is everything that `backends` (default: all that the policy allows) need in order?
-    broker/queries/readiness.py."""
+    """Is everything that `backends` (default: all that the policy allows) need in order? `gpus`: which one each
+    computes on, by UUID; "" for the CPU. broker/queries/readiness.py."""
     names = params.get("backends")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise InvalidArgument(f"readiness takes `backends`: names, or nothing for all; got {names!r:.80}")
     wanted = wanted_backends(server, names)
     isolation = {name: server.policy.policy.isolation(name) for name in wanted}
+    devices = {name: server.state.engine.device_for(name) for name in wanted}
+    gpus = {name: "" if device.device_type == "cpu" else device.device_uuid for name, device in devices.items()}
     checks = [check.to_wire() for check in examine(server, names)]
-    return {"checks": checks, "backends": wanted, "isolation": isolation}
+    return {"checks": checks, "backends": wanted, "isolation": isolation, "gpus": gpus}
 
 
 def solve(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -247,7 +247,7 @@ _OF_INPUT = frozenset({"linear", "softmax", "layer_norm", "rms_norm", "gelu", "s
 def _check_writable(what: str, array: Array) -> None:
     kind = type(array.obj).__name__
     is_torch_view = array.kind == "torch" and array.owner is not array.obj and array.obj.is_neg()
-    if is_torch_view or not (hasattr(array.obj, "__setitem__") or array.kind == "buffer"):
+    if is_torch_view or not (hasattr(array.obj, "__setitem__") or array.kind in ("buffer", "own")):
         raise InvalidArgument(f"{what} is a {kind} that cannot be written to; pass an array of its own")
     if not array.writable:
         raise InvalidArgument(f"{what} is read-only ({array.spec}); pass a writable array")

@@ -53,7 +53,7 @@ def gpu_name(device: int) -> str:
 
 def current_stream(array: Array) -> int:
     """The stream, as a CUDA handle, that this thread's work on arrays of this kind goes to."""
-    if array.kind == "dlpack":  # JAX has streams of its own, of which nothing is known outside
+    if array.kind in ("dlpack", "own"):  # JAX has streams of its own, of which nothing is known outside
         return memory_of(array.device).own_stream()
     if array.kind == "torch":
         torch = sys.modules["torch"]
@@ -70,8 +70,8 @@ def new_like(array: Array, spec: TensorSpec) -> tuple[Any, int]:
 
     `give` makes it the caller's once the work that fills it is enqueued.
     """
-    if array.kind == "dlpack":
-        if not spec.is_contiguous and not isinstance(array.obj, GpuArray):
+    if array.kind in ("dlpack", "own"):
+        if not spec.is_contiguous and array.kind == "dlpack":
             raise InvalidArgument(f"a result {spec} with strides {list(spec.strides)} cannot be such an array")
         lent = GpuArray(array.device, spec)
         return lent, lent.address
@@ -100,7 +100,7 @@ def result_like(array: Array, out: Array | None, specs: Sequence[TensorSpec]) ->
 
 def give(array: Array, made: Any) -> Any:
     """What the caller gets of `new_like`."""
-    if not isinstance(made, GpuArray) or isinstance(array.obj, GpuArray):
+    if not isinstance(made, GpuArray) or array.kind == "own":
         return made
     memory, spec = made.memory, made.spec
     stream = memory.own_stream()

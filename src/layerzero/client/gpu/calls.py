@@ -267,7 +267,7 @@ class GpuCalls:
         return result if out is not None else give(like, result)
 
     def _remember(self, request: Request, enqueued: OnRing, like: Array, address: int, memory: Memory) -> None:
-        if like.kind == "dlpack" or not memory.is_in_place:
+        if like.kind in ("dlpack", "own") or not memory.is_in_place:
             return
         if self._repeats is not None:
             learn(self._repeats, like)

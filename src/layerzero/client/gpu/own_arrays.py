@@ -16,7 +16,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 class GpuArray:
     """Memory of ours on a GPU, contents undefined at first; work on it goes to the stream of ours that its thread has.
 
-    Calls take it as an array, and return another where they return one. Raises OutOfMemory.
+    Calls take it as an array, also one that they write, and return another where they return one. Raises OutOfMemory.
     """
 
     def __init__(self, ordinal: int, spec: TensorSpec) -> None:
@@ -78,7 +78,7 @@ class GpuArray:
 
 
 def _describe(array: GpuArray) -> Array:
-    return Array("dlpack", array.spec, array.address, array, array, device=array.ordinal)
+    return Array("own", array.spec, array.address, array, array, device=array.ordinal)
 
 
 recognition.teach(GpuArray, _describe)

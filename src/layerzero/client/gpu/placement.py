@@ -11,7 +11,6 @@ from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import new_like
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.memory import Place
-from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.cuda.handles import STAGED
 from layerzero.ipc.errors import InvalidArgument
@@ -139,7 +138,7 @@ class Placing:
 
 def _dense_copy(array: Array, spec: TensorSpec) -> Array:
     made: Any
-    if isinstance(array.obj, GpuArray):
+    if array.kind == "own":
         made = array.obj.dense()
         return Array(array.kind, spec, made.address, made, made, device=array.device)
     made, address = new_like(array, spec)

@@ -86,8 +86,9 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int, *,
     return {name: None if spec is None else make(name, spec) for name, spec in specs.items()}
 
 
-def plain_inputs(op: str, specs: Mapping[str, TensorSpec | None]) -> dict[str, Any]:
-    """Zeros in plain memory, made without NumPy; of index tensors, the values that random_inputs gives them."""
+def plain_inputs(op: str, specs: Mapping[str, TensorSpec | None], *, device: int = CPU) -> dict[str, Any]:
+    """Zeros in plain memory, made without NumPy; of index tensors, the values that random_inputs gives them. `device`:
+    the ordinal of a GPU, where they lie then, in memory of ours. Raises OutOfMemory."""
     like = describe(b"")
 
     def make(name: str, spec: TensorSpec) -> Any:
@@ -98,6 +99,10 @@ def plain_inputs(op: str, specs: Mapping[str, TensorSpec | None]) -> dict[str, A
             numel = spec.span_bytes // spec.itemsize
             values = (start + (stop - start) * n // max(numel - 1, 1) for n in range(numel))
             memory[:] = b"".join(value.to_bytes(spec.itemsize, sys.byteorder, signed=True) for value in values)
+        if device != CPU:
+            made = GpuArray(device, spec)
+            made.store(memoryview(memory))
+            return made
         return wrap(memoryview(memory), spec, like)[0]
 
     return {name: None if spec is None else make(name, spec) for name, spec in specs.items()}
