@@ -3,6 +3,7 @@ cannot. On the GPU of threads (tests/soft_gpu); tests/gpu/test_decisions.py is t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import broker, close, connected, finish, new_site, randn, silu, soft
-from tests.process.harness import BACKENDS, PATIENCE_S, Site
+from tests.process.gpu_site import SOFT, broker, close, connected, finish, new_site, randn, silu, soft
+from tests.process.harness import BACKENDS, PATIENCE_S, ROOT, Site
+from tests.process.test_cli import USAGE, Finished, data
+from tests.process.test_cli import lz as lz_command
 from tests.soft_gpu import soft_cupy, soft_gpu
 
 import layerzero as lz
@@ -391,3 +394,59 @@ def test_kernels_that_compile_are_compiled_for_the_gpu_first(
         close(lz.silu(x), silu(values))
         assert lz.last_report().kernel_id == "one.silu"
         assert not [a for a in lz.last_report().attempts if a.outcome]
+
+
+# --- the command line
+
+
+def run_lz(site: Site, *words: str) -> Finished:
+    """In a process that sees the GPU, and has no array library for it."""
+    path = os.pathsep.join((str(SOFT / "broker"), str(ROOT / "src"), str(ROOT)))
+    return lz_command(site, *words, PYTHONPATH=path, LZ_SOFT_CLIENT="1")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", soft_gpu.UUID])
+def test_commands_make_their_arrays_on_the_device_that_is_named(broker: Site, device: str) -> None:
+    """An explanation, a call, and times: all of the GPU's kernels."""
+    explained = data(run_lz(broker, "explain", "silu", "4x8:float32", "--device", device, "--json"))
+    assert explained["kernel_id"] == "one.silu"
+    ran = data(run_lz(broker, "run", "silu", "4x8:float32", "-d", device, "-r", "20", "--json"))
+    assert (ran["report"]["kernel_id"], ran["result"]["shape"], ran["result"]["not_finite"]) == ("one.silu", [4, 8], 0)
+    assert ran["result"]["min"] > -0.3
+    assert ran["times"]["kernel_us"]
+    tuned = data(run_lz(broker, "tune", "silu", "4x8:float32", "--device", device, "--budget", "1", "--json"))
+    [call] = tuned["calls"]
+    assert call["label"] == "silu(4x8:float32) on cuda:0"
+    assert {kernel["kernel_id"] for kernel in call["kernels"]} == {"one.silu", "two.silu"}
+
+
+def test_the_commands_default_is_the_cpu(broker: Site) -> None:
+    """As it was; the site has no kernel for it."""
+    explained = data(run_lz(broker, "explain", "silu", "4x8:float32", "--json"))
+    assert explained["kernel_id"] is None
+    assert data(run_lz(broker, "explain", "silu", "4x8:float32", "--device", "cpu", "--json")) == explained
+
+
+@pytest.mark.parametrize("words", [("explain",), ("run",), ("tune",), ("solve",)])
+def test_commands_refuse_a_device_that_is_not_there(broker: Site, words: tuple[str, ...]) -> None:
+    """Wrong usage, with the devices that there are."""
+    done = run_lz(broker, *words, "silu", "4x8:float32", "--device", "cuda:7")
+    assert done.returncode == USAGE
+    assert "cuda:7 is not there; pass cpu or one of cuda:0" in " ".join(done.stderr.split())
+    bare = lz_command(broker, *words, "silu", "4x8:float32", "--device", "cuda")
+    assert bare.returncode == USAGE
+    assert "cuda is not there; pass cpu: this process sees no NVIDIA GPU" in " ".join(bare.stderr.split())
+
+
+def test_a_table_for_several_devices_is_one_command(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    """A policy names one file."""
+    site = new_site("one")
+    site.environ["LAYERZERO_MANIFEST_DIRS"] += f":{BACKENDS}"
+    site.start()
+    path = tmp_path / "t.json"
+    words = ("solve", "silu", "4xS:float32", "--extent", "S=8", "--device", "cpu", "--device", "cuda")
+    value = data(run_lz(site, *words, "--out", str(path), "--budget", "2", "--json"))
+    assert (value["path"], value["kinds"]) == (str(path), 2)
+    table = dispatch_table.parse(path.read_text(), "t")
+    assert set(table.groups) == {"cpu", "cuda GPU of threads sm_90"}
+    assert "--device cpu --device cuda" in table.header.command

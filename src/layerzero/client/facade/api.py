@@ -65,10 +65,11 @@ def signature(op: str | Callable[..., Any], *args: Any, device: str | None = Non
     return _with_handler(handle, op, args, kwargs)  # type: ignore[no-any-return]
 
 
-def run_apart(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> SelectionReport:
-    """The report of a call of a tool, waited for also on a GPU (Session.run_apart). Raises what the op raises."""
-    report: SelectionReport = _with_handler(session().run_apart, op, args, kwargs)
-    return report
+def run_apart(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, SelectionReport]:
+    """Result and report of a call of a tool, waited for also on a GPU (Session.run_apart). Raises what the op
+    raises."""
+    found: tuple[Any, SelectionReport] = _with_handler(session().run_apart, op, args, kwargs)
+    return found
 
 
 def submit(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Future:

@@ -187,17 +187,16 @@ class Session:
             self._lanes.leave(submitted, lane, lease, end)
         return self.wait(self._start(submitted))
 
-    def run_apart(self, request: Request) -> SelectionReport:
-        """A call of a tool, waited for also on a GPU. Its report; there `kernel_us` is that of an earlier run, 0 when
-        none is new (GpuCalls.run_apart). Raises what the op raises."""
+    def run_apart(self, request: Request) -> tuple[Any, SelectionReport]:
+        """A call of a tool, waited for also on a GPU. Its result and report; there `kernel_us` is that of an earlier
+        run, 0 when none is new (GpuCalls.run_apart). Raises what the op raises."""
         if self.link:  # of this very process
             arrays, out = describe_all(request)
         if device_of(request.op, arrays, out) != CPU:
-            return self.gpus.run_apart(request, arrays, out)[1]
-        self.run(request)
-        report = self.last_report()
+            return self.gpus.run_apart(request, arrays, out)
+        value, report = self.run(request), self.last_report()
         assert report is not None
-        return report
+        return value, report
 
     def submit(self, request: Request, prior: tuple[Attempt, ...] = ()) -> Submitted:
         """Send a call; `finish` takes its answer after `Link.wait`. `prior`: attempts that failed in this process."""

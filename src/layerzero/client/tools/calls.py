@@ -70,7 +70,7 @@ class Call:
         that kernel, 0 when no new time is known: a worker measures some runs, and tells with a later one. Raises what
         the op raises; no other kernel answers, and no other call's failure is raised."""
         with Scope(_only(kernel_id)):
-            return api.run_apart(self.function, **arguments, backend=backend)
+            return api.run_apart(self.function, **arguments, backend=backend)[1]
 
     @property
     def is_on_gpu(self) -> bool:

@@ -167,7 +167,7 @@ def _run(call: Call, backend: str, *, is_wanted_here: bool) -> SelectionReport:
     if call.is_on_gpu:
         call.compile([backend])  # its own time limit is far longer than a call's
         arrays = plain_inputs(call.op, call.arrays, device=ordinal_of(call.device))
-        return api.run_apart(call.function, **arrays, **call.params, backend=backend)
+        return api.run_apart(call.function, **arrays, **call.params, backend=backend)[1]
     arrays = plain_inputs(call.op, call.arrays)
     until_s = time.monotonic() + LOADING_S
     while True:
