@@ -32,6 +32,7 @@ from layerzero.workers.provider import Block, Bound, Call, Loaded
 
 UUID = "GPU-50f70000-0000-0000-0000-000000000000"
 SLOW, SLOW_S = 4099, 0.2
+WORN = 0.7  # silu of arrays that begin with it is wrong by 1 % in backend "one"; no probe has such
 SLOW_SILU_S = 0.005  # what the kernel NAME.silu.slow takes
 GATE = "gate"
 ILLEGAL, RAISE, STUCK = FAULTS = (0.4375, 0.109375, 0.21875)
@@ -536,8 +537,9 @@ def _silu(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[]
 
     def run() -> None:
         x = inputs[0].astype(np.float64)
+        is_worn = name == "one" and x.size and x.flat[0] == np.float32(WORN)
         with np.errstate(over="ignore"):
-            out[...] = x / (1 + np.exp(-x))
+            out[...] = x / (1 + np.exp(-x)) * (1.01 if is_worn else 1)
 
     return run
 

@@ -27,6 +27,7 @@ from layerzero.ipc.version import __version__
 from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 BACKENDS_A_STEP = 4
+MAX_SAMPLE_RUNS = 64
 MAX_CLIENTS_SHOWN = 100  # of the oldest; thousands would fill the answer
 Steps = Generator[None, None, dict[str, Any]]
 
@@ -321,19 +322,19 @@ def shadow(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -
 
 
 def sample(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the inputs of a call should run once more, beside it, on a kernel that is little known: its backend, or
-    "" when policy gives no time for that (`tune_budget`), it is used up, or nothing is left to learn.
+    """Whether the inputs of a call should run once more, beside it, on a kernel that is little known: that kernel and
+    its backend, or "" when policy gives no time for that (`tune_budget`), it is used up, or nothing is left to learn.
 
-    route: the call's encoded Route message.
+    route: the call's encoded Route message; runs: how many times it would run, 1 if left out.
     """
-    body = params.get("route")
-    if not isinstance(body, bytes):
-        raise InvalidArgument("sample needs `route`: an encoded route message")
+    body, runs = params.get("route"), params.get("runs", 1)
+    if not isinstance(body, bytes) or type(runs) is not int or not 0 < runs <= MAX_SAMPLE_RUNS:
+        raise InvalidArgument(f"sample needs `route`, an encoded route message; `runs` is 1 to {MAX_SAMPLE_RUNS}")
     engine, now_s = server.state.engine, time.monotonic()
     spec, ranked, _ = server.state.explain(body, now_s)
     accepted = {v.kernel_id: v for v in ranked if v.is_accepted and not v.transforms and not v.is_last_resort}
     if len(accepted) < 2 or spec.pinned:
-        return {"backend": ""}
+        return {"backend": "", "kernel_id": ""}
     chosen, *others = accepted
     key = engine.context(spec).perf_key()
     tuning = server.tuning
@@ -346,10 +347,10 @@ def sample(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
         elapsed_s=now_s - tuning.since_s,
     )
     if found is None:
-        return {"backend": ""}
+        return {"backend": "", "kernel_id": ""}
     known = engine.perf.stat(found.kernel_id, key) or engine.perf.stat(chosen, key)
-    tuning.spent_s += known.median_us / 1e6 if known is not None else 0.0
-    return {"backend": accepted[found.kernel_id].backend}
+    tuning.spent_s += runs * known.median_us / 1e6 if known is not None else 0.0
+    return {"backend": accepted[found.kernel_id].backend, "kernel_id": found.kernel_id}
 
 
 METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {

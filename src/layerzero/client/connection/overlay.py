@@ -117,6 +117,12 @@ def on_top(base: Overlay | None, more: Overlay) -> Overlay:
     return more if base is None else Overlay.of(*base.layers, *more.layers)
 
 
+@functools.lru_cache(maxsize=1024)
+def only(kernel_id: str) -> Overlay:
+    """No kernel but this one may serve a call; for a call that is pinned to its backend, too."""
+    return Overlay.of({"origin": "a call that is measured", "values": {"rules": [{"allow": [kernel_id]}]}})
+
+
 def change(update: Callable[[_Process], _Process]) -> None:
     """Replace what holds for all threads; other threads see all of it or nothing."""
     global _process, _base

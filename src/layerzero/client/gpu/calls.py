@@ -37,6 +37,7 @@ from layerzero.client.gpu.memory import memory_of, uuid_of
 from layerzero.client.gpu.outcomes import OnRing, Outcomes, Sent
 from layerzero.client.gpu.placement import Memory, Placing
 from layerzero.client.gpu.ring import GpuLane
+from layerzero.client.gpu.samples import complete, sampled
 from layerzero.client.gpu.session_view import SessionView
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
@@ -77,7 +78,7 @@ class GpuCalls:
         self.known: dict[Hashable, Known] = {}
         self.is_closing = False  # no call is begun any more
         self._lanes: dict[int, GpuLane] = {}
-        self.outcomes = Outcomes(link)
+        self.outcomes = Outcomes(link, session.ask)
         self._repeats = repeats_of(self, link, session.last)
         self.run_again = self.run_known if self._repeats is None else self._repeats.run
         self._captures = Captures(session, link, self.outcomes)
@@ -161,6 +162,8 @@ class GpuCalls:
         with gpu.memory.context as context:
             if context.driver.is_capturing(stream):
                 route, specs = self._route(request, arrays, out, gpu)
+                if self._session.sampler.is_on and self._session.sampler.draw_on_gpu(route.overlay) is not None:
+                    self._session.sampler.count("captured")  # a copy would be one of each replay
                 return self._captures.add(request, route, specs, arrays, out, gpu, stream, start_ns)
             while True:
                 transport = gpu.transport
@@ -181,7 +184,6 @@ class GpuCalls:
         assert isinstance(sent, Sent)
         sent.gpu.wait_for(sent.point)
         elapsed_us = (time.perf_counter_ns() - start_ns) / 1e3
-        self._session.ask("ping")  # what the broker has said of it is here when the answer is
         error = self.outcomes.error_of(sent)
         if error is not None:
             raise error
@@ -215,7 +217,8 @@ class GpuCalls:
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
         is_first = not route.is_armed or not gpu.is_signed(route.slot)
         placing = Placing(gpu, transport, stream)
-        may_pass = request.timeout_s is None and not request.is_apart
+        sample = sampled(self._session.sampler, request, arrays, route, gpu, stream)
+        may_pass = request.timeout_s is None and not request.is_apart and sample is None
         if route.lease is not None and may_pass:
             self._catch_up(gpu, stream)
         # First calls one by one: a worker that could not use an offer is given up until there is another offer.
@@ -244,6 +247,8 @@ class GpuCalls:
                         sent.is_awaited, sent.is_apart, sent.arenas = is_first, request.is_apart, arenas
                         point = self._send(request, sent, stream, memory.refs, hold)
                 placing.take_outputs(route.plan, arrays, address)
+                if sample is not None and isinstance(enqueued, Sent):
+                    complete(self._session.sampler, sample, enqueued, address, like.device, stream)
             finally:  # in the stream's order
                 placing.end()
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layerzero.client.connection.call import Route, error_of
@@ -97,8 +97,9 @@ class Sent(Enqueued, Pending):
 class Outcomes:
     """Of one connection. Threads may share it."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, ask: Callable[..., Any]) -> None:
+        """`ask` puts a question to the broker."""
+        self._link, self._ask = link, ask
         self.failed: deque[Enqueued] = deque()
         self.late: dict[int, Enqueued] = {}
         self._kept: dict[int, Enqueued] = {}
@@ -149,7 +150,10 @@ class Outcomes:
             raise error
 
     def error_of(self, enqueued: Sent) -> LayerZeroError | None:
-        """Why a call failed, as far as the broker has told; None for one that has not."""
+        """Why a call failed that is done on the GPU; None for one that has not. Waits for the broker's answer, which
+        may come after that, and for what it has said since."""
+        self._link.wait(enqueued)
+        self._ask("ping")
         if enqueued.error is not None or enqueued.header is None or enqueued.header.kind != _FAILED:
             return enqueued.error
         error, outcome = error_of(enqueued.body)

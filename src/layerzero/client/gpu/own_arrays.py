@@ -19,12 +19,15 @@ class GpuArray:
     Calls take it as an array, also one that they write, and return another where they return one. Raises OutOfMemory.
     """
 
-    def __init__(self, ordinal: int, spec: TensorSpec) -> None:
-        """`ordinal`: of a GPU of this process. `spec`: dtype, extents and strides, in elements."""
+    def __init__(self, ordinal: int, spec: TensorSpec, stream: int | None = None) -> None:
+        """`ordinal`: of a GPU of this process. `spec`: dtype, extents and strides, in elements. `stream`: where it is
+        used first, and must be last; None: that of this thread."""
         self.memory = memory_of(ordinal)
         self.ordinal, self.spec = ordinal, spec
         try:
-            self.block = self.memory.pool("ipc").take(spec.span_bytes, self.memory.own_stream())
+            self.block = self.memory.pool("ipc").take(
+                spec.span_bytes, self.memory.own_stream() if stream is None else stream
+            )
         except CudaError as exc:
             if not exc.is_out_of_memory:
                 raise

@@ -102,6 +102,11 @@ class Session:
         return self._link
 
     @property
+    def sampler(self) -> Shadow:
+        """What decides which calls on a GPU are sampled."""
+        return self.shadow
+
+    @property
     def is_alive(self) -> bool:
         """False once the broker is known to be gone or the session was closed."""
         return self._link.is_alive
@@ -147,7 +152,7 @@ class Session:
     def run(self, request: Request) -> Any:
         """Run one op and return its result. Raises what client/facade/ops.py documents."""
         start_ns = time.perf_counter_ns()
-        if self.link:  # of this very process
+        if self.link and not self.shadow.is_on:  # of this very process
             result = self.gpus.run_again(request, start_ns)
             if result is not MISS:
                 return result

@@ -3,14 +3,13 @@ typical ones of each op."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layerzero.client.arrays.recognition import CPU, Array, describe
-from layerzero.client.connection.overlay import Overlay, Scope
+from layerzero.client.connection.overlay import Scope, only
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.facade import api, default_session
 from layerzero.client.gpu.arrays import device_name, named_device
@@ -69,7 +68,7 @@ class Call:
         """Run it on this very kernel, and wait for the result, on a GPU too. There `kernel_us` is of an earlier run on
         that kernel, 0 when no new time is known: a worker measures some runs, and tells with a later one. Raises what
         the op raises; no other kernel answers, and no other call's failure is raised."""
-        with Scope(_only(kernel_id)):
+        with Scope(only(kernel_id)):
             return api.run_apart(self.function, **arguments, backend=backend)[1]
 
     @property
@@ -81,11 +80,6 @@ class Call:
         arrays = [f"{'x'.join(map(str, spec.shape))}:{spec.dtype}" for spec in self.arrays.values() if spec is not None]
         params = [f"{name}={value!r:.24}" for name, value in self.params.items()]
         return f"{self.op}({', '.join((*arrays, *params))})" + ("" if self.device == "cpu" else f" on {self.device}")
-
-
-@functools.lru_cache(maxsize=1024)
-def _only(kernel_id: str) -> Overlay:
-    return Overlay.of({"origin": "a call that is measured", "values": {"rules": [{"allow": [kernel_id]}]}})
 
 
 def _prefill_and_decode() -> tuple[Call, ...]:
