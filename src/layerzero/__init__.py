@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         submit as submit,
         synchronize as synchronize,
     )
+    from layerzero.client.tools.calls import Call as Call
     from layerzero.client.tools.compile import compile as compile
     from layerzero.client.tools.dry_run import PlanReport as PlanReport, dry_run as dry_run
     from layerzero.client.facade.ops import (
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from layerzero.client.session.session import Session as Session
     from layerzero.client.tools.solve import SolveReport as SolveReport, solve as solve
     from layerzero.client.planning.tokenizer import TokenizerFile as TokenizerFile
-    from layerzero.client.tools.tune import Call as Call, tune as tune
+    from layerzero.client.tools.tune import tune as tune
     from layerzero.client.tools.tune_report import TuneReport as TuneReport
     from layerzero.client.tools.warmup import WarmupReport as WarmupReport, warmup as warmup
     from layerzero.ipc.errors import (
@@ -101,6 +102,7 @@ _HOME = {
     "layerzero.client.facade.api": "explain last_report status submit synchronize",
     "layerzero.client.facade.default_session": "connect disconnect session",
     "layerzero.client.facade.memory": "empty empty_like share",
+    "layerzero.client.tools.calls": "Call",
     "layerzero.client.tools.compile": "compile",
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
     "layerzero.client.facade.ops": (
@@ -114,7 +116,7 @@ _HOME = {
     "layerzero.client.session.session": "Session",
     "layerzero.client.planning.tokenizer": "TokenizerFile",
     "layerzero.client.tools.solve": "SolveReport solve",
-    "layerzero.client.tools.tune": "Call tune",
+    "layerzero.client.tools.tune": "tune",
     "layerzero.client.tools.tune_report": "TuneReport",
     "layerzero.client.tools.warmup": "WarmupReport warmup",
     "layerzero.ipc.errors": (

@@ -23,13 +23,14 @@ SOFT = ROOT / "tests" / "soft_gpu"
 OPS = ("silu", "matmul", "gelu", "layer_norm", "append_kv")
 
 
-def gpu_site(store: Path, *names: str, **settings: object) -> Site:
-    """A site, not yet started, whose backends are `names`, first choice first, on the GPU of threads."""
+def gpu_site(store: Path, *names: str, slow_silu: bool = False, needs_jit: bool = False, **settings: object) -> Site:
+    """A site, not yet started, whose backends are `names`, first choice first, on the GPU of threads. `slow_silu`: each
+    has a second silu, which is slow and of a higher priority. `needs_jit`: their kernels are compiled, for dtypes."""
     site = Site(store, **{"restart_budget": 1000, "backoff_s": 0.01, "backoff_max_s": 0.01, **settings})
     site.manifests.mkdir()
     for rank, name in enumerate(names):
         (site.manifests / f"{name}.py").write_text((SOFT / "soft_gpu.py").read_text())
-        kernel = {
+        kernel: dict[str, Any] = {
             "source": "test",
             "priority": 70 - rank,
             "dtypes": ["float32"],
@@ -37,7 +38,11 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
             "deterministic": True,
             "supports_empty": True,
         }
+        if needs_jit:
+            kernel |= {"needs_jit": True, "compiled_for": ["dtypes"]}
         ops = {op: [{**kernel, "kernel_id": f"{name}.{op}", "is_cuda_graph_safe": op != "layer_norm"}] for op in OPS}
+        if slow_silu:
+            ops["silu"].append({**kernel, "kernel_id": f"{name}.silu.slow", "priority": 80 - rank})
         head = {"schema_version": "1.0", "backend": name, "backend_version": "1", "platform": "cuda"}
         (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
@@ -97,7 +102,7 @@ def connected(broker: Site) -> Iterator[Site]:
 def new_site(store: Path, soft: None) -> Iterator[Callable[..., Site]]:
     made: list[Site] = []
 
-    def make(*names: str, **settings: object) -> Site:
+    def make(*names: str, **settings: Any) -> Site:
         made.append(gpu_site(store, *(names or ("one", "two")), **settings))
         return made[-1]
 

@@ -205,11 +205,13 @@ class Site:
         priority: int = 70,
         ndim: int | None = None,
         provider: str = "",
+        twice: str = "",
         env: Mapping[str, str] | None = None,
         **claims: object,
     ) -> None:
         """Before the start: one more toy backend. `ndim`: it takes arrays of so many dimensions only. `provider`:
-        Python source instead of the toy's. `env`: more variables of its worker. `claims`: more fields of its silu
+        Python source instead of the toy's. `twice`: an op with a second kernel, NAME.OP.again, of a lower
+        priority. `env`: more variables of its worker. `claims`: more fields of its silu
         kernel."""
         self.manifests.mkdir(exist_ok=True)
         (self.manifests / f"{name}.py").write_text(provider or (BACKENDS / "toy.py").read_text())
@@ -217,13 +219,16 @@ class Site:
         silu = {**kernel, "kernel_id": f"{name}.silu", "dtypes": ["float32"], **claims}
         if ndim is not None:
             silu |= {"min_ndim": ndim, "max_ndim": ndim}
-        descriptor = {
+        descriptor: dict[str, Any] = {
             "schema_version": "1.0",
             "backend": name,
             "backend_version": "1",
             "platform": "cpu",
             "ops": {"silu": [silu], "null": [{**kernel, "kernel_id": f"{name}.null", "priority": 0}]},
         }
+        if twice:
+            [first] = descriptor["ops"][twice]
+            descriptor["ops"][twice].append({**first, "kernel_id": f"{name}.{twice}.again", "priority": priority - 1})
         (self.manifests / f"{name}.json").write_text(json.dumps(descriptor))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
         variables = "".join(f'{key} = "{value}"\n' for key, value in {"LZ_TOY_NAME": name, **(env or {})}.items())

@@ -19,8 +19,8 @@ import layerzero as lz
 from layerzero.broker.processes.host import detect_cpu
 from layerzero.broker.selection import dispatch_table
 from layerzero.broker.selection.dispatch_table import Hardware, Header, Measurement
+from layerzero.client.tools.calls import Call
 from layerzero.client.tools.ready import Check, ReadinessReport
-from layerzero.client.tools.tune import Call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 TOYS = ["alpha", "beta", "gamma"]
@@ -213,7 +213,7 @@ def _header(site: Site, **change: Any) -> Header:
     given = {
         "created": "2026-01-01T00:00:00Z",
         "layerzero_version": lz.__version__,
-        "hardware": Hardware.of(detect_cpu()),
+        "hardware": {"cpu": Hardware.of(detect_cpu())},
         "capability_hashes": hashes,
         "env_ids": envs,
         "command": "lz solve",

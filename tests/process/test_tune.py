@@ -18,13 +18,14 @@ from tests.process.test_cli import lz as run_lz
 import layerzero as lz
 from layerzero.client.arrays.recognition import describe
 from layerzero.client.tools import tune as tuning
+from layerzero.client.tools.calls import DEFAULTS, Call
 from layerzero.client.tools.inputs import random_inputs
 from layerzero.client.tools.tune_report import Times, TunedCall, TunedKernel, TuneReport
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 SPEC = TensorSpec.contiguous("float32", (4, 8))
-SILU = tuning.Call("silu", {"input": SPEC})
+SILU = Call("silu", {"input": SPEC})
 TOYS = ["alpha.silu", "beta.silu", "gamma.silu"]
 FORMULA = "write(x / (1 + np.exp(-x)))"
 
@@ -150,9 +151,9 @@ def test_random_arrays_have_the_strides_that_were_asked_for() -> None:
     assert np.array_equal(arrays["a"], random_inputs("matmul", specs, seed=0)["a"])
 
 
-@pytest.mark.parametrize("call", [call for calls in tuning.DEFAULTS.values() for call in calls], ids=lambda c: c.label)
+@pytest.mark.parametrize("call", [call for calls in DEFAULTS.values() for call in calls], ids=lambda c: c.label)
 @pytest.mark.usefixtures("connected")
-def test_typical_calls_are_calls(call: tuning.Call) -> None:
+def test_typical_calls_are_calls(call: Call) -> None:
     """A wrong name or shape there would show only where a backend has the op."""
     assert call.op in OPS
     assert lz.explain(call.op, **call.arrays, **call.params).op == call.op

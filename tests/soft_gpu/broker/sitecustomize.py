@@ -1,4 +1,5 @@
-"""On the path of a broker under test: the GPU of soft_gpu.py is the one that it finds."""
+"""On the path of a broker under test: the GPU of soft_gpu.py is the one that it finds; likewise of `lz`, where
+LZ_SOFT_CLIENT is set."""
 
 import os
 import sys
@@ -21,3 +22,7 @@ if "layerzero.broker" in sys.orig_argv:
     )
     cuda_driver.detect_gpus = lambda *_: cuda_driver.Gpus((_SOFT,), has_mps="LZ_SOFT_MPS" in os.environ)
     cuda_driver.free_memory_bytes = lambda *_: 1 << 30
+elif "LZ_SOFT_CLIENT" in os.environ and "layerzero.client.cli.app" in sys.orig_argv:
+    from tests.soft_gpu import soft_gpu
+
+    soft_gpu.install()

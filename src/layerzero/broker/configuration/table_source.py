@@ -20,7 +20,7 @@ def read(path: Path, engine: Engine, env_ids: Mapping[str, str]) -> dispatch_tab
     return dispatch_table.load(
         text,
         str(path),
-        dispatch_table.Hardware.of(engine.device),
+        dispatch_table.hardware_of(engine.devices.values()),
         {name: capability.hash for name, capability in engine.capabilities.items()},
         env_ids,
         layerzero_version=__version__,

@@ -27,6 +27,7 @@ from layerzero.ipc.version import __version__
 from layerzero.ipc.vocabulary.worker_codes import lane_of
 
 BACKENDS_A_STEP = 4
+MAX_SAMPLE_RUNS = 64
 MAX_CLIENTS_SHOWN = 100  # of the oldest; thousands would fill the answer
 Steps = Generator[None, None, dict[str, Any]]
 
@@ -188,15 +189,17 @@ def policy(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def readiness(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Is everything that `backends` (default: all that the policy allows) need in order?
-    broker/queries/readiness.py."""
+    """Is everything that `backends` (default: all that the policy allows) need in order? `gpus`: which one each
+    computes on, by UUID; "" for the CPU. broker/queries/readiness.py."""
     names = params.get("backends")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise InvalidArgument(f"readiness takes `backends`: names, or nothing for all; got {names!r:.80}")
     wanted = wanted_backends(server, names)
     isolation = {name: server.policy.policy.isolation(name) for name in wanted}
+    devices = {name: server.state.engine.device_for(name) for name in wanted}
+    gpus = {name: "" if device.device_type == "cpu" else device.device_uuid for name, device in devices.items()}
     checks = [check.to_wire() for check in examine(server, names)]
-    return {"checks": checks, "backends": wanted, "isolation": isolation}
+    return {"checks": checks, "backends": wanted, "isolation": isolation, "gpus": gpus}
 
 
 def solve(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,18 +209,19 @@ def solve(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     table anew.
     """
     engine, measured, backends = server.state.engine, [], set()
+    devices = []
     try:
         for one in params["measured"]:
             spec = CallSpec.parse(one["route"])
-            if spec.device:
-                raise InvalidArgument(f"dispatch tables are of the CPU; a measured call is on {spec.device!r:.80}")
             context, times = engine.context(spec), dict(one["us"])
             if not all(type(us) in (int, float) and 0 <= us < math.inf for us in times.values()):
                 raise InvalidArgument(f"solve takes times as numbers of microseconds, got {times!r:.200}")
             backend_of = dict(engine.kernels(spec.op))
             backends |= {backend_of[kernel_id] for kernel_id in times}
             group, features = dispatch_table.group_of(context), dispatch_table.features_of(context)
-            measured.append(dispatch_table.Measurement(group, features, times))
+            place = dispatch_table.place_of(context.device)
+            measured.append(dispatch_table.Measurement(group, features, times, place))
+            devices.append(context.device)
         command = str(params["command"])
     except (KeyError, TypeError, ValueError) as exc:
         if isinstance(exc, LayerZeroError):
@@ -227,13 +231,13 @@ def solve(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     header = dispatch_table.Header(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         layerzero_version=__version__,
-        hardware=dispatch_table.Hardware.of(engine.device),
+        hardware=dispatch_table.hardware_of(devices),
         capability_hashes={name: engine.capabilities[name].hash for name in sorted(backends)},
         env_ids={name: env_ids[name] for name in sorted(backends) if name in env_ids},
         command=command,
     )
     table = dispatch_table.build(measured, header)
-    return {"text": table.save(), "kinds": len(table.groups), "buckets": table.buckets}
+    return {"text": table.save(), "kinds": len(table.trees), "buckets": table.buckets}
 
 
 def load_table(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,19 +322,19 @@ def shadow(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -
 
 
 def sample(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the inputs of a call should run once more, beside it, on a kernel that is little known: its backend, or
-    "" when policy gives no time for that (`tune_budget`), it is used up, or nothing is left to learn.
+    """Whether the inputs of a call should run once more, beside it, on a kernel that is little known: that kernel and
+    its backend, or "" when policy gives no time for that (`tune_budget`), it is used up, or nothing is left to learn.
 
-    route: the call's encoded Route message.
+    route: the call's encoded Route message; runs: how many times it would run, 1 if left out.
     """
-    body = params.get("route")
-    if not isinstance(body, bytes):
-        raise InvalidArgument("sample needs `route`: an encoded route message")
+    body, runs = params.get("route"), params.get("runs", 1)
+    if not isinstance(body, bytes) or type(runs) is not int or not 0 < runs <= MAX_SAMPLE_RUNS:
+        raise InvalidArgument(f"sample needs `route`, an encoded route message; `runs` is 1 to {MAX_SAMPLE_RUNS}")
     engine, now_s = server.state.engine, time.monotonic()
     spec, ranked, _ = server.state.explain(body, now_s)
     accepted = {v.kernel_id: v for v in ranked if v.is_accepted and not v.transforms and not v.is_last_resort}
     if len(accepted) < 2 or spec.pinned:
-        return {"backend": ""}
+        return {"backend": "", "kernel_id": ""}
     chosen, *others = accepted
     key = engine.context(spec).perf_key()
     tuning = server.tuning
@@ -343,10 +347,10 @@ def sample(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
         elapsed_s=now_s - tuning.since_s,
     )
     if found is None:
-        return {"backend": ""}
+        return {"backend": "", "kernel_id": ""}
     known = engine.perf.stat(found.kernel_id, key) or engine.perf.stat(chosen, key)
-    tuning.spent_s += known.median_us / 1e6 if known is not None else 0.0
-    return {"backend": accepted[found.kernel_id].backend}
+    tuning.spent_s += runs * known.median_us / 1e6 if known is not None else 0.0
+    return {"backend": accepted[found.kernel_id].backend, "kernel_id": found.kernel_id}
 
 
 METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {

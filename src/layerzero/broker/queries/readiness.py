@@ -163,8 +163,8 @@ def _table(server: BrokerView) -> Check:
     return Check(
         name,
         True,
-        f"{path}: {counted(len(table.groups), 'kind')} of calls, {counted(table.buckets, 'bucket')}; made for "
-        "this machine",
+        f"{path}: {counted(len(table.trees), 'kind')} of calls, {counted(table.buckets, 'bucket')}; made for "
+        f"this machine: {', '.join(sorted(table.groups))}",
     )
 
 
@@ -176,17 +176,19 @@ def _times(server: BrokerView) -> Check:
 
 
 def _memory(server: BrokerView) -> Check:
-    """Where the policy wants some to stay free: it is free now."""
+    """Where the policy wants some to stay free: it is free now, on each device."""
     headroom = server.policy.policy.memory_headroom_bytes
     if headroom is None:
         return Check("memory", True, "memory_headroom_bytes is not set: memory is not looked at")
-    free = free_memory_bytes(server.state.engine.device)
-    if free is None:
-        return Check(
-            "memory", False, "how much is free cannot be told here", "take memory_headroom_bytes out of the policy"
-        )
-    text = f"{free:,} bytes free, memory_headroom_bytes is {headroom:,}"
-    return Check("memory", free > headroom, text, "" if free > headroom else "free memory, or a lower headroom")
+    free = {uuid: free_memory_bytes(device) for uuid, device in server.state.engine.devices.items()}
+    unknown = [uuid or "the CPU" for uuid, nbytes in free.items() if nbytes is None]
+    if unknown:
+        text = f"how much is free on {', '.join(unknown)} cannot be told here"
+        return Check("memory", False, text, "take memory_headroom_bytes out of the policy")
+    told = [f"{nbytes:,} bytes free" + (f" on {uuid}" if uuid else "") for uuid, nbytes in free.items()]
+    is_ok = all(nbytes is not None and nbytes > headroom for nbytes in free.values())
+    text = f"{', '.join(told)}, memory_headroom_bytes is {headroom:,}"
+    return Check("memory", is_ok, text, "" if is_ok else "free memory, or a lower headroom")
 
 
 def _compiled(server: BrokerView) -> Check:

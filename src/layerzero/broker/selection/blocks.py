@@ -14,6 +14,7 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 COPY_BYTES_PER_US = 5_000  # what one core copies; plans need no more than the order of magnitude
+GPU_COPY_BYTES_PER_US = 1_000_000  # on a GPU, likewise
 MAX_NODES = 1024
 MAX_LINKS = 4 * MAX_NODES
 MAX_REWRITES = MAX_NODES
@@ -156,7 +157,7 @@ def _dense(verdict: Verdict) -> list[str]:
 
 def _copy_us(call: Ranked, arg: str) -> float:
     spec = call.tensor(arg)
-    return spec.numel * spec.itemsize / COPY_BYTES_PER_US
+    return spec.numel * spec.itemsize / (GPU_COPY_BYTES_PER_US if call.spec.device else COPY_BYTES_PER_US)
 
 
 def _conversions(source: Verdict, target: Verdict, arg: str) -> int:

@@ -1,6 +1,7 @@
-"""A solved dispatch table: per kind of call, a decision tree over the extents that names the fastest kernel. Pure.
+"""A solved dispatch table: per sort of device and kind of call, a decision tree over the extents that names the fastest
+kernel. Pure.
 
-lz.solve makes one from measurements; Engine.rank asks it. docs/solve.md has the file's form.
+lz.solve makes one from measurements; Engine.rank asks it. docs/plans.md has the file's form.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from layerzero.capabilities.device import DeviceSpec
 from layerzero.ipc.errors import ConfigError, InvalidArgument
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "2.0"
+CPU = "cpu"  # as a place
 REACH = 2  # a call is served when no extent differs from those of a measured one by more than this factor
 TIE_SHARE = 0.02  # times that differ by less are equal: the rest is noise and would only split buckets
 MAX_POINTS = 1024  # of one table; building it may keep the broker for half a second
@@ -36,36 +38,63 @@ class _Model(BaseModel):
 
 
 class Hardware(_Model):
-    """What the measured times depend on besides backends and their environments."""
+    """What the measured times depend on besides backends and their environments. Of a GPU its name and architecture
+    count, not which one it is: those of a machine that are alike share their part of a table."""
 
-    device_uuid: str
+    device_uuid: str = ""  # of a CPU
+    device_name: str = ""  # of a GPU
     isa: tuple[str, ...] = ()  # instruction sets of a CPU
     sm: int | None = None  # CUDA compute capability, 10 * major + minor
     driver: str = ""
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Hardware:
-        return cls(device_uuid=device.device_uuid, isa=device.isa, sm=device.sm_version, driver=device.driver_version)
+        is_cpu = device.device_type == "cpu"
+        return cls(
+            device_uuid=device.device_uuid if is_cpu else "",
+            device_name="" if is_cpu else device.device_name,
+            isa=device.isa,
+            sm=device.sm_version,
+            driver=device.driver_version,
+        )
 
 
-class Header(_Model):
-    """Where and with what a table was measured. `capability_hashes` and `env_ids` have the backends that took part."""
+def place_of(device: DeviceSpec) -> str:
+    """The part of a table that is about a device: equal for GPUs of one name and architecture."""
+    if device.device_type == "cpu":
+        return CPU
+    return f"{device.device_type} {device.device_name} sm_{device.sm_version}"
 
+
+def hardware_of(devices: Iterable[DeviceSpec]) -> dict[str, Hardware]:
+    """What a machine with these devices has, by place."""
+    return {place_of(device): Hardware.of(device) for device in devices}
+
+
+class _Conditions(_Model):
     created: str  # ISO 8601, UTC
     layerzero_version: str
-    hardware: Hardware
     capability_hashes: dict[str, str]
     env_ids: dict[str, str]
     command: str  # makes the table anew
 
 
+class Header(_Conditions):
+    """Where and with what a table was measured: `hardware` by place (`place_of`), of those that it has calls of.
+    `capability_hashes` and `env_ids` have the backends that took part."""
+
+    hardware: dict[Id, Hardware]
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """Median kernel time, in microseconds, of each kernel that accepts a call; keys as by `group_of`, `features_of`."""
+    """Median kernel time, in microseconds, of each kernel that accepts a call; keys as by `group_of`, `features_of`,
+    `place_of`."""
 
     group: str
     features: Mapping[str, int]
     us: Mapping[str, float]
+    place: str = CPU
 
 
 class Point(_Model):
@@ -136,22 +165,55 @@ class Group(_Model):
 class _File(_Model):
     """The table as it is written. `checksum` is of everything else."""
 
-    schema_version: Literal["1.0"]
+    schema_version: Literal["2.0"]
     checksum: str
     header: Header
+    groups: dict[Id, dict[str, Group]]
+
+    @model_validator(mode="after")
+    def _has_conditions(self) -> _File:
+        bare = sorted(self.groups.keys() ^ self.header.hardware.keys())
+        if bare:
+            raise ValueError(f"{', '.join(bare)}: hardware without calls, or calls without hardware")
+        return self
+
+    @property
+    def table(self) -> DispatchTable:
+        return DispatchTable(self.header, self.groups)
+
+
+class _FirstHeader(_Conditions):
+    hardware: Hardware
+
+
+class _FirstFile(_Model):
+    """As version 0.1 wrote it, when all tables were of the CPU."""
+
+    schema_version: Literal["1.0"]
+    checksum: str
+    header: _FirstHeader
     groups: dict[str, Group]
+
+    @property
+    def table(self) -> DispatchTable:
+        kept = {name: getattr(self.header, name) for name in _Conditions.model_fields}
+        return DispatchTable(Header(hardware={CPU: self.header.hardware}, **kept), {CPU: self.groups})
 
 
 @dataclass(frozen=True)
 class DispatchTable:
-    """`lookup` names the kernel that was fastest for calls like this one."""
+    """`lookup` names the kernel that was fastest for calls like this one. `groups` are by place and `group_of`."""
 
     header: Header
-    groups: Mapping[str, Group]
+    groups: Mapping[str, Mapping[str, Group]]
+
+    def covers(self, device: DeviceSpec) -> bool:
+        """Whether it has calls of such a device at all."""
+        return place_of(device) in self.groups
 
     def lookup(self, context: SelectionContext) -> str | None:
         """None: no call like it was measured, or none within a factor of two in every extent."""
-        group = self.groups.get(group_of(context))
+        group = self.groups.get(place_of(context.device), {}).get(group_of(context))
         if group is None:
             return None
         features = features_of(context)
@@ -160,16 +222,24 @@ class DispatchTable:
         return group.lookup(tuple(features.values()))
 
     @property
+    def trees(self) -> list[Group]:
+        """One for each kind of calls and place."""
+        return [group for groups in self.groups.values() for group in groups.values()]
+
+    @property
     def buckets(self) -> int:
         """Leaves of all trees."""
-        return sum(isinstance(node, Leaf) for group in self.groups.values() for node in group.nodes)
+        return sum(isinstance(node, Leaf) for group in self.trees for node in group.nodes)
 
     def save(self) -> str:
         """The file's text: JSON, the same for the same table."""
         content = {
             "schema_version": SCHEMA_VERSION,
             "header": self.header.model_dump(mode="json"),
-            "groups": {key: group.model_dump(mode="json") for key, group in sorted(self.groups.items())},
+            "groups": {
+                place: {key: group.model_dump(mode="json") for key, group in sorted(groups.items())}
+                for place, groups in sorted(self.groups.items())
+            },
         }
         return json.dumps({"checksum": _checksum(content), **content}, indent=1) + "\n"
 
@@ -204,26 +274,28 @@ def _kind(spec: TensorSpec) -> str:
 def build(measurements: Iterable[Measurement], header: Header) -> DispatchTable:
     """A table in which each measured call finds its fastest kernel, or one within TIE_SHARE of it.
 
-    Neighbouring calls share a leaf wherever one kernel serves them all so. Raises InvalidArgument for measurements that
-    cannot be used.
+    Neighbouring calls share a leaf wherever one kernel serves them all so. `header` has the hardware of all places that
+    were measured. Raises InvalidArgument for measurements that cannot be used.
     """
-    grouped: dict[str, dict[tuple[int, ...], dict[str, float]]] = {}
-    names: dict[str, tuple[str, ...]] = {}
+    grouped: dict[tuple[str, str], dict[tuple[int, ...], dict[str, float]]] = {}
+    names: dict[tuple[str, str], tuple[str, ...]] = {}
     for measured in measurements:
-        features = names.setdefault(measured.group, tuple(measured.features))
+        at = (measured.place, measured.group)
+        features = names.setdefault(at, tuple(measured.features))
         if tuple(measured.features) != features:
             raise InvalidArgument(f"{measured.group}: features {list(measured.features)}, before {list(features)}")
-        times = grouped.setdefault(measured.group, {}).setdefault(tuple(measured.features.values()), {})
+        times = grouped.setdefault(at, {}).setdefault(tuple(measured.features.values()), {})
         for kernel_id, us in measured.us.items():  # of a call that was measured twice, the less disturbed time
             times[kernel_id] = min(us, times.get(kernel_id, math.inf))
     count = sum(map(len, grouped.values()))
     if not 0 < count <= MAX_POINTS:
         raise InvalidArgument(f"{count} different calls were measured; a dispatch table takes 1 to {MAX_POINTS}")
     try:
-        groups = {}
-        for key, times_of in grouped.items():
+        groups: dict[str, dict[str, Group]] = {}
+        for (place, key), times_of in grouped.items():
             points = [Point(extents=extents, us=dict(times_of[extents])) for extents in sorted(times_of)]
-            groups[key] = Group(features=names[key], nodes=tuple(_grow(points, 0)), points=tuple(points))
+            tree = Group(features=names[place, key], nodes=tuple(_grow(points, 0)), points=tuple(points))
+            groups.setdefault(place, {})[key] = tree
     except ValidationError as exc:
         raise InvalidArgument(f"a measurement cannot be used: {_first(exc)}") from exc
     return DispatchTable(header, groups)
@@ -301,13 +373,14 @@ def _best_split(points: Sequence[Point]) -> tuple[int, int]:
 def load(
     text: str,
     origin: str,
-    hardware: Hardware,
+    hardware: Mapping[str, Hardware],
     capability_hashes: Mapping[str, str],
     env_ids: Mapping[str, str],
     *,
     layerzero_version: str,
 ) -> DispatchTable:
-    """A table from its file's text, for the machine and backends given. Raises ConfigError naming each difference."""
+    """A table from its file's text, for the machine (`hardware_of`) and backends given. Raises ConfigError naming each
+    difference."""
     table = parse(text, origin)
     found = differences(table.header, hardware, capability_hashes, env_ids, layerzero_version=layerzero_version)
     if found:
@@ -326,7 +399,8 @@ def parse(text: str, origin: str) -> DispatchTable:
         raise ConfigError(f"{origin}: {len(text)} characters; allowed: {MAX_TEXT_BYTES}; {again}")
     try:
         content = json.loads(text)
-        found = _File.model_validate_json(text)
+        is_first = isinstance(content, dict) and content.get("schema_version") == "1.0"
+        found: _File | _FirstFile = (_FirstFile if is_first else _File).model_validate_json(text)
     except ValidationError as exc:
         raise ConfigError(f"{origin}: not a dispatch table: {_first(exc)}; {again}") from exc
     except (ValueError, RecursionError) as exc:
@@ -338,21 +412,26 @@ def parse(text: str, origin: str) -> DispatchTable:
             f"{origin}: its checksum is {found.checksum:.16}, its content's {expected:.16}: it was changed or damaged; "
             f"{again}"
         )
-    return DispatchTable(found.header, found.groups)
+    return found.table
 
 
 def differences(
     header: Header,
-    hardware: Hardware,
+    hardware: Mapping[str, Hardware],
     capability_hashes: Mapping[str, str],
     env_ids: Mapping[str, str],
     *,
     layerzero_version: str,
 ) -> list[str]:
     """Each condition of the table that does not hold here, with both values."""
-    pairs: list[tuple[str, object, object]] = [
-        (name, getattr(header.hardware, name), getattr(hardware, name)) for name in Hardware.model_fields
-    ]
+    pairs: list[tuple[str, object, object]] = []
+    for place, then in header.hardware.items():
+        here = hardware.get(place)
+        if here is None:
+            pairs.append(("devices", place, ", ".join(hardware)))
+            continue
+        prefix = "" if place == CPU else f"{place}: "
+        pairs += [(f"{prefix}{name}", getattr(then, name), getattr(here, name)) for name in Hardware.model_fields]
     pairs.append(("layerzero version", header.layerzero_version, layerzero_version))
     pairs += [(f"descriptor of {b}", value, capability_hashes.get(b)) for b, value in header.capability_hashes.items()]
     pairs += [(f"environment of {b}", value, env_ids.get(b)) for b, value in header.env_ids.items()]

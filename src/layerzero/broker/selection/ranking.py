@@ -67,6 +67,7 @@ class Table(Protocol):
     """A solved dispatch table (broker/selection/dispatch_table.py)."""
 
     def lookup(self, context: SelectionContext) -> str | None: ...
+    def covers(self, device: DeviceSpec) -> bool: ...
 
 
 class Engine:
@@ -331,11 +332,11 @@ class Engine:
         return found
 
     def _planned(self, context: SelectionContext, policy: Policy) -> tuple[str | None, Rejection | None]:
-        """The dispatch table's choice, and the rejection for all others when the plan must not be left. Tables are of
-        the CPU."""
-        if self.table is None:
+        """The dispatch table's choice, and the rejection for all others when the plan must not be left. Of a device
+        that it has no calls of it says nothing."""
+        if self.table is None or not self.table.covers(context.device):
             return None, None
-        kernel_id = self.table.lookup(context) if context.device is self.device else None
+        kernel_id = self.table.lookup(context)
         if kernel_id is None and policy.plan_mode:
             text = f"plan_mode is on and the dispatch table has no bucket for {context.perf_key()}"
             return None, Rejection(Reason.PLAN_BUCKET_MISS, text)

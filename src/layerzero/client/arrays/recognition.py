@@ -16,7 +16,7 @@ from layerzero.client.arrays.dlpack import read_dlpack
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, MAX_NDIM, TensorSpec, contiguous_strides
 
-Kind = Literal["numpy", "torch", "dlpack", "buffer", "cupy"]
+Kind = Literal["numpy", "torch", "dlpack", "buffer", "cupy", "own"]
 ACCEPTED = "a NumPy array, a torch tensor, an array with DLPack (CuPy, JAX, MLX, ...) or one with the buffer protocol"
 CPU = -1  # as a device
 ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # NumPy has them of ml_dtypes
@@ -69,6 +69,11 @@ class Array:
 
     def __repr__(self) -> str:
         return f"Array({self.kind}, {self.spec}, strides={list(self.spec.strides)}, needs_copy={self.needs_copy})"
+
+
+def teach(kind: type, reader: Callable[[Any], Array]) -> None:
+    """Objects of this very type are arrays, which `reader` describes."""
+    _READERS[kind] = reader
 
 
 def describe(obj: Any) -> Array:

@@ -12,6 +12,19 @@ import platformdirs
 import typer
 from typer.core import TyperGroup
 
+from layerzero.client.cli.options import (
+    JSON,
+    All,
+    Backend,
+    Device,
+    Devices,
+    Json,
+    Keys,
+    Op,
+    Params,
+    Tokenizer,
+    Words,
+)
 from layerzero.ipc.version import __version__
 
 EPILOG = (
@@ -19,7 +32,6 @@ EPILOG = (
     "away. Data goes to stdout, notes and errors to stderr; --json output has a field `schema`, now 1."
 )
 _STORE = platformdirs.user_cache_path("layerzero")
-_JSON = "layerzero.json"  # key in the context: the failing command was asked for JSON
 
 
 class Group(TyperGroup):
@@ -35,12 +47,7 @@ class Group(TyperGroup):
                 raise
             from layerzero.client.cli.output import show_error
 
-            raise typer.Exit(show_error(exc, as_json=ctx.meta.get(_JSON, False))) from exc
-
-
-def _note_json(ctx: typer.Context, value: bool) -> bool:
-    ctx.meta[_JSON] = value
-    return value
+            raise typer.Exit(show_error(exc, as_json=ctx.meta.get(JSON, False))) from exc
 
 
 def _print_version(value: bool) -> None:
@@ -64,28 +71,6 @@ keys_app = typer.Typer(help="Make secrets of stacks, and keys for tcp.", no_args
 app.add_typer(keys_app, name="keys")
 bench_app = typer.Typer(help="Try what is promised under load and faults.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-
-Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON.")]
-Op = Annotated[str, typer.Argument(metavar="OP", help="attention, matmul, linear, softmax, silu, tokenize, ...")]
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="ARG...", help="SHAPE:DTYPE of each array, such as 1x8x128x64:float16, or none; tokenize: texts."
-    ),
-]
-Params = Annotated[
-    list[str] | None,
-    typer.Option("--param", "-p", metavar="NAME=VALUE", help="A parameter of the op, value in JSON; may be repeated."),
-]
-Keys = Annotated[
-    Path | None, typer.Option("--keys", metavar="DIR", help="Folder of keys; default LAYERZERO_KEYS.", file_okay=False)
-]
-Backend = Annotated[str | None, typer.Option("--backend", "-b", metavar="NAME", help="Allow this backend only.")]
-All = Annotated[bool, typer.Option("--all", help="Show every kernel, with all reasons and parts of its score.")]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option("--tokenizer", exists=True, dir_okay=False, help="tokenizer.json, for tokenize and detokenize."),
-]
 
 
 @app.callback()
@@ -186,6 +171,7 @@ def explain(
     args: Words = None,
     param: Params = None,
     backend: Backend = None,
+    device: Device = None,
     tokenizer: Tokenizer = None,
     shows_all: All = False,
     as_json: Json = False,
@@ -193,9 +179,8 @@ def explain(
     """Show which kernel would serve a call, and why not the others. Runs nothing."""
     from layerzero.client.cli import calls
 
-    calls.explain(
-        op, args or (), param or (), tokenizer=tokenizer, backend=backend, shows_all=shows_all, as_json=as_json
-    )
+    options = calls.Options(backend, device, tokenizer, shows_all, as_json)
+    calls.explain(op, args or (), param or (), options)
 
 
 @app.command()
@@ -204,6 +189,7 @@ def run(
     args: Words = None,
     param: Params = None,
     backend: Backend = None,
+    device: Device = None,
     tokenizer: Tokenizer = None,
     timeout: Annotated[
         float | None, typer.Option("--timeout", min=0.001, help="Seconds that one attempt may take.")
@@ -216,18 +202,8 @@ def run(
     """Run an op on random inputs, or a text; show the result, the times and why this kernel."""
     from layerzero.client.cli import calls
 
-    calls.run(
-        op,
-        args or (),
-        param or (),
-        tokenizer=tokenizer,
-        backend=backend,
-        timeout_s=timeout,
-        repeat=repeat,
-        seed=seed,
-        shows_all=shows_all,
-        as_json=as_json,
-    )
+    options = calls.Options(backend, device, tokenizer, shows_all, as_json)
+    calls.run(op, args or (), param or (), options, timeout_s=timeout, repeat=repeat, seed=seed)
 
 
 @app.command()
@@ -240,6 +216,7 @@ def tune(
         ),
     ] = None,
     param: Params = None,
+    device: Device = None,
     tokenizer: Tokenizer = None,
     budget: Annotated[float, typer.Option("--budget", min=0.1, help="Seconds for everything.")] = 30.0,
     as_json: Json = False,
@@ -247,7 +224,8 @@ def tune(
     """Measure which kernel is fastest for a call; the broker chooses by it. Ctrl-C shows what was measured so far."""
     from layerzero.client.cli import tune as cli_tune
 
-    raise typer.Exit(cli_tune.tune(words or (), param or (), tokenizer=tokenizer, budget_s=budget, as_json=as_json))
+    code = cli_tune.tune(words or (), param or (), device=device, tokenizer=tokenizer, budget_s=budget, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -263,6 +241,7 @@ def solve(
         list[str] | None,
         typer.Option("--extent", "-e", metavar="NAME=N,N,...", help="Values of a named extent; may be repeated."),
     ] = None,
+    device: Devices = None,
     tokenizer: Tokenizer = None,
     path: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write; dispatch_table.json in the store if left out.")
@@ -274,7 +253,14 @@ def solve(
     from layerzero.client.cli import tune as cli_tune
 
     code = cli_tune.solve(
-        words or (), param or (), extent or (), tokenizer=tokenizer, path=path, budget_s=budget, as_json=as_json
+        words or (),
+        param or (),
+        extent or (),
+        devices=device or (),
+        tokenizer=tokenizer,
+        path=path,
+        budget_s=budget,
+        as_json=as_json,
     )
     raise typer.Exit(code)
 

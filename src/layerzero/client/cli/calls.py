@@ -10,18 +10,23 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
 import layerzero as lz
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.cli.output import err, note, out, print_json
 from layerzero.client.connection import start
 from layerzero.client.connection.report import SelectionReport
+from layerzero.client.facade import api
 from layerzero.client.facade.api import function_of
+from layerzero.client.gpu.arrays import named_device
+from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import unknown_name
+from layerzero.ipc.vocabulary.numerics import unpack
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
@@ -112,23 +117,27 @@ def parse_texts(function: Callable[..., Any], words: Sequence[str], tokenizer: P
 # --- explain
 
 
-def explain(
-    op: str,
-    words: Sequence[str],
-    params: Sequence[str],
-    *,
-    tokenizer: Path | None,
-    backend: str | None,
-    shows_all: bool,
-    as_json: bool,
-) -> None:
+class Options(NamedTuple):
+    """What `lz explain` and `lz run` share. `device`: as lz.explain takes it; None for the CPU."""
+
+    backend: str | None = None
+    device: str | None = None
+    tokenizer: Path | None = None
+    shows_all: bool = False
+    as_json: bool = False
+
+
+def explain(op: str, words: Sequence[str], params: Sequence[str], options: Options) -> None:
     """Print which kernel would serve the call, and why not the others; with `shows_all` of every kernel."""
     function = find_op(op)
-    options = parse_params(function, params)
-    arguments = parse_texts(function, words, tokenizer) if op in TEXT_OPS else parse_arrays(function, words)
+    scalars = parse_params(function, params)
+    arguments = parse_texts(function, words, options.tokenizer) if op in TEXT_OPS else parse_arrays(function, words)
+    named_device(op, (), options.device)
     with Connected():
-        report = lz.explain(op, **arguments, **options, backend=backend, verbose=shows_all)
-    if as_json:
+        report = lz.explain(
+            op, **arguments, **scalars, backend=options.backend, device=options.device, verbose=options.shows_all
+        )
+    if options.as_json:
         print_json(report.to_dict())
     else:
         out().print(report)
@@ -153,27 +162,29 @@ def run(
     op: str,
     words: Sequence[str],
     params: Sequence[str],
+    options: Options,
     *,
-    tokenizer: Path | None,
-    backend: str | None,
-    timeout_s: float | None,
-    repeat: int,
-    seed: int,
-    shows_all: bool,
-    as_json: bool,
+    timeout_s: float | None = None,
+    repeat: int = 1,
+    seed: int = 0,
 ) -> None:
     """Run the call `repeat` times; print its result, times and report."""
     function = find_op(op)
-    options = parse_params(function, params)
+    scalars = parse_params(function, params)
+    device = named_device(op, (), options.device)
     if op in TEXT_OPS:
-        arguments = parse_texts(function, words, tokenizer)
+        arguments = parse_texts(function, words, options.tokenizer)
     else:
-        arguments = random_inputs(op, parse_arrays(function, words), seed)
+        arguments = random_inputs(op, parse_arrays(function, words), seed, device=device)
     reports: list[SelectionReport] = []
 
     def call() -> Any:
-        value = function(**arguments, **options, backend=backend, timeout_s=timeout_s)
-        reports.append(replace(lz.last_report(), is_verbose=shows_all))
+        given = {**arguments, **scalars, "backend": options.backend, "timeout_s": timeout_s}
+        if device == CPU:
+            value, report = function(**given), lz.last_report()
+        else:
+            value, report = api.run_apart(function, **given)
+        reports.append(replace(report, is_verbose=options.shows_all))
         return value
 
     with Connected():
@@ -181,7 +192,9 @@ def run(
             result = call()
         for _ in range(repeat - 1):
             result = call()
-    if as_json:
+        if isinstance(result, GpuArray):
+            result = _on_host(result)
+    if options.as_json:
         print_json({"result": summary(result), "times": times(reports), "report": reports[-1].to_dict()})
         return
     out().print(Text("\n".join(describe(result))), soft_wrap=True)
@@ -191,6 +204,16 @@ def run(
         out().print(Text("\n".join(describe_times(reports))), soft_wrap=True)
     elif (reports[0].elapsed_us or 0) - (reports[0].kernel_us or 0) > COLD_US:
         note("the first call waits until the worker has started; --repeat 10 shows what later ones cost")
+
+
+def _on_host(array: GpuArray) -> Any:
+    """Its numbers in NumPy: in their dtype, or in float32 where NumPy has none such."""
+    import numpy as np
+
+    dtype, data = array.spec.dtype, array.load()
+    known = dtype if hasattr(np, dtype) or dtype == "bool" else "float32"
+    values = np.frombuffer(data, known) if known == dtype else np.array(unpack(data, dtype), known)
+    return values.reshape(array.spec.shape)
 
 
 def summary(result: Any) -> Any:
@@ -233,7 +256,7 @@ def times(reports: Sequence[SelectionReport]) -> dict[str, Any]:
     return {
         "runs": len(reports),
         "elapsed_us": [round(r.elapsed_us, 1) for r in reports if r.elapsed_us is not None],
-        "kernel_us": [round(r.kernel_us, 1) for r in reports if r.kernel_us is not None],
+        "kernel_us": [round(r.kernel_us, 1) for r in reports if r.kernel_us],
         "served": dict(collections.Counter(r.kernel_id for r in reports)),
     }
 

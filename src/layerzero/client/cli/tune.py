@@ -11,7 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from layerzero.client.cli.calls import TEXT_OPS, Connected, find_op, parse_arrays, parse_params, parse_texts
 from layerzero.client.cli.output import FAILED, err, out, print_json
+from layerzero.client.gpu.arrays import device_name, named_device
 from layerzero.client.tools import tune as tuning
+from layerzero.client.tools.calls import Call, all_default_calls, default_calls
 from layerzero.client.tools.solve import solve_calls, with_extents
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
@@ -20,9 +22,17 @@ INTERRUPTED = 130  # as shells say it
 REDRAW_S = 0.1
 
 
-def tune(words: Sequence[str], params: Sequence[str], *, tokenizer: Path | None, budget_s: float, as_json: bool) -> int:
+def tune(
+    words: Sequence[str],
+    params: Sequence[str],
+    *,
+    device: str | None,
+    tokenizer: Path | None,
+    budget_s: float,
+    as_json: bool,
+) -> int:
     """Print the times of each kernel. Returns the exit code: 0 when something was measured."""
-    calls = parse_calls(words, params, tokenizer)
+    calls = parse_calls(words, params, tokenizer, device)
     with Connected(), _Display(budget_s) as display:
         report = tuning.tune_calls(calls, budget_s=budget_s, on_progress=display.show)
     if as_json:
@@ -39,16 +49,21 @@ def solve(
     params: Sequence[str],
     extents: Sequence[str],
     *,
+    devices: Sequence[str],
     tokenizer: Path | None,
     path: Path | None,
     budget_s: float,
     as_json: bool,
 ) -> int:
     """Measure, write a dispatch table, print both. Returns the exit code: 0 when it was written."""
-    calls = [call for one in with_extents(words, extents) for call in parse_calls(one, params, tokenizer)]
-    options = [
-        word for name, given in (("--param", params), ("--extent", extents)) for v in given for word in (name, v)
+    calls = [
+        call
+        for device in devices or (None,)
+        for one in with_extents(words, extents)
+        for call in parse_calls(one, params, tokenizer, device)
     ]
+    repeated = (("--param", params), ("--extent", extents), ("--device", devices))
+    options = [word for name, given in repeated for value in given for word in (name, value)]
     options += [] if path is None else ["--out", str(path)]
     command = shlex.join(["lz", "solve", *words, *options])
     with Connected(), _Display(budget_s) as display:
@@ -62,20 +77,26 @@ def solve(
     return FAILED if report.path is None else 0
 
 
-def parse_calls(words: Sequence[str], params: Sequence[str], tokenizer: Path | None) -> list[tuning.Call]:
-    """No words: typical calls of all ops; names of ops: those of these; an op with arguments: that call."""
+def parse_calls(
+    words: Sequence[str], params: Sequence[str], tokenizer: Path | None, device: str | None = None
+) -> list[Call]:
+    """No words: typical calls of all ops; names of ops: those of these; an op with arguments: that call. `device`: of
+    all of them. Raises InvalidArgument."""
     for word in words[:1]:
         find_op(word)
     are_ops = all(word in OPS for word in words)
     if are_ops and (params or tokenizer):
         raise InvalidArgument("--param and --tokenizer belong to one call: lz tune OP ARG... --param NAME=VALUE")
+    if not words:
+        return all_default_calls(device)
     if are_ops:
-        return [call for op in (words or tuning.DEFAULTS) for call in tuning.default_calls(op)]
+        return [call for op in words for call in default_calls(op, device)]
     function = find_op(words[0])
     scalars = parse_params(function, params)
+    where = device_name(named_device(words[0], (), device))
     if words[0] in TEXT_OPS:
-        return [tuning.Call(words[0], {}, {**parse_texts(function, words[1:], tokenizer), **scalars})]
-    return [tuning.Call(words[0], parse_arrays(function, words[1:]), scalars)]
+        return [Call(words[0], {}, {**parse_texts(function, words[1:], tokenizer), **scalars}, where)]
+    return [Call(words[0], parse_arrays(function, words[1:]), scalars, where)]
 
 
 class _Display:

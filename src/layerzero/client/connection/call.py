@@ -40,6 +40,7 @@ class Request:
     output_bytes: tuple[int, ...] | None = None  # ops with sized outputs: how much to allocate for each
     finish: Callable[[list[memoryview], bytes], Any] | None = None  # what to make of those for the caller
     is_rigid: bool = False  # copies did not help before: the broker must not ask for any
+    is_apart: bool = False  # on a GPU: nobody but its maker hears of its failure, and it goes by the broker
 
     def shape_specs(self, specs: tuple[TensorSpec | None, ...]) -> tuple[TensorSpec | None, ...]:
         """What settles the plan: for ops with sized outputs without the lengths, which travel with each call."""
@@ -246,7 +247,7 @@ _OF_INPUT = frozenset({"linear", "softmax", "layer_norm", "rms_norm", "gelu", "s
 def _check_writable(what: str, array: Array) -> None:
     kind = type(array.obj).__name__
     is_torch_view = array.kind == "torch" and array.owner is not array.obj and array.obj.is_neg()
-    if is_torch_view or not (hasattr(array.obj, "__setitem__") or array.kind == "buffer"):
+    if is_torch_view or not (hasattr(array.obj, "__setitem__") or array.kind in ("buffer", "own")):
         raise InvalidArgument(f"{what} is a {kind} that cannot be written to; pass an array of its own")
     if not array.writable:
         raise InvalidArgument(f"{what} is read-only ({array.spec}); pass a writable array")

@@ -88,10 +88,10 @@ class Scope:
         _scopes.set(tuple(scope for scope in _scopes.get() if scope is not self))
 
 
-baked: ContextVar[Callable[[Any, tuple[TensorSpec | None, ...]], Overlay | None] | None] = ContextVar(
+baked: ContextVar[Callable[[Any, tuple[TensorSpec | None, ...], str], Overlay | None] | None] = ContextVar(
     "layerzero_baked", default=None
 )
-"""What is asked for in this context, by request and specs of its arguments, instead of `current()`:
+"""What is asked for in this context, by request, specs of its arguments and UUID of its GPU, instead of `current()`:
 client/tools/compile.py sets it."""
 _scopes: ContextVar[tuple[Scope, ...]] = ContextVar("layerzero_policy", default=())
 _process = _Process()
@@ -115,6 +115,12 @@ def _joined(base: Overlay | None, scopes: tuple[Scope, ...]) -> Overlay:
 def on_top(base: Overlay | None, more: Overlay) -> Overlay:
     """Both, the layers of `more` last."""
     return more if base is None else Overlay.of(*base.layers, *more.layers)
+
+
+@functools.lru_cache(maxsize=1024)
+def only(kernel_id: str) -> Overlay:
+    """No kernel but this one may serve a call; for a call that is pinned to its backend, too."""
+    return Overlay.of({"origin": "a call that is measured", "values": {"rules": [{"allow": [kernel_id]}]}})
 
 
 def change(update: Callable[[_Process], _Process]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -44,19 +45,31 @@ def status() -> dict[str, Any]:
     return answer
 
 
-def explain(op: str | Callable[..., Any], *args: Any, verbose: bool = False, **kwargs: Any) -> SelectionReport:
+def explain(
+    op: str | Callable[..., Any], *args: Any, verbose: bool = False, device: str | None = None, **kwargs: Any
+) -> SelectionReport:
     """Which kernel would serve this call, and why not the others; runs nothing, copies nothing.
 
     op: an op's name or function, for instance lz.explain("attention", q, k, v, is_causal=True). An lz TensorSpec may
-    stand for an array. verbose: the report prints every kernel with all its reasons.
+    stand for an array. verbose: the report prints every kernel with all its reasons. device: where the arrays are for
+    which specs stand: "cpu", "cuda", "cuda:1" or a GPU's UUID; with arrays it must be theirs.
     """
-    report: SelectionReport = _with_handler(session().explain, op, args, kwargs)
+    handle = functools.partial(session().explain, device=device)
+    report: SelectionReport = _with_handler(handle, op, args, kwargs)
     return replace(report, is_verbose=verbose)
 
 
-def signature(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+def signature(op: str | Callable[..., Any], *args: Any, device: str | None = None, **kwargs: Any) -> bytes:
     """What the broker knows a call by; arguments as of `explain`."""
-    return _with_handler(session().signature, op, args, kwargs)  # type: ignore[no-any-return]
+    handle = functools.partial(session().signature, device=device)
+    return _with_handler(handle, op, args, kwargs)  # type: ignore[no-any-return]
+
+
+def run_apart(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, SelectionReport]:
+    """Result and report of a call of a tool, waited for also on a GPU (Session.run_apart). Raises what the op
+    raises."""
+    found: tuple[Any, SelectionReport] = _with_handler(session().run_apart, op, args, kwargs)
+    return found
 
 
 def submit(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Future:

@@ -8,8 +8,8 @@ from typing import Any
 
 from layerzero.client.arrays.dlpack import CUDA, GpuExport
 from layerzero.client.arrays.recognition import CPU, Array, array_namespace
-from layerzero.client.gpu.memory import GpuMemory, memory_of
-from layerzero.ipc.cuda.memory import Block
+from layerzero.client.gpu.memory import memory_of, ordinal_of, uuid_of
+from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
@@ -35,7 +35,7 @@ def is_on_gpu(args: Sequence[Any]) -> bool:
 
 
 def _is_gpu_array(arg: Any) -> bool:
-    if getattr(arg, "is_cuda", False) is True or type(arg).__module__ == "cupy":
+    if getattr(arg, "is_cuda", False) is True or type(arg).__module__ == "cupy" or isinstance(arg, GpuArray):
         return True
     device = getattr(arg, "__dlpack_device__", None)
     return type(arg).__module__.startswith("jax") and device is not None and int(device()[0]) == CUDA
@@ -46,9 +46,14 @@ def device_name(device: int) -> str:
     return "cpu" if device == CPU else f"cuda:{device}"
 
 
+def gpu_name(device: int) -> str:
+    """As a route names it: the UUID of a GPU, "" for the CPU."""
+    return "" if device == CPU else uuid_of(device)
+
+
 def current_stream(array: Array) -> int:
     """The stream, as a CUDA handle, that this thread's work on arrays of this kind goes to."""
-    if array.kind == "dlpack":  # JAX has streams of its own, of which nothing is known outside
+    if array.kind in ("dlpack", "own"):  # JAX has streams of its own, of which nothing is known outside
         return memory_of(array.device).own_stream()
     if array.kind == "torch":
         torch = sys.modules["torch"]
@@ -65,10 +70,11 @@ def new_like(array: Array, spec: TensorSpec) -> tuple[Any, int]:
 
     `give` makes it the caller's once the work that fills it is enqueued.
     """
-    if array.kind == "dlpack":
-        memory = memory_of(array.device)
-        block = memory.pool("ipc").take(spec.span_bytes, memory.own_stream())
-        return _Lent(memory, block, spec), block.address
+    if array.kind in ("dlpack", "own"):
+        if not spec.is_contiguous and array.kind == "dlpack":
+            raise InvalidArgument(f"a result {spec} with strides {list(spec.strides)} cannot be such an array")
+        lent = GpuArray(array.device, spec)
+        return lent, lent.address
     if array.kind == "torch":
         torch = sys.modules["torch"]
         device, dtype = torch.device("cuda", array.device), getattr(torch, spec.dtype)
@@ -94,7 +100,7 @@ def result_like(array: Array, out: Array | None, specs: Sequence[TensorSpec]) ->
 
 def give(array: Array, made: Any) -> Any:
     """What the caller gets of `new_like`."""
-    if not isinstance(made, _Lent):
+    if not isinstance(made, GpuArray) or array.kind == "own":
         return made
     memory, spec = made.memory, made.spec
     stream = memory.own_stream()
@@ -110,17 +116,29 @@ def give(array: Array, made: Any) -> Any:
                 driver.wait_event(consumer, event)
                 driver.destroy_event(event)
 
-    export = GpuExport(made.block.address, spec.dtype, spec.shape, array.device, ready, made)
+    export = GpuExport(made.address, spec.dtype, spec.shape, array.device, ready, made)
     return array_namespace(array.obj).from_dlpack(export)
 
 
-class _Lent:
-    """A block of our own memory, for as long as a library's array needs it."""
+def zeros_like(array: Array, spec: TensorSpec) -> Any:
+    """An array of the same kind, on the same GPU, whose elements become 0 in the order of the caller's stream."""
+    made, address = new_like(array, spec)
+    with memory_of(array.device).context as context:
+        context.driver.clear(address, spec.span_bytes, current_stream(array))
+    return give(array, made)
 
-    def __init__(self, memory: GpuMemory, block: Block, spec: TensorSpec) -> None:
-        if not spec.is_contiguous:
-            raise InvalidArgument(f"a result {spec} with strides {list(spec.strides)} cannot be such an array")
-        self.memory, self.block, self.spec = memory, block, spec
 
-    def __del__(self) -> None:
-        self.memory.pool("ipc").give(self.block)
+def named_device(op: str, arrays: Sequence[Array | None], device: str | None) -> int:
+    """As `device_of`, for a call in which specs may stand for arrays: `device` says where those are ("cpu", "cuda",
+    "cuda:1" or a UUID; None: where the arrays are, else on the CPU). Raises InvalidArgument, also where the arrays are
+    elsewhere."""
+    found = device_of(op, arrays, None)
+    if device is None:
+        return found
+    wanted = ordinal_of(device)
+    if any(array is not None for array in arrays):
+        if found != wanted:
+            raise InvalidArgument(f"{op}: its arrays are on {device_name(found)}; leave device={device!r} out")
+    elif wanted != CPU and (OPS[op].sized_output or not OPS[op].inputs):
+        raise InvalidArgument(f"{op} runs on the CPU only; leave device= out")
+    return wanted

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from layerzero.client.arrays.recognition import Array
@@ -25,6 +26,7 @@ from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.record import failure_of
+from layerzero.client.connection.report import SelectionReport
 from layerzero.client.gpu import torch_graphs
 from layerzero.client.gpu.arrays import current_stream, give, result_like
 from layerzero.client.gpu.call_cache import MAX_KNOWN, Known, key_of
@@ -35,6 +37,7 @@ from layerzero.client.gpu.memory import memory_of, uuid_of
 from layerzero.client.gpu.outcomes import OnRing, Outcomes, Sent
 from layerzero.client.gpu.placement import Memory, Placing
 from layerzero.client.gpu.ring import GpuLane
+from layerzero.client.gpu.samples import complete, sampled
 from layerzero.client.gpu.session_view import SessionView
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
@@ -75,7 +78,7 @@ class GpuCalls:
         self.known: dict[Hashable, Known] = {}
         self.is_closing = False  # no call is begun any more
         self._lanes: dict[int, GpuLane] = {}
-        self.outcomes = Outcomes(link)
+        self.outcomes = Outcomes(link, session.ask)
         self._repeats = repeats_of(self, link, session.last)
         self.run_again = self.run_known if self._repeats is None else self._repeats.run
         self._captures = Captures(session, link, self.outcomes)
@@ -154,10 +157,13 @@ class GpuCalls:
         gpu = self.gpu(like.device)
         if like.kind == "torch":
             torch_graphs.follow(sys.modules["torch"].cuda, gpu.memory.context.driver)
-        self._look(gpu, stream, READ_OFTEN)
+        if not request.is_apart:
+            self._look(gpu, stream, READ_OFTEN)
         with gpu.memory.context as context:
             if context.driver.is_capturing(stream):
                 route, specs = self._route(request, arrays, out, gpu)
+                if self._session.sampler.is_on and self._session.sampler.draw_on_gpu(route.overlay) is not None:
+                    self._session.sampler.count("captured")  # a copy would be one of each replay
                 return self._captures.add(request, route, specs, arrays, out, gpu, stream, start_ns)
             while True:
                 transport = gpu.transport
@@ -165,6 +171,23 @@ class GpuCalls:
                     return self._run(request, arrays, out, start_ns, gpu, transport, stream, like)
                 except _OtherTransport:
                     continue
+
+    def run_apart(
+        self, request: Request, arrays: tuple[Array | None, ...], out: Array | None
+    ) -> tuple[Any, SelectionReport]:
+        """The result and report of a call of a tool, waited for: `elapsed_us` is until the result was there. It goes by
+        the broker, which hears the times of its kernel: `kernel_us` is that of an earlier such call, 0 when none is
+        new. Raises the call's own errors, whenever they are found, and those of no other."""
+        start_ns = time.perf_counter_ns()
+        result = self.run(replace(request, is_apart=True), arrays, out, start_ns)
+        sent = self._session.last.record
+        assert isinstance(sent, Sent)
+        sent.gpu.wait_for(sent.point)
+        elapsed_us = (time.perf_counter_ns() - start_ns) / 1e3
+        error = self.outcomes.error_of(sent)
+        if error is not None:
+            raise error
+        return result, replace(self.outcomes.report_of(sent), elapsed_us=elapsed_us)
 
     def _route(
         self, request: Request, arrays: tuple[Array | None, ...], out: Array | None, gpu: Gpu
@@ -174,7 +197,7 @@ class GpuCalls:
         if self._dense and _dense_key(request, specs) in self._dense:
             specs = tuple([None if s is None else TensorSpec.contiguous(s.dtype, s.shape) for s in specs])
         bake = overlay.baked.get()
-        policy = overlay.current() if bake is None else bake(request, specs)
+        policy = overlay.current() if bake is None else bake(request, specs, gpu.uuid)
         policy = overlay.on_top(policy, AS_IT_LIES)
         return self._session.routes.find(self._link, request, specs, out, policy, device=gpu.uuid), specs
 
@@ -194,7 +217,9 @@ class GpuCalls:
         is_direct = out is None or not any(overlap(out, array) for array in arrays if array is not None)
         is_first = not route.is_armed or not gpu.is_signed(route.slot)
         placing = Placing(gpu, transport, stream)
-        if route.lease is not None and request.timeout_s is None:
+        sample = sampled(self._session.sampler, request, arrays, route, gpu, stream)
+        may_pass = request.timeout_s is None and not request.is_apart and sample is None
+        if route.lease is not None and may_pass:
             self._catch_up(gpu, stream)
         # First calls one by one: a worker that could not use an offer is given up until there is another offer.
         with gpu.settling if is_first else contextlib.nullcontext():
@@ -207,7 +232,7 @@ class GpuCalls:
                 with gpu.lock:
                     if self.is_closing:
                         raise NotConnected("the session is being closed; lz.connect() opens another")
-                    may_pass = request.timeout_s is None and not is_first and not gpu.is_behind()
+                    may_pass = may_pass and not is_first and not gpu.is_behind()
                     arenas = arenas_of(memory.refs)
                     place = self._lane_of(gpu, route, arenas) if may_pass else None
                     if place is not None:
@@ -219,9 +244,11 @@ class GpuCalls:
                         enqueued = sent = Sent(
                             self.outcomes, gpu, transport, request.op, route, memory.copies, start_ns
                         )
-                        sent.is_awaited, sent.arenas = is_first, arenas
+                        sent.is_awaited, sent.is_apart, sent.arenas = is_first, request.is_apart, arenas
                         point = self._send(request, sent, stream, memory.refs, hold)
                 placing.take_outputs(route.plan, arrays, address)
+                if sample is not None and isinstance(enqueued, Sent):
+                    complete(self._session.sampler, sample, enqueued, address, like.device, stream)
             finally:  # in the stream's order
                 placing.end()
             try:
@@ -245,7 +272,7 @@ class GpuCalls:
         return result if out is not None else give(like, result)
 
     def _remember(self, request: Request, enqueued: OnRing, like: Array, address: int, memory: Memory) -> None:
-        if like.kind == "dlpack" or not memory.is_in_place:
+        if like.kind in ("dlpack", "own") or not memory.is_in_place:
             return
         if self._repeats is not None:
             learn(self._repeats, like)

@@ -96,7 +96,7 @@ class Captures:
         like = next(array for array in arrays if array is not None)
         if gpu.memory.why_no_memops:
             raise CudaGraphUnsafe(f"{op}: streams cannot wait for words here: {gpu.memory.why_no_memops}")
-        if like.kind == "dlpack":
+        if like.kind in ("dlpack", "own"):
             raise CudaGraphUnsafe(f"{op}: graphs of arrays that are not torch's or CuPy's are not known")
         if not route.is_armed or not gpu.is_signed(route.slot):
             raise unsettled(op)

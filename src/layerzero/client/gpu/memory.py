@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import secrets
 import threading
 from typing import NamedTuple
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.ipc.cuda import driver, streams
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.cuda.memory import Arena, Block, InPlace, Pool
-from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.errors import CudaError, InvalidArgument
 
 
 class Place(NamedTuple):
@@ -78,6 +80,32 @@ def uuid_of(ordinal: int) -> str:
         if gpu.ordinal == ordinal:
             return gpu.uuid
     raise InvalidArgument(f"cuda:{ordinal} is not there; this process sees {len(gpus)} GPUs")
+
+
+def ordinal_of(name: str) -> int:
+    """The ordinal in this process of the GPU that is meant by "cuda", "cuda:1" or its UUID; CPU for "cpu".
+
+    Raises InvalidArgument for another name, and for a GPU that is not there.
+    """
+    if name == "cpu":
+        return CPU
+    found = _NAMES.fullmatch(name)
+    if found is None:
+        raise InvalidArgument(f"device {name!r:.80} is none; pass cpu, cuda, cuda:1 or the UUID of a GPU")
+    try:
+        gpus, why = driver.load().gpus(), ""
+    except (OSError, CudaError) as exc:
+        gpus, why = (), f" ({exc})"
+    ordinal = int(found["ordinal"] or 0)
+    for gpu in gpus:
+        if gpu.uuid == name or (gpu.ordinal == ordinal and not name.startswith("GPU-")):
+            return gpu.ordinal
+    there_are = ", ".join(f"cuda:{gpu.ordinal} ({gpu.uuid})" for gpu in gpus)
+    instead = f"cpu or one of {there_are}" if gpus else f"cpu: this process sees no NVIDIA GPU{why}"
+    raise InvalidArgument(f"{name} is not there; pass {instead}")
+
+
+_NAMES = re.compile(r"cuda(:(?P<ordinal>\d{1,4}))?|GPU-[\w-]{1,60}")
 
 
 @functools.cache

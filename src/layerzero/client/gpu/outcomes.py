@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layerzero.client.connection.call import Route, error_of
@@ -79,6 +79,7 @@ class Sent(Enqueued, Pending):
         Enqueued.__init__(self, outcomes, gpu, op, route, copies, start_ns)
         self.transport = transport
         self.is_awaited = False  # its caller raises its error
+        self.is_apart = False  # its caller looks for its error
         self.arenas: frozenset[int] = frozenset()
 
     def finish(self) -> None:
@@ -96,8 +97,9 @@ class Sent(Enqueued, Pending):
 class Outcomes:
     """Of one connection. Threads may share it."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, ask: Callable[..., Any]) -> None:
+        """`ask` puts a question to the broker."""
+        self._link, self._ask = link, ask
         self.failed: deque[Enqueued] = deque()
         self.late: dict[int, Enqueued] = {}
         self._kept: dict[int, Enqueued] = {}
@@ -132,6 +134,8 @@ class Outcomes:
     def note_failure(self, enqueued: Enqueued) -> None:
         """It is raised by the next call, which is waited for if it is on the same route."""
         enqueued.route.is_armed = False
+        if isinstance(enqueued, Sent) and enqueued.is_apart:
+            return
         if enqueued not in self.failed:  # a graph that is replayed fails each time
             self.failed.append(enqueued)
 
@@ -144,6 +148,17 @@ class Outcomes:
             error.args = (error.message,)
             error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
             raise error
+
+    def error_of(self, enqueued: Sent) -> LayerZeroError | None:
+        """Why a call failed that is done on the GPU; None for one that has not. Waits for the broker's answer, which
+        may come after that, and for what it has said since."""
+        self._link.wait(enqueued)
+        self._ask("ping")
+        if enqueued.error is not None or enqueued.header is None or enqueued.header.kind != _FAILED:
+            return enqueued.error
+        error, outcome = error_of(enqueued.body)
+        error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
+        return error
 
     def report_of(self, enqueued: Enqueued) -> SelectionReport:
         """As far as it is known: waits until a worker has taken it, not for the GPU. Raises the link's error."""

@@ -138,6 +138,9 @@ class Placing:
 
 def _dense_copy(array: Array, spec: TensorSpec) -> Array:
     made: Any
+    if array.kind == "own":
+        made = array.obj.dense()
+        return Array(array.kind, spec, made.address, made, made, device=array.device)
     made, address = new_like(array, spec)
     if array.kind == "torch":
         made.copy_(array.owner.detach() if array.requires_grad else array.owner)

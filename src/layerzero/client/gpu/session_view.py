@@ -8,6 +8,7 @@ from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.connection.routes import Routes
 from layerzero.client.gpu.outcomes import Enqueued
+from layerzero.client.gpu.samples import Sampler
 
 
 class SessionView(Protocol):
@@ -16,6 +17,10 @@ class SessionView(Protocol):
     last: Any
     arena_registry: ArenaRegistry
     routes: Routes
+
+    @property
+    def sampler(self) -> Sampler:
+        """What decides which calls are sampled."""
 
     def note(self, record: SelectionReport | Enqueued) -> None:
         """Make `record` the one of this thread's last call."""

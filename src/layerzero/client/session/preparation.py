@@ -53,7 +53,7 @@ def prepare(
                 refuse_overlapping(request.op, name, array.spec)
             specs.append(TensorSpec.contiguous(array.spec.dtype, array.spec.shape))
     bake = overlay.baked.get()
-    policy = overlay.current() if bake is None else bake(request, tuple(specs))
+    policy = overlay.current() if bake is None else bake(request, tuple(specs), "")
     if request.is_rigid:
         policy = overlay.on_top(policy, NO_MORE_COPIES)
     route = session.routes.find(link, request, tuple(specs), out, policy)

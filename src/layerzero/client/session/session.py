@@ -34,10 +34,9 @@ from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.record import Record, attempts_of, explanation, failure, report_of, waited
 from layerzero.client.connection.report import Attempt, Copy, SelectionReport
 from layerzero.client.connection.routes import Routes, route_message
-from layerzero.client.gpu.arrays import device_of
+from layerzero.client.gpu.arrays import device_of, gpu_name, named_device
 from layerzero.client.gpu.calls import GpuCalls
 from layerzero.client.gpu.fastpath import MISS
-from layerzero.client.gpu.memory import uuid_of
 from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.lanes import Lanes, Ticket
@@ -103,6 +102,11 @@ class Session:
         return self._link
 
     @property
+    def sampler(self) -> Shadow:
+        """What decides which calls on a GPU are sampled."""
+        return self.shadow
+
+    @property
     def is_alive(self) -> bool:
         """False once the broker is known to be gone or the session was closed."""
         return self._link.is_alive
@@ -148,7 +152,7 @@ class Session:
     def run(self, request: Request) -> Any:
         """Run one op and return its result. Raises what client/facade/ops.py documents."""
         start_ns = time.perf_counter_ns()
-        if self.link:  # of this very process
+        if self.link and not self.shadow.is_on:  # of this very process
             result = self.gpus.run_again(request, start_ns)
             if result is not MISS:
                 return result
@@ -187,6 +191,17 @@ class Session:
                 return result
             self._lanes.leave(submitted, lane, lease, end)
         return self.wait(self._start(submitted))
+
+    def run_apart(self, request: Request) -> tuple[Any, SelectionReport]:
+        """A call of a tool, waited for also on a GPU. Its result and report; there `kernel_us` is that of an earlier
+        run, 0 when none is new (GpuCalls.run_apart). Raises what the op raises."""
+        if self.link:  # of this very process
+            arrays, out = describe_all(request)
+        if device_of(request.op, arrays, out) != CPU:
+            return self.gpus.run_apart(request, arrays, out)
+        value, report = self.run(request), self.last_report()
+        assert report is not None
+        return value, report
 
     def submit(self, request: Request, prior: tuple[Attempt, ...] = ()) -> Submitted:
         """Send a call; `finish` takes its answer after `Link.wait`. `prior`: attempts that failed in this process."""
@@ -311,20 +326,21 @@ class Session:
         """Of this thread's last call, which was on a GPU."""
         self.last.record = record
 
-    def signature(self, request: Request) -> bytes:
-        """The encoded Route message of a call; a TensorSpec may stand for an array."""
+    def signature(self, request: Request, device: str | None = None) -> bytes:
+        """The encoded Route message of a call; a TensorSpec may stand for an array, which is on `device` then
+        (client/gpu/arrays.py: named_device)."""
         arrays = describe_args(request, takes_specs=True)
         specs = tuple(arg if array is None else array.spec for arg, array in zip(request.args, arrays, strict=True))
-        device = device_of(request.op, arrays, None)
+        found = named_device(request.op, arrays, device)
         plan = request.planner(*specs, **request.params)
-        return self.route_body(plan, request.backend, "" if device == CPU else uuid_of(device))
+        return self.route_body(plan, request.backend, gpu_name(found))
 
-    def explain(self, request: Request) -> SelectionReport:
-        """Which kernel would serve this call now, and why not the others. Runs nothing."""
-        return self.explain_route(request.op, self.signature(request))
+    def explain(self, request: Request, device: str | None = None) -> SelectionReport:
+        """Which kernel would serve this call now, and why not the others. Runs nothing. `device` as of `signature`."""
+        return self.explain_route(request.op, self.signature(request, device))
 
     def route_body(self, plan: Plan, backend: str | None, device: str = "") -> bytes:
-        """What the broker is told of a call with this plan, as policy is here and now."""
+        """What the broker is told of a call with this plan, as policy is here and now. `device`: UUID of a GPU."""
         return messages.encode(route_message(plan, backend, overlay.current(), device))
 
     def explain_route(self, op: str, body: bytes) -> SelectionReport:

@@ -1,11 +1,14 @@
 """Shadow checks: a sampled call runs once more on a reference backend, off the caller's path, and the two results are
-compared. The broker is told how far they were apart; broker/selection/shadow.py decides what follows.
+compared. The broker is told how far they were apart; broker/selection/shadow.py decides what follows. A call on a GPU
+is copied there, and run again there, in a stream of the thread's own; the two results are compared in host memory.
 
 The same samples serve background tuning: where policy gives time for it (`tune_budget`), the broker may ask to run one
 on a kernel that it knows little about, and notes the time.
 
 Both are off by default; policy turns them on (`shadow_rate`, `tune_budget`), and `Shadow.rate` goes before it. A call
-that is not sampled pays for one comparison of integers. Calls that run in this process are not sampled.
+that is not sampled pays for one comparison of integers; calls on a GPU take the way in Python as long as any are
+sampled, past the call cache. Calls that run in this process are not sampled, nor are those in the application's CUDA
+graphs, which are counted.
 """
 
 from __future__ import annotations
@@ -16,12 +19,16 @@ import queue
 import random
 import threading
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection.call import Sample
 from layerzero.client.connection.link import Pending
-from layerzero.client.connection.report import Copy
+from layerzero.client.connection.overlay import Scope, only
+from layerzero.client.connection.report import Copy, SelectionReport
+from layerzero.client.gpu.own_arrays import GpuArray
+from layerzero.client.gpu.samples import MAX_SAMPLE_BYTES, REASON, GpuSample
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import NO_ARENA, REF, Kind
@@ -34,21 +41,21 @@ if TYPE_CHECKING:
     from layerzero.client.session.session import Session
 
 NEVER = 1 << 63  # above any sequence number
-REFERENCES = ("torch", "onnx-reference")  # backends whose results count as right, the most trusted first
+REFERENCES = ("torch", "torch-cuda", "onnx-reference")  # backends whose results count as right, the most trusted first
 QUEUE = 4  # checks that wait; more are dropped, and counted
-MAX_SAMPLE_BYTES = 64 << 20  # of inputs and output of a call; larger ones are not sampled
 MAX_COMPARED = 1 << 16  # elements, evenly spread; others at each check
 MAX_OVERLAYS = 64  # whose rates are remembered
 TUNE_RATE = 1 / 32  # share of calls that are offered for background tuning, where policy gives time for it
 IDLE_S = 5.0  # the thread ends when nothing was sampled for so long
-REASON = "sampled shadow check"
+TUNED_RUNS = 8  # of a sample on a GPU at most: a worker tells the time of a run with a later one
 _Code = Literal["B", "H", "I", "Q"]
 _CODES: dict[int, _Code] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class Shadow:
     """A session's shadow checks. `counts` says what became of the samples: compared, beyond (their tolerance), tuned
-    (run for background tuning), dropped (the queue was full), too_large, no_reference, failed (`last_error` says why).
+    (run for background tuning), dropped (the queue was full), too_large, no_reference, failed (`last_error` says why);
+    of calls on a GPU also captured (into a CUDA graph of the application: not sampled) and no_memory (for copies).
     """
 
     def __init__(
@@ -61,7 +68,10 @@ class Shadow:
         self._session = session
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._queue: queue.Queue[tuple[Submitted, Sample]] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[Submitted, Sample] | GpuSample] = queue.Queue(QUEUE)
+        self._gpu_calls = 0
+        self._next_gpu_call = NEVER  # as next_seq, of calls on GPUs
+        self._has_stream = False  # the thread has one on a GPU, and stays: streams are not given back
         self._of_overlays: dict[str, float] = {}  # what policy says with each on top, where it is more than 0
         self._rate = self._tune_rate = 0.0  # the highest in force
         self.rate = rate
@@ -106,15 +116,47 @@ class Shadow:
         self._rate = self.own_rate if self.own_rate is not None else max(rates, default=0.0)
         self._tune_rate = tune_rate
         if before != (self._rate, tune_rate):
-            self.next_seq = 0 if self._rate or tune_rate else NEVER
+            self.next_seq = self._next_gpu_call = 0 if self._rate or tune_rate else NEVER
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any calls are sampled."""
+        return self.next_seq != NEVER
+
+    def draw_on_gpu(self, overlay: str) -> bool | None:
+        """Whether a call on a GPU that comes now is to be compared (True) or is for tuning alone (False); None: it is
+        not sampled. `overlay`: the caller's policy, as text."""
+        self._gpu_calls += 1
+        if self._gpu_calls < self._next_gpu_call:
+            return None
+        is_due, highest = self._next_gpu_call > 0, max(self._rate, self._tune_rate)
+        number = self._session.link.welcome.number
+        self._next_gpu_call = self._gpu_calls + gap(number, self._gpu_calls, highest)
+        is_checked = random.random() * highest < self._rate_of(overlay)
+        if not is_due or not (is_checked or self.tunes):
+            return None
+        if self._queue.full():  # before anything is copied
+            self.count("dropped")
+            return None
+        return is_checked
+
+    def count(self, what: str) -> None:
+        """Say what became of a sample."""
+        self.counts[what] += 1
+
+    def put(self, sample: GpuSample) -> None:
+        """Look at a call on a GPU once it is done."""
+        self._enqueue(sample)
+
+    def _rate_of(self, overlay: str) -> float:
+        return self.own_rate if self.own_rate is not None else self._of_overlays.get(overlay, 0.0)
 
     def take(self, submitted: Submitted, seq: int) -> Sample | None:
         """Copy the inputs of a call that was just sent, and settle which call is next. The caller waits for this."""
         # 0: the rate was just set. The first sample is a gap away, like all others.
         is_due, highest = self.next_seq > 0, max(self._rate, self._tune_rate)
         self.next_seq = seq + gap(submitted.link.welcome.number, seq, highest)
-        rate = self.own_rate if self.own_rate is not None else self._of_overlays.get(submitted.route.overlay, 0.0)
-        is_checked = random.random() * highest < rate
+        is_checked = random.random() * highest < self._rate_of(submitted.route.overlay)
         return self._copy(submitted, is_checked=is_checked) if is_due and (is_checked or self.tunes) else None
 
     def _copy(self, submitted: Submitted, *, is_checked: bool) -> Sample | None:
@@ -151,9 +193,12 @@ class Shadow:
         sample.kernel_id = decision.kernel_id
         if reference is not None:
             sample.reference, sample.backend = reference
+        self._enqueue((submitted, sample))
+
+    def _enqueue(self, sample: tuple[Submitted, Sample] | GpuSample) -> None:
         with self._lock:
             try:
-                self._queue.put_nowait((submitted, sample))
+                self._queue.put_nowait(sample)
             except queue.Full:
                 self.counts["dropped"] += 1
                 return
@@ -175,26 +220,33 @@ class Shadow:
     def _work(self) -> None:
         while True:
             try:
-                submitted, sample = self._queue.get(timeout=IDLE_S)
+                item = self._queue.get(timeout=IDLE_S)
             except queue.Empty:
                 with self._lock:
-                    if self._queue.empty():
+                    if self._queue.empty() and not (self._has_stream and self._session.is_alive):
                         self._thread = None
                         return
                 continue
             try:
-                if sample.backend:
-                    self._compare(submitted, sample)
-                if self.tunes:
-                    self._tune(submitted, sample)
+                if isinstance(item, tuple):
+                    self._look(*item)
+                else:
+                    self._has_stream = True
+                    self._look_on_gpu(item)
             except LayerZeroError as exc:  # the reference failed, or the broker is gone
                 self.counts["failed"] += 1
                 self.last_error = f"{exc.code}: {exc.message}"
-            del submitted, sample  # what they hold is freed now, not at the next sample
+            del item  # what it holds is freed now, not at the next sample
+
+    def _look(self, submitted: Submitted, sample: Sample) -> None:
+        if sample.backend:
+            self._compare(submitted, sample)
+        if self.tunes:
+            self._tune(submitted, sample)
 
     def _compare(self, submitted: Submitted, sample: Sample) -> None:
         spec = submitted.route.plan.outputs[0]
-        output = self._run(submitted, sample, sample.backend)
+        output = self._run(submitted, sample, sample.backend, sample.reference)
         error = compare(memoryview(sample.output), output, spec, self.counts["compared"])
         self.counts["compared"] += 1
         answer = self._session.ask(
@@ -204,19 +256,68 @@ class Shadow:
 
     def _tune(self, submitted: Submitted, sample: Sample) -> None:
         """Run the sample where the broker wants to learn the time; it notes that by itself."""
-        backend = self._session.ask("sample", route=submitted.route.body)["backend"]
-        if backend:
-            self._run(submitted, sample, str(backend))
+        answer = self._session.ask("sample", route=submitted.route.body)
+        if answer["backend"]:
+            self._run(submitted, sample, str(answer["backend"]), str(answer["kernel_id"]))
             self.counts["tuned"] += 1
 
-    def _run(self, submitted: Submitted, sample: Sample, backend: str) -> memoryview:
-        """The output of a sample on one backend, in memory of its own."""
+    def _look_on_gpu(self, sample: GpuSample) -> None:
+        """As `_look`, for a call whose answer and whose copies may not be there yet."""
+        sent = sample.sent
+        assert sent is not None
+        sent.gpu.wait_for(sent.point)
+        sample.settle()
+        if self._session.gpus.outcomes.error_of(sent) is not None or sent.header is None:
+            return  # it has failed, as its caller hears
+        header = sent.header
+        decision = sent.route.decisions[header.aux]
+        reference = self._reference(decision) if sample.is_checked else None
+        if sample.is_checked and reference is None:
+            self.counts["no_reference"] += 1
+        if reference is not None:
+            self._compare_on_gpu(sample, decision.kernel_id, *reference)
+        if self.tunes:
+            self._tune_on_gpu(sample)
+
+    def _compare_on_gpu(self, sample: GpuSample, kernel_id: str, reference: str, backend: str) -> None:
+        assert sample.output is not None
+        found, _ = self._run_on_gpu(sample, backend, reference)
+        rows = [memoryview(gather(memoryview(one.load()), one.spec)) for one in (sample.output, found)]
+        spec = TensorSpec.contiguous(found.spec.dtype, found.spec.shape)
+        error = compare(rows[0], rows[1], spec, self.counts["compared"])
+        self.counts["compared"] += 1
+        answer = self._session.ask(
+            "shadow", route=sample.route.body, kernel_id=kernel_id, reference=reference, error=error
+        )
+        self.counts["beyond"] += bool(answer["is_beyond"])
+
+    def _tune_on_gpu(self, sample: GpuSample) -> None:
+        """As `_tune`; several runs, until the worker has told a time."""
+        answer = self._session.ask("sample", route=sample.route.body, runs=TUNED_RUNS)
+        if not answer["backend"]:
+            return
+        for _ in range(TUNED_RUNS):
+            if self._run_on_gpu(sample, str(answer["backend"]), str(answer["kernel_id"]))[1].kernel_us:
+                break
+        self.counts["tuned"] += 1
+
+    def _run_on_gpu(self, sample: GpuSample, backend: str, kernel_id: str) -> tuple[GpuArray, SelectionReport]:
+        """The result of a sample on one kernel, and its report; nobody else hears of its failure."""
+        args = tuple(sample.inputs)
+        request = replace(sample.request, args=args, out=None, backend=backend, timeout_s=None)
+        with Scope(only(kernel_id)):
+            value, report = self._session.run_apart(request)
+        assert isinstance(value, GpuArray)
+        return value, report
+
+    def _run(self, submitted: Submitted, sample: Sample, backend: str, kernel_id: str) -> memoryview:
+        """The output of a sample on one kernel, in memory of its own."""
         plan, link = submitted.route.plan, submitted.link
         spec = plan.outputs[0]
         output, arena, place = arenas.pool.allocate(spec.span_bytes)
         number = self._session.arena_registry[arena]
         body = b"".join([*sample.refs, REF.pack(number, 0, place, spec.span_bytes)])
-        route = self._session.routes.define(link, (plan, backend), plan, backend)
+        route = self._session.routes.define(link, (plan, backend, kernel_id), plan, backend, only(kernel_id))
         pending = Pending(hold=(sample.blocks, output))
         link.submit(pending, lambda seq: wire.pack_execute(0, route.number, seq, body))
         link.wait(pending)

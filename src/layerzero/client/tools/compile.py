@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layerzero.client.arrays.recognition import describe
+from layerzero.client.arrays.recognition import CPU, describe
 from layerzero.client.connection import overlay
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.overlay import Overlay
@@ -78,11 +78,11 @@ class _Run:
         self._seen: Counter[Key] = Counter()
         self._lock = threading.Lock()  # asyncio.to_thread takes the context along
 
-    def overlay_for(self, request: Request, specs: tuple[TensorSpec | None, ...]) -> Overlay | None:
+    def overlay_for(self, request: Request, specs: tuple[TensorSpec | None, ...], gpu: str) -> Overlay | None:
         """What the call asks of selection: the caller's policy, and the baked kernel if the plan has the call."""
         current = overlay.current()
         try:
-            key = call_key(request.op, request.shape_specs(specs), request.params)
+            key = call_key(request.op, request.shape_specs(specs), request.params, gpu)
             chosen = self._kernels.get(key, ())
         except TypeError:  # an argument that cannot be hashed: the call's own checks name it
             return current
@@ -219,8 +219,9 @@ def arguments_key(value: Any) -> Key:
     if isinstance(value, (list, tuple)):
         return (type(value), *(arguments_key(item) for item in value))
     if isinstance(value, TensorSpec):
-        return bucket_key(value)
+        return (CPU, *bucket_key(value))
     try:
-        return bucket_key(describe(value).spec)
+        array = describe(value)
+        return (array.device, *bucket_key(array.spec))
     except LayerZeroError:
         return (type(value),)

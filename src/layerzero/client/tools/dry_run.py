@@ -8,6 +8,7 @@ from typing import Any
 
 from layerzero.client.connection.report import SelectionReport, html_of_text, time_text
 from layerzero.client.facade import default_session
+from layerzero.client.gpu.arrays import gpu_name
 from layerzero.client.planning.plans import Plan, plan_attention
 from layerzero.client.session.session import Session
 from layerzero.client.tools.trace import TracedCall, imagine
@@ -108,7 +109,8 @@ def dry_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PlanRepo
 
     The function itself does run: each lz call in it returns zeros of the right shape, dtype and kind, and its own
     effects, such as an append to a cache, take place. Calls are linked where one takes the memory that another has
-    returned; anything computed in between by other libraries parts them.
+    returned; anything computed in between by other libraries parts them. Calls on arrays of a GPU are planned for that
+    GPU; their zeros lie there, and take the room of the real results.
     Raises what the function raises, NotConnected, InvalidArgument.
     """
     session = default_session.session()
@@ -190,7 +192,7 @@ def find_attention(session: Session, calls: Sequence[TracedCall]) -> list[_Atten
             continue
         plan = _as_attention(calls[first].plan, calls[middle].plan, call.plan)
         if plan is not None:
-            found.append(_Attention((first, middle, last), session.route_body(plan, None)))
+            found.append(_Attention((first, middle, last), session.route_body(plan, None, gpu_name(call.device))))
     return found
 
 

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from layerzero.client.arrays.recognition import CPU
 from layerzero.client.connection.report import SelectionReport, html_of_text
 from layerzero.client.facade import api, default_session
+from layerzero.client.gpu.memory import ordinal_of
+from layerzero.client.tools.calls import DEFAULTS, Call, on_gpu
 from layerzero.client.tools.inputs import plain_inputs
-from layerzero.client.tools.tune import DEFAULTS, Call
-from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
+from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
+from layerzero.ipc.vocabulary.ops import OPS
 
 # The smallest file that every release of tokenizers reads.
 TOKENIZER = (
@@ -20,6 +23,7 @@ TOKENIZER = (
     b'"pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,'
     b'"model":{"type":"WordLevel","vocab":{"a":0,"[UNK]":1},"unk_token":"[UNK]"}}'
 )
+GPU_DTYPES = ("float16", "bfloat16", "float32")
 LOADING_S, POLL_S = 60.0, 0.1  # so long a library may take to be probed and loaded in this process
 
 
@@ -93,7 +97,8 @@ def readiness_check(
     Environments are built and probed, descriptors and policy valid, the dispatch table (where the policy names one) was
     made for this machine, measured times can be kept, memory headroom and graphs are as the policy asks.
     backends: which ones are needed; all that the policy allows if left out. starts_workers: run a small call on each,
-    in the isolation that the policy asks for. calls: what would serve them was run before (lz.warmup).
+    in the isolation that the policy asks for, on the device that it is for; what has to be compiled for it is compiled
+    first. calls: what would serve them was run before (lz.warmup).
     Raises InvalidArgument, NotConnected, BrokerLost.
     """
     names = None if backends is None else list(backends)
@@ -102,7 +107,8 @@ def readiness_check(
     if starts_workers:
         rows = {row["name"]: row for row in api.status()["backends"]}
         usable = [name for name in answer["backends"] if not rows[name]["unavailable"]]  # `checks` has why, of others
-        tried = {name: _try_backend(name, rows[name]["ops"], answer["isolation"][name]) for name in usable}
+        gpus = answer["gpus"]
+        tried = {name: _try_backend(name, rows[name]["ops"], answer["isolation"][name], gpus[name]) for name in usable}
         answer = default_session.session().ask(
             "readiness", backends=names
         )  # environments that nobody had used were probed
@@ -113,11 +119,15 @@ def readiness_check(
     return ReadinessReport(tuple(checks))
 
 
-def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
-    """It answers a small call, where the policy wants it to run."""
+def _try_backend(backend: str, served: Sequence[str], isolation: str, gpu: str) -> Check:
+    """It answers a small call, where the policy wants it to run. `gpu`: the UUID of the one that it is tried on."""
     name = f"worker {backend}"
     why = "it serves no op that could be tried"
-    for call in (call for op in served for call in small_calls(op)):
+    try:
+        device = ordinal_of(gpu or "cpu")
+    except InvalidArgument as exc:
+        return Check(name, False, f"this process cannot call it: {exc.message}", "unset CUDA_VISIBLE_DEVICES")
+    for call in (call for op in served for call in small_calls(op, device)):
         try:
             report = _run(call, backend, is_wanted_here=isolation == "in_process")
         except (BrokerLost, NotConnected):
@@ -129,6 +139,7 @@ def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
             return Check(name, False, why, str(exc.facts.get("repair") or f"lz logs {backend}"))
         is_here = report.worker_pid == os.getpid()
         where = "in this process" if is_here else f"in process {report.worker_pid}"
+        where += f" on {call.device} ({gpu})" if gpu else ""
         detail = f"{report.kernel_id} answered {where}; isolation: {isolation}"
         if isolation == "in_process" and not is_here:
             detail += "".join(f"; {note}" for note in report.notes)
@@ -137,8 +148,12 @@ def _try_backend(backend: str, served: Sequence[str], isolation: str) -> Check:
     return Check(name, False, why, f"lz explain, or avoid_sources: [{backend}] in the policy")
 
 
-def small_calls(op: str) -> tuple[Call, ...]:
-    """One for each way of calling it that a backend may insist on."""
+def small_calls(op: str, device: int = CPU) -> tuple[Call, ...]:
+    """One for each way of calling it that a backend may insist on; on a GPU, by its ordinal, in each dtype that kernels
+    there compute in."""
+    if device != CPU:
+        calls = DEFAULTS.get(op, ()) if OPS[op].inputs else ()
+        return tuple(on_gpu(call, device, dtype) for dtype in GPU_DTYPES for call in calls)
     if op == "tokenize":
         return (Call(op, {}, {"text": "a", "tokenizer": TOKENIZER}),)
     if op == "detokenize":
@@ -149,6 +164,10 @@ def small_calls(op: str) -> tuple[Call, ...]:
 def _run(call: Call, backend: str, *, is_wanted_here: bool) -> SelectionReport:
     """The report of the call. Where policy wants the backend in this process: of the first call that ran here, since
     workers answer while its library is probed and loaded; of one that did not when this process has refused it."""
+    if call.is_on_gpu:
+        call.compile([backend])  # its own time limit is far longer than a call's
+        arrays = plain_inputs(call.op, call.arrays, device=ordinal_of(call.device))
+        return api.run_apart(call.function, **arrays, **call.params, backend=backend)[1]
     arrays = plain_inputs(call.op, call.arrays)
     until_s = time.monotonic() + LOADING_S
     while True:

@@ -1,4 +1,4 @@
-"""lz.solve: measure calls on every backend that accepts them and write which kernel is best for which extents."""
+"""lz.solve: measure calls on every kernel that accepts them and write which kernel is best for which extents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from layerzero.client.connection.overlay import Overlay, Scope
 from layerzero.client.facade import api, default_session
-from layerzero.client.tools.tune import BUDGET_S, Call, Progress, calls_of, tune_calls
+from layerzero.client.tools.calls import Call, calls_of
+from layerzero.client.tools.tune import BUDGET_S, Progress, tune_calls
 from layerzero.client.tools.tune_report import TuneReport
 from layerzero.ipc.errors import ConfigError, InvalidArgument
 from layerzero.ipc.wording import counted
@@ -82,18 +83,20 @@ def solve(
     *args: Any,
     path: str | os.PathLike[str] | None = None,
     budget_s: float = BUDGET_S,
+    device: str | None = None,
     **kwargs: Any,
 ) -> SolveReport:
     """Measure calls and write a dispatch table: for each kind of call a decision tree over its extents (docs/solve.md).
 
     Arguments as of lz.tune; usually many calls: lz.solve([lz.Call.of("silu", x) for x in arrays_of_all_sizes]). Each is
-    run on every backend that accepts it, which compiles what has to be. path: file to write, default
+    run on every kernel that accepts it, which compiles what has to be. The table chooses for the sorts of devices that
+    the calls are on, and for no others; device: as of lz.tune. path: file to write, default
     dispatch_table.json in the store. The table is used where the policy's `dispatch_table` names it, on this machine
     and with these environments only. budget_s: seconds for all runs, on top of starts and compilations. Calls whose
     fastest kernel has not settled by then are in the table, and named last in the report.
     Raises InvalidArgument, ConfigError when the file cannot be written, NotConnected, BrokerLost.
     """
-    return solve_calls(calls_of(op, args, kwargs), path=path, budget_s=budget_s)
+    return solve_calls(calls_of(op, args, kwargs, device), path=path, budget_s=budget_s)
 
 
 def solve_calls(
@@ -114,7 +117,7 @@ def solve_calls(
         report = tune_calls(calls, budget_s=budget_s, on_progress=on_progress)
     measured = [
         {
-            "route": api.signature(call.function, **call.arrays, **call.params),
+            "route": call.signature(),
             "us": {k.kernel_id: k.kernel.median_us for k in tuned.kernels if k.kernel is not None},
         }
         for call, tuned in zip(calls, report.calls, strict=True)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layerzero.client.arrays.recognition import Array, describe
+from layerzero.client.arrays.recognition import CPU, Array, describe
 from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.connection import arena as arenas
 from layerzero.client.connection.call import Request, describe_args
 from layerzero.client.facade import running
+from layerzero.client.gpu.arrays import device_name, device_of, gpu_name, zeros_like
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument
@@ -33,11 +34,12 @@ class TracedCall:
     body: bytes
     sources: tuple[tuple[str, int], ...]
     is_pinned: bool
+    device: int  # the ordinal of a GPU, or CPU
 
     @property
     def label(self) -> str:
         shapes = ", ".join(str(spec) for spec in self.plan.inputs if spec is not None)
-        return f"{self.op}({shapes})"
+        return f"{self.op}({shapes})" + ("" if self.device == CPU else f" on {device_name(self.device)}")
 
 
 class Tracer:
@@ -62,15 +64,17 @@ class Tracer:
         if number >= MAX_CALLS:
             raise InvalidArgument(f"the function makes more than {MAX_CALLS} calls; plan its parts one by one")
         arrays = describe_args(request)
+        out = None if request.out is None else describe(request.out)
+        device = device_of(request.op, arrays, out)
         specs = request.shape_specs(tuple(None if array is None else self._spec(array) for array in arrays))
         plan = request.planner(*specs, **request.params)
-        if request.out is not None:
-            plan = plan_out(plan, describe(request.out).spec)
-        body = self._session.route_body(plan, request.backend)
+        if out is not None:
+            plan = plan_out(plan, out.spec)
+        body = self._session.route_body(plan, request.backend, gpu_name(device))
         found = [(name, self._source(array)) for name, array in zip(OPS[request.op].inputs, arrays, strict=True)]
         sources = tuple((name, source) for name, source in found if source is not None)
-        key = call_key(request.op, specs, request.params)
-        call = TracedCall(request.op, key, plan, body, sources, request.backend is not None)
+        key = call_key(request.op, specs, request.params, gpu_name(device))
+        call = TracedCall(request.op, key, plan, body, sources, request.backend is not None, device)
         value = self._execute(request, plan, arrays)
         self.calls.append(call)
         for result in value if isinstance(value, list) else [value]:
@@ -80,9 +84,11 @@ class Tracer:
         return value
 
     def _spec(self, array: Array) -> TensorSpec:
-        """As a session sees it: strides count where workers can reach the memory."""
+        """As a session sees it: strides count where workers can reach the memory, as they do on a GPU."""
         is_shared = not array.needs_copy and (
-            self._source(array) is not None or arenas.pool.find(array.address, array.spec.span_bytes) is not None
+            array.device != CPU
+            or self._source(array) is not None
+            or arenas.pool.find(array.address, array.spec.span_bytes) is not None
         )
         spec = array.spec
         return spec if is_shared or spec.is_contiguous else TensorSpec.contiguous(spec.dtype, spec.shape)
@@ -107,7 +113,7 @@ def imagine(
     session: Session, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[TracedCall]:
     """The calls that a function makes, none of them executed: each returns zeros of the right shape, dtype and kind,
-    in memory that is not there before something touches it."""
+    on the CPU in memory that is not there before something touches it."""
     tracer = Tracer(session, _zeros)
     tracer.run(function, args, kwargs)
     return tracer.calls
@@ -122,6 +128,8 @@ def _zeros(request: Request, plan: Plan, arrays: Sequence[Array | None]) -> Any:
         return None
     spec = plan.results[0]
     like = next(array for array in arrays if array is not None)
+    if like.device != CPU:
+        return zeros_like(like, spec)
     return wrap(_memory(spec.span_bytes), spec, like)[0]
 
 
@@ -129,10 +137,11 @@ def _memory(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
 
 
-def call_key(op: str, specs: Sequence[TensorSpec | None], params: Mapping[str, Any]) -> Key:
-    """Equal for calls of one bucket: extents rounded up to powers of two, as measured times are kept by the broker."""
+def call_key(op: str, specs: Sequence[TensorSpec | None], params: Mapping[str, Any], gpu: str) -> Key:
+    """Equal for calls of one bucket: extents rounded up to powers of two, as measured times are kept by the broker.
+    `gpu`: the UUID of the one that it runs on; "" for the CPU."""
     shapes = tuple(None if spec is None else bucket_key(spec) for spec in specs)
-    return (op, shapes, tuple((name, type(value), value) for name, value in params.items()))
+    return (op, gpu, shapes, tuple((name, type(value), value) for name, value in params.items()))
 
 
 def bucket_key(spec: TensorSpec) -> Key:

@@ -28,7 +28,8 @@ class Times:
 
 @dataclass(frozen=True)
 class TunedKernel:
-    """One candidate. `kernel` is its own time, `call` what the caller waited; None: see `note`.
+    """One candidate. `kernel` is its own time, on a GPU by the GPU's clock, `call` what the caller waited until the
+    result was there; None: see `note`.
 
     first_ms: the first call, a start of the worker included. is_stable: its median had settled.
     """
@@ -44,7 +45,7 @@ class TunedKernel:
 
 @dataclass(frozen=True)
 class TunedCall:
-    """One call, tried on every backend that accepts it. Kernel ids: `previous` was chosen before, `now` is after.
+    """One call, tried on every kernel that accepts it. Kernel ids: `previous` was chosen before, `now` is after.
 
     kernels: the fastest first, then those without times. note: why there are none.
     """

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerzero.client.connection.report import html_of_text, time_text
-from layerzero.client.facade import api
+from layerzero.client.tools.calls import Call, calls_of
 from layerzero.client.tools.compiling import in_line
-from layerzero.client.tools.inputs import random_inputs
-from layerzero.client.tools.tune import Call, calls_of
 from layerzero.ipc.errors import BrokerLost, LayerZeroError, NotConnected
 
 LIKELY = 2  # the chosen kernel, and the one that takes over when it fails
+MAX_RUNS = 80  # on a GPU, until a worker has told two times: it measures the first runs, and then each 32nd
 
 
 @dataclass(frozen=True)
 class Warmed:
     """One call on one kernel. `first_us`: what its first run cost the caller, start and compilation included;
-    `later_us`: the kernel's own time in the run after it. `error`: why there are none."""
+    `later_us`: the kernel's own time in a run after it, on a GPU by the GPU's clock. `error`: why there are none."""
 
     call: str
     kernel_id: str
@@ -50,8 +49,9 @@ class WarmupReport:
         lines = [f"{len(self.runs) - failed} of {len(self.runs)} runs warm in {self.elapsed_s:.1f} s"]
         for run in self.runs:
             result = run.error
-            if run.first_us is not None and run.later_us is not None:
-                result = f"first call {time_text(run.first_us)}, kernel then {time_text(run.later_us)}"
+            if run.first_us is not None:
+                then = "its time was not told" if run.later_us is None else time_text(run.later_us)
+                result = f"first call {time_text(run.first_us)}, kernel then {then}"
             lines.append(f"  {run.call} on {run.kernel_id or 'no kernel'}: {result}")
         return "\n".join(lines)
 
@@ -63,46 +63,49 @@ def warmup(
     op: str | Callable[..., Any] | Sequence[str | Callable[..., Any] | Call] | None = None,
     *args: Any,
     every: bool = False,
+    device: str | None = None,
     **kwargs: Any,
 ) -> WarmupReport:
-    """Run calls twice on the backend that would serve them and on the one that would take over; on all that accept
-    them with `every`. Kernels that compile are compiled for the call first.
+    """Run calls twice on the kernel that would serve them and on the one that would take over, which is another
+    backend's; on all that accept them with `every`. On a GPU they run until the kernel's time is known. Kernels that
+    compile are compiled for the call first.
 
     Arguments as of lz.tune: lz.warmup("matmul", a, b), lz.warmup(["matmul", "silu"]), or calls made by lz.Call.of.
-    The broker keeps the times. A backend that fails is a line of the report.
-    Raises InvalidArgument, NotConnected, BrokerLost.
+    The broker keeps the times. A backend that fails is a line of the report. It runs where the arrays are; device:
+    where those are for which specs stand, and typical ones ("cpu", "cuda", "cuda:1" or a GPU's UUID).
+    Raises InvalidArgument, EnvError without NumPy, OutOfMemory, NotConnected, BrokerLost.
     """
     began_s = time.monotonic()
     runs: list[Warmed] = []
-    for call in calls_of(op, args, kwargs):
+    for call in calls_of(op, args, kwargs, device):
         runs += _warm(call, every=every)
     return WarmupReport(tuple(runs), time.monotonic() - began_s)
 
 
 def _warm(call: Call, *, every: bool) -> list[Warmed]:
-    chosen: dict[str, str] = {}  # a call is pinned to a backend, which takes its best kernel
+    chosen: dict[str, str] = {}  # kernel -> backend
     for candidate in in_line(call.explain()):
-        if every or len(chosen) < LIKELY:
-            chosen.setdefault(candidate.backend, candidate.kernel_id)
-    call.compile(chosen)
+        if every or (len(chosen) < LIKELY and candidate.backend not in chosen.values()):
+            chosen[candidate.kernel_id] = candidate.backend
+    call.compile(chosen.values())
     if not chosen:
         return [Warmed(call.label, "", "", error="no kernel accepts it; lz explain says why")]
-    arguments = {**random_inputs(call.op, call.arrays, seed=0), **call.params}
-    return [_warm_on(call, arguments, kernel_id, backend) for backend, kernel_id in chosen.items()]
+    arguments = call.arguments()
+    return [_warm_on(call, arguments, kernel_id, backend) for kernel_id, backend in chosen.items()]
 
 
-def _warm_on(call: Call, arguments: dict[str, Any], kernel_id: str, backend: str) -> Warmed:
-    reports = []
-    for _ in range(2):
+def _warm_on(call: Call, arguments: Mapping[str, Any], kernel_id: str, backend: str) -> Warmed:
+    first_us, times = None, []  # of a run after the first there is a time, and on a GPU of a few later ones
+    for _ in range(MAX_RUNS if call.is_on_gpu else 2):
         try:
-            call.function(**arguments, backend=backend)
+            report = call.run_on(kernel_id, backend, arguments)
         except (BrokerLost, NotConnected):
             raise
         except LayerZeroError as exc:
             text = f"{exc.code}: {exc.message.partition(chr(10))[0]}"
             return Warmed(call.label, kernel_id, backend, error=text)
-        reports.append(api.last_report())
-    first, later = reports
-    assert first is not None, "a call that returned has a report"
-    assert later is not None, "likewise"
-    return Warmed(call.label, later.kernel_id or kernel_id, backend, first.elapsed_us, later.kernel_us)
+        first_us = report.elapsed_us if first_us is None else first_us
+        times += [report.kernel_us] if report.kernel_us or not call.is_on_gpu else []
+        if len(times) == 2:
+            break
+    return Warmed(call.label, kernel_id, backend, first_us, times[-1] if times else None)

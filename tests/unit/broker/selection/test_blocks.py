@@ -110,6 +110,18 @@ def test_a_copy_that_a_kernel_needs_is_paid_where_it_happens() -> None:
     assert alone.cost_us == 20.0 + COPY_US
 
 
+def test_a_copy_on_a_gpu_costs_what_it_takes_there() -> None:
+    """At a core's pace no kernel of a GPU that needs one was ever worth it."""
+    first, needy, other = (
+        verdict("a.k", 10.0),
+        verdict("b.k", 10.0, transforms=("contiguous x",)),
+        verdict("c.k", 12.0),
+    )
+    on_gpu = [replace(call, spec=replace(call.spec, device="GPU-1")) for call in (silu(first), silu(needy, other))]
+    assert kernels([silu(first), silu(needy, other)], [Link(0, 1, "x")]) == ["a.k", "c.k"]
+    assert kernels(on_gpu, [Link(0, 1, "x")]) == ["a.k", "b.k"]
+
+
 @pytest.mark.parametrize(
     ("produces", "requires"),
     [

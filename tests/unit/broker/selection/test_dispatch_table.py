@@ -19,7 +19,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 DEVICE = DeviceSpec(device_uuid="cpu-1", isa=("avx2", "fma"))
 CONDITIONS: dict[str, Any] = {
-    "hardware": Hardware.of(DEVICE),
+    "hardware": {"cpu": Hardware.of(DEVICE)},
     "capability_hashes": {"alpha": "a1", "beta": "b1"},
     "env_ids": {"alpha": "alpha-1", "beta": "beta-1"},
     "layerzero_version": "0.1.0",
@@ -27,13 +27,22 @@ CONDITIONS: dict[str, Any] = {
 HEADER = Header(created="2026-01-01T00:00:00+00:00", command="lz solve silu 8:float32 --out t.json", **CONDITIONS)
 
 
-def silu(*shape: int, dtype: str = "float32") -> SelectionContext:
+def on_cpu(**hardware: Any) -> dict[str, Any]:
+    return {"hardware": {"cpu": Hardware(**hardware)}}
+
+
+def gpu(name: str = "NVIDIA H200", uuid: str = "GPU-1", driver: str = "580") -> DeviceSpec:
+    return DeviceSpec("cuda", name, "nvidia", uuid, sm_version=90, driver_version=driver)
+
+
+def silu(*shape: int, dtype: str = "float32", device: DeviceSpec = DEVICE) -> SelectionContext:
     spec = TensorSpec.contiguous(dtype, shape)
-    return SelectionContext("silu", (spec,), (spec,), {}, DEVICE)
+    return SelectionContext("silu", (spec,), (spec,), {}, device)
 
 
 def measured(context: SelectionContext, us: Mapping[str, float]) -> Measurement:
-    return Measurement(tables.group_of(context), tables.features_of(context), us)
+    place = tables.place_of(context.device)
+    return Measurement(tables.group_of(context), tables.features_of(context), us, place)
 
 
 def load(text: str, **changes: Any) -> tables.DispatchTable:
@@ -68,7 +77,7 @@ def test_a_table_reads_back_as_it_was_written(points: dict[tuple[int, int], dict
 def test_neighbouring_buckets_with_the_same_winner_are_one(points: dict[tuple[int, int], dict[str, float]]) -> None:
     """A split that decides nothing costs time and hides what matters."""
     table = tables.build((measured(silu(*shape), us) for shape, us in points.items()), HEADER)
-    for group in table.groups.values():
+    for group in table.trees:
         for number, node in enumerate(group.nodes):
             if isinstance(node, Split):
                 pair = group.nodes[number + 1], group.nodes[node.otherwise]
@@ -137,15 +146,18 @@ def test_other_layouts_and_attributes_are_other_calls() -> None:
         HEADER,
     )
     assert [table.lookup(context) for context in contexts] == ["k0", "k1", "k2"]
-    assert (len(table.groups), table.buckets) == (3, 3)
+    assert (len(table.trees), table.buckets) == (3, 3)
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"hardware": Hardware(device_uuid="cpu-2", isa=("avx2", "fma"))}, "device_uuid: table cpu-1, here cpu-2"),
-        ({"hardware": Hardware(device_uuid="cpu-1", isa=("avx2",))}, r"isa: table avx2\+fma, here avx2"),
-        ({"hardware": Hardware(device_uuid="cpu-1", isa=("avx2", "fma"), sm=90)}, "sm: table none, here 90"),
+        (
+            {"hardware": {"cpu": Hardware(device_uuid="cpu-2", isa=("avx2", "fma"))}},
+            "device_uuid: table cpu-1, here cpu-2",
+        ),
+        (on_cpu(device_uuid="cpu-1", isa=("avx2",)), r"isa: table avx2\+fma, here avx2"),
+        (on_cpu(device_uuid="cpu-1", isa=("avx2", "fma"), sm=90), "sm: table none, here 90"),
         ({"capability_hashes": {"alpha": "a1", "beta": "b2"}}, "descriptor of beta: table b1, here b2"),
         ({"env_ids": {"beta": "beta-1"}}, "environment of alpha: table alpha-1, here none"),
         ({"layerzero_version": "0.2.0"}, r"layerzero version: table 0\.1\.0, here 0\.2\.0"),
@@ -167,7 +179,7 @@ def test_a_backend_that_came_later_does_not_void_a_table() -> None:
 def resign(change: Mapping[str, Any]) -> str:
     """A file with changed content and a checksum that fits it."""
     content = json.loads(TEXT)
-    group = next(iter(content["groups"].values()))
+    group = next(iter(content["groups"]["cpu"].values()))
     group.update(change)
     del content["checksum"]
     return json.dumps({**content, "checksum": tables._checksum(content)})
@@ -209,3 +221,67 @@ def test_of_a_call_measured_twice_the_less_disturbed_time_counts() -> None:
         [measured(silu(8), {"a.k": 9.0, "b.k": 5.0}), measured(silu(8), {"a.k": 3.0, "b.k": 6.0})], HEADER
     )
     assert table.lookup(silu(8)) == "a.k"
+
+
+def test_each_sort_of_device_has_calls_of_its_own() -> None:
+    """GPUs of one name are alike; of a device that was not measured the table says nothing."""
+    devices = (DEVICE, gpu())
+    header = HEADER.model_copy(update={"hardware": tables.hardware_of(devices)})
+    points = [measured(silu(8, 8, device=device), {f"{device.device_type}.k": 1.0}) for device in devices]
+    table = tables.build(points, header)
+    assert load(table.save(), hardware=tables.hardware_of(devices)) == table
+    assert table.lookup(silu(8, 8)) == "cpu.k"
+    assert table.lookup(silu(8, 8, device=gpu(uuid="GPU-2"))) == "cuda.k"
+    assert (len(table.trees), table.buckets) == (2, 2)
+    for device, covers in ((DEVICE, True), (gpu(uuid="GPU-2"), True), (gpu("NVIDIA A100"), False)):
+        assert table.covers(device) == covers
+    assert table.lookup(silu(8, 8, device=gpu("NVIDIA A100"))) is None
+
+
+@pytest.mark.parametrize(
+    ("here", "line"),
+    [
+        ((DEVICE,), "devices: table cuda NVIDIA H200 sm_90, here cpu"),
+        ((DEVICE, gpu("NVIDIA A100")), "devices: table cuda NVIDIA H200 sm_90, here cpu, cuda NVIDIA A100 sm_90"),
+        ((DEVICE, gpu(driver="590")), "cuda NVIDIA H200 sm_90: driver: table 580, here 590"),
+    ],
+)
+def test_a_table_of_a_gpu_is_refused_where_there_is_none_such(here: tuple[DeviceSpec, ...], line: str) -> None:
+    """Its choices were the reason to name it: without a word they would be gone."""
+    header = HEADER.model_copy(update={"hardware": tables.hardware_of([gpu()])})
+    text = tables.build([measured(silu(8, device=gpu()), {"a": 1.0})], header).save()
+    with pytest.raises(ConfigError) as caught:
+        load(text, hardware=tables.hardware_of(here))
+    assert f"\n  {line}\n" in str(caught.value)
+
+
+def first_version(text: str) -> str:
+    """The same table as version 0.1 wrote it: of the CPU, and nothing else."""
+    content = json.loads(text)
+    [hardware] = content["header"]["hardware"].values()
+    [groups] = content["groups"].values()
+    del content["checksum"], hardware["device_name"]
+    content |= {"schema_version": "1.0", "groups": groups, "header": {**content["header"], "hardware": hardware}}
+    return json.dumps({**content, "checksum": tables._checksum(content)})
+
+
+def test_a_file_of_the_first_version_is_read() -> None:
+    """It was measured with care, and nothing in it is wrong."""
+    old = first_version(TEXT)
+    assert load(old) == load(TEXT)
+    assert not load(old).covers(gpu())
+    with pytest.raises(ConfigError, match="device_uuid: table cpu-1, here cpu-2"):
+        load(old, hardware={"cpu": Hardware(device_uuid="cpu-2", isa=("avx2", "fma"))})
+    with pytest.raises(ConfigError, match="changed or damaged"):
+        load(old.replace("2026", "2027"))
+    with pytest.raises(ConfigError, match="not a dispatch table"):
+        load(old.replace('"1.0"', '"3.0"'))
+
+
+def test_calls_and_hardware_of_a_file_belong_together() -> None:
+    """Calls of a device without its driver would hold whatever the driver is."""
+    content = json.loads(TEXT)
+    content["groups"]["cuda X sm_90"] = content["groups"]["cpu"]
+    del content["checksum"]
+    with pytest.raises(ConfigError, match="hardware without calls, or calls without hardware"):
+        tables.parse(json.dumps({**content, "checksum": tables._checksum(content)}), "t.json")

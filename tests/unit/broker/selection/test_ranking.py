@@ -267,12 +267,20 @@ def test_a_table_beats_measured_times_and_plan_mode_refuses_what_it_does_not_cov
         def lookup(self, context: SelectionContext) -> str | None:
             return "gamma.silu" if context.dtype == "float32" else None
 
+        def covers(self, device: DeviceSpec) -> bool:
+            return is_covered
+
+    is_covered = True
     one = engine(policy=Policy.of(Layer("test", {"plan_mode": True})))
     one.set_table(Table())
     measured(one, alpha=1.0, gamma=900.0)
     assert order(one)[0] == "gamma"
     verdicts = ranked(one, route_body(dtype="float64"))
     assert {r.code for v in verdicts for r in v.reasons} == {Reason.PLAN_BUCKET_MISS}
+    is_covered = False  # a device that was not measured is left to the ranking
+    one.set_table(Table())
+    assert all(v.is_accepted for v in ranked(one, route_body(dtype="float64")))
+    assert order(one)[0] == "alpha"
 
 
 extents = st.integers(0, 40)

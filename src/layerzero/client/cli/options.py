@@ -1,0 +1,43 @@
+"""Options and arguments that several commands of `lz` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+JSON = "layerzero.json"  # key in the context: the failing command was asked for JSON
+
+
+def _note_json(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[JSON] = value
+    return value
+
+
+Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON.")]
+Op = Annotated[str, typer.Argument(metavar="OP", help="attention, matmul, linear, softmax, silu, tokenize, ...")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="ARG...", help="SHAPE:DTYPE of each array, such as 1x8x128x64:float16, or none; tokenize: texts."
+    ),
+]
+Params = Annotated[
+    list[str] | None,
+    typer.Option("--param", "-p", metavar="NAME=VALUE", help="A parameter of the op, value in JSON; may be repeated."),
+]
+Keys = Annotated[
+    Path | None, typer.Option("--keys", metavar="DIR", help="Folder of keys; default LAYERZERO_KEYS.", file_okay=False)
+]
+Backend = Annotated[str | None, typer.Option("--backend", "-b", metavar="NAME", help="Allow this backend only.")]
+All = Annotated[bool, typer.Option("--all", help="Show every kernel, with all reasons and parts of its score.")]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", exists=True, dir_okay=False, help="tokenizer.json, for tokenize and detokenize."),
+]
+_DEVICE = "Where the made-up arrays are: cpu (the default), cuda, cuda:1 or the UUID of a GPU"
+Device = Annotated[str | None, typer.Option("--device", "-d", metavar="NAME", help=f"{_DEVICE}.")]
+Devices = Annotated[
+    list[str] | None, typer.Option("--device", "-d", metavar="NAME", help=f"{_DEVICE}; may be repeated.")
+]
