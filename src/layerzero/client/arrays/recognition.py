@@ -184,7 +184,8 @@ def _refuse_torch(tensor: Any) -> InvalidArgument:
         )
     return InvalidArgument(
         f"torch tensor of type {type(tensor).__name__} has no memory of its own (a wrapper of torch.func or vmap, a "
-        "fake tensor, or freed storage); allowed: plain tensors; call LayerZero outside of the transformation"
+        "fake tensor, or freed storage); allowed: plain tensors; call LayerZero outside of the transformation, or "
+        "import layerzero.torch and call torch.ops.layerzero there"
     )
 
 
