@@ -146,11 +146,6 @@ def embedding(
                 f"embedding: padding_idx is {padding_idx}; allowed: {-rows} to {rows - 1}; pass a row of weight"
             )
         row = padding_idx + rows if padding_idx < 0 else padding_idx
-    if sparse and scale_grad_by_freq:
-        raise lz.InvalidArgument(
-            "embedding: sparse and scale_grad_by_freq are both given; allowed: one of them; drop one, as torch has "
-            "no such gradient"
-        )
     if max_norm is not None:
         with torch.no_grad():
             torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import layerzero as lz
+
 aten = torch.ops.aten
 
 
@@ -154,6 +156,11 @@ def embedding(grad: Tensor, call: Call) -> Gradients:
     """torch's own: each row's gradients added up."""
     rows, padding, by_count = call.shape["weight"][0], call["padding_idx"], call["scale_grad_by_freq"]
     if call["sparse"]:
+        if by_count:
+            raise lz.InvalidArgument(
+                "layerzero::embedding: sparse and scale_grad_by_freq are both given; allowed for gradients: one of "
+                "them; drop one"
+            )
         return {"weight": aten.embedding_backward(grad, call["input"], rows, padding, by_count, True)}
     return {"weight": aten.embedding_dense_backward(grad, call["input"], rows, padding, by_count)}
 

@@ -26,9 +26,8 @@ LIBRARY = Library("layerzero", "FRAGMENT")  # the ops live as long as this does
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
-def register(entry: OpEntry) -> None:
-    """Define the op, in its functional and its `out` form."""
-    call = getattr(lz, entry.name)
+def register(entry: OpEntry, call: Callable[..., Any]) -> None:
+    """Define the op, in its functional and its `out` form, by which `call` is reached."""
     compliant = torch.Tag.pt2_compliant_tag
     LIBRARY.define(entry.schema, tags=(compliant,))
     if not entry.mutates:
@@ -272,4 +271,4 @@ def _autocast(entry: OpEntry, op: Any, device_type: str, key: DispatchKey) -> Ca
 
 
 for _entry in TABLE.values():
-    register(_entry)
+    register(_entry, getattr(lz, _entry.name))

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-import layerzero as lz
 from layerzero.client.connection.call import Request
 from layerzero.client.facade import running
 from layerzero.torch.table import TABLE
 
 
 def traced(request: Request) -> Any:
-    """The op of torch for a request. Raises InvalidArgument for ops that torch does not have of us."""
+    """The op of torch for a request. Raises NotImplementedError, which torch can trace, where it has none of us."""
     if request.op not in TABLE:
-        raise lz.InvalidArgument(f"lz.{request.op} cannot be traced; call it outside of the compiled function")
+        raise NotImplementedError(f"lz.{request.op} cannot be traced; call it outside of the compiled function")
     packet = getattr(torch.ops.layerzero, request.op)
     options = {**request.params, "backend": request.backend, "timeout_s": request.timeout_s}
     if request.op in ("layer_norm", "rms_norm"):
