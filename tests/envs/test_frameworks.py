@@ -38,11 +38,13 @@ def test_client_units_with_every_framework(python: Path) -> None:
     run_pytest(python, "tests/unit/client", "--ignore=tests/unit/client/cli")
 
 
-def test_framework_applications_share_a_broker(python: Path) -> None:
+@pytest.mark.timeout(1800)  # those of torch compile C++
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "tests/frameworks").glob("test_*.py")))
+def test_framework_applications_share_a_broker(python: Path, file: str) -> None:
     """Another interpreter's broker serves an application that has frameworks of its own."""
     with tempfile.TemporaryDirectory(prefix="lz-") as runtime:
         lz.connect(runtime_dir=runtime)
         try:
-            run_pytest(python, "tests/frameworks", LZ_TEST_FRAMEWORKS="1", LAYERZERO_RUNTIME_DIR=runtime)
+            run_pytest(python, f"tests/frameworks/{file}", LZ_TEST_FRAMEWORKS="1", LAYERZERO_RUNTIME_DIR=runtime)
         finally:
             lz.disconnect()

@@ -189,7 +189,8 @@ def _refuse_torch(tensor: Any) -> InvalidArgument:
         )
     return InvalidArgument(
         f"torch tensor of type {type(tensor).__name__} has no memory of its own (a wrapper of torch.func or vmap, a "
-        "fake tensor, or freed storage); allowed: plain tensors; call LayerZero outside of the transformation"
+        "fake tensor, or freed storage); allowed: plain tensors; call LayerZero outside of the transformation, or "
+        "import layerzero.torch and call torch.ops.layerzero there"
     )
 
 
@@ -198,7 +199,8 @@ def _describe_torch_subclass(tensor: Any) -> Array:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise InvalidArgument(
             f"torch tensor of type {type(tensor).__name__} wraps other tensors; allowed: plain tensors and subclasses "
-            "without __torch_dispatch__; pass the tensor inside (.full_tensor(), .dequantize() or the like)"
+            "without __torch_dispatch__; pass the tensor inside (.full_tensor(), .dequantize() or the like), or, "
+            "where torch traces a program, import layerzero.torch and call torch.ops.layerzero"
         )
     with torch._C.DisableTorchFunctionSubclass():
         array = _describe_torch(tensor.as_subclass(torch.Tensor))

@@ -312,7 +312,7 @@ def refuse_gradients(op: str, arrays: Sequence[Array | None]) -> None:
         if array is not None and array.requires_grad and sys.modules["torch"].is_grad_enabled():
             raise InvalidArgument(
                 f"{op}: {name} requires gradients, and kernels here are forward only; call under torch.no_grad(), "
-                f"or pass {name}.detach()"
+                f"pass {name}.detach(), or import layerzero.torch and call torch.ops.layerzero.{op}"
             )
 
 

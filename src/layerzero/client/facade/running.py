@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from layerzero.client.connection.call import Request, Submitted
 from layerzero.client.connection.record import Record
@@ -27,7 +27,20 @@ tracer: ContextVar[Callable[[Request], Any] | None] = ContextVar("tracer", defau
 """Takes what lz.submit would send, and answers it: client/tools/trace.py sets it."""
 
 
+class Tracing(NamedTuple):
+    """Whether a framework is tracing a program just now, and what it is given in place of a call."""
+
+    is_on: Callable[[], bool]
+    trace: Callable[[Request], Any]
+
+
+tracing: Tracing | None = None
+"""layerzero.torch sets it when it is imported."""
+
+
 def perform(request: Request) -> ResultT:  # type: ignore[type-var]  # the caller knows what its op gives
+    if tracing is not None and tracing.is_on():
+        return tracing.trace(request)  # type: ignore[no-any-return]
     handle = handler.get()
     result: ResultT = handle(request) if handle is not None else session().run(request)
     return result

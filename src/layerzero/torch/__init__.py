@@ -1,0 +1,40 @@
+"""Our ops as ops of torch: `torch.ops.layerzero`, with gradients, for torch.compile and torch.export. Importing this
+defines the ops, and makes `lz.silu(x)` and its like traceable.
+
+    import layerzero as lz
+    import layerzero.torch
+    y = layerzero.torch.silu(x)
+"""
+
+from __future__ import annotations
+
+from layerzero.torch import tracing as _tracing
+from layerzero.torch.functional import (
+    embedding,
+    gelu,
+    layer_norm,
+    linear,
+    matmul,
+    rms_norm,
+    rope,
+    scaled_dot_product_attention,
+    silu,
+    softmax,
+    swiglu,
+)
+
+_tracing.install()
+
+__all__ = [
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "matmul",
+    "rms_norm",
+    "rope",
+    "scaled_dot_product_attention",
+    "silu",
+    "softmax",
+    "swiglu",
+]

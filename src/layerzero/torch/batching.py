@@ -1,0 +1,225 @@
+"""Batch rules: what torch.func.vmap makes of each op. One call for all samples, or an error that says why not.
+
+A rule takes vmap's info, for each argument of the op the dimension that is mapped over (None where it is not), and the
+arguments, of which tensors have that dimension. It returns the result and where its mapped dimension is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+
+Rule = Callable[..., tuple[Tensor, int]]
+Dims = Sequence[int | None]
+ops = torch.ops.layerzero
+
+
+def silu(info: Any, dims: Dims, input: Tensor, **options: Any) -> tuple[Tensor, int]:
+    """Element by element: the mapped dimension is one like the others."""
+    return ops.silu(_front(input, dims[0]), **options), 0
+
+
+def gelu(info: Any, dims: Dims, input: Tensor, approximate: str = "none", **options: Any) -> tuple[Tensor, int]:
+    """As silu."""
+    return ops.gelu(_front(input, dims[0]), approximate, **options), 0
+
+
+def swiglu(info: Any, dims: Dims, gate: Tensor, up: Tensor, **options: Any) -> tuple[Tensor, int]:
+    """As silu; what is not mapped is expanded, which copies nothing here."""
+    size = info.batch_size
+    return ops.swiglu(_mapped(gate, dims[0], size), _mapped(up, dims[1], size), **options), 0
+
+
+def softmax(info: Any, dims: Dims, input: Tensor, dim: int, **options: Any) -> tuple[Tensor, int]:
+    """Over the same dimension of each sample."""
+    x = _front(input, dims[0])
+    if x.dim() == 1:  # samples are scalars
+        return ops.softmax(x.unsqueeze(-1), -1 if dim in (0, -1) else dim + 1, **options).squeeze(-1), 0
+    return ops.softmax(x, dim if dim < 0 else dim + 1, **options), 0
+
+
+def layer_norm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """Weights of each sample are multiplied after the op."""
+    dims = (*dims, None, None, None, None)
+    x = _mapped(input, dims[0], info.batch_size)
+    if dims[2] is None and dims[3] is None:
+        return ops.layer_norm(x, normalized_shape, weight, bias, eps, **options), 0
+    result = ops.layer_norm(x, normalized_shape, None, None, eps, **options)
+    if weight is not None:
+        result = result * _beside(weight, dims[2], x)
+    if bias is not None:
+        result = result + _beside(bias, dims[3], x)
+    return result, 0
+
+
+def rms_norm(
+    info: Any,
+    dims: Dims,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """As layer_norm."""
+    dims = (*dims, None, None)
+    x = _mapped(input, dims[0], info.batch_size)
+    if weight is None or dims[2] is None:
+        return ops.rms_norm(x, normalized_shape, weight, eps, **options), 0
+    return ops.rms_norm(x, normalized_shape, None, eps, **options) * _beside(weight, dims[2], x), 0
+
+
+def matmul(info: Any, dims: Dims, a: Tensor, b: Tensor, **options: Any) -> tuple[Tensor, int]:
+    """The mapped dimension is the first of the leading ones."""
+    a, b = _front(a, dims[0]), _front(b, dims[1])
+    ndim_a, ndim_b = a.dim() - (dims[0] is not None), b.dim() - (dims[1] is not None)
+    if ndim_a == 1:
+        a = a.unsqueeze(-2)
+    if ndim_b == 1:
+        b = b.unsqueeze(-1)
+    ndim = max(ndim_a, ndim_b, 2)
+    a = a if dims[0] is None else _padded(a, ndim + 1)
+    b = b if dims[1] is None else _padded(b, ndim + 1)
+    result = ops.matmul(a, b, **options)
+    if ndim_b == 1:
+        result = result.squeeze(-1)
+    if ndim_a == 1:
+        result = result.squeeze(-1 if ndim_b == 1 else -2)
+    return result, 0
+
+
+def linear(
+    info: Any, dims: Dims, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> tuple[Tensor, int]:
+    """Weights of each sample make it a matmul of batches."""
+    dims = (*dims, None)
+    x = _mapped(input, dims[0], info.batch_size)
+    if dims[1] is None and dims[2] is None:
+        return ops.linear(x, weight, bias, **options), 0
+    w = _mapped(weight, dims[1], info.batch_size)
+    is_vector = w.dim() == 2
+    w = w.unsqueeze(1) if is_vector else w
+    rows = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+    result = ops.matmul(rows, w.mT, **options)
+    if bias is not None:
+        given = _mapped(bias, dims[2], info.batch_size)
+        result = result + (given.unsqueeze(1) if is_vector else given).unsqueeze(1)
+    result = result.reshape((*x.shape[:-1], w.shape[1]))
+    return (result.squeeze(-1) if is_vector else result), 0
+
+
+def rope(
+    info: Any, dims: Dims, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **options: Any
+) -> tuple[Tensor, int]:
+    """Samples become the batch; with one of their own they are flattened into it."""
+    x = _mapped(x, dims[0], info.batch_size)
+    shape = x.shape
+    tables = []
+    for table, dim in ((cos, dims[1]), (sin, dims[2])):
+        own = _mapped(table, dim, info.batch_size)
+        if x.dim() == 5:
+            own = own.unsqueeze(1) if own.dim() == 3 else own
+            own = own.expand(shape[0], shape[1], *own.shape[2:]).flatten(0, 1)
+        tables.append(own)
+    flat = x.flatten(0, 1) if x.dim() == 5 else x
+    return ops.rope(flat, *tables, interleaved=interleaved, **options).reshape(shape), 0
+
+
+def embedding(info: Any, dims: Dims, input: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, int]:
+    """Ids of each sample; a table for each sample is refused."""
+    if dims[1] is not None:
+        raise lz.InvalidArgument(
+            "layerzero::embedding under vmap: weight is mapped over; allowed: one weight for all samples; index it by "
+            "hand: weight[ids]"
+        )
+    return ops.embedding(_front(input, dims[0]), weight, **options), 0
+
+
+def quantize(info: Any, dims: Dims, x: Tensor, scale: Tensor, **options: Any) -> tuple[Tensor, int]:
+    """Scales of each sample, or the same for all."""
+    return ops.quantize(*_scaled(info, dims, x, scale), **options), 0
+
+
+def dequantize(info: Any, dims: Dims, x: Tensor, scale: Tensor, **options: Any) -> tuple[Tensor, int]:
+    """As quantize."""
+    return ops.dequantize(*_scaled(info, dims, x, scale), **options), 0
+
+
+def attention(
+    info: Any,
+    dims: Dims,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    """Samples are flattened into the batch."""
+    dims = (*dims, None)
+    size = info.batch_size
+    q5, k5, v5 = (_padded(_mapped(t, dim, size), 5) for t, dim in ((q, dims[0]), (k, dims[1]), (v, dims[2])))
+    ndim = q.dim() - (dims[0] is not None)
+    mask = None
+    if attn_mask is not None:
+        mask = _padded(_mapped(attn_mask, dims[3], size), 5)
+        mask = mask.expand(size, q5.shape[1], *mask.shape[2:]).flatten(0, 1)
+    flat = (tensor.flatten(0, 1) for tensor in (q5, k5, v5))
+    result = ops.attention(*flat, mask, *args, **options).unflatten(0, q5.shape[:2])
+    for _ in range(4 - ndim):
+        result = result.squeeze(1)
+    return result, 0
+
+
+def refused(name: str) -> Rule:
+    """The rule of an op that has none."""
+
+    def rule(info: Any, dims: Dims, *args: Any, **options: Any) -> tuple[Tensor, int]:
+        raise lz.InvalidArgument(
+            f"layerzero::{name} has no batch rule for torch.func.vmap; call it outside of vmap, its arguments have a "
+            "dimension for sequences"
+        )
+
+    return rule
+
+
+def _front(tensor: Tensor, dim: int | None) -> Tensor:
+    return tensor if dim is None else tensor.movedim(dim, 0)
+
+
+def _mapped(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """With the mapped dimension in front, expanded where there is none."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _padded(tensor: Tensor, ndim: int) -> Tensor:
+    """With extents of 1 behind the mapped dimension, up to `ndim` dimensions."""
+    while tensor.dim() < ndim:
+        tensor = tensor.unsqueeze(1)
+    return tensor
+
+
+def _beside(param: Tensor, dim: int | None, x: Tensor) -> Tensor:
+    """A parameter of each sample, so that it broadcasts with samples."""
+    return param if dim is None else _padded(param.movedim(dim, 0), x.dim())
+
+
+def _scaled(info: Any, dims: Dims, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    x = _mapped(x, dims[0], info.batch_size)
+    if dims[1] is None:
+        return x, scale if scale.numel() == 1 else _padded(scale.unsqueeze(0), x.dim())
+    return x, _padded(scale.movedim(dims[1], 0), x.dim())

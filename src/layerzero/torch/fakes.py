@@ -1,0 +1,236 @@
+"""Fake functions: dtype, shape and strides of each op's result, for whoever traces a program; nothing is computed.
+
+Each has the op's signature. Sizes may be symbolic, so these are not the client's own checks (client/planning), which
+compare and hash sizes; tests/frameworks/test_torch_ops.py holds both against each other. What these refuse is what
+would make the shape of a result wrong; all else is refused by the call itself. Results are row-major, as the client
+makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+
+Fake = Callable[..., Any]
+
+
+def silu(input: Tensor, **_: Any) -> Tensor:
+    """As `input`."""
+    return input.new_empty(input.shape)
+
+
+def gelu(input: Tensor, approximate: str = "none", **_: Any) -> Tensor:
+    """As `input`."""
+    return input.new_empty(input.shape)
+
+
+def swiglu(gate: Tensor, up: Tensor, **_: Any) -> Tensor:
+    """As `gate`; equal shapes."""
+    _same("swiglu", gate=gate, up=up)
+    _need(gate.dim() == up.dim(), lambda: _shapes("swiglu", "equal shapes", gate=gate, up=up))
+    for one, other in zip(gate.shape, up.shape, strict=True):
+        _need(one == other, lambda: _shapes("swiglu", "equal shapes", gate=gate, up=up))
+    return gate.new_empty(gate.shape)
+
+
+def softmax(input: Tensor, dim: int, **_: Any) -> Tensor:
+    """As `input`."""
+    ndim = max(input.dim(), 1)
+    _need(-ndim <= dim < ndim, lambda: f"softmax: dim is {dim}; allowed: {-ndim} to {ndim - 1}; pass one of them")
+    return input.new_empty(input.shape)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **_: Any,
+) -> Tensor:
+    """As `input`."""
+    return _norm("layer_norm", input, normalized_shape, weight=weight, bias=bias)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None, **_: Any
+) -> Tensor:
+    """As `input`."""
+    return _norm("rms_norm", input, normalized_shape, weight=weight)
+
+
+def _norm(op: str, x: Tensor, shape: Sequence[int], **params: Tensor | None) -> Tensor:
+    _same(op, x=x, **params)
+    ndim = len(shape)
+    text = (
+        f"{op}: normalized_shape is {list(shape)}; allowed: the last extents of x, {list(x.shape)}; pass some of them"
+    )
+    _need(0 < ndim <= x.dim(), lambda: text)
+    for wanted, extent in zip(shape, x.shape[x.dim() - ndim :], strict=True):
+        _need(wanted == extent, lambda: text)
+    for name, given in params.items():
+        if given is not None:
+            _like(op, name, given, shape)
+    return x.new_empty(x.shape)
+
+
+def matmul(a: Tensor, b: Tensor, **_: Any) -> Tensor:
+    """(..., M, K) @ (..., K, N) -> (..., M, N)."""
+    _same("matmul", a=a, b=b)
+    _need(a.dim() > 0 and b.dim() > 0, lambda: "matmul: a scalar; allowed: 1 or more dimensions; multiply it with *")
+    rows, columns = a.shape[-2:-1], b.shape[-1:] if b.dim() > 1 else ()
+    inner = b.shape[-2] if b.dim() > 1 else b.shape[0]
+    _need(a.shape[-1] == inner, lambda: _shapes("matmul", "a's last extent equal to b's second to last", a=a, b=b))
+    return a.new_empty((*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *rows, *columns))
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    """(..., in_features) -> (..., out_features)."""
+    _same("linear", input=input, weight=weight, bias=bias)
+    text = "(..., in_features) and (out_features, in_features)"
+    is_fit = input.dim() > 0 and weight.dim() in (1, 2)
+    _need(is_fit, lambda: _shapes("linear", text, input=input, weight=weight))
+    _need(input.shape[-1] == weight.shape[-1], lambda: _shapes("linear", text, input=input, weight=weight))
+    if bias is not None:
+        _need(bias.dim() == weight.dim() - 1, lambda: _shapes("linear", "(out_features,)", bias=bias))
+        for one, other in zip(bias.shape, weight.shape[:-1], strict=True):
+            _need(one == other, lambda: _shapes("linear", "(out_features,)", bias=bias, weight=weight))
+    return input.new_empty((*input.shape[:-1], *weight.shape[:-1]))
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, **_: Any) -> Tensor:
+    """As `x`."""
+    _same("rope", x=x, cos=cos, sin=sin)
+    text = "(batch, sequence, heads, head_dim) or without batch, and (sequence, pairs) or with a batch"
+    is_fit = x.dim() in (3, 4) and cos.dim() in (2, x.dim() - 1) and sin.dim() == cos.dim()
+    _need(is_fit, lambda: _shapes("rope", text, x=x, cos=cos, sin=sin))
+    _need(cos.shape[-2] == x.shape[-3], lambda: _shapes("rope", text, x=x, cos=cos))
+    return x.new_empty(x.shape)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    **_: Any,
+) -> Tensor:
+    """(...) ids -> (..., dim) in the dtype of `weight`."""
+    text = "(rows, features)"
+    _need(weight.dim() == 2, lambda: _shapes("embedding", text, weight=weight))
+    return weight.new_empty((*input.shape, weight.shape[1]))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+    **_: Any,
+) -> Tensor:
+    """As `q`, with v's last extent."""
+    _same("attention", q=q, k=k, v=v)
+    text = "as many dimensions each, 2 to 4, with layout='BSHD' 4"
+    is_fit = q.dim() == k.dim() == v.dim() and q.dim() in ((4,) if layout == "BSHD" else (2, 3, 4))
+    _need(is_fit, lambda: _shapes("attention", text, q=q, k=k, v=v))
+    _need(q.shape[-1] == k.shape[-1], lambda: _shapes("attention", "one head_dim for q and k", q=q, k=k))
+    sequence = 1 if layout == "BSHD" else q.dim() - 2
+    _need(k.shape[sequence] == v.shape[sequence], lambda: _shapes("attention", "k and v of equal length", k=k, v=v))
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **_: Any) -> Tensor:
+    """As `q`, with v's last extent."""
+    _same("attention_varlen", q=q, k=k, v=v)
+    is_fit = q.dim() == k.dim() == v.dim() == 3
+    _need(is_fit, lambda: _shapes("attention_varlen", "(tokens, heads, head_dim)", q=q, k=k, v=v))
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, **_: Any
+) -> Tensor:
+    """As `q`, with v_cache's last extent."""
+    _same("paged_attention", q=q, k_cache=k_cache, v_cache=v_cache)
+    _need(q.dim() == 3, lambda: _shapes("paged_attention", "(sequences, heads, head_dim)", q=q))
+    return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+
+
+def append_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **_: Any) -> None:
+    """Nothing: the caches are changed."""
+    _same("append_kv", key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+
+
+def quantize(x: Tensor, scale: Tensor, *, dtype: str = "float8_e4m3fn", **_: Any) -> Tensor:
+    """As `x`, in `dtype`."""
+    return x.new_empty(x.shape, dtype=_dtype("quantize", dtype, ("float8_e4m3fn", "float8_e5m2", "int8")))
+
+
+def dequantize(x: Tensor, scale: Tensor, *, dtype: str = "float32", **_: Any) -> Tensor:
+    """As `x`, in `dtype`; two numbers for each byte of packed fp4."""
+    found = _dtype("dequantize", dtype, ("float32", "bfloat16", "float16"))
+    shape: Sequence[int] = x.shape
+    if x.dtype == torch.float4_e2m1fn_x2:
+        shape = (*x.shape[:-1], 2 * x.shape[-1]) if x.dim() else (2,)
+    return x.new_empty(shape, dtype=found)
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def _need(condition: Any, message: Callable[[], str]) -> None:
+    """Raises InvalidArgument, or makes a condition on symbolic sizes one of the program's."""
+    if condition is True:
+        return
+    if condition is False:
+        raise lz.InvalidArgument(message())
+    torch._check(condition, message)
+
+
+def _like(op: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    text = f"{op}: {name} has shape {list(tensor.shape)}; allowed: normalized_shape, {list(shape)}; reshape it"
+    _need(tensor.dim() == len(shape), lambda: text)
+    for extent, wanted in zip(tensor.shape, shape, strict=True):
+        _need(extent == wanted, lambda: text)
+
+
+def _shapes(op: str, allowed: str, **tensors: Tensor) -> str:
+    found = ", ".join(f"{name} has shape {list(tensor.shape)}" for name, tensor in tensors.items())
+    return f"{op}: {found}; allowed: {allowed}; check the arguments"
+
+
+def _same(op: str, **tensors: Tensor | None) -> None:
+    """One dtype and one device for all that are given."""
+    (first, one), *others = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    for name, other in others:
+        if other.dtype != one.dtype:
+            raise lz.InvalidArgument(
+                f"{op}: {first} is {_name(one)}, {name} is {_name(other)}; allowed: one dtype for all; convert them"
+            )
+        if other.device != one.device:
+            raise lz.InvalidArgument(
+                f"{op}: {first} is on {one.device}, {name} on {other.device}; allowed: one device; call .to()"
+            )
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _dtype(op: str, name: str, allowed: Sequence[str]) -> Any:
+    if name not in allowed:
+        raise lz.InvalidArgument(f"{op}: dtype is {name!r}; allowed: {' or '.join(allowed)}; pass one of them")
+    return getattr(torch, name)

@@ -1,0 +1,188 @@
+"""The ops with the signatures of torch.nn.functional, where it has them: what a model calls in place of its own.
+
+All take torch tensors on the CPU or on an NVIDIA GPU and return a new tensor, row-major, of the dtype that each says.
+All can be compiled, exported, run under autocast and inference mode; those of this module have gradients. `backend`
+pins one backend, `timeout_s` is how long an attempt may run.
+
+Raise lz.InvalidArgument for calls that make no sense, and what the function of the same name in layerzero raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.torch import registration  # noqa: F401  # defines the ops
+
+ops = torch.ops.layerzero
+
+
+def silu(input: Tensor, *, backend: str | None = None, timeout_s: float | None = None) -> Tensor:
+    """x / (1 + exp(-x)) of a tensor of any shape, in float16, bfloat16, float32 or float64. As
+    torch.nn.functional.silu."""
+    return ops.silu.default(input, backend=backend, timeout_s=timeout_s)
+
+
+def gelu(
+    input: Tensor, approximate: str = "none", *, backend: str | None = None, timeout_s: float | None = None
+) -> Tensor:
+    """x Phi(x), or with approximate="tanh" its approximation. Shapes and dtypes as silu; as
+    torch.nn.functional.gelu."""
+    return ops.gelu.default(input, approximate, backend=backend, timeout_s=timeout_s)
+
+
+def swiglu(gate: Tensor, up: Tensor, *, backend: str | None = None, timeout_s: float | None = None) -> Tensor:
+    """silu(gate) * up of tensors of one shape and dtype. Dtypes as silu."""
+    return ops.swiglu.default(gate, up, backend=backend, timeout_s=timeout_s)
+
+
+def softmax(
+    input: Tensor,
+    dim: int,
+    dtype: torch.dtype | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """exp(x) / sum(exp(x)) along `dim`. `dtype`: what `input` is converted to before, and the result's; dtypes as
+    silu.
+
+    As torch.nn.functional.softmax, but for dim=None, which is deprecated there and refused here."""
+    given = input if dtype is None else input.to(dtype)
+    return ops.softmax.default(given, dim, backend=backend, timeout_s=timeout_s)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions, whose extents are `normalized_shape`,
+    that of weight and bias, too. One dtype for all, as silu. As torch.nn.functional.layer_norm."""
+    shape = _extents(normalized_shape)
+    return ops.layer_norm.default(input, shape, weight, bias, eps, backend=backend, timeout_s=timeout_s)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimensions; as layer_norm. eps=None: the epsilon of what is
+    computed in, float32, or float64 for float64. As torch.nn.functional.rms_norm."""
+    shape = _extents(normalized_shape)
+    return ops.rms_norm.default(input, shape, weight, eps, backend=backend, timeout_s=timeout_s)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """input @ weight^T + bias: (..., in) and (out, in), (out,) -> (..., out), one dtype for all: any but bool. As
+    torch.nn.functional.linear."""
+    return ops.linear.default(input, weight, bias, backend=backend, timeout_s=timeout_s)
+
+
+def matmul(a: Tensor, b: Tensor, *, backend: str | None = None, timeout_s: float | None = None) -> Tensor:
+    """(..., M, K) @ (..., K, N) -> (..., M, N) with leading dimensions that broadcast; 1-D tensors are a row on the
+    left and a column on the right. Dtypes as linear. As torch.matmul."""
+    return ops.matmul.default(a, b, backend=backend, timeout_s=timeout_s)
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Rotary position embedding of x (batch, sequence, heads, head_dim) or without batch, by tables (sequence, pairs)
+    or (1 or batch, sequence, pairs). One dtype for all, as silu. As layerzero.rope."""
+    return ops.rope.default(x, cos, sin, interleaved=interleaved, backend=backend, timeout_s=timeout_s)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Rows of `weight` (num_embeddings, dim) at int32 or int64 indices (...) -> (..., dim), in the weight's dtype.
+
+    padding_idx: this row gets no gradient; negative ones count from the end. max_norm, norm_type: rows that are
+    looked up and longer are first scaled to that norm, in place. scale_grad_by_freq: gradients are divided by how
+    often a row was looked up. sparse: the weight's gradient is a sparse tensor. All as
+    torch.nn.functional.embedding."""
+    if padding_idx is None:
+        row = -1  # of torch's op: no such row
+    else:
+        rows = weight.shape[0]
+        if not -rows <= padding_idx < rows:
+            raise lz.InvalidArgument(
+                f"embedding: padding_idx is {padding_idx}; allowed: {-rows} to {rows - 1}; pass a row of weight"
+            )
+        row = padding_idx + rows if padding_idx < 0 else padding_idx
+    if max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
+    return ops.embedding.default(
+        input,
+        weight,
+        padding_idx=row,
+        scale_grad_by_freq=scale_grad_by_freq,
+        sparse=sparse,
+        backend=backend,
+        timeout_s=timeout_s,
+    )
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """softmax(query key^T * scale + mask) value: (batch, heads, seq_q, head_dim), (batch, kv_heads, seq_k, head_dim)
+    and (..., value_dim) -> (batch, heads, seq_q, value_dim); batch and heads may be left out. One dtype for all, as
+    silu; attn_mask is bool (True: attend) or of that dtype (added). dropout_p must be 0. The gradient computes the
+    weights anew and takes memory for seq_q * seq_k numbers of each head.
+
+    As torch.nn.functional.scaled_dot_product_attention; docs/ops.md lists what differs."""
+    return ops.attention.default(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend=backend, timeout_s=timeout_s
+    )
+
+
+def _extents(shape: int | Sequence[int]) -> Sequence[int]:
+    return (shape,) if isinstance(shape, (int, torch.SymInt)) else shape

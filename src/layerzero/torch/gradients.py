@@ -1,0 +1,244 @@
+"""Gradient formulas in plain torch: they run in the program's own process, on tensors that it saved itself, so a
+worker may die between forward and backward.
+
+A formula takes the gradient of the op's result and the call, and returns gradients by the names of arguments; those
+that nobody needs may be left out. What is summed is summed in float32 for half-precision inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+
+aten = torch.ops.aten
+
+
+class Call:
+    """What was kept of a forward call. `call["x"]` is an argument, of a tensor only where the op's table says that it
+    is saved; "out" is the result. `shape` has the shapes of all tensors."""
+
+    def __init__(self, values: Mapping[str, Any], shape: Mapping[str, tuple[int, ...]], needs: frozenset[str]) -> None:
+        self._values = values
+        self.shape = shape
+        self.needs = needs
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values.get(name)
+
+
+Gradients = dict[str, "Tensor | None"]
+Formula = Callable[[Tensor, Call], Gradients]
+
+
+def silu(grad: Tensor, call: Call) -> Gradients:
+    """Elfwing, Uchibe and Doya 2017: s (1 + x (1 - s)) with s the logistic function of x."""
+    return {"input": _silu(grad, call["input"])}
+
+
+def gelu(grad: Tensor, call: Call) -> Gradients:
+    """Phi(x) + x phi(x), or that of the approximation by tanh."""
+    return {"input": aten.gelu_backward(grad, call["input"], approximate=call["approximate"])}
+
+
+def swiglu(grad: Tensor, call: Call) -> Gradients:
+    """Those of silu(gate) * up."""
+    gate, up = call["gate"], call["up"]
+    found: Gradients = {}
+    if "gate" in call.needs:
+        found["gate"] = _silu(grad * up, gate)
+    if "up" in call.needs:
+        found["up"] = grad * torch.nn.functional.silu(gate)
+    return found
+
+
+def softmax(grad: Tensor, call: Call) -> Gradients:
+    """y (g - sum(g y))."""
+    out = call["out"]
+    return {"input": aten._softmax_backward_data(grad, out, call["dim"], out.dtype)}
+
+
+def layer_norm(grad: Tensor, call: Call) -> Gradients:
+    """torch's own, on the mean and deviation of x computed anew."""
+    x, weight, shape = call["input"], call["weight"], call["normalized_shape"]
+    needs = [name in call.needs for name in ("input", "weight", "bias")]
+    if needs[1] and weight is None:  # not saved, since its values matter to the gradient of x alone
+        weight = x.new_ones(tuple(shape))
+    bias = x.new_zeros(tuple(shape)) if needs[2] else None  # whose values do not matter to any gradient
+    _, mean, deviation = aten.native_layer_norm(x, shape, weight, None, call["eps"])
+    found = aten.native_layer_norm_backward(grad, x, shape, mean, deviation, weight, bias, needs)
+    return dict(zip(("input", "weight", "bias"), found, strict=True))
+
+
+def rms_norm(grad: Tensor, call: Call) -> Gradients:
+    """With n = x r, r = 1 / sqrt(mean(x^2) + eps): r (g w - n mean(g w n)), and for w the sum of g n."""
+    x, weight, ndim = call["input"], call["weight"], len(call["normalized_shape"])
+    wide = _wide(x.dtype)
+    last = tuple(range(-ndim, 0))
+    eps = torch.finfo(wide).eps if call["eps"] is None else call["eps"]
+    xs, g = x.to(wide), grad.to(wide)
+    r = torch.rsqrt(xs.square().mean(last, keepdim=True) + eps)
+    n = xs * r
+    found: Gradients = {}
+    if "input" in call.needs:
+        gw = g if weight is None else g * weight.to(wide)
+        found["input"] = (r * (gw - n * (gw * n).mean(last, keepdim=True))).to(x.dtype)
+    if "weight" in call.needs:
+        leading = tuple(range(x.dim() - ndim))
+        found["weight"] = ((g * n).sum(leading) if leading else g * n).to(x.dtype)
+    return found
+
+
+def linear(grad: Tensor, call: Call) -> Gradients:
+    """g W, g^T x and the sum of g."""
+    x, weight, bias_shape = call["input"], call["weight"], call.shape.get("bias")
+    is_vector = len(call.shape["weight"]) == 1
+    g = grad.unsqueeze(-1) if is_vector else grad
+    found: Gradients = {}
+    if "input" in call.needs:
+        found["input"] = torch.matmul(g, weight.unsqueeze(0) if is_vector else weight)
+    if "weight" in call.needs:
+        found["weight"] = torch.matmul(_rows(g).t(), _rows(x)).reshape(call.shape["weight"])
+    if "bias" in call.needs and bias_shape is not None:
+        found["bias"] = _rows(g).sum(0).reshape(bias_shape)
+    return found
+
+
+def matmul(grad: Tensor, call: Call) -> Gradients:
+    """g b^T and a^T g, summed where leading dimensions were broadcast."""
+    a, b = call["a"], call["b"]
+    shape_a, shape_b = call.shape["a"], call.shape["b"]
+    g = grad
+    if len(shape_b) == 1:
+        g = g.unsqueeze(-1)
+    if len(shape_a) == 1:
+        g = g.unsqueeze(-2)
+    found: Gradients = {}
+    if "a" in call.needs:
+        b2 = b.unsqueeze(-1) if b.dim() == 1 else b
+        rows = torch.matmul(g, b2.mT)
+        found["a"] = _summed(rows, shape_a if len(shape_a) > 1 else (1, *shape_a)).reshape(shape_a)
+    if "b" in call.needs:
+        a2 = a.unsqueeze(0) if a.dim() == 1 else a
+        columns = torch.matmul(a2.mT, g)
+        found["b"] = _summed(columns, shape_b if len(shape_b) > 1 else (*shape_b, 1)).reshape(shape_b)
+    return found
+
+
+def rope(grad: Tensor, call: Call) -> Gradients:
+    """Of x the rotation back; of the tables what each pair contributes, summed over heads (and the batch)."""
+    x, cos, sin = call["x"], call["cos"], call["sin"]
+    wide, pairs = _wide(grad.dtype), cos.shape[-1]
+    if call["interleaved"]:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    else:
+        first, second = slice(0, pairs), slice(pairs, 2 * pairs)
+    c, s = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
+    ga, gb = grad[..., first].to(wide), grad[..., second].to(wide)
+    found: Gradients = {}
+    if "x" in call.needs:
+        back = (ga * c + gb * s, gb * c - ga * s)
+        rotated = torch.stack(back, -1).flatten(-2) if call["interleaved"] else torch.cat(back, -1)
+        found["x"] = torch.cat((rotated.to(grad.dtype), grad[..., 2 * pairs :]), -1)
+    if call.needs & {"cos", "sin"}:
+        a, b = x[..., first].to(wide), x[..., second].to(wide)
+        shape = call.shape["cos"]
+        found["cos"] = _summed((ga * a + gb * b).sum(-2), shape).to(grad.dtype)
+        found["sin"] = _summed((gb * a - ga * b).sum(-2), shape).to(grad.dtype)
+    return found
+
+
+def embedding(grad: Tensor, call: Call) -> Gradients:
+    """torch's own: each row's gradients added up."""
+    rows, padding, by_count = call.shape["weight"][0], call["padding_idx"], call["scale_grad_by_freq"]
+    if call["sparse"]:
+        if by_count:
+            raise lz.InvalidArgument(
+                "layerzero::embedding: sparse and scale_grad_by_freq are both given; allowed for gradients: one of "
+                "them; drop one"
+            )
+        return {"weight": aten.embedding_backward(grad, call["input"], rows, padding, by_count, True)}
+    return {"weight": aten.embedding_dense_backward(grad, call["input"], rows, padding, by_count)}
+
+
+def attention(grad: Tensor, call: Call) -> Gradients:
+    """With p the weights, computed anew: dv = p^T g, ds = p (g v^T - sum(p g v^T)), dq = scale ds k, dk = scale ds^T
+    q; of a float mask ds. Takes seq_q * seq_k numbers for each head (Dao et al. 2022, B.2, without the tiles)."""
+    order = (0, 2, 1, 3) if call["layout"] == "BSHD" else (0, 1, 2, 3)
+    wide = _wide(grad.dtype)
+    q, k, v, g = (_four(tensor).permute(order).to(wide) for tensor in (call["q"], call["k"], call["v"], grad))
+    heads_q, heads_k, seq_q, seq_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    if heads_q != heads_k:  # heads of a group read the same keys
+        k, v = (tensor.repeat_interleave(heads_q // heads_k, 1) for tensor in (k, v))
+    head_dim = q.shape[-1]
+    scale = call["scale"]
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    scores = torch.matmul(q, k.mT) * scale
+    mask = call["attn_mask"]
+    if call["is_causal"]:
+        offset = seq_k - seq_q if call["causal_alignment"] == "bottom_right" else 0
+        rows = torch.arange(seq_q, device=q.device).unsqueeze(-1)
+        seen = torch.arange(seq_k, device=q.device) <= rows + offset
+        scores = scores.masked_fill(~seen, -math.inf)
+    elif mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~_four(mask), -math.inf)
+    elif mask is not None:
+        scores = scores + _four(mask).to(wide)
+    p = _weights(scores)
+    found: Gradients = {}
+    dv = torch.matmul(p.mT, g)
+    gv = torch.matmul(g, v.mT)
+    ds = p * (gv - (p * gv).sum(-1, keepdim=True))
+    dq, dk = torch.matmul(ds, k) * scale, torch.matmul(ds.mT, q) * scale
+    if heads_q != heads_k:
+        dk, dv = (tensor.unflatten(1, (heads_k, heads_q // heads_k)).sum(2) for tensor in (dk, dv))
+    for name, value in (("q", dq), ("k", dk), ("v", dv)):
+        if name in call.needs:
+            found[name] = value.permute(order).reshape(call.shape[name]).to(grad.dtype)
+    if "attn_mask" in call.needs:
+        shape = call.shape["attn_mask"]
+        found["attn_mask"] = _summed(ds, (1,) * (4 - len(shape)) + tuple(shape)).reshape(shape).to(grad.dtype)
+    return found
+
+
+def _silu(grad: Tensor, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return aten.silu_backward(grad, x)
+    wide = x.to(_wide(x.dtype))  # that kernel is not differentiable itself, and levels of torch.func may ask for that
+    s = torch.sigmoid(wide)
+    return (grad.to(wide.dtype) * s * (1.0 + wide * (1.0 - s))).to(x.dtype)
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """softmax over the last dimension, 0 in rows that see nothing, which softmax has NaN for."""
+    if scores.shape[-1] == 0:
+        return scores
+    top = scores.amax(-1, keepdim=True)
+    p = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
+    total = p.sum(-1, keepdim=True)
+    return p / total.masked_fill(total == 0.0, 1.0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """In 2 dimensions, the last one kept."""
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
+def _four(tensor: Tensor) -> Tensor:
+    while tensor.dim() < 4:
+        tensor = tensor.unsqueeze(0)
+    return tensor
+
+
+def _summed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Over the dimensions that `shape` was broadcast along."""
+    return tensor.sum_to_size(tuple(shape))

@@ -1,0 +1,274 @@
+"""Each entry of the table as an op of torch: `torch.ops.layerzero.silu(x)`, and `torch.ops.layerzero.silu(x, out=y)`.
+
+By `Library.define` and kernels for dispatch keys, which costs less in each call than torch.library.custom_op: below
+Autograd the call itself, at Autograd what builds the graph, at Autocast what converts, at FuncTorchBatched what vmap
+does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, _AutoDispatchBelowADInplaceOrView, _AutoDispatchBelowAutograd
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.library import Library, register_vmap
+
+import layerzero as lz
+from layerzero.torch import batching
+from layerzero.torch.gradients import Call
+from layerzero.torch.table import TABLE, OpEntry
+
+LIBRARY = Library("layerzero", "FRAGMENT")  # the ops live as long as this does
+AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+
+
+def register(entry: OpEntry, call: Callable[..., Any]) -> None:
+    """Define the op, in its functional and its `out` form, by which `call` is reached."""
+    compliant = torch.Tag.pt2_compliant_tag
+    LIBRARY.define(entry.schema, tags=(compliant,))
+    if not entry.mutates:
+        LIBRARY.define(entry.out_schema, tags=(compliant,))
+    packet = getattr(torch.ops.layerzero, entry.name)
+    name, op = entry.name, packet.default
+    LIBRARY.impl(name, _kernel(entry, call), "CompositeExplicitAutograd")
+    LIBRARY._register_fake(name, entry.fake)
+    register_vmap(f"layerzero::{name}", entry.batch or batching.refused(name), lib=LIBRARY)
+    if entry.autocast is not None:
+        for device_type, key in AUTOCAST.items():
+            LIBRARY.impl(name, _autocast(entry, op, device_type, key), key.name)
+    if entry.mutates:
+        LIBRARY.impl(name, _in_place(entry, op), "Autograd")
+        LIBRARY.impl(name, _counted(entry, op), "ADInplaceOrView")
+        return
+    LIBRARY.impl(name, _differentiable(entry, op), "Autograd")
+    out = f"{name}.out"
+    LIBRARY.impl(out, _out_kernel(entry, call), "CompositeExplicitAutograd")
+    LIBRARY._register_fake(out, _out_fake(entry))
+    LIBRARY.impl(out, _out_autograd(entry, packet.out), "Autograd")
+    LIBRARY.impl(out, _counted(entry, packet.out), "ADInplaceOrView")
+
+
+def _kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call. Its result is a view of shared memory, which must be nobody's view for autograd, or the program could
+    not change it in place."""
+    if entry.only_here:
+
+        def reduced(*args: Any, **options: Any) -> Any:
+            with _AutoDispatchBelowADInplaceOrView():
+                return call(*args, **{name: value for name, value in options.items() if name not in entry.only_here})
+
+        return reduced
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        with _AutoDispatchBelowADInplaceOrView():
+            return call(*args, **options)
+
+    return kernel
+
+
+def _out_kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(*args: Any, out: Tensor, **options: Any) -> None:
+        call(*args, out=out, **{name: value for name, value in options.items() if name not in entry.only_here})
+
+    return kernel
+
+
+def _out_fake(entry: OpEntry) -> Callable[..., Any]:
+    """What the functional form would return is what `out` must look like."""
+
+    def fake(*args: Any, out: Tensor, **options: Any) -> None:
+        like = entry.fake(*args, **options)
+        if like.dtype != out.dtype or like.dim() != out.dim():
+            raise lz.InvalidArgument(
+                f"{entry.name}: out is {out.dtype} with shape {list(out.shape)}; allowed: {like.dtype} with shape "
+                f"{list(like.shape)}; pass an out of this dtype and shape; it is never resized"
+            )
+        for found, wanted in zip(out.shape, like.shape, strict=True):
+            torch._check(
+                found == wanted, lambda: f"{entry.name}: out has shape {list(out.shape)}, not {list(like.shape)}"
+            )
+
+    return fake
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------
+
+
+def _differentiable(entry: OpEntry, op: Any) -> Callable[..., Any]:
+    names, defaults, tensors = _arguments(op)
+    function = _function(entry, op, names, defaults, tensors)
+    apply = function.apply
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(entry.name, args)
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            if _is_functorch():
+                from torch._functorch.autograd_function import enable_single_level_autograd_function
+
+                # The dispatcher has brought us to one level of torch.func.grad; torch's own ops do no more there.
+                with enable_single_level_autograd_function():
+                    return super(torch.autograd.Function, function).apply(options, *args)
+            return apply(options, *args)
+        with _AutoDispatchBelowAutograd():
+            return op(*args, **options)
+
+    return kernel
+
+
+_is_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def _function(
+    entry: OpEntry, op: Any, names: Sequence[str], defaults: Mapping[str, Any], tensors: frozenset[str]
+) -> type[torch.autograd.Function]:
+    """What autograd knows of an op. Its first argument has those that are given by name only."""
+    formula, saves, name = entry.formula, entry.saves, entry.name
+
+    def forward(ctx: Any, options: Mapping[str, Any], *args: Any) -> Tensor:
+        # Levels of torch.func that lie outside build a graph of their own, for which this one's forward has no_grad.
+        with torch.enable_grad() if _is_functorch() else contextlib.nullcontext():
+            with _AutoDispatchBelowAutograd():
+                out: Tensor = op(*args, **options)
+        given = dict(zip(names, args, strict=False))  # the dispatcher leaves out what has its default
+        needed = {arg for arg, needs in zip(names, ctx.needs_input_grad[1:], strict=False) if needs}
+        kept = {
+            arg: out if arg == "out" else given.get(arg)
+            for arg, readers in saves.items()
+            if not readers or readers & needed
+        }
+        kept = {arg: tensor for arg, tensor in kept.items() if tensor is not None}
+        ctx.save_for_backward(*kept.values())
+        ctx.kept = tuple(kept)
+        ctx.values = {**defaults, **options, **{arg: value for arg, value in given.items() if arg not in tensors}}
+        ctx.sizes = {arg: value.shape for arg, value in given.items() if arg in tensors and value is not None}
+        ctx.count = len(args)
+        return out
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if formula is None:
+            raise lz.InvalidArgument(
+                f"layerzero::{name} has no gradient formula; call it under torch.no_grad(), or pass .detach() of what "
+                "requires gradients"
+            )
+        needs = frozenset(arg for arg, is_needed in zip(names, ctx.needs_input_grad[1:], strict=False) if is_needed)
+        saved = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+        call = Call({**ctx.values, **saved}, ctx.sizes, needs)
+        is_plain = not _is_functorch()
+        with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates the formula
+            found = formula(grad, call)
+        grads = {arg: found[arg] for arg in names if arg in needs and found.get(arg) is not None}
+        if is_plain and torch.is_grad_enabled():
+            once = _Once.apply(name, len(grads), *grads.values(), grad, *saved.values())
+            grads = dict(zip(grads, once, strict=True))
+        return (None, *(grads.get(arg) for arg in names[: ctx.count]))
+
+    return type(
+        f"layerzero_{name}",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that refuse to be differentiated themselves. `tensors`: those, and what they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise lz.InvalidArgument(
+            f"layerzero::{ctx.name} has no second derivative; call backward() or torch.autograd.grad() without "
+            "create_graph, or use torch's own function where you differentiate twice"
+        )
+
+
+def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
+    """Without this a forward-mode derivative would be zero, and nobody told."""
+    for arg in args:
+        if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise lz.InvalidArgument(
+                f"layerzero::{name} has no forward-mode derivative; use torch.func.grad, vjp or jacrev in place of jvp "
+                "and jacfwd"
+            )
+
+
+def _in_place(entry: OpEntry, op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **options: Any) -> Any:
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            raise lz.InvalidArgument(
+                f"layerzero::{entry.name} changes its arguments and has no gradient; call it under torch.no_grad(), or "
+                "pass .detach() of what requires gradients"
+            )
+        with _AutoDispatchBelowAutograd():
+            return op(*args, **options)
+
+    return kernel
+
+
+def _out_autograd(entry: OpEntry, op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **options: Any) -> Any:
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args, **options):
+            raise lz.InvalidArgument(
+                f"layerzero::{entry.name} with out= has no gradient, as in torch; leave out= out, or call it under "
+                "torch.no_grad()"
+            )
+        with _AutoDispatchBelowAutograd():
+            return op(*args, **options)
+
+    return kernel
+
+
+def _counted(entry: OpEntry, op: Any) -> Callable[..., Any]:
+    """Autograd finds out by a tensor's version whether it was changed after it was saved."""
+    names, _, _ = _arguments(op)
+    written = [arg.name for arg in op._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **options}
+        increment_version([given[name] for name in written])
+        with _AutoDispatchBelowADInplaceOrView():
+            return op(*args, **options)
+
+    return kernel
+
+
+def _arguments(op: Any) -> tuple[tuple[str, ...], dict[str, Any], frozenset[str]]:
+    """Names of the arguments that are given by position, defaults of all, and which are tensors."""
+    arguments = op._schema.arguments
+    names = tuple(arg.name for arg in arguments if not arg.kwarg_only)
+    defaults = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
+    return names, defaults, frozenset(arg.name for arg in arguments if "Tensor" in str(arg.type))
+
+
+# --- autocast ----------------------------------------------------------------------------------------------------
+
+
+def _autocast(entry: OpEntry, op: Any, device_type: str, key: DispatchKey) -> Callable[..., Any]:
+    rule, casts = entry.autocast, (torch.float16, torch.bfloat16, torch.float32)
+    assert rule is not None
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        given = [arg for arg in args if isinstance(arg, Tensor)]
+        dtype, result = rule(device_type, torch.get_autocast_dtype(device_type), given)
+        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)):
+            if dtype is None:
+                return op(*args, **options)
+            out = op(*[_cast(arg, dtype) if isinstance(arg, Tensor) else arg for arg in args], **options)
+            return out if result is None else out.to(result)
+
+    def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype in casts else tensor
+
+    return kernel
+
+
+for _entry in TABLE.values():
+    register(_entry, getattr(lz, _entry.name))

@@ -1,0 +1,177 @@
+"""The ops of torch.ops.layerzero: one entry each, with all that torch is told of it. registration.py does the telling.
+
+A new op is an entry here, its fake function in fakes.py, and where it has them a formula in gradients.py and a batch
+rule in batching.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from layerzero.torch import autocasting, batching, fakes, gradients
+
+ANY: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class OpEntry:
+    """`arguments` are those of the lz function of this name, in torch's schema language, without `out`, `backend` and
+    `timeout_s`, which all have. `only_here` names those that the lz function lacks: they concern gradients alone.
+    `mutates`: writes into arguments and returns nothing, as the schema says with (a!).
+
+    `formula` gives gradients; without one a backward pass is refused by name. `saves` has what it reads: for each
+    tensor ("out" is the result) the arguments that need it for their gradients, ANY for all. `autocast` is None where
+    tensors stay as they are; `batch` is None where vmap is refused by name."""
+
+    name: str
+    arguments: str
+    fake: fakes.Fake
+    formula: gradients.Formula | None = None
+    saves: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    autocast: autocasting.Rule | None = None
+    batch: batching.Rule | None = None
+    only_here: frozenset[str] = frozenset()
+    mutates: bool = False
+
+    @property
+    def schema(self) -> str:
+        """Of the functional form, or of the one that writes into arguments."""
+        return f"{self.name}({self._arguments()}) -> {'()' if self.mutates else 'Tensor'}"
+
+    @property
+    def out_schema(self) -> str:
+        """Of the form that writes its result into `out`. It returns nothing and has no torch.Tag.out: with that tag
+        inductor (torch 2.13) calls it in place of the functional form, with the arguments in another order."""
+        return f"{self.name}.out({self._arguments()}, Tensor(a!) out) -> ()"
+
+    def _arguments(self) -> str:
+        star = "" if "*" in self.arguments else "*, "
+        return f"{self.arguments}, {star}str? backend=None, float? timeout_s=None"
+
+
+TABLE: dict[str, OpEntry] = {
+    entry.name: entry
+    for entry in (
+        OpEntry(
+            "attention",
+            "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
+            'float? scale=None, bool enable_gqa=False, *, str layout="BHSD", str causal_alignment="top_left"',
+            fakes.attention,
+            gradients.attention,
+            {"q": ANY, "k": ANY, "v": ANY, "attn_mask": ANY},
+            autocasting.lower,
+            batching.attention,
+        ),
+        OpEntry(
+            "attention_varlen",
+            "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, bool is_causal=False, "
+            'float? scale=None, str causal_alignment="top_left"',
+            fakes.attention_varlen,
+            autocast=autocasting.lower,
+        ),
+        OpEntry(
+            "paged_attention",
+            "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, *, float? scale=None",
+            fakes.paged_attention,
+        ),
+        OpEntry(
+            "append_kv",
+            "Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots",
+            fakes.append_kv,
+            mutates=True,
+        ),
+        OpEntry(
+            "rope",
+            "Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False",
+            fakes.rope,
+            gradients.rope,
+            {"x": frozenset({"cos", "sin"}), "cos": ANY, "sin": ANY},
+            autocasting.first,
+            batching.rope,
+        ),
+        OpEntry(
+            "matmul",
+            "Tensor a, Tensor b",
+            fakes.matmul,
+            gradients.matmul,
+            {"a": frozenset({"b"}), "b": frozenset({"a"})},
+            autocasting.lower,
+            batching.matmul,
+        ),
+        OpEntry(
+            "linear",
+            "Tensor input, Tensor weight, Tensor? bias=None",
+            fakes.linear,
+            gradients.linear,
+            {"input": frozenset({"weight"}), "weight": frozenset({"input"})},
+            autocasting.lower,
+            batching.linear,
+        ),
+        OpEntry(
+            "softmax",
+            "Tensor input, int dim",
+            fakes.softmax,
+            gradients.softmax,
+            {"out": ANY},
+            autocasting.single,
+            batching.softmax,
+        ),
+        OpEntry(
+            "layer_norm",
+            "Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05",
+            fakes.layer_norm,
+            gradients.layer_norm,
+            {"input": ANY, "weight": frozenset({"input"})},
+            autocasting.single,
+            batching.layer_norm,
+        ),
+        OpEntry(
+            "rms_norm",
+            "Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None",
+            fakes.rms_norm,
+            gradients.rms_norm,
+            {"input": ANY, "weight": frozenset({"input"})},
+            autocasting.single,
+            batching.rms_norm,
+        ),
+        OpEntry(
+            "gelu",
+            'Tensor input, str approximate="none"',
+            fakes.gelu,
+            gradients.gelu,
+            {"input": ANY},
+            batch=batching.gelu,
+        ),
+        OpEntry("silu", "Tensor input", fakes.silu, gradients.silu, {"input": ANY}, batch=batching.silu),
+        OpEntry(
+            "swiglu",
+            "Tensor gate, Tensor up",
+            fakes.swiglu,
+            gradients.swiglu,
+            {"gate": ANY, "up": frozenset({"gate"})},
+            autocasting.widest,
+            batching.swiglu,
+        ),
+        OpEntry(
+            "quantize",
+            'Tensor x, Tensor scale, *, str dtype="float8_e4m3fn"',
+            fakes.quantize,
+            batch=batching.quantize,
+        ),
+        OpEntry(
+            "dequantize",
+            'Tensor x, Tensor scale, *, str dtype="float32"',
+            fakes.dequantize,
+            batch=batching.dequantize,
+        ),
+        OpEntry(
+            "embedding",
+            "Tensor input, Tensor weight, *, int padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False",
+            fakes.embedding,
+            gradients.embedding,
+            {"input": ANY},
+            batch=batching.embedding,
+            only_here=frozenset({"padding_idx", "scale_grad_by_freq", "sparse"}),
+        ),
+    )
+}

@@ -1,0 +1,41 @@
+"""`lz.silu(x)` in a program that torch traces: torch.compile and torch.export see the op of torch.ops.layerzero in
+its place. Outside of that the call goes its usual way, and costs what it always did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from layerzero.client.connection.call import Request
+from layerzero.client.facade import running
+from layerzero.torch.table import TABLE
+
+
+def traced(request: Request) -> Any:
+    """The op of torch for a request. Raises NotImplementedError, which torch can trace, where it has none of us."""
+    if request.op not in TABLE:
+        raise NotImplementedError(f"lz.{request.op} cannot be traced; call it outside of the compiled function")
+    packet = getattr(torch.ops.layerzero, request.op)
+    options = {**request.params, "backend": request.backend, "timeout_s": request.timeout_s}
+    if request.op in ("layer_norm", "rms_norm"):
+        x, *params = request.args
+        args = (x, options.pop("normalized_shape"), *params, options.pop("eps"))
+    elif request.op == "softmax":
+        args = (*request.args, options.pop("dim"))
+    elif request.op == "gelu":
+        args = (*request.args, options.pop("approximate"))
+    elif request.op == "attention":
+        named = ("dropout_p", "is_causal", "scale", "enable_gqa")
+        args = (*request.args, *(options.pop(name) for name in named))
+    else:
+        args = request.args
+    if request.out is not None:
+        packet.out(*args, **options, out=request.out)
+        return request.out
+    return packet.default(*args, **options)
+
+
+def install() -> None:
+    """Have calls ask whether torch is tracing."""
+    running.tracing = running.Tracing(torch.compiler.is_compiling, traced)

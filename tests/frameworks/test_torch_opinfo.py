@@ -1,0 +1,144 @@
+"""torch's own samples (OpInfo) of each function that we have an op for: values and gradients against torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import layerzero as lz
+import layerzero.torch as lzt
+
+opinfo = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+Call = Callable[..., torch.Tensor]
+
+
+class Served(NamedTuple):
+    """An OpInfo by name and variant, our function, and which samples it refuses, as docs/ops.md says."""
+
+    name: str
+    ours: Call
+    variant: str = ""
+    refused: Callable[[Any], bool] = lambda sample: False
+
+
+def _sdpa_is_refused(sample: Any) -> bool:
+    """Dropout; heads and batches that broadcast."""
+    q, (k, v, *_) = sample.input, sample.args
+    options = sample.kwargs
+    unequal = q.shape[:-3] != k.shape[:-3] or k.shape[:-2] != v.shape[:-2]
+    grouped = q.dim() > 2 and q.shape[-3] != k.shape[-3] and not options.get("enable_gqa")
+    return options.get("dropout_p", 0.0) != 0.0 or unequal or grouped
+
+
+def _has_negative_eps(sample: Any) -> bool:
+    return (sample.kwargs.get("eps") or 0.0) < 0.0
+
+
+SERVED = [
+    Served("nn.functional.silu", lzt.silu),
+    Served("nn.functional.gelu", lzt.gelu),
+    Served("softmax", lzt.softmax),
+    Served("softmax", lzt.softmax, "with_dtype", lambda sample: not sample.kwargs["dtype"].is_floating_point),
+    Served("nn.functional.layer_norm", lzt.layer_norm, "", _has_negative_eps),
+    Served("nn.functional.rms_norm", lzt.rms_norm, "", _has_negative_eps),
+    # torch takes some biases that broadcast.
+    Served("nn.functional.linear", lzt.linear, "", lambda sample: len(sample.args) > 1 and not _is_plain(sample)),
+    Served("matmul", lzt.matmul),
+    Served("nn.functional.embedding", lambda weight, ids, **options: lzt.embedding(ids, weight, **options)),
+    Served("nn.functional.scaled_dot_product_attention", lzt.scaled_dot_product_attention, "", _sdpa_is_refused),
+]
+
+
+def _is_plain(sample: Any) -> bool:
+    weight, bias = sample.args[:2]
+    return bias is None or bias.shape == weight.shape[:-1]
+
+
+def samples(served: Served, dtype: torch.dtype, needs_grad: bool) -> Iterator[tuple[Any, Any]]:
+    (info,) = [o for o in opinfo.op_db if (o.name, o.variant_test_name) == (served.name, served.variant)]
+    for sample in info.sample_inputs("cpu", dtype, requires_grad=needs_grad):
+        if not served.refused(sample):
+            yield info.op, sample
+
+
+IDS = [f"{served.name}-{served.variant}" for served in SERVED]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("served", SERVED, ids=IDS)
+def test_samples_have_torchs_values(served: Served, dtype: torch.dtype) -> None:
+    """Half types within the tolerance that torch's own tests give them."""
+    tolerance = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    count = 0
+    for theirs, sample in samples(served, dtype, False):
+        expected = theirs(sample.input, *sample.args, **sample.kwargs)
+        found = served.ours(sample.input, *sample.args, **sample.kwargs)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected.nan_to_num(), rtol=tolerance, atol=tolerance * _size(expected))
+        count += 1
+    assert count >= 3
+
+
+def _size(tensor: torch.Tensor) -> float:
+    return max(1.0, float(tensor.nan_to_num().abs().max())) if tensor.numel() else 1.0
+
+
+@pytest.mark.parametrize("served", SERVED, ids=IDS)
+def test_samples_have_torchs_gradients(served: Served) -> None:
+    """In float64, also by gradcheck for the small ones; a second derivative is refused by name."""
+    count = 0
+    for theirs, sample in samples(served, torch.float64, True):
+        given = [a for a in (sample.input, *sample.args, *sample.kwargs.values()) if _is_leaf(a)]
+        expected = theirs(sample.input, *sample.args, **sample.kwargs)
+        if not expected.requires_grad or expected.isnan().any():
+            continue
+        found = served.ours(sample.input, *sample.args, **sample.kwargs)
+        grad = torch.randn_like(expected)
+        ours = torch.autograd.grad(found, given, grad, create_graph=True, allow_unused=True)
+        right = torch.autograd.grad(expected, given, grad, allow_unused=True)
+        for one, other in zip(ours, right, strict=True):
+            torch.testing.assert_close(_dense(one), _dense(other), rtol=1e-6, atol=1e-6 * _size(_dense(other)))
+        twice = [one for one in ours if one is not None and one.requires_grad and not one.is_sparse]
+        if twice:
+            with pytest.raises(lz.InvalidArgument, match=r"layerzero::\w+ has no second derivative"):
+                twice[0].sum().backward()
+        if sum(tensor.numel() for tensor in given) <= 100 and not any(
+            one is not None and one.is_sparse for one in ours
+        ):
+            is_exact = not sample.kwargs.get("scale_grad_by_freq") and sample.kwargs.get("padding_idx") is None
+            if is_exact and sample.kwargs.get("max_norm") is None:
+                assert torch.autograd.gradcheck(_of(served.ours, sample, given), given)
+        count += 1
+    assert count >= 3
+
+
+def _of(call: Call, sample: Any, given: list[torch.Tensor]) -> Call:
+    """The sample's call, of the tensors that have gradients."""
+
+    def of(*tensors: torch.Tensor) -> torch.Tensor:
+        new = {id(old): tensor for old, tensor in zip(given, tensors, strict=True)}
+        args = [new.get(id(a), a) for a in (sample.input, *sample.args)]
+        return call(*args, **{name: new.get(id(a), a) for name, a in sample.kwargs.items()})
+
+    return of
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _dense(tensor: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(()) if tensor is None else tensor.to_dense() if tensor.is_sparse else tensor
+
+
+@pytest.mark.parametrize("served", SERVED, ids=IDS)
+def test_what_is_left_out_is_refused_with_a_reason(served: Served) -> None:
+    """And not computed otherwise than torch does."""
+    (info,) = [o for o in opinfo.op_db if (o.name, o.variant_test_name) == (served.name, served.variant)]
+    for sample in info.sample_inputs("cpu", torch.float32):
+        if served.refused(sample):
+            with pytest.raises(lz.InvalidArgument, match=";"):
+                served.ours(sample.input, *sample.args, **sample.kwargs)

@@ -1,0 +1,144 @@
+"""Calls of every op of torch.ops.layerzero, small ones, for tests that hold for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Case = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_(needs_grad)
+
+
+def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[str, list[Case]]:
+    """Arguments by the name of the op; new tensors at each call."""
+
+    def t(*shape: int, seed: int = 0) -> torch.Tensor:
+        return random(*shape, seed=seed, dtype=dtype, needs_grad=needs_grad)
+
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    tables, lengths = torch.tensor([[1, 0], [2, 1]], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
+    mask = random(3, 5, seed=9) > 0
+    mask[1] = False  # a row that sees nothing
+    return {
+        "silu": [((t(3, 4),), {}), ((t(),), {}), ((t(0, 4),), {}), ((t(4, 6)[::2].t(),), {})],
+        "gelu": [((t(3, 4),), {}), ((t(3, 4), "tanh"), {})],
+        "swiglu": [((t(3, 4), t(3, 4, seed=1)), {}), (tuple(t(3, 8).chunk(2, -1)), {})],
+        "softmax": [((t(3, 4), -1), {}), ((t(2, 3, 4), 1), {}), ((t(), 0), {}), ((t(3, 0), 1), {})],
+        "layer_norm": [
+            ((t(3, 4), [4], t(4, seed=1), t(4, seed=2), 1e-4), {}),
+            ((t(2, 3, 4), [3, 4]), {}),
+            ((t(2, 3, 4), [4], None, t(4, seed=2)), {}),
+            ((t(2, 3, 4), [4], t(4, seed=1)), {}),
+        ],
+        "rms_norm": [((t(3, 4), [4], t(4, seed=1), 1e-4), {}), ((t(2, 3, 4), [3, 4]), {}), ((t(4), [4], t(4)), {})],
+        "linear": [
+            ((t(3, 4), t(5, 4, seed=1), t(5, seed=2)), {}),
+            ((t(2, 3, 4), t(5, 4, seed=1)), {}),
+            ((t(4), t(5, 4, seed=1), t(5, seed=2)), {}),
+            ((t(3, 4), t(4, seed=1), t(seed=2)), {}),
+            ((t(0, 4), t(5, 4, seed=1), t(5, seed=2)), {}),
+        ],
+        "matmul": [
+            ((t(3, 4), t(4, 5, seed=1)), {}),
+            ((t(2, 1, 3, 4), t(6, 4, 5, seed=1)), {}),
+            ((t(4), t(4, 5, seed=1)), {}),
+            ((t(2, 3, 4), t(4, seed=1)), {}),
+            ((t(4), t(4, seed=1)), {}),
+        ],
+        "rope": [
+            ((t(2, 3, 2, 6), t(3, 2, seed=1), t(3, 2, seed=2)), {}),
+            ((t(3, 2, 4), t(3, 2, seed=1), t(3, 2, seed=2)), {"interleaved": True}),
+            ((t(2, 3, 2, 4), t(2, 3, 2, seed=1), t(2, 3, 2, seed=2)), {"interleaved": True}),
+            ((t(2, 3, 2, 4), t(1, 3, 2, seed=1), t(1, 3, 2, seed=2)), {}),
+        ],
+        "embedding": [
+            ((torch.tensor([[0, 3], [2, 2]]), t(4, 6)), {}),
+            ((torch.tensor([1, 2], dtype=torch.int32), t(4, 6)), {"padding_idx": 2, "scale_grad_by_freq": True}),
+        ],
+        "attention": [
+            ((t(2, 4, 3, 8), t(2, 4, 5, 8, seed=1), t(2, 4, 5, 6, seed=2)), {}),
+            ((t(2, 4, 3, 8), t(2, 2, 5, 8, seed=1), t(2, 2, 5, 8, seed=2), None, 0.0, True, 0.3, True), {}),
+            ((t(3, 8), t(5, 8, seed=1), t(5, 8, seed=2), mask), {}),
+            ((t(4, 3, 8), t(4, 5, 8, seed=1), t(4, 5, 8, seed=2), t(1, 3, 5, seed=3)), {}),
+            (
+                (t(2, 3, 4, 8), t(2, 5, 2, 8, seed=1), t(2, 5, 2, 8, seed=2), None, 0.0, True, None, True),
+                {"layout": "BSHD", "causal_alignment": "bottom_right"},
+            ),
+        ],
+        "attention_varlen": [((t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends), {"is_causal": True})],
+        "paged_attention": [((t(2, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths), {})],
+        "append_kv": [
+            (
+                (
+                    t(3, 2, 8),
+                    t(3, 2, 6, seed=1),
+                    t(2, 4, 2, 8, seed=2),
+                    t(2, 4, 2, 6, seed=3),
+                    torch.tensor([5, -1, 2]),
+                ),
+                {},
+            )
+        ],
+        "quantize": [((random(3, 4), torch.tensor(0.5)), {"dtype": "int8"}), ((random(3, 4), torch.ones(3, 1)), {})],
+        "dequantize": [
+            ((torch.arange(-6, 6, dtype=torch.int8).view(3, 4), torch.ones(3, 2)), {}),
+            ((random(3, 4).to(torch.float8_e4m3fn), torch.ones(3, 2)), {"dtype": "bfloat16"}),
+            ((torch.arange(8, dtype=torch.uint8).view(2, 4).view(torch.float4_e2m1fn_x2), torch.tensor(2.0)), {}),
+        ],
+    }
+
+
+def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """As complex numbers, of which the pairs are rotated."""
+    pairs = cos.shape[-1]
+    head = x[..., : 2 * pairs]
+    z = head.unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
+    z = torch.complex(z[..., 0], z[..., 1]) if interleaved else torch.complex(z[..., 0, :], z[..., 1, :])
+    z = z * torch.complex(cos, sin).unsqueeze(-2)
+    rotated = torch.stack((z.real, z.imag), -1) if interleaved else torch.stack((z.real, z.imag), -2)
+    return torch.cat((rotated.flatten(-2), x[..., 2 * pairs :]), -1)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+) -> torch.Tensor:
+    """torch's, with the layout and the causal rule by hand."""
+    if layout == "BSHD":
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    if is_causal and causal_alignment == "bottom_right":
+        rows, columns = q.shape[-2], k.shape[-2]
+        mask, is_causal = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows), False
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    out = F.scaled_dot_product_attention(q, k, v, mask, **options)
+    return out.transpose(1, 2) if layout == "BSHD" else out
+
+
+NATIVE: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "softmax": F.softmax,
+    "layer_norm": F.layer_norm,
+    "rms_norm": F.rms_norm,
+    "linear": lambda x, weight, bias=None: F.linear(x, weight, bias) if weight.dim() == 2 else x @ weight + bias,
+    "matmul": torch.matmul,
+    "embedding": F.embedding,
+    "rope": _rope,
+    "attention": _attention,
+}
+"""torch's own function for each op, or the formula of docs/ops.md in torch."""
