@@ -450,6 +450,9 @@ def test_a_plan_that_has_no_bucket_for_a_call_is_named_with_it() -> None:
         def lookup(self, context: SelectionContext) -> str | None:
             return "gamma.silu" if context.dtype == "float32" else None
 
+        def covers(self, device: DeviceSpec) -> bool:
+            return True
+
     one = engine(JIT, policy=policy(plan_mode=True), gpus=[DEVICES[GPU]])
     one.set_certification(Certification({"alpha": passed_probe("alpha")}))
     one.set_table(Table())

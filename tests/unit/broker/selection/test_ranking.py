@@ -359,12 +359,13 @@ def test_noise_of_long_kernels_on_a_gpu_is_a_share_of_their_time_too(slower: flo
     assert (times["alpha"] == times["beta"]) == is_tie
 
 
-def test_a_table_says_nothing_of_calls_on_a_gpu() -> None:
-    """It was solved for the CPU."""
-
+def test_a_table_says_nothing_of_devices_that_it_was_not_solved_for() -> None:
     class Table:
         def lookup(self, context: SelectionContext) -> str | None:
             return "delta.silu"
+
+        def covers(self, device: DeviceSpec) -> bool:
+            return device.device_type == "cpu"
 
     one = engine(GPU_CAPABILITIES, gpus=[DEVICES[GPU]])
     one.set_table(Table())
