@@ -1,9 +1,9 @@
 """Fake functions: dtype, shape and strides of each op's result, for whoever traces a program; nothing is computed.
 
 Each has the op's signature. Sizes may be symbolic, so these are not the client's own checks (client/planning), which
-compare and hash sizes; tests/frameworks/test_torch_ops.py holds both against each other. What these refuse is what
-would make the shape of a result wrong; all else is refused by the call itself. Results are row-major, as the client
-makes them."""
+compare and hash sizes; opcheck, in tests/frameworks/test_torch_ops.py, compares them with real results. What these
+refuse is what would make the shape of a result wrong; all else is refused by the call itself. Results are row-major, as
+the client makes them."""
 
 from __future__ import annotations
 
