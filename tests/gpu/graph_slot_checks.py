@@ -180,13 +180,14 @@ class GraphSlotChecks:
         assert header.kind == Kind.RAISED  # bound already
 
     def test_graph_slots_go_with_their_memory(self, spawn: Spawn, connect: Connect) -> None:
-        """A launch would touch what is unmapped."""
+        """A launch would touch what is unmapped. An arena goes with MUTE, which may be read after the words on it."""
         worker, client, other = spawn(), connect(), connect()
         client.join(worker)
         other.join(worker)
         bind(worker, client, 5, 0, 1)
         bind(worker, other, 5, 0, 1)
         worker.tell(messages.UnmapArena(client=client.number, arena=1))
+        worker.mute(client, 5)
         worker.tell(messages.UnmapGpu(client=other.number, gpu=other.context.gpu))
         graph_slots = itertools.count(10)
         until(lambda: worker.bind(other, next(graph_slots), other.refs(0, 1))[0].kind == Kind.RAISED)  # both were taken

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gpu.test_calls import F, broker, busy, close, connected, new_site, randn, report, store, torch
 from tests.process.harness import PATIENCE_S, Site, wait_until
 
 import layerzero as lz
@@ -18,6 +17,9 @@ from layerzero.broker.selection import dispatch_table
 from layerzero.client.gpu.memory import uuid_of
 from layerzero.client.tools.inputs import random_inputs
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+pytest.importorskip("torch")
+from tests.gpu.test_calls import F, broker, busy, close, connected, new_site, randn, report, store, torch
 
 __all__ = ["broker", "connected", "new_site", "store"]
 

@@ -123,7 +123,7 @@ BROKEN = {
     "raises": ("def load():\n    raise ImportError(\"No module named 'quux'\")\n", "No module named 'quux'"),
     "dies": ("import os, signal\ndef load():\n    os.kill(os.getpid(), signal.SIGKILL)\n", "SIGKILL"),
     "lies": ("from tests_no_such import nothing\n", "tests_no_such"),
-    "hangs": ("import threading\ndef load():\n    threading.Event().wait()\n", "did not end within 6 s"),
+    "hangs": ("import threading\ndef load():\n    threading.Event().wait()\n", "did not get on within 6 s"),
 }
 TOY = (Path(__file__).parents[1] / "backends" / "toy.py").read_text()
 PARENT = TOY.replace("def load()", "import subprocess\nsubprocess.Popen(['sleep', '600'])\n\n\ndef load()")

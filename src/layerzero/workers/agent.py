@@ -25,6 +25,7 @@ from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.plain import pack_body
 
 TAIL_BYTES = 2048
+MAX_WAITS = 10  # times its timeout that a child which gets on may take in all
 PIPE_BYTES = 1 << 16  # what a pipe holds
 RECORD = "lz-env.json"
 CACHE_VARIABLE = "LAYERZERO_WORKER_CACHE"
@@ -83,8 +84,21 @@ class _Tool:
     out_fd: int
     err_fd: int
     since_s: float
-    due_s: float  # when it is killed
+    timeout_s: float  # so long it may say nothing, and MAX_WAITS times as long it may take
+    due_s: float = 0.0  # when it is killed, unless it has said something
+    said_ns: int = 0  # when it last did
     is_late: bool = False
+
+    def __post_init__(self) -> None:
+        self.due_s, self.said_ns = self.since_s + self.timeout_s, os.fstat(self.out_fd).st_mtime_ns
+
+    def gets_on(self, now_s: float) -> bool:
+        """It has said something, as a probe does with each case: it gets more time."""
+        before, self.said_ns = self.said_ns, os.fstat(self.out_fd).st_mtime_ns
+        if self.said_ns == before or now_s >= self.since_s + MAX_WAITS * self.timeout_s:
+            return False
+        self.due_s = now_s + self.timeout_s
+        return True
 
     def close(self) -> None:
         os.close(self.out_fd)
@@ -192,7 +206,8 @@ class Children:
         if self._said_fd in ready:
             self._read_said()
         for tool in self._tools:
-            if not tool.is_late and time.monotonic() >= tool.due_s:
+            now_s = time.monotonic()
+            if not tool.is_late and now_s >= tool.due_s and not tool.gets_on(now_s):
                 tool.is_late = True
                 _kill(tool.popen)
         while True:
@@ -269,8 +284,7 @@ class Children:
     ) -> _Tool:
         out_fd, err_fd = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("tool-out", "tool-err"))
         popen = self._start(module, [*args, str(os.getpid())], in_fd, out_fd, err_fd, pass_fds)
-        now_s = time.monotonic()
-        return _Tool(popen, out_fd, err_fd, now_s, now_s + timeout_s)
+        return _Tool(popen, out_fd, err_fd, time.monotonic(), timeout_s)
 
     def _tell(
         self, kind: type[messages.Probed | messages.CompiledHere], tool: _Tool, code: int, fds: tuple[int, ...] = ()

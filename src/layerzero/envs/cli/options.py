@@ -63,7 +63,7 @@ WheelhouseDir = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that a probe may take.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that a probe may be in one case.")]
 
 STORE = platformdirs.user_cache_path("layerzero")
 Minor = Annotated[

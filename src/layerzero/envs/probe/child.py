@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,13 @@ from layerzero.envs.build.stage import stage
 from layerzero.envs.probe.caches import make_folder
 
 MAX_SAID_BYTES = 4 << 20  # of stdout and of stderr, that are read
+MAX_WAITS = 10  # times its timeout that a child which gets on may take in all
 MAX_FILE_BYTES = 1 << 30  # of any file that it writes: compilers' caches have some hundred MiB at most
 
 
 @dataclass(frozen=True)
 class Ended:
-    """`code`: as of subprocess, None when it had to be ended after its time."""
+    """`code`: as of subprocess, None when it had to be ended, since it did not get on."""
 
     code: int | None
     out: bytes
@@ -44,7 +46,8 @@ def run(
     data: bytes = b"",
     on_start: Callable[[int], None] | None = None,
 ) -> Ended:
-    """Run `python -m MODULE ARGS OUR_PID` with `data` on its stdin. Blocks up to `timeout_s`; the process and its group
+    """Run `python -m MODULE ARGS OUR_PID` with `data` on its stdin. Blocks until it has ended, or has said nothing for
+    `timeout_s`, as a probe does with each case: a machine that is busy only makes it slow. The process and its group
     are gone when this returns. `on_start` gets its pid, which is that of the group."""
     stage(env.store)  # an env that was only planned may be older than today's code
     make_folder(env)
@@ -90,12 +93,23 @@ def run_process(
         try:
             if on_start is not None:
                 on_start(process.pid)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout_s)
+            code = _wait(process, out_file.fileno(), timeout_s)
         finally:
             kill_group(process.pid)
             process.wait()
         return Ended(code, _end_of(out_file.fileno()), _end_of(err_file.fileno()))
+
+
+def _wait(process: subprocess.Popen[bytes], out_fd: int, timeout_s: float) -> int | None:
+    """The exit code; None when it has written nothing for so long, or takes MAX_WAITS times as long."""
+    end_s = time.monotonic() + MAX_WAITS * timeout_s
+    said_ns, due_s = os.fstat(out_fd).st_mtime_ns, time.monotonic() + timeout_s
+    while (now_s := time.monotonic()) < min(due_s, end_s):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(due_s - now_s, timeout_s / 8))
+        if (last_ns := os.fstat(out_fd).st_mtime_ns) != said_ns:
+            said_ns, due_s = last_ns, time.monotonic() + timeout_s
+    return None
 
 
 def _end_of(fd: int) -> bytes:

@@ -69,8 +69,9 @@ def _text(path: Path) -> str:
 def probe(
     env: Env, manifest: EnvManifest, *, timeout_s: float = DEFAULT_TIMEOUT_S, verify: bool = False
 ) -> ProbeRecord:
-    """Run the probe now. Blocks up to `timeout_s`; the process and its group are gone when this returns. `verify`
-    hashes every file; an environment of which one has changed since its build has failed, whatever it computes."""
+    """Run the probe now. Blocks until it ends, or is in one case for `timeout_s`; the process and its group are gone
+    when this returns. `verify` hashes every file; an environment of which one has changed since its build has failed,
+    whatever it computes."""
     start = time.monotonic()
     targets = (manifest.provider_target, str(manifest.descriptor_path))
     ended = run(env, "layerzero.workers.probe", *targets, timeout_s=timeout_s)
@@ -103,7 +104,7 @@ def judge(
     failure: dict[str, Any] = {}
     where, kernel_id = ("", "") if ended.code is not None and not ended.death else _position(ended.out)
     if ended.code is None:
-        failure = {"kind": "timeout", "message": f"the probe did not end within {timeout_s:g} s{where}"}
+        failure = {"kind": "timeout", "message": f"the probe did not get on within {timeout_s:g} s{where}"}
     elif ended.death:
         failure = {"kind": "crash", "message": f"the probe's process died of {ended.death}{where}"}
     verdict = failure or _parse(ended.out) or _no_answer(ended.code, ended.err)

@@ -249,7 +249,7 @@ class Keep(Message):
     environ: dict[str, Any]  # variables of the worker; "{site}" and "{cache}" are places at the agent's
     defaults: dict[str, Any]  # variables of the worker that the agent's own win over
     probes: bool
-    timeout_s: float  # of the probe
+    timeout_s: float  # of the probe: how long it may be in one case
 
 
 @dataclass(frozen=True, kw_only=True)
