@@ -83,6 +83,7 @@ class UserBrokers:
         endpoints = Endpoints(self._endpoints.folder / f"user-{uid}")
         _make_folder(endpoints.folder)
         ready_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        popen: subprocess.Popen[bytes] | None = None
         try:
             command = [sys.executable, "-P", "-m", "layerzero.broker", "--for-uid", str(uid)]
             command += ["--parent-pid", str(os.getpid())]
@@ -97,12 +98,15 @@ class UserBrokers:
                     pass_fds=(write_fd,),
                     start_new_session=True,
                 )
+            broker = _UserBroker(uid, endpoints, popen, os.pidfd_open(popen.pid), ready_fd, time.monotonic())
         except BaseException:
             os.close(ready_fd)
+            if popen is not None:
+                popen.kill()
+                popen.wait()
             raise
         finally:
             os.close(write_fd)
-        broker = _UserBroker(uid, endpoints, popen, os.pidfd_open(popen.pid), ready_fd, time.monotonic())
         self._brokers[uid] = broker
         self._poller.watch(ready_fd, lambda: self._hear(broker))
         self._poller.watch(broker.pidfd, lambda: self._end(broker))

@@ -45,7 +45,7 @@ def _reach(
 ) -> tuple[socket.socket, messages.Welcome | messages.Redirect]:
     sock = control.connect(path, timeout_s=timeout_s)
     try:
-        answer, fds = _greet(sock, hello, key)
+        answer, fds = _greet(sock, hello, key, REDIRECT_TIMEOUT_S)
         for fd in fds:
             os.close(fd)
     except BaseException:
@@ -67,8 +67,9 @@ def greet(sock: socket.socket, hello: messages.Hello, key: bytes | None = None) 
 
 
 def _greet(
-    sock: socket.socket, hello: messages.Hello, key: bytes | None
+    sock: socket.socket, hello: messages.Hello, key: bytes | None, patience_s: float | None = None
 ) -> tuple[messages.Welcome | messages.Redirect, list[int]]:
+    """`patience_s`: how long the answer to our proof may take; None: as long as the socket waits anyway."""
     nonce = secret.new_nonce() if key is not None else b""
     control.send(sock, replace(hello, nonce=nonce))
     answer, fds = control.receive(sock, messages.Welcome, messages.Challenge, messages.Refused, messages.Redirect)
@@ -78,8 +79,8 @@ def _greet(
             raise NotAllowed("the broker asks for the stack's secret; name its file (LAYERZERO_SECRET_FILE)")
         proofs = secret.Handshake(key, hello.role, nonce, answer.nonce)
         control.send(sock, messages.Proof(mac=proofs.peer_mac))
-        if hello.role == "client":
-            sock.settimeout(REDIRECT_TIMEOUT_S)
+        if patience_s is not None:
+            sock.settimeout(patience_s)
         answer, fds = control.receive(sock, messages.Welcome, messages.Refused, messages.Redirect)
     if isinstance(answer, messages.Refused):
         raise from_wire(answer.error)
