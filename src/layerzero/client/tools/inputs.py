@@ -14,6 +14,7 @@ from layerzero.client.facade.memory import empty
 from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.ipc.errors import EnvError
 from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.places import places
 from layerzero.ipc.vocabulary.tensors import NARROW_DTYPES, TensorSpec
 
 
@@ -59,9 +60,9 @@ def random_inputs(op: str, specs: Mapping[str, TensorSpec | None], seed: int, *,
 
     def make(name: str, spec: TensorSpec) -> Any:
         numel = spec.span_bytes // spec.itemsize
-        places = _places(name, specs) if name in OPS[op].indices else None
-        if places is not None:
-            start, stop = places
+        spread = places(name, specs) if name in OPS[op].indices else None
+        if spread is not None:
+            start, stop = spread
             values: Any = np.linspace(start, stop, numel)
         elif spec.dtype == "bool":
             values = rng.random(numel) < 0.5
@@ -93,9 +94,9 @@ def plain_inputs(op: str, specs: Mapping[str, TensorSpec | None], *, device: int
 
     def make(name: str, spec: TensorSpec) -> Any:
         memory = bytearray(spec.span_bytes)
-        places = _places(name, specs) if name in OPS[op].indices else None
-        if places is not None:
-            start, stop = places
+        spread = places(name, specs) if name in OPS[op].indices else None
+        if spread is not None:
+            start, stop = spread
             numel = spec.span_bytes // spec.itemsize
             values = (start + (stop - start) * n // max(numel - 1, 1) for n in range(numel))
             memory[:] = b"".join(value.to_bytes(spec.itemsize, sys.byteorder, signed=True) for value in values)
@@ -106,18 +107,3 @@ def plain_inputs(op: str, specs: Mapping[str, TensorSpec | None], *, device: int
         return wrap(memoryview(memory), spec, like)[0]
 
     return {name: None if spec is None else make(name, spec) for name, spec in specs.items()}
-
-
-def _places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int] | None:
-    """The first and the last of the evenly spaced values of an index tensor; None where random ones will do."""
-    tokens, cache, tables = specs.get(f"{name[-1]}"), specs.get("k_cache"), specs.get("block_tables")
-    if name == "slots" and cache is not None and cache.ndim > 1:
-        return 0, max(cache.shape[0] * cache.shape[1] - 1, 0)
-    if name.startswith("cu_seqlens_") and tokens is not None and tokens.ndim:
-        return 0, tokens.shape[0]
-    if cache is None or tables is None or min(cache.ndim, tables.ndim) < 2:
-        return None
-    if name == "block_tables":
-        return 0, max(cache.shape[0] - 1, 0)
-    length = cache.shape[1] * tables.shape[1]
-    return length, length

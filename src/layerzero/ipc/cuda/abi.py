@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 
 from layerzero.ipc.cuda.handles import IPC_HANDLE_BYTES
 
@@ -144,6 +144,13 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuGraphInstantiateWithFlags": (out_handle, c_void_p, c_uint64),
     "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphExecDestroy": (c_void_p,),
+    "cuModuleLoadData": (out_handle, c_char_p),
+    "cuModuleUnload": (c_void_p,),
+    "cuModuleGetFunction": (out_handle, c_void_p, c_char_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuMemsetD16Async": (c_uint64, c_ushort, c_size_t, c_void_p),
+    "cuMemsetD32Async": (c_uint64, c_uint, c_size_t, c_void_p),
     "cuGraphDestroy": (c_void_p,),
 }
 

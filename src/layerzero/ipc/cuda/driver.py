@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerzero.ipc.cuda import abi
-from layerzero.ipc.cuda.library import LIBRARY, Library
+from layerzero.ipc.cuda.kernels import Kernels
+from layerzero.ipc.cuda.library import LIBRARY
 from layerzero.ipc.errors import CudaError
 
 
@@ -62,7 +63,7 @@ class _Batch(threading.local):
         self.buffer = ctypes.create_string_buffer(abi.THREE_WORD_OPS.size)
 
 
-class Driver(Library):
+class Driver(Kernels):
     """libcuda, initialised. Every method may raise CudaError."""
 
     def __init__(self, library: str = LIBRARY) -> None:

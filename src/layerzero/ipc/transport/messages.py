@@ -7,16 +7,12 @@ docs/protocol.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.transport.plain import pack_body, unpack_body
+from layerzero.ipc.transport.message import Message, decode, encode
 
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    kind: ClassVar[str]
+__all__ = ["MESSAGES", "Message", "decode", "encode"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +237,45 @@ class Wake(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lift(Message):
+    """broker -> worker: lift a plan's kernel (docs/lifting.md). Answered by Lifted."""
+
+    kind: ClassVar[str] = "lift"
+    number: int
+    plan: int
+    alignments: list[Any]  # of int: bytes, of each input and each output; 0 for an input that is left out
+    seeds: list[Any]  # of int: of the inputs to run it on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifted(Message):
+    """worker -> broker, with a memfd of a packed Specimen (ipc/lifting/specimen.py), or with why there is none."""
+
+    kind: ClassVar[str] = "lifted"
+    number: int
+    reason: str = ""  # a LiftReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GetLifted(Message):
+    """client -> broker: hand over a lifted call, by the digest of its packed form, or machine code by its own. Answered
+    by LiftedGiven or Refused."""
+
+    kind: ClassVar[str] = "get_lifted"
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiftedGiven(Message):
+    """broker -> client, with a descriptor to read the bytes from."""
+
+    kind: ClassVar[str] = "lifted_given"
+    digest: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Keep(Message):
     """broker -> agent, after Welcome, with its backend's descriptor as a memfd. Answered by Probed if `probes`."""
 
@@ -436,39 +471,3 @@ class Ready(Message):
 
 
 MESSAGES: dict[str, type[Message]] = {cls.kind: cls for cls in Message.__subclasses__()}
-
-M = TypeVar("M", bound=Message)
-_HINTS: dict[type[Message], dict[str, type]] = {
-    cls: {f.name: get_origin(t) or t for f in fields(cls) for t in (get_type_hints(cls)[f.name],)}
-    for cls in MESSAGES.values()
-}
-
-
-def encode(message: Message) -> bytes:
-    """msgpack of the message's fields and its kind."""
-    return pack_body({"kind": message.kind, **{name: getattr(message, name) for name in _HINTS[type(message)]}})
-
-
-def decode(data: bytes, *expected: type[M]) -> M:
-    """The message in `data`, which must be one of `expected`. Raises ProtocolError saying what is wrong."""
-    value = unpack_body(data)
-    if not isinstance(value, dict):
-        raise ProtocolError(f"message must be a map, got {type(value).__name__}")
-    kind = value.get("kind")
-    wanted = {cls.kind: cls for cls in expected}
-    if not isinstance(kind, str) or kind not in wanted:
-        raise ProtocolError(f"unexpected message kind {kind!r:.80}; expected {' or '.join(wanted)}")
-    cls = wanted[kind]
-    given: dict[str, Any] = {}
-    for name, typ in _HINTS[cls].items():
-        if name in value:
-            item = value[name]
-            if typ is float and type(item) is int:
-                item = float(item)
-            if type(item) is not typ:
-                raise ProtocolError(f"{kind}.{name} must be {typ.__name__}, got {type(item).__name__}")
-            given[name] = item
-    try:
-        return cls(**given)
-    except TypeError as exc:
-        raise ProtocolError(f"{kind}: {exc}") from exc

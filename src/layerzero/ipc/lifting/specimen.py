@@ -1,0 +1,54 @@
+"""A lifted call as its worker hands it over: with the machine code that it needs, and what it gave on trial inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.lifting.form import Lifted, digest
+from layerzero.ipc.transport.plain import pack_body, unpack_body
+
+MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """`codes`: modules by digest. `trials`: by seed of ipc/lifting/trial.py, the digest of each output's bytes."""
+
+    lifted: Lifted
+    codes: Mapping[str, bytes]
+    trials: Mapping[int, tuple[str, ...]]
+
+    def pack(self) -> bytes:
+        trials = {str(seed): list(digests) for seed, digests in self.trials.items()}
+        return pack_body({"lifted": self.lifted.pack(), "codes": list(self.codes.values()), "trials": trials})
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Specimen:
+        """Rebuild and check what a worker said. Raises ProtocolError."""
+        value = unpack_body(data)
+        try:
+            lifted, codes, trials = Lifted.unpack(value["lifted"]), value["codes"], value["trials"]
+            found = {digest(_code(code)): code for code in codes}
+            if set(found) != set(lifted.codes):
+                raise ValueError("the machine code is not what the steps name")
+            known = {int(seed): tuple(map(_text, digests)) for seed, digests in trials.items()}
+            if not known or any(len(digests) != len(lifted.outputs) for digests in known.values()):
+                raise ValueError("each trial has a digest for each output, and there is a trial")
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise ProtocolError(f"no specimen of a lifted call: {exc}"[:500]) from exc
+        return cls(lifted, found, known)
+
+
+def _code(value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise TypeError("machine code must be bytes")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > 200:
+        raise TypeError("a digest must be text")
+    return value

@@ -1,0 +1,102 @@
+"""Inputs to try a lifted call on, made without NumPy from a seed, so that two processes make the same ones.
+
+Bytes of a pattern, repeated: making them for large tensors takes the GPU's time, not this process's. The pattern's
+length is odd in elements, so that no row repeats another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping, Sequence
+
+from layerzero.ipc.cuda.driver import Driver, read_back
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.places import places
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+PATTERN = 32749  # elements, a prime
+_STEP_BYTES = 64 << 20  # read back at a time
+# Of each float its bytes from the lowest on, as what random bytes become: numbers between 1/8 and 2, of either sign.
+_ANY = bytes(range(256))
+_HIGH = {
+    "float16": (0x30, 0x3B),
+    "bfloat16": (0x3E, 0x3F),
+    "float32": (0x3E, 0x3F),
+    "float8_e4m3fn": (0x20, 0x3F),
+    "float8_e5m2": (0x30, 0x3F),
+}
+
+
+def _table(least: int, most: int) -> bytes:
+    """Random bytes become those from least to most, half of them with the sign."""
+    width = most - least + 1
+    return bytes((least + value % width) | (value & 0x80) for value in range(256))
+
+
+def pattern(op: str, name: str, specs: Mapping[str, TensorSpec | None], seed: int) -> bytes:
+    """The bytes that fill the tensor `name` of a call of `op`, from its start, again and again."""
+    spec = specs[name]
+    assert spec is not None
+    rng = random.Random(f"{seed}:{name}")
+    numel = spec.span_bytes // spec.itemsize
+    if name in OPS[op].indices:
+        spread = places(name, specs)
+        if spread is not None:
+            start, stop = spread
+            values = [start + (stop - start) * n // max(numel - 1, 1) for n in range(numel)]
+        else:
+            top = _rows(specs)
+            values = [rng.randrange(top) for _ in range(min(numel, PATTERN))]
+        return b"".join(value.to_bytes(spec.itemsize, sys.byteorder, signed=True) for value in values)
+    count = min(numel, PATTERN)
+    raw = bytearray(rng.randbytes(count * spec.itemsize))
+    if spec.dtype == "bool":
+        return bytes(raw.translate(bytes(value & 1 for value in range(256))))
+    if spec.dtype == "float64":
+        raw[7::8] = raw[7::8].translate(_table(0x3F, 0x3F))
+        raw[6::8] = raw[6::8].translate(bytes(0xC0 | value & 0x3F for value in range(256)))
+    elif spec.dtype in _HIGH:
+        last = spec.itemsize - 1
+        raw[last :: spec.itemsize] = raw[last :: spec.itemsize].translate(_table(*_HIGH[spec.dtype]))
+    elif "int" in spec.dtype and spec.itemsize > 1:  # small ones
+        for at in range(1, spec.itemsize):
+            raw[at :: spec.itemsize] = bytes(count)
+    return bytes(raw)
+
+
+def _rows(specs: Mapping[str, TensorSpec | None]) -> int:
+    """Of the table that ids look into; without one, ids are below 8."""
+    weight = specs.get("weight")
+    return max(weight.shape[0], 1) if weight is not None and weight.ndim else 8
+
+
+def write(driver: Driver, address: int, nbytes: int, data: bytes, stream: int) -> None:
+    """Fill `nbytes` on the GPU with `data`, again and again. Waits. Needs a current context."""
+    import ctypes
+
+    if not nbytes:
+        return
+    length = min(len(data), nbytes)
+    buffer = ctypes.create_string_buffer(data, len(data))
+    driver.copy_to_device(address, ctypes.addressof(buffer), length, stream)
+    done = length
+    while done < nbytes:  # what is there already is a whole number of patterns
+        step = min(done, nbytes - done)
+        driver.copy_on_device(address + done, address, step, stream)
+        done += step
+    driver.synchronize_stream(stream)
+
+
+def read_digest(driver: Driver, address: int, nbytes: int, stream: int) -> str:
+    """Of bytes on the GPU, once the stream has come to them."""
+    found = hashlib.blake2b(digest_size=20)
+    for at in range(0, nbytes, _STEP_BYTES):
+        found.update(read_back(driver, address + at, min(_STEP_BYTES, nbytes - at), stream))
+    return found.hexdigest()
+
+
+def named(op: str, inputs: Sequence[TensorSpec | None]) -> dict[str, TensorSpec | None]:
+    """The inputs by their names."""
+    return dict(zip(OPS[op].inputs, inputs, strict=True))

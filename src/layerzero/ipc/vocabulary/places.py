@@ -1,0 +1,22 @@
+"""Index tensors that nobody has data for: values that lead nowhere outside of the other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+def places(name: str, specs: Mapping[str, TensorSpec | None]) -> tuple[int, int] | None:
+    """The first and the last of the evenly spaced values of the index tensor `name`; None where random ones will do."""
+    tokens, cache, tables = specs.get(f"{name[-1]}"), specs.get("k_cache"), specs.get("block_tables")
+    if name == "slots" and cache is not None and cache.ndim > 1:
+        return 0, max(cache.shape[0] * cache.shape[1] - 1, 0)
+    if name.startswith("cu_seqlens_") and tokens is not None and tokens.ndim:
+        return 0, tokens.shape[0]
+    if cache is None or tables is None or min(cache.ndim, tables.ndim) < 2:
+        return None
+    if name == "block_tables":
+        return 0, max(cache.shape[0] - 1, 0)
+    length = cache.shape[1] * tables.shape[1]
+    return length, length
