@@ -9,10 +9,11 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgpack
 import zmq
@@ -25,6 +26,7 @@ from layerzero.ipc.cuda.offer import Offer
 from layerzero.ipc.cuda.offer_client import Trial
 from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import LayerZeroError, from_wire
+from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.shm.ring import create_page as create_ring
@@ -40,17 +42,35 @@ PROVIDER = ROOT / "tests/gpu/backends/driver_toy.py"
 PLANS = {"copy": 1, "raise": 2, "illegal": 3, "synchronize": 4}
 
 
+class Answer(NamedTuple):
+    """What a worker says about a kernel that it is to lift."""
+
+    reason: str
+    detail: str
+    specimen: Specimen | None = None
+
+
 class Worker:
     """A worker process, and the broker's end of its two connections."""
 
-    def __init__(self, folder: Path, gpu: str, failpoints: str = "", *, provider: Path = PROVIDER) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        gpu: str,
+        failpoints: str = "",
+        *,
+        provider: Path | str = PROVIDER,
+        lifts: bool = False,
+        prepares: bool = True,
+    ) -> None:
+        """`lifts`: as in BootConfig. `prepares`: the worker gets PLANS."""
         self.log = folder / "log"
         page = memory.create_memfd("page", memory.PAGE_BYTES)
         self._context = zmq.Context()
         self._router = sockets.bind_router(self._context, folder / "zmq", 4096)
         self._router.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         with control.listen(folder / "control") as listener, self.log.open("wb") as log:
-            self.process = self._spawn(folder / "control", log.fileno(), failpoints, provider)
+            self.process = self._spawn(folder / "control", log.fileno(), failpoints, provider, lifts)
             listener.settimeout(PATIENCE_S)
             self._control, _ = listener.accept()
         self._control.settimeout(PATIENCE_S)
@@ -64,7 +84,7 @@ class Worker:
         self.page = memory.ControlPage(page, writable=False)
         os.close(page)
         assert self.answer()[0].kind == Kind.READY
-        for name, plan in PLANS.items():
+        for name, plan in PLANS.items() if prepares else ():
             prepare = messages.Prepare(
                 op="silu", kernel_id=f"toy.{name}", inputs=[SPEC.to_wire()], outputs=[SPEC.to_wire()], attrs={},
                 device=gpu, is_graph_safe=True,
@@ -72,10 +92,10 @@ class Worker:
             self.send(wire.pack(Kind.PREPARE, route=plan, body=messages.encode(prepare)))
 
     @staticmethod
-    def _spawn(path: Path, log: int, failpoints: str, provider: Path) -> subprocess.Popen[bytes]:
+    def _spawn(path: Path, log: int, failpoints: str, provider: Path | str, lifts: bool) -> subprocess.Popen[bytes]:
         boot = msgpack.packb({
             "control_path": str(path), "ticket": b"", "provider": str(provider),
-            "backend": "toy", "parent_pid": os.getpid(), "package": "", "failpoints": failpoints,
+            "backend": "toy", "parent_pid": os.getpid(), "package": "", "failpoints": failpoints, "lifts": lifts,
         })  # fmt: skip
         fd = memory.create_memfd("boot", len(boot))
         os.pwrite(fd, boot, 0)
@@ -97,6 +117,17 @@ class Worker:
     def tell(self, message: messages.Message, *fds: int) -> None:
         control.send(self._control, message, fds)
 
+    def lift(self, plan: int, alignments: Sequence[int], seeds: Sequence[int] = (1, 2)) -> Answer:
+        """Lift a plan's kernel, and what came of it."""
+        self.settle()
+        self.tell(messages.Lift(number=7, plan=plan, alignments=list(alignments), seeds=list(seeds)))
+        message, fds = control.receive(self._control, messages.Lifted)
+        assert (message.number, len(fds)) == (7, not message.reason)
+        if message.reason:
+            return Answer(message.reason, message.detail)
+        with os.fdopen(fds[0], "rb") as file:
+            return Answer("", "", Specimen.unpack(file.read()))
+
     def run(self, dispatch: int, client: Client, point: TimelinePoint, refs: bytes, kernel: str = "copy") -> None:
         flags, body = wire.pack_call(refs, point)
         self.send(wire.pack_run(flags, PLANS[kernel], dispatch, 1, client.number, body))
@@ -117,9 +148,11 @@ class Worker:
         _, frame = self._router.recv_multipart()
         return wire.unpack(frame), frame[HEADER_BYTES:]
 
-    def settle(self, client: Client) -> None:
+    def settle(self, client: Client | None = None) -> None:
         """Return when the worker has taken the frames before this."""
-        self.send(wire.pack(Kind.RUN, route=PLANS["copy"], seq=1, attempt=1, aux=client.number))
+        self.send(
+            wire.pack(Kind.RUN, route=PLANS["copy"], seq=1, attempt=1, aux=0 if client is None else client.number)
+        )
         assert self.answer()[0].kind == Kind.RAISED
 
     def error(self) -> LayerZeroError:
@@ -271,10 +304,10 @@ class Spawn:
         self._folder, self._gpu, self._provider = folder, gpu, provider
         self._made: list[Worker] = []
 
-    def __call__(self, failpoints: str = "") -> Worker:
+    def __call__(self, failpoints: str = "", *, lifts: bool = False) -> Worker:
         folder = self._folder / str(len(self._made))
         folder.mkdir()
-        self._made.append(Worker(folder, self._gpu, failpoints, provider=self._provider))
+        self._made.append(Worker(folder, self._gpu, failpoints, provider=self._provider, lifts=lifts))
         return self._made[-1]
 
     def close(self) -> None:

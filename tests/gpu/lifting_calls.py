@@ -1,0 +1,134 @@
+"""Calls that a program makes, of every op, for tests that lift kernels: plain data, without any library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.lifting.form import ALIGNMENTS
+from layerzero.ipc.vocabulary.shapes import check_call
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.certify.claims import Claims, admits
+from layerzero.workers.provider import Call
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+class Kind(NamedTuple):
+    """A call by a name, and how its tensors lie."""
+
+    name: str
+    call: Call
+    alignments: tuple[int, ...]
+
+
+def kinds(op: str, kernel: Claims) -> Iterator[Kind]:
+    """Those that a kernel's descriptor takes."""
+    kernel_id = kernel["kernel_id"]
+    seen: set[str] = set()
+    for name, inputs, outputs, attrs, alignment in _calls(op, kernel):
+        try:
+            check_call(op, inputs, outputs, attrs)
+        except InvalidArgument as exc:
+            raise AssertionError(f"{op}, {name}: {exc.message}") from exc
+        if name in seen or not admits(op, kernel, inputs, outputs, attrs):
+            continue
+        seen.add(name)
+        alignments = tuple(0 if spec is None else alignment for spec in (*inputs, *outputs))
+        yield Kind(f"{kernel_id}: {name}", Call(op, kernel_id, inputs, outputs, attrs), alignments)
+
+
+_Made = tuple[str, tuple[TensorSpec | None, ...], tuple[TensorSpec, ...], dict[str, object], int]
+_WELL = ALIGNMENTS[-1]
+
+
+def _calls(op: str, kernel: Claims) -> Iterator[_Made]:
+    known = list(kernel.get("dtypes") or ())
+    dtype = next((one for one in FLOATS if one in known), known[0] if known else "float32")
+
+    def of(*shape: int, dtype: str = dtype) -> TensorSpec:
+        return TensorSpec.contiguous(dtype, shape)
+
+    if op == "attention":
+        yield from _attention(dtype)
+    elif op == "attention_varlen":
+        q, k, ends = of(900, 16, 128), of(900, 16, 128), of(5, dtype="int32")
+        for alignment in ("top_left", "bottom_right"):
+            attrs = {"is_causal": True, "scale": 128**-0.5, "causal_alignment": alignment}
+            yield "4 sequences, 900 tokens, causal", (q, k, k, ends, ends), (q,), attrs, _WELL
+    elif op == "paged_attention":
+        q, cache = of(8, 32, 128), of(256, 16, 8, 128)
+        tables, lengths = of(8, 32, dtype="int32"), of(8, dtype="int32")
+        yield "8 x 512 keys, grouped", (q, cache, cache, tables, lengths), (q,), {"scale": 128**-0.5}, _WELL
+    elif op == "append_kv":
+        key, cache = of(64, 8, 128), of(256, 16, 8, 128)
+        for index in ("int64", "int32"):
+            slots = of(64, dtype=index)
+            yield "64 tokens", (key, key, cache, cache, slots), (cache, cache), {}, _WELL
+    elif op == "rope":
+        x, cos = of(1, 512, 32, 128), of(1, 512, 64)
+        for interleaved in (False, True):
+            yield f"512 tokens, interleaved {interleaved}", (x, cos, cos), (x,), {"interleaved": interleaved}, _WELL
+    elif op == "matmul":
+        yield "16 x (256, 128, 256)", (of(16, 256, 128), of(16, 128, 256)), (of(16, 256, 256),), {}, _WELL
+        yield "(1000, 1000, 1000)", (of(1000, 1000), of(1000, 1000)), (of(1000, 1000),), {}, 16
+        yield "(33, 70, 5), odd", (of(33, 70), of(70, 5)), (of(33, 5),), {}, 8
+    elif op == "linear":
+        weight = of(4096, 4096)
+        yield "4 rows, 4096", (of(4, 4096), weight, None), (of(4, 4096),), {}, _WELL
+        yield "1024 rows, 4096", (of(1024, 4096), weight, None), (of(1024, 4096),), {}, _WELL
+        yield "512 rows, bias", (of(512, 1024), of(2048, 1024), of(2048)), (of(512, 2048),), {}, _WELL
+    elif op == "softmax":
+        yield "256 x 32000", (of(256, 32000),), (of(256, 32000),), {"dim": 1}, _WELL
+        yield "dim 0", (of(300, 70),), (of(300, 70),), {"dim": 0}, _WELL
+    elif op in ("layer_norm", "rms_norm"):
+        x, weight, attrs = of(1024, 4096), of(4096), {"ndim": 1, "eps": 1e-5}
+        weights = (weight, weight) if op == "layer_norm" else (weight,)
+        yield "1024 x 4096", (x, *weights), (x,), attrs, _WELL
+        yield "1024 x 4096, no weight", (x, *(None for _ in weights)), (x,), attrs, _WELL
+        small = of(7, 100)
+        yield "7 x 100", (small, *(of(100) for _ in weights)), (small,), attrs, 16
+    elif op in ("gelu", "silu", "swiglu"):
+        count = 2 if op == "swiglu" else 1
+        attrs = {"approximate": "none"} if op == "gelu" else {}
+        for name, spec, alignment in (
+            ("1024 x 4096", of(1024, 4096), _WELL),
+            ("1000, at an element", of(1000), TensorSpec.contiguous(dtype, (1,)).itemsize),
+            ("columns", TensorSpec(dtype, (300, 200), (1, 300)), _WELL),
+        ):
+            yield name, (spec,) * count, (TensorSpec.contiguous(dtype, spec.shape),), attrs, alignment
+    elif op == "quantize":
+        for made in (kernel.get("attrs") or {}).get("dtype", ()):
+            x, scale = of(512, 1024), of(512, 1, dtype="float32")
+            narrow = (512, 512) if made == "float4_e2m1fn_x2" else (512, 1024)
+            yield f"to {made}", (x, scale), (of(*narrow, dtype=made),), {"dtype": made}, _WELL
+    elif op == "dequantize":
+        for made in (kernel.get("attrs") or {}).get("dtype", ()):
+            for stored in known:
+                narrow = (512, 512) if stored == "float4_e2m1fn_x2" else (512, 1024)
+                inputs = (of(*narrow, dtype=stored), of(512, 1, dtype="float32"))
+                yield f"{stored} to {made}", inputs, (of(512, 1024, dtype=made),), {"dtype": made}, _WELL
+    elif op == "embedding":
+        yield "512 of 32000", (of(4, 512, dtype="int64"), of(32000, 1024)), (of(4, 512, 1024),), {}, _WELL
+
+
+def _attention(dtype: str) -> Iterator[_Made]:
+    for name, batch, heads, kv_heads, queries, keys, dim, is_causal in (
+        ("1024 causal", 2, 16, 16, 1024, 1024, 128, True),
+        ("512 causal, grouped", 1, 32, 8, 512, 512, 128, True),
+        ("decode, 2048 keys, grouped", 4, 32, 8, 1, 2048, 128, False),
+        ("decode, 4096 keys", 1, 16, 16, 1, 4096, 128, False),
+        ("100 on 70, head_dim 64", 1, 4, 4, 100, 70, 64, False),
+    ):
+        scale = dim**-0.5
+        for alignment in ("top_left", "bottom_right"):
+            for layout in ("BHSD", "BSHD"):
+                q, k = (
+                    TensorSpec.contiguous(dtype, (batch, h, s, dim))
+                    if layout == "BHSD"
+                    else TensorSpec.contiguous(dtype, (batch, s, h, dim)).permute(0, 2, 1, 3)
+                    for h, s in ((heads, queries), (kv_heads, keys))
+                )
+                attrs = {"is_causal": is_causal, "scale": scale, "causal_alignment": alignment, "layout": layout}
+                yield f"{name}, {layout}", (q, k, k, None), (q,), attrs, _WELL
