@@ -113,8 +113,8 @@ def test_lifted_kernels_give_what_their_library_gives(
             lines.append(
                 f"    {one['steps']} steps, {one['kernels']} kernels {one['names'][:3]}, scratch {one['scratch']}, "
                 f"code {one['code_bytes']:,} bytes, {one['patches']} addresses, {one['padding']} bytes of padding; "
-                f"lifting {one['lift_ms']} ms, loading {result.get('load_ms')} ms, a launch {result.get('host_us')} us host, "
-                f"{result.get('stream_us')} us"
+                f"lifting {one['lift_ms']} ms, loading {result.get('load_ms')} ms, "
+                f"a launch {result.get('host_us')} us host, {result.get('stream_us')} us"
             )
         if one["kind"].startswith(MUST) and verdict != "equal":
             failed.append(f"{one['kind']}: {verdict}")
