@@ -32,6 +32,7 @@ EXTRA: dict[str, set[str]] = {
     "client/cli": {"", "envs", "platformdirs", "typer"},
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.
     "client/cli/policy.py": {"broker", "rich"},
+    "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
     "client/session": {"workers"},  # in-process calls run providers as a worker does

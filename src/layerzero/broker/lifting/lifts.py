@@ -84,7 +84,6 @@ class Lifts:
         self._known: dict[str, _Known] = {}
         self._asked: dict[int, _Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
-        self._faulted: dict[str, str] = {}  # kernels that a process lost its GPU with, and what it said
         self._numbers = itertools.count(1)
         self._seen: tuple[object, ...] = ()
 
@@ -142,8 +141,8 @@ class Lifts:
         isolation = policy.isolation(best.backend)
         if isolation not in ("lifted", "auto"):
             return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {best.backend}")
-        if best.kernel_id in self._faulted:
-            return _refused(LiftReason.FAULTED, self._faulted[best.kernel_id])
+        if fault := self.store.fault_of(self._what(signature.spec, best)):
+            return _refused(LiftReason.FAULTED, fault)
         if (
             best.transforms
             or best.is_on_trial
@@ -224,11 +223,7 @@ class Lifts:
             return {"kernels": []}
         found = [known for known in self._known.values() if known.number in numbers and known.entry is not None]
         for known in found:
-            text = "a process that had just launched it lost its GPU"
-            self._faulted[known.kernel_id] = text
-            refused = Entry(known.kernel_id, known.backend, known.what, reason=LiftReason.FAULTED.value, detail=text)
-            known.entry = refused
-            self.store.add(known.key, refused, None)
+            self.store.note_fault(known.what, "a process that had just launched it lost its GPU; lz cache forgive")
             log("lifted.faulted", kernel=known.kernel_id, number=known.number)
         if found:
             self.take_back()

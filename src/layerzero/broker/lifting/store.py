@@ -1,13 +1,15 @@
 """Lifted calls on disk, so that the next process needs no worker for them, and why others cannot be lifted.
 
-`calls/KEY` is an entry, `code/SHA256` machine code that entries share. Both are written whole or not at all, belong to
-their user alone, and are read with a check of their own hash: what does not hold is removed and counts as not there.
+`calls/KEY` is an entry, `code/SHA256` machine code that entries share, `faulted/HASH` a kernel that a process lost its
+GPU with, as it was installed then. They are written whole or not at all, belong to their user alone, and are read with
+a check of their own hash: what does not hold is removed and counts as not there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -50,7 +52,7 @@ class LiftStore:
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self.folder = folder
         self.problem = ""
-        self._calls, self._code = folder / "calls", folder / "code"
+        self._calls, self._code, self._faulted = folder / "calls", folder / "code", folder / "faulted"
         self._max_bytes = max_bytes
 
     def find(self, key: str) -> Entry | None:
@@ -109,6 +111,31 @@ class LiftStore:
             return None
         return data
 
+    def note_fault(self, what: Mapping[str, str], text: str) -> None:
+        """A process lost its GPU with the kernel that `what` tells of."""
+        self._write(self._faulted / _name_of(what), json.dumps({**what, "fault": text}).encode())
+
+    def fault_of(self, what: Mapping[str, str]) -> str:
+        """What was noted of this kernel; empty for nothing."""
+        try:
+            return str(json.loads((self._faulted / _name_of(what)).read_bytes())["fault"])
+        except OSError:
+            return ""
+        except (ValueError, KeyError):
+            return "its note cannot be read"
+
+    def faults(self) -> list[dict[str, str]]:
+        """All that was noted, each with its `fault`."""
+        found = []
+        for path in self._by_age(self._faulted):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(json.loads(path.read_bytes()))
+        return found
+
+    def forgive(self) -> int:
+        """Forget all faults. Returns how many there were."""
+        return self._remove_all(self._faulted)
+
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """All that hold, the last used last."""
         for path in self._by_age(self._calls):
@@ -131,13 +158,16 @@ class LiftStore:
         return gone
 
     def clear(self) -> int:
-        """Remove all. Returns how many calls were there."""
+        """Remove all but faults. Returns how many calls were there."""
+        self._remove_all(self._code)
+        return self._remove_all(self._calls)
+
+    def _remove_all(self, folder: Path) -> int:
         count = 0
-        for folder in (self._calls, self._code):
-            for path in self._by_age(folder):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                    count += folder is self._calls
+        for path in self._by_age(folder):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                count += 1
         return count
 
     def _read(self, path: Path) -> Entry | None:
@@ -204,6 +234,10 @@ class LiftStore:
         except OSError:
             return []
         return sorted(found, key=_age)
+
+
+def _name_of(what: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(what), sort_keys=True).encode()).hexdigest()
 
 
 def _age(path: Path) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,8 +34,8 @@ def entry(code: bytes = CODE) -> Entry:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[LiftStore]:
-    yield LiftStore(tmp_path / "lifted")
+def store(tmp_path: Path) -> LiftStore:
+    return LiftStore(tmp_path / "lifted")
 
 
 def test_what_was_added_is_found_by_another_process(store: LiftStore) -> None:
@@ -126,3 +125,21 @@ def test_nobody_else_can_read_or_change_it(store: LiftStore) -> None:
     for path in (store.folder / "calls" / "k", store.code_path(digest(CODE))):
         assert path.stat().st_mode & 0o077 == 0
         assert path.parent.stat().st_mode & 0o022 == 0
+
+
+def test_a_fault_is_remembered_for_the_kernel_as_it_was_installed(store: LiftStore) -> None:
+    what = {"kernel": "one.silu", "env_hash": "0123"}
+    store.note_fault(what, "it ended the GPU's context")
+    other = LiftStore(store.folder)
+    assert other.fault_of(what) == "it ended the GPU's context"
+    assert other.fault_of({**what, "env_hash": "4567"}) == "", "another version of its library"
+    other.clear()
+    assert [fault["kernel"] for fault in store.faults()] == ["one.silu"]
+    assert (store.forgive(), store.fault_of(what), store.forgive()) == (1, "", 0)
+
+
+def test_a_fault_whose_note_is_broken_is_a_fault(store: LiftStore) -> None:
+    store.note_fault({"kernel": "one.silu"}, "lost")
+    (path,) = (store.folder / "faulted").iterdir()
+    path.write_bytes(b"{")
+    assert store.fault_of({"kernel": "one.silu"})
