@@ -1,25 +1,27 @@
 """Every message with a msgpack body: its fields, who sends it and what answers it.
 
-A message is a frozen dataclass derived from Message. Unknown fields are ignored, unknown kinds and wrong types are
+A message is a record derived from Message. Unknown fields are ignored, unknown kinds and wrong types are
 refused by name. Of a list or map that is a field, what is in it is for its user to check. A change here is a change of
 docs/protocol.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
+from functools import cache
 from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.records import named_record
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Message:
     kind: ClassVar[str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Hello(Message):
     """peer -> broker, first message on the control socket. Answered by Welcome or Refused; by Challenge where the
     broker has a secret."""
@@ -36,7 +38,7 @@ class Hello(Message):
     source: str = ""  # agent: hash of its copy of our code, and of a provider of its own
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Challenge(Message):
     """broker -> peer that has said hello. Answered by Proof."""
 
@@ -44,7 +46,7 @@ class Challenge(Message):
     nonce: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Proof(Message):
     """peer -> broker. Answered by Welcome or Refused."""
 
@@ -52,7 +54,7 @@ class Proof(Message):
     mac: bytes  # ipc/transport/secret.py: Handshake.peer_mac
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Welcome(Message):
     """broker -> peer. For a worker the control page travels with it as a file descriptor."""
 
@@ -70,7 +72,7 @@ class Welcome(Message):
     has_joined: bool = False  # some workers are not the broker's children: they may outlive it
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Redirect(Message):
     """broker -> client of another user, in place of Welcome: that user has a broker of his own. Then the socket
     closes."""
@@ -80,7 +82,7 @@ class Redirect(Message):
     mac: bytes = b""  # as in Welcome
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Refused(Message):
     """broker -> peer. The peer's last message was not accepted; after a Hello the socket closes."""
 
@@ -88,7 +90,7 @@ class Refused(Message):
     error: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class AddArena(Message):
     """client -> broker, with the arena's memfd. Answered by ArenaAdded or Refused."""
 
@@ -97,7 +99,7 @@ class AddArena(Message):
     nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class ArenaAdded(Message):
     """broker -> client."""
 
@@ -105,7 +107,7 @@ class ArenaAdded(Message):
     arena: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class RetireArena(Message):
     """client -> broker: no open call uses this arena and none will. Not answered."""
 
@@ -113,7 +115,7 @@ class RetireArena(Message):
     arena: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class MapArena(Message):
     """broker -> worker, with the memfd, before the first RUN that uses it. Not answered."""
 
@@ -123,7 +125,7 @@ class MapArena(Message):
     nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class UnmapArena(Message):
     """broker -> worker. Not answered."""
 
@@ -132,7 +134,7 @@ class UnmapArena(Message):
     arena: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class AddGpu(Message):
     """client -> broker, with the order page (ipc/shm/timeline_page.py) of its calls on a GPU, and the descriptor of
     the offered memory if its transport has one. Again, with the next transport, when no worker could use the last.
@@ -144,7 +146,7 @@ class AddGpu(Message):
     offer: dict[str, Any]  # ipc/cuda/offer.py: Offer
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class GpuAdded(Message):
     """broker -> client."""
 
@@ -152,7 +154,7 @@ class GpuAdded(Message):
     gpu: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class MapGpu(Message):
     """broker -> worker, with the descriptors of AddGpu, before the first MapGpuArena of that client and GPU. The worker
     tries the offered memory and writes its sign at `slot` of it; a client on whose offer that fails gets NO_TRANSPORT
@@ -166,7 +168,7 @@ class MapGpu(Message):
     offer: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class UnmapGpu(Message):
     """broker -> worker: the client has left, or makes another offer. Not answered."""
 
@@ -175,7 +177,7 @@ class UnmapGpu(Message):
     gpu: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class AddGpuArena(Message):
     """client -> broker, with a descriptor if the handle's transport has one. Answered by ArenaAdded or Refused. Numbers
     are those of AddArena; `retire_arena` is for both."""
@@ -185,7 +187,7 @@ class AddGpuArena(Message):
     handle: dict[str, Any]  # ipc/cuda/handles.py: ArenaHandle, of the same arena number
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class MapGpuArena(Message):
     """broker -> worker, as MapArena. `unmap_arena` is for both."""
 
@@ -195,7 +197,7 @@ class MapGpuArena(Message):
     handle: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class AddLane(Message):
     """client -> broker, with the page; on a GPU with a ring. `lane` is of a Lease. Answered by LaneAdded or Refused."""
 
@@ -204,7 +206,7 @@ class AddLane(Message):
     gpu: str = ""  # UUID of the GPU that the lane's routes are on, or ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class LaneAdded(Message):
     """broker -> client, with the doorbell and the hearing end of the answer bell; on a GPU with the doorbell. `is_open`
     is false, and there are none, when the lane's worker is gone already."""
@@ -214,7 +216,7 @@ class LaneAdded(Message):
     is_open: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class MapLane(Message):
     """broker -> worker, with the page, the doorbell and the ringing end of the answer bell; on a GPU with the ring and
     the doorbell. Not answered."""
@@ -225,7 +227,7 @@ class MapLane(Message):
     gpu: str = ""  # as in AddLane
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class UnmapLane(Message):
     """broker -> worker. Not answered."""
 
@@ -233,14 +235,14 @@ class UnmapLane(Message):
     lane: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Wake(Message):
     """broker -> worker: there are calls on a ring whose client has left. Not answered."""
 
     kind: ClassVar[str] = "wake"
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Keep(Message):
     """broker -> agent, after Welcome, with its backend's descriptor as a memfd. Answered by Probed if `probes`."""
 
@@ -252,7 +254,7 @@ class Keep(Message):
     timeout_s: float  # of the probe: how long it may be in one case
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Probed(Message):
     """agent -> broker, with what the probe's process wrote to its stdout as a memfd."""
 
@@ -263,7 +265,7 @@ class Probed(Message):
     stderr_tail: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class CompileHere(Message):
     """broker -> agent: run a kernel once in a child, so that its caches have what the worker will need. One at a time.
     Answered by CompiledHere."""
@@ -273,7 +275,7 @@ class CompileHere(Message):
     timeout_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class CompiledHere(Message):
     """agent -> broker. Fields as in Probed."""
 
@@ -284,7 +286,7 @@ class CompiledHere(Message):
     stderr_tail: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class StartWorker(Message):
     """broker -> agent. Answered by WorkerStarted, or WorkerEnded when that fails; later by WorkerEnded."""
 
@@ -294,7 +296,7 @@ class StartWorker(Message):
     failpoints: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class WorkerStarted(Message):
     """agent -> broker."""
 
@@ -303,7 +305,7 @@ class WorkerStarted(Message):
     pid: int  # in the agent's own namespace: for people only
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class KillWorker(Message):
     """broker -> agent. The worker's WorkerEnded follows, unless that is on its way."""
 
@@ -311,7 +313,7 @@ class KillWorker(Message):
     generation: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class WorkerEnded(Message):
     """agent -> broker: the worker has been waited for, and what it had started was killed."""
 
@@ -322,7 +324,7 @@ class WorkerEnded(Message):
     oom: str = ""  # where the kernel killed it for lack of memory, and the limit there
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Ping(Message):
     """broker -> agent. Answered by Pong."""
 
@@ -330,7 +332,7 @@ class Ping(Message):
     number: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Pong(Message):
     """agent -> broker."""
 
@@ -338,7 +340,7 @@ class Pong(Message):
     number: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Route(Message):
     """Body of ROUTE: a call signature in canonical form (ipc/vocabulary/ops.py), specs as TensorSpec.to_wire()."""
 
@@ -353,7 +355,7 @@ class Route(Message):
     device: str = ""  # UUID of the GPU that all tensors are on, or ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class RanHere(Message):
     """Body of RAN_HERE: `kernel_ns` of a kernel that ran in the client's process, or the error it ended in."""
 
@@ -363,7 +365,7 @@ class RanHere(Message):
     error: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Prepare(Message):
     """Body of PREPARE: a call signature and the kernel that runs it."""
 
@@ -377,7 +379,7 @@ class Prepare(Message):
     is_graph_safe: bool = False  # is_cuda_graph_safe of the kernel's descriptor: the worker may capture and replay it
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Decision(Message):
     """Body of DECISION: who serves a route now. `candidates` as in SelectionReport."""
 
@@ -394,7 +396,7 @@ class Decision(Message):
     slot: int = 0  # on a GPU: where the worker has left its sign (MapGpu)
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Lease(Message):
     """Body of LEASE: calls of a route may go to `plan` on the express lane `lane`, as long as its page has `epoch`."""
 
@@ -404,7 +406,7 @@ class Lease(Message):
     epoch: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Outcome(Message):
     """Body of FAILED, and of DONE when attempts failed before or the call waited for a worker to start: the error, if
     any, the attempts, and for how long."""
@@ -417,7 +419,7 @@ class Outcome(Message):
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Request(Message):
     """Body of REQUEST: a method of the broker and its parameters."""
 
@@ -426,7 +428,7 @@ class Request(Message):
     params: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Ready(Message):
     """Body of READY: what the provider loaded."""
 
@@ -438,15 +440,19 @@ class Ready(Message):
 MESSAGES: dict[str, type[Message]] = {cls.kind: cls for cls in Message.__subclasses__()}
 
 M = TypeVar("M", bound=Message)
-_HINTS: dict[type[Message], dict[str, type]] = {
-    cls: {f.name: get_origin(t) or t for f in fields(cls) for t in (get_type_hints(cls)[f.name],)}
-    for cls in MESSAGES.values()
-}
+
+
+@cache
+def _types(kind: str) -> dict[str, type]:
+    """The type of each field; found at the first use: all at once took 50 ms of every start."""
+    cls = MESSAGES[kind]
+    hints = get_type_hints(cls)
+    return {field.name: get_origin(hints[field.name]) or hints[field.name] for field in fields(cls)}
 
 
 def encode(message: Message) -> bytes:
     """msgpack of the message's fields and its kind."""
-    return pack_body({"kind": message.kind, **{name: getattr(message, name) for name in _HINTS[type(message)]}})
+    return pack_body({"kind": message.kind, **{name: getattr(message, name) for name in _types(message.kind)}})
 
 
 def decode(data: bytes, *expected: type[M]) -> M:
@@ -460,7 +466,7 @@ def decode(data: bytes, *expected: type[M]) -> M:
         raise ProtocolError(f"unexpected message kind {kind!r:.80}; expected {' or '.join(wanted)}")
     cls = wanted[kind]
     given: dict[str, Any] = {}
-    for name, typ in _HINTS[cls].items():
+    for name, typ in _types(kind).items():
         if name in value:
             item = value[name]
             if typ is float and type(item) is int:
