@@ -18,6 +18,7 @@ import msgpack
 import zmq
 
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import (
@@ -92,7 +93,8 @@ def serve(config: BootConfig) -> int:
     faults = _faults(config.failpoints, fds[0])
     page = memory.ControlPage(fds[0], writable=True) if faults is None else faults.page
     os.close(fds[0])
-    loaded = import_provider(config.provider).load()
+    with loading():
+        loaded = import_provider(config.provider).load()
 
     context = zmq.Context()
     dealer = sockets.connect_dealer(context, answer.endpoint, answer.identity, HWM)
