@@ -190,11 +190,14 @@ class _Proof:
 
 
 def prove_bytes(context: Context, data: bytes) -> Verdict:
-    """As `prove`, of a packed specimen; what stops it is a verdict, too. Raises ProtocolError."""
+    """As `prove`, of a packed specimen; what the driver refuses is a verdict, too. Raises ProtocolError, and CudaError
+    when this process has lost its GPU."""
     specimen = Specimen.unpack(data)
     try:
         return prove(context, specimen)
     except CudaError as exc:
+        if exc.is_sticky:
+            raise  # this process can try nothing more
         if exc.is_out_of_memory:
             return Verdict(LiftReason.PROOF_IMPOSSIBLE, exc.message)
         return Verdict(LiftReason.PROOF_FAULTED, exc.message)
