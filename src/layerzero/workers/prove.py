@@ -1,6 +1,6 @@
 """A throw-away process that tries lifted calls (ipc/lifting/proof.py), with the driver alone:
-`python -m layerzero.workers.prove GPU BROKER_PID` with packed specimens on its stdin, each after its length in 8 bytes, and
-a line of JSON for each on its stdout, as soon as its verdict is there."""
+`python -m layerzero.workers.prove GPU BROKER_PID` with packed specimens on its stdin, each after its length in 8 bytes,
+and a line of JSON for each on its stdout, as soon as its verdict is there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Processes that try lifted calls, one process at a time; a thread waits for it. What has come meanwhile goes to the next
-one together: to start it takes longer than most proofs."""
+"""Processes that try lifted calls, one process at a time; a thread waits for it. What has come meanwhile goes to the
+next one together: to start it takes longer than most proofs."""
 
 from __future__ import annotations
 

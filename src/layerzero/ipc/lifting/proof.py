@@ -83,6 +83,8 @@ def prove(context: Context, specimen: Specimen) -> Verdict:
         modules = {name: driver.load_module(code) for name, code in specimen.codes.items()}
         call = LoadedCall(driver, lifted, modules)
         with ExitStack() as stack, _streams(driver) as (one, other):
+            for module in modules.values():
+                stack.callback(driver.unload_module, module)
 
             def piece(nbytes: int, alignment: int) -> _Piece:
                 made = _Piece(driver, nbytes, alignment, one)
