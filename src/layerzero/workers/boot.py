@@ -35,6 +35,7 @@ class BootConfig:
     parent_pid: int
     package: str
     failpoints: str
+    lifts: bool = False  # machine code is watched, so that kernels can be lifted (docs/lifting.md)
 
 
 def read_config(fd: int) -> BootConfig:

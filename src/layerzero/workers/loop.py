@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
 if TYPE_CHECKING:
     from layerzero.workers.failpoint import Faults
+    from layerzero.workers.gpu.lifting.modules import Modules
     from layerzero.workers.gpu.serving import GpuServing
 
 MAX_BOUND = 64  # sets of blocks kept bound per signature
@@ -56,6 +58,7 @@ _CONTROL = (
     messages.MapGpu,
     messages.UnmapGpu,
     messages.MapGpuArena,
+    messages.Lift,
 )
 _NOBLOCK, _RUN, _RAN = int(zmq.NOBLOCK), int(Kind.RUN), int(Kind.RAN)  # enums are slow
 
@@ -93,6 +96,7 @@ def serve(config: BootConfig) -> int:
     faults = _faults(config.failpoints, fds[0])
     page = memory.ControlPage(fds[0], writable=True) if faults is None else faults.page
     os.close(fds[0])
+    modules = _watched_modules() if config.lifts else None  # before a library loads any
     with loading():
         loaded = import_provider(config.provider).load()
 
@@ -101,11 +105,18 @@ def serve(config: BootConfig) -> int:
     ready = messages.Ready(versions=dict(loaded.versions), kernels=sorted(loaded.kernels))
     dealer.send(wire.pack(Kind.READY, body=messages.encode(ready)))
     try:
-        _Loop(dealer if faults is None else faults.dealer(dealer), sock, page, loaded, faults, graph_bytes).run()
+        wire_end = dealer if faults is None else faults.dealer(dealer)
+        _Loop(wire_end, sock, page, loaded, faults, graph_bytes, modules).run()
     finally:
         dealer.close()
         context.term()
     return 0
+
+
+def _watched_modules() -> Modules:
+    from layerzero.workers.gpu.lifting import modules
+
+    return modules.watch()
 
 
 def _faults(text: str, page: int) -> Faults | None:
@@ -125,18 +136,20 @@ class _Loop:
         loaded: Loaded,
         faults: Faults | None,
         graph_bytes: int,
+        modules: Modules | None,
     ) -> None:
         self._dealer = dealer
         self._control = sock
         self._page = page
         self._loaded = loaded
         self._kernels = loaded.kernels
-        self._faults, self._graph_bytes = faults, graph_bytes
+        self._faults, self._graph_bytes, self._modules = faults, graph_bytes, modules
         self._arenas: dict[tuple[int, int], _Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
         self._lanes = Lanes(self._poll, lane.Page if faults is None else faults.open_lane)
         self._gpu: GpuServing | None = None  # until the first GPU is offered
+        self._lifts: deque[messages.Lift] = deque()  # not answered yet
 
     def run(self) -> None:
         """Serve. Returns on STOP and when the broker's end of the control socket closes."""
@@ -170,13 +183,35 @@ class _Loop:
                     self._serve_lanes(poll.poll(0))
                 if self._gpu is not None:
                     self._gpu.serve()
-            events = poll.poll() if self._gpu is None else self._gpu.wait()
+            if self._lifts:
+                self._answer(self._lifts.popleft())
+            events = self._wait()
             self._serve_lanes(events)
             if any(fd == control_fd for fd, _ in events):
                 try:
                     self._take_control()
                 except control.Closed:
                     return
+
+    def _wait(self) -> list[tuple[int, int]]:
+        if self._lifts:  # one at a time: others' calls have their turn
+            if self._gpu is not None:
+                self._gpu.serve()
+            return self._poll.poll(0)
+        return self._poll.poll() if self._gpu is None else self._gpu.wait()
+
+    def _answer(self, message: messages.Lift) -> None:
+        """Lift a kernel. A broker that does not read is not waited for long."""
+        said, fds = self._gpu_serving().answer(message)
+        try:
+            control.send(self._control, said, fds)
+        except TimeoutError:
+            print("the broker does not take a lifted kernel", file=sys.stderr)
+        except control.Closed:
+            pass  # the loop learns of it, too
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _finish(self) -> None:
         """Wait for what was enqueued on GPUs; not for longer than the broker does."""
@@ -191,8 +226,12 @@ class _Loop:
     def _gpu_serving(self) -> GpuServing:
         """Loads what speaks CUDA, for the first GPU that is offered."""
         if self._gpu is None:
+            from layerzero.workers.gpu.lifting.lifter import Lifter
             from layerzero.workers.gpu.serving import GpuServing
 
+            lifter = None
+            if self._modules is not None and self._loaded.on_stream is not None:
+                lifter = Lifter(self._loaded.on_stream, self._modules, self._loaded.versions)
             self._gpu = GpuServing(
                 self._poll,
                 self._page,
@@ -201,6 +240,7 @@ class _Loop:
                 self._leave,
                 graph_bytes=self._graph_bytes,
                 faults=self._faults,
+                lifter=lifter,
             )
         return self._gpu
 
@@ -372,6 +412,8 @@ class _Loop:
                 self._gpu.gpus.unmap_gpu(message.client, message.gpu)
         elif isinstance(message, messages.MapGpuArena):
             self._gpu_serving().gpus.map_arena(message, fds)
+        elif isinstance(message, messages.Lift):
+            self._lifts.append(message)  # this may be in the middle of a call
 
     def _unmap_arena(self, client: int, arena: int) -> None:
         if self._arenas.pop((client, arena), None) is None:

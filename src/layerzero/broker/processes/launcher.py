@@ -256,7 +256,10 @@ class Launcher:
         caches.make_folder(env)
         manifest = self.manifests[backend]
         return Launch(
-            env.python, worker_environ(env.environ, os.environ, has_mps=self.has_mps), manifest.provider_target
+            env.python,
+            worker_environ(env.environ, os.environ, has_mps=self.has_mps),
+            manifest.provider_target,
+            lifts=self.capabilities[backend].platform == "cuda",
         )
 
     def env_ids(self) -> dict[str, str]:

@@ -33,6 +33,7 @@ class Launch:
     python: Path
     environ: Mapping[str, str]
     provider: str
+    lifts: bool = False  # as in BootConfig
 
 
 @dataclass
@@ -121,6 +122,7 @@ def spawn(
             "parent_pid": os.getpid(),
             "package": package,
             "failpoints": failpoints,
+            "lifts": launch.lifts,
         }
     )
     with ExitStack() as kept, ExitStack() as passed:

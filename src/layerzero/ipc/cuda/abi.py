@@ -152,6 +152,18 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuMemsetD16Async": (c_uint64, c_ushort, c_size_t, c_void_p),
     "cuMemsetD32Async": (c_uint64, c_uint, c_size_t, c_void_p),
     "cuGraphDestroy": (c_void_p,),
+    "cuGraphGetEdges": (c_void_p, c_void_p, c_void_p, out_size),
+    "cuGraphGetEdges_v2": (c_void_p, c_void_p, c_void_p, c_void_p, out_size),
+    "cuGraphNodeGetType": (c_void_p, out_int),
+    "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
+    "cuGraphKernelNodeGetAttribute": (c_void_p, c_int, c_void_p),
+    "cuGraphMemsetNodeGetParams": (c_void_p, c_void_p),
+    "cuGraphMemcpyNodeGetParams": (c_void_p, c_void_p),
+    "cuGraphChildGraphNodeGetGraph": (c_void_p, out_handle),
+    "cuKernelGetFunction": (out_handle, c_void_p),
+    "cuFuncGetName": (POINTER(c_char_p), c_void_p),
+    "cuFuncGetParamInfo": (c_void_p, c_size_t, out_size, out_size),
+    "cuFuncGetAttribute": (out_int, c_int, c_void_p),
 }
 
 

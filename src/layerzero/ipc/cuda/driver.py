@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerzero.ipc.cuda import abi
+from layerzero.ipc.cuda.graph_nodes import GraphNodes
 from layerzero.ipc.cuda.kernels import Kernels
 from layerzero.ipc.cuda.library import LIBRARY
 from layerzero.ipc.errors import CudaError
@@ -63,7 +64,7 @@ class _Batch(threading.local):
         self.buffer = ctypes.create_string_buffer(abi.THREE_WORD_OPS.size)
 
 
-class Driver(Kernels):
+class Driver(Kernels, GraphNodes):
     """libcuda, initialised. Every method may raise CudaError."""
 
     def __init__(self, library: str = LIBRARY) -> None:

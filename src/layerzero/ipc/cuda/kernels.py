@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_ubyte, c_uint, c_void_p
 
-from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda.library import Library
 
 MAX_DYNAMIC_SHARED_BYTES, NON_PORTABLE_CLUSTER_SIZE = 8, 14  # CUfunction_attribute
@@ -58,14 +57,6 @@ class Kernels(Library):
             count,
             stream,
         )
-
-    def address_range(self, address: int) -> tuple[int, int] | None:
-        """Start and bytes of the allocation that an address lies in; None for what is no device memory."""
-        base, nbytes = c_uint64(), c_size_t()
-        number = self._code("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
-        if number and number in abi.STICKY:
-            raise self._error("cuMemGetAddressRange_v2", number)
-        return None if number else (base.value, nbytes.value)
 
 
 def config_of(

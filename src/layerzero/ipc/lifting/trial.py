@@ -17,6 +17,7 @@ from layerzero.ipc.vocabulary.places import places
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 PATTERN = 32749  # elements, a prime
+UNWRITTEN = b"\x5c"  # what outputs hold before a run; between the elements of a strided one it stays
 _STEP_BYTES = 64 << 20  # read back at a time
 # Of each float its bytes from the lowest on, as what random bytes become: numbers between 1/8 and 2, of either sign.
 _ANY = bytes(range(256))

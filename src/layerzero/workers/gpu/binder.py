@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from layerzero.ipc.cuda import mappings
 from layerzero.ipc.cuda.driver import Context
@@ -10,9 +11,9 @@ from layerzero.ipc.cuda.handles import STAGED
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.transport.wire import NO_ARENA, Ref, unpack_refs
 from layerzero.ipc.vocabulary.tensors import TensorSpec
-from layerzero.workers.gpu.graph_cache import OnStream
 from layerzero.workers.gpu.plan import Plan, Span, Task
 from layerzero.workers.provider import Block, Bound, DeviceMemory
+from layerzero.workers.recording import OnStream
 
 Arenas = Mapping[tuple[int, int], "mappings.Mapping | LayerZeroError"]
 
@@ -30,7 +31,7 @@ class Binder:
         """`arenas`: by client and number; `hear(waits=True)` takes messages that add some."""
         self._on_stream, self._context_of, self._arenas, self._hear = on_stream, context_of, arenas, hear
         self._streams: dict[str, int] = {}  # by GPU
-        self._scratch: list[tuple[Context, int]] = []  # no longer used
+        self._unused: list[Callable[[], None]] = []  # what frees it
 
     def task(self, plan: Plan, client: int, refs: bytes) -> Task:
         """On a client's memory. Waits for arenas that were announced before. Raises what the provider raises."""
@@ -56,11 +57,13 @@ class Binder:
         self._bind(plan, inputs, [self._zeros(plan.gpu, spec) for spec in call.outputs], runs=True)
 
     def reap(self) -> None:
-        """Free what rehearsals took. To be called while no stream waits: the driver waits for all of them."""
-        for context, address in self._scratch:
-            with context:
-                context.driver.free(address)
-        self._scratch.clear()
+        """Free what is no longer used. To be called while no stream waits: the driver waits for all of them."""
+        while self._unused:
+            self._unused.pop()()
+
+    def free_later(self, free: Callable[[], None]) -> None:
+        """`reap` calls it."""
+        self._unused.append(free)
 
     def _bind(self, plan: Plan, inputs: list[Block | None], outputs: list[Block], *, runs: bool = False) -> Bound:
         assert self._on_stream is not None
@@ -82,7 +85,7 @@ class Binder:
         nbytes = max(1, spec.span_bytes)
         with self._context_of(gpu) as context:
             address = context.driver.allocate(nbytes)
-            self._scratch.append((context, address))
+            self.free_later(partial(_free, context, address))
             context.driver.clear(address, nbytes, self._stream(context))
         return Block(DeviceMemory(address, nbytes, context.ordinal), spec)
 
@@ -103,6 +106,11 @@ class Binder:
             raise ProtocolError(f"{spec} spans {spec.span_bytes} bytes, the reference has {ref.nbytes}")
         memory = DeviceMemory(mapping.at(ref.offset, ref.nbytes), ref.nbytes, mapping.context.ordinal)
         return Block(memory, spec), (mapping, ref.offset, spec.span_bytes)
+
+
+def _free(context: Context, address: int) -> None:
+    with context:
+        context.driver.free(address)
 
 
 def _staged(spans: Iterable[Span | None]) -> tuple[Span, ...]:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,9 +30,10 @@ from layerzero.workers.boot import GRAPH_BYTES
 from layerzero.workers.gpu.binder import Binder
 from layerzero.workers.gpu.client_link import Link
 from layerzero.workers.gpu.errors import is_out_of_memory, no_transport
-from layerzero.workers.gpu.graph_cache import Graphs, OnStream, State, tell
+from layerzero.workers.gpu.graph_cache import Graphs, State, tell
 from layerzero.workers.gpu.graph_calls import GraphCalls, GraphSlot, launch, refusal
-from layerzero.workers.gpu.plan import MAX_TASKS, Enqueued, Plan, Task, names
+from layerzero.workers.gpu.plan import MAX_TASKS, Dropped, Enqueued, Plan, Task, names
+from layerzero.workers.recording import OnStream
 
 if TYPE_CHECKING:
     from layerzero.workers.failpoint import Faults
@@ -77,7 +78,7 @@ class Gpus:
         self._load = load
         self._end, self._set_alarm = end, set_alarm
         self._contexts: dict[str, Context] = {}
-        self._mappings = Mappings(self._context)
+        self._mappings = Mappings(self.context)
         self._graphs = Graphs(on_stream, graph_bytes)
         self._links: dict[tuple[int, str], Link | NoTransport] = {}
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_GONE)
@@ -85,12 +86,12 @@ class Gpus:
         self._given_back: dict[
             tuple[int, int], Iterable[Plan]
         ] = {}  # arenas that graph slots name; plans that may, too
-        self._binder = Binder(on_stream, self._context, self._arenas, hear)
+        self._binder = Binder(on_stream, self.context, self._arenas, hear)
         self._free: dict[str, list[int]] = {}  # GPU -> streams without a timeline
         self._busy: dict[int, Context] = {}  # streams that may have work, and theirs
         self._retired: list[Link] = []
         self._abandoned: list[Link] = []  # by their clients
-        self._dropped: list[tuple[Context, list[int], Task]] = []  # kept until these events
+        self._dropped: list[Dropped] = []
         self.graph_slots = GraphCalls(
             self._graphs, self._busy, end, launch if faults is None else faults.around_graph_slot(launch)
         )
@@ -308,6 +309,12 @@ class Gpus:
         if isinstance(error, CudaError) and error.is_sticky:
             self._end(error.message)
 
+    def when_idle(self, free: Callable[[], None]) -> None:
+        """Call it while no stream waits: the driver blocks who frees memory while one does."""
+        self._binder.free_later(free)
+        self._is_untidy = True
+        self.watch()
+
     # What happens on its own
 
     @property
@@ -338,7 +345,7 @@ class Gpus:
                     if context.driver.is_stream_idle(stream):
                         del self._busy[stream]
             self._release()
-            self._dropped = [dropped for dropped in self._dropped if not _is_over(*dropped)]
+            self._dropped = [dropped for dropped in self._dropped if not dropped.is_over()]
             if not self._busy:  # the driver blocks who unmaps while a stream waits
                 self._tidy()
         except CudaError as exc:
@@ -364,7 +371,8 @@ class Gpus:
 
     # Clients
 
-    def _context(self, gpu: str) -> Context:
+    def context(self, gpu: str) -> Context:
+        """Raises NoTransport for kernels of the CPU, CudaError for a GPU that this process does not see."""
         if self._on_stream is None:
             raise NoTransport("the kernels of this backend compute on the CPU", transport="", reason="no GPU kernels")
         if gpu not in self._contexts:
@@ -379,7 +387,7 @@ class Gpus:
             handle = _own(offer.handle, message.client)
             if handle.gpu != message.gpu or len(fds) != 1 + handle.has_fd:
                 raise ProtocolError(f"{message.gpu} comes with {len(fds)} descriptors and {handle}")
-            context = self._context(message.gpu)
+            context = self.context(message.gpu)
             if message.gpu not in self._excuses:
                 self._excuses[message.gpu] = streams.probe(context)
             if message.has_memops and self._excuses[message.gpu]:
@@ -479,7 +487,7 @@ class Gpus:
                 events.append(context.driver.create_event())
                 context.driver.record_event(events[-1], stream)
         if events:
-            self._dropped.append((context, events, task))
+            self._dropped.append(Dropped(context, events, task))
 
     def _busy_on(self, context: Context) -> list[int]:
         return [stream for stream, its in self._busy.items() if its is context]
@@ -488,12 +496,3 @@ class Gpus:
 def _own(handle: ArenaHandle, client: int) -> ArenaHandle:
     """Clients choose their own names; ours for them are different from each other."""
     return replace(handle, client=str(client))
-
-
-def _is_over(context: Context, events: Sequence[int], _: Task) -> bool:
-    with context:
-        if not all(context.driver.is_event_done(event) for event in events):
-            return False
-        for event in events:
-            context.driver.destroy_event(event)
-    return True

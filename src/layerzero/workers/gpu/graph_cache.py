@@ -5,27 +5,23 @@ Words that order streams stay outside of it, and so do copies to and from arenas
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from layerzero.ipc.cuda.driver import Context, Driver
+from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import CudaError
 from layerzero.workers.boot import GRAPH_BYTES
 from layerzero.workers.gpu.errors import is_out_of_memory
 from layerzero.workers.provider import Bound, CaptureResource
+from layerzero.workers.recording import OnStream, record
 
 FROZEN_AFTER = 4  # runs without a graph; a library may compile, load and tune in the first ones
 MAX_GRAPHS = 64
 MAX_PINNED = 4096  # besides
 _PATIENCE = 8  # a graph that had to go comes back after so many times as many runs
-
-OnStream = Callable[[int], AbstractContextManager[None]]
 
 
 class State(Enum):
@@ -213,7 +209,8 @@ class Graphs:
         free, _ = context.driver.memory_info()
         self._graphs_of[bound] += 1
         try:
-            graph = _record(bound, context.driver, self._on_stream, stream)
+            driver = context.driver
+            graph = record(bound, driver, self._on_stream, stream, end=driver.end_capture, discard=driver.destroy_graph)
         except BaseException:
             self._retired.append(_Retired(context, 0, bound))
             raise
@@ -237,40 +234,6 @@ class Graphs:
     def _rest(steady: GraphCache, signal: Signal) -> None:
         steady.step(signal)
         steady.runs, steady.needed = 0, steady.needed * _PATIENCE
-
-
-def _record(bound: Bound, driver: Driver, on_stream: OnStream, stream: int) -> int:
-    """The kernel as a graph. Raises ValueError where that would not do what the kernel does, and what it raises."""
-    driver.begin_capture(stream)
-    was_collecting = gc.isenabled()
-    gc.disable()  # what it finds may be freed on the GPU, which breaks a capture
-    try:
-        with on_stream(stream):
-            result = bound()
-    except BaseException:
-        _abandon(driver, stream)
-        raise
-    finally:
-        if was_collecting:
-            gc.enable()
-    graph = driver.end_capture(stream)
-    if not graph:
-        raise ValueError("it enqueues nothing on its stream")
-    if result is not None:
-        driver.destroy_graph(graph)
-        raise ValueError(f"it returns a {type(result).__name__}, which a graph cannot")
-    return graph
-
-
-def _abandon(driver: Driver, stream: int) -> None:
-    try:
-        graph = driver.end_capture(stream)
-    except CudaError as exc:
-        if exc.is_sticky:
-            raise
-        return  # broken by what the kernel did; the stream is usable again
-    if graph:
-        driver.destroy_graph(graph)
 
 
 def tell(kernel_id: str, reason: str) -> None:

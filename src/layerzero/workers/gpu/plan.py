@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from layerzero.ipc.cuda.driver import Driver
+from layerzero.ipc.cuda.driver import Context, Driver
 from layerzero.ipc.cuda.mappings import Mapping
 from layerzero.ipc.transport.wire import REF, REF_BYTES
 from layerzero.workers.gpu.graph_cache import GraphCache
@@ -78,6 +78,23 @@ class Task:
     inputs: tuple[Span, ...]
     outputs: tuple[Span, ...]
     steady: GraphCache = field(default_factory=GraphCache)
+
+
+class Dropped(NamedTuple):
+    """A task that is kept until the GPU is through with what was enqueued before it was dropped."""
+
+    context: Context
+    events: list[int]
+    task: Task
+
+    def is_over(self) -> bool:
+        with self.context:
+            driver = self.context.driver
+            if not all(driver.is_event_done(event) for event in self.events):
+                return False
+            for event in self.events:
+                driver.destroy_event(event)
+        return True
 
 
 @dataclass(eq=False)

@@ -6,18 +6,24 @@ does.
 
 from __future__ import annotations
 
+import os
 import select
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm.memory import ControlPage
+from layerzero.ipc.errors import OutOfMemory, ProtocolError
+from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.specimen import MAX_BYTES
+from layerzero.ipc.shm.memory import ControlPage, create_memfd
 from layerzero.ipc.shm.ring import Ring
 from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.wire import Header, unpack_call
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, MAPPED, WRITTEN
+from layerzero.workers.gpu.errors import is_out_of_memory
 from layerzero.workers.gpu.executor import Gpus
+from layerzero.workers.gpu.lifting.lifter import Lifter, Request
+from layerzero.workers.gpu.lifting.refusal import CannotLift
 from layerzero.workers.gpu.plan import Enqueued, Plan
 from layerzero.workers.gpu.polling import Events, Spin
 from layerzero.workers.gpu.rings import Rings
@@ -40,13 +46,16 @@ class GpuServing:
         *,
         graph_bytes: int,
         faults: Faults | None,
+        lifter: Lifter | None = None,
     ) -> None:
-        """`on_stream`, `hear`, `graph_bytes`: as of Gpus; `leave`: as of Rings."""
+        """`on_stream`, `hear`, `graph_bytes`: as of Gpus; `leave`: as of Rings. `lifter`: None where no machine code
+        was watched."""
         self._page = page if faults is None else faults.gpu_page
         self._plans: dict[int, Plan] = {}
         self.gpus = Gpus(on_stream, hear, graph_bytes=graph_bytes, faults=faults)
         open_ring = Ring if faults is None else faults.open_ring
         self._rings = Rings(poll, self.gpus, self._plans, self._page, leave, open_ring)
+        self._lifter = lifter
         self._spin = Spin(poll, self._rings, self.gpus.graph_slots)
 
     # What the broker says
@@ -102,6 +111,46 @@ class GpuServing:
         return plan
 
     # Between two calls
+
+    def answer(self, message: messages.Lift) -> tuple[messages.Lifted, tuple[int, ...]]:
+        """What becomes of a kernel that is to be lifted, and descriptors that go with it, which the caller closes."""
+        number = message.number
+        try:
+            data = self.lift(message)
+            fd = create_memfd("lifted", len(data))
+        except CannotLift as exc:
+            return messages.Lifted(number=number, reason=exc.reason.value, detail=exc.detail), ()
+        except OutOfMemory as exc:
+            return messages.Lifted(number=number, reason=LiftReason.TOO_LARGE.value, detail=exc.message), ()
+        os.pwrite(fd, data, 0)
+        return messages.Lifted(number=number), (fd,)
+
+    def lift(self, message: messages.Lift) -> bytes:
+        """A packed Specimen of a plan's kernel. Raises CannotLift."""
+        plan = self._plans.get(message.plan)
+        if plan is None:
+            raise CannotLift(LiftReason.WORKER_FAILED, f"it has no plan {message.plan} on a GPU")
+        if self._lifter is None:
+            raise CannotLift(LiftReason.NO_CUPTI, "this worker was not told to watch machine code when it started")
+        if not plan.is_graph_safe:
+            why = plan.why_eager or "its descriptor does not say that it may be captured"
+            raise CannotLift(LiftReason.NOT_CAPTURABLE, why)
+        try:
+            request = Request.of(plan.call, plan.bind, message.alignments, message.seeds)
+            specimen = self._lifter.lift(request, self.gpus.context(plan.gpu), self.gpus.when_idle)
+            plan.has_run = True
+            data = specimen.pack()
+        except Exception as exc:  # whatever a library raises
+            error = exc.__cause__ if isinstance(exc, CannotLift) and exc.__cause__ is not None else exc
+            self.gpus.check(error)
+            if is_out_of_memory(error):
+                raise CannotLift(LiftReason.TOO_LARGE, f"{type(error).__name__}: {error}"[:500]) from exc
+            if isinstance(exc, CannotLift):
+                raise
+            raise CannotLift(LiftReason.WORKER_FAILED, f"{type(exc).__name__}: {exc}"[:500]) from exc
+        if len(data) > MAX_BYTES:
+            raise CannotLift(LiftReason.TOO_LARGE, f"its machine code has {len(data):,} bytes; allowed: {MAX_BYTES:,}")
+        return data
 
     def serve(self) -> None:
         """Calls that come past the broker, and what GPUs are done with."""

@@ -1,0 +1,235 @@
+"""A kernel of a worker as a lifted call: captured on two sets of memory, compared, and run on inputs for the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from layerzero.ipc.cuda.driver import Context
+from layerzero.ipc.cuda.nodes import Allocation, KernelNode, Node
+from layerzero.ipc.errors import CudaError
+from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted, Step
+from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.lifting.trial import UNWRITTEN, named, pattern, read_digest, write
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.workers.gpu.lifting.compare import Capture, compare
+from layerzero.workers.gpu.lifting.modules import Modules
+from layerzero.workers.gpu.lifting.placement import TrialMemory, room_for
+from layerzero.workers.gpu.lifting.refusal import CannotLift
+from layerzero.workers.provider import Bind, Bound, Call, CaptureResource
+from layerzero.workers.recording import OnStream, record
+
+_OTHER = b"\xa3"  # what outputs hold before the second run
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to lift. `alignments` and `seeds` as in messages.Lift."""
+
+    call: Call
+    bind: Bind
+    alignments: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, call: Call, bind: Bind, alignments: Sequence[object], seeds: Sequence[object]) -> Request:
+        """Raises ValueError for what fits no call."""
+        specs = (*call.inputs, *call.outputs)
+        classes = tuple(one for one in alignments if type(one) is int)
+        if len(classes) != len(alignments) or len(classes) != len(specs):
+            raise ValueError(f"{len(alignments)} alignments; needed: {len(specs)} integers")
+        for alignment, spec in zip(classes, specs, strict=True):
+            if alignment not in ((0,) if spec is None else ALIGNMENTS):
+                raise ValueError(f"an alignment of {alignment} bytes for {spec}; allowed: {ALIGNMENTS}, 0 for none")
+        numbers = tuple(one for one in seeds if type(one) is int)
+        if not numbers or len(numbers) != len(seeds):
+            raise ValueError("seeds must be integers, and there must be one")
+        return cls(call, bind, classes, numbers)
+
+
+def _pass_on(error: Exception) -> None:
+    """Raise what says that the GPU is lost."""
+    if isinstance(error, CudaError) and error.is_sticky:
+        raise error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+class Lifter:
+    """For the loop's thread."""
+
+    def __init__(self, on_stream: OnStream, modules: Modules, versions: Mapping[str, str]) -> None:
+        """`on_stream` and `versions`: of Loaded. `modules` were watched since before `load()`."""
+        self.on_stream, self.modules, self.versions = on_stream, modules, versions
+        self._streams: dict[str, int] = {}  # by GPU
+
+    def lift(self, request: Request, context: Context, when_idle: Callable[[Callable[[], None]], None]) -> Specimen:
+        """Raises CannotLift, CudaError, and what the library raises. `when_idle(free)` calls `free` once no stream
+        waits."""
+        if self.modules.problem:
+            raise CannotLift(LiftReason.NO_CUPTI, self.modules.problem)
+        stack = ExitStack()
+        try:
+            with context:
+                return _Lifting(self, request, context, self._stream(context), stack).specimen()
+        finally:
+            when_idle(lambda: _close(context, stack))
+
+    def _stream(self, context: Context) -> int:
+        return self._streams.get(context.gpu) or self._streams.setdefault(context.gpu, context.driver.create_stream())
+
+
+def _close(context: Context, stack: ExitStack) -> None:
+    with context:
+        stack.close()
+
+
+def _release(bound: Bound) -> None:
+    """Until then it is kept."""
+    if isinstance(bound, CaptureResource):
+        bound.release()
+
+
+class _Lifting:
+    """One request. The context is current, and what `stack` holds is freed later."""
+
+    def __init__(self, lifter: Lifter, request: Request, context: Context, stream: int, stack: ExitStack) -> None:
+        self._lifter, self._request, self._stack = lifter, request, stack
+        self._context, self._driver, self._stream = context, context.driver, stream
+        self._known: dict[int, Allocation | None] = {}
+
+    def specimen(self) -> Specimen:
+        self._demand_room()
+        first = self._bound(is_reversed=False)
+        captures = [self._capture(*first), self._capture(*self._bound(is_reversed=True))]
+        steps, scratch = compare(captures, self._find, self._code_of)
+        lifted = self._lifted(steps, scratch)
+        codes = {code: self._lifter.modules.image(code) for code in lifted.codes}
+        memory, bound = first
+        trials = {seed: self._try(memory, bound, seed) for seed in self._request.seeds}
+        return Specimen(lifted, codes, trials)
+
+    def _lifted(self, steps: tuple[Step, ...], scratch: tuple[int, ...]) -> Lifted:
+        call = self._request.call
+        return Lifted(
+            op=call.op,
+            kernel_id=call.kernel_id,
+            inputs=call.inputs,
+            outputs=call.outputs,
+            attrs=call.attrs,
+            alignments=self._request.alignments,
+            scratch=scratch,
+            steps=steps,
+            gpu=self._driver.name(self._context.ordinal),
+            driver=str(self._driver.version()),
+            versions={name: str(version) for name, version in self._lifter.versions.items()},
+        )
+
+    def _demand_room(self) -> None:
+        needed = 2 * room_for(self._request.call, self._request.alignments)
+        free, _ = self._driver.memory_info()
+        if needed > free // 2:
+            raise CannotLift(LiftReason.TOO_LARGE, f"trying it takes {needed:,} bytes; {free:,} of the GPU are free")
+
+    def _bound(self, *, is_reversed: bool) -> tuple[TrialMemory, Bound]:
+        """The kernel on new memory, after a first run there."""
+        call, alignments = self._request.call, self._request.alignments
+        memory = TrialMemory.make(self._context, call, alignments, is_reversed=is_reversed)
+        self._stack.callback(self._driver.free, memory.base)
+        self._fill_inputs(memory, self._request.seeds[0])
+        try:
+            with self._enqueued():
+                bound = self._request.bind(call, memory.inputs, memory.outputs)
+                self._stack.callback(_release, bound)
+                bound()
+        except Exception as exc:  # whatever a library raises
+            _pass_on(exc)
+            raise CannotLift(LiftReason.NOT_CAPTURABLE, f"its first run failed: {_said(exc)}") from exc
+        return memory, bound
+
+    @contextmanager
+    def _enqueued(self) -> Iterator[None]:
+        """What is enqueued inside, goes to our stream, and is over afterwards, also when it fails."""
+        try:
+            with self._lifter.on_stream(self._stream):
+                yield
+        finally:
+            self._driver.synchronize_stream(self._stream)
+
+    def _capture(self, memory: TrialMemory, bound: Bound) -> Capture:
+        return Capture(self._nodes(bound), memory.input_extents, memory.output_extents, memory.allocation)
+
+    def _nodes(self, bound: Bound) -> tuple[Node, ...]:
+        driver = self._driver
+        try:
+            graph = record(
+                bound,
+                driver,
+                self._lifter.on_stream,
+                self._stream,
+                end=driver.end_recording,
+                discard=driver.discard_recording,
+            )
+        except Exception as exc:  # whatever a library raises
+            _pass_on(exc)
+            raise CannotLift(LiftReason.NOT_CAPTURABLE, _said(exc)) from exc
+        try:
+            return driver.nodes(graph)
+        except CudaError as exc:
+            _pass_on(exc)
+            raise CannotLift(LiftReason.PARAMETERS_HIDDEN, exc.message) from exc
+        finally:
+            driver.discard_recording(graph)
+
+    def _find(self, address: int) -> Allocation | None:
+        if address not in self._known:
+            self._known[address] = self._driver.allocation(address)
+        return self._known[address]
+
+    def _code_of(self, node: KernelNode) -> str:
+        found = self._lifter.modules.holding(node.name)
+        if not found:
+            raise CannotLift(LiftReason.CODE_UNKNOWN, f"no module that was loaded has {node.name:.500}")
+        return found[0]
+
+    # Runs
+
+    def _fill_inputs(self, memory: TrialMemory, seed: int) -> None:
+        call = self._request.call
+        specs = named(call.op, call.inputs)
+        for name, block in zip(OPS[call.op].inputs, memory.inputs, strict=True):
+            if block is not None and block.spec.span_bytes:
+                data = pattern(call.op, name, specs, seed)
+                write(self._driver, block.device.pointer, block.spec.span_bytes, data, self._stream)
+
+    def _try(self, memory: TrialMemory, bound: Bound, seed: int) -> tuple[str, ...]:
+        """The digest of each output. What a kernel leaves as it was shows in the second run."""
+        first = self._run(memory, bound, seed, UNWRITTEN)
+        second = self._run(memory, bound, seed, _OTHER)
+        for name, one, other in zip(OPS[self._request.call.op].outputs, first, second, strict=True):
+            if one != other:
+                raise CannotLift(LiftReason.NOT_DETERMINISTIC, f"two runs on the same inputs (seed {seed}): {name}")
+        return first
+
+    def _run(self, memory: TrialMemory, bound: Bound, seed: int, before: bytes) -> tuple[str, ...]:
+        driver, stream = self._driver, self._stream
+        self._fill_inputs(memory, seed)
+        for block in memory.outputs:
+            if all(block is not given for given in memory.inputs):
+                # Between the elements of a strided output there is what was there.
+                has_gaps = block.spec.numel * block.spec.itemsize < block.spec.span_bytes
+                filling = UNWRITTEN if has_gaps else before
+                write(driver, block.device.pointer, block.spec.span_bytes, filling, stream)
+        try:
+            with self._enqueued():
+                bound()
+        except Exception as exc:  # whatever a library raises
+            _pass_on(exc)
+            raise CannotLift(LiftReason.NOT_DETERMINISTIC, f"a later run failed: {_said(exc)}") from exc
+        return tuple(
+            read_digest(driver, block.device.pointer, block.spec.span_bytes, stream) for block in memory.outputs
+        )

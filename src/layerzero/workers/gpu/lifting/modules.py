@@ -1,0 +1,124 @@
+"""Machine code that this process loads, as CUPTI shows it. To be watched before a library loads any.
+
+CUPTI allows one subscriber in a process: under a profiler there is none for us.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import CFUNCTYPE, POINTER, byref, c_int, c_size_t, c_uint32, c_void_p
+from typing import Any
+
+from layerzero.ipc.lifting.form import digest
+
+VARIABLE = "LAYERZERO_CUPTI"  # the library's path
+# Where wheels have it, below an entry of sys.path, and where toolkits do.
+_IN_WHEELS = ("nvidia/*/lib/libcupti.so*", "nvidia/cuda_cupti/lib/libcupti.so*")
+_IN_TOOLKITS = (
+    "/usr/local/cuda*/extras/CUPTI/lib64/libcupti.so*",
+    "/usr/local/cuda*/lib64/libcupti.so*",
+    "/usr/local/cuda*/targets/*/lib/libcupti.so*",
+)
+_RESOURCES, _MODULE_LOADED = 3, 6  # CUPTI_CB_DOMAIN_RESOURCE, CUPTI_CBID_RESOURCE_MODULE_LOADED
+_SECTION = re.compile(rb"\.text\.([^\0]+)\0")  # each kernel's code is a section of its own
+_Callback = CFUNCTYPE(None, c_void_p, c_int, c_uint32, c_void_p)
+
+
+class _Resource(ctypes.Structure):
+    """CUpti_ResourceData."""
+
+    _fields_ = [("context", c_void_p), ("handle", c_void_p), ("descriptor", c_void_p)]
+
+
+class _Module(ctypes.Structure):
+    """CUpti_ModuleResourceData."""
+
+    _fields_ = [("id", c_uint32), ("nbytes", c_size_t), ("image", c_void_p)]
+
+
+class Modules:
+    """Every module that was loaded, each once, the last one last."""
+
+    def __init__(self, problem: str = "") -> None:
+        """`problem`: why none will be seen, if that is so."""
+        self.problem = problem
+        self._images: dict[str, bytes] = {}  # by digest
+        self._names: dict[str, frozenset[bytes]] = {}  # of the kernels of those that were looked into
+        self._kept: object = None  # what CUPTI calls
+
+    def add(self, image: bytes) -> None:
+        name = digest(image)
+        self._images[name] = self._images.pop(name, image)
+
+    def image(self, code: str) -> bytes:
+        """By its digest."""
+        return self._images[code]
+
+    def holding(self, kernel: str) -> list[str]:
+        """The digests of modules that have this kernel, the last loaded first."""
+        name = kernel.encode(errors="replace")
+        return [code for code in reversed(list(self._images)) if name in self._kernels(code)]
+
+    def _kernels(self, code: str) -> frozenset[bytes]:
+        if code not in self._names:
+            self._names[code] = frozenset(_SECTION.findall(self._images[code]))
+        return self._names[code]
+
+    def subscribe(self, cupti: Any) -> str:
+        """See what is loaded from now on. Returns why that cannot be, or ""."""
+
+        def on_event(user: int, domain: int, which: int, data: int) -> None:
+            try:
+                if (domain, which) == (_RESOURCES, _MODULE_LOADED):
+                    resource = ctypes.cast(data, POINTER(_Resource)).contents
+                    module = ctypes.cast(resource.descriptor, POINTER(_Module)).contents
+                    if module.image and module.nbytes:
+                        self.add(ctypes.string_at(module.image, module.nbytes))
+            except BaseException as exc:  # the driver called: nobody above would take it
+                self.problem = f"machine code was missed: {type(exc).__name__}: {exc}"[:500]
+
+        subscriber, callback = c_void_p(), _Callback(on_event)
+        number = cupti.cuptiSubscribe(byref(subscriber), callback, None)
+        if number:
+            return f"cuptiSubscribe returned {number}: a profiler may have taken it"
+        self._kept = (cupti, subscriber, callback)
+        number = cupti.cuptiEnableDomain(1, subscriber, _RESOURCES)
+        if number:
+            cupti.cuptiUnsubscribe(subscriber)
+            return f"cuptiEnableDomain returned {number}"
+        return ""
+
+
+def watch(
+    environ: Mapping[str, str] = os.environ,
+    paths: Sequence[str] | None = None,
+    load: Callable[[str], Any] = ctypes.CDLL,
+) -> Modules:
+    """See every module that is loaded from now on. Where that cannot be, `problem` says why."""
+    modules, said = Modules(), []
+    for library in find(environ, sys.path if paths is None else paths):
+        try:
+            problem = modules.subscribe(load(library))
+        except (OSError, AttributeError) as exc:
+            problem = str(exc)
+        if not problem:
+            return modules
+        said.append(f"{library}: {problem}")
+    modules.problem = "; ".join(said)[:1000] or (
+        f"no libcupti: neither on sys.path (wheel nvidia-cuda-cupti) nor in /usr/local/cuda*; {VARIABLE} may name one"
+    )
+    return modules
+
+
+def find(environ: Mapping[str, str], paths: Iterable[str]) -> list[str]:
+    """Libraries to try, those first that belong to the environment's own libraries. Each file once."""
+    if environ.get(VARIABLE):
+        return [environ[VARIABLE]]
+    patterns = [f"{glob.escape(path)}/{place}" for path in paths if path for place in _IN_WHEELS]
+    found = [file for pattern in (*patterns, *_IN_TOOLKITS) for file in sorted(glob.glob(pattern), reverse=True)]
+    return list(dict.fromkeys(map(os.path.realpath, found)))
