@@ -12,7 +12,7 @@ PROVIDER = Path(__file__).parent / "backends" / "torch_toy.py"
 DTYPES = ["float16", "bfloat16", "float32"]
 
 
-def gpu_site(store: Path, *names: str, **settings: object) -> Site:
+def gpu_site(store: Path, *names: str, isolation: str = "subprocess", **settings: object) -> Site:
     """A site, not yet started, whose backends are `names`, first choice first; they run in this interpreter's torch."""
     site = Site(store, **{"restart_budget": 1000, "backoff_s": 0.01, "backoff_max_s": 0.01, **settings})
     site.manifests.mkdir()
@@ -50,4 +50,5 @@ def gpu_site(store: Path, *names: str, **settings: object) -> Site:
             f'{manifest}env = {{LZ_TOY_NAME = "{name}", LZ_TESTS = "{ROOT}"}}\n'
         )
     site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)
+    site.environ["LAYERZERO_BACKEND_ISOLATION"] = isolation
     return site

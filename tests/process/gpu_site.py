@@ -23,7 +23,14 @@ SOFT = ROOT / "tests" / "soft_gpu"
 OPS = ("silu", "matmul", "gelu", "layer_norm", "append_kv")
 
 
-def gpu_site(store: Path, *names: str, slow_silu: bool = False, needs_jit: bool = False, **settings: object) -> Site:
+def gpu_site(
+    store: Path,
+    *names: str,
+    isolation: str = "subprocess",
+    slow_silu: bool = False,
+    needs_jit: bool = False,
+    **settings: object,
+) -> Site:
     """A site, not yet started, whose backends are `names`, first choice first, on the GPU of threads. `slow_silu`: each
     has a second silu, which is slow and of a higher priority. `needs_jit`: their kernels are compiled, for dtypes."""
     site = Site(store, **{"restart_budget": 1000, "backoff_s": 0.01, "backoff_max_s": 0.01, **settings})
@@ -50,6 +57,7 @@ def gpu_site(store: Path, *names: str, slow_silu: bool = False, needs_jit: bool 
         env = f'env = {{LZ_TOY_NAME = "{name}", LAYERZERO_WORKER_CONFINED = "0"}}'
         (site.manifests / f"{name}.toml").write_text(f"{manifest}{env}\n")
     site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)
+    site.environ["LAYERZERO_BACKEND_ISOLATION"] = isolation
     site.environ["PYTHONPATH"] = str(SOFT / "broker")
     return site
 

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 
+from layerzero.ipc.loading import loading
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,7 +30,8 @@ def main() -> int:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != args.parent_pid:  # it ended before
             return 1
-    from layerzero.broker import run  # after the fork: nothing is imported twice
+    with loading():
+        from layerzero.broker import run  # after the fork: nothing is imported twice
 
     owns_log = args.daemon or args.for_uid is not None
     code = run.run(

@@ -21,6 +21,7 @@ from layerzero.broker.io.offers import KINDS, Offers
 from layerzero.broker.io.peers import HELLO_TIMEOUT_S, Peer, new_identity, note_failure, refuse
 from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.worker_links import WorkerLinks
+from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined, RemoteWorker
 from layerzero.broker.processes.user_brokers import UserBrokers
@@ -44,6 +45,7 @@ class Connections:
         poller: Poller,
         links: WorkerLinks,
         offers: Offers,
+        lifts: Lifts,
         processes: Processes,
         joined: Joined,
         gate: Authentication,
@@ -58,6 +60,7 @@ class Connections:
         self._poller = poller
         self._links = links
         self._offers = offers
+        self._lifts = lifts
         self._processes = processes
         self._joined = joined
         self._gate = gate
@@ -138,8 +141,12 @@ class Connections:
                 self._hear_hello(peer)
             elif peer.role == "client":
                 try:
-                    message, fds = control.receive(peer.sock, *KINDS)
-                    self._offers.take(peer, message, fds)
+                    message, fds = control.receive(peer.sock, *KINDS, messages.GetLifted)
+                    if isinstance(message, messages.GetLifted):
+                        unwanted.close_all(fds)
+                        self._lifts.give(peer, message)
+                    else:
+                        self._offers.take(peer, message, fds)
                 except OutOfMemory as exc:  # nothing is wrong with the client: it goes on without this
                     control.send(peer.sock, messages.Refused(error=exc.to_wire()))
             elif peer.role == "agent":
@@ -147,7 +154,7 @@ class Connections:
             else:
                 if peer.backlog:
                     self._links.flush(peer)
-                control.receive(peer.sock)
+                self._lifts.take(peer, *control.receive(peer.sock, messages.Lifted))
         except BlockingIOError:
             return
         except (control.Closed, OSError):
@@ -252,6 +259,7 @@ class Connections:
             if not self.clients:
                 self._idle_since_s = time.monotonic()
                 self._note_change()
+            self._lifts.on_client_left(peer.number)
             self._handle(ev.ClientLeft(peer.identity))
         elif peer.role == "worker":
             self._links.remove(peer)

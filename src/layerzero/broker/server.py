@@ -23,15 +23,17 @@ from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import frame_codec
 from layerzero.broker.io.authentication import Authentication
 from layerzero.broker.io.doorkeeper import LOOK_S, Doorkeeper
+from layerzero.broker.io.greeting import Greeting
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.broker.io.offers import Offers
 from layerzero.broker.io.page_poller import POLL_S, PagePoller
-from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.poller import Poller, drain_pipe
 from layerzero.broker.io.routers import Routers, Unreachable
 from layerzero.broker.io.tcp_queries import Remote
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
+from layerzero.broker.lifting.lifts import Lifts
+from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.processes.compile_jobs import CompileJobs
 from layerzero.broker.processes.host import free_memory_bytes
 from layerzero.broker.processes.launcher import Launcher
@@ -48,9 +50,7 @@ from layerzero.broker.worker_frames import WorkerFrames
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.ipc.errors import ConfigError, ProtocolError
 from layerzero.ipc.logs import log
-from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.endpoints import Endpoints
-from layerzero.ipc.version import __version__
 
 STOP_GRACE_S = 5.0
 STALL_S = 0.2  # a deadline noticed so late says that this process was not running
@@ -135,6 +135,8 @@ class Server:
         self._lanes = LanePages()
         self._pages = TimelinePages()
         self._page_poller = PagePoller(state, self.handle, self._links, self._lanes, self._pages, self._stop_if_idle)
+        store = LiftStore(settings.store / "lifted")
+        self.lifts = Lifts(state, self._times.identities, self._links, self._pages, store, self._wake_up)
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
             endpoints.control,
@@ -142,11 +144,12 @@ class Server:
             self._poller,
             self._links,
             self._offers,
+            self.lifts,
             self.processes,
             self.joined,
             gate,
             self.users,
-            welcome=self._welcome,
+            welcome=Greeting(settings, self.incarnation, self._zmq_paths, bool(self.joined.names)).welcome,
             forget=self._routers.forget_client,
             handle=self.handle,
             note_change=self._plan_check,
@@ -248,6 +251,7 @@ class Server:
         self._page_poller.at_rings()
         self._page_poller.at_graph_slots()
         self._follow_policy(now_s)
+        self.lifts.look()
         if self.state.engine.policy.memory_headroom_bytes is not None:
             engine = self.state.engine
             for device in ("", *self._pages.uuids()):
@@ -352,6 +356,7 @@ class Server:
             self._doorkeeper.look()
             self._plan_check()
         self._follow_policy(time.monotonic())
+        self.lifts.take_proved()
         while self._from_threads:
             event = self._from_threads.popleft()
             if isinstance(event, ev.ProbeEnded) and event.record is not None:
@@ -414,22 +419,6 @@ class Server:
             peer = self._links.of(identity)
             if peer is not None and exc.is_full:
                 self.handle(ev.WorkerMisbehaved(peer.backend, peer.generation, "it does not read its queue"))
-
-    def _welcome(self, peer: Peer) -> messages.Welcome:
-        path = self._zmq_paths.get(peer.role)  # an agent has none to connect to
-        return messages.Welcome(
-            protocol=wire.PROTOCOL,
-            package=__version__,
-            broker=self.incarnation,
-            broker_pid=os.getpid(),
-            endpoint=f"ipc://{path}" if path else "",
-            identity=peer.identity,
-            number=peer.number,
-            max_in_flight=self.settings.max_in_flight,
-            timeout_s=self.settings.timeout_s,
-            mac=b"" if peer.proofs is None else peer.proofs.broker_mac,
-            has_joined=bool(self.joined.names),
-        )
 
     def _probe(self, action: act.Probe) -> None:
         if action.backend in self.joined.names:  # what an agent's probe has shown comes with its worker's start
@@ -495,6 +484,7 @@ class Server:
             path.unlink(missing_ok=True)
         self._probes.close()
         self._compilers.close()
+        self.lifts.close()
         self.policy.close()
         self._poller.close()
         os.close(self._wake)

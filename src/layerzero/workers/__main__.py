@@ -7,8 +7,11 @@ import os
 import sys
 import traceback
 
-from layerzero.workers import boot
-from layerzero.workers.loop import serve
+from layerzero.ipc.loading import loading
+
+with loading():
+    from layerzero.workers import boot
+    from layerzero.workers.loop import serve
 
 
 def main() -> int:

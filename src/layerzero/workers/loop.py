@@ -19,6 +19,7 @@ import msgpack
 import zmq
 
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
 from layerzero.ipc.transport.wire import (
@@ -96,7 +97,8 @@ def serve(config: BootConfig) -> int:
     page = memory.ControlPage(fds[0], writable=True) if faults is None else faults.page
     os.close(fds[0])
     modules = _watched_modules() if config.lifts else None  # before a library loads any
-    loaded = import_provider(config.provider).load()
+    with loading():
+        loaded = import_provider(config.provider).load()
 
     context = zmq.Context()
     dealer = sockets.connect_dealer(context, answer.endpoint, answer.identity, HWM)

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import platformdirs
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+import tomllib
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from layerzero.broker.core.limits import Limits
 from layerzero.envs.trust.allowed import record_path
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.transport.endpoints import default_runtime_dir
-from layerzero.ipc.vocabulary.policy import variables
+from layerzero.ipc.vocabulary.policy import VARIABLE_PREFIX, variables
 
 APP = "layerzero"
 CONFIG_FILE = platformdirs.user_config_path(APP) / "config.toml"
@@ -34,10 +29,10 @@ POLICY_FILE = platformdirs.user_config_path(APP) / "policy.yaml"
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Read with `load()`, which turns a wrong value into a ConfigError."""
 
-    model_config = SettingsConfigDict(env_prefix="LAYERZERO_", toml_file=CONFIG_FILE, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     runtime_dir: Path = Field(
         default_factory=lambda: default_runtime_dir(os.environ), description="sockets, locks and logs"
@@ -46,9 +41,7 @@ class Settings(BaseSettings):
         platformdirs.user_cache_path(APP), description="built environments and probe records", validate_default=True
     )
     perf_db: Path | None = Field(None, description="file of measured times; default: perf.db in the store")
-    manifest_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
-        (), description="more folders with env manifests, separated by ':'"
-    )
+    manifest_dirs: tuple[Path, ...] = Field((), description="more folders with env manifests, separated by ':'")
     backends_dir: Path = Field(
         platformdirs.user_config_path(APP) / "backends",
         description="backends from outside that lz env add has allowed",
@@ -114,17 +107,6 @@ class Settings(BaseSettings):
     def _split(cls, value: object) -> object:
         return tuple(Path(p) for p in value.split(os.pathsep) if p) if isinstance(value, str) else value
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
-
     def limits(self) -> Limits:
         """The part that the core needs."""
         return Limits(**{name: getattr(self, name) for name in Limits.__dataclass_fields__})
@@ -149,8 +131,9 @@ class Settings(BaseSettings):
 
 def load(**overrides: object) -> Settings:
     """Settings from all sources. Raises ConfigError naming the setting, the value and what is allowed."""
+    given = {name: value for name, value in overrides.items() if value is not None}
     try:
-        return Settings(**{k: v for k, v in overrides.items() if v is not None})  # type: ignore[arg-type]
+        return Settings.model_validate({**_of_file(CONFIG_FILE), **_of_environment(os.environ), **given})
     except ValidationError as exc:
         first = exc.errors()[0]
         name = ".".join(map(str, first["loc"]))
@@ -159,3 +142,16 @@ def load(**overrides: object) -> Settings:
         raise ConfigError(
             f"setting {name} (LAYERZERO_{name.upper()}): {first['msg']}, got {first['input']!r}{hint}"
         ) from exc
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
+
+
+def _of_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Upper and lower case are the same in the names of variables."""
+    names = {f"{VARIABLE_PREFIX}{name}".lower(): name for name in Settings.model_fields}
+    return {names[name.lower()]: text for name, text in environ.items() if name.lower() in names}

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from layerzero.broker.core.plain_data import plain
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.records import record
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport.attempts import FailedAttempt
 
 
-@plain
+@record
 class Probe:
     backend: str
 
 
-@plain
+@record
 class Compile:
     """Run a kernel once in a process of its environment, so that its caches have what the worker will need. `body`:
     the encoded Prepare message."""
@@ -27,39 +27,39 @@ class Compile:
     body: bytes
 
 
-@plain
+@record
 class Spawn:
     backend: str
     generation: int
 
 
-@plain
+@record
 class Kill:
     backend: str
     generation: int
 
 
-@plain
+@record
 class StopWorker:
     backend: str
     generation: int
     identity: bytes  # empty: it has not said hello yet
 
 
-@plain
+@record
 class SendPrepare:
     identity: bytes
     plan: int
     body: bytes
 
 
-@plain
+@record
 class SendDrop:
     identity: bytes
     plan: int
 
 
-@plain
+@record
 class GrantArena:
     backend: str
     generation: int
@@ -67,7 +67,7 @@ class GrantArena:
     arena: int
 
 
-@plain
+@record
 class TakeBackArena:
     backend: str
     generation: int
@@ -75,7 +75,7 @@ class TakeBackArena:
     arena: int
 
 
-@plain
+@record
 class CloseArena:
     """Nobody uses it any more: the broker closes its descriptor."""
 
@@ -83,7 +83,7 @@ class CloseArena:
     arena: int
 
 
-@plain
+@record
 class GrantGpu:
     """A worker is to open the timeline page and the offer of a client, and to sign the offer at `slot`."""
 
@@ -94,7 +94,7 @@ class GrantGpu:
     slot: int
 
 
-@plain
+@record
 class TakeBackGpu:
     backend: str
     generation: int
@@ -102,7 +102,7 @@ class TakeBackGpu:
     gpu: str
 
 
-@plain
+@record
 class CloseGpu:
     """Its client has left, and no worker has calls of it: the broker lets go of the page and the offer."""
 
@@ -110,7 +110,7 @@ class CloseGpu:
     gpu: str
 
 
-@plain
+@record
 class FailTurn:
     """No worker will finish this call: its client's stream may go on. Comes before the Refuse, and when the stream has
     come to it."""
@@ -121,7 +121,7 @@ class FailTurn:
     code: str  # of the error
 
 
-@plain
+@record
 class ReleaseTurn:
     """The client is gone and a worker has this call: its inputs count as ready, lest the worker's stream waits for
     ever."""
@@ -131,14 +131,14 @@ class ReleaseTurn:
     point: TimelinePoint
 
 
-@plain
+@record
 class SendAllow:
     identity: bytes
     plan: int
     lane: int
 
 
-@plain
+@record
 class SendLease:
     identity: bytes
     route: int
@@ -146,7 +146,7 @@ class SendLease:
     body: bytes
 
 
-@plain
+@record
 class GrantLane:
     backend: str
     generation: int
@@ -155,13 +155,13 @@ class GrantLane:
     gpu: str = ""
 
 
-@plain
+@record
 class RevokeLane:
     lane: int
     epoch: int
 
 
-@plain
+@record
 class TakeBackLane:
     """Its client is gone."""
 
@@ -170,14 +170,14 @@ class TakeBackLane:
     lane: int
 
 
-@plain
+@record
 class EndLane:
     """Its worker is gone: the client must hear of it, if it has opened the lane."""
 
     lane: int
 
 
-@plain
+@record
 class Run:
     identity: bytes
     plan: int
@@ -190,7 +190,7 @@ class Run:
     binding: int = 0  # of the graph slot
 
 
-@plain
+@record
 class SendMute:
     """A graph slot is no longer served."""
 
@@ -200,7 +200,7 @@ class SendMute:
     graph_slot: int
 
 
-@plain
+@record
 class SendDecision:
     identity: bytes
     route: int
@@ -208,7 +208,7 @@ class SendDecision:
     body: bytes
 
 
-@plain
+@record
 class Answer:
     """A call ended well; one on a GPU is enqueued there, and may be answered or refused again if its worker dies.
     `attempts` lists failures on the way, usually none; `waited_s`: so long it waited for workers to start."""
@@ -224,7 +224,7 @@ class Answer:
     waited_s: float = 0.0
 
 
-@plain
+@record
 class Refuse:
     """A call ended in an error."""
 
@@ -236,7 +236,7 @@ class Refuse:
     is_lent: bool = False  # a lost worker may still write to its outputs; ReleaseCall follows, if ever
 
 
-@plain
+@record
 class ReleaseCall:
     """Nobody writes any more to what a call was refused with `is_lent`."""
 
@@ -244,7 +244,7 @@ class ReleaseCall:
     seq: int
 
 
-@plain
+@record
 class DropClient:
     """It broke the protocol."""
 
@@ -252,7 +252,7 @@ class DropClient:
     detail: str
 
 
-@plain
+@record
 class Note:
     """A line for the log: `event` is noun.verb."""
 
@@ -260,7 +260,7 @@ class Note:
     facts: dict[str, Any]
 
 
-@plain
+@record
 class Exit:
     """Everything is stopped; the server may end."""
 

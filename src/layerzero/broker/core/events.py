@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 
-from layerzero.broker.core.plain_data import plain
 from layerzero.broker.selection.policy import Policy
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec
@@ -17,22 +16,23 @@ from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
 from layerzero.capabilities.match import Rejection
 from layerzero.ipc.errors import LayerZeroError
+from layerzero.ipc.records import record
 from layerzero.ipc.shm.ring_words import RingCall
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 
-@plain
+@record
 class ClientJoined:
     identity: bytes
     number: int
 
 
-@plain
+@record
 class ClientLeft:
     identity: bytes
 
 
-@plain
+@record
 class ArenaOffered:
     identity: bytes
     arena: int
@@ -40,7 +40,7 @@ class ArenaOffered:
     gpu: str = ""  # UUID of the GPU that it is on
 
 
-@plain
+@record
 class GpuOffered:
     """The client brings a timeline page and a memory offer for its calls on a GPU, for the first time or again."""
 
@@ -49,13 +49,13 @@ class GpuOffered:
     has_new_page: bool = True  # False: the page is the one of its last offer
 
 
-@plain
+@record
 class ArenaGivenUp:
     identity: bytes
     arena: int
 
 
-@plain
+@record
 class RouteDefined:
     """`body` is the encoded Route message: equal bodies are equal signatures."""
 
@@ -64,13 +64,13 @@ class RouteDefined:
     body: bytes
 
 
-@plain
+@record
 class RouteForgotten:
     identity: bytes
     route: int
 
 
-@plain
+@record
 class CallArrived:
     identity: bytes
     route: int
@@ -86,7 +86,7 @@ class CallArrived:
     binding: int = 0  # of the graph slot
 
 
-@plain
+@record
 class CallUnbound:
     """The graph that a bound call is in is gone, or its client does not want it in any more."""
 
@@ -94,7 +94,7 @@ class CallUnbound:
     seq: int
 
 
-@plain
+@record
 class GraphSlotsPolled:
     """Bells of bound calls that are rung, or taken and not done, by dispatches: the words. Comes once a second while
     there are bound calls, and just before WorkerExited."""
@@ -102,7 +102,7 @@ class GraphSlotsPolled:
     busy: Mapping[int, int]
 
 
-@plain
+@record
 class LaneOpened:
     """The client made the page of a lane that a lease named, on a GPU its ring."""
 
@@ -111,7 +111,7 @@ class LaneOpened:
     gpu: str = ""
 
 
-@plain
+@record
 class LaneOverdue:
     """A call on a lane has run longer than its client allows, and has not ended. `is_running`: the worker's control
     page names it; else its client may have made it up. `nonsense`: what is wrong with the end on the lane's page, which
@@ -126,7 +126,7 @@ class LaneOverdue:
     nonsense: str = ""
 
 
-@plain
+@record
 class LanePolled:
     """`calls` more have ended on a lane; the last one took `kernel_ns` on `plan`, 0 when it did not run to its end."""
 
@@ -136,7 +136,7 @@ class LanePolled:
     kernel_ns: int
 
 
-@plain
+@record
 class CallHandedBack:
     """A worker does not enqueue a call of a ring: it is the broker's from here on. `error`: the kernel raised it."""
 
@@ -146,7 +146,7 @@ class CallHandedBack:
     error: LayerZeroError | None = None
 
 
-@plain
+@record
 class RingSnapshot:
     """What is on a ring: calls whose points are not done, oldest first, and which of them have their inputs. Some may
     have been left to the broker. `head`: the last call that was put; `taken`: that the worker has taken."""
@@ -157,7 +157,7 @@ class RingSnapshot:
     ready: Collection[int] = ()  # numbers of calls
 
 
-@plain
+@record
 class RingsPolled:
     """All rings at one time, by lanes. Comes once a second while there are any, and more often while the broker ends
     those of a client that has left."""
@@ -165,14 +165,14 @@ class RingsPolled:
     page_poller: Mapping[int, RingSnapshot]
 
 
-@plain
+@record
 class PointsReached:
     """Streams of clients have come to these points, which were refused: client's number, GPU, place."""
 
     keys: Sequence[tuple[int, str, TimelinePoint]]
 
 
-@plain
+@record
 class TimelinesPolled:
     """What timeline pages say of the calls that a worker has enqueued on a GPU, by their dispatches: which are done,
     and of which the inputs are there. Comes once a second while there are any, before each Tick, and just before
@@ -184,14 +184,14 @@ class TimelinesPolled:
     ready: Collection[int] = ()
 
 
-@plain
+@record
 class CallPoisoned:
     identity: bytes
     route: int
     digest: bytes
 
 
-@plain
+@record
 class ProbeEnded:
     """`error` is None when the environment works; `record` says what of it is certified, and is None when no probe
     could run."""
@@ -201,7 +201,7 @@ class ProbeEnded:
     record: ProbeRecord | None = None
 
 
-@plain
+@record
 class CompileAsked:
     """Somebody wants kernels compiled before calls of this signature come."""
 
@@ -209,7 +209,7 @@ class CompileAsked:
     backends: Collection[str]
 
 
-@plain
+@record
 class CompileEnded:
     """`failure` is empty when the kernel is compiled for these calls now; else the compiler's last lines."""
 
@@ -219,14 +219,14 @@ class CompileEnded:
     seconds: float
 
 
-@plain
+@record
 class WorkerSpawned:
     backend: str
     generation: int
     pid: int
 
 
-@plain
+@record
 class SpawnFailed:
     """`vacancy`: of a joined backend, why nobody was there to start it."""
 
@@ -236,7 +236,7 @@ class SpawnFailed:
     vacancy: Rejection | None = None
 
 
-@plain
+@record
 class BackendOffered:
     """Of a joined backend: someone is there who can start its worker, or why nobody is."""
 
@@ -244,7 +244,7 @@ class BackendOffered:
     vacancy: Rejection | None
 
 
-@plain
+@record
 class WorkerLost:
     """A joined worker that was to be killed cannot be reached: it may yet write, and nobody knows until when. Comes
     after Kill; WorkerGone follows when its end is confirmed, if ever."""
@@ -253,7 +253,7 @@ class WorkerLost:
     generation: int
 
 
-@plain
+@record
 class WorkerGone:
     """The end of a worker that was lost is confirmed."""
 
@@ -261,7 +261,7 @@ class WorkerGone:
     generation: int
 
 
-@plain
+@record
 class WorkerReady:
     identity: bytes
     backend: str
@@ -269,7 +269,7 @@ class WorkerReady:
     versions: Mapping[str, str]
 
 
-@plain
+@record
 class CallRan:
     identity: bytes
     dispatch: int
@@ -279,7 +279,7 @@ class CallRan:
     is_replayed: bool = False  # from a CUDA graph
 
 
-@plain
+@record
 class CallRaised:
     identity: bytes
     dispatch: int
@@ -287,7 +287,7 @@ class CallRaised:
     error: LayerZeroError
 
 
-@plain
+@record
 class WorkerMisbehaved:
     """It sent bytes that break the protocol. `is_silent`: it says nothing, in place of that."""
 
@@ -297,7 +297,7 @@ class WorkerMisbehaved:
     is_silent: bool = False
 
 
-@plain
+@record
 class WorkerExited:
     """Its exit is confirmed: no write of this process can come any more. `executing` is what its control page said at
     the end, 0 when idle. Calls that it had enqueued are not done, or TimelinesPolled has just said so. `rings`: what
@@ -314,7 +314,7 @@ class WorkerExited:
     oom: str = ""  # where the kernel killed it for lack of memory, if it did
 
 
-@plain
+@record
 class BackendReset:
     """Someone repaired it: forget its failures. `missing` says why it still cannot start, or is None."""
 
@@ -322,7 +322,7 @@ class BackendReset:
     missing: Rejection | None
 
 
-@plain
+@record
 class ShadowCompared:
     """A client ran a call again on a reference kernel, and compared. `route`: the call's encoded Route message."""
 
@@ -331,14 +331,14 @@ class ShadowCompared:
     route: bytes = b""
 
 
-@plain
+@record
 class TimesLoaded:
     """Measured times of a backend that an earlier broker stored."""
 
     rows: Sequence[PerfRow]
 
 
-@plain
+@record
 class Tick:
     """Time has passed `BrokerState.wakeup_s`. `executing`: what the workers' control pages say, by backend and
     generation."""
@@ -346,12 +346,12 @@ class Tick:
     executing: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
-@plain
+@record
 class PolicyChanged:
     policy: Policy
 
 
-@plain
+@record
 class RanInClient:
     """A kernel that policy wants in the client's process ran there."""
 
@@ -362,7 +362,7 @@ class RanInClient:
     error: LayerZeroError | None = None
 
 
-@plain
+@record
 class ShutdownAsked:
     pass
 

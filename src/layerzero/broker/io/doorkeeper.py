@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from layerzero.broker.io import fd_reserve
 from layerzero.ipc.logs import log
+from layerzero.ipc.transport import sockets
 
 LOOK_S = 0.2  # while one is closed
 MAX_PAUSE_S = 60.0  # an old listener is a descriptor, too: who shuts doors again and again waits longer each time
@@ -108,8 +108,7 @@ class Doorkeeper:
             poller.register(monitor, zmq.POLLIN)
         while monitors:
             for monitor, _ in poller.poll():
-                said = cast(dict[str, Any], recv_monitor_message(monitor))
-                door, event, fd = monitors[monitor], said["event"], int(said["value"])
+                door, (event, fd) = monitors[monitor], sockets.read_event(monitor)
                 if event == zmq.EVENT_ACCEPTED:
                     door.connected.add(fd)
                     self._shut_full()

@@ -119,6 +119,15 @@ class TimelinePages:
         if held is not None and not held.page.is_ready(point):  # the word may be ahead already, and must not go back
             held.page.store_ready(point)
 
+    def bump_lift_epochs(self) -> None:
+        """No client may launch lifted calls before it has asked again."""
+        for held in self._gpus.values():
+            held.page.bump_lift_epoch()
+
+    def last_lifted(self, client: int) -> set[int]:
+        """Numbers of the lifted calls that the client launched last, on all its GPUs."""
+        return {number for (its, _), held in self._gpus.items() if its == client for number in held.page.last_lifted()}
+
     def close(self, client: int, gpu: str) -> None:
         held = self._gpus.pop((client, gpu), None)
         if held is not None:

@@ -8,6 +8,7 @@ from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core.events import Event
 from layerzero.broker.core.state import BrokerState
+from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined
@@ -32,6 +33,7 @@ class BrokerView(Protocol):
     users: UserBrokers | None
     perfdb: PerfDB
     tuning: Spending
+    lifts: Lifts
     table_problem: str
     incarnation: str
     started_s: float

@@ -49,7 +49,9 @@ def begin(server: BrokerView, method: str, params: Mapping[str, Any], client: by
     function = METHODS.get(method)
     if function is None:
         raise InvalidArgument(unknown_name("method", method, METHODS))
-    return shadow(server, params, client) if method == "shadow" else function(server, params)
+    if method in OF_CLIENTS:
+        return OF_CLIENTS[method](server, params, client)
+    return function(server, params)
 
 
 def ping(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +103,7 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
         "backends": backends,
         "selection": server.state.engine.facts(),
         "times": server.perfdb.facts(),
+        "lifted": server.lifts.facts(),
         "problems": [
             *server.launcher.problems,
             *server.perfdb.problems,
@@ -353,11 +356,33 @@ def sample(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"backend": accepted[found.kernel_id].backend, "kernel_id": found.kernel_id}
 
 
+def lift(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
+    """Whether the asking client may launch a route's calls itself (docs/lifting.md). `state`: "ready", with what to
+    `get_lifted`, "pending", "later", or "refused" with a reason.
+
+    route: the number of one of its routes; alignments: in bytes, of the address of each input and output.
+    """
+    return server.lifts.ask(client, params)
+
+
+def lift_fault(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
+    """The asking client has lost a GPU. numbers: of the lifted calls that it launched there last. They run in their
+    workers from now on."""
+    return server.lifts.note_fault(client, params)
+
+
+OF_CLIENTS: dict[str, Callable[[BrokerView, Mapping[str, Any], bytes], Any]] = {
+    "shadow": shadow,
+    "lift": lift,
+    "lift_fault": lift_fault,
+}
 METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "status": status,
     "compile": compile_ahead,
     "explain": explain,
     "health": health,
+    "lift": lift,
+    "lift_fault": lift_fault,
     "load_table": load_table,
     "policy": policy,
     "provider": provider,

@@ -34,7 +34,7 @@ Id = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
 class Hardware(_Model):

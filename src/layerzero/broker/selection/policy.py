@@ -158,7 +158,7 @@ class Policy:
     strict_mode: bool = False
     plan_mode: bool = False
     allow_adaptation: bool = True
-    backend_isolation: Mapping[str, Isolation] = field(default_factory=lambda: {"*": "subprocess"})
+    backend_isolation: Mapping[str, Isolation] = field(default_factory=lambda: {"*": "lifted"})
     allow_jit_compile: bool = True
     requires_deterministic: bool = False
     memory_headroom_bytes: int | None = None  # free device memory that a kernel's workspace must leave
@@ -267,7 +267,7 @@ def _merge(parsed: tuple[_Parsed, ...], known: Known | None) -> tuple[Policy | N
     rules: list[Rule] = []
     given: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    isolation: dict[str, Isolation] = {"*": "subprocess"}
+    isolation: dict[str, Isolation] = {"*": "lifted"}
     weights: dict[str, float] = {}
     sources: dict[str, str] = {}
     for rank, (layer, values) in enumerate((one.layer, one.values) for one in parsed):

@@ -30,7 +30,7 @@ _SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 Place = tuple[str | int, ...]
-Isolation = Literal["in_process", "subprocess", "auto"]
+Isolation = Literal["in_process", "subprocess", "lifted", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _isolation(value: Any) -> Any:
     if isinstance(value, Mapping) and "container" in value.values():
         raise ValueError(
             "container needs a container runtime on the host and an image of each backend's environment, which this "
-            "version cannot make; use subprocess (an environment and a process of its own), in_process or auto"
+            "version cannot make; use subprocess (an environment and a process of its own), lifted, in_process or auto"
         )
     return value
 

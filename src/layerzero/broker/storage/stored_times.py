@@ -25,6 +25,7 @@ class StoredTimes:
         self._launcher = launcher
         self._post = post
         self.perfdb = PerfDB(path, self._load)
+        self.identities: dict[str, Identity] = {}  # what is known of each backend's environment
         self.due_s = math.inf  # what is new waits until then
         for backend, record in launcher.records().items():
             self.identify(backend, record.versions)
@@ -42,6 +43,7 @@ class StoredTimes:
             capabilities_hash=capability.hash,
             env_hash=self._launcher.env_ids().get(backend, ""),
         )
+        self.identities[backend] = identity
         self.perfdb.identify(backend, identity, capability.kernel_ids)
 
     def _load(self, _: str, rows: list[PerfRow]) -> None:

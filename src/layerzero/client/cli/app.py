@@ -12,6 +12,7 @@ import platformdirs
 import typer
 from typer.core import TyperGroup
 
+from layerzero.client.cli.cache import cache_app
 from layerzero.client.cli.options import (
     JSON,
     All,
@@ -71,6 +72,7 @@ keys_app = typer.Typer(help="Make secrets of stacks, and keys for tcp.", no_args
 app.add_typer(keys_app, name="keys")
 bench_app = typer.Typer(help="Try what is promised under load and faults.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
 
 
 @app.callback()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from layerzero.client.connection.call import Submitted
 from layerzero.client.connection.report import BROKER, IN_PROCESS, Attempt, Candidate, Copy, SelectionReport
 from layerzero.client.planning.plans import Plan
+from layerzero.ipc.records import named_record
 from layerzero.ipc.transport import messages
 from layerzero.ipc.transport.attempts import as_failed_attempt
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Told(messages.Decision):
     """A decision as this process heard of it: its verdicts on kernels are of then. `told_ns`: on the clock of calls."""
 

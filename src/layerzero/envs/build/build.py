@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,19 @@ def _find_own(manifest: EnvManifest, variant: VariantName, root: Path) -> Env:
 def _plan(manifest: EnvManifest, variant: VariantName, root: Path) -> tuple[Env, Python, Lock | None]:
     lock: Lock | None = None
     if manifest.interpreter == "host":
-        python, content = interpreters.host(), [importlib.metadata.version(dist) for dist in ("pyzmq", "msgpack")]
+        python, content = interpreters.host(), list(_installed())
     else:
         lock = read_lock(manifest, variant)
         python, content = interpreters.find(str(manifest.python), manifest.name), [variant, lock.text]
     facts = [BUILDER, manifest.name, python.implementation, python.version, python.platform, manifest.platform]
     env_id = hashlib.sha256(json.dumps([*facts, *content]).encode()).hexdigest()[:16]
     return _env(manifest, variant, root, env_id, python, lock.sha256 if lock else ""), python, lock
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """What the host's interpreter has of WORKER_REQUIREMENTS; an upgrade is for processes that start after it."""
+    return tuple(importlib.metadata.version(dist) for dist in ("pyzmq", "msgpack"))
 
 
 def _plan_overlay(manifest: EnvManifest, variant: VariantName, root: Path, base: Base) -> tuple[Env, str, Lock | None]:

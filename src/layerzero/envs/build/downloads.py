@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import ssl
 import subprocess
 import tempfile
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -146,6 +144,9 @@ def _wheel(wheels: list[dict[str, Any]], base: Base) -> dict[str, Any]:
 
 def _size(wheel: Mapping[str, Any], environ: Mapping[str, str]) -> int | None:
     """What the index says; else of the local file, or what the server of the file says."""
+    import ssl  # these here: this module is loaded by every broker, and takes five times as long with them
+    import urllib.request
+
     if isinstance(wheel.get("size"), int):
         return int(wheel["size"])
     url = str(wheel.get("url", ""))

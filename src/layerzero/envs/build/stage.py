@@ -7,6 +7,7 @@ keep theirs.
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from layerzero.envs.build.store import built_aside, locked
 from layerzero.envs.manifest import package_folder
 
 _PACKAGES = ("ipc", "workers")
-_SUFFIXES = frozenset({".py", ".json"})
+_SUFFIXES = (".py", ".json")
 
 
 @cache
@@ -23,10 +24,13 @@ def sources() -> dict[str, bytes]:
     is of what is copied."""
     found: dict[str, bytes] = {}
     for package in _PACKAGES:
-        folder = package_folder(package)
-        for file in sorted(folder.rglob("*")):
-            if file.suffix in _SUFFIXES and file.is_file():
-                found[f"{package}/{file.relative_to(folder).as_posix()}"] = file.read_bytes()
+        top = str(package_folder(package))
+        for folder, inner, files in os.walk(top):
+            inner.sort()
+            inside = package + folder.removeprefix(top)
+            for name in sorted(files):
+                if name.endswith(_SUFFIXES):
+                    found[f"{inside}/{name}"] = Path(folder, name).read_bytes()
     return found
 
 

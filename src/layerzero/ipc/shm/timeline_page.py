@@ -18,6 +18,10 @@ from layerzero.ipc.shm.timeline_words import (
     GRAPH_SLOTS,
     GRAPH_SLOTS_AT,
     GRAPH_SLOTS_DONE_AT,
+    LIFT_EPOCH,
+    LIFTED_COUNT,
+    LIFTED_KEPT,
+    LIFTED_LAST,
     LINKS_AT,
     MASK,
     MAX_ERROR,
@@ -25,6 +29,7 @@ from layerzero.ipc.shm.timeline_words import (
     READY,
     RUNG,
     TIMELINE_BYTES,
+    TIMELINES,
     TimelinePoint,
     graph_slot_index,
     has_reached,
@@ -144,6 +149,36 @@ class TimelinePage:
 
     def previous_graph_slot(self, graph_slot: int) -> int | None:
         return _named(self._words[_LINK + graph_slot_index(graph_slot)] >> 16)
+
+    # --- lifted calls
+
+    def lift_epoch(self) -> int:
+        return self._words[LIFT_EPOCH // 4]
+
+    def bump_lift_epoch(self) -> None:
+        """The broker takes all leave back that it has given."""
+        self._words[LIFT_EPOCH // 4] = self.lift_epoch() + 1 & MASK
+
+    def note_lifted(self, timeline: int, number: int) -> None:
+        """The client is about to launch this lifted call."""
+        at = timeline * TIMELINE_BYTES // 4
+        count = self._words[at + LIFTED_COUNT // 4]
+        self._words[at + LIFTED_LAST // 4 + count % LIFTED_KEPT] = number
+        self._words[at + LIFTED_COUNT // 4] = count + 1 & MASK
+
+    def last_lifted(self) -> set[int]:
+        """Numbers of the lifted calls that were launched last, of all timelines."""
+        found: set[int] = set()
+        for timeline in range(TIMELINES):
+            at = timeline * TIMELINE_BYTES // 4
+            if self._words[at + LIFTED_COUNT // 4]:
+                found.update(self._words[at + LIFTED_LAST // 4 : at + LIFTED_LAST // 4 + LIFTED_KEPT])
+        return found - {0}
+
+    def clear_lifted(self) -> None:
+        """What was launched has ended well, as far as the client knows."""
+        for timeline in range(TIMELINES):
+            self._words[timeline * TIMELINE_BYTES // 4 + LIFTED_COUNT // 4] = 0
 
     def close(self) -> None:
         self._words.release()

@@ -22,6 +22,10 @@ LINKS_AT = GRAPH_SLOTS_DONE_AT + 4 * GRAPH_SLOTS
 BINDINGS_AT = LINKS_AT + 4 * GRAPH_SLOTS
 PAGE_BYTES = BINDINGS_AT + 4 * GRAPH_SLOTS
 READY, DONE, ERROR = 0, 128, 256  # bytes within a timeline; 128 apart, so that writers share no cache line
+# Of lifted calls, in each timeline: how many the client has launched, and the numbers of the last of them in a ring; in
+# timeline 0 alone: while it stands, the client may launch those that it was given leave for then.
+LIFTED_COUNT, LIFTED_LAST, LIFTED_KEPT = 384, 388, 8
+LIFT_EPOCH = 448
 MASK = (1 << 32) - 1
 MAX_ERROR = MASK
 # Values of a graph slot. A graph of the client clears the slot's DONE, writes RUNG and waits for DONE; the worker's CPU

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.records import named_record
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Message:
     kind: ClassVar[str]
 

@@ -1,21 +1,22 @@
 """Every message with a msgpack body: its fields, who sends it and what answers it.
 
-A message is a frozen dataclass derived from Message. Unknown fields are ignored, unknown kinds and wrong types are
+A message is a record derived from Message. Unknown fields are ignored, unknown kinds and wrong types are
 refused by name. Of a list or map that is a field, what is in it is for its user to check. A change here is a change of
 docs/protocol.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
+from layerzero.ipc.records import named_record
 from layerzero.ipc.transport.message import Message, decode, encode
 
 __all__ = ["MESSAGES", "Message", "decode", "encode"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Hello(Message):
     """peer -> broker, first message on the control socket. Answered by Welcome or Refused; by Challenge where the
     broker has a secret."""
@@ -32,7 +33,7 @@ class Hello(Message):
     source: str = ""  # agent: hash of its copy of our code, and of a provider of its own
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Challenge(Message):
     """broker -> peer that has said hello. Answered by Proof."""
 
@@ -40,7 +41,7 @@ class Challenge(Message):
     nonce: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Proof(Message):
     """peer -> broker. Answered by Welcome or Refused."""
 
@@ -48,7 +49,7 @@ class Proof(Message):
     mac: bytes  # ipc/transport/secret.py: Handshake.peer_mac
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Welcome(Message):
     """broker -> peer. For a worker the control page travels with it as a file descriptor."""
 
@@ -66,7 +67,7 @@ class Welcome(Message):
     has_joined: bool = False  # some workers are not the broker's children: they may outlive it
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Redirect(Message):
     """broker -> client of another user, in place of Welcome: that user has a broker of his own. Then the socket
     closes."""
@@ -76,7 +77,7 @@ class Redirect(Message):
     mac: bytes = b""  # as in Welcome
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Refused(Message):
     """broker -> peer. The peer's last message was not accepted; after a Hello the socket closes."""
 
@@ -84,7 +85,7 @@ class Refused(Message):
     error: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class AddArena(Message):
     """client -> broker, with the arena's memfd. Answered by ArenaAdded or Refused."""
 
@@ -93,7 +94,7 @@ class AddArena(Message):
     nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class ArenaAdded(Message):
     """broker -> client."""
 
@@ -101,7 +102,7 @@ class ArenaAdded(Message):
     arena: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class RetireArena(Message):
     """client -> broker: no open call uses this arena and none will. Not answered."""
 
@@ -109,7 +110,7 @@ class RetireArena(Message):
     arena: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class MapArena(Message):
     """broker -> worker, with the memfd, before the first RUN that uses it. Not answered."""
 
@@ -119,7 +120,7 @@ class MapArena(Message):
     nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class UnmapArena(Message):
     """broker -> worker. Not answered."""
 
@@ -128,7 +129,7 @@ class UnmapArena(Message):
     arena: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class AddGpu(Message):
     """client -> broker, with the order page (ipc/shm/timeline_page.py) of its calls on a GPU, and the descriptor of
     the offered memory if its transport has one. Again, with the next transport, when no worker could use the last.
@@ -140,7 +141,7 @@ class AddGpu(Message):
     offer: dict[str, Any]  # ipc/cuda/offer.py: Offer
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class GpuAdded(Message):
     """broker -> client."""
 
@@ -148,7 +149,7 @@ class GpuAdded(Message):
     gpu: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class MapGpu(Message):
     """broker -> worker, with the descriptors of AddGpu, before the first MapGpuArena of that client and GPU. The worker
     tries the offered memory and writes its sign at `slot` of it; a client on whose offer that fails gets NO_TRANSPORT
@@ -162,7 +163,7 @@ class MapGpu(Message):
     offer: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class UnmapGpu(Message):
     """broker -> worker: the client has left, or makes another offer. Not answered."""
 
@@ -171,7 +172,7 @@ class UnmapGpu(Message):
     gpu: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class AddGpuArena(Message):
     """client -> broker, with a descriptor if the handle's transport has one. Answered by ArenaAdded or Refused. Numbers
     are those of AddArena; `retire_arena` is for both."""
@@ -181,7 +182,7 @@ class AddGpuArena(Message):
     handle: dict[str, Any]  # ipc/cuda/handles.py: ArenaHandle, of the same arena number
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class MapGpuArena(Message):
     """broker -> worker, as MapArena. `unmap_arena` is for both."""
 
@@ -191,7 +192,7 @@ class MapGpuArena(Message):
     handle: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class AddLane(Message):
     """client -> broker, with the page; on a GPU with a ring. `lane` is of a Lease. Answered by LaneAdded or Refused."""
 
@@ -200,7 +201,7 @@ class AddLane(Message):
     gpu: str = ""  # UUID of the GPU that the lane's routes are on, or ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class LaneAdded(Message):
     """broker -> client, with the doorbell and the hearing end of the answer bell; on a GPU with the doorbell. `is_open`
     is false, and there are none, when the lane's worker is gone already."""
@@ -210,7 +211,7 @@ class LaneAdded(Message):
     is_open: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class MapLane(Message):
     """broker -> worker, with the page, the doorbell and the ringing end of the answer bell; on a GPU with the ring and
     the doorbell. Not answered."""
@@ -221,7 +222,7 @@ class MapLane(Message):
     gpu: str = ""  # as in AddLane
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class UnmapLane(Message):
     """broker -> worker. Not answered."""
 
@@ -229,14 +230,14 @@ class UnmapLane(Message):
     lane: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Wake(Message):
     """broker -> worker: there are calls on a ring whose client has left. Not answered."""
 
     kind: ClassVar[str] = "wake"
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Lift(Message):
     """broker -> worker: lift a plan's kernel (docs/lifting.md). Answered by Lifted."""
 
@@ -247,7 +248,7 @@ class Lift(Message):
     seeds: list[Any]  # of int: of the inputs to run it on
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Lifted(Message):
     """worker -> broker, with a memfd of a packed Specimen (ipc/lifting/specimen.py), or with why there is none."""
 
@@ -257,7 +258,7 @@ class Lifted(Message):
     detail: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class GetLifted(Message):
     """client -> broker: hand over a lifted call, by the digest of its packed form, or machine code by its own. Answered
     by LiftedGiven or Refused."""
@@ -266,7 +267,7 @@ class GetLifted(Message):
     digest: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class LiftedGiven(Message):
     """broker -> client, with a descriptor to read the bytes from."""
 
@@ -275,7 +276,7 @@ class LiftedGiven(Message):
     nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Keep(Message):
     """broker -> agent, after Welcome, with its backend's descriptor as a memfd. Answered by Probed if `probes`."""
 
@@ -287,7 +288,7 @@ class Keep(Message):
     timeout_s: float  # of the probe: how long it may be in one case
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Probed(Message):
     """agent -> broker, with what the probe's process wrote to its stdout as a memfd."""
 
@@ -298,7 +299,7 @@ class Probed(Message):
     stderr_tail: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class CompileHere(Message):
     """broker -> agent: run a kernel once in a child, so that its caches have what the worker will need. One at a time.
     Answered by CompiledHere."""
@@ -308,7 +309,7 @@ class CompileHere(Message):
     timeout_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class CompiledHere(Message):
     """agent -> broker. Fields as in Probed."""
 
@@ -319,7 +320,7 @@ class CompiledHere(Message):
     stderr_tail: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class StartWorker(Message):
     """broker -> agent. Answered by WorkerStarted, or WorkerEnded when that fails; later by WorkerEnded."""
 
@@ -329,7 +330,7 @@ class StartWorker(Message):
     failpoints: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class WorkerStarted(Message):
     """agent -> broker."""
 
@@ -338,7 +339,7 @@ class WorkerStarted(Message):
     pid: int  # in the agent's own namespace: for people only
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class KillWorker(Message):
     """broker -> agent. The worker's WorkerEnded follows, unless that is on its way."""
 
@@ -346,7 +347,7 @@ class KillWorker(Message):
     generation: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class WorkerEnded(Message):
     """agent -> broker: the worker has been waited for, and what it had started was killed."""
 
@@ -357,7 +358,7 @@ class WorkerEnded(Message):
     oom: str = ""  # where the kernel killed it for lack of memory, and the limit there
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Ping(Message):
     """broker -> agent. Answered by Pong."""
 
@@ -365,7 +366,7 @@ class Ping(Message):
     number: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Pong(Message):
     """agent -> broker."""
 
@@ -373,7 +374,7 @@ class Pong(Message):
     number: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Route(Message):
     """Body of ROUTE: a call signature in canonical form (ipc/vocabulary/ops.py), specs as TensorSpec.to_wire()."""
 
@@ -388,7 +389,7 @@ class Route(Message):
     device: str = ""  # UUID of the GPU that all tensors are on, or ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class RanHere(Message):
     """Body of RAN_HERE: `kernel_ns` of a kernel that ran in the client's process, or the error it ended in."""
 
@@ -398,7 +399,7 @@ class RanHere(Message):
     error: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Prepare(Message):
     """Body of PREPARE: a call signature and the kernel that runs it."""
 
@@ -412,7 +413,7 @@ class Prepare(Message):
     is_graph_safe: bool = False  # is_cuda_graph_safe of the kernel's descriptor: the worker may capture and replay it
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Decision(Message):
     """Body of DECISION: who serves a route now. `candidates` as in SelectionReport."""
 
@@ -429,7 +430,7 @@ class Decision(Message):
     slot: int = 0  # on a GPU: where the worker has left its sign (MapGpu)
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Lease(Message):
     """Body of LEASE: calls of a route may go to `plan` on the express lane `lane`, as long as its page has `epoch`."""
 
@@ -439,7 +440,7 @@ class Lease(Message):
     epoch: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Outcome(Message):
     """Body of FAILED, and of DONE when attempts failed before or the call waited for a worker to start: the error, if
     any, the attempts, and for how long."""
@@ -452,7 +453,7 @@ class Outcome(Message):
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Request(Message):
     """Body of REQUEST: a method of the broker and its parameters."""
 
@@ -461,7 +462,7 @@ class Request(Message):
     params: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@named_record
 class Ready(Message):
     """Body of READY: what the provider loaded."""
 

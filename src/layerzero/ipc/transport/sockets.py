@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -108,6 +109,13 @@ def _limit(sock: zmq.Socket[bytes], hwm: int) -> None:
     sock.setsockopt(zmq.RCVHWM, hwm)
     sock.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
     sock.setsockopt(zmq.LINGER, 500)
+
+
+def read_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """What a socket's monitor says next: the event and its value, for a connection its descriptor. zmq.utils.monitor
+    does that, too, and loads asyncio."""
+    said = monitor.recv_multipart()[0]
+    return int.from_bytes(said[:2], sys.byteorder), int.from_bytes(said[2:6], sys.byteorder, signed=True)
 
 
 def poll_fd(sock: zmq.Socket[bytes]) -> int:

@@ -66,7 +66,7 @@ def test_without_layers_everything_is_allowed_and_nothing_preferred() -> None:
     assert (found.allow_jit_compile, found.requires_deterministic, found.memory_headroom_bytes) == (True, False, None)
     assert (found.shadow_rate, found.tune_budget, found.dispatch_table) == (0.0, 0.0, None)
     assert found.weights == Weights()
-    assert found.isolation("torch") == "subprocess"
+    assert found.isolation("torch") == "lifted"
 
 
 def test_lock_rejects_every_other_kernel_and_names_its_origin() -> None:

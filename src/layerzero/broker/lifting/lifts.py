@@ -1,0 +1,376 @@
+"""Which calls clients may launch themselves: those whose kernel was lifted by its worker, proved in a process of its
+own, and never at fault. Decides no kernel: it follows the ranking, and the word of the epoch takes leave back."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from layerzero.broker.core.leases import SETTLED_CALLS
+from layerzero.broker.core.model import Client, Route
+from layerzero.broker.core.state import BrokerState
+from layerzero.broker.core.worker_fsm import WorkerState
+from layerzero.broker.io.peers import Peer
+from layerzero.broker.io.timeline_pages import TimelinePages
+from layerzero.broker.io.worker_links import WorkerLinks
+from layerzero.broker.lifting.proofs import Proofs
+from layerzero.broker.lifting.store import Entry, LiftStore
+from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
+from layerzero.broker.storage.perf_rows import Identity
+from layerzero.capabilities.reasons import Reason
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.lifting.form import ALIGNMENTS, FORMAT
+from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
+from layerzero.ipc.logs import log
+from layerzero.ipc.shm import memory
+from layerzero.ipc.transport import control, unwanted
+from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGiven, Refused
+
+SEEDS = (1, 2)  # of the inputs that a kernel is tried on
+SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
+MAX_KNOWN = 4096
+WORKER_S = 60.0  # a worker that has not answered by then has other things to do
+# What another try may end in another way: it is not kept.
+_PASSING = frozenset(
+    {
+        LiftReason.WORKER_FAILED,
+        LiftReason.PROOF_LATE,
+        LiftReason.PROOF_IMPOSSIBLE,
+        LiftReason.TOO_LARGE,
+        LiftReason.NO_CUPTI,
+    }
+)
+
+
+@dataclass(eq=False)
+class _Known:
+    """A call that somebody has asked for. `entry` is there once it is known whether it is lifted."""
+
+    number: int
+    key: str
+    gpu: str
+    kernel_id: str
+    backend: str
+    what: Mapping[str, str]
+    generation: int = 0  # of the worker that was asked
+    asked_s: float = 0.0
+    entry: Entry | None = None
+    signatures: dict[bytes, Signature] = field(default_factory=dict)  # of clients that were given leave
+    suspect_until_s: float = 0.0
+
+
+class Lifts:
+    """For the broker's own thread. `wake_up` is called from others, and makes the loop call `take_proved`."""
+
+    def __init__(
+        self,
+        state: BrokerState,
+        identities: Mapping[str, Identity],
+        links: WorkerLinks,
+        pages: TimelinePages,
+        store: LiftStore,
+        wake_up: Callable[[], None],
+    ) -> None:
+        self._state, self._identities, self._links, self._pages = state, identities, links, pages
+        self.store = store
+        self._proofs = Proofs(wake_up)
+        self._known: dict[str, _Known] = {}
+        self._asked: dict[int, _Known] = {}  # by number: workers and proofs are at it
+        self._by_digest: dict[str, bytes] = {}  # forms that were granted
+        self._numbers = itertools.count(1)
+        self._seen: tuple[object, ...] = ()
+
+    # --- what clients ask ------------------------------------------------------------------------------
+
+    def ask(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether a route's calls are lifted, for tensors of these alignments. Starts what is missing. Raises
+        InvalidArgument."""
+        client = self._state.clients.get(identity)
+        route = None if client is None else client.routes.get(params.get("route", 0))
+        alignments = params.get("alignments")
+        if client is None or route is None:
+            raise InvalidArgument("lift needs `route`, the number of a route of this client")
+        spec = route.signature.spec
+        count = len(spec.inputs) + len(spec.outputs)
+        allowed = {0, *ALIGNMENTS}
+        if not isinstance(alignments, list) or len(alignments) != count or not set(alignments) <= allowed:
+            raise InvalidArgument(f"lift needs `alignments`, {count} of {sorted(allowed)}, got {alignments!r:.80}")
+        if not spec.device:
+            return _refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
+        best = self._best(route.signature)
+        if best is None:
+            return {"state": "later"}
+        refusal = self._refusal(route.signature, best)
+        if refusal is not None:
+            return refusal
+        known = self._find(spec, best, alignments)
+        if known.suspect_until_s > time.monotonic():
+            text = "a process that had just launched it ended without a word"
+            return _refused(LiftReason.FAULTED, text)
+        if known.entry is None and known.number not in self._asked:
+            self._start(known, route, best, alignments)
+        if known.number in self._asked:
+            return {"state": "pending"}
+        if known.entry is None:
+            return {"state": "later"}
+        if not known.entry.form:
+            return {"state": "refused", "reason": known.entry.reason, "detail": known.entry.detail}
+        return self._grant(client, route.signature, known)
+
+    def _best(self, signature: Signature) -> Verdict | None:
+        """What serves the call, counting backends whose worker is just not running."""
+        engine, now_s = self._state.engine, time.monotonic()
+        unavailable = {
+            backend: why
+            for backend, why in self._state.unavailable.items()
+            if why.code is not Reason.BACKEND_RESTARTING
+        }
+        ranked = engine.rank(signature.spec, signature.context, unavailable, now_s)
+        return next((verdict for verdict in ranked if verdict.is_accepted), None)
+
+    def _refusal(self, signature: Signature, best: Verdict) -> dict[str, Any] | None:
+        engine = self._state.engine
+        policy = engine.policy_for(signature.spec)
+        isolation = policy.isolation(best.backend)
+        if isolation not in ("lifted", "auto"):
+            return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {best.backend}")
+        if fault := self.store.fault_of(self._what(signature.spec, best)):
+            return _refused(LiftReason.FAULTED, fault)
+        if (
+            best.transforms
+            or best.is_on_trial
+            or best.is_last_resort
+            or (best.may_run_here and not signature.spec.device)
+        ):
+            return {"state": "later"}
+        if policy.shadow_rate or engine.policy.tune_budget:
+            return {"state": "later"}
+        return None
+
+    def _find(self, spec: CallSpec, best: Verdict, alignments: list[int]) -> _Known:
+        what = self._what(spec, best)
+        key = _key(spec, alignments, what)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
+            number = next(self._numbers) & 0xFFFF_FFFF
+            known = self._known[key] = _Known(number, key, spec.device, best.kernel_id, best.backend, what)
+            known.entry = self.store.find(key)
+        return known
+
+    def _what(self, spec: CallSpec, best: Verdict) -> dict[str, str]:
+        """All that the machine code depends on besides the call."""
+        identity = self._identities.get(best.backend)
+        made_of = {} if identity is None else asdict(identity)
+        made_of.pop("device_uuid", None)  # it serves every GPU of this kind
+        device = self._state.engine.devices[spec.device].device_name
+        return {"kernel": best.kernel_id, "backend": best.backend, "gpu": device, **made_of}
+
+    def _start(self, known: _Known, route: Route, best: Verdict, alignments: list[int]) -> None:
+        """Have the worker lift it that has served the route's calls, if it has."""
+        worker = self._state.workers[best.backend]
+        plan = self._state.signatures.plans.get((route.signature.key, best.kernel_id))
+        has_served = route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation)
+        if worker.is_joined or worker.state is not WorkerState.READY or plan not in worker.plans or not has_served:
+            return
+        assert plan is not None
+        known.generation, known.asked_s = worker.generation, time.monotonic()
+        self._asked[known.number] = known
+        message = Lift(number=known.number, plan=plan, alignments=alignments, seeds=list(SEEDS))
+        self._links.tell(best.backend, worker.generation, message)
+
+    def _grant(self, client: Client, signature: Signature, known: _Known) -> dict[str, Any]:
+        assert known.entry is not None
+        held = self._pages.get(client.number, known.gpu)
+        if held is None:
+            return {"state": "later"}
+        known.signatures[signature.key] = signature
+        digest = known.entry.digest
+        self._by_digest[digest] = known.entry.form
+        return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch()}
+
+    def give(self, peer: Peer, message: GetLifted) -> None:
+        """Hand over a form that was granted, or machine code."""
+        data = self._by_digest.get(message.digest) or (
+            self.store.code(message.digest) if _is_digest(message.digest) else None
+        )
+        if not data:  # nothing is wrong with the client: it goes on without this
+            text = f"no lifted call or machine code is known as {message.digest!r:.80}"
+            control.send(peer.sock, Refused(error=InvalidArgument(text).to_wire()))
+            return
+        fd = memory.create_memfd("layerzero-lifted", len(data))
+        try:
+            os.pwrite(fd, data, 0)
+            control.send(peer.sock, LiftedGiven(digest=message.digest, nbytes=len(data)), (fd,))
+        finally:
+            os.close(fd)
+
+    def note_fault(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
+        """A client has lost its GPU; these were the last that it launched there. They run in their workers from now on,
+        also in later brokers, until `lz cache forgive`."""
+        numbers = params.get("numbers")
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise InvalidArgument("lift_fault needs `numbers`, a list of whole numbers")
+        if identity not in self._state.clients:
+            return {"kernels": []}
+        found = [known for known in self._known.values() if known.number in numbers and known.entry is not None]
+        for known in found:
+            self.store.note_fault(known.what, "a process that had just launched it lost its GPU; lz cache forgive")
+            log("lifted.faulted", kernel=known.kernel_id, number=known.number)
+        if found:
+            self.take_back()
+        return {"kernels": sorted({known.kernel_id for known in found})}
+
+    def on_client_left(self, client: int) -> None:
+        """To be called while its pages are here. One that closes its session clears what it launched last."""
+        launched = self._pages.last_lifted(client)
+        for known in self._known.values() if launched else ():
+            if known.number in launched:
+                known.suspect_until_s = time.monotonic() + SUSPECT_S
+                log("lifted.suspect", kernel=known.kernel_id, number=known.number, client=client)
+
+    # --- what workers and proofs say ---------------------------------------------------------------------
+
+    def take(self, peer: Peer, message: Lifted, fds: list[int]) -> None:
+        """A worker's answer. Raises ProtocolError."""
+        try:
+            known = self._asked.get(message.number)
+            if known is None or (known.backend, known.generation) != (peer.backend, peer.generation):
+                return  # it took too long
+            if message.reason:
+                self._refuse(known, _reason(message.reason), message.detail[:2000])
+                return
+            if len(fds) != 1:
+                raise ProtocolError(f"lifted carries one descriptor, got {len(fds)}")
+            data = _read(fds[0])
+            self._check(known, data)
+            self._proofs.start(known.number, known.gpu, data)
+        except ProtocolError as exc:
+            self._asked.pop(message.number, None)
+            raise ProtocolError(
+                f"{known.kernel_id if known else 'a call'} was lifted in a way that is none: {exc}"
+            ) from exc
+        finally:
+            unwanted.close_all(fds)
+
+    @staticmethod
+    def _check(known: _Known, data: bytes) -> None:
+        lifted = Specimen.unpack(data).lifted
+        if lifted.kernel_id != known.kernel_id:
+            raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
+
+    def take_proved(self) -> None:
+        """What proofs have found since the last time."""
+        for number, data, verdict in self._proofs.ended():
+            known = self._asked.pop(number, None)
+            if known is None:
+                continue
+            if verdict.reason is not None:
+                self._refuse(known, verdict.reason, verdict.detail)
+                continue
+            specimen = Specimen.unpack(data)
+            known.entry = Entry(known.kernel_id, known.backend, known.what, form=specimen.lifted.pack())
+            self.store.add(known.key, known.entry, specimen)
+            log("lifted.proved", kernel=known.kernel_id, number=number, steps=len(specimen.lifted.steps))
+
+    def _refuse(self, known: _Known, reason: LiftReason, detail: str) -> None:
+        self._asked.pop(known.number, None)
+        known.entry = Entry(known.kernel_id, known.backend, known.what, reason=reason.value, detail=detail)
+        if reason not in _PASSING:
+            self.store.add(known.key, known.entry, None)
+        log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])
+
+    # --- leave, and its end ------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Once a second or so: workers that are gone answer no more, and rankings may be others by now."""
+        now_s = time.monotonic()
+        for number, known in list(self._asked.items()):
+            is_gone = self._links.get(known.backend, known.generation) is None
+            if not self._proofs.has(number) and (is_gone or now_s > known.asked_s + WORKER_S):
+                del self._asked[number]
+        engine = self._state.engine
+        if self._seen == (engine.epoch, engine.policy.hash):
+            return
+        self._seen = (engine.epoch, engine.policy.hash)
+        for known in self._known.values():
+            if known.signatures and any(
+                (best := self._best(signature)) is None
+                or best.kernel_id != known.kernel_id
+                or self._refusal(signature, best) is not None
+                for signature in known.signatures.values()
+            ):
+                self.take_back()
+                return
+
+    def take_back(self) -> None:
+        """All leave ends. Clients ask again."""
+        for known in self._known.values():
+            known.signatures.clear()
+        self._pages.bump_lift_epochs()
+
+    def facts(self) -> list[dict[str, Any]]:
+        """For `lz status`: each call that somebody has asked for."""
+        return [
+            {
+                "kernel_id": known.kernel_id,
+                "backend": known.backend,
+                "state": "pending" if known.number in self._asked else _state(known),
+                "reason": known.entry.reason if known.entry is not None else "",
+                "detail": known.entry.detail if known.entry is not None else "",
+            }
+            for known in self._known.values()
+        ]
+
+    def close(self) -> None:
+        self._proofs.close()
+
+
+def _state(known: _Known) -> str:
+    if known.entry is None:
+        return "asked"
+    return "lifted" if known.entry.form else "refused"
+
+
+def _key(spec: CallSpec, alignments: list[int], what: Mapping[str, str]) -> str:
+    parts = {
+        "format": FORMAT,
+        "op": spec.op,
+        "inputs": [None if one is None else one.to_wire() for one in spec.inputs],
+        "outputs": [one.to_wire() for one in spec.outputs],
+        "attrs": dict(spec.attrs),
+        "alignments": alignments,
+        "what": dict(what),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _refused(reason: LiftReason, detail: str) -> dict[str, Any]:
+    return {"state": "refused", "reason": reason.value, "detail": detail}
+
+
+def _reason(text: str) -> LiftReason:
+    try:
+        return LiftReason(text)
+    except ValueError:
+        raise ProtocolError(f"a worker cannot lift for the reason {text!r:.80}, which is none") from None
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def _read(fd: int) -> bytes:
+    nbytes = os.fstat(fd).st_size
+    if not 0 < nbytes <= MAX_BYTES:
+        raise ProtocolError(f"a specimen of {nbytes} bytes; allowed: {MAX_BYTES}")
+    memory.check_memfd(fd, nbytes)
+    return os.pread(fd, nbytes, 0)

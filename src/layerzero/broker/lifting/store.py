@@ -1,0 +1,254 @@
+"""Lifted calls on disk, so that the next process needs no worker for them, and why others cannot be lifted.
+
+`calls/KEY` is an entry, `code/SHA256` machine code that entries share, `faulted/HASH` a kernel that a process lost its
+GPU with, as it was installed then. They are written whole or not at all, belong to their user alone, and are read with
+a check of their own hash: what does not hold is removed and counts as not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.lifting.form import Lifted, digest
+from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.logs import log
+from layerzero.ipc.transport.plain import pack_body, unpack_body
+
+MAX_BYTES = 4 << 30
+MAX_ENTRIES = 4096
+_HASH_BYTES = 32
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a call: its packed Lifted as `form`, or why there is none. `what`: what its key was made of, for
+    people."""
+
+    kernel_id: str
+    backend: str
+    what: Mapping[str, str]
+    form: bytes = b""
+    reason: str = ""  # a LiftReason
+    detail: str = ""
+    made_s: float = 0.0  # seconds since 1970
+
+    @property
+    def digest(self) -> str:
+        return digest(self.form) if self.form else ""
+
+
+class LiftStore:
+    """Raises no error: a store that cannot be written keeps nothing, and `problem` says why."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self.folder = folder
+        self.problem = ""
+        self._calls, self._code, self._faulted = folder / "calls", folder / "code", folder / "faulted"
+        self._max_bytes = max_bytes
+
+    def find(self, key: str) -> Entry | None:
+        """The entry of this key, if its file holds; all machine code that it needs is there, too."""
+        path = self._calls / key
+        entry = self._read(path)
+        if entry is None or not entry.form:
+            return entry
+        try:
+            codes = Lifted.unpack(entry.form).codes
+        except ProtocolError as exc:
+            self._drop(path, str(exc))
+            return None
+        if not all(self.code_path(code).is_file() for code in codes):
+            self._drop(path, "machine code that it needs is gone")
+            return None
+        self._touch(path, *(self.code_path(code) for code in codes))
+        return entry
+
+    def add(self, key: str, entry: Entry, specimen: Specimen | None) -> None:
+        for name, code in ({} if specimen is None else specimen.codes).items():
+            if not self.code_path(name).is_file():
+                self._write(self.code_path(name), code)
+        packed = pack_body(
+            {
+                "format": _FORMAT,
+                "kernel_id": entry.kernel_id,
+                "backend": entry.backend,
+                "what": dict(entry.what),
+                "form": entry.form,
+                "reason": entry.reason,
+                "detail": entry.detail,
+                "made_s": entry.made_s or time.time(),
+            }
+        )
+        self._write(self._calls / key, packed + hashlib.sha256(packed).digest())
+        self._bound()
+
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(OSError):
+            (self._calls / key).unlink()
+
+    def code_path(self, name: str) -> Path:
+        """Where machine code of this digest lies, or would."""
+        return self._code / name
+
+    def code(self, name: str) -> bytes | None:
+        """Machine code by its digest; None where there is none that holds."""
+        path = self.code_path(name)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if digest(data) != name:
+            self._drop(path, "its bytes are not those of its name")
+            return None
+        return data
+
+    def note_fault(self, what: Mapping[str, str], text: str) -> None:
+        """A process lost its GPU with the kernel that `what` tells of."""
+        self._write(self._faulted / _name_of(what), json.dumps({**what, "fault": text}).encode())
+
+    def fault_of(self, what: Mapping[str, str]) -> str:
+        """What was noted of this kernel; empty for nothing."""
+        try:
+            return str(json.loads((self._faulted / _name_of(what)).read_bytes())["fault"])
+        except OSError:
+            return ""
+        except (ValueError, KeyError):
+            return "its note cannot be read"
+
+    def faults(self) -> list[dict[str, str]]:
+        """All that was noted, each with its `fault`."""
+        found = []
+        for path in self._by_age(self._faulted):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(json.loads(path.read_bytes()))
+        return found
+
+    def forgive(self) -> int:
+        """Forget all faults. Returns how many there were."""
+        return self._remove_all(self._faulted)
+
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        """All that hold, the last used last."""
+        for path in self._by_age(self._calls):
+            entry = self._read(path)
+            if entry is not None:
+                yield path.name, entry
+
+    def nbytes(self) -> int:
+        return sum(_size(path) for folder in (self._calls, self._code) for path in self._by_age(folder))
+
+    def verify(self) -> list[str]:
+        """Look at every byte. Removes what does not hold, and says what that was."""
+        gone = []
+        for path in self._by_age(self._code):
+            if self.code(path.name) is None:
+                gone.append(f"machine code {path.name[:12]}")
+        for path in self._by_age(self._calls):
+            if self.find(path.name) is None:
+                gone.append(f"call {path.name[:12]}")
+        return gone
+
+    def clear(self) -> int:
+        """Remove all but faults. Returns how many calls were there."""
+        self._remove_all(self._code)
+        return self._remove_all(self._calls)
+
+    def _remove_all(self, folder: Path) -> int:
+        count = 0
+        for path in self._by_age(folder):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                count += 1
+        return count
+
+    def _read(self, path: Path) -> Entry | None:
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        packed, told = data[:-_HASH_BYTES], data[-_HASH_BYTES:]
+        if hashlib.sha256(packed).digest() != told:
+            self._drop(path, "its bytes are not those that were written")
+            return None
+        try:
+            value = unpack_body(packed)
+            if value["format"] != _FORMAT:
+                return None
+            fields = ("kernel_id", "backend", "what", "form", "reason", "detail", "made_s")
+            return Entry(*(value[name] for name in fields))
+        except (ProtocolError, KeyError, TypeError) as exc:
+            self._drop(path, str(exc))
+            return None
+
+    def _drop(self, path: Path, why: str) -> None:
+        log("lifted.ignored", file=str(path), why=why)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def _write(self, path: Path, data: bytes) -> None:
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(data)
+            draft.replace(path)
+            self.problem = ""
+        except OSError as exc:
+            self.problem = f"lifted calls are not kept: {exc}"
+            with contextlib.suppress(OSError):
+                draft.unlink()
+
+    def _touch(self, *paths: Path) -> None:
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    def _bound(self) -> None:
+        """Remove what was not used for longest, until there is room."""
+        calls = self._by_age(self._calls)
+        for path in calls[: max(len(calls) - MAX_ENTRIES, 0)]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        total = self.nbytes()
+        for path in sorted((*self._by_age(self._code), *self._by_age(self._calls)), key=_age):
+            if total <= self._max_bytes:
+                return
+            total -= _size(path)
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    @staticmethod
+    def _by_age(folder: Path) -> list[Path]:
+        """Files that were written whole, the oldest first."""
+        try:
+            found = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        except OSError:
+            return []
+        return sorted(found, key=_age)
+
+
+def _name_of(what: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(what), sort_keys=True).encode()).hexdigest()
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

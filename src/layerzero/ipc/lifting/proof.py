@@ -1,0 +1,205 @@
+"""Whether a lifted call does what its library does, tried by the driver alone before a caller loads any of it.
+
+On other memory than it was captured on, for inputs that the worker has run as well: twice in a row, with scratch and
+unwritten parameters filled with one pattern, then another, and on two streams at once. Every byte of its outputs must
+be the worker's; what lies around them, and its inputs, must be as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from layerzero.ipc.cuda.driver import Context, Driver, read_back
+from layerzero.ipc.errors import CudaError
+from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
+from layerzero.ipc.lifting.launch import LoadedCall
+from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.lifting.trial import named, pattern, read_digest, write
+from layerzero.ipc.vocabulary.ops import OPS
+
+GUARD_BYTES = 4096  # before and after each piece of memory, which nobody may write to
+_GUARD = b"\xee"
+_UNWRITTEN = b"\x5c"  # what outputs hold before
+PATTERNS = (0x00, 0xA5)  # of scratch and of unwritten parameters
+ROUNDS = 4  # launches of each of two streams
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reason` is None for a call that may be lifted."""
+
+    reason: LiftReason | None = None
+    detail: str = ""
+
+
+class _Piece:
+    """Memory between two guards. `address` has the alignment that was asked for, and no better one."""
+
+    def __init__(self, driver: Driver, nbytes: int, alignment: int, stream: int) -> None:
+        self._driver, self.nbytes = driver, nbytes
+        shift = alignment if 0 < alignment < ALIGNMENTS[-1] else 0
+        self._room = 2 * GUARD_BYTES + shift + nbytes
+        self._base = driver.allocate(self._room)
+        self.address = self._base + GUARD_BYTES + shift
+        write(driver, self._base, self._room, _GUARD, stream)
+
+    def is_intact(self, stream: int) -> bool:
+        """Whether both guards are as they were made."""
+        before, after = self.address - self._base, self._base + self._room - self.address - self.nbytes
+        return (
+            read_back(self._driver, self._base, before, stream) == _GUARD * before
+            and read_back(self._driver, self.address + self.nbytes, after, stream) == _GUARD * after
+        )
+
+    def free(self) -> None:
+        self._driver.free(self._base)
+
+
+@dataclass(frozen=True)
+class _Set:
+    """Outputs and scratch for launches of one stream. `outputs` that are inputs as well are those."""
+
+    stream: int
+    outputs: Sequence[_Piece]
+    scratch: Sequence[_Piece]
+
+
+def prove(context: Context, specimen: Specimen) -> Verdict:
+    """Try a lifted call on this GPU. Raises CudaError where the driver or the GPU stops it."""
+    lifted = specimen.lifted
+    aliases = lifted.aliases()
+    sizes = [0 if spec is None else spec.span_bytes for spec in lifted.inputs]
+    results = [spec.span_bytes for spec in lifted.outputs]
+    with context:
+        driver = context.driver
+        needed = sum(sizes) + 2 * (sum(results) + sum(lifted.scratch))
+        free, _ = driver.memory_info()
+        if needed > free // 2:
+            text = f"it needs {needed:,} bytes, and {free:,} bytes of this GPU are free"
+            return Verdict(LiftReason.PROOF_IMPOSSIBLE, text)
+        modules = {name: driver.load_module(code) for name, code in specimen.codes.items()}
+        call = LoadedCall(driver, lifted, modules)
+        with ExitStack() as stack, _streams(driver) as (one, other):
+            for module in modules.values():
+                stack.callback(driver.unload_module, module)
+
+            def piece(nbytes: int, alignment: int) -> _Piece:
+                made = _Piece(driver, nbytes, alignment, one)
+                stack.callback(made.free)
+                return made
+
+            inputs = [
+                None if spec is None else piece(nbytes, alignment)
+                for spec, nbytes, alignment in zip(lifted.inputs, sizes, lifted.alignments, strict=False)
+            ]
+
+            def output(n: int) -> _Piece:
+                own = inputs[aliases[n]] if n in aliases else None
+                return own or piece(results[n], lifted.alignments[len(inputs) + n])
+
+            sets = [
+                _Set(
+                    stream, [output(n) for n in range(len(results))], [piece(n, ALIGNMENTS[-1]) for n in lifted.scratch]
+                )
+                for stream in (one, other)
+            ]
+            return _Proof(driver, specimen, call, inputs, sets).run()
+
+
+@contextmanager
+def _streams(driver: Driver) -> Iterator[tuple[int, int]]:
+    streams = driver.create_stream(), driver.create_stream()
+    try:
+        yield streams
+    finally:
+        for stream in streams:
+            driver.synchronize_stream(stream)
+            driver.destroy_stream(stream)
+
+
+class _Proof:
+    """All memory is made; needs the context to be current."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        specimen: Specimen,
+        call: LoadedCall,
+        inputs: Sequence[_Piece | None],
+        sets: Sequence[_Set],
+    ) -> None:
+        self._driver, self._specimen, self._call, self._inputs, self._sets = driver, specimen, call, inputs, sets
+        self._lifted: Lifted = specimen.lifted
+        self._aliased = set(self._lifted.aliases().values())
+
+    def run(self) -> Verdict:
+        for seed, wanted in self._specimen.trials.items():
+            for filling in PATTERNS:
+                self._fill_inputs(seed)
+                verdict = self._try(self._sets[:1], wanted, filling, rounds=2)
+                if verdict.reason is None and filling == PATTERNS[-1] and not self._aliased:
+                    verdict = self._try(self._sets, wanted, filling, rounds=ROUNDS)
+                if verdict.reason is not None:
+                    return Verdict(verdict.reason, f"{verdict.detail} (seed {seed}, scratch of {filling:#04x})")
+        return Verdict()
+
+    def _fill_inputs(self, seed: int) -> None:
+        specs = named(self._lifted.op, self._lifted.inputs)
+        for name, piece in zip(OPS[self._lifted.op].inputs, self._inputs, strict=True):
+            if piece is not None and piece.nbytes:
+                data = pattern(self._lifted.op, name, specs, seed)
+                write(self._driver, piece.address, piece.nbytes, data, self._sets[0].stream)
+
+    def _try(self, sets: Sequence[_Set], wanted: Sequence[str], filling: int, *, rounds: int) -> Verdict:
+        driver, stream = self._driver, sets[0].stream
+        before = self._read_inputs(stream)
+        for one in sets:
+            for piece in one.outputs:
+                if piece not in self._inputs:
+                    write(driver, piece.address, piece.nbytes, _UNWRITTEN, one.stream)
+            for piece in one.scratch:
+                write(driver, piece.address, piece.nbytes, bytes([filling]), one.stream)
+        addresses = [0 if piece is None else piece.address for piece in self._inputs]
+        for _ in range(rounds):
+            for one in sets:
+                outputs, scratch = ([piece.address for piece in pieces] for pieces in (one.outputs, one.scratch))
+                self._call.launch(addresses, outputs, scratch, one.stream, padding=filling)
+        for one in sets:
+            driver.synchronize_stream(one.stream)
+        for one in sets:
+            for n, piece in enumerate(one.outputs):
+                if read_digest(driver, piece.address, piece.nbytes, stream) != wanted[n]:
+                    name = OPS[self._lifted.op].outputs[n]
+                    how = "on two streams at once" if len(sets) > 1 else "alone"
+                    return Verdict(LiftReason.PROOF_DIFFERS, f"{name} is not what the library gave, {how}")
+            for piece in (*one.outputs, *one.scratch):
+                if not piece.is_intact(stream):
+                    return Verdict(LiftReason.PROOF_STRAYS, "bytes beside an output or scratch were written")
+        if self._read_inputs(stream) != before or not all(p is None or p.is_intact(stream) for p in self._inputs):
+            return Verdict(LiftReason.PROOF_STRAYS, "bytes of an input, or beside one, were written")
+        return Verdict()
+
+    def _read_inputs(self, stream: int) -> list[str]:
+        """Digests of the inputs that are no outputs."""
+        return [
+            read_digest(self._driver, piece.address, piece.nbytes, stream)
+            for n, piece in enumerate(self._inputs)
+            if piece is not None and n not in self._aliased
+        ]
+
+
+def prove_bytes(context: Context, data: bytes) -> Verdict:
+    """As `prove`, of a packed specimen; what the driver refuses is a verdict, too. Raises ProtocolError, and CudaError
+    when this process has lost its GPU."""
+    specimen = Specimen.unpack(data)
+    try:
+        return prove(context, specimen)
+    except CudaError as exc:
+        if exc.is_sticky:
+            raise  # this process can try nothing more
+        if exc.is_out_of_memory:
+            return Verdict(LiftReason.PROOF_IMPOSSIBLE, exc.message)
+        return Verdict(LiftReason.PROOF_FAULTED, exc.message)

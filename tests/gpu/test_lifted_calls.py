@@ -1,0 +1,164 @@
+"""Lifted calls of a program, on a real GPU and through a real broker: torch's kernels from another process, launched by
+this one. tests/gpu/test_lifting.py has what workers lift."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gpu.gpu_site import gpu_site
+from tests.process.harness import PATIENCE_S, Site, wait_until
+
+import layerzero as lz
+
+pytest.importorskip("torch")
+from tests.gpu.test_calls import F, randn, torch
+
+WARM = 200  # calls, between two looks
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture
+def new_site(store: Path) -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(**settings: Any) -> Site:
+        made.append(gpu_site(store, "one", isolation="lifted", **settings))
+        return made[-1]
+
+    yield make
+    lz.disconnect()
+    for site in made:
+        site.stop()
+
+
+def lift(call: Callable[[], Any]) -> Any:
+    """Call until this process launches the kernel itself. Its last result."""
+
+    def is_lifted() -> bool:
+        for _ in range(WARM):
+            call()
+            if lz.last_report().path == "lifted":
+                return True
+        torch.cuda.synchronize()
+        return False
+
+    wait_until(is_lifted)
+    return call()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_repeated_call_is_launched_by_this_process(new_site: Callable[..., Site], dtype: str) -> None:
+    site = new_site().start()
+    site.connect()
+    q, k, v = (randn(2, 8, 256, 64, dtype=getattr(torch, dtype)) for _ in "qkv")
+    x, w = randn(64, 1024, dtype=getattr(torch, dtype)), randn(1024, 512, dtype=getattr(torch, dtype))
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "attention": (
+            lambda: lz.attention(q, k, v, is_causal=True),
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        ),
+        "silu": (lambda: lz.silu(x), lambda: F.silu(x)),
+        "matmul": (lambda: lz.matmul(x, w), lambda: x @ w),
+    }
+    for name, (ours, torchs) in calls.items():
+        result = lift(ours)
+        assert torch.allclose(result.float(), torchs().float(), rtol=2e-2, atol=2e-2), name
+        report = lz.last_report()
+        assert (report.path, report.backend, report.kernel_id) == ("lifted", "one", f"one.{name}")
+
+
+def test_the_worker_may_die(new_site: Callable[..., Site]) -> None:
+    site = new_site().start()
+    site.connect()
+    x = randn(64, 1024)
+    lift(lambda: lz.silu(x))
+    os.kill(site.backend("one")["pid"], signal.SIGKILL)
+    for _ in range(WARM):
+        assert torch.equal(lz.silu(x), F.silu(x))
+        assert lz.last_report().path == "lifted"
+
+
+def test_a_graph_of_the_application_holds_it_as_a_node_of_its_own(new_site: Callable[..., Site]) -> None:
+    site = new_site().start()
+    site.connect()
+    x = randn(64, 1024)
+    lift(lambda: lz.silu(x))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = lz.silu(x)
+    os.kill(site.backend("one")["pid"], signal.SIGKILL)
+    for seed in range(3):
+        x.copy_(torch.full_like(x, seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, F.silu(x))
+
+
+def test_the_next_process_needs_no_worker(new_site: Callable[..., Site]) -> None:
+    x = randn(64, 1024)
+    first = new_site().start()
+    first.connect()
+    lift(lambda: lz.silu(x))
+    lz.disconnect()
+    first.stop()
+    second = new_site().start()
+    second.connect()
+    assert torch.equal(lz.silu(x), F.silu(x))
+    assert lz.last_report().path == "lifted"
+    assert second.backend("one")["pid"] is None, "no worker was started"
+
+
+def test_views_at_odd_addresses_have_a_lifted_call_of_their_own(new_site: Callable[..., Site]) -> None:
+    site = new_site().start()
+    site.connect()
+    whole = randn(64 * 1024 + 64)
+    for offset in (0, 1, 2, 4, 64):
+        x = whole[offset : offset + 64 * 1024]
+        assert torch.equal(lift(lambda x=x: lz.silu(x)), F.silu(x)), offset
+
+
+def test_policy_takes_leave_back_and_gives_it(new_site: Callable[..., Site], tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("backend_isolation: lifted\n")
+    site = new_site(policy=policy)
+    del site.environ["LAYERZERO_BACKEND_ISOLATION"]
+    site.start()
+    site.connect()
+    x = randn(64, 1024)
+    lift(lambda: lz.silu(x))
+    policy.write_text("backend_isolation: subprocess\n")
+
+    def path() -> Any:
+        assert torch.equal(lz.silu(x), F.silu(x))
+        return lz.last_report().path
+
+    wait_until(lambda: path() != "lifted")
+    policy.write_text("backend_isolation: lifted\n")
+    wait_until(lambda: path() == "lifted")
+
+
+def test_two_streams_at_once(new_site: Callable[..., Site]) -> None:
+    site = new_site().start()
+    site.connect()
+    x, w = randn(256, 1024, dtype=torch.float16), randn(1024, 1024, dtype=torch.float16)
+    wanted = x @ w
+    lift(lambda: lz.matmul(x, w))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(lz.matmul(x, w))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, wanted) for result in results)
+    assert lz.synchronize(PATIENCE_S) is None
