@@ -161,6 +161,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuGraphMemcpyNodeGetParams": (c_void_p, c_void_p),
     "cuGraphChildGraphNodeGetGraph": (c_void_p, out_handle),
     "cuKernelGetFunction": (out_handle, c_void_p),
+    "cuFuncGetModule": (out_handle, c_void_p),
     "cuFuncGetName": (POINTER(c_char_p), c_void_p),
     "cuFuncGetParamInfo": (c_void_p, c_size_t, out_size, out_size),
     "cuFuncGetAttribute": (out_int, c_int, c_void_p),

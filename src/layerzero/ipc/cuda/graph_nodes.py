@@ -225,9 +225,11 @@ class GraphNodes(Library):
         function = raw.function or self._handle("cuKernelGetFunction", raw.kernel)
         name = c_char_p()
         self._call("cuFuncGetName", byref(name), function)
+        module = c_void_p()
+        self._is_refused("cuFuncGetModule", byref(module), function)
         layout = self.parameter_layout(function)
         return KernelNode(
-            function=function,
+            module=module.value or 0,
             name=(name.value or b"").decode(errors="replace"),
             grid=(raw.grid_x, raw.grid_y, raw.grid_z),
             block=(raw.block_x, raw.block_y, raw.block_z),

@@ -17,9 +17,10 @@ class Allocation(NamedTuple):
 @dataclass(frozen=True)
 class KernelNode:
     """A launch. `params` are all parameters as one block, None where the driver does not tell them; `layout` has offset
-    and bytes of each. `attributes`: CUlaunchAttributeID and the 64 bytes of its value."""
+    and bytes of each. `attributes`: CUlaunchAttributeID and the 64 bytes of its value. `module`: its handle, 0 where
+    the driver does not tell."""
 
-    function: int
+    module: int
     name: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]

@@ -17,12 +17,11 @@ from layerzero.ipc.lifting.form import ALIGNMENTS, Lifted
 from layerzero.ipc.lifting.launch import LoadedCall
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import Specimen
-from layerzero.ipc.lifting.trial import named, pattern, read_digest, write
+from layerzero.ipc.lifting.trial import UNWRITTEN, named, pattern, read_digest, write
 from layerzero.ipc.vocabulary.ops import OPS
 
 GUARD_BYTES = 4096  # before and after each piece of memory, which nobody may write to
 _GUARD = b"\xee"
-_UNWRITTEN = b"\x5c"  # what outputs hold before
 PATTERNS = (0x00, 0xA5)  # of scratch and of unwritten parameters
 ROUNDS = 4  # launches of each of two streams
 
@@ -159,7 +158,7 @@ class _Proof:
         for one in sets:
             for piece in one.outputs:
                 if piece not in self._inputs:
-                    write(driver, piece.address, piece.nbytes, _UNWRITTEN, one.stream)
+                    write(driver, piece.address, piece.nbytes, UNWRITTEN, one.stream)
             for piece in one.scratch:
                 write(driver, piece.address, piece.nbytes, bytes([filling]), one.stream)
         addresses = [0 if piece is None else piece.address for piece in self._inputs]

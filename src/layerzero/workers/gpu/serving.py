@@ -119,7 +119,8 @@ class GpuServing:
             data = self.lift(message)
             fd = create_memfd("lifted", len(data))
         except CannotLift as exc:
-            return messages.Lifted(number=number, reason=exc.reason.value, detail=exc.detail), ()
+            detail = exc.detail.encode(errors="replace").decode()  # what UTF-8 cannot hold does not travel
+            return messages.Lifted(number=number, reason=exc.reason.value, detail=detail), ()
         except OutOfMemory as exc:
             return messages.Lifted(number=number, reason=LiftReason.TOO_LARGE.value, detail=exc.message), ()
         os.pwrite(fd, data, 0)

@@ -191,10 +191,10 @@ class _Lifting:
         return self._known[address]
 
     def _code_of(self, node: KernelNode) -> str:
-        found = self._lifter.modules.holding(node.name)
-        if not found:
+        found = self._lifter.modules.find(node.name, node.module)
+        if found is None:
             raise CannotLift(LiftReason.CODE_UNKNOWN, f"no module that was loaded has {node.name:.500}")
-        return found[0]
+        return found
 
     # Runs
 

@@ -1,15 +1,18 @@
 """Machine code that this process loads, as CUPTI shows it. To be watched before a library loads any.
 
-CUPTI allows one subscriber in a process: under a profiler there is none for us.
+A module is known by what the driver was asked when it came: compilers give many kernels one name, and which of them a
+function is, its module says. CUPTI allows one subscriber in a process: under a profiler there is none for us.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import CFUNCTYPE, POINTER, byref, c_int, c_size_t, c_uint32, c_void_p
 from typing import Any
@@ -24,7 +27,11 @@ _IN_TOOLKITS = (
     "/usr/local/cuda*/lib64/libcupti.so*",
     "/usr/local/cuda*/targets/*/lib/libcupti.so*",
 )
-_RESOURCES, _MODULE_LOADED = 3, 6  # CUPTI_CB_DOMAIN_RESOURCE, CUPTI_CBID_RESOURCE_MODULE_LOADED
+_CALLS, _RESOURCES = 1, 3  # CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_CB_DOMAIN_RESOURCE
+_MODULE_LOADED = 6  # CUPTI_CBID_RESOURCE_MODULE_LOADED
+# CUPTI_DRIVER_TRACE_CBID: cuModuleLoad, cuModuleLoadData, ...Ex, cuModuleLoadFatBinary, which say where to put the new
+# module; cuModuleGetFunction(where, module, name), at which modules come that are loaded when they are used.
+_LOADS, _GET_FUNCTION = frozenset({18, 19, 20, 21}), 23
 _SECTION = re.compile(rb"\.text\.([^\0]+)\0")  # each kernel's code is a section of its own
 _Callback = CFUNCTYPE(None, c_void_p, c_int, c_uint32, c_void_p)
 
@@ -41,6 +48,24 @@ class _Module(ctypes.Structure):
     _fields_ = [("id", c_uint32), ("nbytes", c_size_t), ("image", c_void_p)]
 
 
+class _Seen(threading.local):
+    """What came in this thread since its call began."""
+
+    def __init__(self) -> None:
+        self.codes: list[str] = []
+
+
+class _Call(ctypes.Structure):
+    """The beginning of CUpti_CallbackData."""
+
+    _fields_ = [
+        ("is_exit", c_int),
+        ("name", c_void_p),
+        ("params", POINTER(c_void_p)),
+        ("result", POINTER(c_int)),
+    ]
+
+
 class Modules:
     """Every module that was loaded, each once, the last one last."""
 
@@ -49,20 +74,28 @@ class Modules:
         self.problem = problem
         self._images: dict[str, bytes] = {}  # by digest
         self._names: dict[str, frozenset[bytes]] = {}  # of the kernels of those that were looked into
+        self._by_handle: dict[int, list[str]] = {}
+        self._seen = _Seen()
         self._kept: object = None  # what CUPTI calls
 
     def add(self, image: bytes) -> None:
         name = digest(image)
         self._images[name] = self._images.pop(name, image)
+        self._seen.codes.append(name)
 
     def image(self, code: str) -> bytes:
         """By its digest."""
         return self._images[code]
 
-    def holding(self, kernel: str) -> list[str]:
-        """The digests of modules that have this kernel, the last loaded first."""
+    def find(self, kernel: str, module: int) -> str | None:
+        """The digest of the code of a kernel whose module has this handle. Of modules that came unasked it is the last
+        one with that name."""
         name = kernel.encode(errors="replace")
-        return [code for code in reversed(list(self._images)) if name in self._kernels(code)]
+        for codes in (self._by_handle.get(module, ()), self._images):
+            for code in reversed(list(codes)):
+                if name in self._kernels(code):
+                    return code
+        return None
 
     def _kernels(self, code: str) -> frozenset[bytes]:
         if code not in self._names:
@@ -74,7 +107,10 @@ class Modules:
 
         def on_event(user: int, domain: int, which: int, data: int) -> None:
             try:
-                if (domain, which) == (_RESOURCES, _MODULE_LOADED):
+                if domain == _CALLS:
+                    with contextlib.suppress(ValueError):  # null pointers
+                        self._note_call(which, ctypes.cast(data, POINTER(_Call)).contents)
+                elif (domain, which) == (_RESOURCES, _MODULE_LOADED):
                     resource = ctypes.cast(data, POINTER(_Resource)).contents
                     module = ctypes.cast(resource.descriptor, POINTER(_Module)).contents
                     if module.image and module.nbytes:
@@ -91,7 +127,22 @@ class Modules:
         if number:
             cupti.cuptiUnsubscribe(subscriber)
             return f"cuptiEnableDomain returned {number}"
+        for which in (*_LOADS, _GET_FUNCTION):  # without them modules are known by their kernels' names
+            cupti.cuptiEnableCallback(1, subscriber, _CALLS, which)
         return ""
+
+    def _note_call(self, which: int, call: _Call) -> None:
+        """Modules that come during a call of the driver are those of the handle that it is about."""
+        if not call.is_exit:
+            self._seen.codes = []
+            return
+        codes, self._seen.codes = self._seen.codes, []
+        if call.result[0]:
+            return
+        if which in _LOADS:
+            self._by_handle[ctypes.cast(call.params[0], POINTER(c_void_p))[0] or 0] = codes
+        elif codes:
+            self._by_handle.setdefault(call.params[1] or 0, []).extend(codes)
 
 
 def watch(
