@@ -126,3 +126,24 @@ def test_memory_that_a_client_gave_up_is_unmapped(worker: Worker, path: str) -> 
     os.close(fd)
     assert ran(worker, refs(3))  # so that it has read what came before
     assert "memfd:arena-1" not in maps.read_text()
+
+
+def test_a_kernel_of_the_cpu_cannot_be_lifted(worker: Worker) -> None:
+    """The broker does not ask; the worker serves on."""
+    answer = worker.lift(PLANS["copy"], (64, 64))
+    assert answer.reason == "WORKER_FAILED"
+    run(worker, refs())
+    assert worker.answer()[0].kind == Kind.RAN
+
+
+def test_a_worker_that_finds_no_cupti_starts_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told to watch machine code, and loads nothing of CUDA for that."""
+    monkeypatch.setenv("LAYERZERO_CUPTI", str(tmp_path / "none.so"))
+    (tmp_path / "toy.py").write_text(TOY)
+    worker = Worker(tmp_path, "", provider=tmp_path / "toy.py", lifts=True)
+    try:
+        maps = Path(f"/proc/{worker.process.pid}/maps").read_text()
+        assert "libcuda" not in maps
+        assert worker.lift(99, ()).reason == "WORKER_FAILED"
+    finally:
+        worker.close()
