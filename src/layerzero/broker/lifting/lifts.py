@@ -115,7 +115,7 @@ class Lifts:
             text = "a process that had just launched it ended without a word"
             return _refused(LiftReason.FAULTED, text)
         if known.entry is None and known.number not in self._asked:
-            self._start(known, route, best, alignments)
+            self._start_for(known, route, best, alignments)
         if known.number in self._asked:
             return {"state": "pending"}
         if known.entry is None:
@@ -174,18 +174,23 @@ class Lifts:
         device = self._state.engine.devices[spec.device].device_name
         return {"kernel": best.kernel_id, "backend": best.backend, "gpu": device, **made_of}
 
-    def _start(self, known: _Known, route: Route, best: Verdict, alignments: list[int]) -> None:
-        """Have the worker lift it that has served the route's calls, if it has."""
+    def _start_for(self, known: _Known, route: Route, best: Verdict, alignments: list[int]) -> None:
+        """As `_start`, if its worker has answered the route's last calls."""
         worker = self._state.workers[best.backend]
-        plan = self._state.signatures.plans.get((route.signature.key, best.kernel_id))
-        has_served = route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation)
-        if worker.is_joined or worker.state is not WorkerState.READY or plan not in worker.plans or not has_served:
+        if route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation):
+            self._start(known, route.signature.spec, alignments)
+
+    def _start(self, known: _Known, spec: CallSpec, alignments: list[int]) -> None:
+        """Have its worker lift it."""
+        worker = self._state.workers[known.backend]
+        if worker.is_joined or worker.state is not WorkerState.READY:
             return
-        assert plan is not None
         known.generation, known.asked_s = worker.generation, time.monotonic()
         self._asked[known.number] = known
-        message = Lift(number=known.number, plan=plan, alignments=alignments, seeds=list(SEEDS))
-        self._links.tell(best.backend, worker.generation, message)
+        is_graph_safe = self._state.engine.kernel(known.kernel_id).is_cuda_graph_safe
+        call = spec.prepare(known.kernel_id, is_graph_safe=is_graph_safe)
+        message = Lift(number=known.number, call=call, alignments=alignments, seeds=list(SEEDS))
+        self._links.tell(known.backend, worker.generation, message)
 
     def _grant(self, client: Client, signature: Signature, known: _Known) -> dict[str, Any]:
         assert known.entry is not None
