@@ -368,7 +368,7 @@ def lift(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> 
 def lift_ahead(
     server: BrokerView, params: Mapping[str, Any], client: bytes = b""
 ) -> Generator[None, None, dict[str, Any]]:
-    """As `lift` for calls that will come, as a route's tensors grow: `calls` has the answers, none while the route's own
+    """As `lift` for calls that will come, as a route's tensors grow: `calls` has the answers, none while its own
     call is not lifted.
 
     route, alignments: as of `lift`; grows: for each input and output what one call adds to [shape, strides], or None;
