@@ -30,7 +30,7 @@ def sources() -> dict[str, bytes]:
             for name in files:
                 if name.endswith(_SUFFIXES):
                     found[f"{inside}/{name}"] = Path(folder, name).read_bytes()
-    return {name: found[name] for name in sorted(found, key=lambda name: name.split("/"))}  # as workers/agent.py has it
+    return {name: found[name] for name in sorted(found, key=lambda name: name.split("/"))}  # as workers/agent.py
 
 
 @cache
