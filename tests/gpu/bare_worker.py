@@ -84,12 +84,14 @@ class Worker:
         self.page = memory.ControlPage(page, writable=False)
         os.close(page)
         assert self.answer()[0].kind == Kind.READY
-        for name, plan in PLANS.items() if prepares else ():
-            prepare = messages.Prepare(
+        self.prepared: dict[int, messages.Prepare] = {}
+        for name, plan in PLANS.items():
+            prepare = self.prepared[plan] = messages.Prepare(
                 op="silu", kernel_id=f"toy.{name}", inputs=[SPEC.to_wire()], outputs=[SPEC.to_wire()], attrs={},
                 device=gpu, is_graph_safe=True,
             )  # fmt: skip
-            self.send(wire.pack(Kind.PREPARE, route=plan, body=messages.encode(prepare)))
+            if prepares:
+                self.send(wire.pack(Kind.PREPARE, route=plan, body=messages.encode(prepare)))
 
     @staticmethod
     def _spawn(path: Path, log: int, failpoints: str, provider: Path | str, lifts: bool) -> subprocess.Popen[bytes]:
@@ -120,7 +122,8 @@ class Worker:
     def lift(self, plan: int, alignments: Sequence[int], seeds: Sequence[int] = (1, 2)) -> Answer:
         """Lift a plan's kernel, and what came of it."""
         self.settle()
-        self.tell(messages.Lift(number=7, plan=plan, alignments=list(alignments), seeds=list(seeds)))
+        call = messages.encode(self.prepared[plan])
+        self.tell(messages.Lift(number=7, call=call, alignments=list(alignments), seeds=list(seeds)))
         message, fds = control.receive(self._control, messages.Lifted)
         assert (message.number, len(fds)) == (7, not message.reason)
         if message.reason:

@@ -18,9 +18,8 @@ class Pages:
     def plan_look(self) -> None:
         is_awaited = self.state.is_awaited
         rings = {lane.number: lane for lane in self.lanes.values() if lane.is_open and lane.ring}
-        has_calls = any(self._on_ring(lane) for lane in rings.values())
-        has_calls |= any(self._busy_graph_slots(process) for process in self.processes.values())
-        if is_awaited or has_calls or any(process.enqueued for process in self.processes.values()):
+        has_calls = any(process.enqueued or self._busy_graph_slots(process) for process in self.processes.values())
+        if is_awaited or has_calls or any(self._on_ring(lane) for lane in rings.values()):
             at_s = self.now_s + (AWAITED_LOOK_S if is_awaited or self._is_stopping else POLL_S)
             if at_s < self._poll_at_s:
                 self._poll_at_s = at_s
@@ -47,6 +46,8 @@ class Pages:
 
     @staticmethod
     def _busy_graph_slots(process: Process) -> dict[int, int]:
+        if not process.bound:
+            return {}
         graph_slots = {n: d.call.client.graph_slots[d.call.graph_slot or 0] for n, d in process.bound.items()}
         return {number: graph_slot.word for number, graph_slot in graph_slots.items() if graph_slot.is_busy}
 

@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import zmq
 
-from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, from_wire
+from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
@@ -32,12 +31,12 @@ from layerzero.ipc.transport.wire import (
     Kind,
 )
 from layerzero.ipc.vocabulary.ops import OPS
-from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 from layerzero.workers import boot
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.lanes import Lane, Lanes
+from layerzero.workers.prepared import read_call
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ class _Loop:
 
     def _answer(self, message: messages.Lift) -> None:
         """Lift a kernel. A broker that does not read is not waited for long."""
-        said, fds = self._gpu_serving().answer(message)
+        said, fds = self._gpu_serving().answer(message, self._kernels)
         try:
             control.send(self._control, said, fds)
         except TimeoutError:
@@ -245,11 +244,7 @@ class _Loop:
         return self._gpu
 
     def _prepare(self, route: int, body: bytes) -> None:
-        message = messages.decode(body, messages.Prepare)
-        inputs = tuple(None if i is None else TensorSpec.from_wire(i) for i in message.inputs)
-        outputs = tuple(TensorSpec.from_wire(o) for o in message.outputs)
-        _check_plan(message, inputs, outputs)
-        call = Call(message.op, message.kernel_id, inputs, outputs, message.attrs)
+        message, call = read_call(body)
         bind = self._kernels[message.kernel_id]
         self._prepared[route] = _Prepared(call, bind, OPS[message.op].sized_output, message.device)
         if message.device:
@@ -423,23 +418,6 @@ class _Loop:
         for prepared in self._prepared.values():  # views keep the maps alive
             prepared.bound.clear()
         self._lanes.forget_ready()
-
-
-def _check_plan(message: messages.Prepare, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec]) -> None:
-    """The broker has checked it: one that names what does not belong together cannot be trusted with anything else."""
-    op = OPS.get(message.op)
-    if (
-        op is None
-        or (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs))
-        or set(message.attrs) != set(op.attrs)
-    ):
-        raise ProtocolError(f"a plan of {message.op!r:.80} has other tensors or attributes than that op")
-    if any(spec is None and name not in op.optional for name, spec in zip(op.inputs, inputs, strict=True)):
-        raise ProtocolError(f"a plan of {op.name} lacks a tensor")
-    try:
-        check_call(op.name, inputs, outputs, message.attrs)
-    except InvalidArgument as exc:
-        raise ProtocolError(f"a plan that the broker should have refused: {exc.message}") from exc
 
 
 def _map_arena(fd: int, nbytes: int) -> _Arena:

@@ -8,8 +8,8 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from layerzero.broker.core.leases import SETTLED_CALLS
@@ -21,10 +21,11 @@ from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.store import Entry, LiftStore
-from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
+from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.broker.storage.perf_rows import Identity
+from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.lifting.form import ALIGNMENTS, FORMAT
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
@@ -32,10 +33,14 @@ from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, unwanted
 from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGiven, Refused
+from layerzero.ipc.vocabulary.shapes import check_call
+from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 SEEDS = (1, 2)  # of the inputs that a kernel is tried on
 SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
 MAX_KNOWN = 4096
+MAX_AHEAD = 64  # calls of one question
+_ALIGNMENTS = {0, *ALIGNMENTS}
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
 # What another try may end in another way: it is not kept.
 _PASSING = frozenset(
@@ -62,7 +67,7 @@ class _Known:
     generation: int = 0  # of the worker that was asked
     asked_s: float = 0.0
     entry: Entry | None = None
-    signatures: dict[bytes, Signature] = field(default_factory=dict)  # of clients that were given leave
+    granted: tuple[CallSpec, SelectionContext] | None = None  # clients were given leave for such calls
     suspect_until_s: float = 0.0
 
 
@@ -92,6 +97,50 @@ class Lifts:
     def ask(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
         """Whether a route's calls are lifted, for tensors of these alignments. Starts what is missing. Raises
         InvalidArgument."""
+        client, route, alignments = self._asked_of(identity, params)
+        spec, signature = route.signature.spec, route.signature
+        best = self._best(spec, signature.context)
+        refusal = self._refusal(spec, best)
+        if best is None or refusal is not None:
+            return refusal or {"state": "later"}
+        known = self._find(spec, best, alignments)
+        if known.entry is None and known.number not in self._asked:
+            self._start_for(known, route, best, alignments)
+        return self._answer(client, known, spec, signature.context)
+
+    def ask_ahead(self, identity: bytes, params: Mapping[str, Any]) -> Generator[None, None, dict[str, Any]]:
+        """The answers to `ask` for the next calls of a route whose tensors grow, `calls`: the n-th has n times `grows`
+        added to them, [shape, strides] of each input and output. What is missing is started, as the route itself is
+        lifted. Raises InvalidArgument."""
+        client, route, alignments = self._asked_of(identity, params)
+        count, grows = params.get("count"), params.get("grows")
+        if type(count) is not int or not 0 < count <= MAX_AHEAD:
+            raise InvalidArgument(f"lift_ahead needs `count`, 1 to {MAX_AHEAD}, got {count!r:.40}")
+        base = route.signature.spec
+        best = self._best(base, route.signature.context)
+        answers: list[dict[str, Any]] = []
+        entry = None if best is None else self._find(base, best, alignments).entry
+        if best is None or entry is None or not entry.form:
+            return {"calls": answers}
+        for n in range(1, count + 1):
+            yield
+            try:
+                spec = _grown(base, grows, n)
+                context = self._state.engine.context(spec)
+            except LayerZeroError as exc:
+                raise InvalidArgument(f"lift_ahead: {exc.message}") from exc
+            its = self._best(spec, context)
+            refusal = self._refusal(spec, its)
+            if its is None or refusal is not None:
+                answers.append(refusal or {"state": "later"})
+                continue
+            known = self._find(spec, its, alignments)
+            if known.entry is None and known.number not in self._asked and its.kernel_id == best.kernel_id:
+                self._start(known, spec, alignments)
+            answers.append(self._answer(client, known, spec, context))
+        return {"calls": answers}
+
+    def _asked_of(self, identity: bytes, params: Mapping[str, Any]) -> tuple[Client, Route, list[int]]:
         client = self._state.clients.get(identity)
         route = None if client is None else client.routes.get(params.get("route", 0))
         alignments = params.get("alignments")
@@ -99,58 +148,49 @@ class Lifts:
             raise InvalidArgument("lift needs `route`, the number of a route of this client")
         spec = route.signature.spec
         count = len(spec.inputs) + len(spec.outputs)
-        allowed = {0, *ALIGNMENTS}
-        if not isinstance(alignments, list) or len(alignments) != count or not set(alignments) <= allowed:
-            raise InvalidArgument(f"lift needs `alignments`, {count} of {sorted(allowed)}, got {alignments!r:.80}")
-        if not spec.device:
-            return _refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
-        best = self._best(route.signature)
-        if best is None:
-            return {"state": "later"}
-        refusal = self._refusal(route.signature, best)
-        if refusal is not None:
-            return refusal
-        known = self._find(spec, best, alignments)
+        if not isinstance(alignments, list) or len(alignments) != count or not set(alignments) <= _ALIGNMENTS:
+            allowed = sorted(_ALIGNMENTS)
+            raise InvalidArgument(f"lift needs `alignments`, {count} of {allowed}, got {alignments!r:.80}")
+        return client, route, alignments
+
+    def _answer(self, client: Client, known: _Known, spec: CallSpec, context: SelectionContext) -> dict[str, Any]:
         if known.suspect_until_s > time.monotonic():
-            text = "a process that had just launched it ended without a word"
-            return _refused(LiftReason.FAULTED, text)
-        if known.entry is None and known.number not in self._asked:
-            self._start(known, route, best, alignments)
+            return _refused(LiftReason.FAULTED, "a process that had just launched it ended without a word")
         if known.number in self._asked:
             return {"state": "pending"}
         if known.entry is None:
             return {"state": "later"}
         if not known.entry.form:
             return {"state": "refused", "reason": known.entry.reason, "detail": known.entry.detail}
-        return self._grant(client, route.signature, known)
+        held = self._pages.get(client.number, known.gpu)
+        if held is None:
+            return {"state": "later"}
+        known.granted = (spec, context)
+        digest = known.entry.digest
+        self._by_digest[digest] = known.entry.form
+        return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch()}
 
-    def _best(self, signature: Signature) -> Verdict | None:
+    def _best(self, spec: CallSpec, context: SelectionContext) -> Verdict | None:
         """What serves the call, counting backends whose worker is just not running."""
-        engine, now_s = self._state.engine, time.monotonic()
-        unavailable = {
-            backend: why
-            for backend, why in self._state.unavailable.items()
-            if why.code is not Reason.BACKEND_RESTARTING
-        }
-        ranked = engine.rank(signature.spec, signature.context, unavailable, now_s)
+        refused = self._state.unavailable.items()
+        unavailable = {backend: why for backend, why in refused if why.code is not Reason.BACKEND_RESTARTING}
+        ranked = self._state.engine.rank(spec, context, unavailable, time.monotonic())
         return next((verdict for verdict in ranked if verdict.is_accepted), None)
 
-    def _refusal(self, signature: Signature, best: Verdict) -> dict[str, Any] | None:
+    def _refusal(self, spec: CallSpec, best: Verdict | None) -> dict[str, Any] | None:
         engine = self._state.engine
-        policy = engine.policy_for(signature.spec)
+        policy = engine.policy_for(spec)
+        if not spec.device:
+            return _refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
+        if best is None:
+            return {"state": "later"}
         isolation = policy.isolation(best.backend)
         if isolation not in ("lifted", "auto"):
             return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {best.backend}")
-        if fault := self.store.fault_of(self._what(signature.spec, best)):
+        if fault := self.store.fault_of(self._what(spec, best)):
             return _refused(LiftReason.FAULTED, fault)
-        if (
-            best.transforms
-            or best.is_on_trial
-            or best.is_last_resort
-            or (best.may_run_here and not signature.spec.device)
-        ):
-            return {"state": "later"}
-        if policy.shadow_rate or engine.policy.tune_budget:
+        is_doubtful = best.transforms or best.is_on_trial or best.is_last_resort
+        if is_doubtful or policy.shadow_rate or engine.policy.tune_budget:
             return {"state": "later"}
         return None
 
@@ -174,28 +214,23 @@ class Lifts:
         device = self._state.engine.devices[spec.device].device_name
         return {"kernel": best.kernel_id, "backend": best.backend, "gpu": device, **made_of}
 
-    def _start(self, known: _Known, route: Route, best: Verdict, alignments: list[int]) -> None:
-        """Have the worker lift it that has served the route's calls, if it has."""
+    def _start_for(self, known: _Known, route: Route, best: Verdict, alignments: list[int]) -> None:
+        """As `_start`, if its worker has answered the route's last calls."""
         worker = self._state.workers[best.backend]
-        plan = self._state.signatures.plans.get((route.signature.key, best.kernel_id))
-        has_served = route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation)
-        if worker.is_joined or worker.state is not WorkerState.READY or plan not in worker.plans or not has_served:
+        if route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation):
+            self._start(known, route.signature.spec, alignments)
+
+    def _start(self, known: _Known, spec: CallSpec, alignments: list[int]) -> None:
+        """Have its worker lift it."""
+        worker = self._state.workers[known.backend]
+        if worker.is_joined or worker.state is not WorkerState.READY:
             return
-        assert plan is not None
         known.generation, known.asked_s = worker.generation, time.monotonic()
         self._asked[known.number] = known
-        message = Lift(number=known.number, plan=plan, alignments=alignments, seeds=list(SEEDS))
-        self._links.tell(best.backend, worker.generation, message)
-
-    def _grant(self, client: Client, signature: Signature, known: _Known) -> dict[str, Any]:
-        assert known.entry is not None
-        held = self._pages.get(client.number, known.gpu)
-        if held is None:
-            return {"state": "later"}
-        known.signatures[signature.key] = signature
-        digest = known.entry.digest
-        self._by_digest[digest] = known.entry.form
-        return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch()}
+        is_graph_safe = self._state.engine.kernel(known.kernel_id).is_cuda_graph_safe
+        call = spec.prepare(known.kernel_id, is_graph_safe=is_graph_safe)
+        message = Lift(number=known.number, call=call, alignments=alignments, seeds=list(SEEDS))
+        self._links.tell(known.backend, worker.generation, message)
 
     def give(self, peer: Peer, message: GetLifted) -> None:
         """Hand over a form that was granted, or machine code."""
@@ -302,19 +337,18 @@ class Lifts:
             return
         self._seen = (engine.epoch, engine.policy.hash)
         for known in self._known.values():
-            if known.signatures and any(
-                (best := self._best(signature)) is None
-                or best.kernel_id != known.kernel_id
-                or self._refusal(signature, best) is not None
-                for signature in known.signatures.values()
-            ):
+            if known.granted is None:
+                continue
+            spec, _ = known.granted
+            best = self._best(spec, engine.context(spec))  # the policy may be another
+            if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best) is not None:
                 self.take_back()
                 return
 
     def take_back(self) -> None:
         """All leave ends. Clients ask again."""
         for known in self._known.values():
-            known.signatures.clear()
+            known.granted = None
         self._pages.bump_lift_epochs()
 
     def facts(self) -> list[dict[str, Any]]:
@@ -332,6 +366,31 @@ class Lifts:
 
     def close(self) -> None:
         self._proofs.close()
+
+
+def _grown(base: CallSpec, grows: Any, n: int) -> CallSpec:
+    """Raises LayerZeroError for what is no call."""
+    specs = [*base.inputs, *base.outputs]
+    if not isinstance(grows, list) or len(grows) != len(specs):
+        raise InvalidArgument(f"`grows` must be a list of {len(specs)}, one for each tensor")
+    grown = [None if spec is None else _grown_tensor(spec, more, n) for spec, more in zip(specs, grows, strict=True)]
+    inputs, outputs = grown[: len(base.inputs)], [spec for spec in grown[len(base.inputs) :] if spec is not None]
+    check_call(base.op, inputs, outputs, base.attrs)
+    return replace(base, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _grown_tensor(spec: TensorSpec, more: Any, n: int) -> TensorSpec:
+    if more is None:
+        return spec
+    if not isinstance(more, list) or len(more) != 2 or any(not isinstance(one, list) for one in more):
+        raise InvalidArgument("an entry of `grows` must be nothing, or [shape, strides]")
+    parts = [spec.shape, spec.strides]
+    if any(len(one) != spec.ndim or any(type(step) is not int for step in one) for one in more):
+        raise InvalidArgument(f"an entry of `grows` must have {spec.ndim} whole numbers for shape and strides")
+    shape, strides = (
+        [a + n * b for a, b in zip(part, one, strict=True)] for part, one in zip(parts, more, strict=True)
+    )
+    return TensorSpec.from_wire([spec.dtype, shape, strides])
 
 
 def _state(known: _Known) -> str:

@@ -365,6 +365,18 @@ def lift(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> 
     return server.lifts.ask(client, params)
 
 
+def lift_ahead(
+    server: BrokerView, params: Mapping[str, Any], client: bytes = b""
+) -> Generator[None, None, dict[str, Any]]:
+    """As `lift` for calls that will come, as a route's tensors grow: `calls` has the answers, none while its own
+    call is not lifted.
+
+    route, alignments: as of `lift`; grows: for each input and output what one call adds to [shape, strides], or None;
+    count: how many calls.
+    """
+    return server.lifts.ask_ahead(client, params)
+
+
 def lift_fault(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
     """The asking client has lost a GPU. numbers: of the lifted calls that it launched there last. They run in their
     workers from now on."""
@@ -374,6 +386,7 @@ def lift_fault(server: BrokerView, params: Mapping[str, Any], client: bytes = b"
 OF_CLIENTS: dict[str, Callable[[BrokerView, Mapping[str, Any], bytes], Any]] = {
     "shadow": shadow,
     "lift": lift,
+    "lift_ahead": lift_ahead,
     "lift_fault": lift_fault,
 }
 METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
@@ -382,6 +395,7 @@ METHODS: dict[str, Callable[[BrokerView, Mapping[str, Any]], Any]] = {
     "explain": explain,
     "health": health,
     "lift": lift,
+    "lift_ahead": lift_ahead,
     "lift_fault": lift_fault,
     "load_table": load_table,
     "policy": policy,

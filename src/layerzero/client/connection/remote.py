@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from layerzero.client.connection.call import error_of
 from layerzero.ipc.errors import BrokerLost, ConfigError, NotAllowed
@@ -56,7 +55,7 @@ def _await(sock: zmq.Socket[bytes], monitor: zmq.Socket[bytes], endpoint: str, t
         ready = dict(poller.poll(int(left_s * 1000) + 1))
         if sock in ready:
             return sock.recv()
-        if monitor in ready and recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        if monitor in ready and sockets.read_event(monitor)[0] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             text = f"the broker on {endpoint} does not accept this side's key; run there: lz keys allow NAME FILE"
             raise NotAllowed(text)
     raise BrokerLost(

@@ -25,13 +25,12 @@ def sources() -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for package in _PACKAGES:
         top = str(package_folder(package))
-        for folder, inner, files in os.walk(top):
-            inner.sort()
+        for folder, _, files in os.walk(top):
             inside = package + folder.removeprefix(top)
-            for name in sorted(files):
+            for name in files:
                 if name.endswith(_SUFFIXES):
                     found[f"{inside}/{name}"] = Path(folder, name).read_bytes()
-    return found
+    return {name: found[name] for name in sorted(found, key=lambda name: name.split("/"))}  # as workers/agent.py
 
 
 @cache

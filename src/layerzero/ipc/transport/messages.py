@@ -239,11 +239,11 @@ class Wake(Message):
 
 @named_record
 class Lift(Message):
-    """broker -> worker: lift a plan's kernel (docs/lifting.md). Answered by Lifted."""
+    """broker -> worker: lift a kernel (docs/lifting.md). Answered by Lifted."""
 
     kind: ClassVar[str] = "lift"
     number: int
-    plan: int
+    call: bytes  # an encoded Prepare
     alignments: list[Any]  # of int: bytes, of each input and each output; 0 for an input that is left out
     seeds: list[Any]  # of int: of the inputs to run it on
 

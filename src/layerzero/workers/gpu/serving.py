@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from layerzero.workers.gpu.lifting.refusal import CannotLift
 from layerzero.workers.gpu.plan import Enqueued, Plan
 from layerzero.workers.gpu.polling import Events, Spin
 from layerzero.workers.gpu.rings import Rings
+from layerzero.workers.prepared import read_call
 from layerzero.workers.provider import Bind, Call
 
 if TYPE_CHECKING:
@@ -112,11 +113,12 @@ class GpuServing:
 
     # Between two calls
 
-    def answer(self, message: messages.Lift) -> tuple[messages.Lifted, tuple[int, ...]]:
-        """What becomes of a kernel that is to be lifted, and descriptors that go with it, which the caller closes."""
+    def answer(self, message: messages.Lift, kernels: Mapping[str, Bind]) -> tuple[messages.Lifted, tuple[int, ...]]:
+        """What becomes of a kernel that is to be lifted, and descriptors that go with it, which the caller closes.
+        Raises ProtocolError."""
         number = message.number
         try:
-            data = self.lift(message)
+            data = self.lift(message, kernels)
             fd = create_memfd("lifted", len(data))
         except CannotLift as exc:
             detail = exc.detail.encode(errors="replace").decode()  # what UTF-8 cannot hold does not travel
@@ -126,21 +128,16 @@ class GpuServing:
         os.pwrite(fd, data, 0)
         return messages.Lifted(number=number), (fd,)
 
-    def lift(self, message: messages.Lift) -> bytes:
-        """A packed Specimen of a plan's kernel. Raises CannotLift."""
-        plan = self._plans.get(message.plan)
-        if plan is None:
-            raise CannotLift(LiftReason.WORKER_FAILED, f"it has no plan {message.plan} on a GPU")
+    def lift(self, message: messages.Lift, kernels: Mapping[str, Bind]) -> bytes:
+        """A packed Specimen of a call of one of these kernels. Raises CannotLift."""
+        prepare, call = read_call(message.call)
         if self._lifter is None:
             raise CannotLift(LiftReason.NO_CUPTI, "this worker was not told to watch machine code when it started")
-        if not plan.is_graph_safe:
-            why = plan.why_eager or "its descriptor does not say that it may be captured"
-            raise CannotLift(LiftReason.NOT_CAPTURABLE, why)
+        if not prepare.is_graph_safe:
+            raise CannotLift(LiftReason.NOT_CAPTURABLE, "its descriptor does not say that it may be captured")
         try:
-            request = Request.of(plan.call, plan.bind, message.alignments, message.seeds)
-            specimen = self._lifter.lift(request, self.gpus.context(plan.gpu), self.gpus.when_idle)
-            plan.has_run = True
-            data = specimen.pack()
+            request = Request.of(call, kernels[call.kernel_id], message.alignments, message.seeds)
+            data = self._lifter.lift(request, self.gpus.context(prepare.device), self.gpus.when_idle).pack()
         except Exception as exc:  # whatever a library raises
             error = exc.__cause__ if isinstance(exc, CannotLift) and exc.__cause__ is not None else exc
             self.gpus.check(error)

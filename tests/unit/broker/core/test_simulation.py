@@ -6,11 +6,15 @@ shows again.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import math
 import os
-from collections.abc import Iterator
+import pickle
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +49,7 @@ from layerzero.ipc.errors import BackendError, LayerZeroError
 from layerzero.ipc.vocabulary.worker_codes import LANE_CALL, RENEWAL_EXIT
 
 SCHEDULES = int(os.environ.get("LZ_SIM_SCHEDULES", "3000"))
-CHUNK = 250
+CHUNK = 125
 FOUND_WITHIN = 6000  # schedules in which a planted bug must show
 
 # All that the core itself can answer with; the other codes belong to clients, environments and workers' own words.
@@ -80,18 +84,38 @@ REASONS = {
 }
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def run_chunk(shared: Path, run: Callable[[int], simulation.Coverage], seeds: range) -> simulation.Coverage:
+    """What these schedules lead to. The first process of a test run that asks runs them for all."""
+    kept = shared / f"{run.__module__}-{seeds.start}-{seeds.stop}"
+    with open(f"{kept}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if kept.exists():
+            coverage: simulation.Coverage = pickle.loads(kept.read_bytes())  # noqa: S301 (our own)
+            return coverage
+        seen = simulation.Coverage()
+        for seed in seeds:
+            seen.update(run(seed))
+        kept.write_bytes(pickle.dumps(seen))
+        return seen
+
+
 @pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
-def test_every_schedule_keeps_the_promises(first: int) -> None:
+def test_every_schedule_keeps_the_promises(shared: Path, first: int) -> None:
     """Faults meet in orders that nobody thinks of."""
-    for seed in range(first, min(first + CHUNK, SCHEDULES)):
-        simulation.run(seed)
+    run_chunk(shared, simulation.run, range(first, min(first + CHUNK, SCHEDULES)))
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES // 4, CHUNK))
-def test_every_schedule_with_joined_workers_keeps_the_promises(first: int) -> None:
+def test_every_schedule_with_joined_workers_keeps_the_promises(shared: Path, first: int) -> None:
     """They leave with their containers, and stand still with calls that they go on with later."""
-    for seed in range(first, min(first + CHUNK, SCHEDULES // 4)):
-        joined.run(seed)
+    run_chunk(shared, joined.run, range(first, min(first + CHUNK, SCHEDULES // 4)))
 
 
 def test_same_seed_gives_the_same_schedule() -> None:
@@ -100,12 +124,13 @@ def test_same_seed_gives_the_same_schedule() -> None:
 
 
 @pytest.fixture(scope="module")
-def coverage() -> simulation.Coverage:
+def coverage(shared: Path) -> simulation.Coverage:
+    """What a thousand schedules lead to, and some with joined workers."""
     seen = simulation.Coverage()
-    for seed in range(1000):
-        seen.update(simulation.run(seed))
-    for seed in range(60):
-        seen.update(joined.run(seed))
+    chunks = range(0, 1000, CHUNK)
+    for first in random.sample(chunks, len(chunks)):  # who runs the same at this moment begins with others
+        seen.update(run_chunk(shared, simulation.run, range(first, first + CHUNK)))
+    seen.update(run_chunk(shared, joined.run, range(CHUNK)))
     return seen
 
 
