@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,12 +26,11 @@ from layerzero.workers.gpu import serving as serving_module
 from layerzero.workers.gpu.lifting.lifter import Lifter
 from layerzero.workers.gpu.lifting.modules import Modules
 from layerzero.workers.gpu.serving import GpuServing
-from layerzero.workers.provider import Block, Bound, Call
+from layerzero.workers.provider import Bind, Block, Bound, Call
 
 NBYTES = 100
-SPEC = TensorSpec.contiguous("uint8", (NBYTES,))
-ROWS = TensorSpec("uint8", (4, 10), (25, 1))  # with gaps
-PLAN = 5
+SPEC = TensorSpec.contiguous("bfloat16", (NBYTES // 2,))
+ROWS = TensorSpec("bfloat16", (4, 5), (13, 1))  # with gaps
 
 
 class Ended(BaseException):
@@ -105,12 +105,11 @@ class Rig:
         self.gpus = self.serving.gpus
         self.gpus._load = lambda: self.driver  # type: ignore[assignment, return-value]
         self.gpus._end = self.end  # type: ignore[assignment]
-        self.call = Call("silu", "toy.silu", (spec,), (spec,))
         wire = [spec.to_wire()]
         self.prepare = messages.Prepare(
             op="silu", kernel_id="toy.silu", inputs=wire, outputs=wire, attrs={}, device=UUID, is_graph_safe=True
         )
-        self.serving.prepare(PLAN, self.call, self.bind, self.prepare)
+        self.kernels: dict[str, Bind] = {"toy.silu": self.bind}
         self.before: dict[int, tuple[int, int]] = {}
         with self.gpus.context(UUID):
             self.kept = self.driver.allocate(4096)
@@ -153,21 +152,21 @@ class Rig:
         return found.base, found.base + found.nbytes
 
     def lift(self, alignments: Sequence[object] = (256, 16), seeds: Sequence[object] = (1, 2)) -> Specimen:
-        message, fds = self.serving.answer(self.message(alignments, seeds))
+        message, fds = self.serving.answer(self.message(alignments, seeds), self.kernels)
         assert (message.number, message.reason) == (9, ""), message
         with os.fdopen(fds[0], "rb") as file:
             return Specimen.unpack(file.read())
 
     def refused(self, alignments: Sequence[object] = (256, 16), seeds: Sequence[object] = (1, 2)) -> tuple[str, str]:
-        message, fds = self.serving.answer(self.message(alignments, seeds))
+        message, fds = self.serving.answer(self.message(alignments, seeds), self.kernels)
         assert (message.number, fds) == (9, ())
         assert self.driver.mapped == self.before, "something was not freed"
         assert not self.driver.graphs
         return message.reason, message.detail
 
-    @staticmethod
-    def message(alignments: Sequence[object], seeds: Sequence[object]) -> messages.Lift:
-        return messages.Lift(number=9, plan=PLAN, alignments=list(alignments), seeds=list(seeds))
+    def message(self, alignments: Sequence[object], seeds: Sequence[object]) -> messages.Lift:
+        call = messages.encode(self.prepare)
+        return messages.Lift(number=9, call=call, alignments=list(alignments), seeds=list(seeds))
 
 
 @pytest.fixture
@@ -236,19 +235,20 @@ def test_bytes_between_elements_are_no_result() -> None:
         def bound() -> None:
             runs.append(None)
             for row in range(4):
-                at = 25 * row
+                at = 26 * row
                 rig.driver.copy_on_device(out.device.pointer + at, x.device.pointer + at, 10, rig.stream)
 
         return bound
 
-    rig.serving.prepare(PLAN, rig.call, bind, rig.prepare)
+    rig.kernels["toy.silu"] = bind
     assert len(rig.lift().lifted.steps) == 4
     assert len(runs) == 8
 
 
-def test_worker_without_the_plan_or_its_code_says_so(rig: Rig) -> None:
-    message, _ = rig.serving.answer(messages.Lift(number=9, plan=6, alignments=[], seeds=[]))
-    assert message.reason == "WORKER_FAILED"
+def test_worker_without_the_kernel_or_its_code_says_so(rig: Rig) -> None:
+    bind = rig.kernels.pop("toy.silu")
+    assert rig.refused()[0] == "WORKER_FAILED"
+    rig.kernels["toy.silu"] = bind
     rig.modules._images.clear()
     reason, detail = rig.refused()
     assert (reason, "copy_kernel" in detail) == ("CODE_UNKNOWN", True)
@@ -262,10 +262,8 @@ def test_worker_that_sees_no_code_says_why(rig: Rig) -> None:
 
 
 def test_kernel_that_may_not_be_captured_is_not(rig: Rig) -> None:
-    rig.serving._plans[PLAN].is_graph_safe = False
+    rig.prepare = replace(rig.prepare, is_graph_safe=False)
     assert rig.refused() == ("NOT_CAPTURABLE", "its descriptor does not say that it may be captured")
-    rig.serving._plans[PLAN].why_eager = "it waits"
-    assert rig.refused() == ("NOT_CAPTURABLE", "it waits")
 
 
 @pytest.mark.parametrize(
@@ -338,7 +336,7 @@ def test_what_captures_show_is_a_reason(rig: Rig) -> None:
 
 def test_kernel_that_gives_something_else_each_time_is_refused(rig: Rig) -> None:
     """Or leaves out a part of its output, which is what lay there."""
-    rig.serving.prepare(PLAN, rig.call, lambda call, inputs, outputs: lambda: None, rig.prepare)
+    rig.kernels["toy.silu"] = lambda call, inputs, outputs: lambda: None
     reason, _ = rig.refused()
     assert reason == "NOT_CAPTURABLE"  # it does nothing at all
 
@@ -347,7 +345,7 @@ def test_kernel_that_gives_something_else_each_time_is_refused(rig: Rig) -> None
         assert x is not None
         return lambda: rig.driver.copy_on_device(out.device.pointer, x.device.pointer, NBYTES - 1, rig.stream)
 
-    rig.serving.prepare(PLAN, rig.call, bind, rig.prepare)
+    rig.kernels["toy.silu"] = bind
     assert rig.refused() == ("NOT_DETERMINISTIC", "two runs on the same inputs (seed 1): out")
 
 
@@ -360,4 +358,4 @@ def test_gpu_that_is_lost_ends_the_worker(rig: Rig, where: str) -> None:
     else:
         rig.driver.fails["synchronize_stream"] = lost
     with pytest.raises(Ended):
-        rig.serving.answer(rig.message((256, 16), (1,)))
+        rig.serving.answer(rig.message((256, 16), (1,)), rig.kernels)
