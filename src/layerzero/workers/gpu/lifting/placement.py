@@ -19,11 +19,12 @@ GAP_BYTES = 4096  # between tensors: an address behind the end of one is in no o
 
 def offsets(sizes: Sequence[int], alignments: Sequence[int], *, is_reversed: bool = False) -> tuple[list[int], int]:
     """Where tensors start, from an address that is a multiple of _STEP, and the bytes of all. `is_reversed`: the last
-    tensor lies first, so that no distance between two is the same."""
-    places, end = [0] * len(sizes), 0
+    tensor lies first, and the low bits of addresses are others, so that neither a distance between two tensors nor a
+    number with a part of an old address above it is the same by chance."""
+    places, end, odd = [0] * len(sizes), 0, 3 if is_reversed else 1
     order = range(len(sizes))
     for n in reversed(order) if is_reversed else order:
-        start = -(-end // _STEP) * _STEP + alignments[n]  # a multiple of it, and not of twice as much
+        start = -(-end // _STEP) * _STEP + odd * alignments[n]  # a multiple of it, and not of twice as much
         places[n] = start
         end = start + sizes[n] + GAP_BYTES
     return places, end + _STEP

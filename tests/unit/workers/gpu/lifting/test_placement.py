@@ -39,6 +39,8 @@ def test_two_sets_have_no_distance_between_tensors_in_common() -> None:
     first, second = (offsets(sizes, classes, is_reversed=flag)[0] for flag in (False, True))
     pairs = [(a, b) for a in range(3) for b in range(a)]
     assert not {first[a] - first[b] for a, b in pairs} & {second[a] - second[b] for a, b in pairs}
+    for one, other, alignment in zip(first, second, classes, strict=True):
+        assert alignment == 256 or one % 256 != other % 256
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
