@@ -18,6 +18,10 @@ from layerzero.ipc.shm.timeline_words import (
     GRAPH_SLOTS,
     GRAPH_SLOTS_AT,
     GRAPH_SLOTS_DONE_AT,
+    LIFT_EPOCH,
+    LIFTED_COUNT,
+    LIFTED_KEPT,
+    LIFTED_LAST,
     LINKS_AT,
     MASK,
     MAX_ERROR,
@@ -25,6 +29,7 @@ from layerzero.ipc.shm.timeline_words import (
     READY,
     RUNG,
     TIMELINE_BYTES,
+    TIMELINES,
     TimelinePoint,
     graph_slot_index,
     has_reached,
@@ -93,6 +98,33 @@ class TimelinePage:
 
     def store_done(self, point: TimelinePoint) -> None:
         self._words[index(point, DONE)] = point.value
+
+    # --- lifted calls
+
+    @property
+    def lift_epoch(self) -> int:
+        """A lifted call may be launched while this is what the broker named with it."""
+        return self._words[LIFT_EPOCH // 4]
+
+    def bump_lift_epoch(self) -> int:
+        """No lifted call of before is launched any more; the broker's. Returns the new epoch, which is never 0."""
+        self._words[LIFT_EPOCH // 4] = epoch = self.lift_epoch % MASK + 1
+        return epoch
+
+    def note_lifted(self, timeline: int, number: int) -> None:
+        """A lifted call of that number, which is not 0, is about to be launched; the client's."""
+        words, at = self._words, (timeline * TIMELINE_BYTES + LIFTED_COUNT) // 4
+        count = words[at]
+        words[at + 1 + count % LIFTED_KEPT] = number
+        words[at] = count + 1 & MASK
+
+    def last_lifted(self) -> set[int]:
+        """The numbers of those that were launched last, in any timeline."""
+        found: set[int] = set()
+        for timeline in range(TIMELINES):
+            at = (timeline * TIMELINE_BYTES + LIFTED_LAST) // 4
+            found.update(self._words[at : at + LIFTED_KEPT])
+        return found - {0}
 
     # --- graph slots
 
