@@ -168,7 +168,7 @@ class Lifts:
         known.granted = spec
         digest = known.entry.digest
         self._by_digest[digest] = known.entry.form
-        return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch()}
+        return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch}
 
     def _best(self, spec: CallSpec, context: SelectionContext) -> Verdict | None:
         """What serves the call, counting backends whose worker is just not running."""
