@@ -2,14 +2,18 @@
 
 from setuptools import Extension, setup
 
+GPU = "src/layerzero/client/gpu"
+
 setup(
     ext_modules=[
         Extension(
-            "layerzero.client.gpu._fastpath",
-            ["src/layerzero/client/gpu/_fastpath.c"],
+            f"layerzero.client.gpu.{name}",
+            [f"{GPU}/{name}.c"],
+            depends=[f"{GPU}/_call_key.h"],
             py_limited_api=True,
             optional=True,  # without a C compiler the same steps run in Python, and reports say so
         )
+        for name in ("_fastpath", "_lifted")
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -20,6 +20,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec, contiguous_strides
 class _Pointer(NamedTuple):
     ptr: int
     block: object  # kept for as long as somebody points into it
+    device_id: int = 0
 
 
 class _Device(NamedTuple):

@@ -20,7 +20,7 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from layerzero.ipc.cuda import abi
@@ -132,9 +132,15 @@ class SoftDriver:
 
     # Devices
 
-    def entries(self) -> dict[str, int]:
-        """Functions with the driver's signatures, for client/gpu/_fastpath.c."""
-        return {name: ctypes.cast(entry, ctypes.c_void_p).value or 0 for name, entry in self._entries.items()}
+    def entries(self, names: Mapping[str, str] = abi.ENTRIES) -> dict[str, int]:
+        """Functions with the driver's signatures, for C of the client; none where one is missing."""
+        if not set(names) <= set(self._entries):
+            return {}
+        return {name: ctypes.cast(self._entries[name], ctypes.c_void_p).value or 0 for name in names}
+
+    def teach(self, entries: dict[str, Any]) -> None:
+        """More of them (soft_kernels.py)."""
+        self._entries.update(entries)
 
     def _make_entries(self) -> dict[str, Any]:
         p, i, u, u64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_uint64

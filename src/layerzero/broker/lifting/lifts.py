@@ -60,14 +60,14 @@ class _Known:
 
     number: int
     key: str
-    gpu: str
+    spec: CallSpec
     kernel_id: str
     backend: str
     what: Mapping[str, str]
     generation: int = 0  # of the worker that was asked
     asked_s: float = 0.0
     entry: Entry | None = None
-    granted: tuple[CallSpec, SelectionContext] | None = None  # clients were given leave for such calls
+    granted: CallSpec | None = None  # what a client was given leave for
     suspect_until_s: float = 0.0
 
 
@@ -106,7 +106,7 @@ class Lifts:
         known = self._find(spec, best, alignments)
         if known.entry is None and known.number not in self._asked:
             self._start_for(known, route, best, alignments)
-        return self._answer(client, known, spec, signature.context)
+        return self._answer(client, known, spec)
 
     def ask_ahead(self, identity: bytes, params: Mapping[str, Any]) -> Generator[None, None, dict[str, Any]]:
         """The answers to `ask` for the next calls of a route whose tensors grow, `calls`: the n-th has n times `grows`
@@ -137,7 +137,7 @@ class Lifts:
             known = self._find(spec, its, alignments)
             if known.entry is None and known.number not in self._asked and its.kernel_id == best.kernel_id:
                 self._start(known, spec, alignments)
-            answers.append(self._answer(client, known, spec, context))
+            answers.append(self._answer(client, known, spec))
         return {"calls": answers}
 
     def _asked_of(self, identity: bytes, params: Mapping[str, Any]) -> tuple[Client, Route, list[int]]:
@@ -153,7 +153,7 @@ class Lifts:
             raise InvalidArgument(f"lift needs `alignments`, {count} of {allowed}, got {alignments!r:.80}")
         return client, route, alignments
 
-    def _answer(self, client: Client, known: _Known, spec: CallSpec, context: SelectionContext) -> dict[str, Any]:
+    def _answer(self, client: Client, known: _Known, spec: CallSpec) -> dict[str, Any]:
         if known.suspect_until_s > time.monotonic():
             return _refused(LiftReason.FAULTED, "a process that had just launched it ended without a word")
         if known.number in self._asked:
@@ -162,13 +162,13 @@ class Lifts:
             return {"state": "later"}
         if not known.entry.form:
             return {"state": "refused", "reason": known.entry.reason, "detail": known.entry.detail}
-        held = self._pages.get(client.number, known.gpu)
+        held = self._pages.get(client.number, known.spec.device)
         if held is None:
             return {"state": "later"}
-        known.granted = (spec, context)
+        known.granted = spec
         digest = known.entry.digest
         self._by_digest[digest] = known.entry.form
-        return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch()}
+        return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch}
 
     def _best(self, spec: CallSpec, context: SelectionContext) -> Verdict | None:
         """What serves the call, counting backends whose worker is just not running."""
@@ -202,7 +202,7 @@ class Lifts:
             if len(self._known) >= MAX_KNOWN:
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
             number = next(self._numbers) & 0xFFFF_FFFF
-            known = self._known[key] = _Known(number, key, spec.device, best.kernel_id, best.backend, what)
+            known = self._known[key] = _Known(number, key, spec, best.kernel_id, best.backend, what)
             known.entry = self.store.find(key)
         return known
 
@@ -287,7 +287,7 @@ class Lifts:
                 raise ProtocolError(f"lifted carries one descriptor, got {len(fds)}")
             data = _read(fds[0])
             self._check(known, data)
-            self._proofs.start(known.number, known.gpu, data)
+            self._proofs.start(known.number, known.spec.device, data)
         except ProtocolError as exc:
             self._asked.pop(message.number, None)
             raise ProtocolError(
@@ -321,6 +321,8 @@ class Lifts:
         known.entry = Entry(known.kernel_id, known.backend, known.what, reason=reason.value, detail=detail)
         if reason not in _PASSING:
             self.store.add(known.key, known.entry, None)
+            engine = self._state.engine
+            engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)))
         log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])
 
     # --- leave, and its end ------------------------------------------------------------------------------
@@ -337,9 +339,9 @@ class Lifts:
             return
         self._seen = (engine.epoch, engine.policy.hash)
         for known in self._known.values():
-            if known.granted is None:
+            spec = known.granted
+            if spec is None:
                 continue
-            spec, _ = known.granted
             best = self._best(spec, engine.context(spec))  # the policy may be another
             if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best) is not None:
                 self.take_back()

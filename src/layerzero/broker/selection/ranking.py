@@ -41,6 +41,7 @@ MIB = 1 << 20
 # Times that differ by less are equal: the rest is noise, and priority decides. A GPU's are told by its own clock.
 TIE_SHARE, TIE_US = 0.02, 3.0
 GPU_TIE_SHARE, GPU_TIE_US = 0.005, 0.25
+SWITCH_US = 150.0  # in which a GPU changes from one process to another (H200, driver 580: docs/gpu.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class Engine:
         self.compilation = Compilation()
         self.table: Table | None = None
         self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
+        self._staying: set[tuple[str, str]] = set()  # kernel and perf key of calls that cannot be lifted
         self.epoch = 0
         self.hits = self.misses = 0  # of the validity cache
         self._kernels: dict[str, list[tuple[str, KernelCapability]]] = {}
@@ -164,6 +166,12 @@ class Engine:
         self.perf.note(kernel_id, cell.key, kernel_ns / 1e3, now_s, is_warmup=count == 1, is_clean=is_clean)
         if not count & (count - 1):
             cell.generation += 1
+
+    def note_staying(self, kernel_id: str, cell: TimingBucket) -> None:
+        """Such calls of the kernel cannot be lifted: they stay in its worker."""
+        if (kernel_id, cell.key) not in self._staying:
+            self._staying.add((kernel_id, cell.key))
+            self.epoch += 1
 
     def note_free_memory(self, nbytes: int | None, device: str = "") -> None:
         """The bytes free on a device. None: not known, and no candidate is refused for its memory."""
@@ -303,17 +311,28 @@ class Engine:
             elif verdict.kernel_id == chosen:
                 verdict.terms["table"] = policy.weights.table
             verdicts.append(verdict)
-        fastest_us = min((v.measured_us for v in verdicts if v.is_accepted and v.measured_us), default=None)
+        ways_us = {v.kernel_id: self._way_us(v, spec, context, policy) for v in verdicts}
+        verdicts = [_with_way(verdict, ways_us[verdict.kernel_id]) for verdict in verdicts]
+        costs_us = {v.kernel_id: v.measured_us + ways_us[v.kernel_id] for v in verdicts if v.measured_us}
+        fastest_us = min((costs_us[v.kernel_id] for v in verdicts if v.is_accepted and v.measured_us), default=None)
         if fastest_us is not None:
             ties = (GPU_TIE_SHARE * fastest_us, GPU_TIE_US) if spec.device else (TIE_SHARE * fastest_us, TIE_US)
             for verdict in filter(lambda v: v.is_accepted or v.uncompiled is not None, verdicts):
-                share = _share(verdict.measured_us or fastest_us, fastest_us, max(ties))
+                share = _share(costs_us.get(verdict.kernel_id, fastest_us), fastest_us, max(ties))
                 verdict.terms["perfdb"] = policy.weights.perfdb * share
         if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
             detail = f"{spec.pinned} serves {', '.join(sorted(self.capabilities[spec.pinned].ops))}"
             unserved = Rejection(Reason.OP_UNSUPPORTED, detail)
             verdicts.append(Verdict(f"{spec.pinned}.{spec.op}", spec.pinned, (unserved,)))
         return tuple(sorted(verdicts, key=lambda v: (not v.is_accepted, v.is_last_resort, -v.score, v.kernel_id)))
+
+    def _way_us(self, verdict: Verdict, spec: CallSpec, context: SelectionContext, policy: Policy) -> float:
+        """What a GPU takes to change to a kernel's worker and back, where the kernel stays and others need not."""
+        if not spec.device or not self._staying:
+            return 0.0
+        may_be_lifted = policy.isolation(verdict.backend) in ("lifted", "auto")
+        stays = not may_be_lifted or (verdict.kernel_id, context.perf_key()) in self._staying
+        return 2 * SWITCH_US if stays else 0.0
 
     def _static(self, context: SelectionContext) -> tuple[DescriptorMatch, ...]:
         """Each kernel of the op matched with the call, from the validity cache."""
@@ -445,6 +464,13 @@ class Engine:
 def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
     """The kernels' limits on sequence length, ascending: validity keys tell lengths apart by these alone."""
     return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))
+
+
+def _with_way(verdict: Verdict, way_us: float) -> Verdict:
+    if not way_us or not verdict.is_accepted:
+        return verdict
+    note = f"is not lifted: {way_us:g} us more, in which the GPU changes to its worker and back"
+    return replace(verdict, notes=(*verdict.notes, note))
 
 
 def _share(time_us: float, fastest_us: float, tie_us: float) -> float:

@@ -97,6 +97,7 @@ class Route:
     lease: Lease | None = None  # calls may go straight to the worker
     slot: int = 0  # on a GPU: where the worker that serves it has left its sign
     is_armed: bool = False  # on a GPU: a call has been answered well, and later ones are not waited for
+    not_lifted: str = ""  # on a GPU: why the broker does not let this process launch its kernel
 
 
 @dataclass(slots=True)

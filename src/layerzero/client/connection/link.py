@@ -42,7 +42,7 @@ _RELEASED, _FAILED = int(Kind.RELEASED), int(Kind.FAILED)
 _POLLRDHUP = getattr(select, "POLLRDHUP", 0x2000)
 
 
-_Shown = messages.AddArena | messages.AddLane | messages.AddGpu | messages.AddGpuArena
+_Shown = messages.AddArena | messages.AddLane | messages.AddGpu | messages.AddGpuArena | messages.GetLifted
 
 
 class Pending:
@@ -373,6 +373,15 @@ class Link:
             raise ProtocolError(f"lane {number} comes with {len(bells)} bells; needed: {count}")
         return bells if answer is None or answer.is_open else None
 
+    def get_lifted(self, digest: str) -> tuple[int, int] | None:
+        """A descriptor of a lifted call or of machine code, by digest, and its bytes; the caller closes it. None when
+        there are no descriptors left for it. Raises what the broker refuses it with."""
+        answer, came = self._show(messages.GetLifted(digest=digest), ())
+        if not isinstance(answer, messages.LiftedGiven) or len(came) != 1:
+            _close_all(came)
+            return None
+        return came[0], answer.nbytes
+
     def _show(self, shown: _Shown, fds: tuple[int, ...]) -> tuple[messages.Message | None, list[int]]:
         """Send descriptors to the broker and wait for the answer to them. Returns it and the descriptors that came with
         it; no answer when there were none left for those."""
@@ -387,6 +396,7 @@ class Link:
                         messages.ArenaAdded,
                         messages.LaneAdded,
                         messages.GpuAdded,
+                        messages.LiftedGiven,
                         messages.Refused,
                     )
                     if isinstance(answer, messages.Refused):
@@ -453,6 +463,8 @@ def _answers(answer: messages.Message, shown: _Shown) -> bool:
     match shown:
         case messages.AddLane():
             return isinstance(answer, messages.LaneAdded) and answer.lane == shown.lane
+        case messages.GetLifted():
+            return isinstance(answer, messages.LiftedGiven) and answer.digest == shown.digest
         case messages.AddGpu():
             return isinstance(answer, messages.GpuAdded) and answer.gpu == shown.gpu
     return isinstance(answer, messages.ArenaAdded) and answer.arena == shown.arena

@@ -70,7 +70,7 @@ def send(request: Request) -> Future:
     if is_on_gpu(request.args):
         value = owner.run(request)
         record = owner.last_record
-        return Future(owner, request.op, value=value, record=record if isinstance(record, Enqueued) else None)
+        return Future(owner, request.op, value=value, record=record)
     return Future(owner, request.op, owner.submit(request))
 
 
@@ -84,7 +84,7 @@ class Future:
         submitted: Submitted | None = None,
         *,
         value: Any = None,
-        record: Enqueued | None = None,
+        record: Record | SelectionReport | Enqueued | None = None,
     ) -> None:
         """Without `submitted` the call has ended with `value`, or is enqueued on a GPU."""
         self._session = owner

@@ -5,11 +5,8 @@
    ipc/shm/timeline_words.py, ipc/shm/ring_words.py and ipc/cuda/abi.py: LAYOUT lets Python compare them. The interpreter's lock is
    let go of around calls of the driver, which may block: what frees them may be another thread. */
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "_call_key.h"
+
 #include <time.h>
 #include <unistd.h>
 
@@ -18,7 +15,6 @@ enum { SLOTS = 512, SLOT_BYTES = 512, FIRST_SLOT = 8192, SLOT_HEAD = 40 };      
 enum { EPOCH = 0, IS_ENDED = 8, HEAD = 128, IS_ASLEEP = 264 };                            /* bytes; ipc/shm/ring.py */
 enum { BUFFER_ID = 7, WAIT_32 = 1, WRITE_32 = 2, GEQ = 0 };                               /* ipc/cuda/abi.py */
 enum { READ_EVERY = 64, LOOK_EVERY = 16, MAX_AHEAD = 256, MAX_LATE = 8192, PER_THREAD = 2 };
-enum { KEY_BYTES = 1024 };
 
 typedef struct { /* CUstreamBatchMemOpParams */
     int32_t operation, unused;
@@ -30,26 +26,23 @@ typedef struct { /* CUstreamBatchMemOpParams */
 /* --- objects of Python, each in a table, so that what owns them is written once */
 
 #define REPEATS(X) \
-    X(known) X(calls) X(outcomes) X(late) X(failed) X(numbers) X(last) X(record_type) X(turn_type) X(miss) X(policy) \
-    X(baked) X(dtypes) X(tensor) X(parameter) X(size) X(is_grad_enabled) X(array)
+    X(known) X(calls) X(outcomes) X(late) X(failed) X(numbers) X(last) X(record_type) X(turn_type) X(miss)
 #define SITE(X) \
     X(gpu) X(lane) X(lease) X(route) X(transport) X(on_the_way) X(streams) X(next_numbers) X(seen_failures) X(points) X(routes) X(acquire) \
     X(release) X(stream_of) X(device) X(empty) X(form) X(make) X(places)
 #define NAMES(X) \
-    X(op) X(args) X(params) X(out) X(backend) X(timeout_s) X(output_bytes) X(is_rigid) X(text) X(site) X(requires_grad) \
-    X(is_neg) X(data_ptr) X(shape) X(stride) X(strides) X(dtype) X(data) X(ptr) X(lease) X(is_armed) X(transport) X(is_open) \
-    X(is_closed) X(is_closing) X(point) X(call) X(end_ns) X(record) X(get) X(expect) X(look) X(run_known) \
-    X(wait_for_room) X(tell_and_enter) X(enter)
+    X(site) X(lease) X(is_armed) X(transport) X(is_open) X(is_closed) X(is_closing) X(point) X(call) X(end_ns) X(record) \
+    X(expect) X(look) X(run_known) X(wait_for_room) X(tell_and_enter) X(enter)
 
-#define FIELD(name) PyObject *name;
-#define NAME(name) static PyObject *s_##name;
-#define TEXT(name) #name,
 NAMES(NAME)
-static const char *const repeats_names[] = {REPEATS(TEXT)}, *const site_names[] = {SITE(TEXT)};
+static const char *const repeats_names[] = {REPEATS(TEXT) KEY_TYPES(TEXT)}, *const site_names[] = {SITE(TEXT)};
 enum { REPEATS_FIELDS = sizeof repeats_names / sizeof *repeats_names, SITE_FIELDS = sizeof site_names / sizeof *site_names };
 
 typedef union {
-    struct { REPEATS(FIELD) };
+    struct {
+        REPEATS(FIELD)
+        KeyTypes types;
+    };
     PyObject *of[REPEATS_FIELDS];
 } RepeatsFields;
 typedef struct {
@@ -72,24 +65,6 @@ static const char *const site_numbers[] = {"order", "order_device", "ring", "epo
                                            "doorbell", "get_current", "is_capturing", "get_attribute", "batch"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
 
-static int take(PyObject *given, const char *name, PyObject **found) { /* borrowed */
-    *found = PyDict_GetItemString(given, name);
-    if (!*found) PyErr_Format(PyExc_TypeError, "%s is missing", name);
-    return *found != NULL;
-}
-
-static int take_all(PyObject *given, const char *const *names, int count, PyObject **of) {
-    PyObject *found;
-    for (int n = 0; n < count; n++) {
-        if (!take(given, names[n], &found)) return -1;
-        Py_INCREF(found);
-        of[n] = found;
-    }
-    return 0;
-}
-
-static PyObject *make(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
-
 static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Repeats *self = (Repeats *)make(type);
     if (self && (!kwargs || take_all(kwargs, repeats_names, REPEATS_FIELDS, self->its.of) < 0)) {
@@ -102,199 +77,22 @@ static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static PyObject *CallSite_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     CallSite *self = (CallSite *)make(type);
-    PyObject *found;
     (void)args;
     if (!self) return NULL;
     if (!kwargs) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
-    if (!kwargs || take_all(kwargs, site_names, SITE_FIELDS, self->its.of) < 0) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    uint64_t *numbers = &self->order;
-    for (int n = 0; n < SITE_NUMBERS; n++) {
-        if (take(kwargs, site_numbers[n], &found)) numbers[n] = PyLong_AsUnsignedLongLong(found);
-        if (PyErr_Occurred()) {
-            Py_DECREF(self);
-            return NULL;
-        }
-    }
+    if (!kwargs || take_all(kwargs, site_names, SITE_FIELDS, self->its.of) < 0 ||
+        take_numbers(kwargs, site_numbers, SITE_NUMBERS, &self->order) < 0)
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 
-#define LIFE(Type, FIELDS)                                                   \
-    static int Type##_traverse(Type *self, visitproc visit, void *arg) {    \
-        Py_VISIT(Py_TYPE((PyObject *)self));                                 \
-        for (int n = 0; n < FIELDS; n++) Py_VISIT(self->its.of[n]);          \
-        return 0;                                                            \
-    }                                                                        \
-    static int Type##_clear(Type *self) {                                   \
-        for (int n = 0; n < FIELDS; n++) Py_CLEAR(self->its.of[n]);          \
-        return 0;                                                            \
-    }                                                                        \
-    static void Type##_dealloc(Type *self) {                                \
-        PyTypeObject *type = Py_TYPE((PyObject *)self);                      \
-        PyObject_GC_UnTrack(self);                                           \
-        Type##_clear(self);                                                  \
-        ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);                  \
-        Py_DECREF(type);                                                     \
-    }
 LIFE(Repeats, REPEATS_FIELDS)
 LIFE(CallSite, SITE_FIELDS)
 
-/* --- what a call is known by: the bytes of all that settles it */
-
-typedef enum { FAILED = -1, OTHERS, UNKNOWN, PLAIN } Verdict; /* OTHERS: the Python's; UNKNOWN: not made before */
-
+/* One call on its way through the stages below. All but `request`, `start_ns` and `refs` are its own references. */
 typedef struct {
-    size_t used;
-    char bytes[KEY_BYTES];
-} Key;
-
-static Verdict append(Key *key, const void *from, size_t count) {
-    if (count > KEY_BYTES - key->used) return OTHERS;
-    memcpy(key->bytes + key->used, from, count);
-    key->used += count;
-    return PLAIN;
-}
-
-static Verdict append_number(Key *key, char tag, int64_t number) {
-    char packed[9] = {tag};
-    memcpy(packed + 1, &number, 8);
-    return append(key, packed, 9);
-}
-
-/* After a call that raised: what cannot be looked at is left to the Python, whose checks name it. */
-static Verdict leave(void) {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return FAILED;
-    PyErr_Clear();
-    return OTHERS;
-}
-
-static Verdict append_int(Key *key, char tag, PyObject *value) {
-    long long number = PyLong_AsLongLong(value);
-    return number == -1 && PyErr_Occurred() ? leave() : append_number(key, tag, number);
-}
-
-static Verdict append_text(Key *key, PyObject *value) {
-    Py_ssize_t count;
-    const char *text = PyUnicode_AsUTF8AndSize(value, &count);
-    if (!text) return leave();
-    Verdict verdict = append_number(key, 's', count);
-    return verdict == PLAIN ? append(key, text, count) : verdict;
-}
-
-static Verdict append_ints(Key *key, PyObject *extents) { /* a tuple; takes the reference */
-    if (!extents) return leave();
-    Verdict verdict = PyTuple_Check(extents) ? append_number(key, '(', PyTuple_Size(extents)) : OTHERS;
-    for (Py_ssize_t n = 0; verdict == PLAIN && n < PyTuple_Size(extents); n++)
-        verdict = append_int(key, 'i', PyTuple_GetItem(extents, n));
-    Py_DECREF(extents);
-    return verdict;
-}
-
-static Verdict append_value(const Repeats *self, Key *key, PyObject *value) {
-    PyObject *type = (PyObject *)Py_TYPE(value);
-    if (value == Py_None) return append(key, "n", 1);
-    if (PyBool_Check(value)) return append(key, value == Py_True ? "t" : "f", 1);
-    if (PyLong_CheckExact(value)) return append_int(key, 'i', value);
-    if (PyUnicode_CheckExact(value)) return append_text(key, value);
-    if (PyFloat_CheckExact(value)) {
-        double number = PyFloat_AsDouble(value);
-        int64_t bits;
-        memcpy(&bits, &number, 8);
-        return append_number(key, 'd', bits);
-    }
-    if (PyTuple_CheckExact(value) || type == self->its.size) {
-        Py_INCREF(value);
-        Verdict verdict = append(key, type == self->its.size ? "S" : "T", 1);
-        if (verdict == PLAIN) return append_ints(key, value);
-        Py_DECREF(value);
-        return verdict;
-    }
-    return OTHERS;
-}
-
-static int is_true(PyObject *value) { /* takes the reference */
-    int truth = value ? PyObject_IsTrue(value) : -1;
-    Py_XDECREF(value);
-    return truth;
-}
-
-static int has(PyObject *owner, PyObject *name) { return is_true(PyObject_GetAttr(owner, name)); }
-
-static int is_none(PyObject *owner, PyObject *name) {
-    PyObject *value = PyObject_GetAttr(owner, name);
-    Py_XDECREF(value);
-    return value ? value == Py_None : -1;
-}
-
-static Verdict append_pointer(Key *key, char tag, PyObject *pointer) { /* takes the reference */
-    if (!pointer) return leave();
-    uint64_t address = PyLong_AsUnsignedLongLong(pointer);
-    Py_DECREF(pointer);
-    return PyErr_Occurred() ? leave() : append_number(key, tag, (int64_t)address);
-}
-
-static Verdict append_dtype(const Repeats *self, Key *key, PyObject *array) { /* by a number for each that is different */
-    PyObject *dtype = PyObject_GetAttr(array, s_dtype);
-    if (!dtype) return leave();
-    PyObject *number = PyDict_GetItemWithError(self->its.dtypes, dtype), *made = NULL;
-    if (!number && !PyErr_Occurred() && (made = PyLong_FromSsize_t(PyDict_Size(self->its.dtypes))) &&
-        PyDict_SetItem(self->its.dtypes, dtype, made) == 0)
-        number = made;
-    Verdict verdict = number ? append_int(key, ':', number) : leave();
-    Py_XDECREF(made);
-    Py_DECREF(dtype);
-    return verdict;
-}
-
-static Verdict append_tensor(const Repeats *self, Key *key, PyObject *tensor) {
-    int has_grad = has(tensor, s_requires_grad);
-    int is_refused = has_grad > 0 ? is_true(PyObject_CallNoArgs(self->its.is_grad_enabled)) : has_grad;
-    if (!is_refused) is_refused = is_true(PyObject_CallMethodObjArgs(tensor, s_is_neg, NULL));
-    if (is_refused) return is_refused < 0 ? leave() : OTHERS;
-    Verdict verdict = append_pointer(key, has_grad ? 'G' : 'P', PyObject_CallMethodObjArgs(tensor, s_data_ptr, NULL));
-    if (verdict == PLAIN) verdict = append_ints(key, PyObject_GetAttr(tensor, s_shape));
-    if (verdict == PLAIN) verdict = append_ints(key, PyObject_CallMethodObjArgs(tensor, s_stride, NULL));
-    return verdict == PLAIN ? append_dtype(self, key, tensor) : verdict;
-}
-
-static Verdict append_array(const Repeats *self, Key *key, PyObject *array) { /* of CuPy */
-    PyObject *data = PyObject_GetAttr(array, s_data);
-    if (!data) return leave();
-    Verdict verdict = append_pointer(key, 'C', PyObject_GetAttr(data, s_ptr));
-    Py_DECREF(data);
-    if (verdict == PLAIN) verdict = append_ints(key, PyObject_GetAttr(array, s_shape));
-    if (verdict == PLAIN) verdict = append_ints(key, PyObject_GetAttr(array, s_strides));
-    return verdict == PLAIN ? append_dtype(self, key, array) : verdict;
-}
-
-static Verdict append_argument(const Repeats *self, Key *key, PyObject *value) {
-    PyObject *type = (PyObject *)Py_TYPE(value);
-    if (value == Py_None) return append(key, "n", 1);
-    if (type == self->its.tensor || type == self->its.parameter) return append_tensor(self, key, value);
-    return type == self->its.array ? append_array(self, key, value) : UNKNOWN;
-}
-
-static Verdict append_policy(const Repeats *self, Key *key) {
-    PyObject *policy = PyObject_CallNoArgs(self->its.policy);
-    if (!policy) return leave();
-    PyObject *text = NULL;
-    Verdict verdict = PLAIN;
-    if (policy == Py_None)
-        verdict = append(key, "n", 1);
-    else if ((text = PyObject_GetAttr(policy, s_text)))
-        verdict = append_value(self, key, text);
-    else
-        verdict = leave();
-    Py_XDECREF(text);
-    Py_DECREF(policy);
-    return verdict;
-}
-
-/* One call on its way through the stages below. All but `site` and `refs` are its own references. */
-typedef struct {
-    PyObject *request, *start_ns, *op, *args, *params, *out, *backend, *known, *stream_key, *result, *place, *record, *point;
+    Parts parts;
+    PyObject *request, *start_ns, *known, *stream_key, *result, *place, *record, *point;
     CallSite *site;
     PyObject *refs;
     uint64_t stream;
@@ -303,41 +101,13 @@ typedef struct {
 } Call;
 
 static void drop(Call *call) {
-    PyObject *mine[] = {call->op,   call->args,   call->params,     call->out,    call->backend, (PyObject *)call->site,
-                        call->known, call->stream_key, call->result, call->place, call->record,  call->point};
+    PyObject *mine[] = {(PyObject *)call->site, call->known,  call->stream_key, call->result,
+                        call->place,            call->record, call->point};
     for (size_t n = 0; n < sizeof mine / sizeof *mine; n++) Py_XDECREF(mine[n]);
-}
-
-static Verdict write_key(const Repeats *self, Call *call, Key *key) {
-    PyObject *request = call->request, *name, *value, *baked = PyObject_CallMethodObjArgs(self->its.baked, s_get, NULL);
-    Py_ssize_t at = 0;
-    if (!baked) return leave();
-    Py_DECREF(baked);
-    int is_plain = baked == Py_None ? is_none(request, s_timeout_s) : 0;
-    if (is_plain > 0) is_plain = is_none(request, s_output_bytes);
-    int is_rigid = is_plain > 0 ? has(request, s_is_rigid) : 0;
-    if (is_plain < 0 || is_rigid < 0) return leave();
-    if (!is_plain || is_rigid) return OTHERS;
-    if (!(call->op = PyObject_GetAttr(request, s_op)) || !(call->args = PyObject_GetAttr(request, s_args)) ||
-        !(call->params = PyObject_GetAttr(request, s_params)) || !(call->out = PyObject_GetAttr(request, s_out)) ||
-        !(call->backend = PyObject_GetAttr(request, s_backend)))
-        return leave();
-    if (!PyTuple_CheckExact(call->args) || !PyTuple_Size(call->args) || !PyDict_CheckExact(call->params)) return OTHERS;
-    Verdict verdict = PLAIN; /* the arrays first: they tell a GPU's call from others */
-    for (Py_ssize_t n = 0; verdict == PLAIN && n < PyTuple_Size(call->args); n++)
-        verdict = append_argument(self, key, PyTuple_GetItem(call->args, n));
-    if (verdict == PLAIN) verdict = append_argument(self, key, call->out);
-    if (verdict == PLAIN) verdict = append_value(self, key, call->op);
-    if (verdict == PLAIN) verdict = append_value(self, key, call->backend);
-    if (verdict == PLAIN) verdict = append_policy(self, key);
-    while (verdict == PLAIN && PyDict_Next(call->params, &at, &name, &value)) verdict = append_value(self, key, value);
-    return verdict;
+    drop_parts(&call->parts);
 }
 
 /* --- the stages of a call */
-
-static uint32_t load32(uint64_t at) { return __atomic_load_n((uint32_t *)at, __ATOMIC_ACQUIRE); }
-static uint64_t load64(uint64_t at) { return __atomic_load_n((uint64_t *)at, __ATOMIC_ACQUIRE); }
 
 static int is_done(const CallSite *site, uint64_t timeline, uint32_t number) {
     return (int32_t)(load32(site->order + timeline * TIMELINE_BYTES + DONE) - number) >= 0;
@@ -345,8 +115,9 @@ static int is_done(const CallSite *site, uint64_t timeline, uint32_t number) {
 
 /* Its site, if the call was made before on the same addresses. */
 static Verdict find(Repeats *self, Call *call) {
-    Key key = {0};
-    Verdict verdict = write_key(self, call, &key);
+    Key key;
+    key.is_placed = 1, key.count = 0, key.used = 0;
+    Verdict verdict = write_key(&self->its.types, call->request, &call->parts, &key);
     if (verdict != PLAIN) return verdict;
     PyObject *bytes = PyBytes_FromStringAndSize(key.bytes, key.used);
     if (!bytes) return FAILED;
@@ -410,16 +181,16 @@ static Verdict find_memory(Call *call) {
     const CallSiteFields *its = &call->site->its;
     PyObject *address = NULL, *ignored = NULL;
     Py_ssize_t at = 0;
-    if (call->out != Py_None) { /* its address is in the key */
-        Py_INCREF(call->out);
-        call->result = call->out;
+    if (call->parts.out != Py_None) { /* its address is in the key */
+        Py_INCREF(call->parts.out);
+        call->result = call->parts.out;
         if (!PyDict_Next(its->places, &at, &address, &ignored)) return OTHERS;
         Py_INCREF(address);
     } else if (its->empty != Py_None) {
         call->result = PyObject_CallObject(its->empty, its->form);
         if (call->result) address = PyObject_CallMethodObjArgs(call->result, s_data_ptr, NULL);
     } else { /* (result, address) */
-        PyObject *made = PyObject_CallFunctionObjArgs(its->make, PyTuple_GetItem(call->args, 0), NULL);
+        PyObject *made = PyObject_CallFunctionObjArgs(its->make, PyTuple_GetItem(call->parts.args, 0), NULL);
         if (made && PyTuple_Check(made) && PyTuple_Size(made) == 2) {
             call->result = PyTuple_GetItem(made, 0);
             address = PyTuple_GetItem(made, 1);
@@ -498,9 +269,9 @@ static Verdict put(Repeats *self, Call *call) {
         verdict = OTHERS;
         goto end;
     }
-    if (!(hold = PyTuple_Pack(2, call->args, call->result)) || !(copies = PyTuple_New(0))) goto end;
+    if (!(hold = PyTuple_Pack(2, call->parts.args, call->result)) || !(copies = PyTuple_New(0))) goto end;
     call->record = PyObject_CallFunctionObjArgs(self->its.record_type, self->its.outcomes, its->gpu, its->lane, its->lease,
-                                                call->op, its->route, copies, call->start_ns, NULL);
+                                                call->parts.op, its->route, copies, call->start_ns, NULL);
     if (!call->record || !(seq = PyIter_Next(self->its.numbers))) goto end;
     sequence = PyLong_AsUnsignedLongLong(seq);
     if (PyErr_Occurred()) goto end;
@@ -622,29 +393,18 @@ static PyObject *Repeats_run(Repeats *self, PyObject *const *given, Py_ssize_t c
 /* By which a call is known here; None for one that this file leaves to the Python. */
 static PyObject *Repeats_key(Repeats *self, PyObject *request) {
     Call call = {.request = request};
-    Key key = {0};
-    Verdict verdict = write_key(self, &call, &key);
+    Key key;
+    key.is_placed = 1, key.count = 0, key.used = 0;
+    Verdict verdict = write_key(&self->its.types, request, &call.parts, &key);
     drop(&call);
     if (verdict == FAILED) return NULL;
     if (verdict == PLAIN) return PyBytes_FromStringAndSize(key.bytes, key.used);
     Py_RETURN_NONE;
 }
 
-/* The types of arrays, once their library is imported; by the names of the fields. */
 static PyObject *Repeats_learn(Repeats *self, PyObject *args, PyObject *kwargs) {
-    PyObject *name, *value;
-    Py_ssize_t at = 0;
     (void)args;
-    while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) {
-        int n = 0;
-        while (n < REPEATS_FIELDS && PyUnicode_CompareWithASCIIString(name, repeats_names[n])) n++;
-        if (n == REPEATS_FIELDS) return PyErr_Format(PyExc_TypeError, "%U is not known here", name);
-        PyObject *before = self->its.of[n];
-        Py_INCREF(value);
-        self->its.of[n] = value;
-        Py_XDECREF(before);
-    }
-    Py_RETURN_NONE;
+    return learn_all(kwargs, repeats_names, REPEATS_FIELDS, self->its.of);
 }
 
 static PyMethodDef repeats_methods[] = {
@@ -654,21 +414,15 @@ static PyMethodDef repeats_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-#define SLOTS_OF(Type, ...)                                                                                    \
-    static PyType_Slot Type##_slots[] = {{Py_tp_new, Type##_new}, {Py_tp_traverse, Type##_traverse},            \
-                                         {Py_tp_clear, Type##_clear}, {Py_tp_dealloc, Type##_dealloc}, __VA_ARGS__ {0, NULL}}; \
-    static PyType_Spec Type##_spec = {"layerzero.client.gpu._fastpath." #Type, sizeof(Type), 0,                      \
-                                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Type##_slots};
-SLOTS_OF(Repeats, {Py_tp_methods, repeats_methods},)
-SLOTS_OF(CallSite, )
+SLOTS_OF("_fastpath", Repeats, {Py_tp_methods, repeats_methods},)
+SLOTS_OF("_fastpath", CallSite, )
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fastpath", "Calls on a GPU that are made again.", -1, NULL};
 
 PyMODINIT_FUNC PyInit__fastpath(void) {
     PyObject *made = PyModule_Create(&module);
     if (!made) return NULL;
-#define INTERN(name) \
-    if (!(s_##name = PyUnicode_InternFromString(#name))) return NULL;
+    KEY_NAMES(INTERN)
     NAMES(INTERN)
     PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiii)", TIMELINES, TIMELINE_BYTES, DONE, FAILURE, SLOTS, SLOT_BYTES, FIRST_SLOT,
                                      SLOT_HEAD, EPOCH, IS_ENDED, HEAD, IS_ASLEEP, BUFFER_ID, WAIT_32, WRITE_32, GEQ);

@@ -55,9 +55,9 @@ class Known:
     @classmethod
     def of(cls, enqueued: OnRing, like: Array, repeats: Repeats | None) -> Known:
         gpu, route = enqueued.gpu, enqueued.route
-        make = _maker(like, route.plan.results)
-        watch, is_here = _capture_watcher(like, gpu), _context_watcher(like, gpu)
-        known = cls(gpu, enqueued.lane, enqueued.lease, route, gpu.transport, _streamer(like), watch, make, is_here)
+        make = maker(like, route.plan.results)
+        watch, is_here = capture_watcher(like, gpu), context_watcher(like, gpu)
+        known = cls(gpu, enqueued.lane, enqueued.lease, route, gpu.transport, streamer(like), watch, make, is_here)
         if repeats is not None:
             known.site = call_site_of(known, like)
         return known
@@ -127,7 +127,7 @@ def _key_of(request: Request) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def _maker(like: Array, specs: Sequence[TensorSpec]) -> Callable[[Any], tuple[Any, int]]:
+def maker(like: Array, specs: Sequence[TensorSpec]) -> Callable[[Any], tuple[Any, int]]:
     """Makes new arrays for results as `result_like` does, given an array that is like `like`."""
     if not specs:
         return lambda _: (None, 0)
@@ -143,7 +143,7 @@ def _maker(like: Array, specs: Sequence[TensorSpec]) -> Callable[[Any], tuple[An
     return lambda obj: new_like(describe(obj), spec)
 
 
-def _streamer(like: Array) -> Callable[[], int]:
+def streamer(like: Array) -> Callable[[], int]:
     """As `current_stream`, for later calls with arrays like this one."""
     if like.kind == "torch":
         raw, device = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None), like.device
@@ -153,7 +153,7 @@ def _streamer(like: Array) -> Callable[[], int]:
     return lambda: current_stream(like)
 
 
-def _capture_watcher(like: Array, gpu: Gpu) -> Callable[[int], bool]:
+def capture_watcher(like: Array, gpu: Gpu) -> Callable[[int], bool]:
     """Whether a stream is being captured."""
     if like.kind == "torch":
         ask = getattr(sys.modules["torch"]._C, "_cuda_isCurrentStreamCapturing", None)
@@ -162,7 +162,7 @@ def _capture_watcher(like: Array, gpu: Gpu) -> Callable[[int], bool]:
     return gpu.memory.context.driver.is_capturing
 
 
-def _context_watcher(like: Array, gpu: Gpu) -> Callable[[], bool]:
+def context_watcher(like: Array, gpu: Gpu) -> Callable[[], bool]:
     """Whether the GPU's context is current in the calling thread."""
     context = gpu.memory.context
     device_of = getattr(sys.modules["torch"]._C, "_cuda_getDevice", None) if like.kind == "torch" else None

@@ -19,6 +19,7 @@ from layerzero.ipc.shm.timeline_words import TimelinePoint
 
 if TYPE_CHECKING:
     from layerzero.client.gpu._fastpath import CallSite, Repeats
+    from layerzero.client.gpu._lifted import LiftedCalls
     from layerzero.client.gpu.call_cache import Known
     from layerzero.client.gpu.calls import GpuCalls
 
@@ -53,7 +54,7 @@ def repeats_of(calls: GpuCalls, link: Link, last: threading.local) -> Repeats | 
     return made
 
 
-def learn(repeats: Repeats, like: Array) -> None:
+def learn(repeats: Repeats | LiftedCalls, like: Array) -> None:
     """Of a call with such an array, so that the next one is known."""
     if like.kind == "torch":
         torch = sys.modules["torch"]

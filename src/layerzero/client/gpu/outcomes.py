@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from layerzero.client.connection.call import Route, error_of
@@ -200,7 +201,8 @@ class Outcomes:
         )
         report = report_of(record)
         assert report is not None
-        return report
+        why = enqueued.route.not_lifted
+        return replace(report, notes=(*report.notes, f"not lifted: {why}")) if why else report
 
     def _wait_taken(self, enqueued: Enqueued, lane: GpuLane) -> None:
         while True:

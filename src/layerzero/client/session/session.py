@@ -37,6 +37,7 @@ from layerzero.client.connection.routes import Routes, route_message
 from layerzero.client.gpu.arrays import device_of, gpu_name, named_device
 from layerzero.client.gpu.calls import GpuCalls
 from layerzero.client.gpu.fastpath import MISS
+from layerzero.client.gpu.lifting.lifts import Lifts
 from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.lanes import Lanes, Ticket
@@ -87,6 +88,7 @@ class Session:
         self.arena_registry = ArenaRegistry(link, self._lanes.tickets.clear)
         self.local = Local(link, routes, self.ask)
         self.gpus = GpuCalls(self, link)
+        self.lifts = Lifts(self, link, self.gpus)
         self._link = link  # last: who sees that it is of this process goes on to use the others
 
     @property
@@ -140,11 +142,13 @@ class Session:
         """Hang up. Open calls of other threads end as Cancelled; those that a GPU's streams wait for are waited for."""
         is_own = self._link.forks == arenas.forks
         if is_own:
+            self.lifts.finish()
             self.gpus.finish(CLOSE_S)
         self._link.close()
         self._lanes.close()
         self.arena_registry.close()
         if is_own:
+            self.lifts.close()
             self.gpus.close()
 
     # --- a call --------------------------------------------------------------------------------------
@@ -153,7 +157,7 @@ class Session:
         """Run one op and return its result. Raises what client/facade/ops.py documents."""
         start_ns = time.perf_counter_ns()
         if self.link and not self.shadow.is_on:  # of this very process
-            result = self.gpus.run_again(request, start_ns)
+            result = self.lifts.run_again(request, start_ns)
             if result is not MISS:
                 return result
         arrays, out = describe_all(request)

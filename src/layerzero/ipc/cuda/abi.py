@@ -37,6 +37,16 @@ ENTRIES = {
     "get_attribute": "cuPointerGetAttribute",
     "batch": "cuStreamBatchMemOp_v2",
 }
+# And client/gpu/_lifted.c.
+LAUNCH_ENTRIES = {
+    "get_current": "cuCtxGetCurrent",
+    "is_capturing": "cuStreamIsCapturing",
+    "launch": "cuLaunchKernelEx",
+    "fill_8": "cuMemsetD8Async",
+    "fill_16": "cuMemsetD16Async",
+    "fill_32": "cuMemsetD32Async",
+    "copy": "cuMemcpyDtoDAsync_v2",
+}
 WAIT_32, WRITE_32 = 1, 2  # CUstreamBatchMemOpType
 # CUstreamBatchMemOpParams, one that waits for or writes a word: operation, address, value, flags, alias (the driver's).
 _WORD_OP = "i4xQQI4xQ8x"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_char_p, c_int, c_uint64, c_void_p
 
 from layerzero.ipc.cuda import abi
@@ -39,10 +39,9 @@ class Library:
         self._functions[name] = function
         return function  # type: ignore[no-any-return]
 
-    def entries(self) -> dict[str, int]:
-        """Addresses of the functions that client/gpu/_fastpath.c calls, by its names; none where the driver lacks
-        one."""
-        found = {own: getattr(self._library, name, None) for own, name in abi.ENTRIES.items()}
+    def entries(self, names: Mapping[str, str] = abi.ENTRIES) -> dict[str, int]:
+        """Addresses of the functions that C of ours calls, by its own names; none where the driver lacks one."""
+        found = {own: getattr(self._library, name, None) for own, name in names.items()}
         if None in found.values():
             return {}
         return {own: ctypes.cast(function, c_void_p).value or 0 for own, function in found.items()}  # type: ignore[arg-type]
@@ -60,6 +59,10 @@ class Library:
         if number not in (0, abi.NOT_READY):
             raise self._error(name, number)
         return number == 0
+
+    def error_of(self, call: str, number: int) -> CudaError:
+        """What a function that C of ours has called returned, as the error that it would have been here."""
+        return self._error(call, number)
 
     def _error(self, call: str, number: int) -> CudaError:
         text = c_char_p()

@@ -92,7 +92,7 @@ class ClientOrder(_Words):
     def reserve(self, stream: int) -> TimelinePoint:
         """The number of the stream's next call; nothing is enqueued. `enter` follows, or `abandon`, in the order of the
         numbers, and one thread at a time. Needs memops. Raises Busy as `begin` does."""
-        key = stream if stream != PER_THREAD else _key(stream)
+        key = stream if stream != PER_THREAD else stream_key(stream)
         timeline = self.timelines.get(key)
         if timeline is None:
             timeline = self.timelines[key] = self._free_timeline()
@@ -142,7 +142,7 @@ class ClientOrder(_Words):
 
     def has_news(self, stream: int) -> bool:
         """Whether a call of the stream has failed since `take_news`."""
-        timeline = self.timelines.get(_key(stream))
+        timeline = self.timelines.get(stream_key(stream))
         return timeline is not None and self.page.last_error(timeline) != self.failures_seen[timeline]
 
     def take_news(self) -> None:
@@ -156,15 +156,20 @@ class ClientOrder(_Words):
             for timeline in list(self.timelines.values())
         ]
 
-    def timeline(self, stream: int) -> int:
-        """The stream's; -1 while it has none."""
-        return self.timelines.get(_key(stream), -1)
-
-    def _next_point(self, stream: int) -> TimelinePoint:
-        key = _key(stream)
+    def take_timeline(self, stream: int) -> int:
+        """The stream's, which it has from now on. One thread at a time, as `reserve`. Raises Busy as `begin` does."""
+        key = stream_key(stream)
         timeline = self.timelines.get(key)
         if timeline is None:
             timeline = self.timelines[key] = self._free_timeline()
+        return timeline
+
+    def timeline(self, stream: int) -> int:
+        """The stream's; -1 while it has none."""
+        return self.timelines.get(stream_key(stream), -1)
+
+    def _next_point(self, stream: int) -> TimelinePoint:
+        timeline = self.take_timeline(stream)
         return TimelinePoint(timeline, self.next_numbers[timeline])
 
     def _free_timeline(self) -> int:
@@ -179,7 +184,8 @@ class ClientOrder(_Words):
         raise Busy(f"{TIMELINES} streams have open calls to one worker; no more can", limit=TIMELINES)
 
 
-def _key(stream: int) -> Any:
+def stream_key(stream: int) -> Any:
+    """What stands for a stream: a handle may be another stream in each thread."""
     return (stream, threading.get_ident()) if stream == PER_THREAD else stream
 
 

@@ -29,7 +29,7 @@ class _Ready(NamedTuple):
 
 
 class LoadedCall:
-    """A lifted call whose machine code is in the current context. For one thread at a time."""
+    """A lifted call whose machine code is in the current context. Threads may share it."""
 
     def __init__(self, driver: Driver, lifted: Lifted, modules: Mapping[str, int]) -> None:
         """`modules`: handles of loaded machine code, by digest. Raises CudaError."""
@@ -74,5 +74,6 @@ class LoadedCall:
                 start = -(-ctypes.addressof(room) // _ALIGNMENT) * _ALIGNMENT
                 ctypes.memmove(start, bytes(params), len(params))
                 table = (ctypes.c_void_p * max(len(kernel.layout), 1))(*(start + span.offset for span in kernel.layout))
+                config = LaunchConfig.from_buffer_copy(config)  # another thread may be at it, on another stream
                 config.stream = stream
                 self._driver.launch_kernel(config, function, table)

@@ -99,6 +99,33 @@ class TimelinePage:
     def store_done(self, point: TimelinePoint) -> None:
         self._words[index(point, DONE)] = point.value
 
+    # --- lifted calls
+
+    @property
+    def lift_epoch(self) -> int:
+        """A lifted call may be launched while this is what the broker named with it."""
+        return self._words[LIFT_EPOCH // 4]
+
+    def bump_lift_epoch(self) -> int:
+        """No lifted call of before is launched any more; the broker's. Returns the new epoch, which is never 0."""
+        self._words[LIFT_EPOCH // 4] = epoch = self.lift_epoch % MASK + 1
+        return epoch
+
+    def note_lifted(self, timeline: int, number: int) -> None:
+        """A lifted call of that number, which is not 0, is about to be launched; the client's."""
+        words, at = self._words, (timeline * TIMELINE_BYTES + LIFTED_COUNT) // 4
+        count = words[at]
+        words[at + 1 + count % LIFTED_KEPT] = number
+        words[at] = count + 1 & MASK
+
+    def last_lifted(self) -> set[int]:
+        """The numbers of those that were launched last, in any timeline."""
+        found: set[int] = set()
+        for timeline in range(TIMELINES):
+            at = (timeline * TIMELINE_BYTES + LIFTED_LAST) // 4
+            found.update(self._words[at : at + LIFTED_KEPT])
+        return found - {0}
+
     # --- graph slots
 
     def rung(self, start: int = 0, stop: int = GRAPH_SLOTS) -> int | None:
@@ -150,35 +177,11 @@ class TimelinePage:
     def previous_graph_slot(self, graph_slot: int) -> int | None:
         return _named(self._words[_LINK + graph_slot_index(graph_slot)] >> 16)
 
-    # --- lifted calls
-
-    def lift_epoch(self) -> int:
-        return self._words[LIFT_EPOCH // 4]
-
-    def bump_lift_epoch(self) -> None:
-        """The broker takes all leave back that it has given."""
-        self._words[LIFT_EPOCH // 4] = self.lift_epoch() + 1 & MASK
-
-    def note_lifted(self, timeline: int, number: int) -> None:
-        """The client is about to launch this lifted call."""
-        at = timeline * TIMELINE_BYTES // 4
-        count = self._words[at + LIFTED_COUNT // 4]
-        self._words[at + LIFTED_LAST // 4 + count % LIFTED_KEPT] = number
-        self._words[at + LIFTED_COUNT // 4] = count + 1 & MASK
-
-    def last_lifted(self) -> set[int]:
-        """Numbers of the lifted calls that were launched last, of all timelines."""
-        found: set[int] = set()
-        for timeline in range(TIMELINES):
-            at = timeline * TIMELINE_BYTES // 4
-            if self._words[at + LIFTED_COUNT // 4]:
-                found.update(self._words[at + LIFTED_LAST // 4 : at + LIFTED_LAST // 4 + LIFTED_KEPT])
-        return found - {0}
-
     def clear_lifted(self) -> None:
-        """What was launched has ended well, as far as the client knows."""
+        """The client ends in order, and what it launched has not cost it the GPU; the client's."""
         for timeline in range(TIMELINES):
-            self._words[timeline * TIMELINE_BYTES // 4 + LIFTED_COUNT // 4] = 0
+            for n in range(LIFTED_KEPT):
+                self._words[(timeline * TIMELINE_BYTES + LIFTED_LAST) // 4 + n] = 0
 
     def close(self) -> None:
         self._words.release()

@@ -22,10 +22,11 @@ LINKS_AT = GRAPH_SLOTS_DONE_AT + 4 * GRAPH_SLOTS
 BINDINGS_AT = LINKS_AT + 4 * GRAPH_SLOTS
 PAGE_BYTES = BINDINGS_AT + 4 * GRAPH_SLOTS
 READY, DONE, ERROR = 0, 128, 256  # bytes within a timeline; 128 apart, so that writers share no cache line
-# Of lifted calls, in each timeline: how many the client has launched, and the numbers of the last of them in a ring; in
-# timeline 0 alone: while it stands, the client may launch those that it was given leave for then.
+# Of lifted calls (docs/lifting.md), which the client launches itself: how many it has noted for the timeline, and the
+# numbers of the last LIFTED_KEPT of them, number n of them in word n mod LIFTED_KEPT. Written before each launch, so
+# that they are there when the client dies of one.
 LIFTED_COUNT, LIFTED_LAST, LIFTED_KEPT = 384, 388, 8
-LIFT_EPOCH = 448
+LIFT_EPOCH = 448  # in timeline 0: the broker's word; what was allowed under another value is allowed no longer
 MASK = (1 << 32) - 1
 MAX_ERROR = MASK
 # Values of a graph slot. A graph of the client clears the slot's DONE, writes RUNG and waits for DONE; the worker's CPU
@@ -34,6 +35,7 @@ MAX_ERROR = MASK
 # by the number of the binding a worker that has not heard yet that its call is over leaves the slot to others.
 SILENT, RUNG, TAKEN = range(3)
 LAYOUT = (TIMELINES, TIMELINE_BYTES, DONE, ERROR)  # what client/gpu/_fastpath.c writes to
+LIFTED_LAYOUT = (TIMELINES, TIMELINE_BYTES, ERROR, LIFTED_COUNT, LIFTED_LAST, LIFTED_KEPT, LIFT_EPOCH)  # and _lifted.c
 
 
 class TimelinePoint(NamedTuple):

@@ -381,3 +381,29 @@ def test_each_op_that_a_kernel_does_as_well_counts() -> None:
     beta = next(v for v in ranked(one, body) if v.backend == "beta")
     assert (beta.terms["fusion"], beta.fused_ops) == (2.0, ("matmul", "gelu"))
     assert beta.kernel is one.kernel("beta.silu")
+
+
+def on_gpu() -> bytes:
+    x = TensorSpec.contiguous("float32", (64, 64)).to_wire()
+    return encode(Route(op="silu", inputs=[x], outputs=[x], attrs={}, device=GPU))
+
+
+def test_a_kernel_that_stays_in_its_worker_pays_for_the_way() -> None:
+    """5 us faster is not worth two changes between processes. One that only was not lifted yet pays nothing: else the
+    first that was lifted would win for ever."""
+    one = engine(GPU_CAPABILITIES, gpus=[DEVICES[GPU]])
+    cell = one.cell(one.context(CallSpec.parse(on_gpu())))
+    first, *others = kernels = [v.kernel_id for v in ranked(one, on_gpu()) if v.is_accepted]
+    for rank, kernel_id in enumerate(kernels):
+        for _ in range(3):
+            one.note_time(kernel_id, cell, 15_000 + 5_000 * rank, 0.0, is_clean=True)
+    assert [v.kernel_id for v in ranked(one, on_gpu()) if v.is_accepted] == kernels
+    before = one.epoch
+    one.note_staying(first, cell)
+    assert one.epoch > before
+    found = [v for v in ranked(one, on_gpu()) if v.is_accepted]
+    assert [v.kernel_id for v in found] == [*others, first]
+    assert "is not lifted: 300 us more" in "; ".join(found[-1].notes)
+    for kernel_id in others:
+        one.note_staying(kernel_id, cell)
+    assert [v.kernel_id for v in ranked(one, on_gpu()) if v.is_accepted] == kernels, "nobody is lifted: all pay"

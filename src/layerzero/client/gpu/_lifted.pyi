@@ -1,0 +1,19 @@
+"""What client/gpu/_lifted.c has. Keyword arguments and their meaning: client/gpu/lifting/compiled.py."""
+
+from typing import Any
+
+from layerzero.client.connection.call import Request
+
+LAYOUT: tuple[int, ...]
+PROGRAM: tuple[int, ...]
+LIMITS: tuple[int, ...]
+
+class LiftedSite:
+    def __new__(cls, **told: Any) -> LiftedSite: ...
+
+class LiftedCalls:
+    def __new__(cls, **told: Any) -> LiftedCalls: ...
+    def run(self, request: Request, start_ns: int, /) -> Any: ...
+    def key(self, request: Request, /) -> bytes | None: ...
+    def learn(self, **types: Any) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,362 @@
+"""Which calls are lifted, and launching them: the broker is asked once for each call that settles, on a thread of its
+own, and from then on no worker and no message has a part in it.
+
+A lifted call holds as long as the GPU's page has the epoch that the broker named. In another one the call goes the
+ordinary way, and the broker is asked again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from layerzero.client.arrays.recognition import Array
+from layerzero.client.connection import arena
+from layerzero.client.connection.call import Request
+from layerzero.client.connection.link import Link
+from layerzero.client.connection.report import LIFTED, Attempt, Candidate, SelectionReport
+from layerzero.client.gpu.arrays import new_like
+from layerzero.client.gpu.calls import READ_EVERY, GpuCalls
+from layerzero.client.gpu.device import Gpu
+from layerzero.client.gpu.fastpath import MISS, learn
+from layerzero.client.gpu.lifting.background import Background
+from layerzero.client.gpu.lifting.compiled import compile_site, compiled_calls
+from layerzero.client.gpu.lifting.faults import Faults
+from layerzero.client.gpu.lifting.keys import Key, addresses_of, key_of
+from layerzero.client.gpu.lifting.loaded import fetch_from, load, relaxed
+from layerzero.client.gpu.lifting.scratch import ScratchRooms
+from layerzero.client.gpu.lifting.sites import Asked, Caller, Site
+from layerzero.client.gpu.session_view import Placed, SessionView
+from layerzero.ipc.cuda import abi
+from layerzero.ipc.cuda.streams import stream_key
+from layerzero.ipc.errors import (
+    BackendError,
+    BrokerLost,
+    Busy,
+    Cancelled,
+    CudaError,
+    InvalidArgument,
+    LayerZeroError,
+    NotConnected,
+)
+from layerzero.ipc.lifting.form import Copy, Fill, alignment_class
+from layerzero.ipc.lifting.program import SCRATCH_STEP
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+MAX_KNOWN = 4096
+PENDING_S = 0.05
+LATER_CALLS = 8  # until a call is asked for again that had too little evidence
+LOAD_FAILED, NOT_LAUNCHED = "LOAD_FAILED", "NOT_LAUNCHED"  # beside LiftReason: found here
+
+
+class Lifts:
+    """Of one connection. Threads may share it. `known`: lifted calls by key; a number: calls to go until the broker is
+    asked again."""
+
+    def __init__(self, session: SessionView, link: Link, calls: GpuCalls) -> None:
+        self._session, self._calls = session, calls
+        self.known: dict[Key, Site | int] = {}
+        self._asked: dict[Key, Asked] = {}
+        self._rooms: dict[str, ScratchRooms] = {}
+        self._lock = threading.Lock()
+        self._fetch = fetch_from(link)
+        self._background = Background()
+        self._faults = Faults(session.ask, lambda: link.forks == arena.forks and link.is_alive)
+        self._is_unknown = False  # to the broker
+        self._is_closing = False
+        self._compiled = compiled_calls(self, calls.outcomes.failed, calls.run_again, session.last)
+        self.run_again = calls.run_again  # until there are lifted calls
+
+    # --- a call that was made before
+
+    def run(self, request: Request, start_ns: int) -> Any:
+        """The result of a call that is lifted; of others what `GpuCalls.run_again` gives.
+
+        `run_again` is this, in C where that was compiled."""
+        result = self._run(request, start_ns)
+        return self._calls.run_again(request, start_ns) if result is MISS else result
+
+    run_otherwise = run  # by which the C hands over
+
+    def _run(self, request: Request, start_ns: int) -> Any:
+        if self._is_closing:
+            return MISS
+        try:
+            key = self._key(request)
+            found = self.known.get(key) if key is not None else None
+        except (TypeError, RuntimeError):  # what cannot be hashed, a tensor without memory: what checks it names it
+            return MISS
+        if key is None or found is None:
+            return MISS
+        if isinstance(found, int):
+            if found > 1:
+                self.known[key] = found - 1
+            else:
+                self.count_down(key)
+            return MISS
+        site, gpu, caller = found, found.gpu, found.asked.caller
+        if gpu.order.page.lift_epoch != site.epoch:
+            self.renew(key, site)
+            return MISS
+        stream = caller.stream()
+        self._calls.glance(gpu, stream, READ_EVERY)
+        *inputs, out_at = addresses_of(request)
+        context = gpu.memory.context
+        is_pushed = not caller.is_here()
+        if is_pushed:
+            context.__enter__()
+        try:
+            result, result_at = request.out, out_at
+            if request.out is None and caller.make is not None:
+                with relaxed(gpu.memory):
+                    result, result_at = caller.make(request.args[0])
+            memory = site.memory(inputs, result_at)
+            return result if self._launch(site, memory, stream, start_ns) else MISS
+        finally:
+            if is_pushed:
+                context.__exit__()
+
+    def _key(self, request: Request) -> Key | None:
+        return key_of(request) if self._compiled is None else self._compiled.key(request)
+
+    def count_down(self, key: Key) -> None:
+        """There may be more evidence by now for a call that was not lifted."""
+        self._ask_again(key, self.known.pop(key, None))
+
+    def renew(self, key: Key, site: Site) -> None:
+        """What was allowed in an earlier epoch is allowed no longer."""
+        if self.known.get(key) is site:
+            self._ask_again(key, self.known.pop(key, None))
+
+    def look(self, gpu: Gpu) -> None:
+        """Raises the error of a call that failed after it had returned."""
+        self._calls.look(gpu)
+
+    # --- a call that is new
+
+    def serve(self, call: Placed) -> bool:
+        """Launch a call, if it is lifted; says whether it was. One that is new is asked for, so that later ones are: at
+        once where its route is new, too, since the broker may have it from earlier processes.
+
+        Raises what launching ends in. Needs the GPU's context to be current.
+        """
+        results = call.route.plan.results
+        if self._is_unknown or self._is_closing or call.like.kind not in ("torch", "cupy"):
+            return False
+        if (results and not results[0].numel) or any(array is not None and array.needs_copy for array in call.arrays):
+            return False
+        if self._compiled is not None:
+            learn(self._compiled, call.like)
+        key = self._key(call.request)
+        if key is None:
+            return False
+        asked = self._asked.get(key)
+        if asked is None:
+            self._begin(key, call)
+        elif asked.refused_at not in (None, asked.gpu.order.page.lift_epoch):
+            self._ask_again(key, asked)
+        site = self.known.get(key)
+        if not isinstance(site, Site) or site.gpu.order.page.lift_epoch != site.epoch:
+            return False
+        inputs = [0 if array is None else array.address for array in call.arrays]
+        return self._launch(site, site.memory(inputs, call.address), call.stream, call.start_ns)
+
+    def _begin(self, key: Key, call: Placed) -> None:
+        plan, op = call.route.plan, OPS[call.request.op]
+        inputs = [0 if array is None else alignment_class(array.address) for array in call.arrays]
+        outputs = [inputs[op.inputs.index(name)] for name in op.in_place] or [alignment_class(call.address)]
+        caller = Caller.of(call.like, call.gpu, plan.results)
+        asked = Asked(key, call.route, call.gpu, caller, call.out is not None, inputs + outputs)
+        with self._lock:
+            if len(self._asked) >= MAX_KNOWN:
+                self._asked.clear()
+                self.known.clear()
+            if self._asked.setdefault(key, asked) is not asked:
+                return  # another thread's
+        asked.is_waiting = True
+        again_s = 0.0 if call.route.is_armed else self._ask(asked)
+        if again_s is not None:
+            self._background.put(call.gpu.memory.context.driver, partial(self._ask, asked), again_s)
+
+    def _ask_again(self, key: Key, was: object) -> None:
+        asked = self._asked.get(key)
+        if asked is None or was is None:
+            return
+        with self._lock:
+            if asked.is_waiting:
+                return
+            asked.is_waiting, asked.refused_at = True, None
+        self._background.put(asked.gpu.memory.context.driver, partial(self._ask, asked))
+
+    def _ask(self, asked: Asked) -> float | None:
+        """In how many seconds to ask again; None: not of its own accord."""
+        again_s = None
+        try:
+            if not (self._is_closing or self._is_unknown):
+                again_s = self._ask_once(asked)
+        finally:
+            asked.is_waiting = again_s is not None
+        return again_s
+
+    def _ask_once(self, asked: Asked) -> float | None:
+        try:
+            answer = self._session.ask("lift", route=asked.route.number, alignments=asked.alignments)
+        except InvalidArgument:  # a broker of an earlier version
+            self._is_unknown = True
+            return None
+        except (Busy, NotConnected, BrokerLost, Cancelled) as exc:
+            return PENDING_S if isinstance(exc, Busy) else None
+        try:
+            return self._take(asked, answer)
+        except Busy:
+            return PENDING_S
+        except (NotConnected, BrokerLost, Cancelled):
+            return None
+        except CudaError as exc:
+            if exc.is_sticky:
+                self._faults.tell(asked.gpu)
+            self._refuse(asked, f"{LOAD_FAILED}: {exc.message}")
+        except (LayerZeroError, KeyError, TypeError, ValueError, AttributeError) as exc:
+            self._refuse(asked, f"{LOAD_FAILED}: {type(exc).__name__}: {exc}"[:500])
+        return None
+
+    def _take(self, asked: Asked, answer: Mapping[str, Any]) -> float | None:
+        state, gpu = answer["state"], asked.gpu
+        if state == "pending":
+            return PENDING_S
+        if state == "later":
+            self._remember(asked, LATER_CALLS)
+        elif state == "refused":
+            self._refuse(asked, f"{answer['reason']}: {answer['detail']}")
+        elif state == "ready":
+            number, epoch = int(answer["number"]), int(answer["epoch"])
+            if gpu.order.page.lift_epoch != epoch:
+                return PENDING_S  # it has changed since
+            loaded = load(gpu.memory, str(answer["digest"]), self._fetch)
+            with self._lock:
+                rooms = self._rooms.get(gpu.uuid)
+                if rooms is None:
+                    rooms = self._rooms[gpu.uuid] = ScratchRooms(gpu.memory)
+            site = Site.of(asked, loaded, number, epoch, rooms)
+            if self._compiled is not None:
+                site.compiled = compile_site(site)
+            asked.route.not_lifted = ""
+            self._remember(asked, site)
+        else:
+            raise ValueError(f"the broker answers {state!r:.40}")
+        return None
+
+    def _remember(self, asked: Asked, found: Site | int) -> None:
+        with self._lock:
+            if self._asked.get(asked.key) is asked:
+                self.known[asked.key] = found
+                self.run_again = self.run if self._compiled is None else self._compiled.run
+
+    def _refuse(self, asked: Asked, why: str) -> None:
+        self.known.pop(asked.key, None)
+        if not self._is_closing:
+            asked.refused_at = asked.gpu.order.page.lift_epoch
+            asked.route.not_lifted = why
+
+    # --- launching, in Python. The GPU's context is current.
+
+    def _launch(self, site: Site, memory: Sequence[int], stream: int, start_ns: int) -> bool:
+        """False: nothing was enqueued, and the call goes the ordinary way."""
+        if not site.may_lie(memory):
+            return False
+        (offsets, nbytes), rooms, key = site.loaded.scratch, site.rooms, stream_key(stream)
+        is_captured, base, lent = site.driver.is_capturing(stream), 0, None
+        try:
+            if nbytes and not is_captured:
+                base = rooms.take(key, stream, nbytes)
+            elif nbytes and site.asked.caller.kind == "torch":  # of the graph's own memory, as torch's own kernels have
+                lent, base = _lent_by_torch(site, nbytes)
+            elif nbytes:
+                base = rooms.captured(site.driver.capture_id(stream), stream, nbytes)
+        except CudaError as exc:
+            if not exc.is_out_of_memory:
+                raise self._failure(site, exc, is_captured=is_captured) from exc
+            return False
+        try:
+            if not self._note(site, stream, is_captured=is_captured):
+                return False
+            site.launch(memory, [base + offset for offset in offsets], stream)
+        except CudaError as exc:
+            raise self._failure(site, exc, is_captured=is_captured) from exc
+        finally:
+            if nbytes and not is_captured:
+                rooms.release(key)
+        del lent  # its allocator has it back, for what the stream does later
+        self._session.last.record = site.record(start_ns, time.perf_counter_ns())
+        return True
+
+    def _note(self, site: Site, stream: int, *, is_captured: bool) -> bool:
+        """Whether it may be launched now. The page says so before it is."""
+        gpu = site.gpu
+        with gpu.lock:
+            if self._is_closing or gpu.order.page.lift_epoch != site.epoch:
+                return False
+            try:
+                timeline = gpu.order.take_timeline(stream)
+            except Busy:
+                return False
+            gpu.order.page.note_lifted(timeline, site.number)
+        self._faults.note(gpu, site.number, is_captured=is_captured)
+        return True
+
+    def fail(self, site: Site, number: int, step: int) -> NoReturn:
+        """Raises what the driver's error at a step is to the caller; for the C."""
+        at = site.loaded.lifted.steps[step]
+        entry = f"fill_{8 * at.itemsize}" if isinstance(at, Fill) else "copy" if isinstance(at, Copy) else "launch"
+        exc = site.driver.error_of(abi.LAUNCH_ENTRIES[entry], number)
+        raise self._failure(site, exc, is_captured=False) from exc
+
+    def _failure(self, site: Site, exc: CudaError, *, is_captured: bool) -> BackendError:
+        lifted, decision = site.loaded.lifted, site.decision
+        kernel_id, backend = decision.kernel_id, decision.backend
+        if exc.is_sticky:
+            self._faults.tell(site.gpu)
+        elif not is_captured:  # another may have broken the capture
+            self._refuse(site.asked, f"{NOT_LAUNCHED}: {exc.message}")
+        text = f"{lifted.op}: {kernel_id}, which is lifted, was not launched: {exc.message}"
+        error = BackendError(text, backend=backend, kernel_id=kernel_id, **exc.facts)
+        error.report = SelectionReport(
+            op=lifted.op,
+            kernel_id=None,
+            backend=None,
+            worker_pid=None,
+            path=LIFTED,
+            attempts=(Attempt(backend, kernel_id, CudaError.code, exc.message),),
+            candidates=tuple(Candidate.from_wire(one) for one in decision.candidates),
+        )
+        self._session.note(error.report)
+        return error
+
+    # --- the end
+
+    def finish(self) -> None:
+        """Before the link is closed. Nothing is launched any more; a GPU that is lost is told of."""
+        self._is_closing = True
+        self._background.end()
+        if self._compiled is not None:
+            self._compiled.close()
+        self._faults.look()
+
+    def close(self) -> None:
+        """The link must have been closed, and the GPUs not."""
+        self._background.join()
+        self.known.clear()
+        self._asked.clear()
+        for rooms in self._rooms.values():
+            rooms.close()
+
+
+def _lent_by_torch(site: Site, nbytes: int) -> tuple[Any, int]:
+    spec = TensorSpec.contiguous("uint8", (nbytes + SCRATCH_STEP,))
+    like = Array("torch", spec, 0, None, None, device=site.asked.caller.device)
+    made, address = new_like(like, spec)
+    return made, -(-address // SCRATCH_STEP) * SCRATCH_STEP

@@ -1,0 +1,184 @@
+"""A lifted call in one connection: all that is needed to launch it again, and what a report says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from layerzero.client.arrays.recognition import Array
+from layerzero.client.connection.call import Route
+from layerzero.client.connection.report import LIFTED
+from layerzero.client.gpu.call_cache import context_watcher, maker, streamer
+from layerzero.client.gpu.device import Gpu
+from layerzero.client.gpu.lifting.keys import Key
+from layerzero.client.gpu.lifting.lifted_library import why_not
+from layerzero.client.gpu.lifting.loaded import LoadedLift
+from layerzero.client.gpu.lifting.scratch import ScratchRooms
+from layerzero.ipc.cuda.driver import Driver
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.lifting.form import Lifted
+from layerzero.ipc.transport import messages
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from layerzero.client.gpu._lifted import LiftedSite
+
+_SCRATCH = "uint8"
+
+
+class Caller(NamedTuple):
+    """How arrays of the caller's library are dealt with, without one of them. `make`: a new array for a result, like an
+    argument, and its address; None where the op gives none."""
+
+    kind: str
+    device: int  # ordinal
+    dtype: str
+    stream: Callable[[], int]
+    is_here: Callable[[], bool]  # the GPU's context is current in this thread
+    make: Callable[[Any], tuple[Any, int]] | None
+
+    @classmethod
+    def of(cls, like: Array, gpu: Gpu, results: Sequence[TensorSpec]) -> Caller:
+        make = maker(like, results) if results else None
+        return cls(like.kind, like.device, like.spec.dtype, streamer(like), context_watcher(like, gpu), make)
+
+
+class Sharing(NamedTuple):
+    """Two tensors of a call, inputs counted before outputs, that must not share memory; `is_same_only`: that must not
+    begin at one address (client/connection/call.py: refuse_sharing)."""
+
+    one: int
+    other: int
+    is_same_only: bool
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """A call whose lifting the broker was asked for. `alignments`: of each input and each output, in bytes."""
+
+    key: Key
+    route: Route
+    gpu: Gpu
+    caller: Caller
+    has_out: bool
+    alignments: list[int]
+    refused_at: int | None = None  # the epoch; it is asked for again in another one
+    is_waiting: bool = False  # for the broker's answer, or to ask again
+
+
+@dataclass(eq=False, slots=True)
+class Site:
+    """Calls with one key, as long as the page has `epoch`. `number`: by which the broker knows it."""
+
+    asked: Asked
+    loaded: LoadedLift
+    number: int
+    epoch: int
+    rooms: ScratchRooms
+    decision: messages.Decision
+    note: str
+    sharings: tuple[Sharing, ...] = ()
+    compiled: LiftedSite | None = None  # for the C
+    _aliases: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, asked: Asked, loaded: LoadedLift, number: int, epoch: int, rooms: ScratchRooms) -> Site:
+        """Raises ProtocolError for what the broker lifted of another call."""
+        lifted, plan = loaded.lifted, asked.route.plan
+        if (lifted.op, lifted.inputs, lifted.outputs) != (plan.op, tuple(plan.inputs), tuple(plan.outputs)):
+            raise ProtocolError(f"a lifted {lifted.op} of other tensors than those of the call was given")
+        if any(need and has % need for need, has in zip(lifted.alignments, asked.alignments, strict=True)):
+            raise ProtocolError(f"{lifted.alignments} as alignments were given; the call has {asked.alignments}")
+        decision = _decision(asked.route, lifted)
+        site = cls(asked, loaded, number, epoch, rooms, decision, _note(asked, lifted))
+        site.sharings, site._aliases = _sharings(lifted, asked.has_out), lifted.aliases()
+        return site
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.asked.gpu
+
+    @property
+    def driver(self) -> Driver:
+        return self.asked.gpu.memory.context.driver
+
+    def alias(self, output: int) -> int | None:
+        """The input that an output is; None for one of its own."""
+        return self._aliases.get(output)
+
+    def memory(self, inputs: Sequence[int], result: int) -> list[int]:
+        """Where the tensors are. `result`: the address of the one that is no input."""
+        outputs = range(len(self.loaded.lifted.outputs))
+        return [*inputs, *(result if n not in self._aliases else inputs[self._aliases[n]] for n in outputs)]
+
+    def may_lie(self, memory: Sequence[int]) -> bool:
+        """Whether the lifted call works on memory there."""
+        lifted = self.loaded.lifted
+        if any(need and at % need for at, need in zip(memory, lifted.alignments, strict=True)):
+            return False
+        spans = [0 if spec is None else spec.span_bytes for spec in (*lifted.inputs, *lifted.outputs)]
+        for one, other, is_same_only in self.sharings:
+            at, its = memory[one], memory[other]
+            if at == its if is_same_only else at < its + spans[other] and its < at + spans[one]:
+                return False
+        return True
+
+    def launch(self, memory: Sequence[int], scratch: Sequence[int], stream: int) -> None:
+        """Raises CudaError. Needs the GPU's context to be current."""
+        count = len(self.loaded.lifted.inputs)
+        self.loaded.call.launch(memory[:count], memory[count:], scratch, stream)
+
+    def record(self, start_ns: int, end_ns: int) -> tuple[Any, ...]:
+        """What a report is made of (client/connection/record.py)."""
+        return (self.asked.route.plan, (), start_ns, end_ns, 0, (), self.decision, (), self.note)
+
+
+def _sharings(lifted: Lifted, has_out: bool) -> tuple[Sharing, ...]:
+    op, count = OPS[lifted.op], len(lifted.inputs)
+    given = [n for n, spec in enumerate(lifted.inputs) if spec is not None and spec.span_bytes]
+    if op.in_place:
+        written = [op.inputs.index(name) for name in op.in_place]
+        return tuple(Sharing(at, n, n in written) for at in written for n in given if n != at and at in given)
+    return tuple(Sharing(count, n, False) for n in given) if has_out else ()
+
+
+def _decision(route: Route, lifted: Lifted) -> messages.Decision:
+    """With what was said of the route's other kernels, if anything was."""
+    backend = lifted.kernel_id.partition(".")[0]
+    told = list(route.decisions.values())[-1:]
+    if told:
+        return replace(
+            told[0],
+            kernel_id=lifted.kernel_id,
+            backend=backend,
+            worker_pid=0,
+            copies_inputs=False,
+            copies_outputs=False,
+            lane=LIFTED,
+        )
+    return messages.Decision(
+        kernel_id=lifted.kernel_id,
+        backend=backend,
+        worker_pid=0,
+        copies_inputs=False,
+        copies_outputs=False,
+        candidates=[],
+        lane=LIFTED,
+    )
+
+
+def _note(asked: Asked, lifted: Lifted) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in lifted.versions.items())
+    names = ", ".join(dict.fromkeys(_short(step.name) for step in lifted.steps if hasattr(step, "name")))
+    path = f"; calls are made by the Python alone: {why_not}" if why_not else ""
+    kernels = f" ({names})" if names else ""
+    return (
+        f"lifted: {lifted.kernel_id} of {versions or 'an unknown version'}{kernels} ran in this process, on its own "
+        f"stream; GPU {asked.gpu.uuid}{path}"
+    )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else f"{name[:77]}..."
