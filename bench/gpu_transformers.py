@@ -36,13 +36,13 @@ def attention(
 ) -> tuple[Any, None]:
     """Transformers' attention function, by lz.attention; query (B, Hq, Sq, D), key and value (B, Hk, Sk, D)."""
     assert attention_mask is None, "nothing is padded here"
-    out = lz.attention(query, key, value, is_causal=query.shape[2] > 1, scale=scaling)
+    out = lz.attention(query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None
 
 
 def rms_norm(self: Any, x: Any) -> Any:
     """LlamaRMSNorm.forward, by lz.rms_norm."""
-    return lz.rms_norm(x, weight=self.weight, eps=self.variance_epsilon)
+    return lz.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
 
 
 class Program:
