@@ -12,7 +12,7 @@
 enum { KEY_BYTES = 1024, KEY_ADDRESSES = 16 };
 
 /* What it is told by Python: the policy of the moment, and the types of arrays. */
-#define KEY_TYPES(X) X(policy) X(baked) X(dtypes) X(tensor) X(parameter) X(size) X(is_grad_enabled) X(array)
+#define KEY_TYPES(X) X(policy) X(baked) X(dtypes) X(tensor) X(parameter) X(size) X(is_grad_enabled) X(exchange) X(array)
 #define KEY_NAMES(X) \
     X(op) X(args) X(params) X(out) X(backend) X(timeout_s) X(output_bytes) X(is_rigid) X(text) X(requires_grad) X(is_neg) \
     X(data_ptr) X(get_device) X(shape) X(stride) X(strides) X(dtype) X(data) X(ptr) X(device_id) X(get)
@@ -208,6 +208,41 @@ static Verdict append_pointer(Key *key, char tag, PyObject *pointer) { /* takes 
     return append(key, packed, 2);
 }
 
+/* Of DLPack's C exchange (dlpack.h, 1.2 or later), which newer torch has: what getters tell, without objects. */
+typedef struct { void *data; int32_t device_type, device; int32_t ndim; uint32_t dtype; int64_t *shape, *strides; uint64_t offset; } DLTensor;
+typedef struct {
+    uint32_t major, minor;
+    void *older, *allocate, *from_python, *to_python;
+    int (*look)(void *, DLTensor *);
+    void *stream;
+} Exchange;
+
+/* Whether a tensor could be looked at so; else the getters do it. */
+static int look(const KeyTypes *types, PyObject *tensor, DLTensor *found) {
+    if (!PyCapsule_CheckExact(types->exchange)) return 0;
+    const Exchange *exchange = PyCapsule_GetPointer(types->exchange, "dlpack_exchange_api");
+    if (exchange && exchange->major == 1 && exchange->look && !exchange->look(tensor, found) && found->strides) return 1;
+    PyErr_Clear();
+    return 0;
+}
+
+static Verdict append_looked(Key *key, char tag, const DLTensor *found) {
+    struct { char tag, alignment; uint16_t ndim; int32_t device_type, device; uint32_t dtype; } head;
+    uint64_t address = (uint64_t)found->data + found->offset;
+    memset(&head, 0, sizeof head);
+    head.tag = tag, head.ndim = (uint16_t)found->ndim, head.dtype = found->dtype;
+    head.device_type = found->device_type, head.device = found->device;
+    if (!key->is_placed) {
+        if (key->count == KEY_ADDRESSES) return OTHERS;
+        head.alignment = alignment_class(address);
+        key->addresses[key->count++] = address;
+    }
+    Verdict verdict = append(key, &head, sizeof head);
+    if (verdict == PLAIN && key->is_placed) verdict = append(key, &address, 8);
+    if (verdict == PLAIN) verdict = append(key, found->shape, 8 * (size_t)found->ndim);
+    return verdict == PLAIN ? append(key, found->strides, 8 * (size_t)found->ndim) : verdict;
+}
+
 static Verdict append_device(Key *key, PyObject *ordinal) { /* takes the reference */
     if (!ordinal) return leave();
     Verdict verdict = append_int(key, '@', ordinal);
@@ -233,6 +268,8 @@ static Verdict append_tensor(const KeyTypes *types, Key *key, PyObject *tensor) 
     int is_refused = has_grad > 0 ? is_true(PyObject_CallNoArgs(types->is_grad_enabled)) : has_grad;
     if (!is_refused) is_refused = is_true(PyObject_CallMethodObjArgs(tensor, s_is_neg, NULL));
     if (is_refused) return is_refused < 0 ? leave() : OTHERS;
+    DLTensor found;
+    if (look(types, tensor, &found)) return append_looked(key, has_grad ? 'Y' : 'X', &found);
     Verdict verdict = append_pointer(key, has_grad ? 'G' : 'P', PyObject_CallMethodObjArgs(tensor, s_data_ptr, NULL));
     if (verdict == PLAIN && !key->is_placed) verdict = append_device(key, PyObject_CallMethodObjArgs(tensor, s_get_device, NULL));
     if (verdict == PLAIN) verdict = append_ints(key, PyObject_GetAttr(tensor, s_shape));

@@ -259,7 +259,7 @@ static Verdict find_stream(LiftedCalls *self, Call *call) {
 }
 
 /* Where all memory of the call is, a new result included, and whether it may lie there. */
-static Verdict find_memory(Call *call, const Key *key) {
+static Verdict find_memory(const LiftedCalls *self, Call *call, const Key *key) {
     const LiftedSite *site = call->site;
     const LiftedSiteFields *its = &site->its;
     uint64_t *memory = call->launch.memory, made_at = NONE;
@@ -272,8 +272,12 @@ static Verdict find_memory(Call *call, const Key *key) {
     } else {
         PyObject *address = NULL;
         if (its->empty != Py_None) {
-            call->result = PyObject_CallObject(its->empty, its->form);
-            if (call->result) address = PyObject_CallMethodObjArgs(call->result, s_data_ptr, NULL);
+            DLTensor found;
+            if (!(call->result = PyObject_CallObject(its->empty, its->form))) return FAILED;
+            if (look(&self->its.types, call->result, &found))
+                made_at = (uint64_t)found.data + found.offset;
+            else
+                address = PyObject_CallMethodObjArgs(call->result, s_data_ptr, NULL);
         } else if (its->make == Py_None) { /* what is written is an input */
             Py_INCREF(Py_None);
             call->result = Py_None;
@@ -401,7 +405,7 @@ static PyObject *LiftedCalls_run(LiftedCalls *self, PyObject *const *given, Py_s
     key.is_placed = key.count = 0, key.used = 0;
     Verdict verdict = PyDict_Size(self->its.known) && !self->is_closed ? find(self, &call, &key) : UNKNOWN;
     if (verdict == PLAIN) verdict = find_stream(self, &call);
-    if (verdict == PLAIN) verdict = find_memory(&call, &key);
+    if (verdict == PLAIN) verdict = find_memory(self, &call, &key);
     if (verdict == PLAIN) {
         verdict = find_scratch(&call);
         if (verdict == PLAIN) verdict = enqueue(self, &call);

@@ -29,6 +29,14 @@ def device_of(op: str, arrays: Sequence[Array | None], out: Array | None) -> int
     return device
 
 
+def refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out: Array | None) -> None:
+    """Each library has a stream of its own, and a call has one. Raises InvalidArgument."""
+    for array in (*arrays, out):
+        if array is not None and array.kind != like.kind:
+            one, other = (f"{type(a.obj).__module__.partition('.')[0]} array" for a in (like, array))
+            raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")
+
+
 def is_on_gpu(args: Sequence[Any]) -> bool:
     """Whether one of these arguments is an array on a GPU."""
     return any(_is_gpu_array(arg) for arg in args)

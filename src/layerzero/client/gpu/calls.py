@@ -28,7 +28,7 @@ from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.record import failure_of
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.gpu import torch_graphs
-from layerzero.client.gpu.arrays import current_stream, give, result_like
+from layerzero.client.gpu.arrays import current_stream, give, refuse_mixture, result_like
 from layerzero.client.gpu.call_cache import MAX_KNOWN, Known, key_of
 from layerzero.client.gpu.capture import Captures, unsettled
 from layerzero.client.gpu.device import Gpu
@@ -42,7 +42,6 @@ from layerzero.client.gpu.session_view import Placed, SessionView
 from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import (
-    InvalidArgument,
     LayerZeroError,
     NoBackend,
     NotConnected,
@@ -146,7 +145,7 @@ class GpuCalls:
         """The result, valid in the caller's current stream. Raises what the op raises, and the error of an earlier call
         that failed after it had returned."""
         like = next(array for array in arrays if array is not None)
-        _refuse_mixture(request.op, like, arrays, out)
+        refuse_mixture(request.op, like, arrays, out)
         refuse_gradients(request.op, arrays)
         refuse_sharing(request.op, arrays)
         stream = current_stream(like)
@@ -323,7 +322,7 @@ class GpuCalls:
             is_sent = is_out or not isinstance(exc, LayerZeroError)
             if not is_sent:
                 gpu.on_the_way.pop(point.timeline, None)
-            _give_up(gpu, stream, point, hold if is_sent else None)
+            gpu.give_up(stream, point, hold if is_sent else None)
             raise
         return point
 
@@ -341,7 +340,7 @@ class GpuCalls:
             is_told = True
             order.enter(stream, point)
         except BaseException:
-            _end_point(enqueued, stream, hold, is_out=lane.head != before and (is_told or not lane.is_ended))
+            enqueued.end(stream, hold, is_out=lane.head != before and (is_told or not lane.is_ended))
             raise
         return point
 
@@ -355,7 +354,7 @@ class GpuCalls:
         try:
             self._tell(enqueued, seq, refs)
         except BaseException:
-            _end_point(enqueued, stream, hold, is_out=False)
+            enqueued.end(stream, hold, is_out=False)
             raise
         self.enter(enqueued, stream, hold)
 
@@ -364,7 +363,7 @@ class GpuCalls:
         try:
             enqueued.gpu.order.enter(stream, enqueued.point)
         except BaseException:
-            _end_point(enqueued, stream, hold, is_out=True)
+            enqueued.end(stream, hold, is_out=True)
             raise
 
     def _lane_of(self, gpu: Gpu, route: Route, arenas: frozenset[int]) -> tuple[GpuLane, Lease] | None:
@@ -470,29 +469,5 @@ class GpuCalls:
         self.known.clear()
 
 
-def _give_up(gpu: Gpu, stream: int, point: TimelinePoint, hold: object) -> None:
-    """End a point in its stream. A worker may have the call all the same, and write to the memory that `hold` keeps."""
-    if hold is not None:
-        retained.keep(hold)
-    gpu.order.abandon(stream, point)
-
-
-def _end_point(enqueued: OnRing, stream: int, hold: object, *, is_out: bool) -> None:
-    """After an error. `is_out`: somebody has the call. Then its turn ends as any other, or DONE would go back later."""
-    if is_out:
-        retained.keep(hold)
-        enqueued.gpu.order.enter(stream, enqueued.point)
-    else:
-        _give_up(enqueued.gpu, stream, enqueued.point, hold)
-
-
 def _dense_key(request: Request, specs: tuple[TensorSpec | None, ...]) -> tuple[Any, ...]:
     return (request.op, specs, tuple(request.params.items()))
-
-
-def _refuse_mixture(op: str, like: Array, arrays: tuple[Array | None, ...], out: Array | None) -> None:
-    """Each library has a stream of its own, and a call has one. Raises InvalidArgument."""
-    for array in (*arrays, out):
-        if array is not None and array.kind != like.kind:
-            one, other = (f"{type(a.obj).__module__.partition('.')[0]} array" for a in (like, array))
-            raise InvalidArgument(f"{op}: a {one} and a {other} on a GPU; pass arrays of one library")

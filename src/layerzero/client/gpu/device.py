@@ -204,6 +204,13 @@ class Gpu:
                 raise DeadlineExceeded(f"call {point.value} on {self.uuid} is not done yet")
             time.sleep(LOOK_S)
 
+    def give_up(self, stream: int, point: TimelinePoint, hold: object) -> None:
+        """End a point in its stream. A worker may have the call all the same, and write to the memory that `hold`
+        keeps."""
+        if hold is not None:
+            retained.keep(hold)
+        self.order.abandon(stream, point)
+
     def is_behind(self) -> bool:
         """Whether a call that went by the broker is unanswered. One on a ring must not pass it, also in another
         timeline: that may wait for this one. `lock` is held."""

@@ -48,6 +48,7 @@ def repeats_of(calls: GpuCalls, link: Link, last: threading.local) -> Repeats | 
         tensor=nothing,  # the types of arrays are learned when their library is there
         parameter=nothing,
         size=nothing,
+        exchange=None,
         array=nothing,
         is_grad_enabled=nothing,
     )
@@ -59,7 +60,11 @@ def learn(repeats: Repeats | LiftedCalls, like: Array) -> None:
     if like.kind == "torch":
         torch = sys.modules["torch"]
         repeats.learn(
-            tensor=torch.Tensor, parameter=torch.nn.Parameter, size=torch.Size, is_grad_enabled=torch.is_grad_enabled
+            tensor=torch.Tensor,
+            parameter=torch.nn.Parameter,
+            size=torch.Size,
+            is_grad_enabled=torch.is_grad_enabled,
+            exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
         )
     else:
         repeats.learn(array=sys.modules["cupy"].ndarray)

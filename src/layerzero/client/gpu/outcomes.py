@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.connection import retained
 from layerzero.client.connection.call import Route, error_of
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
@@ -68,6 +69,15 @@ class OnRing(Enqueued):
     ) -> None:
         self.outcomes, self.gpu, self.op, self.route, self.copies = outcomes, gpu, op, route, copies
         self.lane, self.lease, self.start_ns = lane, lease, start_ns
+
+    def end(self, stream: int, hold: object, *, is_out: bool) -> None:
+        """End its point after an error. `is_out`: somebody has the call. Then its turn ends as any other, or DONE would
+        go back later."""
+        if is_out:
+            retained.keep(hold)
+            self.gpu.order.enter(stream, self.point)
+        else:
+            self.gpu.give_up(stream, self.point, hold)
 
 
 class Sent(Enqueued, Pending):

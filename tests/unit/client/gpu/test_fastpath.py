@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(fastpath_library.repeats is None, reason=fastpat
 
 NAMES = (
     *("known", "calls", "outcomes", "late", "failed", "numbers", "last", "record_type", "turn_type", "miss"),
-    *("policy", "baked", "dtypes", "tensor", "parameter", "size", "is_grad_enabled", "array"),
+    *("policy", "baked", "dtypes", "tensor", "parameter", "size", "is_grad_enabled", "exchange", "array"),
 )
 
 

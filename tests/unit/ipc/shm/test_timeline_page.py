@@ -13,7 +13,7 @@ import pytest
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import memory
 from layerzero.ipc.shm.timeline_page import TimelinePage, create_page
-from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, PAGE_BYTES, RUNG, TAKEN, TIMELINES, TimelinePoint
+from layerzero.ipc.shm.timeline_words import GRAPH_SLOTS, LIFT_EPOCH, PAGE_BYTES, RUNG, TAKEN, TIMELINES, TimelinePoint
 
 
 @pytest.fixture
@@ -39,6 +39,31 @@ def test_every_mapping_sees_the_same_words(fd: int, page: TimelinePage) -> None:
     assert [page.is_done(TimelinePoint(3, n)) for n in (5, 6, 7)] == [True, True, False]
     assert not page.is_ready(TimelinePoint(2, 1))
     other.close()
+
+
+def test_last_lifted_calls_of_all_timelines_are_named(fd: int, page: TimelinePage) -> None:
+    """By the broker, once the client is dead."""
+    for number in range(1, 12):
+        page.note_lifted(3, number)
+    page.note_lifted(TIMELINES - 1, 2**32 - 1)
+    other = TimelinePage(fd)
+    assert other.last_lifted() == {*range(4, 12), 2**32 - 1}
+    other.close()
+
+
+def test_lifted_words_are_nobody_elses(page: TimelinePage) -> None:
+    for timeline in range(TIMELINES):
+        for number in range(1, 10):
+            page.note_lifted(timeline, number)
+        assert (page.is_done(TimelinePoint(timeline, 1)), page.last_error(timeline)) == (False, 0)
+        assert not page.is_ready(TimelinePoint(timeline, 1))
+    assert page.lift_epoch == 0
+    assert (page.rung(), page.bump_lift_epoch(), page.bump_lift_epoch(), page.lift_epoch) == (None, 1, 2, 2)
+
+
+def test_lift_epochs_are_never_0(page: TimelinePage) -> None:
+    ctypes.c_uint32.from_address(page.address + LIFT_EPOCH).value = 2**32 - 2
+    assert [page.bump_lift_epoch() for _ in range(2)] == [2**32 - 1, 1]
 
 
 def test_words_count_on_after_the_largest(page: TimelinePage) -> None:

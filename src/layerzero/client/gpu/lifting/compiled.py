@@ -46,6 +46,7 @@ def compiled_calls(
         tensor=nothing,  # the types of arrays are learned when their library is there
         parameter=nothing,
         size=nothing,
+        exchange=None,
         array=nothing,
         is_grad_enabled=nothing,
     )

@@ -66,6 +66,7 @@ class Lifts:
         self._fetch = fetch_from(link)
         self._background = Background()
         self._faults = Faults(session.ask, lambda: link.forks == arena.forks and link.is_alive)
+        self._learned: set[str] = set()  # kinds of arrays
         self._is_unknown = False  # to the broker
         self._is_closing = False
         self._compiled = compiled_calls(self, calls.outcomes.failed, calls.run_again, session.last)
@@ -149,8 +150,9 @@ class Lifts:
             return False
         if (results and not results[0].numel) or any(array is not None and array.needs_copy for array in call.arrays):
             return False
-        if self._compiled is not None:
+        if self._compiled is not None and call.like.kind not in self._learned:
             learn(self._compiled, call.like)
+            self._learned.add(call.like.kind)
         key = self._key(call.request)
         if key is None:
             return False

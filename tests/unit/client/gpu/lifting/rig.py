@@ -4,7 +4,6 @@ on the GPU of tests/soft_gpu."""
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_lifts import CODE, lifted_silu
 
 from layerzero.client.connection import arena
 from layerzero.client.connection.call import Request, Route, describe_all
@@ -28,12 +28,11 @@ from layerzero.client.gpu.session_view import Placed
 from layerzero.client.planning import plans, token_plans
 from layerzero.ipc.cuda.streams import ClientOrder
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
-from layerzero.ipc.lifting.form import Address, Fill, Kernel, Lifted, Patch, Span, Step, digest
+from layerzero.ipc.lifting.form import Lifted, digest
 from layerzero.ipc.shm.timeline_page import create_page
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 PATIENCE_S = 10.0
-CODE = b"soft:silu,scale,add,append,strike,refuse"
 ORDINARY = object()  # what a call gives that is not lifted
 
 
@@ -42,44 +41,6 @@ def wait_until(is_true: Callable[[], object]) -> None:
     while not is_true():
         assert time.monotonic() < until_s, "it did not come to be"
         time.sleep(0.002)
-
-
-def kernel(name: str, *params: Address | int | float, code: bytes = CODE) -> Kernel:
-    """One of tests/soft_gpu/soft_kernels.py."""
-    words = [
-        b"\xa5" * 8 if isinstance(p, Address) else struct.pack("=d" if type(p) is float else "=q", p) for p in params
-    ]
-    patches = [Patch(8 * n, param) for n, param in enumerate(params) if isinstance(param, Address)]
-    layout = tuple(Span(8 * n, 8) for n in range(len(params)))
-    attribute = ((4, struct.pack("=III", 1, 1, 1).ljust(64, b"\0")),)
-    return Kernel(digest(code), name, (3, 2, 1), (32, 1, 1), 0, b"".join(words), layout, tuple(patches), (), attribute)
-
-
-def at(kind: Any, number: int = 0, offset: int = 0) -> Address:
-    return Address(kind, number, offset)
-
-
-def floats(*shape: int) -> TensorSpec:
-    return TensorSpec.contiguous("float32", shape)
-
-
-def lifted_silu(spec: TensorSpec, *steps: Step, **more: Any) -> Lifted:
-    """silu of dense float32."""
-    plain = kernel("silu", at("output"), at("input"), spec.numel)
-    values = {"alignments": (4, 4), "scratch": (), "versions": {"soft": "1.0"}, **more}
-    return Lifted("silu", "one.silu", (spec,), (spec,), {}, steps=steps or (plain,), **values)
-
-
-def lifted_triple(spec: TensorSpec) -> Lifted:
-    """In place of silu 3 x, by way of scratch: 2 x in its second piece, and zeros over the first."""
-    nbytes = spec.span_bytes
-    return lifted_silu(
-        spec,
-        Fill(at("scratch", 0), 0, 4, 25),
-        kernel("scale", at("scratch", 1), at("input"), 2.0, spec.numel),
-        kernel("add", at("output"), at("scratch", 1), at("input"), spec.numel),
-        scratch=(100, nbytes),
-    )
 
 
 class Broker:
@@ -143,8 +104,8 @@ class Rig:
             outcomes=outcomes, run_again=lambda request, start_ns: MISS, look=self._look, glance=self._glance
         )
         session: Any = SimpleNamespace(ask=self.broker.ask, last=self.last, note=self._note)
-        link: Any = SimpleNamespace(get_lifted=self.broker.get_lifted, forks=arena.forks, is_alive=True)
-        self.lifts = Lifts(session, link, self.calls)
+        self.link: Any = SimpleNamespace(get_lifted=self.broker.get_lifted, forks=arena.forks, is_alive=True)
+        self.lifts = Lifts(session, self.link, self.calls)
         self._plans: dict[Any, Route] = {}
         self._lock = threading.Lock()
         self.is_armed = True  # routes are known; else each is new

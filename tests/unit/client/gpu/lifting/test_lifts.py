@@ -15,25 +15,12 @@ import numpy as np
 import pytest
 from tests.soft_gpu import soft_cupy, soft_kernels
 from tests.soft_gpu.soft_gpu import driver
-from tests.unit.client.gpu.lifting.rig import (
-    CODE,
-    ORDINARY,
-    Rig,
-    at,
-    close,
-    floats,
-    kernel,
-    lifted_silu,
-    lifted_triple,
-    randn,
-    silu,
-    synchronize,
-    wait_until,
-)
+from tests.soft_gpu.soft_lifts import CODE, at, floats, kernel, lifted_silu, lifted_triple
+from tests.unit.client.gpu.lifting.rig import ORDINARY, Rig, close, randn, silu, synchronize, wait_until
 
 from layerzero.client.connection.call import Request
 from layerzero.client.gpu import memory
-from layerzero.client.gpu.lifting import lifted_library, lifts, loaded
+from layerzero.client.gpu.lifting import faults, lifted_library, lifts, loaded
 from layerzero.client.planning import plans
 from layerzero.ipc.cuda import driver as cuda
 from layerzero.ipc.errors import BackendError, Busy
@@ -508,6 +495,21 @@ def test_a_gpu_that_was_lost_later_is_told_of_at_the_end(rig: Rig) -> None:
     driver.is_lost = False
     assert [params["numbers"] for method, params in rig.broker.asked if method == "lift_fault"] == [[1]]
     assert rig.silu(x) is ORDINARY
+
+
+def test_a_gpu_that_is_lost_at_exit_is_told_of_by_the_process_that_is_connected(rig: Rig) -> None:
+    rig.offer_silu()
+    x, _ = randn(10)
+    rig.settle(lambda: rig.silu(x))
+    synchronize()
+    driver.is_lost = True
+    rig.link.forks += 1
+    faults._look_at_exit()
+    assert not rig.broker.count("lift_fault")
+    rig.link.forks -= 1
+    for _ in range(2):
+        faults._look_at_exit()
+    assert rig.broker.count("lift_fault") == 1
 
 
 def test_earlier_failures_are_looked_for(rig: Rig, is_compiled: bool) -> None:
