@@ -28,7 +28,8 @@ envs: $(STAMP)  ## build and probe the backend environments
 demo: envs  ## the main job: a sentence-embedding model across environments that cannot coexist
 	$(BIN)/python examples/minilm.py
 
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# Half as many more as there are cores: tests of processes wait for them, which leaves a quarter of the cores idle else.
+PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist worksteal
 
 test: envs  ## all that shows behaviour and needs no GPU, in some minutes
 	LZ_SIM_SCHEDULES=$(or $(LZ_SIM_SCHEDULES),500) $(PYTEST) -m 'not long'

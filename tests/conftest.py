@@ -101,6 +101,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     wait_until(lambda: not open_files() - files)
     assert arena_files() == 2 * arena.pool.stats()["arenas"]  # the arena's own, and mmap's copy of it
     strays = processes(Path(tempfile.gettempdir()) / PREFIX)
-    for site in Site.live:
-        strays = {pid: command for pid, command in strays.items() if pid not in processes(site.folder)}
+    known = [processes(site.folder) for site in Site.live] if strays else []
+    strays = {pid: command for pid, command in strays.items() if not any(pid in site for site in known)}
     assert strays == {}

@@ -76,12 +76,12 @@ def wait_ended(pid: int, timeout_s: float = PATIENCE_S) -> None:
 def processes(folder: Path) -> dict[int, str]:
     """Pids and command lines of the running processes whose log or arguments lie in `folder`."""
     found = {}
-    for entry in Path("/proc").iterdir():
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and is_running(int(entry.name)):
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if str(folder) in command or os.readlink(entry / "fd" / "2").startswith(str(folder)):
-                    found[int(entry.name)] = command
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            is_ours = str(folder) in command or os.readlink(f"/proc/{pid}/fd/2").startswith(str(folder))
+            if is_ours and pid != os.getpid() and is_running(pid):
+                found[pid] = command
     return found
 
 
