@@ -21,6 +21,7 @@ from layerzero.ipc.lifting.form import Lifted
 from layerzero.ipc.transport import messages
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.wording import counted
 
 if TYPE_CHECKING:
     from layerzero.client.gpu._lifted import LiftedSite
@@ -171,7 +172,8 @@ def _decision(route: Route, lifted: Lifted) -> messages.Decision:
 
 def _note(asked: Asked, lifted: Lifted) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in lifted.versions.items())
-    names = ", ".join(dict.fromkeys(_short(step.name) for step in lifted.steps if hasattr(step, "name")))
+    first, *more = [_short(step.name) for step in lifted.steps if hasattr(step, "name")] or [""]
+    names = f"{first} and {counted(len(more), 'more kernel')}" if more else first
     path = f"; calls are made by the Python alone: {why_not}" if why_not else ""
     kernels = f" ({names})" if names else ""
     return (
