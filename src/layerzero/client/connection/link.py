@@ -377,9 +377,12 @@ class Link:
         """A descriptor of a lifted call or of machine code, by digest, and its bytes; the caller closes it. None when
         there are no descriptors left for it. Raises what the broker refuses it with."""
         answer, came = self._show(messages.GetLifted(digest=digest), ())
-        if not isinstance(answer, messages.LiftedGiven) or len(came) != 1:
-            _close_all(came)
+        if answer is None:
             return None
+        assert isinstance(answer, messages.LiftedGiven)
+        if len(came) != 1:
+            _close_all(came)
+            raise ProtocolError(f"{digest:.80} comes with {len(came)} descriptors; needed: 1")
         return came[0], answer.nbytes
 
     def _show(self, shown: _Shown, fds: tuple[int, ...]) -> tuple[messages.Message | None, list[int]]:

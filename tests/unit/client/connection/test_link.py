@@ -1,0 +1,106 @@
+"""What a client asks of its broker by the control socket and waits for: bytes of lifted calls."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from layerzero.client.connection.link import Link
+from layerzero.ipc.errors import BrokerLost, InvalidArgument, ProtocolError
+from layerzero.ipc.transport import control, messages
+
+Answer = Callable[[socket.socket, str], None]
+
+
+class Broker:
+    """The other end, which answers what is asked for."""
+
+    def __init__(self) -> None:
+        ours, self.sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link = Link.__new__(Link)
+        self.link._control, self.link._control_lock = ours, threading.Lock()
+        self.link.lost, self.link.welcome = None, SimpleNamespace(broker_pid=7)  # type: ignore[assignment]
+        ours.settimeout(10)
+
+    def serve(self, answer: Answer) -> None:
+        def run() -> None:
+            asked, _ = control.receive(self.sock, messages.GetLifted)
+            answer(self.sock, asked.digest)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def count(self) -> int:
+        """Open descriptors, once it has answered."""
+        self.thread.join(10)
+        return len(os.listdir("/proc/self/fd"))
+
+    def close(self) -> None:
+        self.link._control.close()
+        self.sock.close()
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    made = Broker()
+    yield made
+    made.close()
+
+
+def give(sock: socket.socket, digest: str, *, count: int = 1) -> None:
+    fd = os.memfd_create("lifted")
+    os.write(fd, b"code")
+    control.send(sock, messages.LiftedGiven(digest=digest, nbytes=4), (fd,) * count)
+    os.close(fd)
+
+
+def test_bytes_come_with_a_descriptor(broker: Broker) -> None:
+    broker.serve(give)
+    given = broker.link.get_lifted("ab")
+    assert given is not None
+    fd, nbytes = given
+    assert (os.pread(fd, 10, 0), nbytes) == (b"code", 4)
+    os.close(fd)
+
+
+def test_late_answers_to_others_are_not_taken_for_it(broker: Broker) -> None:
+    def answer(sock: socket.socket, digest: str) -> None:
+        give(sock, "another")
+        control.send(sock, messages.ArenaAdded(arena=1))
+        give(sock, digest)
+
+    before = len(os.listdir("/proc/self/fd"))
+    broker.serve(answer)
+    given = broker.link.get_lifted("ab")
+    assert given is not None
+    os.close(given[0])
+    assert broker.count() == before
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_another_number_of_descriptors_is_refused(broker: Broker, count: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    broker.serve(lambda sock, digest: give(sock, digest, count=count))
+    with pytest.raises(ProtocolError, match="descriptors"):
+        broker.link.get_lifted("ab")
+    assert broker.count() == before
+
+
+def test_what_the_broker_refuses_with_is_raised(broker: Broker) -> None:
+    def refuse(sock: socket.socket, digest: str) -> None:
+        control.send(sock, messages.Refused(error=InvalidArgument(f"{digest} is not here").to_wire()))
+
+    broker.serve(refuse)
+    with pytest.raises(InvalidArgument, match="ab is not here"):
+        broker.link.get_lifted("ab")
+
+
+def test_a_broker_that_is_gone_is_named(broker: Broker) -> None:
+    broker.serve(lambda sock, _: sock.shutdown(socket.SHUT_RDWR))
+    with pytest.raises(BrokerLost, match="pid 7"):
+        broker.link.get_lifted("ab")
