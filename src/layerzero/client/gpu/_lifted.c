@@ -337,10 +337,12 @@ static Verdict find_scratch(Call *call) {
 
 static int let_go(Call *call) { /* of the scratch */
     if (!call->place) return 0;
-    PyObject *type, *value, *trace;
+    PyObject *type, *value, *trace, *place = call->place;
+    call->place = NULL;
     PyErr_Fetch(&type, &value, &trace);
-    PyObject *released = PyObject_CallNoArgs(PyTuple_GetItem(call->place, 3));
+    PyObject *released = PyObject_CallNoArgs(PyTuple_GetItem(place, 3));
     Py_XDECREF(released);
+    Py_DECREF(place);
     if (type) {
         PyErr_Clear();
         PyErr_Restore(type, value, trace);
@@ -370,6 +372,7 @@ static Verdict enqueue(LiftedCalls *self, Call *call) {
     Py_END_ALLOW_THREADS
     if (!is_plain) return OTHERS;
     if (!error) return PLAIN;
+    if (let_go(call) < 0) return FAILED; /* what follows is Python, and anything */
     PyObject *raised = PyObject_CallMethod(self->its.lifts, "fail", "Oii", site->its.site, error, call->launch.step);
     if (raised) {
         Py_DECREF(raised);

@@ -283,15 +283,18 @@ class Lifts:
             if not exc.is_out_of_memory:
                 raise self._failure(site, exc, is_captured=is_captured) from exc
             return False
+        failed: CudaError | None = None
         try:
             if not self._note(site, stream, is_captured=is_captured):
                 return False
             site.launch(memory, [base + offset for offset in offsets], stream)
         except CudaError as exc:
-            raise self._failure(site, exc, is_captured=is_captured) from exc
+            failed = exc
         finally:
             if nbytes and not is_captured:
                 rooms.release(key)
+        if failed is not None:
+            raise self._failure(site, failed, is_captured=is_captured) from failed
         del lent  # its allocator has it back, for what the stream does later
         self._session.last.record = site.record(start_ns, time.perf_counter_ns())
         return True
