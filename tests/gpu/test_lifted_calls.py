@@ -104,13 +104,15 @@ def test_a_graph_of_the_application_holds_it_as_a_node_of_its_own(new_site: Call
         assert torch.equal(y, F.silu(x))
 
 
-def test_the_next_process_needs_no_worker(new_site: Callable[..., Site]) -> None:
+def test_the_next_process_needs_no_worker(new_site: Callable[..., Site], store: Path) -> None:
     x = randn(67, 1024)
-    first = new_site().start()
-    first.connect()
-    lift(lambda: lz.silu(x))
-    lz.disconnect()
-    first.stop()
+    first = gpu_site(store, "one", isolation="lifted")
+    try:
+        first.start().connect()
+        lift(lambda: lz.silu(x))
+        lz.disconnect()
+    finally:
+        first.stop()
     second = new_site().start()
     second.connect()
     assert torch.equal(lz.silu(x), F.silu(x))

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from layerzero.broker.core.leases import SETTLED_CALLS
@@ -27,6 +27,7 @@ from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.lifting.form import ALIGNMENTS, FORMAT
+from layerzero.ipc.lifting.form import Lifted as Form
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
 from layerzero.ipc.logs import log
@@ -39,7 +40,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 SEEDS = (1, 2)  # of the inputs that a kernel is tried on
 SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
 MAX_KNOWN = 4096
-MAX_AHEAD = 64  # calls of one question
+MAX_AHEAD, MAX_FIRST = 64, 1 << 20  # calls of one question, and how far ahead they begin
 _ALIGNMENTS = {0, *ALIGNMENTS}
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
 # What another try may end in another way: it is not kept.
@@ -64,9 +65,11 @@ class _Known:
     kernel_id: str
     backend: str
     what: Mapping[str, str]
+    alignments: list[int] = field(default_factory=list)
     generation: int = 0  # of the worker that was asked
     asked_s: float = 0.0
     entry: Entry | None = None
+    like: bytes = b""  # the packed form of a neighbour that was proved: one like it needs no proof of its own
     granted: CallSpec | None = None  # what a client was given leave for
     suspect_until_s: float = 0.0
 
@@ -113,7 +116,9 @@ class Lifts:
         added to them, [shape, strides] of each input and output. What is missing is started, as the route itself is
         lifted. Raises InvalidArgument."""
         client, route, alignments = self._asked_of(identity, params)
-        count, grows = params.get("count"), params.get("grows")
+        first, count, grows = params.get("first", 1), params.get("count"), params.get("grows")
+        if type(first) is not int or not 0 < first <= MAX_FIRST:
+            raise InvalidArgument(f"lift_ahead takes `first` from 1 to {MAX_FIRST}, got {first!r:.40}")
         if type(count) is not int or not 0 < count <= MAX_AHEAD:
             raise InvalidArgument(f"lift_ahead needs `count`, 1 to {MAX_AHEAD}, got {count!r:.40}")
         base = route.signature.spec
@@ -122,7 +127,7 @@ class Lifts:
         entry = None if best is None else self._find(base, best, alignments).entry
         if best is None or entry is None or not entry.form:
             return {"calls": answers}
-        for n in range(1, count + 1):
+        for n in range(first, first + count):
             yield
             try:
                 spec = _grown(base, grows, n)
@@ -136,6 +141,7 @@ class Lifts:
                 continue
             known = self._find(spec, its, alignments)
             if known.entry is None and known.number not in self._asked and its.kernel_id == best.kernel_id:
+                known.like = entry.form
                 self._start(known, spec, alignments)
             answers.append(self._answer(client, known, spec))
         return {"calls": answers}
@@ -229,7 +235,9 @@ class Lifts:
         self._asked[known.number] = known
         is_graph_safe = self._state.engine.kernel(known.kernel_id).is_cuda_graph_safe
         call = spec.prepare(known.kernel_id, is_graph_safe=is_graph_safe)
-        message = Lift(number=known.number, call=call, alignments=alignments, seeds=list(SEEDS))
+        seeds = [] if known.like else list(SEEDS)
+        known.alignments = alignments
+        message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds)
         self._links.tell(known.backend, worker.generation, message)
 
     def give(self, peer: Peer, message: GetLifted) -> None:
@@ -285,9 +293,15 @@ class Lifts:
                 return
             if len(fds) != 1:
                 raise ProtocolError(f"lifted carries one descriptor, got {len(fds)}")
-            data = _read(fds[0])
-            self._check(known, data)
-            self._proofs.start(known.number, known.spec.device, data)
+            data = _bytes_of(fds[0])
+            specimen = self._read(known, data)
+            if not known.like:
+                self._proofs.start(known.number, known.spec.device, data)
+            elif specimen.lifted.is_like(Form.unpack(known.like)):
+                self._keep(known, specimen)
+            else:
+                known.like = b""
+                self._start(known, known.spec, known.alignments)
         except ProtocolError as exc:
             self._asked.pop(message.number, None)
             raise ProtocolError(
@@ -297,24 +311,31 @@ class Lifts:
             unwanted.close_all(fds)
 
     @staticmethod
-    def _check(known: _Known, data: bytes) -> None:
-        lifted = Specimen.unpack(data).lifted
-        if lifted.kernel_id != known.kernel_id:
+    def _read(known: _Known, data: bytes) -> Specimen:
+        specimen, spec = Specimen.unpack(data), known.spec
+        lifted = specimen.lifted
+        if (lifted.kernel_id, lifted.op) != (known.kernel_id, spec.op):
             raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
+        if (lifted.inputs, lifted.outputs, list(lifted.alignments)) != (spec.inputs, spec.outputs, known.alignments):
+            raise ProtocolError(f"it is of other tensors than {known.kernel_id} was asked for")
+        return specimen
+
+    def _keep(self, known: _Known, specimen: Specimen) -> None:
+        self._asked.pop(known.number, None)
+        known.entry = Entry(known.kernel_id, known.backend, known.what, form=specimen.lifted.pack())
+        self.store.add(known.key, known.entry, specimen)
+        log("lifted.proved", kernel=known.kernel_id, number=known.number, steps=len(specimen.lifted.steps))
 
     def take_proved(self) -> None:
         """What proofs have found since the last time."""
         for number, data, verdict in self._proofs.ended():
-            known = self._asked.pop(number, None)
+            known = self._asked.get(number)
             if known is None:
                 continue
             if verdict.reason is not None:
                 self._refuse(known, verdict.reason, verdict.detail)
                 continue
-            specimen = Specimen.unpack(data)
-            known.entry = Entry(known.kernel_id, known.backend, known.what, form=specimen.lifted.pack())
-            self.store.add(known.key, known.entry, specimen)
-            log("lifted.proved", kernel=known.kernel_id, number=number, steps=len(specimen.lifted.steps))
+            self._keep(known, Specimen.unpack(data))
 
     def _refuse(self, known: _Known, reason: LiftReason, detail: str) -> None:
         self._asked.pop(known.number, None)
@@ -429,7 +450,7 @@ def _is_digest(text: str) -> bool:
     return len(text) == 64 and set(text) <= set("0123456789abcdef")
 
 
-def _read(fd: int) -> bytes:
+def _bytes_of(fd: int) -> bytes:
     nbytes = os.fstat(fd).st_size
     if not 0 < nbytes <= MAX_BYTES:
         raise ProtocolError(f"a specimen of {nbytes} bytes; allowed: {MAX_BYTES}")

@@ -372,7 +372,7 @@ def lift_ahead(
     call is not lifted.
 
     route, alignments: as of `lift`; grows: for each input and output what one call adds to [shape, strides], or None;
-    count: how many calls.
+    first, count: from which call on, the next one being 1, and how many.
     """
     return server.lifts.ask_ahead(client, params)
 

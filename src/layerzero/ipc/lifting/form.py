@@ -126,6 +126,17 @@ class Lifted:
         op = OPS[self.op]
         return {n: op.inputs.index(name) for n, name in enumerate(op.outputs) if name in op.inputs}
 
+    def is_like(self, other: Lifted) -> bool:
+        """Whether both are the same kernels, used in the same way, on tensors of other extents: numbers, grids and
+        offsets may differ, and nothing else. Then what a proof has shown of one holds for the other."""
+        return (
+            (self.op, self.kernel_id, self.alignments, len(self.scratch), self.gpu, self.driver)
+            == (other.op, other.kernel_id, other.alignments, len(other.scratch), other.gpu, other.driver)
+            and self.versions == other.versions
+            and self.attrs == other.attrs
+            and list(map(_outline, self.steps)) == list(map(_outline, other.steps))
+        )
+
     def pack(self) -> bytes:
         body = {
             "format": FORMAT,
@@ -151,6 +162,17 @@ class Lifted:
             return _unpack(unpack_body(data))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, InvalidArgument) as exc:
             raise ProtocolError(f"no lifted call: {type(exc).__name__}: {exc}"[:500]) from exc
+
+
+def _outline(step: Step) -> tuple[Any, ...]:
+    """What a step is whatever the extents of its tensors."""
+    if isinstance(step, Fill):
+        return Fill, step.target[:2], step.value, step.itemsize
+    if isinstance(step, Copy):
+        return Copy, step.source[:2], step.target[:2]
+    patches = tuple((patch.at, patch.address[:2]) for patch in step.patches)
+    settled = (step.block, step.layout, step.attributes, step.max_shared_bytes, step.is_cluster_size_free)
+    return Kernel, step.code, step.name, *settled, patches
 
 
 def digest(data: bytes) -> str:

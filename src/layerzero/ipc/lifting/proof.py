@@ -69,6 +69,8 @@ class _Set:
 def prove(context: Context, specimen: Specimen) -> Verdict:
     """Try a lifted call on this GPU. Raises CudaError where the driver or the GPU stops it."""
     lifted = specimen.lifted
+    if not specimen.trials:
+        return Verdict(LiftReason.PROOF_IMPOSSIBLE, "the worker has not run it")
     aliases = lifted.aliases()
     sizes = [0 if spec is None else spec.span_bytes for spec in lifted.inputs]
     results = [spec.span_bytes for spec in lifted.outputs]

@@ -15,7 +15,8 @@ MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Specimen:
-    """`codes`: modules by digest. `trials`: by seed of ipc/lifting/trial.py, the digest of each output's bytes."""
+    """`codes`: modules by digest. `trials`: by seed of ipc/lifting/trial.py, the digest of each output's bytes; none of
+    a call that is to be compared with a neighbour's and not tried."""
 
     lifted: Lifted
     codes: Mapping[str, bytes]
@@ -35,8 +36,8 @@ class Specimen:
             if set(found) != set(lifted.codes):
                 raise ValueError("the machine code is not what the steps name")
             known = {int(seed): tuple(map(_text, digests)) for seed, digests in trials.items()}
-            if not known or any(len(digests) != len(lifted.outputs) for digests in known.values()):
-                raise ValueError("each trial has a digest for each output, and there is a trial")
+            if any(len(digests) != len(lifted.outputs) for digests in known.values()):
+                raise ValueError("each trial has a digest for each output")
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ProtocolError(f"no specimen of a lifted call: {exc}"[:500]) from exc
         return cls(lifted, found, known)

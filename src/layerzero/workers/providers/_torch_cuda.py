@@ -122,25 +122,23 @@ class TorchCuda:
                 return lambda out: out.zero_()
             wide = v.shape[2]
             inputs = [self.aligned(tensor, max(q.shape[2], wide)) for tensor in (q, k, v)]
-            bounds = [self._bounds(tensor, len(tokens)) for tensor, tokens in zip(ends, (q, k), strict=True)]
             is_causal, scale = bool(call.attrs["is_causal"]), call.attrs["scale"]
 
             def run(out: Any) -> None:
-                starts = (
-                    self.torch.clamp(tensor, low, high).cummax(0).values.to(self.torch.int32)
-                    for tensor, (low, high) in zip(ends, bounds, strict=True)
-                )
+                starts = (self._bent(tensor, len(tokens)) for tensor, tokens in zip(ends, (q, k), strict=True))
                 out.copy_(forward(*(give() for give in inputs), *starts, is_causal, scale)[..., :wide])
 
             return run
 
         return build
 
-    def _bounds(self, ends: Any, tokens: int) -> tuple[Any, Any]:
-        """What each end of a sequence may be: the first 0, the last all tokens, the others between."""
-        low, high = self.torch.zeros_like(ends), self.torch.full_like(ends, tokens)
-        low[-1], high[0] = tokens, 0
-        return low, high
+    def _bent(self, ends: Any, tokens: int) -> Any:
+        """Ends of sequences that lead nowhere else: the first 0, the last all tokens, the others between, none below
+        one before it. Made of nothing that was there before: a lifted call has only its inputs."""
+        bent = self.torch.clamp(ends, 0, tokens)
+        bent[:1].zero_()
+        bent[-1:].fill_(tokens)
+        return bent.cummax(0).values.to(self.torch.int32)
 
     def attention_varlen_on_host(self, forward: Callable[..., Any], width: Callable[[int], int]) -> Builder:
         """A Builder from `forward(q, k, v, ends_q, ends_k, call)`, for libraries that want the ends of sequences as

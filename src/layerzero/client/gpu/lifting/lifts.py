@@ -7,6 +7,7 @@ ordinary way, and the broker is asked again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from layerzero.client.gpu.fastpath import MISS, learn
 from layerzero.client.gpu.lifting.background import Background
 from layerzero.client.gpu.lifting.compiled import compile_site, compiled_calls
 from layerzero.client.gpu.lifting.faults import Faults
+from layerzero.client.gpu.lifting.growth import WINDOW, Growth
 from layerzero.client.gpu.lifting.keys import Key, addresses_of, key_of
 from layerzero.client.gpu.lifting.loaded import fetch_from, load, relaxed
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
@@ -65,6 +67,7 @@ class Lifts:
         self._lock = threading.Lock()
         self._fetch = fetch_from(link)
         self._background = Background()
+        self._growth = Growth()
         self._faults = Faults(session.ask, lambda: link.forks == arena.forks and link.is_alive)
         self._learned: set[str] = set()  # kinds of arrays
         self._is_unknown = False  # to the broker
@@ -172,7 +175,7 @@ class Lifts:
         inputs = [0 if array is None else alignment_class(array.address) for array in call.arrays]
         outputs = [inputs[op.inputs.index(name)] for name in op.in_place] or [alignment_class(call.address)]
         caller = Caller.of(call.like, call.gpu, plan.results)
-        asked = Asked(key, call.route, call.gpu, caller, call.out is not None, inputs + outputs)
+        asked = Asked(key, call.route, call.gpu, caller, call.out is not None, inputs + outputs, call.request.backend)
         with self._lock:
             if len(self._asked) >= MAX_KNOWN:
                 self._asked.clear()
@@ -180,6 +183,7 @@ class Lifts:
             if self._asked.setdefault(key, asked) is not asked:
                 return  # another thread's
         asked.is_waiting = True
+        self._growth.note(asked)
         again_s = 0.0 if call.route.is_armed else self._ask(asked)
         if again_s is not None:
             self._background.put(call.gpu.memory.context.driver, partial(self._ask, asked), again_s)
@@ -248,9 +252,27 @@ class Lifts:
                 site.compiled = compile_site(site)
             asked.route.not_lifted = ""
             self._remember(asked, site)
+            self._growth.note_lifted(asked)
+            self._ask_ahead(asked)
         else:
             raise ValueError(f"the broker answers {state!r:.40}")
         return None
+
+    def _ask_ahead(self, asked: Asked) -> None:
+        """Have the broker lift the next calls, if they can be told."""
+        ahead = self._growth.due(asked)
+        if ahead is None:
+            return
+        base, grows, first = ahead
+
+        def ask() -> None:
+            with contextlib.suppress(LayerZeroError):  # then they are lifted when they come
+                number, alignments = base.route.number, base.alignments
+                self._session.ask(
+                    "lift_ahead", route=number, alignments=alignments, grows=grows, first=first, count=WINDOW
+                )
+
+        self._background.put(asked.gpu.memory.context.driver, ask)
 
     def _remember(self, asked: Asked, found: Site | int) -> None:
         with self._lock:

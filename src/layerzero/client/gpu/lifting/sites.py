@@ -65,6 +65,7 @@ class Asked:
     caller: Caller
     has_out: bool
     alignments: list[int]
+    pinned: str | None = None  # the backend that the caller insists on
     refused_at: int | None = None  # the epoch; it is asked for again in another one
     is_waiting: bool = False  # for the broker's answer, or to ask again
 

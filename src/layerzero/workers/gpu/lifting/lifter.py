@@ -26,7 +26,7 @@ _OTHER = b"\xa3"  # what outputs hold before the second run
 
 @dataclass(frozen=True)
 class Request:
-    """What to lift. `alignments` and `seeds` as in messages.Lift."""
+    """What to lift. `alignments` and `seeds` as in messages.Lift; without seeds it is not run for a proof."""
 
     call: Call
     bind: Bind
@@ -44,8 +44,8 @@ class Request:
             if alignment not in ((0,) if spec is None else ALIGNMENTS):
                 raise ValueError(f"an alignment of {alignment} bytes for {spec}; allowed: {ALIGNMENTS}, 0 for none")
         numbers = tuple(one for one in seeds if type(one) is int)
-        if not numbers or len(numbers) != len(seeds):
-            raise ValueError("seeds must be integers, and there must be one")
+        if len(numbers) != len(seeds):
+            raise ValueError("seeds must be integers")
         return cls(call, bind, classes, numbers)
 
 
@@ -140,7 +140,7 @@ class _Lifting:
         call, alignments = self._request.call, self._request.alignments
         memory = TrialMemory.make(self._context, call, alignments, is_reversed=is_reversed)
         self._stack.callback(self._driver.free, memory.base)
-        self._fill_inputs(memory, self._request.seeds[0])
+        self._fill_inputs(memory, next(iter(self._request.seeds), 1))
         try:
             with self._enqueued():
                 bound = self._request.bind(call, memory.inputs, memory.outputs)
