@@ -125,8 +125,13 @@ def test_reports_name_the_kernel_and_why_a_call_is_not_lifted(lifting: Lifting) 
     wait_until(lambda: (lz.matmul(x, x), "not lifted: NOT_DETERMINISTIC: two runs differ" in report().notes)[1])
 
 
-def test_what_was_asked_of_other_brokers_goes_the_ordinary_way(connected: Site) -> None:
+def test_what_was_asked_of_other_brokers_goes_the_ordinary_way(lifting: Lifting) -> None:
     """One that does not know of lifting."""
+
+    def refuse(method: str, **params: Any) -> Any:
+        raise lz.InvalidArgument(f"{method} is no method")
+
+    lifting.session.ask = refuse  # type: ignore[method-assign]
     x, values = randn(21)
     for _ in range(4):
         close(lz.silu(x), silu(values))
