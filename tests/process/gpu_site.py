@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,17 @@ def gpu_site(
     isolation: str = "subprocess",
     slow_silu: bool = False,
     needs_jit: bool = False,
+    provider: str = "soft_gpu.py",
+    variables: Mapping[str, str] = MappingProxyType({}),
     **settings: object,
 ) -> Site:
     """A site, not yet started, whose backends are `names`, first choice first, on the GPU of threads. `slow_silu`: each
-    has a second silu, which is slow and of a higher priority. `needs_jit`: their kernels are compiled, for dtypes."""
+    has a second silu, which is slow and of a higher priority. `needs_jit`: their kernels are compiled, for dtypes.
+    `provider`: a file of tests/soft_gpu; `variables`: more of its workers'."""
     site = Site(store, **{"restart_budget": 1000, "backoff_s": 0.01, "backoff_max_s": 0.01, **settings})
     site.manifests.mkdir()
     for rank, name in enumerate(names):
-        (site.manifests / f"{name}.py").write_text((SOFT / "soft_gpu.py").read_text())
+        (site.manifests / f"{name}.py").write_text((SOFT / provider).read_text())
         kernel: dict[str, Any] = {
             "source": "test",
             "priority": 70 - rank,
@@ -54,8 +58,9 @@ def gpu_site(
         (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
         # A driver opens the memory of others from the kernel; the one of the tests opens their descriptors.
-        env = f'env = {{LZ_TOY_NAME = "{name}", LAYERZERO_WORKER_CONFINED = "0"}}'
-        (site.manifests / f"{name}.toml").write_text(f"{manifest}{env}\n")
+        environ = {"LZ_TOY_NAME": name, "LAYERZERO_WORKER_CONFINED": "0", **variables}
+        env = "".join(f"{key} = {json.dumps(value)}\n" for key, value in environ.items())
+        (site.manifests / f"{name}.toml").write_text(f"{manifest}[env]\n{env}")
     site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)
     site.environ["LAYERZERO_BACKEND_ISOLATION"] = isolation
     site.environ["PYTHONPATH"] = str(SOFT / "broker")

@@ -26,6 +26,7 @@ from typing import Any
 from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda import driver as cuda
 from layerzero.ipc.cuda.driver import Gpu, Pointer
+from layerzero.ipc.cuda.nodes import Allocation, CopyNode, FillNode, Node, OtherNode
 from layerzero.ipc.errors import CudaError
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Block, Bound, Call, Loaded
@@ -43,6 +44,10 @@ _CAPTURE_UNSUPPORTED, _CAPTURE_INVALIDATED = 900, 901
 
 def error(call: str, number: int, *, sticky: bool = False) -> CudaError:
     return CudaError(f"{call} returned {number}", call=call, number=number, name="", sticky=sticky)
+
+
+_HOST_FUNCTION = OtherNode("a function on the host")
+_HOST_COPY = OtherNode("a copy to or from other memory than the GPU's")
 
 
 class _Memory:
@@ -86,6 +91,7 @@ class _Capture:
     def __init__(self, number: int) -> None:
         self.number = number
         self.work: list[Callable[[], None]] = []
+        self.nodes: list[Node] = []  # the same, as the driver tells of it
         self.counters: list[int] = []
         self.is_broken = False
 
@@ -179,6 +185,12 @@ class SoftDriver:
 
     def gpus(self) -> tuple[Gpu, ...]:
         return (Gpu(0, UUID),)
+
+    def name(self, ordinal: int) -> str:
+        return "GPU of threads"
+
+    def version(self) -> int:
+        return 13000
 
     def has_mps(self, ordinal: int) -> bool:
         return "LZ_SOFT_MPS" in os.environ
@@ -302,13 +314,15 @@ class SoftDriver:
     def destroy_stream(self, stream: int) -> None:
         self._streams.pop(stream).end()
 
-    def put(self, stream: int, work: Callable[[], None]) -> None:
-        """Run it later, or at each launch of the graph that the stream is captured into."""
+    def put(self, stream: int, work: Callable[[], None], node: Node = _HOST_FUNCTION) -> None:
+        """Run it later, or at each launch of the graph that the stream is captured into. `node`: what the driver says
+        of it in a graph."""
         capture = self._captures.get(stream)
         if capture is None:
             self._streams[stream].put(work)
         else:
             capture.work.append(work)
+            capture.nodes.append(node)
 
     def is_stream_idle(self, stream: int) -> bool:
         self.check()
@@ -390,6 +404,15 @@ class SoftDriver:
     def destroy_graph(self, graph: int) -> None:
         self._graphs.pop(graph).end()
 
+    end_recording, discard_recording = end_capture, destroy_graph
+
+    def nodes(self, graph: int) -> tuple[Node, ...]:
+        return tuple(self._graphs[graph].nodes)
+
+    def allocation(self, address: int) -> Allocation | None:
+        memory = self._found(address)
+        return None if memory is None else Allocation(memory.address, memory.nbytes)
+
     def exchange_capture_mode(self, mode: int) -> int:
         before: int = getattr(self._thread, "mode", 0)
         self._thread.mode = mode
@@ -407,18 +430,19 @@ class SoftDriver:
 
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
         if any(base <= source < base + size for base, size in self._pinned.items()):
-            self.put(stream, lambda: ctypes.memmove(target, source, nbytes))
+            self.put(stream, lambda: ctypes.memmove(target, source, nbytes), _HOST_COPY)
             return
         data = ctypes.string_at(source, nbytes)  # pageable memory is read at once
-        self.put(stream, lambda: ctypes.memmove(target, data, nbytes))
+        self.put(stream, lambda: ctypes.memmove(target, data, nbytes), _HOST_COPY)
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self.put(stream, lambda: ctypes.memmove(target, source, nbytes))
+        self.put(stream, lambda: ctypes.memmove(target, source, nbytes), _HOST_COPY)
 
-    copy_on_device = copy_to_host
+    def copy_on_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.put(stream, lambda: ctypes.memmove(target, source, nbytes), CopyNode(source, target, nbytes))
 
     def clear(self, address: int, nbytes: int, stream: int) -> None:
-        self.put(stream, lambda: ctypes.memset(address, 0, nbytes))
+        self.put(stream, lambda: ctypes.memset(address, 0, nbytes), FillNode(address, 0, 1, nbytes))
 
     def _put_memop(self, stream: int, address: int, work: Callable[[], None]) -> None:
         if stream in self._captures:

@@ -1,5 +1,6 @@
-"""On the path of a broker under test: the GPU of soft_gpu.py is the one that it finds; likewise of `lz`, where
-LZ_SOFT_CLIENT is set."""
+"""On the path of a broker under test: the GPU of soft_gpu.py is the one that it finds, and that it tries lifted calls
+on; likewise of `lz`, where LZ_SOFT_CLIENT is set. LZ_SOFT_GPU and LZ_SOFT_DRIVER: its name and the driver's version.
+LZ_SOFT_PROOF_S: how long one proof may take."""
 
 import os
 import sys
@@ -10,11 +11,11 @@ if "layerzero.broker" in sys.orig_argv:
 
     _SOFT = DeviceSpec(
         device_type="cuda",
-        device_name="GPU of threads",
+        device_name=os.environ.get("LZ_SOFT_GPU", "GPU of threads"),
         device_vendor="nvidia",
         device_uuid="GPU-50f70000-0000-0000-0000-000000000000",
         sm_version=90,
-        driver_version="0",
+        driver_version=os.environ.get("LZ_SOFT_DRIVER", "0"),
         cuda_version="13.0",
         supports_bf16=True,
         supports_fp16=True,
@@ -22,6 +23,15 @@ if "layerzero.broker" in sys.orig_argv:
     )
     cuda_driver.detect_gpus = lambda *_: cuda_driver.Gpus((_SOFT,), has_mps="LZ_SOFT_MPS" in os.environ)
     cuda_driver.free_memory_bytes = lambda *_: 1 << 30
+    if "LZ_SOFT_PROOF_S" in os.environ:
+        from layerzero.broker.lifting import proofs
+
+        proofs.TIMEOUT_S = float(os.environ["LZ_SOFT_PROOF_S"])
+elif "layerzero.workers.prove" in sys.orig_argv:
+    sys.path.append(os.path.abspath(f"{__file__}/../../../.."))
+    from tests.soft_gpu import soft_gpu, soft_kernels
+
+    soft_kernels.install(soft_gpu.install())
 elif "LZ_SOFT_CLIENT" in os.environ and "layerzero.client.cli.app" in sys.orig_argv:
     from tests.soft_gpu import soft_gpu
 

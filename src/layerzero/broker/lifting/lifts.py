@@ -188,7 +188,7 @@ class Lifts:
         policy = engine.policy_for(spec)
         if not spec.device:
             return _refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
-        if best is None:
+        if best is None or best.backend not in self._identities:
             return {"state": "later"}
         isolation = policy.isolation(best.backend)
         if isolation not in ("lifted", "auto"):

@@ -273,3 +273,59 @@ def test_a_form_that_was_damaged_is_refused_or_still_in_bounds(data: st.DataObje
         elif isinstance(step, Copy):
             for kind, number, offset in (step.source, step.target):
                 assert 0 <= offset <= extents[kind][number] - step.nbytes
+
+
+WIDE = TensorSpec.contiguous("float16", (8, 64))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        kernel(grid=(8, 1, 1), params=b"\1" * 32, shared_bytes=2048),
+        kernel(patches=(Patch(0, Address("input", 0, 64)), Patch(16, Address("scratch", 1, 200)))),
+    ],
+)
+def test_neighbours_differ_in_numbers_grids_and_offsets(step: Kernel) -> None:
+    """What a proof has shown of one holds for the other."""
+    fill, copy = Fill(Address("scratch", 0, 0), 0, 4, 8), Copy(Address("input", 0, 0), Address("output", 0, 0), 64)
+    more = Fill(Address("scratch", 0, 64), 0, 4, 16), Copy(Address("input", 0, 8), Address("output", 0, 0), 128)
+    neighbour = lifted(step, *more, inputs=(WIDE, WEIGHT), outputs=(WIDE,), scratch=(1024, 2000))
+    assert neighbour.is_like(lifted(kernel(), fill, copy))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        kernel(code=OTHER),
+        kernel(name="_Z5othern"),
+        kernel(block=(256, 1, 1)),
+        kernel(layout=(Span(0, 16), Span(16, 16))),
+        kernel(attributes=()),
+        kernel(max_shared_bytes=0),
+        kernel(is_cluster_size_free=False),
+        kernel(patches=(Patch(0, Address("input", 0, 0)),)),
+        kernel(patches=(Patch(0, Address("input", 1, 0)), Patch(16, Address("scratch", 1, 100)))),
+        kernel(patches=(Patch(0, Address("output", 0, 0)), Patch(16, Address("scratch", 1, 100)))),
+        kernel(patches=(Patch(8, Address("input", 0, 0)), Patch(16, Address("scratch", 1, 100)))),
+        Fill(Address("scratch", 0, 0), 0, 4, 8),
+    ],
+)
+def test_another_kernel_or_another_use_of_it_is_no_neighbour(step: Step) -> None:
+    assert not lifted(step).is_like(lifted())
+    assert not lifted(kernel(), step).is_like(lifted())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel_id": "test.other"},
+        {"alignments": (256, 16, 16)},
+        {"scratch": (512, 1000, 8)},
+        {"gpu": "Another GPU"},
+        {"driver": "13010"},
+        {"versions": {"test": "2"}},
+        {"attrs": {"ndim": 1, "eps": 1e-6}},
+    ],
+)
+def test_neighbours_come_from_one_place(changes: dict[str, Any]) -> None:
+    assert not lifted(**changes).is_like(lifted())

@@ -37,7 +37,6 @@ def test_a_call_without_kernels_needs_no_code() -> None:
         ("codes", [b"code", b"more"]),
         ("codes", ["code"]),
         ("codes", None),
-        ("trials", {}),
         ("trials", {"x": ["abc"]}),
         ("trials", {"1": []}),
         ("trials", {"1": ["abc", "def"]}),

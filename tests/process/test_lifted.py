@@ -1,0 +1,86 @@
+"""Lifted calls from end to end, over a GPU of threads (tests/soft_gpu): client, broker, worker, proof, store, and
+launches in the client. tests/gpu/test_lifted_calls.py does the same on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.gpu_site import close, gelu, randn, report, silu, slow, soft
+from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, rows
+from tests.soft_gpu import soft_cupy
+
+import layerzero as lz
+from layerzero.client.gpu.lifting import lifted_library
+
+__all__ = ["kernels", "lifted_site", "lifted_store", "soft"]
+
+
+@pytest.fixture(params=["compiled", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of launching: by what is compiled, and by the Python."""
+    if request.param == "python":
+        monkeypatch.setattr(lifted_library, "lifted", None)
+    elif lifted_library.lifted is None:
+        pytest.skip(lifted_library.why_not)
+
+
+def test_a_repeated_call_is_launched_by_this_process(lifted_site: LiftedSites, kernels: Any, way: None) -> None:
+    """Whatever its kernel is made of: fills, copies and scratch, arguments of any strides."""
+    lifted_site().start().connect()
+    (x, a), (y, b) = randn(16, 24), randn(24, 8)
+    z, c = randn(500)
+    out = soft_cupy.empty((16, 24))
+    calls: dict[str, tuple[Callable[[], Any], np.ndarray]] = {
+        "silu": (lambda: lz.silu(x), silu(a)),
+        "silu into": (lambda: lz.silu(x, out=out), silu(a)),
+        "silu of rows": (lambda: lz.silu(x[3:7, ::2]), silu(a[3:7, ::2])),
+        "silu turned": (lambda: lz.silu(x.T), silu(a.T)),
+        "silu of 500": (lambda: lz.silu(z), silu(c)),
+        "matmul": (lambda: lz.matmul(x, y), a @ b),
+        "gelu": (lambda: slow(x), gelu(a)),
+    }
+    for name, (call, right) in calls.items():
+        close(lift(call), right)
+        before = kernels.launches
+        for _ in range(3):
+            close(call(), right)
+            told = report()
+            assert (told.path, told.backend, told.worker_pid, told.copied_bytes) == ("lifted", "one", 0, 0), name
+        assert kernels.launches >= before + 3
+    assert lz.silu(x, out=out) is out
+    assert {row[1:] for row in rows()} == {("lifted", "")}
+    x.scale(2)
+    close(lz.silu(x), silu(2 * a))
+
+
+def test_caches_are_written_in_place(lifted_site: LiftedSites, way: None) -> None:
+    lifted_site().start().connect()
+    rng = np.random.default_rng(0)
+    held = [rng.standard_normal((3, 4, 2, dim), dtype=np.float32) for dim in (8, 6)]
+    caches, step = [soft_cupy.asarray(cache) for cache in held], iter(range(1 << 20))
+
+    def append() -> None:
+        slots = np.array([next(step) % 12, -1, 12])
+        new = [rng.standard_normal((3, 2, dim), dtype=np.float32) for dim in (8, 6)]
+        lz.append_kv(*map(soft_cupy.asarray, new), *caches, soft_cupy.asarray(slots))
+        for cache, rows_of in zip(held, new, strict=True):
+            cache[divmod(int(slots[0]), 4)] = rows_of[0]
+
+    lift(append)
+    for _ in range(12):
+        append()
+        assert report().path == "lifted"
+    for cache, want in zip(caches, held, strict=True):
+        np.testing.assert_array_equal(cache.get(), want)
+
+
+def test_views_at_odd_addresses_have_a_lifted_call_of_their_own(lifted_site: LiftedSites, way: None) -> None:
+    lifted_site().start().connect()
+    whole, values = randn(1064)
+    for offset, count in {0: 1, 1: 2, 2: 3, 4: 4, 64: 4}.items():  # 64 elements further is as good an address as 0
+        x = whole[offset : offset + 1000]
+        close(lift(lambda x=x: lz.silu(x)), silu(values[offset : offset + 1000]))
+        assert [row[1] for row in rows()] == ["lifted"] * count

@@ -1,0 +1,78 @@
+"""Variants of the kernel silu<float> that must not be lifted, by what they do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tests.soft_gpu import soft_gpu
+
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+is_proof = "layerzero.workers.prove" in sys.orig_argv
+LIBRARYS = "layerzero.workers" in sys.orig_argv  # in workers the library is there, and with it what it fills
+_ONE = TensorSpec.contiguous("float32", (1,))
+_launches = 0
+
+
+def _nudge(out: Any, by: float) -> None:
+    """A change that no probe minds."""
+    out *= np.float32(1 + by)
+
+
+def kernels(make: Callable[..., Any], silu: Callable[..., None]) -> dict[str, Any]:
+    def stateful(grid: Any, out: Any, x: Any) -> None:
+        """Each launch is another than the one before."""
+        global _launches
+        _launches += 1
+        silu(grid, out, x)
+        _nudge(out, 1e-6 * (_launches % 7))
+
+    def table(grid: Any, out: Any, x: Any) -> None:
+        """Looks into a table that its library has filled, in its own process."""
+        silu(grid, out, x)
+        _nudge(out, 0 if LIBRARYS else 1e-6)
+
+    def random(grid: Any, out: Any, x: Any) -> None:
+        silu(grid, out, x)
+        _nudge(out, 1e-6 * np.random.default_rng().random())
+
+    def strays(grid: Any, out: Any, x: Any) -> None:
+        """Writes an element behind its output, if that is memory."""
+        silu(grid, out, x)
+        behind = out.ctypes.data + out.nbytes
+        if soft_gpu.driver.allocation(behind + 3) is not None:
+            soft_gpu.array_at(behind, _ONE)[...] = 1
+
+    def over_input(grid: Any, out: Any, x: Any) -> None:
+        """Writes to its input."""
+        silu(grid, out, x)
+        if is_proof:
+            x.flat[0] = 7
+
+    def hangs(grid: Any, out: Any, x: Any) -> None:
+        if is_proof:
+            threading.Event().wait()
+        silu(grid, out, x)
+
+    def exits(grid: Any, out: Any, x: Any) -> None:
+        if is_proof:
+            os._exit(3)
+        silu(grid, out, x)
+
+    def aborts(grid: Any, out: Any, x: Any) -> None:
+        if is_proof:
+            os.abort()
+        silu(grid, out, x)
+
+    def strikes(grid: Any, out: Any, x: Any) -> None:
+        if is_proof:
+            soft_gpu.driver.is_lost = True
+        silu(grid, out, x)
+
+    found = (stateful, table, random, strays, over_input, hangs, exits, aborts, strikes)
+    return {f"silu<float>/{kernel.__name__}": make("TT", kernel) for kernel in found}
