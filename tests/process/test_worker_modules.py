@@ -12,7 +12,17 @@ import layerzero as lz
 
 # A worker whose kernels compute on the CPU loads these and no others, whatever it is asked to do.
 CPU_WORKER = {
-    "layerzero.ipc": {"confinement", "errors", "free_memory", "shm", "transport", "vocabulary", "wording"},
+    "layerzero.ipc": {
+        "confinement",
+        "errors",
+        "free_memory",
+        "loading",
+        "records",
+        "shm",
+        "transport",
+        "vocabulary",
+        "wording",
+    },
     "layerzero.ipc.shm": {"lane", "memory", "timeline_words"},
     "layerzero.ipc.transport": {"control", "messages", "plain", "sockets", "unwanted", "wire"},
     "layerzero.ipc.vocabulary": {"ops", "shapes", "tensors", "worker_codes"},

@@ -52,3 +52,39 @@ def test_a_folder_of_code_is_ours_or_roots(owner: int, said: str) -> None:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ, cwd="/")
     assert (said or str(folder)) in done.stdout
+
+
+def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the file before the defaults. Names of variables may be in small letters."""
+    file = tmp_path / "config.toml"
+    monkeypatch.setattr(settings, "CONFIG_FILE", file)
+    monkeypatch.setenv("LAYERZERO_RUNTIME_DIR", str(tmp_path / "variable"))
+    monkeypatch.setenv("layerzero_depth", "7")
+    assert settings.load().timeout_s == 60.0
+    file.write_text('depth = 3\ntimeout_s = 20\nmanifest_dirs = ["/one", "/two"]\nruntime_dir = "/file"\n')
+    found = settings.load(runtime_dir=str(tmp_path / "option"), timeout_s=None)
+    assert (found.runtime_dir, found.depth, found.timeout_s) == (tmp_path / "option", 7, 20.0)
+    assert found.manifest_dirs == (Path("/one"), Path("/two"))
+    monkeypatch.setenv("LAYERZERO_MANIFEST_DIRS", "/three:/four")
+    assert settings.load().manifest_dirs == (Path("/three"), Path("/four"))
+    assert settings.load().runtime_dir == tmp_path / "variable"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dept = 3", r"setting dept \(LAYERZERO_DEPT\): .* known settings: runtime_dir, "),
+        ("depth = 0", r"setting depth \(LAYERZERO_DEPTH\): .*greater than or equal to 1, got 0"),
+        ("depth: 3", "config.toml: cannot be read as TOML: "),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    monkeypatch.setattr(settings, "CONFIG_FILE", file)
+    with pytest.raises(ConfigError, match=said):
+        settings.load()

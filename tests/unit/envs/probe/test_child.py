@@ -25,7 +25,11 @@ def test_output_without_end_is_read_at_its_end(monkeypatch: pytest.MonkeyPatch) 
 def test_a_process_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the memory that a temporary folder often lies in."""
     monkeypatch.setattr(child, "MAX_FILE_BYTES", 1 << 20)
-    code = "import sys\nsys.stdin.readline()\nwhile True: sys.stdout.write('x' * (1 << 16))"
+    code = (  # it begins when it is limited, which takes a moment
+        "import os, resource, sys\n"
+        "while resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1 << 20: os.sched_yield()\n"
+        "while True: sys.stdout.write('x' * (1 << 16))"
+    )
     ended = child.run_process([sys.executable, "-c", code], environ=dict(os.environ), timeout_s=60)
     assert ended.code not in (None, 0)
     assert len(ended.out) <= 2 << 20
