@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -85,9 +85,13 @@ class Lifts:
         pages: TimelinePages,
         store: LiftStore,
         wake_up: Callable[[], None],
+        *,
+        outsiders: Collection[str] = (),
     ) -> None:
+        """`outsiders`: backends that did not come with LayerZero, and are not the operator's own."""
         self._state, self._identities, self._links, self._pages = state, identities, links, pages
         self.store = store
+        self._outsiders = frozenset(outsiders)
         self._proofs = Proofs(wake_up)
         self._known: dict[str, _Known] = {}
         self._asked: dict[int, _Known] = {}  # by number: workers and proofs are at it
@@ -193,6 +197,9 @@ class Lifts:
         isolation = policy.isolation(best.backend)
         if isolation not in ("lifted", "auto"):
             return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {best.backend}")
+        if best.backend in self._outsiders and best.backend not in policy.backend_isolation:
+            text = f"{best.backend} comes from outside; its code runs here only if backend_isolation names it"
+            return _refused(LiftReason.NOT_ALLOWED, text)
         if fault := self.store.fault_of(self._what(spec, best)):
             return _refused(LiftReason.FAULTED, fault)
         is_doubtful = best.transforms or best.is_on_trial or best.is_last_resort
