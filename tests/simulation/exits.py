@@ -79,6 +79,8 @@ class Exits:
     def _count_exit(self, process: Process, exit_code: int) -> None:
         """What the restart budget must be."""
         backend, crashes, limits = process.backend, self._crashes[process.backend], self.limits
+        if process.kill_reason == "rest":
+            return
         is_crash = process.kill_reason != "deadline" and not process.has_renewed
         if is_crash:
             crashes.append(self.now_s)

@@ -87,7 +87,11 @@ class WorkerActions:
         is_deadline = is_overdue or (type(event) is ev.Tick and process.was_ready)
         self.require(not process.kill_reason, "a worker is killed twice")
         is_silent = isinstance(event, ev.WorkerMisbehaved) and event.is_silent
-        process.kill_reason = "deadline" if is_deadline else "silent" if is_silent else "fault"
+        is_spared = isinstance(event, ev.WorkerSpared)
+        self.require(not (is_spared and process.sent), "a worker that has calls is sent to rest")
+        reason = "deadline" if is_deadline else "silent" if is_silent else "rest" if is_spared else "fault"
+        process.kill_reason = reason
+        self.coverage.fates["rested"] += is_spared
         process.is_too_late = type(event) is ev.Tick and not process.was_ready
         worker = self.state.workers[action.backend]
         late = worker.enqueued.get(worker.blame.dispatch) or worker.graph_slots.get(worker.blame.dispatch)

@@ -306,7 +306,8 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._deliver(ev.ClientJoined(client.identity, client.number))
 
     def learn(self) -> None:
-        """Someone has saved policy.yaml; a shadow check has ended; an earlier broker's times are read."""
+        """Someone has saved policy.yaml; a shadow check has ended; a worker is not needed; an earlier broker's times are
+        read."""
         what = self.rng.random()
         if what < 0.4:
             weights = Weights(perfdb=self.rng.choice((0.0, 1000.0, 1000.0)))
@@ -318,6 +319,8 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
             kernel_id, error = self.rng.choice((("alpha.silu", 0.0), ("nobody.silu", 1.0)))
             subject = Subject(kernel_id, "float32", "plain/small/dense")
             self._deliver(ev.ShadowCompared(Comparison(subject, "beta.silu", error)))
+        elif what < 0.8:
+            self._deliver(ev.WorkerSpared(self.rng.choice(list(PRIORITY))))
         else:
             key = self.state.engine.context(CallSpec.parse(route_body())).perf_key()
             stat = Stat(20, self.rng.uniform(1.0, 1000.0), 2000.0, 1.0, 0.0, 0.0)

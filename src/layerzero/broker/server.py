@@ -136,9 +136,17 @@ class Server:
         self._pages = TimelinePages()
         self._page_poller = PagePoller(state, self.handle, self._links, self._lanes, self._pages, self._stop_if_idle)
         store = LiftStore(settings.store / "lifted")
-        outsiders = [name for name, manifest in launcher.manifests.items() if manifest.source is not None]
-        identities = self._times.identities
-        self.lifts = Lifts(state, identities, self._links, self._pages, store, self._wake_up, outsiders=outsiders)
+        self.lifts = Lifts(
+            state,
+            self._times.identities,
+            self._links,
+            self._pages,
+            store,
+            self._wake_up,
+            self.handle,
+            outsiders=[name for name, manifest in launcher.manifests.items() if manifest.source is not None],
+            rest_s=settings.rest_s,
+        )
         self._offers = Offers(state, self.handle, self._links, self._lanes, self._pages, self._page_poller)
         self._connections = Connections(
             endpoints.control,

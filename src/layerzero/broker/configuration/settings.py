@@ -74,6 +74,9 @@ class Settings(BaseModel):
     )
     retry_disabled_max_s: Seconds = Field(600.0, description="longest delay of such a try")
     poison_quarantine_s: Seconds = Field(600.0, description="how long inputs that killed two workers are refused")
+    rest_s: Seconds = Field(
+        60.0, description="a worker for GPUs whose calls are all lifted ends when it was not needed for so long"
+    )
     express: bool = Field(True, description="lend settled routes a lane straight to their worker")
     allow_mps: bool = Field(
         False, description="lz doctor finds MPS in order, although a fault of one process ends others"

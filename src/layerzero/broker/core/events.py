@@ -323,6 +323,13 @@ class BackendReset:
 
 
 @record
+class WorkerSpared:
+    """Nobody has needed it for a while, and what was needed of it before runs without it now."""
+
+    backend: str
+
+
+@record
 class ShadowCompared:
     """A client ran a call again on a reference kernel, and compared. `route`: the call's encoded Route message."""
 
@@ -400,6 +407,7 @@ Event = (
     | WorkerGone
     | BackendOffered
     | BackendReset
+    | WorkerSpared
     | ShadowCompared
     | TimesLoaded
     | Tick

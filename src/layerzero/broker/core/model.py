@@ -240,6 +240,7 @@ class Worker:
     is_vacant: bool = False  # disabled, as nobody could start it; who comes to do so ends that
     was_ready: bool = False  # in this generation
     has_served: bool = False  # in any generation
+    is_resting: bool = False  # it is ended for having nothing to do
     fault: LayerZeroError | None = None  # why the broker kills it
     blame: Blame = NOBODY  # for which call
     cause: LayerZeroError | None = None  # why it is not serving
@@ -253,6 +254,11 @@ class Worker:
     gpus: set[tuple[int, str]] = field(default_factory=set)  # clients' GPUs that it was told of
     # Client's number and GPU of those whose memory does not reach it.
     no_transport: dict[tuple[int, str], LayerZeroError] = field(default_factory=dict)
+
+    @property
+    def is_idle(self) -> bool:
+        """It has no call, nor does any wait for it. There may be some on rings, which its end brings back."""
+        return not (self.running or self.waiting or self.enqueued or self.graph_slots)
 
     @property
     def head_deadline_s(self) -> float:

@@ -212,6 +212,7 @@ class BrokerState:
             ev.WorkerGone: unreachable.on_worker_gone,
             ev.BackendOffered: lifecycle.take_offer,
             ev.BackendReset: self.on_backend_reset,
+            ev.WorkerSpared: lambda event: lifecycle.rest(self.workers[event.backend]),
             ev.PolicyChanged: self.on_policy_changed,
             ev.ShadowCompared: self.on_shadow_compared,
             ev.TimesLoaded: self.on_times_loaded,

@@ -207,6 +207,14 @@ class WorkerLifecycle:
                 self.set_unavailable(worker.backend, killed)
             self._effects.emit(act.Kill(worker.backend, worker.generation))
 
+    def rest(self, worker: Worker) -> None:
+        """End a worker that has nothing to do, so that what it holds is free. It starts when it is needed again."""
+        if worker.state is S.READY and worker.is_idle and not worker.is_joined and worker.fault is None:
+            worker.is_resting = True
+            self.fault(
+                worker, BackendError("it has had nothing to do for a while; it starts when it is needed"), NOBODY
+            )
+
     def note_misbehaviour(self, event: ev.WorkerMisbehaved) -> None:
         worker = self.current(event.backend, event.generation)
         if worker is not None:
@@ -243,6 +251,11 @@ class WorkerLifecycle:
     def plan_restart(self, worker: Worker, error: LayerZeroError, stderr_tail: str, *, is_renewal: bool) -> None:
         """It has ended: try again after a back-off, or give it up. `is_renewal`: only to begin anew."""
         limits, now_s = self._limits, self._effects.now_s
+        if worker.is_resting:
+            worker.is_resting = False
+            self._signal(worker, Signal.RESET)
+            self.set_unavailable(worker.backend, None)
+            return
         worker.cause = error
         is_late = worker.fault is not None and worker.fault.code == DeadlineExceeded.code
         is_crash = not (is_late or is_renewal)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from layerzero.broker.core import events as ev
 from layerzero.broker.core.leases import SETTLED_CALLS
 from layerzero.broker.core.model import Client, Route
 from layerzero.broker.core.state import BrokerState
@@ -85,13 +86,18 @@ class Lifts:
         pages: TimelinePages,
         store: LiftStore,
         wake_up: Callable[[], None],
+        handle: Callable[[ev.Event], None],
         *,
         outsiders: Collection[str] = (),
+        rest_s: float = 60.0,
     ) -> None:
-        """`outsiders`: backends that did not come with LayerZero, and are not the operator's own."""
+        """`handle` takes what the core must hear. `outsiders`: backends that did not come with LayerZero, and are not
+        the operator's own. `rest_s`: as in the settings."""
         self._state, self._identities, self._links, self._pages = state, identities, links, pages
         self.store = store
         self._outsiders = frozenset(outsiders)
+        self._handle, self._rest_s = handle, rest_s
+        self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # of workers, and since when they are the same
         self._proofs = Proofs(wake_up)
         self._known: dict[str, _Known] = {}
         self._asked: dict[int, _Known] = {}  # by number: workers and proofs are at it
@@ -362,6 +368,7 @@ class Lifts:
             is_gone = self._links.get(known.backend, known.generation) is None
             if not self._proofs.has(number) and (is_gone or now_s > known.asked_s + WORKER_S):
                 del self._asked[number]
+        self._spare(now_s)
         engine = self._state.engine
         if self._seen == (engine.epoch, engine.policy.hash):
             return
@@ -374,6 +381,19 @@ class Lifts:
             if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best) is not None:
                 self.take_back()
                 return
+
+    def _spare(self, now_s: float) -> None:
+        """Workers that nobody has called for long, as clients do without them, give their memory back."""
+        lifted = {known.backend for known in self._known.values() if known.granted is not None}
+        lifted -= {known.backend for known in self._asked.values()}
+        for backend in lifted:
+            worker = self._state.workers[backend]
+            uses = (worker.generation, worker.answered, worker.failed)
+            before, since_s = self._uses.get(backend, (None, now_s))
+            if uses != before:
+                self._uses[backend] = (uses, now_s)
+            elif now_s - since_s >= self._rest_s and worker.state is WorkerState.READY:
+                self._handle(ev.WorkerSpared(backend))
 
     def take_back(self) -> None:
         """All leave ends. Clients ask again."""

@@ -13,6 +13,44 @@ from layerzero.broker.core.worker_fsm import TRANSITIONS, IllegalTransition, Sig
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import EnvError
 
+# --- rest ----------------------------------------------------------------------------------------------------
+
+
+def test_worker_that_nobody_needs_ends_and_starts_when_it_is_needed() -> None:
+    """What it holds of a GPU is free meanwhile. It is no crash: no back-off, no budget, no cause."""
+    driver = Driver("alpha", restart_budget=0)
+    driver.ran(driver.serve(1))
+    for generation in (1, 2):
+        assert kinds(driver(ev.WorkerSpared("alpha"))) == ["Kill"]
+        assert "Spawn" not in kinds(driver.dies("alpha"))
+        worker = driver.state.workers["alpha"]
+        assert (worker.state, worker.cause, worker.restarts) == (WorkerState.ABSENT, None, 0)
+        assert "alpha" not in driver.state.unavailable
+        assert worker.generation == generation
+        driver.ran(driver.serve(10 * generation))
+
+
+def test_worker_that_has_something_to_do_does_not_rest() -> None:
+    driver = Driver("alpha")
+    assert not driver(ev.WorkerSpared("alpha")), "it does not run"
+    run = driver.serve(1)
+    assert not driver(ev.WorkerSpared("alpha"))
+    driver.ran(run)
+    assert driver(ev.WorkerSpared("alpha"))
+
+
+def test_call_that_comes_while_a_worker_ends_to_rest_is_served() -> None:
+    driver = Driver("alpha")
+    driver.ran(driver.serve(1))
+    driver(ev.WorkerSpared("alpha"))
+    driver.call(2)
+    driver.dies("alpha")
+    driver(ev.ProbeEnded("alpha", None))
+    driver.ready("alpha")
+    assert driver.state.workers["alpha"].state is WorkerState.READY
+    assert driver.state.workers["alpha"].running, "the call has gone to the next worker"
+
+
 # --- restarts ------------------------------------------------------------------------------------------------
 
 
