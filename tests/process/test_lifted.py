@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.process.gpu_site import close, gelu, randn, report, silu, slow, soft
+from tests.process.harness import wait_until
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, rows
 from tests.soft_gpu import soft_cupy
 
@@ -84,3 +85,24 @@ def test_views_at_odd_addresses_have_a_lifted_call_of_their_own(lifted_site: Lif
         x = whole[offset : offset + 1000]
         close(lift(lambda x=x: lz.silu(x)), silu(values[offset : offset + 1000]))
         assert [row[1] for row in rows()] == ["lifted"] * count
+
+
+def test_a_worker_that_is_not_needed_gives_its_memory_back(lifted_site: LiftedSites, kernels: Any) -> None:
+    """And starts again for a call that is not lifted yet."""
+    site = lifted_site(rest_s=0.3)
+    site.start().connect()
+    x, values = randn(40)
+    close(lift(lambda: lz.silu(x)), silu(values))
+
+    def is_gone() -> bool:
+        close(lz.silu(x), silu(values))
+        return bool(report().path == "lifted" and site.backend("one")["pid"] is None)
+
+    wait_until(is_gone)
+    row = site.backend("one")
+    assert (row["state"], row["cause"], row["unavailable"], row["restarts"]) == ("absent", None, None, 0)
+    y, others = randn(41)
+    close(lz.silu(y), silu(others))
+    assert site.backend("one")["pid"] is not None
+    close(lz.silu(x), silu(values))
+    assert report().path == "lifted"

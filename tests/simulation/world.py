@@ -306,8 +306,8 @@ class World(Pages, Arrivals, Exits, WorkerActions, ClientActions, Checks):
         self._deliver(ev.ClientJoined(client.identity, client.number))
 
     def learn(self) -> None:
-        """Someone has saved policy.yaml; a shadow check has ended; a worker is not needed; an earlier broker's times are
-        read."""
+        """Someone has saved policy.yaml; a shadow check has ended; a worker is not needed; times are read that an
+        earlier broker took."""
         what = self.rng.random()
         if what < 0.4:
             weights = Weights(perfdb=self.rng.choice((0.0, 1000.0, 1000.0)))

@@ -37,6 +37,7 @@ SETTINGS = (
     "retry_disabled_s",
     "retry_disabled_max_s",
     "poison_quarantine_s",
+    "rest_s",
     "express",
     "allow_mps",
     "joined",
