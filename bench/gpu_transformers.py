@@ -34,8 +34,8 @@ MODES = ("torch", "attention", "attention and norms")
 def attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **_: Any
 ) -> tuple[Any, None]:
-    """Transformers' attention function, by lz.attention; query (B, Hq, Sq, D), key and value (B, Hk, Sk, D), which lie as
-    (B, S, H, D) where they come from a linear layer; so does what it returns."""
+    """Transformers' attention function, by lz.attention; query (B, Hq, Sq, D), key and value (B, Hk, Sk, D), which lie
+    as (B, S, H, D) where they come from a linear layer; so does what it returns."""
     assert attention_mask is None, "nothing is padded here"
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     options = {"is_causal": query.shape[2] > 1, "scale": scaling, "enable_gqa": True}
