@@ -41,6 +41,7 @@ SUSPECT_S = 600.0  # how long what a client launched last is isolated when it en
 MAX_KNOWN = 4096
 MAX_AHEAD = 64  # calls of one question
 _ALIGNMENTS = {0, *ALIGNMENTS}
+_WORKER_IS_GONE = (Reason.BACKEND_RESTARTING, Reason.BACKEND_DISABLED)
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
 # What another try may end in another way: it is not kept.
 _PASSING = frozenset(
@@ -171,9 +172,9 @@ class Lifts:
         return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch}
 
     def _best(self, spec: CallSpec, context: SelectionContext) -> Verdict | None:
-        """What serves the call, counting backends whose worker is just not running."""
-        refused = self._state.unavailable.items()
-        unavailable = {backend: why for backend, why in refused if why.code is not Reason.BACKEND_RESTARTING}
+        """What serves the call, counting backends whose worker is just not running, or has died too often: a lifted
+        call needs none."""
+        unavailable = {name: why for name, why in self._state.unavailable.items() if why.code not in _WORKER_IS_GONE}
         ranked = self._state.engine.rank(spec, context, unavailable, time.monotonic())
         return next((verdict for verdict in ranked if verdict.is_accepted), None)
 

@@ -247,6 +247,7 @@ class Lifts:
             if self._compiled is not None:
                 site.compiled = compile_site(site)
             asked.route.not_lifted = ""
+            self._faults.watch(gpu)
             self._remember(asked, site)
         else:
             raise ValueError(f"the broker answers {state!r:.40}")
@@ -307,7 +308,8 @@ class Lifts:
             except Busy:
                 return False
             gpu.order.page.note_lifted(timeline, site.number)
-        self._faults.note(gpu, site.number, is_captured=is_captured)
+        if is_captured:
+            self._faults.note_captured(gpu, site.number)
         return True
 
     def fail(self, site: Site, number: int, step: int) -> NoReturn:
