@@ -27,6 +27,7 @@ from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.lifting.form import ALIGNMENTS, FORMAT
+from layerzero.ipc.lifting.form import Lifted as LiftedCall
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
 from layerzero.ipc.logs import log
@@ -65,10 +66,12 @@ class _Known:
     kernel_id: str
     backend: str
     what: Mapping[str, str]
+    alignments: tuple[int, ...]
     generation: int = 0  # of the worker that was asked
     asked_s: float = 0.0
     entry: Entry | None = None
     granted: CallSpec | None = None  # what a client was given leave for
+    codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
     suspect_until_s: float = 0.0
 
 
@@ -142,14 +145,17 @@ class Lifts:
         return {"calls": answers}
 
     def _asked_of(self, identity: bytes, params: Mapping[str, Any]) -> tuple[Client, Route, list[int]]:
-        client = self._state.clients.get(identity)
-        route = None if client is None else client.routes.get(params.get("route", 0))
-        alignments = params.get("alignments")
+        client, number, alignments = self._state.clients.get(identity), params.get("route"), params.get("alignments")
+        route = None if client is None or type(number) is not int else client.routes.get(number)
         if client is None or route is None:
             raise InvalidArgument("lift needs `route`, the number of a route of this client")
         spec = route.signature.spec
         count = len(spec.inputs) + len(spec.outputs)
-        if not isinstance(alignments, list) or len(alignments) != count or not set(alignments) <= _ALIGNMENTS:
+        if (
+            not isinstance(alignments, list)
+            or len(alignments) != count
+            or any(type(one) is not int or one not in _ALIGNMENTS for one in alignments)
+        ):
             allowed = sorted(_ALIGNMENTS)
             raise InvalidArgument(f"lift needs `alignments`, {count} of {allowed}, got {alignments!r:.80}")
         return client, route, alignments
@@ -166,7 +172,7 @@ class Lifts:
         held = self._pages.get(client.number, known.spec.device)
         if held is None:
             return {"state": "later"}
-        known.granted = spec
+        known.granted, known.codes = spec, known.codes or LiftedCall.unpack(known.entry.form).codes
         digest = known.entry.digest
         self._by_digest[digest] = known.entry.form
         return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch}
@@ -185,6 +191,8 @@ class Lifts:
             return _refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
         if best is None or best.backend not in self._identities:
             return {"state": "later"}
+        if self._state.workers[best.backend].is_joined:
+            return _refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
         isolation = policy.isolation(best.backend)
         if isolation not in ("lifted", "auto"):
             return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {best.backend}")
@@ -203,7 +211,8 @@ class Lifts:
             if len(self._known) >= MAX_KNOWN:
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
             number = next(self._numbers) & 0xFFFF_FFFF
-            known = self._known[key] = _Known(number, key, spec, best.kernel_id, best.backend, what)
+            known = _Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
+            self._known[key] = known
             known.entry = self.store.find(key)
         return known
 
@@ -239,6 +248,7 @@ class Lifts:
             self.store.code(message.digest) if _is_digest(message.digest) else None
         )
         if not data:  # nothing is wrong with the client: it goes on without this
+            self._note_missing(message.digest)
             text = f"no lifted call or machine code is known as {message.digest!r:.80}"
             control.send(peer.sock, Refused(error=InvalidArgument(text).to_wire()))
             return
@@ -248,6 +258,15 @@ class Lifts:
             control.send(peer.sock, LiftedGiven(digest=message.digest, nbytes=len(data)), (fd,))
         finally:
             os.close(fd)
+
+    def _note_missing(self, code: str) -> None:
+        """Machine code is not in the store any more, or does not hold: what needs it is to be lifted anew."""
+        lost = [known for known in self._known.values() if code in known.codes]
+        for known in lost:
+            del self._known[known.key]
+            self.store.remove(known.key)
+        if lost:
+            self.take_back()
 
     def note_fault(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
         """A client has lost its GPU; these were the last that it launched there. They run in their workers from now on,
@@ -281,6 +300,8 @@ class Lifts:
             known = self._asked.get(message.number)
             if known is None or (known.backend, known.generation) != (peer.backend, peer.generation):
                 return  # it took too long
+            if self._proofs.has(known.number):
+                return  # it has answered already
             if message.reason:
                 self._refuse(known, _reason(message.reason), message.detail[:2000])
                 return
@@ -299,9 +320,15 @@ class Lifts:
 
     @staticmethod
     def _check(known: _Known, data: bytes) -> None:
-        lifted = Specimen.unpack(data).lifted
+        specimen = Specimen.unpack(data)
+        lifted, spec = specimen.lifted, known.spec
         if lifted.kernel_id != known.kernel_id:
             raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
+        its = replace(spec, op=lifted.op, inputs=lifted.inputs, outputs=lifted.outputs, attrs=lifted.attrs)
+        if _key(its, list(lifted.alignments), known.what) != known.key:
+            raise ProtocolError(f"it is of another call of {known.kernel_id} than was asked for")
+        if set(specimen.trials) != set(SEEDS):
+            raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {SEEDS}")
 
     def take_proved(self) -> None:
         """What proofs have found since the last time."""
