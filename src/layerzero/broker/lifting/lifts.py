@@ -365,7 +365,10 @@ class Lifts:
         engine = self._state.engine
         if self._seen == (engine.epoch, engine.policy.hash):
             return
-        self._seen = (engine.epoch, engine.policy.hash)
+        was, self._seen = self._seen, (engine.epoch, engine.policy.hash)
+        if was and was[1:] != self._seen[1:]:  # what was not allowed may be now
+            self.take_back()
+            return
         for known in self._known.values():
             spec = known.granted
             if spec is None:
