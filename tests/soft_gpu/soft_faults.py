@@ -24,6 +24,12 @@ def _nudge(out: Any, by: float) -> None:
     out *= np.float32(1 + by)
 
 
+def _write_beside(address: int, offset: int) -> None:
+    find = soft_gpu.driver.allocation
+    if is_proof and find(address) == find(address + offset):
+        soft_gpu.array_at(address + offset, _ONE)[...] = 1
+
+
 def kernels(make: Callable[..., Any], silu: Callable[..., None]) -> dict[str, Any]:
     def stateful(grid: Any, out: Any, x: Any) -> None:
         """Each launch is another than the one before."""
@@ -42,17 +48,14 @@ def kernels(make: Callable[..., Any], silu: Callable[..., None]) -> dict[str, An
         _nudge(out, 1e-6 * np.random.default_rng().random())
 
     def strays(grid: Any, out: Any, x: Any) -> None:
-        """Writes an element behind its output, if that is memory."""
+        """Writes an element behind its output, if its allocation goes on there."""
         silu(grid, out, x)
-        behind = out.ctypes.data + out.nbytes
-        if soft_gpu.driver.allocation(behind + 3) is not None:
-            soft_gpu.array_at(behind, _ONE)[...] = 1
+        _write_beside(out.ctypes.data, out.nbytes)
 
-    def over_input(grid: Any, out: Any, x: Any) -> None:
-        """Writes to its input."""
+    def strays_before(grid: Any, out: Any, x: Any) -> None:
+        """Writes an element before its input."""
         silu(grid, out, x)
-        if is_proof:
-            x.flat[0] = 7
+        _write_beside(x.ctypes.data, -4)
 
     def hangs(grid: Any, out: Any, x: Any) -> None:
         if is_proof:
@@ -74,5 +77,5 @@ def kernels(make: Callable[..., Any], silu: Callable[..., None]) -> dict[str, An
             soft_gpu.driver.is_lost = True
         silu(grid, out, x)
 
-    found = (stateful, table, random, strays, over_input, hangs, exits, aborts, strikes)
+    found = (stateful, table, random, strays, strays_before, hangs, exits, aborts, strikes)
     return {f"silu<float>/{kernel.__name__}": make("TT", kernel) for kernel in found}

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from layerzero.broker.core import events as ev
@@ -20,6 +20,7 @@ from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
+from layerzero.broker.lifting.grown import grown
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.selection.signature import CallSpec, Verdict
@@ -28,21 +29,20 @@ from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
 from layerzero.ipc.lifting.form import ALIGNMENTS, FORMAT
-from layerzero.ipc.lifting.form import Lifted as Form
+from layerzero.ipc.lifting.form import Lifted as LiftedCall
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, unwanted
 from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGiven, Refused
-from layerzero.ipc.vocabulary.shapes import check_call
-from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 SEEDS = (1, 2)  # of the inputs that a kernel is tried on
 SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
 MAX_KNOWN = 4096
 MAX_AHEAD, MAX_FIRST = 64, 1 << 20  # calls of one question, and how far ahead they begin
 _ALIGNMENTS = {0, *ALIGNMENTS}
+_WORKER_IS_GONE = (Reason.BACKEND_RESTARTING, Reason.BACKEND_DISABLED)
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
 # What another try may end in another way: it is not kept.
 _PASSING = frozenset(
@@ -66,12 +66,13 @@ class _Known:
     kernel_id: str
     backend: str
     what: Mapping[str, str]
-    alignments: list[int] = field(default_factory=list)
+    alignments: tuple[int, ...]
     generation: int = 0  # of the worker that was asked
     asked_s: float = 0.0
     entry: Entry | None = None
     like: bytes = b""  # the packed form of a neighbour that was proved: one like it needs no proof of its own
     granted: CallSpec | None = None  # what a client was given leave for
+    codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
     suspect_until_s: float = 0.0
 
 
@@ -140,7 +141,7 @@ class Lifts:
         for n in range(first, first + count):
             yield
             try:
-                spec = _grown(base, grows, n)
+                spec = grown(base, grows, n)
                 context = self._state.engine.context(spec)
             except LayerZeroError as exc:
                 raise InvalidArgument(f"lift_ahead: {exc.message}") from exc
@@ -157,14 +158,17 @@ class Lifts:
         return {"calls": answers}
 
     def _asked_of(self, identity: bytes, params: Mapping[str, Any]) -> tuple[Client, Route, list[int]]:
-        client = self._state.clients.get(identity)
-        route = None if client is None else client.routes.get(params.get("route", 0))
-        alignments = params.get("alignments")
+        client, number, alignments = self._state.clients.get(identity), params.get("route"), params.get("alignments")
+        route = None if client is None or type(number) is not int else client.routes.get(number)
         if client is None or route is None:
             raise InvalidArgument("lift needs `route`, the number of a route of this client")
         spec = route.signature.spec
         count = len(spec.inputs) + len(spec.outputs)
-        if not isinstance(alignments, list) or len(alignments) != count or not set(alignments) <= _ALIGNMENTS:
+        if (
+            not isinstance(alignments, list)
+            or len(alignments) != count
+            or any(type(one) is not int or one not in _ALIGNMENTS for one in alignments)
+        ):
             allowed = sorted(_ALIGNMENTS)
             raise InvalidArgument(f"lift needs `alignments`, {count} of {allowed}, got {alignments!r:.80}")
         return client, route, alignments
@@ -181,15 +185,15 @@ class Lifts:
         held = self._pages.get(client.number, known.spec.device)
         if held is None:
             return {"state": "later"}
-        known.granted = spec
+        known.granted, known.codes = spec, known.codes or LiftedCall.unpack(known.entry.form).codes
         digest = known.entry.digest
         self._by_digest[digest] = known.entry.form
         return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch}
 
     def _best(self, spec: CallSpec, context: SelectionContext) -> Verdict | None:
-        """What serves the call, counting backends whose worker is just not running."""
-        refused = self._state.unavailable.items()
-        unavailable = {backend: why for backend, why in refused if why.code is not Reason.BACKEND_RESTARTING}
+        """What serves the call, counting backends whose worker is just not running, or has died too often: a lifted
+        call needs none."""
+        unavailable = {name: why for name, why in self._state.unavailable.items() if why.code not in _WORKER_IS_GONE}
         ranked = self._state.engine.rank(spec, context, unavailable, time.monotonic())
         return next((verdict for verdict in ranked if verdict.is_accepted), None)
 
@@ -200,6 +204,8 @@ class Lifts:
             return _refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
         if best is None or best.backend not in self._identities:
             return {"state": "later"}
+        if self._state.workers[best.backend].is_joined:
+            return _refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
         isolation = policy.isolation(best.backend)
         if isolation not in ("lifted", "auto"):
             return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {best.backend}")
@@ -221,7 +227,8 @@ class Lifts:
             if len(self._known) >= MAX_KNOWN:
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
             number = next(self._numbers) & 0xFFFF_FFFF
-            known = self._known[key] = _Known(number, key, spec, best.kernel_id, best.backend, what)
+            known = _Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
+            self._known[key] = known
             known.entry = self.store.find(key)
         return known
 
@@ -249,7 +256,6 @@ class Lifts:
         is_graph_safe = self._state.engine.kernel(known.kernel_id).is_cuda_graph_safe
         call = spec.prepare(known.kernel_id, is_graph_safe=is_graph_safe)
         seeds = [] if known.like else list(SEEDS)
-        known.alignments = alignments
         message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds)
         self._links.tell(known.backend, worker.generation, message)
 
@@ -259,6 +265,7 @@ class Lifts:
             self.store.code(message.digest) if _is_digest(message.digest) else None
         )
         if not data:  # nothing is wrong with the client: it goes on without this
+            self._note_missing(message.digest)
             text = f"no lifted call or machine code is known as {message.digest!r:.80}"
             control.send(peer.sock, Refused(error=InvalidArgument(text).to_wire()))
             return
@@ -268,6 +275,15 @@ class Lifts:
             control.send(peer.sock, LiftedGiven(digest=message.digest, nbytes=len(data)), (fd,))
         finally:
             os.close(fd)
+
+    def _note_missing(self, code: str) -> None:
+        """Machine code is not in the store any more, or does not hold: what needs it is to be lifted anew."""
+        lost = [known for known in self._known.values() if code in known.codes]
+        for known in lost:
+            del self._known[known.key]
+            self.store.remove(known.key)
+        if lost:
+            self.take_back()
 
     def note_fault(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
         """A client has lost its GPU; these were the last that it launched there. They run in their workers from now on,
@@ -301,6 +317,8 @@ class Lifts:
             known = self._asked.get(message.number)
             if known is None or (known.backend, known.generation) != (peer.backend, peer.generation):
                 return  # it took too long
+            if self._proofs.has(known.number):
+                return  # it has answered already
             if message.reason:
                 self._refuse(known, _reason(message.reason), message.detail[:2000])
                 return
@@ -310,11 +328,11 @@ class Lifts:
             specimen = self._read(known, data)
             if not known.like:
                 self._proofs.start(known.number, known.spec.device, data)
-            elif specimen.lifted.is_like(Form.unpack(known.like)):
+            elif specimen.lifted.is_like(LiftedCall.unpack(known.like)):
                 self._keep(known, specimen)
             else:
                 known.like = b""
-                self._start(known, known.spec, known.alignments)
+                self._start(known, known.spec, list(known.alignments))
         except ProtocolError as exc:
             self._asked.pop(message.number, None)
             raise ProtocolError(
@@ -325,12 +343,15 @@ class Lifts:
 
     @staticmethod
     def _read(known: _Known, data: bytes) -> Specimen:
-        specimen, spec = Specimen.unpack(data), known.spec
-        lifted = specimen.lifted
-        if (lifted.kernel_id, lifted.op) != (known.kernel_id, spec.op):
+        specimen = Specimen.unpack(data)
+        lifted, spec = specimen.lifted, known.spec
+        if lifted.kernel_id != known.kernel_id:
             raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
-        if (lifted.inputs, lifted.outputs, list(lifted.alignments)) != (spec.inputs, spec.outputs, known.alignments):
-            raise ProtocolError(f"it is of other tensors than {known.kernel_id} was asked for")
+        its = replace(spec, op=lifted.op, inputs=lifted.inputs, outputs=lifted.outputs, attrs=lifted.attrs)
+        if _key(its, list(lifted.alignments), known.what) != known.key:
+            raise ProtocolError(f"it is of another call of {known.kernel_id} than was asked for")
+        if set(specimen.trials) != set(() if known.like else SEEDS):
+            raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {SEEDS}, or none")
         return specimen
 
     def _keep(self, known: _Known, specimen: Specimen) -> None:
@@ -372,7 +393,10 @@ class Lifts:
         engine = self._state.engine
         if self._seen == (engine.epoch, engine.policy.hash):
             return
-        self._seen = (engine.epoch, engine.policy.hash)
+        was, self._seen = self._seen, (engine.epoch, engine.policy.hash)
+        if was and was[1:] != self._seen[1:]:  # what was not allowed may be now
+            self.take_back()
+            return
         for known in self._known.values():
             spec = known.granted
             if spec is None:
@@ -416,31 +440,6 @@ class Lifts:
 
     def close(self) -> None:
         self._proofs.close()
-
-
-def _grown(base: CallSpec, grows: Any, n: int) -> CallSpec:
-    """Raises LayerZeroError for what is no call."""
-    specs = [*base.inputs, *base.outputs]
-    if not isinstance(grows, list) or len(grows) != len(specs):
-        raise InvalidArgument(f"`grows` must be a list of {len(specs)}, one for each tensor")
-    grown = [None if spec is None else _grown_tensor(spec, more, n) for spec, more in zip(specs, grows, strict=True)]
-    inputs, outputs = grown[: len(base.inputs)], [spec for spec in grown[len(base.inputs) :] if spec is not None]
-    check_call(base.op, inputs, outputs, base.attrs)
-    return replace(base, inputs=tuple(inputs), outputs=tuple(outputs))
-
-
-def _grown_tensor(spec: TensorSpec, more: Any, n: int) -> TensorSpec:
-    if more is None:
-        return spec
-    if not isinstance(more, list) or len(more) != 2 or any(not isinstance(one, list) for one in more):
-        raise InvalidArgument("an entry of `grows` must be nothing, or [shape, strides]")
-    parts = [spec.shape, spec.strides]
-    if any(len(one) != spec.ndim or any(type(step) is not int for step in one) for one in more):
-        raise InvalidArgument(f"an entry of `grows` must have {spec.ndim} whole numbers for shape and strides")
-    shape, strides = (
-        [a + n * b for a, b in zip(part, one, strict=True)] for part, one in zip(parts, more, strict=True)
-    )
-    return TensorSpec.from_wire([spec.dtype, shape, strides])
 
 
 def _state(known: _Known) -> str:

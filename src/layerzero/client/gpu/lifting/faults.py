@@ -22,16 +22,18 @@ class Faults:
     def __init__(self, ask: Callable[..., Any], is_own: Callable[[], bool]) -> None:
         """`ask` puts a question to the broker. `is_own`: whether this is the process that is connected."""
         self._ask, self._is_own = ask, is_own
-        self._launched: dict[str, Gpu] = {}
+        self._used: dict[str, Gpu] = {}
         self._captured: dict[str, set[int]] = {}
         self._told: set[str] = set()
         _all.add(self)
 
-    def note(self, gpu: Gpu, number: int, *, is_captured: bool) -> None:
-        """A lifted call is about to be launched, or to be in a graph, of whose launches nobody hears."""
-        self._launched[gpu.uuid] = gpu
-        if is_captured:
-            self._captured.setdefault(gpu.uuid, set()).add(number)
+    def watch(self, gpu: Gpu) -> None:
+        """From now on lifted calls may be launched there, by the C, which tells the page alone."""
+        self._used[gpu.uuid] = gpu
+
+    def note_captured(self, gpu: Gpu, number: int) -> None:
+        """A lifted call is about to be in a graph, of whose launches nobody hears."""
+        self._captured.setdefault(gpu.uuid, set()).add(number)
 
     def tell(self, gpu: Gpu) -> None:
         """The GPU is lost; once."""
@@ -47,8 +49,8 @@ class Faults:
         """Whether a GPU is lost; for the last time."""
         if not self._is_own():
             return
-        launched, self._launched = self._launched, {}
-        for gpu in launched.values():
+        used, self._used = self._used, {}
+        for gpu in used.values():
             try:
                 with relaxed(gpu.memory) as driver:
                     driver.is_stream_idle(gpu.memory.own_stream())  # a lost context says so on each of its streams

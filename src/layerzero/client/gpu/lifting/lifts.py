@@ -209,6 +209,7 @@ class Lifts:
         return again_s
 
     def _ask_once(self, asked: Asked) -> float | None:
+        epoch = asked.gpu.order.page.lift_epoch  # what is answered may change before it is here
         try:
             answer = self._session.ask("lift", route=asked.route.number, alignments=asked.alignments)
         except InvalidArgument:  # a broker of an earlier version
@@ -217,7 +218,7 @@ class Lifts:
         except (Busy, NotConnected, BrokerLost, Cancelled) as exc:
             return PENDING_S if isinstance(exc, Busy) else None
         try:
-            return self._take(asked, answer)
+            return self._take(asked, answer, epoch)
         except Busy:
             return PENDING_S
         except (NotConnected, BrokerLost, Cancelled):
@@ -225,19 +226,19 @@ class Lifts:
         except CudaError as exc:
             if exc.is_sticky:
                 self._faults.tell(asked.gpu)
-            self._refuse(asked, f"{LOAD_FAILED}: {exc.message}")
+            self._refuse(asked, f"{LOAD_FAILED}: {exc.message}", epoch)
         except (LayerZeroError, KeyError, TypeError, ValueError, AttributeError) as exc:
-            self._refuse(asked, f"{LOAD_FAILED}: {type(exc).__name__}: {exc}"[:500])
+            self._refuse(asked, f"{LOAD_FAILED}: {type(exc).__name__}: {exc}"[:500], epoch)
         return None
 
-    def _take(self, asked: Asked, answer: Mapping[str, Any]) -> float | None:
+    def _take(self, asked: Asked, answer: Mapping[str, Any], asked_in: int) -> float | None:
         state, gpu = answer["state"], asked.gpu
         if state == "pending":
             return PENDING_S
         if state == "later":
             self._remember(asked, LATER_CALLS)
         elif state == "refused":
-            self._refuse(asked, f"{answer['reason']}: {answer['detail']}")
+            self._refuse(asked, f"{answer['reason']}: {answer['detail']}", asked_in)
         elif state == "ready":
             number, epoch = int(answer["number"]), int(answer["epoch"])
             if gpu.order.page.lift_epoch != epoch:
@@ -251,6 +252,7 @@ class Lifts:
             if self._compiled is not None:
                 site.compiled = compile_site(site)
             asked.route.not_lifted = ""
+            self._faults.watch(gpu)
             self._remember(asked, site)
             self._growth.note_lifted(asked)
             self._ask_ahead(asked)
@@ -280,11 +282,10 @@ class Lifts:
                 self.known[asked.key] = found
                 self.run_again = self.run if self._compiled is None else self._compiled.run
 
-    def _refuse(self, asked: Asked, why: str) -> None:
+    def _refuse(self, asked: Asked, why: str, epoch: int) -> None:
         self.known.pop(asked.key, None)
         if not self._is_closing:
-            asked.refused_at = asked.gpu.order.page.lift_epoch
-            asked.route.not_lifted = why
+            asked.refused_at, asked.route.not_lifted = epoch, why
 
     # --- launching, in Python. The GPU's context is current.
 
@@ -332,7 +333,8 @@ class Lifts:
             except Busy:
                 return False
             gpu.order.page.note_lifted(timeline, site.number)
-        self._faults.note(gpu, site.number, is_captured=is_captured)
+        if is_captured:
+            self._faults.note_captured(gpu, site.number)
         return True
 
     def fail(self, site: Site, number: int, step: int) -> NoReturn:
@@ -348,7 +350,7 @@ class Lifts:
         if exc.is_sticky:
             self._faults.tell(site.gpu)
         elif not is_captured:  # another may have broken the capture
-            self._refuse(site.asked, f"{NOT_LAUNCHED}: {exc.message}")
+            self._refuse(site.asked, f"{NOT_LAUNCHED}: {exc.message}", site.gpu.order.page.lift_epoch)
         text = f"{lifted.op}: {kernel_id}, which is lifted, was not launched: {exc.message}"
         error = BackendError(text, backend=backend, kernel_id=kernel_id, **exc.facts)
         error.report = SelectionReport(
