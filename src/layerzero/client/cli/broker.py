@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,6 +234,10 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
         "store": broker["store"],
         "logs": f"{where.log}; lz logs [BACKEND]",
     }
+    if answer.get("lifted"):
+        states = Counter(row["state"] for row in answer["lifted"])
+        told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        rows["GPU calls"] = f"{told}; lz cache list --all says why"
     if answer["users"]:
         rows["users"] = "with a broker of their own each: " + ", ".join(
             f"{user['uid']} (pid {user['pid']}, LAYERZERO_RUNTIME_DIR={user['runtime_dir']})"
