@@ -24,6 +24,8 @@ from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.poller import Poller
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
+from layerzero.broker.lifting.lifts import Lifts
+from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.processes.launcher import Launcher
 from layerzero.broker.processes.registry import Processes
 from layerzero.broker.processes.self_registered import Joined
@@ -67,12 +69,14 @@ class BrokerEnds:
             is_linked=lambda *_: False,
             note_change=lambda: None,
         )
+        self._lifts = Lifts(state, {}, links, self._pages, LiftStore(_FOLDER / "lifted"), lambda: None, handle)
         self.connections = Connections(
             _FOLDER / "broker.sock",
             state,
             self._poller,
             links,
             self._offers,
+            self._lifts,
             cast(Processes, _Started()),
             self._joined,
             Authentication(None, ()),
@@ -122,6 +126,7 @@ class BrokerEnds:
         self._lanes.close()
         self._pages.close_all()
         self._offers.close()
+        self._lifts.close()
         self._joined.close()
         self._poller.close()
 

@@ -24,9 +24,9 @@ CPU_WORKER = {
         "wording",
     },
     "layerzero.ipc.shm": {"lane", "memory", "timeline_words"},
-    "layerzero.ipc.transport": {"control", "messages", "plain", "sockets", "unwanted", "wire"},
+    "layerzero.ipc.transport": {"control", "message", "messages", "plain", "sockets", "unwanted", "wire"},
     "layerzero.ipc.vocabulary": {"ops", "shapes", "tensors", "worker_codes"},
-    "layerzero.workers": {"boot", "lanes", "loop", "provider"},
+    "layerzero.workers": {"boot", "lanes", "loop", "prepared", "provider"},
 }
 TELL = """
 import atexit, os, sys

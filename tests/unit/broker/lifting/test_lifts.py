@@ -98,7 +98,7 @@ class Rig:
         self.proofs = Proofs()
         self.store = LiftStore(folder)
         identities = {name: Identity(env_hash=name) for name in both}
-        self.lifts = Lifts(self.state, identities, links, pages, self.store, lambda: None)
+        self.lifts = Lifts(self.state, identities, links, pages, self.store, lambda: None, self.driver)
         self.lifts._proofs = self.proofs  # type: ignore[assignment]
         route = self.state.clients[CLIENT].routes[2]
         route.settled, route.settled_on = SETTLED_CALLS, ("alpha.silu", self.state.workers["alpha"].generation)
