@@ -3,12 +3,15 @@ launches in the client. tests/gpu/test_lifted_calls.py does the same on a real o
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import close, gelu, randn, report, silu, slow, soft
+from tests.process.gpu_site import close, finish, gelu, randn, report, silu, slow, soft
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, rows
 from tests.soft_gpu import soft_cupy
 
@@ -84,3 +87,39 @@ def test_views_at_odd_addresses_have_a_lifted_call_of_their_own(lifted_site: Lif
         x = whole[offset : offset + 1000]
         close(lift(lambda x=x: lz.silu(x)), silu(values[offset : offset + 1000]))
         assert [row[1] for row in rows()] == ["lifted"] * count
+
+
+def test_streams_do_not_mix(lifted_site: LiftedSites, way: None) -> None:
+    """Each has memory of its own for what a call's steps leave to each other."""
+    lifted_site().start().connect()
+    x, _ = randn(40, 30)
+    lift(lambda: slow(x))
+    results: list[tuple[Any, np.ndarray]] = []
+    with contextlib.ExitStack() as streams:
+        for _ in range(3):
+            streams.enter_context(soft_cupy.stream())
+            x, values = randn(40, 30)
+            results += [(slow(x), gelu(values)) for _ in range(20)]
+            assert report().path == "lifted"
+        for result, right in results:
+            finish()
+            close(result, right)
+
+
+def test_a_graph_of_the_application_holds_it_as_a_node_of_its_own(lifted_site: LiftedSites, way: None) -> None:
+    site = lifted_site().start()
+    site.connect()
+    with soft_cupy.stream():
+        x, values = randn(23, 5)
+        lift(lambda: slow(x))
+        stream = soft_cupy.current()
+        stream.begin_capture()
+        result = slow(x)
+        graph = stream.end_capture()
+        assert report().path == "lifted"
+        os.kill(site.backend("one")["pid"], signal.SIGKILL)
+        for _ in range(3):
+            x.scale(2)
+            values = 2 * values
+            graph.launch()
+            close(result, gelu(values))
