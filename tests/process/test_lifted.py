@@ -3,12 +3,15 @@ launches in the client. tests/gpu/test_lifted_calls.py does the same on a real o
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import close, gelu, randn, report, silu, slow, soft
+from tests.process.gpu_site import close, finish, gelu, randn, report, silu, slow, soft
 from tests.process.harness import wait_until
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, rows
 from tests.soft_gpu import soft_cupy
@@ -106,3 +109,39 @@ def test_a_worker_that_is_not_needed_gives_its_memory_back(lifted_site: LiftedSi
     assert site.backend("one")["pid"] is not None
     close(lz.silu(x), silu(values))
     assert report().path == "lifted"
+
+
+def test_streams_do_not_mix(lifted_site: LiftedSites, way: None) -> None:
+    """Each has memory of its own for what a call's steps leave to each other."""
+    lifted_site().start().connect()
+    x, _ = randn(40, 30)
+    lift(lambda: slow(x))
+    results: list[tuple[Any, np.ndarray]] = []
+    with contextlib.ExitStack() as streams:
+        for _ in range(3):
+            streams.enter_context(soft_cupy.stream())
+            x, values = randn(40, 30)
+            results += [(slow(x), gelu(values)) for _ in range(20)]
+            assert report().path == "lifted"
+        for result, right in results:
+            finish()
+            close(result, right)
+
+
+def test_a_graph_of_the_application_holds_it_as_a_node_of_its_own(lifted_site: LiftedSites, way: None) -> None:
+    site = lifted_site().start()
+    site.connect()
+    with soft_cupy.stream():
+        x, values = randn(23, 5)
+        lift(lambda: slow(x))
+        stream = soft_cupy.current()
+        stream.begin_capture()
+        result = slow(x)
+        graph = stream.end_capture()
+        assert report().path == "lifted"
+        os.kill(site.backend("one")["pid"], signal.SIGKILL)
+        for _ in range(3):
+            x.scale(2)
+            values = 2 * values
+            graph.launch()
+            close(result, gelu(values))

@@ -14,6 +14,7 @@ from tests.process.gpu_site import close, randn, report, silu, soft
 from tests.process.harness import Site, is_paused, wait_ended, wait_until
 from tests.process.invariants import check_settled
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, refused, rows
+from tests.process.test_cli import lz as lz_command
 from tests.soft_gpu.soft_kernels import STRIKING
 
 import layerzero as lz
@@ -176,11 +177,8 @@ def test_a_kernel_that_cost_a_client_its_gpu_stays_in_its_worker(
         lz.disconnect()
         struck = lifted_site().start()
         struck.connect()
-    with struck.environment():
-        from layerzero.broker.configuration import settings
-        from layerzero.broker.lifting.store import LiftStore
-
-        assert LiftStore(settings.load().store / "lifted").forgive() == 1
+    lz.disconnect()
+    assert lz_command(struck, "cache", "forgive").stdout == "forgiven: 1\n"
     struck.connect()
     lift(lambda: lz.silu(x))
     assert ("one.silu", "lifted", "") in rows()
