@@ -80,7 +80,10 @@ def lift(call: Callable[[], Any]) -> Any:
         results[:] = [call()]
         return report().path == "lifted"
 
-    wait_until(is_lifted)
+    try:
+        wait_until(is_lifted)
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}; its report: {report()}; the broker's calls: {rows()}") from None
     return results[0]
 
 
