@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import time
 from collections.abc import Iterator
 
@@ -105,6 +106,33 @@ def test_a_worker_declines_what_the_broker_has_not_allowed(bare: Bare) -> None:
     assert bare.ride(3, lease.plan, REFS[:24]) == lane.DECLINED
     assert bare.ride(4, lease.plan, far) == lane.RAISED
     assert bare.ride(5, lease.plan) == lane.OK
+
+
+def test_a_worker_runs_neighbours_that_the_broker_allowed_and_no_others(bare: Bare) -> None:
+    """Three or four numbers are one bucket; what follows the references says how many."""
+    lease = bare.lease
+    assert lease is not None
+    assert lease.neighbours == [[[3, 4]], [[0], [0]]]
+    bare.open(lease.lane)
+    statuses = {
+        name: bare.ride(call, lease.plan, REFS + tail)
+        for call, (name, tail) in enumerate(
+            {
+                "three": struct.pack("<Q", 3),
+                "four": struct.pack("<Q", 4),
+                "two": struct.pack("<Q", 2),
+                "five": struct.pack("<Q", 5),
+                "none": struct.pack("<Q", 0),
+                "far": struct.pack("<Q", (1 << 64) - 1),
+                "two symbols": struct.pack("<2Q", 3, 3),
+                "half a word": struct.pack("<I", 3),
+                "no number": b"\xff" * 512,
+            }.items(),
+            start=1,
+        )
+    }
+    assert {name for name, status in statuses.items() if status == lane.OK} == {"three", "four"}
+    assert set(statuses.values()) == {lane.OK, lane.DECLINED}
 
 
 def test_a_lane_that_is_not_the_clients_is_refused(connected: Site, bare: Bare) -> None:

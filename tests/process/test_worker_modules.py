@@ -25,7 +25,7 @@ CPU_WORKER = {
     },
     "layerzero.ipc.shm": {"lane", "memory", "timeline_words"},
     "layerzero.ipc.transport": {"control", "message", "messages", "plain", "sockets", "unwanted", "wire"},
-    "layerzero.ipc.vocabulary": {"ops", "shapes", "tensors", "worker_codes"},
+    "layerzero.ipc.vocabulary": {"neighbours", "ops", "shapes", "tensors", "worker_codes"},
     "layerzero.workers": {"boot", "lanes", "loop", "prepared", "provider"},
 }
 TELL = """

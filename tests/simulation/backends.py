@@ -59,9 +59,9 @@ def passed_probe(backend: str) -> ProbeRecord:
 DEVICES = {"": DeviceSpec(), GPU: DeviceSpec("cuda", "a GPU", device_uuid=GPU, supports_fp16=True)}
 
 
-def route_body(op: str = "silu", dtype: str = "float32", backend: str = "", device: str = "") -> bytes:
-    """A signature of a unary op on four elements."""
-    spec = TensorSpec.contiguous(dtype, (4,)).to_wire()
+def route_body(op: str = "silu", dtype: str = "float32", backend: str = "", device: str = "", extent: int = 4) -> bytes:
+    """A signature of a unary op on so many elements."""
+    spec = TensorSpec.contiguous(dtype, (extent,)).to_wire()
     attrs = {"approximate": "none"} if op == "gelu" else {}
     return encode(Route(op=op, inputs=[spec], outputs=[spec], attrs=attrs, backend=backend, device=device))
 
@@ -74,11 +74,12 @@ class Signature:
 
 
 def _prepared(device: str) -> tuple[Signature, ...]:
-    def body(op: str = "silu", **more: str) -> bytes:
+    def body(op: str = "silu", **more: Any) -> bytes:
         return route_body(op, device=device, **more)
 
     return (
-        *[Signature(body(), frozenset(PRIORITY))] * 8,
+        *[Signature(body(), frozenset(PRIORITY))] * 5,
+        *[Signature(body(extent=3), frozenset(PRIORITY))] * 3,  # neighbours of those: leases may cover both
         *[Signature(body(dtype="float64"), frozenset(PRIORITY))] * 4,
         *[Signature(body("gelu"), frozenset(SERVES["gelu"]))] * 4,
         Signature(body(dtype="float16"), frozenset()),

@@ -281,6 +281,8 @@ class WorkerActions:
             self.require(is_best and not lane.process.kill_reason, "a lease for what would not be chosen again")
             until_s = [at_s for key, at_s in self._quarantine.items() if key[0] == route.signature.key]
             self.require(max(until_s, default=0.0) <= self.now_s, "a lease for calls that must show a digest")
+            is_wide = bool(lease.neighbours) and any(at_s > self.now_s for at_s in self._quarantine.values())
+            self.require(not is_wide, "a lease for neighbours that may be poison")
             self.require(not self._is_stopping, "a lease during the shutdown")
         lane.granted[action.route] = (lease.epoch, self.state.engine.epoch, decision.kernel_id)
         lane.stale_since_s.pop(action.route, None)

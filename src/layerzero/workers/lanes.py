@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
+from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.workers.provider import Bound
 
 MAX_READY = 64  # calls of a lane that need no second look
@@ -44,7 +45,8 @@ class Lanes:
         self._poll, self._open_page = poll, open_page
         self._lanes: dict[int, Lane] = {}
         self._by_doorbell: dict[int, Lane] = {}
-        self._plans: dict[int, set[int]] = {}  # leases may come before their lane
+        # Leases may come before their lane. Of each plan, what else than its own call it may be run for.
+        self._plans: dict[int, dict[int, Neighbourhood | None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
@@ -75,16 +77,19 @@ class Lanes:
             os.close(gone.doorbell)
             gone.answer.close()
 
-    def allow(self, number: int, plan: int) -> None:
-        self._plans.setdefault(number, set()).add(plan)
+    def allow(self, number: int, plan: int, neighbours: Neighbourhood | None = None) -> None:
+        self._plans.setdefault(number, {})[plan] = neighbours
 
     def allows(self, number: int, plan: int) -> bool:
         return plan in self._plans.get(number, ())
 
+    def neighbours(self, number: int, plan: int) -> Neighbourhood | None:
+        return self._plans.get(number, {}).get(plan)
+
     def forget_plan(self, plan: int) -> None:
         """It is gone. Numbers are not given again, so that what is not forgotten would be kept for ever."""
         for number, plans in list(self._plans.items()):
-            plans.discard(plan)
+            plans.pop(plan, None)
             if not plans:
                 del self._plans[number]
         self.forget_ready()

@@ -36,7 +36,7 @@ from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITT
 from layerzero.workers import boot
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.lanes import Lane, Lanes
-from layerzero.workers.prepared import read_call
+from layerzero.workers.prepared import neighbour, read_call, read_neighbours
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class _Loop:
                 elif header.kind == Kind.DROP:
                     self._drop(header.route)
                 elif header.kind == Kind.ALLOW:  # which kind of lane it is may not be known yet
-                    self._lanes.allow(header.aux, header.route)
+                    self._allow(header.aux, header.route, frame[HEADER_BYTES:])
                     if self._gpu is not None:
                         self._gpu.allow(header.aux, header.route)
                 elif header.kind == Kind.MUTE:
@@ -250,6 +250,10 @@ class _Loop:
         if message.device:
             self._gpu_serving().prepare(route, call, bind, message)
 
+    def _allow(self, number: int, plan: int, body: bytes) -> None:
+        prepared = self._prepared.get(plan)
+        self._lanes.allow(number, plan, None if prepared is None else read_neighbours(body, prepared.call))
+
     def _drop(self, route: int) -> None:
         self._prepared.pop(route, None)
         if self._gpu is not None:
@@ -283,7 +287,7 @@ class _Loop:
         key = (client, body)
         bound = prepared.bound.get(key)
         if bound is None:
-            bound = self._bind(prepared, client, body)
+            bound = self._bind(prepared, prepared.call, client, body)
             if len(prepared.bound) >= MAX_BOUND:
                 del prepared.bound[next(iter(prepared.bound))]
             prepared.bound[key] = bound
@@ -308,17 +312,26 @@ class _Loop:
         for one in self._lanes.claimed(events):
             call, plan, body = one.page.get_call()
             bound = one.ready.get((plan, body))
-            if bound is not None or (self._lanes.allows(one.number, plan) and self._has_arenas(plan, one.client, body)):
-                self._run_on_lane(one, call, plan, body, bound)
-            else:
+            signature = self._signature_on(one, plan, body) if bound is None else None
+            if bound is None and signature is None:
                 one.end(call, lane.DECLINED)
+            else:
+                self._run_on_lane(one, call, plan, body, bound, signature)
 
-    def _run_on_lane(self, one: Lane, call: int, plan: int, body: bytes, bound: Bound | None) -> None:
+    def _run_on_lane(
+        self, one: Lane, call: int, plan: int, body: bytes, bound: Bound | None, signature: Call | None
+    ) -> None:
+        """One of `bound` and `signature` is there."""
         dispatch, said = mark(one.number, call), b""
         try:
             self._page.write(dispatch, MAPPED)
             if bound is None:
-                bound = self._bound(plan, one.client, body)
+                assert signature is not None
+                refs = body[: REF_BYTES * _tensors(signature)]
+                if len(refs) == len(body):
+                    bound = self._bound(plan, one.client, body)
+                else:
+                    bound = self._bind(self._prepared[plan], signature, one.client, refs)
                 one.remember(plan, body, bound)
             elapsed_ns, result = self._call(dispatch, bound)
             status = lane.OK
@@ -332,18 +345,25 @@ class _Loop:
         one.end(call, status, plan, elapsed_ns, said)
         self._page.write(0, IDLE)
 
-    def _has_arenas(self, plan: int, client: int, body: bytes) -> bool:
+    def _signature_on(self, one: Lane, plan: int, body: bytes) -> Call | None:
+        """Of the call on a lane: that of its plan, or of a neighbour, whose extents follow the references. None for one
+        that the broker did not allow, or whose arenas are not here."""
         prepared = self._prepared.get(plan)
-        if prepared is None or prepared.gpu:
-            return False
-        count = len(prepared.call.inputs) + len(prepared.call.outputs)
-        if len(body) != count * REF_BYTES:
-            return False
-        refs = wire.unpack_refs(body, count)
-        return all(ref.arena == NO_ARENA or (client, ref.arena) in self._arenas for ref in refs)
+        if prepared is None or prepared.gpu or not self._lanes.allows(one.number, plan):
+            return None
+        call, size = prepared.call, REF_BYTES * _tensors(prepared.call)
+        if len(body) > size:
+            found = neighbour(call, self._lanes.neighbours(one.number, plan), body[size:])
+            if found is None:
+                return None
+            call = found
+        elif len(body) < size:
+            return None
+        refs = wire.unpack_refs(body[:size], _tensors(call))
+        has_arenas = all(ref.arena == NO_ARENA or (one.client, ref.arena) in self._arenas for ref in refs)
+        return call if has_arenas else None
 
-    def _bind(self, prepared: _Prepared, client: int, body: bytes) -> Bound:
-        call = prepared.call
+    def _bind(self, prepared: _Prepared, call: Call, client: int, body: bytes) -> Bound:
         if prepared.gpu:
             raise ProtocolError(f"a call on {prepared.gpu} has no point")
         refs = wire.unpack_refs(body, len(call.inputs) + len(call.outputs))
@@ -418,6 +438,10 @@ class _Loop:
         for prepared in self._prepared.values():  # views keep the maps alive
             prepared.bound.clear()
         self._lanes.forget_ready()
+
+
+def _tensors(call: Call) -> int:
+    return len(call.inputs) + len(call.outputs)
 
 
 def _map_arena(fd: int, nbytes: int) -> _Arena:

@@ -133,9 +133,13 @@ class ReleaseTurn:
 
 @record
 class SendAllow:
+    """`neighbours`: calls with other extents that the plan may be run for, as an encoded Neighbours message; empty for
+    none."""
+
     identity: bytes
     plan: int
     lane: int
+    neighbours: bytes = b""
 
 
 @record

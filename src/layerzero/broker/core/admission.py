@@ -152,10 +152,11 @@ class Admission:
     def resume(self, call: Call, lost: Lost, *, is_blamed: bool) -> None:
         """A call comes back from an express lane whose worker ended: its attempt there counts like any other."""
         worker = self.lifecycle.workers[lost.backend]
-        if call.route.number not in lost.kernels:
+        kernel_id = lost.kernels.get(call.route.number) or lost.kernels.get(call.route.near)
+        if kernel_id not in dict(call.route.signature.kernels):
             self.calls.place(call)
             return
-        call.kernel_id = lost.kernels[call.route.number]
+        call.kernel_id = kernel_id
         call.attempt = 1
         if is_blamed:
             call.deaths += lost.is_crash

@@ -156,7 +156,7 @@ class ClientLifecycle:
                 return
         signature.users += 1
         client.route_bytes += nbytes
-        client.routes[event.route] = Route(event.route, signature)
+        client.routes[event.route] = Route(event.route, signature, near=event.near)
 
     def on_route_forgotten(self, event: ev.RouteForgotten) -> None:
         client = self.clients[event.identity]

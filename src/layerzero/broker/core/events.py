@@ -57,11 +57,13 @@ class ArenaGivenUp:
 
 @record
 class RouteDefined:
-    """`body` is the encoded Route message: equal bodies are equal signatures."""
+    """`body` is the encoded Route message: equal bodies are equal signatures. `near`: the route whose lease its calls
+    had as neighbours, if any."""
 
     identity: bytes
     route: int
     body: bytes
+    near: int = 0
 
 
 @record

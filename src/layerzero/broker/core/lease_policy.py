@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.leases import SETTLED_CALLS, Leases
 from layerzero.broker.core.limits import Limits
-from layerzero.broker.core.model import Call, Worker
+from layerzero.broker.core.model import Call, Kind, Route, Worker
 from layerzero.broker.core.prepared import PreparedCalls
 from layerzero.broker.core.quarantine import Quarantine
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.ranking import Engine, TimingBucket
 from layerzero.broker.selection.signature import Signature
 
+MAX_KINDS = 1024  # of calls, remembered per client
 WATCH_S = 1.0  # after new times leases are looked at by then: another kernel may have become the better one
 
 
@@ -31,7 +32,7 @@ class LeasePolicy:
 
     def settle(self, call: Call, worker: Worker) -> None:
         """Lend a lane to a route that one worker serves well, and would serve again."""
-        route, signature = call.route, call.route.signature
+        route = call.route
         is_known = call.client.routes.get(route.number) is route  # it may have been forgotten meanwhile
         if route.is_leased or not is_known or not self.limits.express or worker.is_joined:
             return
@@ -42,14 +43,44 @@ class LeasePolicy:
         if route.settled_on != server:
             route.settled_on, route.settled = server, 0
         route.settled += 1
-        if route.settled < SETTLED_CALLS - 1 or worker.state is not WorkerState.READY or self.effects.stopping:
+        if worker.state is not WorkerState.READY or self.effects.stopping:
             return
+        kind = self._kind(call, worker)
+        if route.settled >= SETTLED_CALLS - 1:
+            self._lend(call, worker, route, route.settled)
+        elif kind is not None and kind.count >= SETTLED_CALLS - 1 and not kind.route.is_leased:
+            self._lend(call, worker, kind.route, kind.count)
+
+    def _lend(self, call: Call, worker: Worker, route: Route, count: int) -> None:
+        """Calls of this route have been settled, or nearly so: `count` of them, or of its neighbours, in a row."""
+        signature = route.signature
         self.revoke_outdated()
-        if self._is_settled(signature, call.kernel_id):
-            plan = self.signatures.plan_of(call)
-            self.effects.emit(*self.leases.tell(call, worker, plan))
-            if route.settled >= SETTLED_CALLS:
-                self.effects.emit(*self.leases.grant(call, worker, plan))
+        plan = self.signatures.plans.get((signature.key, call.kernel_id))
+        if plan is None or plan not in worker.plans or not self._is_settled(signature, call.kernel_id):
+            return
+        if route.decided_for is None or route.decided_for[:2] != (call.kernel_id, worker.generation):
+            return  # its client was told of another server
+        near = self.signatures.neighbours(signature) if self.quarantine.is_empty(self.effects.now_s) else None
+        self.effects.emit(*self.leases.tell(call, worker, plan, near))
+        if count >= SETTLED_CALLS:
+            self.effects.emit(*self.leases.grant(call, worker, plan, route, near))
+
+    def _kind(self, call: Call, worker: Worker) -> Kind | None:
+        """The kind that a call is of, with it counted; None for one that has no neighbours."""
+        client, route, signature = call.client, call.route, call.route.signature
+        if call.gpu:
+            return None
+        spec, server = signature.spec, (call.kernel_id, worker.generation)
+        key = (signature.cell.key, spec.pinned, spec.policy_key)
+        kind = client.kinds.get(key)
+        if kind is None or kind.server != server or client.routes.get(kind.route.number) is not kind.route:
+            if self.signatures.neighbours(signature) is None:
+                return None
+            if len(client.kinds) >= MAX_KINDS:
+                client.kinds.clear()
+            kind = client.kinds[key] = Kind(server, route)
+        kind.count += 1
+        return kind
 
     def _is_settled(self, signature: Signature, kernel_id: str) -> bool:
         """The next call of this signature would go to the same kernel, without a look at it."""

@@ -16,7 +16,8 @@ from layerzero.broker.core.model import Call, Client, Route, Worker
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.shm.ring_words import SLOTS
 from layerzero.ipc.shm.timeline_words import MASK
-from layerzero.ipc.transport.messages import Lease, encode
+from layerzero.ipc.transport.messages import Lease, Neighbours, encode
+from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.ipc.vocabulary.worker_codes import mark
 
 SETTLED_CALLS = 3  # a route that one worker answered so often in a row gets a lease
@@ -89,8 +90,11 @@ class Leases:
     def __bool__(self) -> bool:
         return bool(self.lanes)
 
-    def tell(self, call: Call, worker: Worker, plan: int) -> Iterator[act.Action]:
-        """Let the worker know, once, that calls of this plan may come by a lane. It has just answered `call`."""
+    def tell(
+        self, call: Call, worker: Worker, plan: int, neighbours: Neighbourhood | None = None
+    ) -> Iterator[act.Action]:
+        """Let the worker know, once, that calls of this plan, and of its neighbours, may come by a lane. It has just
+        answered `call`."""
         lane = self._lane(call, worker)
         if lane is None:
             number = next(self._numbers)
@@ -98,17 +102,22 @@ class Leases:
         if plan not in lane.told:
             lane.told = {one: since for one, since in lane.told.items() if one in worker.plans}
             lane.told[plan] = worker.running[-1].dispatch if worker.running else call.dispatch
-            yield act.SendAllow(worker.identity, plan, lane.number)
+            body = b"" if neighbours is None else encode(Neighbours(neighbours=neighbours.to_wire()))
+            yield act.SendAllow(worker.identity, plan, lane.number, body)
 
-    def grant(self, call: Call, worker: Worker, plan: int) -> Iterator[act.Action]:
-        """The worker has just answered `call`. Nothing, when it may have done so before it was told of the plan."""
-        client, route, lane = call.client, call.route, self._lane(call, worker)
+    def grant(
+        self, call: Call, worker: Worker, plan: int, route: Route, neighbours: Neighbourhood | None = None
+    ) -> Iterator[act.Action]:
+        """A lease of `route`, which `plan` serves. The worker has just answered `call`, of the same client and kernel.
+        Nothing, when it may have done so before it was told of the plan."""
+        client, lane = call.client, self._lane(call, worker)
         if lane is None or call.dispatch <= lane.told[plan]:
             return
         lane.routes[route.number], lane.plans[route.number] = route, plan
         lane.kernels[route.number] = call.kernel_id
         route.is_leased = True
-        lease = Lease(lane=lane.number, plan=plan, epoch=lane.epoch)
+        told = [] if neighbours is None else neighbours.to_wire()
+        lease = Lease(lane=lane.number, plan=plan, epoch=lane.epoch, neighbours=told)
         yield act.SendLease(client.identity, route.number, route.decision, encode(lease))
 
     def _lane(self, call: Call, worker: Worker) -> Lane | None:

@@ -65,6 +65,7 @@ class Route:
     settled_on: tuple[str, int] | None = None  # kernel id, worker generation
     poisons: int = 0  # refusals as POISON that its client has not answered with a digest
     grant: RunGrant | None = None  # to run its calls in the client's process
+    near: int = 0  # the route whose lease its calls had before the broker knew it
 
     def check(self, body: bytes, arenas: Mapping[int, Arena]) -> tuple[int, ...]:
         """The arenas that the references in `body` use; `arenas` has the client's.
@@ -98,6 +99,16 @@ class Route:
         return result
 
 
+@dataclass(eq=False)
+class Kind:
+    """Calls of a client that are neighbours, or nearly so: `count` of them in a row were answered by one `server`
+    (kernel id, worker generation). Leases are of `route`, the first."""
+
+    server: tuple[str, int]
+    route: Route
+    count: int = 0
+
+
 @dataclass
 class Client:
     identity: bytes
@@ -113,6 +124,7 @@ class Client:
     route_bytes: int = 0  # of the descriptions of its routes
     forced_s: deque[float] = field(default_factory=deque)  # when workers were killed at its wish
     next_decision: int = 1
+    kinds: dict[tuple[object, ...], Kind] = field(default_factory=dict)  # of calls, by what neighbours have in common
     lost: dict[int, Lost] = field(default_factory=dict)  # express lanes whose worker is gone
     graph_slots: set[tuple[str, int]] = field(default_factory=set)  # of timeline pages, by GPU, that calls have
     bound: dict[int, Call] = field(default_factory=dict)  # those calls, by seq

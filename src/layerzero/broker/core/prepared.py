@@ -11,8 +11,10 @@ from layerzero.broker.core.compile_waits import to_compile
 from layerzero.broker.core.effects import Effects
 from layerzero.broker.core.model import Call, Worker
 from layerzero.broker.core.worker_lifecycle import WorkerLifecycle
+from layerzero.broker.selection.neighbours import neighbourhood
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Signature, Verdict
+from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,6 +58,15 @@ class PreparedCalls:
             signature.to_compile = to_compile(signature.ranked)
             signature.seen = (engine.epoch, cell.generation)
         return signature.order
+
+    def neighbours(self, signature: Signature) -> Neighbourhood | None:
+        """Calls that the same kernel serves, found once for each ranking."""
+        self.order(signature)
+        if signature.neighbours_seen != signature.seen:
+            signature.neighbours_seen = signature.seen
+            spec, context = signature.spec, signature.context
+            signature.neighbours = neighbourhood(self.engine, spec, context, signature.ranked)
+        return signature.neighbours
 
     def prepare(self, worker: Worker, call: Call) -> int:
         """The plan for a call's kernel, which the worker has from now on."""

@@ -22,6 +22,13 @@ class Quarantine:
         if len(known) > MAX_DIGESTS:
             del known[next(iter(known))]
 
+    def is_empty(self, now_s: float) -> bool:
+        """Nothing is refused any more."""
+        for signature, known in list(self._until_s.items()):
+            if all(until_s <= now_s for until_s in known.values()):
+                del self._until_s[signature]
+        return not self._until_s
+
     def asks_for_digests(self, signature: bytes) -> bool:
         """Whether calls of this signature must be looked at one by one."""
         return signature in self._until_s

@@ -68,7 +68,7 @@ def of_client(identity: bytes, frame: bytes) -> ev.Event | Asked:
             identity, route, seq, timeout_s, body, digest, may_run_here, after_lane, attempt, point, graph_slot, binding
         )
     if kind == Kind.ROUTE:
-        return ev.RouteDefined(identity, route, body)
+        return ev.RouteDefined(identity, route, body, aux)
     if kind == Kind.FORGET:
         return ev.RouteForgotten(identity, route)
     if kind == Kind.UNBIND:
@@ -188,7 +188,7 @@ def _drop(action: act.SendDrop) -> bytes:
 
 
 def _allow(action: act.SendAllow) -> bytes:
-    return wire.pack(Kind.ALLOW, route=action.plan, aux=action.lane)
+    return wire.pack(Kind.ALLOW, route=action.plan, aux=action.lane, body=action.neighbours)
 
 
 def _mute(action: act.SendMute) -> bytes:

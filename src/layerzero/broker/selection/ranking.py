@@ -281,6 +281,10 @@ class Engine:
             ),
         )
 
+    def thresholds(self, op: str) -> tuple[int, ...]:
+        """The op's kernels' limits on sequence length, ascending."""
+        return self._thresholds.get(op, ())
+
     def cell(self, context: SelectionContext) -> TimingBucket:
         """The cell of the calls that share this call's perf key."""
         key = context.perf_key()
@@ -336,7 +340,7 @@ class Engine:
 
     def _static(self, context: SelectionContext) -> tuple[DescriptorMatch, ...]:
         """Each kernel of the op matched with the call, from the validity cache."""
-        key = (self._world, context.validity_key(self._thresholds.get(context.op, ())))
+        key = (self._world, context.validity_key(self.thresholds(context.op)))
         found = self._valid.get(key)
         if found is not None:
             self.hits += 1

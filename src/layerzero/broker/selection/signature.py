@@ -18,6 +18,7 @@ from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, NoBackend, ProtocolError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport.messages import Prepare, Route, decode, encode
+from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.shapes import check_call
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -192,6 +193,8 @@ class Signature:
     order: tuple[Verdict, ...] = ()  # the accepted part of `ranked`
     to_compile: tuple[Verdict, ...] = ()  # those of `ranked` that would serve it were they compiled, or probed
     seen: tuple[int, int] = (-1, -1)  # epochs of core and cell when `ranked` was computed
+    neighbours: Neighbourhood | None = None  # calls that are ranked as this one is
+    neighbours_seen: tuple[int, int] = (-1, -1)  # `seen` when they were looked for
     users: int = 0  # routes and open calls
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from layerzero.client.arrays.wrapping import wrap
 from layerzero.client.connection import overlay
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
+from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.report import ADAPTED, Attempt, Copy
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, from_wire
@@ -81,11 +82,12 @@ class Sample:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Route:
-    """A call signature that the broker knows under `number`."""
+    """A call signature that the broker knows under `number`; a neighbour of another route's calls only once it has been
+    told of it."""
 
     number: int
     plan: Plan
-    body: bytes
+    body: bytes = b""  # what the broker is told of it
     overlay: str = ""  # the caller's policy, as text
     decisions: dict[int, messages.Decision] = field(default_factory=dict)
     needs_digest: bool = False
@@ -97,6 +99,10 @@ class Route:
     lease: Lease | None = None  # calls may go straight to the worker
     slot: int = 0  # on a GPU: where the worker that serves it has left its sign
     is_armed: bool = False  # on a GPU: a call has been answered well, and later ones are not waited for
+    asked: tuple[str | None, Overlay | None] = (None, None)  # the backend and the policy that the caller wants
+    kind: Hashable = None  # what its neighbours have in common
+    near: Route | None = None  # whose lease its calls have, as neighbours
+    is_told: bool = False  # the broker knows it
     not_lifted: str = ""  # on a GPU: why the broker does not let this process launch its kernel
 
 

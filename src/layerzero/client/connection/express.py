@@ -20,16 +20,21 @@ from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.plain import unpack_body
 from layerzero.ipc.transport.wire import Kind
+from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Calls of a route may go to `plan` on `lane` while the lane's page has `epoch`."""
+    """Calls of `route` may go to `plan` on `lane` while the lane's page has `epoch`. Those of a neighbour of that route
+    bring the values of its symbols along."""
 
     lane: int
     plan: int
     epoch: int
     decision: messages.Decision
+    route: int
+    values: bytes = b""
+    neighbours: Neighbourhood | None = None  # of the route, whose calls may go there, too
 
 
 class Ran(NamedTuple):
@@ -78,22 +83,21 @@ class Lane:
     def holds(self, lease: Lease) -> bool:
         return self._page.epoch == lease.epoch
 
-    def run(
-        self, lease: Lease, route: int, refs: bytes, timeout_s: float, hold: Any
-    ) -> Ran | Lost | LayerZeroError | None:
+    def run(self, lease: Lease, refs: bytes, timeout_s: float, hold: Any) -> Ran | Lost | LayerZeroError | None:
         """Run a call whose memory `hold` keeps. None: it was not run here, and the broker takes it; an error: it failed
         here. Raises BrokerLost, and Cancelled when the session is closed meanwhile."""
-        if len(refs) > lane.MAX_CALL_BYTES or not self._turn.acquire(blocking=False):
+        body = refs + lease.values
+        if len(body) > lane.MAX_CALL_BYTES or not self._turn.acquire(blocking=False):
             return None
         try:
             if self._link.lost is not None or self.is_ended or not self.holds(lease) or not self._is_free():
                 return None
             call = self._calls = self._calls + 1
             self._open = (call, hold)
-            self._page.put_call(call, lease.plan, refs)
+            self._page.put_call(call, lease.plan, body)
             lane.ring(self._doorbell)
             try:
-                end = self._wait(call, route, timeout_s)
+                end = self._wait(call, lease.route, timeout_s)
             except BaseException:  # an interrupt, most of all
                 if lane.take(self._doorbell):  # the worker never saw it
                     self._open = None

@@ -15,6 +15,7 @@ from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection.call import Request, Route
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link
+from layerzero.client.connection.neighbours import Neighbours, kind_of
 from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.record import Told
 from layerzero.client.connection.report import EXPRESS
@@ -22,6 +23,7 @@ from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind
+from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_ROUTES = 4096
@@ -38,6 +40,7 @@ class Routes:
         self._ask = ask
         self._on_decision = on_decision
         self._lock = threading.RLock()
+        self._neighbours = Neighbours()
         self._known: OrderedDict[tuple[Any, ...], Route] = OrderedDict()
         self._by_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()  # also in flight
         self._numbers = itertools.count(1)
@@ -72,13 +75,15 @@ class Routes:
             route_message(request.planner(*specs, **request.params), request.backend, policy, device)
             raise InvalidArgument(f"{request.op}: an argument is of a wrong type: {request.params!r:.200}") from None
         if route is not None:
+            if route.lease is None and not route.is_told:
+                self._neighbours.lend(route)
             return route
         plan = request.planner(*specs, **request.params)
         if out is not None:
             plan = plan_out(plan, out.spec)
         if policy is not None:
             self.check_policy(policy)
-        return self.define(link, key, plan, request.backend, policy, device)
+        return self.define(link, key, plan, request.backend, policy, device, may_wait=not device)
 
     def define(
         self,
@@ -88,24 +93,41 @@ class Routes:
         backend: str | None,
         policy: Overlay | None = None,
         device: str = "",
+        *,
+        may_wait: bool = False,
     ) -> Route:
-        """The route of a plan, told to the broker once; `key` finds it again."""
-        body = messages.encode(route_message(plan, backend, policy, device))
-        if len(body) > wire.MAX_ROUTE_BYTES:
-            raise InvalidArgument(f"{plan.op}: the call's description is {len(body)} bytes; pass data as tensors")
+        """The route of a plan, told to the broker once; `key` finds it again. With `may_wait` it is told by `tell`, if
+        at all, where its calls can do without."""
+        made = Route(next(self._numbers), plan, overlay="" if policy is None else policy.text, asked=(backend, policy))
+        if not device:
+            made.kind = kind_of(plan, backend, made.overlay)
+        if not (may_wait and self._neighbours.lend(made)):
+            made.body = _body_of(plan, backend, policy, device)
         with self._lock:
             route = self._known.get(key)
             if route is None:
-                route = Route(next(self._numbers), plan, body, "" if policy is None else policy.text)
-                self._by_number[route.number] = route
-                link.send(wire.pack(Kind.ROUTE, route=route.number, body=body))
+                route = made
+                if route.body:
+                    self.tell(link, route)
                 self._known[key] = route
-                weakref.finalize(route, self._forgotten.append, route.number).atexit = False
                 if len(self._known) > MAX_ROUTES:
                     self._known.popitem(last=False)  # the oldest; a call in flight may still hold it
             while self._forgotten:  # nobody can call on these any more
                 link.send(wire.pack(Kind.FORGET, route=self._forgotten.popleft()))
         return route
+
+    def tell(self, link: Link, route: Route) -> None:
+        """The broker of a route, unless it knows it."""
+        if route.is_told:
+            return
+        with self._lock:
+            if not route.is_told:
+                route.is_told = True
+                route.body = route.body or _body_of(route.plan, *route.asked)
+                self._by_number[route.number] = route
+                near = 0 if route.near is None else route.near.number
+                link.send(wire.pack(Kind.ROUTE, route=route.number, aux=near, body=route.body))
+                weakref.finalize(route, self._forgotten.append, route.number).atexit = False
 
     def check_policy(self, policy: Overlay) -> None:
         """Let the broker look at an overlay, once for each. Raises InvalidArgument with what is wrong and the nearest
@@ -138,7 +160,21 @@ class Routes:
         decision = route.decisions.get(header.aux) if route is not None else None
         if route is not None and decision is not None:
             lease = messages.decode(body, messages.Lease)
-            route.lease = Lease(lease.lane, lease.plan, lease.epoch, replace(decision, lane=EXPRESS))
+            near = None
+            if lease.neighbours:
+                near = Neighbourhood.from_wire(lease.neighbours, (*route.plan.inputs, *route.plan.outputs))
+            told = replace(decision, lane=EXPRESS)
+            route.lease = Lease(lease.lane, lease.plan, lease.epoch, told, route.number, neighbours=near)
+            if near is not None:
+                self._neighbours.note(route)
+
+
+def _body_of(plan: Plan, backend: str | None, policy: Overlay | None, device: str = "") -> bytes:
+    """As `route_message`, encoded. Raises InvalidArgument also for a call that is too long to describe."""
+    body = messages.encode(route_message(plan, backend, policy, device))
+    if len(body) > wire.MAX_ROUTE_BYTES:
+        raise InvalidArgument(f"{plan.op}: the call's description is {len(body)} bytes; pass data as tensors")
+    return body
 
 
 def route_message(plan: Plan, backend: str | None, policy: Overlay | None, device: str = "") -> messages.Route:

@@ -174,7 +174,7 @@ class Session:
             if place is not None:
                 lane, lease = place
                 hold = (request.args, request.out)
-                end = lane.run(lease, ticket.route.number, ticket.refs, seconds(request, lane.default_s), hold)
+                end = lane.run(lease, ticket.refs, seconds(request, lane.default_s), hold)
                 if isinstance(end, Ran):
                     self._note_ran(ticket.route, end, lease.decision, start_ns)
                     return request.out
@@ -184,7 +184,7 @@ class Session:
             lane, lease = place
             if end is None:
                 timeout_s = seconds(request, lane.default_s)
-                end = lane.run(lease, submitted.route.number, submitted.refs, timeout_s, submitted.pending.hold)
+                end = lane.run(lease, submitted.refs, timeout_s, submitted.pending.hold)
             if isinstance(end, Ran):
                 if key is not None and not (submitted.blocks or submitted.outputs):
                     specs = tuple([None if array is None else array.spec for array in (*arrays, out)])
@@ -228,6 +228,7 @@ class Session:
 
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
+        self.routes.tell(submitted.link, route)
         flags, body = 0, submitted.refs
         if route.needs_digest:
             flags, body = wire.pack_call(body, digest=submitted.digest())

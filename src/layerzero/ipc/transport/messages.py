@@ -432,12 +432,22 @@ class Decision(Message):
 
 @named_record
 class Lease(Message):
-    """Body of LEASE: calls of a route may go to `plan` on the express lane `lane`, as long as its page has `epoch`."""
+    """Body of LEASE: calls of a route may go to `plan` on the express lane `lane`, as long as its page has `epoch`; and
+    those of its `neighbours`, a Neighbourhood on the wire, if it has any."""
 
     kind: ClassVar[str] = "lease"
     lane: int
     plan: int
     epoch: int
+    neighbours: list[Any] = field(default_factory=list)
+
+
+@named_record
+class Neighbours(Message):
+    """Body of ALLOW: calls with other extents that the plan may be run for, a Neighbourhood on the wire."""
+
+    kind: ClassVar[str] = "neighbours"
+    neighbours: list[Any]
 
 
 @named_record

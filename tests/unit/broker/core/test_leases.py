@@ -16,10 +16,11 @@ from layerzero.broker.core.model import FORCED_WINDOW_S, MAX_FORCED, RunGrant
 from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.selection.policy import Policy, Weights
 from layerzero.ipc.errors import BackendError
-from layerzero.ipc.transport.messages import Decision, Lease, decode
+from layerzero.ipc.transport.messages import Decision, Lease, Neighbours, decode, encode
 from layerzero.ipc.vocabulary.worker_codes import RENEWAL_EXIT, STALLED_EXIT, mark
 
 OTHER = b"C2"
+NEAR = [[[3, 4]], [[0], [0]]]  # three numbers are ranked as four are
 
 
 def of(actions: list[act.Action], *kinds: type) -> list[act.Action]:
@@ -67,12 +68,13 @@ def test_route_that_one_worker_served_three_times_gets_a_lease() -> None:
     driver = Driver(express=True)
     assert not of(served(driver, SETTLED_CALLS - 2), act.SendAllow)
     told = of(served(driver, 1, first=SETTLED_CALLS - 1), act.SendAllow, act.SendLease)
-    assert told == [act.SendAllow(driver.state.workers["alpha"].identity, 1, 1)]
+    near = encode(Neighbours(neighbours=NEAR))
+    assert told == [act.SendAllow(driver.state.workers["alpha"].identity, 1, 1, near)]
     lease, answer = served(driver, 1, first=SETTLED_CALLS)
     assert isinstance(answer, act.Answer)
     assert isinstance(lease, act.SendLease)
     assert (lease.identity, lease.route, lease.decision) == (CLIENT, 1, answer.decision)
-    assert decode(lease.body, Lease) == Lease(lane=1, plan=1, epoch=0)
+    assert decode(lease.body, Lease) == Lease(lane=1, plan=1, epoch=0, neighbours=NEAR)
 
 
 def test_calls_that_were_sent_before_the_worker_was_told_bring_no_lease() -> None:
@@ -82,6 +84,37 @@ def test_calls_that_were_sent_before_the_worker_was_told_bring_no_lease() -> Non
     steps = [names(of(driver.ran(run), act.SendAllow, act.SendLease)) for run in runs]
     assert steps == [[], ["SendAllow"], [], []]
     assert names(served(driver, 1, first=5)) == ["SendLease", "Answer"]
+
+
+def test_neighbours_settle_together() -> None:
+    """Each comes once, as a decoder's lengths do; the first one's lease covers those that follow."""
+    driver = Driver("alpha", express=True)
+    for number, extent in ((2, 5), (3, 6), (4, 7)):
+        driver.route(number, extent=extent)
+    told = [names(of(served(driver, 1, first=n, route=n), act.SendAllow, act.SendLease)) for n in (2, 3)]
+    assert told == [[], ["SendAllow"]]
+    (lease,) = of(served(driver, 1, first=4, route=4), act.SendLease)
+    assert isinstance(lease, act.SendLease)
+    assert lease.route == 2
+    assert decode(lease.body, Lease).neighbours == [[[5, 8]], [[0], [0]]]
+
+
+def test_calls_of_another_bucket_do_not_settle_it() -> None:
+    driver = Driver("alpha", express=True)
+    for number, extent in ((2, 3), (3, 5), (4, 9)):
+        driver.route(number, extent=extent)
+        assert not of(served(driver, 1, first=number, route=number), act.SendAllow)
+
+
+def test_neighbours_are_looked_at_while_some_inputs_are_poison() -> None:
+    """They could be the same numbers, in another length."""
+    driver = Driver("alpha", "beta", express=True)
+    driver.route(2, dtype="float64")
+    served(driver, 1)
+    poison(driver)
+    (lease,) = of(served(driver, SETTLED_CALLS, first=2, route=2), act.SendLease)
+    assert isinstance(lease, act.SendLease)
+    assert decode(lease.body, Lease).neighbours == []
 
 
 def test_route_has_one_lease_at_a_time() -> None:
@@ -185,7 +218,7 @@ def test_lease_comes_again_after_one_call() -> None:
     driver(ev.PolicyChanged(Policy()))
     (lease,) = of(served(driver, 1, first=8), act.SendLease)
     assert isinstance(lease, act.SendLease)
-    assert decode(lease.body, Lease) == Lease(lane=1, plan=1, epoch=1)
+    assert decode(lease.body, Lease) == Lease(lane=1, plan=1, epoch=1, neighbours=NEAR)
 
 
 def test_both_leases_of_equal_routes_end() -> None:
@@ -286,6 +319,17 @@ def test_call_that_its_worker_died_in_falls_back_with_a_death() -> None:
     assert isinstance(answer, act.Answer)
     (attempt,) = answer.attempts
     assert (answer.attempt, attempt["kernel_id"], attempt["exit_signal"]) == (2, "alpha.silu", 11)
+
+
+@pytest.mark.parametrize(("near", "deaths"), [(1, 1), (0, 0), (2, 0), (99, 0)])
+def test_call_of_a_neighbour_comes_back_as_that_of_its_lease(near: int, deaths: int) -> None:
+    """Its own route is new to the broker. One that tells of no lease of that lane is a new call."""
+    driver = settled("alpha", "beta")
+    driver.dies("alpha", mark(1, 4))
+    driver(ev.RouteDefined(CLIENT, 2, route_body(extent=3), near))
+    driver.call(8, 2, after_lane=1, after_call=4)
+    (call,) = (*driver.state.workers["alpha"].waiting, *driver.state.workers["beta"].waiting)
+    assert call.deaths == deaths
 
 
 def test_call_that_killed_a_worker_on_a_lane_and_another_is_poison() -> None:
