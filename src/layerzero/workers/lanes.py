@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
-from layerzero.workers.provider import Bound
+from layerzero.workers.provider import Bound, Call
 
 MAX_READY = 64  # calls of a lane that need no second look
 
 
 @dataclass(eq=False)
 class Lane:
-    """`ready` has the calls that were found to be allowed and whole, by plan and references."""
+    """`ready` has the calls that were found to be allowed and whole, by plan and references; `neighbours` those of
+    plans' neighbours that were found to be allowed, by plan and extents."""
 
     number: int
     client: int
@@ -26,6 +27,7 @@ class Lane:
     doorbell: int
     answer: socket.socket  # the ringing end
     ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
+    neighbours: dict[tuple[int, bytes], Call] = field(default_factory=dict)
 
     def end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
         """Tell the client how its call ended."""
@@ -36,6 +38,11 @@ class Lane:
         if len(self.ready) >= MAX_READY:
             del self.ready[next(iter(self.ready))]
         self.ready[plan, refs] = bound
+
+    def remember_neighbour(self, plan: int, extents: bytes, call: Call) -> None:
+        if len(self.neighbours) >= MAX_READY:
+            del self.neighbours[next(iter(self.neighbours))]
+        self.neighbours[plan, extents] = call
 
 
 class Lanes:
@@ -79,6 +86,8 @@ class Lanes:
 
     def allow(self, number: int, plan: int, neighbours: Neighbourhood | None = None) -> None:
         self._plans.setdefault(number, {})[plan] = neighbours
+        if number in self._lanes:
+            self._lanes[number].neighbours.clear()
 
     def allows(self, number: int, plan: int) -> bool:
         return plan in self._plans.get(number, ())
@@ -98,6 +107,7 @@ class Lanes:
         """An arena, or a plan, is gone."""
         for one in self._lanes.values():
             one.ready.clear()
+            one.neighbours.clear()
 
     def claimed(self, events: Iterable[tuple[int, int]]) -> Iterator[Lane]:
         """Lanes, among what `poll` returned, with a call that this worker has claimed."""

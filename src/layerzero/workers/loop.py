@@ -353,9 +353,12 @@ class _Loop:
             return None
         call, size = prepared.call, REF_BYTES * _tensors(prepared.call)
         if len(body) > size:
-            found = neighbour(call, self._lanes.neighbours(one.number, plan), body[size:])
+            found = one.neighbours.get((plan, body[size:]))
             if found is None:
-                return None
+                found = neighbour(call, self._lanes.neighbours(one.number, plan), body[size:])
+                if found is None:
+                    return None
+                one.remember_neighbour(plan, body[size:], found)
             call = found
         elif len(body) < size:
             return None
