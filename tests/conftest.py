@@ -28,8 +28,13 @@ sys.dont_write_bytecode = False
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-# Tests of the simulator itself: they look for planted bugs in thousands of schedules.
-LONG = ("test_simulation.py::test_planted_bug_is_found",)
+# Tests of the simulator itself: they look for planted bugs in thousands of schedules. What torch has to check ops with:
+# each op, as it is traced, compiled and differentiated, on its own samples.
+LONG = (
+    "test_simulation.py::test_planted_bug_is_found",
+    "test_framework_applications_share_a_broker[test_torch_ops.py]",
+    "test_framework_applications_share_a_broker[test_torch_opinfo.py]",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
