@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.process.gpu_site import close, randn, report, silu, slow, soft
+from tests.process.gpu_site import close, gelu, randn, report, silu, slow, soft
 from tests.process.harness import Site, wait_until
 from tests.process.invariants import check_settled
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, refused, rows
@@ -134,6 +134,14 @@ def test_policy_may_be_for_one_backend(lifted_site: LiftedSites) -> None:
     assert refused(lambda: lz.silu(x, backend="one")).startswith("NOT_ALLOWED: ")
     close(lift(lambda: lz.silu(x, backend="two")), silu(values))
     assert {row[0] for row in rows()} == {"two.silu"}
+
+
+def test_policy_may_be_for_one_kernel(lifted_site: LiftedSites) -> None:
+    site = policy_site(lifted_site, "backend_isolation: {one.silu: subprocess}\n")
+    site.connect()
+    x, values = randn(32, 32)
+    assert refused(lambda: lz.silu(x)).startswith("NOT_ALLOWED: policy: backend_isolation is subprocess for one.silu")
+    close(lift(lambda: slow(x)), gelu(values))
 
 
 # --- shapes that will come

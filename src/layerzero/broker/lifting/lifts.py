@@ -206,10 +206,11 @@ class Lifts:
             return {"state": "later"}
         if self._state.workers[best.backend].is_joined:
             return _refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
-        isolation = policy.isolation(best.backend)
+        isolation = policy.isolation(best.backend, best.kernel_id)
         if isolation not in ("lifted", "auto"):
-            return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {best.backend}")
-        if best.backend in self._outsiders and best.backend not in policy.backend_isolation:
+            whose = best.kernel_id if best.kernel_id in policy.backend_isolation else best.backend
+            return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {whose}")
+        if best.backend in self._outsiders and not policy.names_isolation(best.backend, best.kernel_id):
             text = f"{best.backend} comes from outside; its code runs here only if backend_isolation names it"
             return _refused(LiftReason.NOT_ALLOWED, text)
         if fault := self.store.fault_of(self._what(spec, best)):

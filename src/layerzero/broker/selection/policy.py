@@ -180,9 +180,14 @@ class Policy:
             raise ConfigError("the policy is wrong\n" + "\n".join(problems), problems=problems)
         return policy
 
-    def isolation(self, backend: str) -> Isolation:
-        """How this backend's kernels are kept apart from the caller's process."""
-        return self.backend_isolation.get(backend) or self.backend_isolation["*"]
+    def isolation(self, backend: str, kernel_id: str = "") -> Isolation:
+        """How this backend's kernels are kept apart from the caller's process, or this one of them."""
+        known = self.backend_isolation
+        return known.get(kernel_id) or known.get(backend) or known["*"]
+
+    def names_isolation(self, backend: str, kernel_id: str) -> bool:
+        """Whether it says so of this very kernel or backend, and not of all."""
+        return kernel_id in self.backend_isolation or backend in self.backend_isolation
 
     def policy_for_call(self, context: SelectionContext) -> PolicyForCall:
         """The policy's ruling on one call, which judges many kernels."""

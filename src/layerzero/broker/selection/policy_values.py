@@ -218,7 +218,9 @@ def _check(values: Values, known: Known | None) -> Iterator[Problem]:
         yield from _unknown(getattr(values, key), known.kernels, (key,), "kernel")
     isolated = [name for name in values.backend_isolation or () if name != "*"]
     for name in isolated:
-        yield from _unknown((name,), known.backends, ("backend_isolation", name), "backend")
+        yield from _unknown(
+            (name,), (*known.backends, *known.kernels), ("backend_isolation", name), "backend or kernel"
+        )
     for i, rule in enumerate(values.rules or ()):
         for key in ("allow_sources", "avoid_sources"):
             yield from _unknown(getattr(rule, key), known.backends, ("rules", i, key), "backend")

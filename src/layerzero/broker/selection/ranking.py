@@ -334,7 +334,7 @@ class Engine:
         """What a GPU takes to change to a kernel's worker and back, where the kernel stays and others need not."""
         if not spec.device or not self._staying:
             return 0.0
-        may_be_lifted = policy.isolation(verdict.backend) in ("lifted", "auto")
+        may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) in ("lifted", "auto")
         stays = not may_be_lifted or (verdict.kernel_id, context.perf_key()) in self._staying
         return 2 * SWITCH_US if stays else 0.0
 
@@ -444,7 +444,7 @@ class Engine:
             fused,
             is_on_trial=health.may_probe,
             is_last_resort=health.is_open and not health.may_probe,
-            may_run_here=policy.isolation(backend) in ("in_process", "auto"),
+            may_run_here=policy.isolation(backend, kernel.kernel_id) in ("in_process", "auto"),
             uncompiled=uncompiled,
         )
 

@@ -218,10 +218,18 @@ def test_rules_of_all_layers_hold() -> None:
     assert verdict.why == ("prefer mlx: +10000 (lz.prefer)",)
 
 
-def test_isolation_is_per_backend_with_a_default() -> None:
+def test_isolation_is_per_backend_and_per_kernel_with_a_default() -> None:
     """One value is for all backends; a later entry replaces its own backend's only."""
     found = Policy.of(layer(backend_isolation="auto"), layer(backend_isolation={"torch": "in_process"}), known=KNOWN)
     assert (found.isolation("torch"), found.isolation("mlx")) == ("in_process", "auto")
+    one = Policy.of(layer(backend_isolation={"torch": "subprocess", "torch.matmul": "lifted"}), known=KNOWN)
+    assert (one.isolation("torch", "torch.matmul"), one.isolation("torch", "torch.attention")) == (
+        "lifted",
+        "subprocess",
+    )
+    assert one.names_isolation("torch", "torch.attention")
+    assert not one.names_isolation("mlx", "mlx.attention")
+    assert "did you mean 'torch.matmul'" in problems(backend_isolation={"torch.matmull": "lifted"})[0]
     assert "image of each backend's environment" in problems(backend_isolation={"torch": "container"})[0]
 
 
@@ -273,7 +281,7 @@ def test_hash_tells_policies_apart_and_no_more() -> None:
         ({"avoid_sources": ["xformers"]}, "no backend is called 'xformers'. Known: mlx, torch"),
         ({"avoid_sources": []}, "avoid_sources: "),
         ({"allow_kernels": "troch.*"}, "no kernel matches 'troch.*'; did you mean"),
-        ({"backend_isolation": {"torhc": "auto"}}, "no backend is called 'torhc'; did you mean 'torch'?"),
+        ({"backend_isolation": {"torhc": "auto"}}, "no backend or kernel is called 'torhc'; did you mean 'torch'?"),
         (
             {"rules": [{"match": {"sms": 1}, "prefer": "torch"}]},
             "no field of a call is called 'sms'; did you mean 'sm'?",
