@@ -3,13 +3,11 @@ own, and never at fault. Decides no kernel: it follows the ranking, and the word
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 from layerzero.broker.core import events as ev
@@ -21,6 +19,7 @@ from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
 from layerzero.broker.lifting.grown import grown
+from layerzero.broker.lifting.known import Known
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.broker.selection.signature import CallSpec, Verdict
@@ -28,8 +27,9 @@ from layerzero.broker.storage.perf_rows import Identity
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
-from layerzero.ipc.lifting.form import ALIGNMENTS, FORMAT
+from layerzero.ipc.lifting.form import ALIGNMENTS
 from layerzero.ipc.lifting.form import Lifted as LiftedCall
+from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
 from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
 from layerzero.ipc.logs import log
@@ -56,26 +56,6 @@ _PASSING = frozenset(
 )
 
 
-@dataclass(eq=False)
-class _Known:
-    """A call that somebody has asked for. `entry` is there once it is known whether it is lifted."""
-
-    number: int
-    key: str
-    spec: CallSpec
-    kernel_id: str
-    backend: str
-    what: Mapping[str, str]
-    alignments: tuple[int, ...]
-    generation: int = 0  # of the worker that was asked
-    asked_s: float = 0.0
-    entry: Entry | None = None
-    like: bytes = b""  # the packed form of a neighbour that was proved: one like it needs no proof of its own
-    granted: CallSpec | None = None  # what a client was given leave for
-    codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
-    suspect_until_s: float = 0.0
-
-
 class Lifts:
     """For the broker's own thread. `wake_up` is called from others, and makes the loop call `take_proved`."""
 
@@ -100,8 +80,8 @@ class Lifts:
         self._handle, self._rest_s = handle, rest_s
         self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # of workers, and since when they are the same
         self._proofs = Proofs(wake_up)
-        self._known: dict[str, _Known] = {}
-        self._asked: dict[int, _Known] = {}  # by number: workers and proofs are at it
+        self._known: dict[str, Known] = {}
+        self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
         self._numbers = itertools.count(1)
         self._seen: tuple[object, ...] = ()
@@ -173,7 +153,7 @@ class Lifts:
             raise InvalidArgument(f"lift needs `alignments`, {count} of {allowed}, got {alignments!r:.80}")
         return client, route, alignments
 
-    def _answer(self, client: Client, known: _Known, spec: CallSpec) -> dict[str, Any]:
+    def _answer(self, client: Client, known: Known, spec: CallSpec) -> dict[str, Any]:
         if known.suspect_until_s > time.monotonic():
             return _refused(LiftReason.FAULTED, "a process that had just launched it ended without a word")
         if known.number in self._asked:
@@ -219,15 +199,15 @@ class Lifts:
             return {"state": "later"}
         return None
 
-    def _find(self, spec: CallSpec, best: Verdict, alignments: list[int]) -> _Known:
+    def _find(self, spec: CallSpec, best: Verdict, alignments: list[int]) -> Known:
         what = self._what(spec, best)
-        key = _key(spec, alignments, what)
+        key = call_key(spec, alignments, what)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MAX_KNOWN:
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
             number = next(self._numbers) & 0xFFFF_FFFF
-            known = _Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
+            known = Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
             self._known[key] = known
             known.entry = self.store.find(key)
         return known
@@ -240,13 +220,13 @@ class Lifts:
         device = self._state.engine.devices[spec.device].device_name
         return {"kernel": best.kernel_id, "backend": best.backend, "gpu": device, **made_of}
 
-    def _start_for(self, known: _Known, route: Route, best: Verdict, alignments: list[int]) -> None:
+    def _start_for(self, known: Known, route: Route, best: Verdict, alignments: list[int]) -> None:
         """As `_start`, if its worker has answered the route's last calls."""
         worker = self._state.workers[best.backend]
         if route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation):
             self._start(known, route.signature.spec, alignments)
 
-    def _start(self, known: _Known, spec: CallSpec, alignments: list[int]) -> None:
+    def _start(self, known: Known, spec: CallSpec, alignments: list[int]) -> None:
         """Have its worker lift it."""
         worker = self._state.workers[known.backend]
         if worker.is_joined or worker.state is not WorkerState.READY:
@@ -342,21 +322,21 @@ class Lifts:
             unwanted.close_all(fds)
 
     @staticmethod
-    def _read(known: _Known, data: bytes) -> Specimen:
+    def _read(known: Known, data: bytes) -> Specimen:
         specimen = Specimen.unpack(data)
-        lifted, spec = specimen.lifted, known.spec
+        lifted = specimen.lifted
         if lifted.kernel_id != known.kernel_id:
             raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
-        its = replace(spec, op=lifted.op, inputs=lifted.inputs, outputs=lifted.outputs, attrs=lifted.attrs)
-        if _key(its, list(lifted.alignments), known.what) != known.key:
+        if call_key(lifted, lifted.alignments, known.what) != known.key:
             raise ProtocolError(f"it is of another call of {known.kernel_id} than was asked for")
         if set(specimen.trials) != set(() if known.like else SEEDS):
             raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {SEEDS}, or none")
         return specimen
 
-    def _keep(self, known: _Known, specimen: Specimen) -> None:
+    def _keep(self, known: Known, specimen: Specimen) -> None:
         self._asked.pop(known.number, None)
-        known.entry = Entry(known.kernel_id, known.backend, known.what, form=specimen.lifted.pack())
+        form, trials = specimen.lifted.pack(), specimen.trials
+        known.entry = Entry(known.kernel_id, known.backend, known.what, form=form, trials=trials)
         self.store.add(known.key, known.entry, specimen)
         log("lifted.proved", kernel=known.kernel_id, number=known.number, steps=len(specimen.lifted.steps))
 
@@ -371,7 +351,7 @@ class Lifts:
                 continue
             self._keep(known, Specimen.unpack(data))
 
-    def _refuse(self, known: _Known, reason: LiftReason, detail: str) -> None:
+    def _refuse(self, known: Known, reason: LiftReason, detail: str) -> None:
         self._asked.pop(known.number, None)
         known.entry = Entry(known.kernel_id, known.backend, known.what, reason=reason.value, detail=detail)
         if reason not in _PASSING:
@@ -427,38 +407,10 @@ class Lifts:
 
     def facts(self) -> list[dict[str, Any]]:
         """For `lz status`: each call that somebody has asked for."""
-        return [
-            {
-                "kernel_id": known.kernel_id,
-                "backend": known.backend,
-                "state": "pending" if known.number in self._asked else _state(known),
-                "reason": known.entry.reason if known.entry is not None else "",
-                "detail": known.entry.detail if known.entry is not None else "",
-            }
-            for known in self._known.values()
-        ]
+        return [known.facts(is_pending=known.number in self._asked) for known in self._known.values()]
 
     def close(self) -> None:
         self._proofs.close()
-
-
-def _state(known: _Known) -> str:
-    if known.entry is None:
-        return "asked"
-    return "lifted" if known.entry.form else "refused"
-
-
-def _key(spec: CallSpec, alignments: list[int], what: Mapping[str, str]) -> str:
-    parts = {
-        "format": FORMAT,
-        "op": spec.op,
-        "inputs": [None if one is None else one.to_wire() for one in spec.inputs],
-        "outputs": [one.to_wire() for one in spec.outputs],
-        "attrs": dict(spec.attrs),
-        "alignments": alignments,
-        "what": dict(what),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _refused(reason: LiftReason, detail: str) -> dict[str, Any]:
