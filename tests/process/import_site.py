@@ -3,7 +3,6 @@ of its backends. Over the GPU of threads."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,33 +17,33 @@ from tests.process.test_cli import lz as lz_command
 
 import layerzero as lz
 from layerzero.client.gpu.lifting import loaded
-from layerzero.envs.lifted import signing
 
 Importers = Callable[..., Site]
 
 
 class Exported(NamedTuple):
-    """`site`: where it was made, without a broker; `key`: of its signature; `public`: what others trust."""
+    """`key`: of its signature; `public`: what others trust."""
 
     folder: Path
-    site: Site
     key: Path
     public: Path
 
 
 @pytest.fixture
-def exported(lifted_site: LiftedSites, tmp_path: Path) -> Exported:
-    """silu of 32 x 32 and of 500 of backend `one`, signed; this process has forgotten them."""
-    site = lifted_site()
-    site.connect()
-    for x in (randn(32, 32)[0], randn(500)[0]):
-        lift(lambda x=x: lz.silu(x))
-    lz.disconnect()
-    loaded.forget()
-    key = tmp_path / "keys" / "lift.key"
-    signing.make(key)
-    made = Exported(tmp_path / "exported", site, key, signing.public_path(key))
-    done(site, "export", str(made.folder), "--key", str(key))
+def exported(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Exported:
+    """silu of 32 x 32 and of 500 of backend `one`, signed; this process has forgotten them. Made once for all tests."""
+    top = tmp_path_factory.getbasetemp() / "for-others"
+    made = Exported(top / "exported", top / "lift.key", top / "lift.key.pub")
+    if not made.folder.is_dir():
+        lifted_site: LiftedSites = request.getfixturevalue("lifted_site")
+        site = lifted_site()
+        site.connect()
+        for x in (randn(32, 32)[0], randn(500)[0]):
+            lift(lambda x=x: lz.silu(x))  # type: ignore[misc]
+        lz.disconnect()
+        loaded.forget()
+        done(site, "key", str(made.key))
+        done(site, "export", str(made.folder), "--key", str(made.key))
     return made
 
 
@@ -83,9 +82,3 @@ def done(site: Site, *words: str) -> Finished:
     finished = run(site, *words)
     assert finished.returncode == DONE, finished.stderr
     return finished
-
-
-def copied(exported: Exported, to: Path) -> Exported:
-    """The same folder, to be harmed."""
-    shutil.copytree(exported.folder, to)
-    return exported._replace(folder=to)
