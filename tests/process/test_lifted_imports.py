@@ -83,6 +83,8 @@ def test_other_calls_are_refused_and_say_why(exported: Exported, importer: Impor
     assert "imported" in shown.stdout
     assert "one: 2 lifted calls" in shown.stdout
     assert lz_command(site, "status", "-b", "one").returncode == DONE
+    listed = lz_command(site, "env", "list", "--json")
+    assert ("one", "imported", 2) in [(r["name"], r["state"], r.get("imported")) for r in data(listed)["environments"]]
     checks = {check["name"]: check for check in session.ask("readiness", backends=["one"])["checks"]}
     assert checks["environment one"]["ok"]
     assert checks["environment one"]["detail"].startswith("imported, 2 lifted calls")
