@@ -103,6 +103,7 @@ class Launcher:
                 continue
             else:
                 self.capabilities[name] = backend.exported.capability
+                owners.update(backend.exported.capability.kernel_ids)
             self.imported[name] = backend
             missing = self.missing(name)
             assert missing is not None

@@ -27,7 +27,7 @@ from layerzero.envs.lifted.folder import MAX_MANIFEST_BYTES, File, Opened, refus
 from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.lifting.form import digest
-from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
 from layerzero.ipc.logs import log
 
 MAX_INDEX_BYTES = 4 * MAX_MANIFEST_BYTES
@@ -219,7 +219,7 @@ def _take_over(opened: Opened, target: Path) -> tuple[Mapping[str, File], list[I
     manifest = opened.manifest
     backends: dict[str, ExportedBackend] = {}
     calls: dict[str, tuple[File, ExportedCall]] = {}
-    codes = {file.name for file in manifest.of("code")}
+    codes = {file.name: file.size for file in manifest.of("code")}
     for file in manifest.files:
         data = opened.read(file)
         match file.kind:
@@ -239,7 +239,9 @@ def _take_over(opened: Opened, target: Path) -> tuple[Mapping[str, File], list[I
             raise Wrong(f"calls/{call.key}: its backend {call.what['backend']!r:.80} is not in the folder")
         backend.check(call)
         needed |= set(call.lifted.codes)
-    if needed != codes:
+        if sum(codes.get(name, 0) for name in call.lifted.codes) > MAX_BYTES:
+            raise Wrong(f"calls/{call.key}: its machine code has more than {MAX_BYTES:,} bytes")
+    if needed != codes.keys():
         raise Wrong("its machine code is not what its calls need")
     if not calls:
         raise Wrong("it has no calls")
