@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "ipc": (set(), {"msgpack", "zmq"}),
     "capabilities": ({"ipc"}, {"pydantic"}),
     # What is built is what a broker would take: descriptors have one reader, which is pure.
-    "envs": ({"capabilities", "ipc"}, {"packaging", "platformdirs", "pydantic", "rich", "typer"}),
+    "envs": ({"capabilities", "ipc"}, {"cryptography", "packaging", "platformdirs", "pydantic", "rich", "typer"}),
     "workers": ({"ipc"}, {"msgpack", "zmq"}),
     "broker": (
         {"ipc", "capabilities", "envs"},
@@ -33,6 +33,7 @@ EXTRA: dict[str, set[str]] = {
     # A policy file that keeps the broker from starting is checked with the broker's code, without a broker.
     "client/cli/policy.py": {"broker", "rich"},
     "client/cli/cache.py": {"broker", "rich"},  # the store's files, without a broker
+    "client/cli/lift.py": {"broker", "rich"},
     # Which backends from outside may be built is a matter of policy, which the broker's code reads.
     "client/cli/env.py": {"broker"},
     "client/session": {"workers"},  # in-process calls run providers as a worker does
@@ -47,6 +48,7 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("ipc", "zmq"): {"ipc/transport/keys.py", "ipc/transport/sockets.py"},
     ("ipc", "msgpack"): {"ipc/transport/plain.py"},
     ("client", "zmq"): {"client/connection"},
+    ("envs", "cryptography"): {"envs/lifted/signing.py", "envs/lifted/folder.py"},
     ("broker", "yaml"): {"broker/configuration"},
     ("broker", "zmq"): {"broker/io"},
     ("broker", "subprocess"): {"broker/processes"},

@@ -15,6 +15,7 @@ from layerzero.broker.configuration.policy_source import PolicySource
 from layerzero.broker.core.state import BrokerState
 from layerzero.broker.io import fd_reserve
 from layerzero.broker.io.authentication import Authentication
+from layerzero.broker.processes import imported
 from layerzero.broker.processes.cuda_driver import detect_gpus
 from layerzero.broker.processes.host import detect_cpu
 from layerzero.broker.processes.launcher import Launcher
@@ -80,6 +81,7 @@ def run(
         refused={name: error.message for name, error in launcher.refused.items()},
     )
     engine.set_certification(Certification(launcher.records()))
+    engine.load_times(imported.times(launcher.imported, gpus, time.monotonic()))
     engine.set_compilation(Compilation(launcher.compiled()))
     state = BrokerState(engine, launcher.unusable, settings.limits(), random.Random(), joined=launcher.joined)
     try:

@@ -135,15 +135,15 @@ class Server:
         self._lanes = LanePages()
         self._pages = TimelinePages()
         self._page_poller = PagePoller(state, self.handle, self._links, self._lanes, self._pages, self._stop_if_idle)
-        store = LiftStore(settings.store / "lifted")
         self.lifts = Lifts(
             state,
             self._times.identities,
             self._links,
             self._pages,
-            store,
+            LiftStore(settings.store / "lifted"),
             self._wake_up,
             self.handle,
+            imported=launcher.imported,
             outsiders=[name for name, manifest in launcher.manifests.items() if manifest.source is not None],
             rest_s=settings.rest_s,
         )

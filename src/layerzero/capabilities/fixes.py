@@ -47,6 +47,8 @@ _BY_OPERATOR: Mapping[Reason, str] = {
     Reason.SOURCE_NOT_ALLOWED: "allow its sources",
     Reason.SOURCE_CHANGED: "allow its sources as they are now",
     Reason.NOT_JOINED: "start its worker (python -m layerzero.workers.join)",
+    Reason.LIFTED_ONLY: "import a folder that has this call (lz lift import), or build its environment",
+    Reason.LIFTED_ELSEWHERE: "import a folder that was exported on such a machine (lz lift import)",
     Reason.BACKEND_DISABLED: "repair the backend",
     Reason.POLICY_LOCKED: "change the policy",
     Reason.POLICY_DENIED: "change the policy",

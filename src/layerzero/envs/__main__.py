@@ -48,6 +48,7 @@ from layerzero.envs.cli.rows import (
     show_plans,
     showing_progress,
     verdict,
+    with_imports,
 )
 from layerzero.envs.descriptors import read_all
 from layerzero.envs.manifest import VariantName
@@ -86,6 +87,7 @@ def list_(
         for name, manifest in found.items()
     ]
     rows += [{"name": p.name, "state": "disabled", "cause": p.message, "repair": f"edit {p.path}"} for p in problems]
+    rows = with_imports(rows, store)
     if as_json:
         print_json(rows)
         return

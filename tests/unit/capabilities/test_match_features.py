@@ -295,6 +295,8 @@ ELSEWHERE = {  # codes about state; the broker and its parts raise them
     Reason.NOT_FOR_MACHINE,
     Reason.NOT_INSTALLED,
     Reason.ENV_CHANGED,
+    Reason.LIFTED_ELSEWHERE,
+    Reason.LIFTED_ONLY,
     Reason.NOT_JOINED,
     Reason.NOT_PINNED,
     Reason.OP_UNSUPPORTED,

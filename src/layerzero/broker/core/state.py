@@ -48,6 +48,7 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.shadow import ShadowLedger
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.capabilities.match import Rejection
+from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import LayerZeroError, ProtocolError
 from layerzero.ipc.vocabulary.worker_codes import LANE_CALL, mark
 
@@ -264,10 +265,15 @@ class BrokerState:
         """Clients that would wait for ever, since handling an event raised an error."""
         return self.closing.bereft(self.clients.values())
 
-    def explain(self, body: bytes, now_s: float) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
-        """What would be decided for a signature now; changes nothing. Raises LayerZeroError for a bad one."""
-        spec = CallSpec.parse(body)
-        return spec, *explain(self.engine, spec, self.unavailable_at(now_s), now_s)
+    def explain(
+        self, body: bytes, now_s: float, *, with_lifted_only: bool = False
+    ) -> tuple[CallSpec, tuple[Verdict, ...], list[dict[str, Any]]]:
+        """What would be decided for a signature now; changes nothing. `with_lifted_only`: counting what callers launch
+        themselves and no worker can. Raises LayerZeroError for a bad one."""
+        spec, unavailable = CallSpec.parse(body), self.unavailable_at(now_s)
+        if with_lifted_only:
+            unavailable = {name: why for name, why in unavailable.items() if why.code is not Reason.LIFTED_ONLY}
+        return spec, *explain(self.engine, spec, unavailable, now_s)
 
     # --- workers -------------------------------------------------------------------------------------
 

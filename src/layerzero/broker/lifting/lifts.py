@@ -3,13 +3,12 @@ own, and never at fault. Decides no kernel: it follows the ranking, and the word
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from layerzero.broker.core import events as ev
@@ -20,29 +19,32 @@ from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
+from layerzero.broker.lifting.answers import bytes_of, reason_of, specimen_of
 from layerzero.broker.lifting.grown import grown
+from layerzero.broker.lifting.imported import ImportedCalls
+from layerzero.broker.lifting.known import Known, asked_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.store import Entry, LiftStore
+from layerzero.broker.processes.imported import ImportedBackend
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.broker.storage.perf_rows import Identity
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.reasons import Reason
+from layerzero.envs.lifted.imports import ImportedCall
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, ProtocolError
-from layerzero.ipc.lifting.form import ALIGNMENTS, FORMAT
 from layerzero.ipc.lifting.form import Lifted as LiftedCall
+from layerzero.ipc.lifting.keys import call_key
 from layerzero.ipc.lifting.reasons import LiftReason
-from layerzero.ipc.lifting.specimen import MAX_BYTES, Specimen
+from layerzero.ipc.lifting.specimen import SEEDS, Specimen
 from layerzero.ipc.logs import log
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, unwanted
 from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGiven, Refused
 
-SEEDS = (1, 2)  # of the inputs that a kernel is tried on
 SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
 MAX_KNOWN = 4096
 MAX_AHEAD, MAX_FIRST = 64, 1 << 20  # calls of one question, and how far ahead they begin
-_ALIGNMENTS = {0, *ALIGNMENTS}
-_WORKER_IS_GONE = (Reason.BACKEND_RESTARTING, Reason.BACKEND_DISABLED)
+_WORKER_IS_GONE = (Reason.BACKEND_RESTARTING, Reason.BACKEND_DISABLED, Reason.LIFTED_ONLY)
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
 # What another try may end in another way: it is not kept.
 _PASSING = frozenset(
@@ -52,28 +54,9 @@ _PASSING = frozenset(
         LiftReason.PROOF_IMPOSSIBLE,
         LiftReason.TOO_LARGE,
         LiftReason.NO_CUPTI,
+        LiftReason.IMPORT_DAMAGED,
     }
 )
-
-
-@dataclass(eq=False)
-class _Known:
-    """A call that somebody has asked for. `entry` is there once it is known whether it is lifted."""
-
-    number: int
-    key: str
-    spec: CallSpec
-    kernel_id: str
-    backend: str
-    what: Mapping[str, str]
-    alignments: tuple[int, ...]
-    generation: int = 0  # of the worker that was asked
-    asked_s: float = 0.0
-    entry: Entry | None = None
-    like: bytes = b""  # the packed form of a neighbour that was proved: one like it needs no proof of its own
-    granted: CallSpec | None = None  # what a client was given leave for
-    codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
-    suspect_until_s: float = 0.0
 
 
 class Lifts:
@@ -89,19 +72,21 @@ class Lifts:
         wake_up: Callable[[], None],
         handle: Callable[[ev.Event], None],
         *,
+        imported: Mapping[str, ImportedBackend] = MappingProxyType({}),
         outsiders: Collection[str] = (),
         rest_s: float = 60.0,
     ) -> None:
-        """`handle` takes what the core must hear. `outsiders`: backends that did not come with LayerZero, and are not
-        the operator's own. `rest_s`: as in the settings."""
+        """`handle` takes what the core must hear. `imported`: backends that have no environment here. `outsiders`:
+        those that did not come with LayerZero, and are not the operator's own. `rest_s`: as in the settings."""
         self._state, self._identities, self._links, self._pages = state, identities, links, pages
         self.store = store
+        self._imports = state.engine.lifted = ImportedCalls(state, imported, store, self._what)
         self._outsiders = frozenset(outsiders)
         self._handle, self._rest_s = handle, rest_s
         self._uses: dict[str, tuple[tuple[int, int, int], float]] = {}  # of workers, and since when they are the same
         self._proofs = Proofs(wake_up)
-        self._known: dict[str, _Known] = {}
-        self._asked: dict[int, _Known] = {}  # by number: workers and proofs are at it
+        self._known: dict[str, Known] = {}
+        self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
         self._numbers = itertools.count(1)
         self._seen: tuple[object, ...] = ()
@@ -111,29 +96,32 @@ class Lifts:
     def ask(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
         """Whether a route's calls are lifted, for tensors of these alignments. Starts what is missing. Raises
         InvalidArgument."""
-        client, route, alignments = self._asked_of(identity, params)
+        client, route, alignments = asked_of(self._state.clients.get(identity), params)
         spec, signature = route.signature.spec, route.signature
-        best = self._best(spec, signature.context)
+        best = self._best(spec, signature.context, alignments)
         refusal = self._refusal(spec, best)
         if best is None or refusal is not None:
             return refusal or {"state": "later"}
         known = self._find(spec, best, alignments)
         if known.entry is None and known.number not in self._asked:
             self._start_for(known, route, best, alignments)
-        return self._answer(client, known, spec)
+        answer = self._answer(client, known, spec)
+        if known.imported is not None and self._is_alone(spec, signature.context):
+            answer["alone"] = True
+        return answer
 
     def ask_ahead(self, identity: bytes, params: Mapping[str, Any]) -> Generator[None, None, dict[str, Any]]:
         """The answers to `ask` for the next calls of a route whose tensors grow, `calls`: the n-th has n times `grows`
         added to them, [shape, strides] of each input and output. What is missing is started, as the route itself is
         lifted. Raises InvalidArgument."""
-        client, route, alignments = self._asked_of(identity, params)
+        client, route, alignments = asked_of(self._state.clients.get(identity), params)
         first, count, grows = params.get("first", 1), params.get("count"), params.get("grows")
         if type(first) is not int or not 0 < first <= MAX_FIRST:
             raise InvalidArgument(f"lift_ahead takes `first` from 1 to {MAX_FIRST}, got {first!r:.40}")
         if type(count) is not int or not 0 < count <= MAX_AHEAD:
             raise InvalidArgument(f"lift_ahead needs `count`, 1 to {MAX_AHEAD}, got {count!r:.40}")
         base = route.signature.spec
-        best = self._best(base, route.signature.context)
+        best = self._best(base, route.signature.context, alignments)
         answers: list[dict[str, Any]] = []
         entry = None if best is None else self._find(base, best, alignments).entry
         if best is None or entry is None or not entry.form:
@@ -145,35 +133,22 @@ class Lifts:
                 context = self._state.engine.context(spec)
             except LayerZeroError as exc:
                 raise InvalidArgument(f"lift_ahead: {exc.message}") from exc
-            its = self._best(spec, context)
+            its = self._best(spec, context, alignments)
             refusal = self._refusal(spec, its)
             if its is None or refusal is not None:
                 answers.append(refusal or {"state": "later"})
                 continue
             known = self._find(spec, its, alignments)
             if known.entry is None and known.number not in self._asked and its.kernel_id == best.kernel_id:
-                known.like = entry.form
-                self._start(known, spec, alignments)
+                if known.imported is not None:
+                    self._try(known, known.imported)
+                else:
+                    known.like = entry.form
+                    self._start(known, spec, alignments)
             answers.append(self._answer(client, known, spec))
         return {"calls": answers}
 
-    def _asked_of(self, identity: bytes, params: Mapping[str, Any]) -> tuple[Client, Route, list[int]]:
-        client, number, alignments = self._state.clients.get(identity), params.get("route"), params.get("alignments")
-        route = None if client is None or type(number) is not int else client.routes.get(number)
-        if client is None or route is None:
-            raise InvalidArgument("lift needs `route`, the number of a route of this client")
-        spec = route.signature.spec
-        count = len(spec.inputs) + len(spec.outputs)
-        if (
-            not isinstance(alignments, list)
-            or len(alignments) != count
-            or any(type(one) is not int or one not in _ALIGNMENTS for one in alignments)
-        ):
-            allowed = sorted(_ALIGNMENTS)
-            raise InvalidArgument(f"lift needs `alignments`, {count} of {allowed}, got {alignments!r:.80}")
-        return client, route, alignments
-
-    def _answer(self, client: Client, known: _Known, spec: CallSpec) -> dict[str, Any]:
+    def _answer(self, client: Client, known: Known, spec: CallSpec) -> dict[str, Any]:
         if known.suspect_until_s > time.monotonic():
             return _refused(LiftReason.FAULTED, "a process that had just launched it ended without a word")
         if known.number in self._asked:
@@ -190,12 +165,24 @@ class Lifts:
         self._by_digest[digest] = known.entry.form
         return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch}
 
-    def _best(self, spec: CallSpec, context: SelectionContext) -> Verdict | None:
-        """What serves the call, counting backends whose worker is just not running, or has died too often: a lifted
-        call needs none."""
+    def _best(self, spec: CallSpec, context: SelectionContext, alignments: Sequence[int]) -> Verdict | None:
+        """What serves the call, counting backends whose worker is just not running, has died too often, or never was
+        here: a lifted call needs none."""
         unavailable = {name: why for name, why in self._state.unavailable.items() if why.code not in _WORKER_IS_GONE}
-        ranked = self._state.engine.rank(spec, context, unavailable, time.monotonic())
-        return next((verdict for verdict in ranked if verdict.is_accepted), None)
+        for verdict in self._state.engine.rank(spec, context, unavailable, time.monotonic()):
+            if not verdict.is_accepted:
+                break
+            if not verdict.is_lifted_only or self._imported_for(spec, verdict, alignments) is not None:
+                return verdict
+        return None
+
+    def _imported_for(self, spec: CallSpec, best: Verdict, alignments: Sequence[int]) -> ImportedCall | None:
+        return self._imports.find(best.kernel_id, best.backend, spec, alignments)
+
+    def _is_alone(self, spec: CallSpec, context: SelectionContext) -> bool:
+        """No worker can serve the call: who asks waits for a proof, as there is nothing else to do."""
+        ranked = self._state.engine.rank(spec, context, self._state.unavailable, time.monotonic())
+        return not any({reason.code for reason in v.reasons} <= {Reason.BACKEND_RESTARTING} for v in ranked)
 
     def _refusal(self, spec: CallSpec, best: Verdict | None) -> dict[str, Any] | None:
         engine = self._state.engine
@@ -210,44 +197,50 @@ class Lifts:
         if isolation not in ("lifted", "auto"):
             whose = best.kernel_id if best.kernel_id in policy.backend_isolation else best.backend
             return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {whose}")
-        if best.backend in self._outsiders and not policy.names_isolation(best.backend, best.kernel_id):
+        is_outside = best.backend in self._outsiders and not best.is_lifted_only  # an import is its operator's leave
+        if is_outside and not policy.names_isolation(best.backend, best.kernel_id):
             text = f"{best.backend} comes from outside; its code runs here only if backend_isolation names it"
             return _refused(LiftReason.NOT_ALLOWED, text)
-        if fault := self.store.fault_of(self._what(spec, best)):
+        if fault := self.store.fault_of(self._what(spec, best.kernel_id, best.backend)):
             return _refused(LiftReason.FAULTED, fault)
         is_doubtful = best.transforms or best.is_on_trial or best.is_last_resort
         if is_doubtful or policy.shadow_rate or engine.policy.tune_budget:
             return {"state": "later"}
         return None
 
-    def _find(self, spec: CallSpec, best: Verdict, alignments: list[int]) -> _Known:
-        what = self._what(spec, best)
-        key = _key(spec, alignments, what)
-        known = self._known.get(key)
-        if known is None:
+    def _find(self, spec: CallSpec, best: Verdict, alignments: list[int]) -> Known:
+        what = self._what(spec, best.kernel_id, best.backend)
+        key = call_key(spec, alignments, what)
+        known, imported = self._known.get(key), self._imported_for(spec, best, alignments)
+        if known is None or known.imported != imported:
             if len(self._known) >= MAX_KNOWN:
                 self._known = {one.key: one for one in self._known.values() if one.number in self._asked}
             number = next(self._numbers) & 0xFFFF_FFFF
-            known = _Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
+            known = Known(number, key, spec, best.kernel_id, best.backend, what, tuple(alignments))
             self._known[key] = known
-            known.entry = self.store.find(key)
+            known.imported, entry = imported, self.store.find(key)
+            if entry is not None and entry.imported == ("" if imported is None else imported.file):
+                known.entry = entry
         return known
 
-    def _what(self, spec: CallSpec, best: Verdict) -> dict[str, str]:
+    def _what(self, spec: CallSpec, kernel_id: str, backend: str) -> dict[str, str]:
         """All that the machine code depends on besides the call."""
-        identity = self._identities.get(best.backend)
+        identity = self._identities.get(backend)
         made_of = {} if identity is None else asdict(identity)
         made_of.pop("device_uuid", None)  # it serves every GPU of this kind
         device = self._state.engine.devices[spec.device].device_name
-        return {"kernel": best.kernel_id, "backend": best.backend, "gpu": device, **made_of}
+        return {"kernel": kernel_id, "backend": backend, "gpu": device, **made_of}
 
-    def _start_for(self, known: _Known, route: Route, best: Verdict, alignments: list[int]) -> None:
-        """As `_start`, if its worker has answered the route's last calls."""
+    def _start_for(self, known: Known, route: Route, best: Verdict, alignments: list[int]) -> None:
+        """As `_start`, if its worker has answered the route's last calls. What was imported is tried at once."""
+        if known.imported is not None:
+            self._try(known, known.imported)
+            return
         worker = self._state.workers[best.backend]
         if route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation):
             self._start(known, route.signature.spec, alignments)
 
-    def _start(self, known: _Known, spec: CallSpec, alignments: list[int]) -> None:
+    def _start(self, known: Known, spec: CallSpec, alignments: list[int]) -> None:
         """Have its worker lift it."""
         worker = self._state.workers[known.backend]
         if worker.is_joined or worker.state is not WorkerState.READY:
@@ -259,6 +252,16 @@ class Lifts:
         seeds = [] if known.like else list(SEEDS)
         message = Lift(number=known.number, call=call, alignments=alignments, seeds=seeds)
         self._links.tell(known.backend, worker.generation, message)
+
+    def _try(self, known: Known, call: ImportedCall) -> None:
+        """Show that an imported call works here, too."""
+        self._asked[known.number] = known
+        try:
+            _, proof = self._imports.specimen(known.backend, call)
+        except InvalidArgument as exc:
+            self._refuse(known, LiftReason.IMPORT_DAMAGED, exc.message)
+            return
+        self._proofs.start(known.number, known.spec.device, proof.pack())
 
     def give(self, peer: Peer, message: GetLifted) -> None:
         """Hand over a form that was granted, or machine code."""
@@ -321,12 +324,12 @@ class Lifts:
             if self._proofs.has(known.number):
                 return  # it has answered already
             if message.reason:
-                self._refuse(known, _reason(message.reason), message.detail[:2000])
+                self._refuse(known, reason_of(message.reason), message.detail[:2000])
                 return
             if len(fds) != 1:
                 raise ProtocolError(f"lifted carries one descriptor, got {len(fds)}")
-            data = _bytes_of(fds[0])
-            specimen = self._read(known, data)
+            data = bytes_of(fds[0])
+            specimen = specimen_of(known, data)
             if not known.like:
                 self._proofs.start(known.number, known.spec.device, data)
             elif specimen.lifted.is_like(LiftedCall.unpack(known.like)):
@@ -342,22 +345,11 @@ class Lifts:
         finally:
             unwanted.close_all(fds)
 
-    @staticmethod
-    def _read(known: _Known, data: bytes) -> Specimen:
-        specimen = Specimen.unpack(data)
-        lifted, spec = specimen.lifted, known.spec
-        if lifted.kernel_id != known.kernel_id:
-            raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
-        its = replace(spec, op=lifted.op, inputs=lifted.inputs, outputs=lifted.outputs, attrs=lifted.attrs)
-        if _key(its, list(lifted.alignments), known.what) != known.key:
-            raise ProtocolError(f"it is of another call of {known.kernel_id} than was asked for")
-        if set(specimen.trials) != set(() if known.like else SEEDS):
-            raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {SEEDS}, or none")
-        return specimen
-
-    def _keep(self, known: _Known, specimen: Specimen) -> None:
+    def _keep(self, known: Known, specimen: Specimen) -> None:
         self._asked.pop(known.number, None)
-        known.entry = Entry(known.kernel_id, known.backend, known.what, form=specimen.lifted.pack())
+        form, trials = specimen.lifted.pack(), specimen.trials
+        source = "" if known.imported is None else known.imported.file
+        known.entry = Entry(known.kernel_id, known.backend, known.what, form=form, trials=trials, imported=source)
         self.store.add(known.key, known.entry, specimen)
         log("lifted.proved", kernel=known.kernel_id, number=known.number, steps=len(specimen.lifted.steps))
 
@@ -370,13 +362,25 @@ class Lifts:
             if verdict.reason is not None:
                 self._refuse(known, verdict.reason, verdict.detail)
                 continue
-            self._keep(known, Specimen.unpack(data))
+            try:
+                specimen = Specimen.unpack(data)
+                if known.imported is not None:  # perhaps a neighbour was tried
+                    specimen, _ = self._imports.specimen(known.backend, known.imported)
+            except InvalidArgument as exc:
+                self._refuse(known, LiftReason.IMPORT_DAMAGED, exc.message)
+            else:
+                self._keep(known, specimen)
 
-    def _refuse(self, known: _Known, reason: LiftReason, detail: str) -> None:
+    def _refuse(self, known: Known, reason: LiftReason, detail: str) -> None:
         self._asked.pop(known.number, None)
-        known.entry = Entry(known.kernel_id, known.backend, known.what, reason=reason.value, detail=detail)
+        source = "" if known.imported is None else known.imported.file
+        about = (known.kernel_id, known.backend, known.what)
+        known.entry = Entry(*about, reason=reason.value, detail=detail, imported=source)
         if reason not in _PASSING:
             self.store.add(known.key, known.entry, None)
+        if known.imported is not None:
+            self._imports.note_refused(known.imported, known.entry)
+        elif reason not in _PASSING:
             engine = self._state.engine
             engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)))
         log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])
@@ -402,7 +406,7 @@ class Lifts:
             spec = known.granted
             if spec is None:
                 continue
-            best = self._best(spec, engine.context(spec))  # the policy may be another
+            best = self._best(spec, engine.context(spec), known.alignments)  # the policy may be another
             if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best) is not None:
                 self.take_back()
                 return
@@ -428,58 +432,15 @@ class Lifts:
 
     def facts(self) -> list[dict[str, Any]]:
         """For `lz status`: each call that somebody has asked for."""
-        return [
-            {
-                "kernel_id": known.kernel_id,
-                "backend": known.backend,
-                "state": "pending" if known.number in self._asked else _state(known),
-                "reason": known.entry.reason if known.entry is not None else "",
-                "detail": known.entry.detail if known.entry is not None else "",
-            }
-            for known in self._known.values()
-        ]
+        return [known.facts(is_pending=known.number in self._asked) for known in self._known.values()]
 
     def close(self) -> None:
         self._proofs.close()
-
-
-def _state(known: _Known) -> str:
-    if known.entry is None:
-        return "asked"
-    return "lifted" if known.entry.form else "refused"
-
-
-def _key(spec: CallSpec, alignments: list[int], what: Mapping[str, str]) -> str:
-    parts = {
-        "format": FORMAT,
-        "op": spec.op,
-        "inputs": [None if one is None else one.to_wire() for one in spec.inputs],
-        "outputs": [one.to_wire() for one in spec.outputs],
-        "attrs": dict(spec.attrs),
-        "alignments": alignments,
-        "what": dict(what),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _refused(reason: LiftReason, detail: str) -> dict[str, Any]:
     return {"state": "refused", "reason": reason.value, "detail": detail}
 
 
-def _reason(text: str) -> LiftReason:
-    try:
-        return LiftReason(text)
-    except ValueError:
-        raise ProtocolError(f"a worker cannot lift for the reason {text!r:.80}, which is none") from None
-
-
 def _is_digest(text: str) -> bool:
     return len(text) == 64 and set(text) <= set("0123456789abcdef")
-
-
-def _bytes_of(fd: int) -> bytes:
-    nbytes = os.fstat(fd).st_size
-    if not 0 < nbytes <= MAX_BYTES:
-        raise ProtocolError(f"a specimen of {nbytes} bytes; allowed: {MAX_BYTES}")
-    memory.check_memfd(fd, nbytes)
-    return os.pread(fd, nbytes, 0)

@@ -13,12 +13,12 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted, digest
-from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.lifting.specimen import Specimen, pack_trials, unpack_trials
 from layerzero.ipc.logs import log
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
@@ -31,7 +31,8 @@ _FORMAT = 1
 @dataclass(frozen=True)
 class Entry:
     """What is known of a call: its packed Lifted as `form`, or why there is none. `what`: what its key was made of, for
-    people."""
+    people. `trials`: what it gave on trial inputs, as of a Specimen; none of one that is like a neighbour. `imported`:
+    of what was tried here and comes from an import, the digest of its file there."""
 
     kernel_id: str
     backend: str
@@ -40,6 +41,8 @@ class Entry:
     reason: str = ""  # a LiftReason
     detail: str = ""
     made_s: float = 0.0  # seconds since 1970
+    trials: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    imported: str = ""
 
     @property
     def digest(self) -> str:
@@ -86,6 +89,8 @@ class LiftStore:
                 "reason": entry.reason,
                 "detail": entry.detail,
                 "made_s": entry.made_s or time.time(),
+                "trials": pack_trials(entry.trials),
+                "imported": entry.imported,
             }
         )
         self._write(self._calls / key, packed + hashlib.sha256(packed).digest())
@@ -184,8 +189,9 @@ class LiftStore:
             if value["format"] != _FORMAT:
                 return None
             fields = ("kernel_id", "backend", "what", "form", "reason", "detail", "made_s")
-            return Entry(*(value[name] for name in fields))
-        except (ProtocolError, KeyError, TypeError) as exc:
+            its = {name: value[name] for name in fields}
+            return Entry(**its, trials=unpack_trials(value.get("trials", {})), imported=value.get("imported", ""))
+        except (ProtocolError, KeyError, TypeError, ValueError, AttributeError) as exc:
             self._drop(path, str(exc))
             return None
 

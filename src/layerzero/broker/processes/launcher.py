@@ -10,7 +10,9 @@ from contextlib import ExitStack, suppress
 from layerzero.broker.configuration import kernel_sources
 from layerzero.broker.configuration.settings import Settings
 from layerzero.broker.core import actions as act
+from layerzero.broker.processes import imported
 from layerzero.broker.processes.cuda_driver import Gpus
+from layerzero.broker.processes.imported import ImportedBackend
 from layerzero.broker.processes.supervisor import Launch
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.compile_unit import Unit
@@ -22,6 +24,7 @@ from layerzero.envs import descriptors
 from layerzero.envs.build import build, stage
 from layerzero.envs.build.base import inspect
 from layerzero.envs.build.environ import worker_environ
+from layerzero.envs.lifted.imports import Imports
 from layerzero.envs.manifest import EnvManifest, Problem, Source
 from layerzero.envs.probe import caches, compilation, probe
 from layerzero.envs.trust import third_party
@@ -48,6 +51,7 @@ class Launcher:
         self._plans: dict[str, build.Env] = {}
         self._facts: dict[str, tuple[float, dict[str, object]]] = {}  # and until when they hold
         self._joined_envs: dict[str, str] = {}
+        self.imported: dict[str, ImportedBackend] = {}
         self._checked: set[str] = set()  # of their files, for the start that follows
         self._allowed: Mapping[str, Allowed] = {}
         self._read_allowed()
@@ -78,6 +82,41 @@ class Launcher:
                 self.unusable[name] = self.absence(name)
             elif (missing := self.missing(name)) is not None:
                 self.unusable[name] = missing
+        self._take_imports(found)
+
+    def _take_imports(self, found: Mapping[str, EnvManifest]) -> None:
+        """Backends whose environments are not here, and whose lifted calls were imported."""
+        imports, problems = Imports(self._settings.store).all()
+        chosen, more = imported.choose(imports, self._gpus)
+        self.problems += [*problems, *more]
+        owners = {kernel for capability in self.capabilities.values() for kernel in capability.kernel_ids}
+        for name, one in chosen.items():
+            backend = one
+            if name in self.manifests:
+                lacks = self.unusable.get(name)
+                if name in self.joined or lacks is None or lacks.code is not Reason.NOT_INSTALLED:
+                    continue
+                backend = imported.for_descriptor(backend, self.capabilities[name], self._gpus)
+            elif name in found or (taken := owners.intersection(backend.exported.capability.kernel_ids)):
+                why = "its descriptor was refused here" if name in found else f"{min(taken)} is another backend's"
+                self.problems.append(f"import {backend.source.name}: {name} is not served: {why}")
+                continue
+            else:
+                self.capabilities[name] = backend.exported.capability
+                owners.update(backend.exported.capability.kernel_ids)
+            self.imported[name] = backend
+            missing = self.missing(name)
+            assert missing is not None
+            self.unusable[name] = missing
+
+    def stand_in(self, backend: str) -> ImportedBackend | None:
+        """What serves in the place of this backend's environment; None where that is built."""
+        found = self.imported.get(backend)
+        if found is None or backend not in self.manifests:
+            return found
+        with suppress(EnvError, ConfigError):
+            return None if self._plan(backend).is_built else found
+        return found
 
     def _read_allowed(self) -> None:
         with suppress(ConfigError):  # a broken policy file leaves the policy as it was, and lets no broker start
@@ -135,11 +174,17 @@ class Launcher:
     def missing(self, backend: str, *, files: bool = False) -> Rejection | None:
         """Why this backend cannot be used as it is, with the command that builds or allows it; None if it can. Its
         files are looked at with `files`, and when a worker starts."""
+        stands_in = self.imported.get(backend)
+        if stands_in is not None and backend not in self.manifests:
+            return self._lacks_device(backend) or stands_in.rejection()
         refused = self._refusal(backend)
         if refused is not None:
             reason = Reason.SOURCE_CHANGED if refused.is_changed else Reason.SOURCE_NOT_ALLOWED
             return Rejection(reason, refused.refusal, refused.repair)
-        return self._lacks_device(backend) or self._unbuilt(backend, files)
+        missing = self._lacks_device(backend) or self._unbuilt(backend, files)
+        if missing is not None and missing.code is Reason.NOT_INSTALLED and stands_in is not None:
+            return stands_in.rejection(missing.repair)
+        return missing
 
     def _lacks_device(self, backend: str) -> Rejection | None:
         """The one place that tells whether a backend is for this machine at all: the machine has a device of its
@@ -177,8 +222,8 @@ class Launcher:
         return Rejection(Reason.NOT_INSTALLED, changed or "its environment is not built", build.command("build", env))
 
     def records(self) -> dict[str, ProbeRecord]:
-        """The probes that are known without running one, by backend."""
-        found = {}
+        """The probes that are known without running one, by backend; of imported ones, where they were exported."""
+        found = {name: one.exported.record for name, one in self.imported.items() if self.stand_in(name)}
         for backend in self.manifests.keys() - self.joined:
             with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
                 env = self._plan(backend)
@@ -265,6 +310,7 @@ class Launcher:
     def env_ids(self) -> dict[str, str]:
         """What is locked for each backend, as the name of its environment."""
         ids = dict(self._joined_envs)
+        ids |= {name: one.exported.env for name, one in self.imported.items() if self.stand_in(name)}
         for backend in self.manifests.keys() - ids.keys():
             with suppress(LayerZeroError):
                 ids[backend] = self._plan(backend).id
@@ -286,6 +332,11 @@ class Launcher:
         return facts
 
     def _read_facts(self, backend: str) -> dict[str, object]:
+        stands_in = self.stand_in(backend)
+        if stands_in is not None:
+            summary = self.manifests[backend].summary if backend in self.manifests else stands_in.text
+            facts = {"env": stands_in.exported.env, "built": False, "imported": stands_in.facts}
+            return {"summary": summary, **facts}
         manifest = self.manifests[backend]
         if backend in self.joined:
             return {"summary": manifest.summary, "env": self._joined_envs.get(backend), "built": None, "joined": True}

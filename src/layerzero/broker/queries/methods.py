@@ -20,6 +20,7 @@ from layerzero.broker.selection.certification import Subject
 from layerzero.broker.selection.shadow import Comparison
 from layerzero.broker.selection.signature import CallSpec, unknown_backend
 from layerzero.broker.selection.tuning import Usage, next_sample
+from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.transport import wire
@@ -154,7 +155,8 @@ def health(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
         raise _unknown_backend(server, name)
     reason = server.state.unavailable_at(time.monotonic()).get(worker.backend)
     detail = str(reason) if reason else worker.state.value
-    return {"ok": reason is None, "state": worker.state.value, "detail": detail}
+    is_ok = reason is None or reason.code is Reason.LIFTED_ONLY  # it serves what was imported
+    return {"ok": is_ok, "state": worker.state.value, "detail": detail}
 
 
 def explain(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def explain(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body, bytes):
         raise InvalidArgument("explain needs `route`: an encoded route message")
     server.poll_lanes()  # for times that workers have told by now
-    spec, _, candidates = server.state.explain(body, time.monotonic())
+    spec, _, candidates = server.state.explain(body, time.monotonic(), with_lifted_only=True)
     if spec.pinned and spec.pinned not in server.state.capabilities:
         raise _unknown_backend(server, spec.pinned)
     return {"candidates": candidates}

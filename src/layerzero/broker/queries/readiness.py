@@ -76,6 +76,8 @@ def _environment(server: BrokerView, backend: str, record: ProbeRecord | None) -
     """Built, its probe passed, and nothing has disabled it since."""
     name = f"environment {backend}"
     missing = server.launcher.missing(backend, files=True)
+    if missing is not None and missing.code is Reason.LIFTED_ONLY:
+        return Check(name, True, server.launcher.imported[backend].text)
     if missing is not None:
         return _fault(name, missing, "a machine that has one")
     reason = server.state.unavailable_at(time.monotonic()).get(backend)

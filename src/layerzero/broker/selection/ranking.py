@@ -71,6 +71,13 @@ class Table(Protocol):
     def covers(self, device: DeviceSpec) -> bool: ...
 
 
+class LiftedKernels(Protocol):
+    """What backends serve that have no worker here (broker/lifting/imported.py)."""
+
+    def stands_in(self, backend: str) -> bool: ...
+    def rejection(self, kernel_id: str, backend: str, spec: CallSpec) -> Rejection | None: ...
+
+
 class Engine:
     """Ranks the kernels of each call. `device` is the CPU, which calls without a device run on. `gpus` are those that
     calls may name; `no_gpus` says why there are none. `envs` has the lock hash of each backend's environment. What the
@@ -104,6 +111,7 @@ class Engine:
         self.certification = Certification({}, owners=self._owners)
         self.compilation = Compilation()
         self.table: Table | None = None
+        self.lifted: LiftedKernels | None = None
         self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
         self._staying: set[tuple[str, str]] = set()  # kernel and perf key of calls that cannot be lifted
         self.epoch = 0
@@ -398,6 +406,8 @@ class Engine:
             reasons.append(memory)
         if backend in unavailable:
             reasons.append(unavailable[backend])
+        elif self.lifted is not None and (absent := self.lifted.rejection(kernel.kernel_id, backend, spec)) is not None:
+            reasons.append(absent)
         unit = None
         if kernel.needs_jit and not transforms and refused_in is None:
             unit = unit_of(kernel.kernel_id, kernel.compiled_for, context, context.device.sm_version)
@@ -415,6 +425,9 @@ class Engine:
                 "one call may try it now" if health.may_probe else f"until {health.retry_at_s - now_s:.1f} s from now"
             )
             notes = (*notes, f"last resort, {when}: failed {health.failures} times, last: {health.last_signature}")
+        is_lifted_only = self.lifted is not None and self.lifted.stands_in(backend)
+        if is_lifted_only:
+            notes = (*notes, "was imported: its caller launches it, and no worker")
         weights = policy.weights
         stat = self.perf.stat(kernel.kernel_id, context.perf_key())
         terms = {"priority": weights.priority * kernel.priority}
@@ -446,6 +459,7 @@ class Engine:
             is_last_resort=health.is_open and not health.may_probe,
             may_run_here=policy.isolation(backend, kernel.kernel_id) in ("in_process", "auto"),
             uncompiled=uncompiled,
+            is_lifted_only=is_lifted_only,
         )
 
     def _compiled(self, unit: Unit | None) -> Rejection | None:

@@ -125,6 +125,7 @@ class Verdict:
     is_last_resort: bool = False  # its breaker is open: for calls that nobody else can take
     may_run_here: bool = False  # policy wants it in the caller's own process
     uncompiled: Unit | None = None  # it would be accepted were it compiled for this
+    is_lifted_only: bool = False  # its backend has no worker here: callers launch it, or nobody
 
     @property
     def is_accepted(self) -> bool:
@@ -177,6 +178,7 @@ class Verdict:
             "transforms": list(self.transforms),
             "notes": list(self.notes),
             "fused_ops": list(self.fused_ops),
+            "lifted_only": self.is_lifted_only,
         }
 
 

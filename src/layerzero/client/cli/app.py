@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from layerzero.client.cli.cache import cache_app
+from layerzero.client.cli.lift import lift_app
 from layerzero.client.cli.options import (
     JSON,
     All,
@@ -73,6 +74,7 @@ app.add_typer(keys_app, name="keys")
 bench_app = typer.Typer(help="Try what is promised under load and faults.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 app.add_typer(cache_app, name="cache")
+app.add_typer(lift_app, name="lift")
 
 
 @app.callback()

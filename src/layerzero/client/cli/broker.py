@@ -238,6 +238,10 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
         states = Counter(row["state"] for row in answer["lifted"])
         told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         rows["GPU calls"] = f"{told}; lz cache list --all says why"
+    if imported := [row for row in answer["backends"] if row.get("imported")]:
+        rows["imported"] = ", ".join(
+            f"{row['name']}: {counted(row['imported']['calls'], 'lifted call')}" for row in imported
+        )
     if answer["users"]:
         rows["users"] = "with a broker of their own each: " + ", ".join(
             f"{user['uid']} (pid {user['pid']}, LAYERZERO_RUNTIME_DIR={user['runtime_dir']})"
@@ -275,6 +279,8 @@ _UNUSABLE = {
     "NOT_FOR_MACHINE": "elsewhere",
     "NOT_INSTALLED": "not built",
     "NOT_JOINED": "not joined",
+    "LIFTED_ONLY": "imported",
+    "LIFTED_ELSEWHERE": "elsewhere",
     "SOURCE_NOT_ALLOWED": "refused",
     "SOURCE_CHANGED": "refused",
 }
@@ -294,9 +300,14 @@ def _is_elsewhere(row: Mapping[str, Any]) -> bool:
     return (row["unavailable"] or {}).get("code") == "NOT_FOR_MACHINE"
 
 
+def _is_imported(row: Mapping[str, Any]) -> bool:
+    """A backend without a worker, whose lifted calls were imported, which is no fault."""
+    return (row["unavailable"] or {}).get("code") == "LIFTED_ONLY"
+
+
 def _print_wrong(answer: Mapping[str, Any], *, shows_all: bool) -> None:
     unusable = [row for row in answer["backends"] if row["unavailable"]]
-    lines = _joined([row for row in unusable if not _is_elsewhere(row)])
+    lines = _joined([row for row in unusable if not _is_elsewhere(row) and not _is_imported(row)])
     lines += [Text(f"  {problem}") for problem in answer["problems"]]
     if lines:
         out().print(Text("\nwhat is wrong", style="bold yellow"))

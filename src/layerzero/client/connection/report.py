@@ -64,7 +64,8 @@ class Candidate:
     `notes`: what policy and health had to say. `fix`: the smallest change of the call that would make a rejected kernel
     eligible (only lz.explain looks for it), and `fix_saves_us` what it would save, where that was measured. `group`:
     what this kernel and others need that are refused for the same cause, one which says nothing about this very call,
-    such as "need an NVIDIA GPU"; empty for a kernel with reasons of its own.
+    such as "need an NVIDIA GPU"; empty for a kernel with reasons of its own. `lifted_only`: no worker has it here, and
+    the caller's process launches it (docs/lifting.md).
     """
 
     kernel_id: str
@@ -80,6 +81,7 @@ class Candidate:
     fix_saves_us: float | None = None
     fused_ops: tuple[str, ...] = ()
     group: str = ""
+    lifted_only: bool = False
 
     @classmethod
     def from_wire(cls, value: Mapping[str, Any]) -> Candidate:
@@ -97,6 +99,7 @@ class Candidate:
             value.get("fix_saves_us"),
             tuple(value.get("fused_ops", ())),
             value.get("group", ""),
+            value.get("lifted_only", False),
         )
 
     @property

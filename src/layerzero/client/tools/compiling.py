@@ -20,6 +20,6 @@ def compile_ahead(session: Session, body: bytes, backends: Sequence[str]) -> Non
 
 def in_line(report: SelectionReport) -> list[Candidate]:
     """The candidates that may serve the call, those with the highest score first that they have once compiled: accepted
-    ones, and those that only have to be compiled."""
-    found = [c for c in report.candidates if c.score is not None]
+    ones, and those that only have to be compiled. Without those that no worker has."""
+    found = [c for c in report.candidates if c.score is not None and not c.lifted_only]
     return sorted(found, key=lambda c: c.terms.get("jit", 0.0) - (c.score or 0.0))

@@ -146,7 +146,8 @@ class _Trial:
         self._before = self._call.explain()
         self._tell("compiling", 0)
         self._call.compile({candidate.backend for candidate in in_line(self._before)})
-        self._runners += [_Runner(candidate) for candidate in self._call.explain().candidates if candidate.accepted]
+        accepted = [candidate for candidate in self._call.explain().candidates if candidate.accepted]
+        self._runners += [_Runner(candidate) for candidate in accepted if not candidate.lifted_only]
         if not self._runners:
             return
         arguments = self._call.arguments()

@@ -31,9 +31,11 @@ from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.cli.additions import Site
 from layerzero.envs.cli.spinners import Spinners
 from layerzero.envs.descriptors import read_all
+from layerzero.envs.lifted.imports import Imports
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
 from layerzero.envs.probe.probe import cached_probe, probe_cached
 from layerzero.ipc.errors import ConfigError, EnvError
+from layerzero.ipc.wording import counted
 
 _CLASSES = 2  # named of each refusal; --json has all
 out = Console()
@@ -143,6 +145,26 @@ def row_of(manifest: EnvManifest, variant: VariantName, store: Path, overlay: Pa
         row |= {"cause": changed, "repair": command("build", env)}
         state = "outdated" if base_drift(env) else "changed"
     return {**env.record(), **row, "state": state, "id": env.id, "probe": said, "python": python}
+
+
+def with_imports(rows: Sequence[dict[str, Any]], store: Path) -> list[dict[str, Any]]:
+    """The list, with what imported lifted calls serve in the place of environments that are not here."""
+    found, _ = Imports(store).all()
+    counts = {name: len(one.calls_of(name)) for one in reversed(found) for name in one.backends}
+    told = []
+    for row in rows:
+        count = counts.pop(row["name"], 0)
+        if count and row["state"] in ("not built", "other variant", "unavailable"):
+            said = f"imported, {counted(count, 'lifted call')}"
+            cause = f"{said}; {row.get('cause') or 'not built'}"
+            told.append({**row, "state": "imported", "cause": cause, "imported": count})
+        else:
+            told.append(row)
+    told += [
+        {"name": name, "state": "imported", "summary": f"imported, {counted(count, 'lifted call')}", "imported": count}
+        for name, count in sorted(counts.items())
+    ]
+    return told
 
 
 def show_plans(

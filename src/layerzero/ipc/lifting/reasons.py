@@ -25,6 +25,7 @@ class LiftReason(str, Enum):
     PROOF_LATE = "PROOF_LATE"  # it did not end
     PROOF_IMPOSSIBLE = "PROOF_IMPOSSIBLE"  # the broker's machine has no such GPU, or not the memory
     # the broker
+    IMPORT_DAMAGED = "IMPORT_DAMAGED"  # files of an import are not those that were imported
     NOT_ALLOWED = "NOT_ALLOWED"  # policy: backend_isolation
     NOT_YET = "NOT_YET"  # it has served too few calls, or is not certified
     FAULTED = "FAULTED"  # a process that had launched it lost its GPU

@@ -11,6 +11,7 @@ from layerzero.ipc.lifting.form import Lifted, digest
 from layerzero.ipc.transport.plain import pack_body, unpack_body
 
 MAX_BYTES = 1 << 30
+SEEDS = (1, 2)  # of the inputs that a kernel is tried on
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Specimen:
     trials: Mapping[int, tuple[str, ...]]
 
     def pack(self) -> bytes:
-        trials = {str(seed): list(digests) for seed, digests in self.trials.items()}
-        return pack_body({"lifted": self.lifted.pack(), "codes": list(self.codes.values()), "trials": trials})
+        codes, trials = list(self.codes.values()), pack_trials(self.trials)
+        return pack_body({"lifted": self.lifted.pack(), "codes": codes, "trials": trials})
 
     @classmethod
     def unpack(cls, data: bytes) -> Specimen:
@@ -35,12 +36,22 @@ class Specimen:
             found = {digest(_code(code)): code for code in codes}
             if set(found) != set(lifted.codes):
                 raise ValueError("the machine code is not what the steps name")
-            known = {int(seed): tuple(map(_text, digests)) for seed, digests in trials.items()}
+            known = unpack_trials(trials)
             if any(len(digests) != len(lifted.outputs) for digests in known.values()):
                 raise ValueError("each trial has a digest for each output")
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ProtocolError(f"no specimen of a lifted call: {exc}"[:500]) from exc
         return cls(lifted, found, known)
+
+
+def pack_trials(trials: Mapping[int, tuple[str, ...]]) -> dict[str, list[str]]:
+    """As a plain value."""
+    return {str(seed): list(digests) for seed, digests in trials.items()}
+
+
+def unpack_trials(value: Any) -> dict[int, tuple[str, ...]]:
+    """Raises KeyError, TypeError, ValueError or AttributeError for what `pack_trials` does not give."""
+    return {int(seed): tuple(map(_text, digests)) for seed, digests in value.items()}
 
 
 def _code(value: Any) -> bytes:

@@ -19,7 +19,7 @@ from layerzero.broker.core import events as ev
 from layerzero.broker.core.leases import SETTLED_CALLS
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.lifting import lifts as lifts_module
-from layerzero.broker.lifting.lifts import SEEDS, Lifts
+from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.lifting.proofs import Proved
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.broker.selection.certification import Certification
@@ -29,7 +29,7 @@ from layerzero.ipc.errors import InvalidArgument, ProtocolError
 from layerzero.ipc.lifting.form import Address, Kernel, Lifted, Patch, Span, digest
 from layerzero.ipc.lifting.proof import Verdict
 from layerzero.ipc.lifting.reasons import LiftReason
-from layerzero.ipc.lifting.specimen import Specimen
+from layerzero.ipc.lifting.specimen import SEEDS, Specimen
 from layerzero.ipc.shm import memory
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 from layerzero.ipc.transport import messages, wire

@@ -51,6 +51,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_KNOWN = 4096
 PENDING_S = 0.05
+ALONE_S = 120.0  # so long a call waits for the proof of an imported kernel when no worker can serve it
 LATER_CALLS = 8  # until a call is asked for again that had too little evidence
 LOAD_FAILED, NOT_LAUNCHED = "LOAD_FAILED", "NOT_LAUNCHED"  # beside LiftReason: found here
 
@@ -163,12 +164,23 @@ class Lifts:
         if asked is None:
             self._begin(key, call)
         elif asked.refused_at not in (None, asked.gpu.order.page.lift_epoch):
-            self._ask_again(key, asked)
-        site = self.known.get(key)
-        if not isinstance(site, Site) or site.gpu.order.page.lift_epoch != site.epoch:
+            if asked.is_alone:
+                asked.refused_at = None
+            else:
+                self._ask_again(key, asked)
+        site = self._held(key)
+        if site is None and asked is not None and asked.is_alone and asked.refused_at is None:
+            self._ask_patiently(asked)
+            site = self._held(key)
+        if site is None:
             return False
         inputs = [0 if array is None else array.address for array in call.arrays]
         return self._launch(site, site.memory(inputs, call.address), call.stream, call.start_ns)
+
+    def _held(self, key: Key) -> Site | None:
+        """The call that may be launched now."""
+        site = self.known.get(key)
+        return site if isinstance(site, Site) and site.gpu.order.page.lift_epoch == site.epoch else None
 
     def _begin(self, key: Key, call: Placed) -> None:
         plan, op = call.route.plan, OPS[call.request.op]
@@ -185,8 +197,19 @@ class Lifts:
         asked.is_waiting = True
         self._growth.note(asked)
         again_s = 0.0 if call.route.is_armed else self._ask(asked)
+        if asked.is_alone and again_s is not None:
+            again_s = self._ask_patiently(asked)
         if again_s is not None:
             self._background.put(call.gpu.memory.context.driver, partial(self._ask, asked), again_s)
+
+    def _ask_patiently(self, asked: Asked) -> float | None:
+        """As `_ask`, until the broker knows: no worker can serve the call meanwhile."""
+        due_s = time.monotonic() + ALONE_S
+        while True:
+            again_s = self._ask(asked)
+            if again_s is None or time.monotonic() >= due_s:
+                return again_s
+            time.sleep(again_s)
 
     def _ask_again(self, key: Key, was: object) -> None:
         asked = self._asked.get(key)
@@ -233,6 +256,7 @@ class Lifts:
 
     def _take(self, asked: Asked, answer: Mapping[str, Any], asked_in: int) -> float | None:
         state, gpu = answer["state"], asked.gpu
+        asked.is_alone = asked.is_alone or answer.get("alone") is True
         if state == "pending":
             return PENDING_S
         if state == "later":

@@ -68,6 +68,7 @@ class Asked:
     pinned: str | None = None  # the backend that the caller insists on
     refused_at: int | None = None  # the epoch; it is asked for again in another one
     is_waiting: bool = False  # for the broker's answer, or to ask again
+    is_alone: bool = False  # no worker can serve it: who calls waits for the answer
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,42 @@
+"""What workers say of the calls that they were to lift, checked before anything is made of it."""
+
+from __future__ import annotations
+
+import os
+
+from layerzero.broker.lifting.known import Known
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.lifting.keys import call_key
+from layerzero.ipc.lifting.reasons import LiftReason
+from layerzero.ipc.lifting.specimen import MAX_BYTES, SEEDS, Specimen
+from layerzero.ipc.shm import memory
+
+
+def specimen_of(known: Known, data: bytes) -> Specimen:
+    """The specimen of the call that its worker was asked for. Raises ProtocolError."""
+    specimen = Specimen.unpack(data)
+    lifted = specimen.lifted
+    if lifted.kernel_id != known.kernel_id:
+        raise ProtocolError(f"it is of {lifted.kernel_id!r:.80}, and {known.kernel_id} was asked for")
+    if call_key(lifted, lifted.alignments, known.what) != known.key:
+        raise ProtocolError(f"it is of another call of {known.kernel_id} than was asked for")
+    if set(specimen.trials) != set(() if known.like else SEEDS):
+        raise ProtocolError(f"it was tried with {sorted(specimen.trials)!r:.80}; asked for: {SEEDS}, or none")
+    return specimen
+
+
+def reason_of(text: str) -> LiftReason:
+    """Raises ProtocolError."""
+    try:
+        return LiftReason(text)
+    except ValueError:
+        raise ProtocolError(f"a worker cannot lift for the reason {text!r:.80}, which is none") from None
+
+
+def bytes_of(fd: int) -> bytes:
+    """A packed specimen in a memfd. Raises ProtocolError."""
+    nbytes = os.fstat(fd).st_size
+    if not 0 < nbytes <= MAX_BYTES:
+        raise ProtocolError(f"a specimen of {nbytes} bytes; allowed: {MAX_BYTES}")
+    memory.check_memfd(fd, nbytes)
+    return os.pread(fd, nbytes, 0)

@@ -1,0 +1,65 @@
+"""A call that somebody has asked for, and what is known of it; who may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero.broker.core.model import Client, Route
+from layerzero.broker.lifting.store import Entry
+from layerzero.broker.selection.signature import CallSpec
+from layerzero.envs.lifted.imports import ImportedCall
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.lifting.form import ALIGNMENTS
+
+_ALIGNMENTS = {0, *ALIGNMENTS}
+
+
+@dataclass(eq=False)
+class Known:
+    """A call that somebody has asked for. `entry` is there once it is known whether it is lifted."""
+
+    number: int
+    key: str
+    spec: CallSpec
+    kernel_id: str
+    backend: str
+    what: Mapping[str, str]
+    alignments: tuple[int, ...]
+    generation: int = 0  # of the worker that was asked
+    asked_s: float = 0.0
+    entry: Entry | None = None
+    like: bytes = b""  # the packed form of a neighbour that was proved: one like it needs no proof of its own
+    granted: CallSpec | None = None  # what a client was given leave for
+    codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
+    suspect_until_s: float = 0.0
+    imported: ImportedCall | None = None  # what is tried for it, where its backend has no worker
+
+    def facts(self, *, is_pending: bool) -> dict[str, Any]:
+        """For `lz status`."""
+        state = "asked" if self.entry is None else "lifted" if self.entry.form else "refused"
+        return {
+            "kernel_id": self.kernel_id,
+            "backend": self.backend,
+            "state": "pending" if is_pending else state,
+            "reason": self.entry.reason if self.entry is not None else "",
+            "detail": self.entry.detail if self.entry is not None else "",
+        }
+
+
+def asked_of(client: Client | None, params: Mapping[str, Any]) -> tuple[Client, Route, list[int]]:
+    """What a client asks of: its route, and alignments. Raises InvalidArgument."""
+    number, alignments = params.get("route"), params.get("alignments")
+    route = None if client is None or type(number) is not int else client.routes.get(number)
+    if client is None or route is None:
+        raise InvalidArgument("lift needs `route`, the number of a route of this client")
+    count = len(route.signature.spec.inputs) + len(route.signature.spec.outputs)
+    if (
+        not isinstance(alignments, list)
+        or len(alignments) != count
+        or any(type(one) is not int or one not in _ALIGNMENTS for one in alignments)
+    ):
+        allowed = sorted(_ALIGNMENTS)
+        raise InvalidArgument(f"lift needs `alignments`, {count} of {allowed}, got {alignments!r:.80}")
+    return client, route, alignments
