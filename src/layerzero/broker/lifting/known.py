@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ class Known:
     granted: CallSpec | None = None  # what a client was given leave for
     codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
     suspect_until_s: float = 0.0
+    retry_at_s: float = math.inf  # when a refusal that a busy machine may be to blame for is forgotten
+    retries: int = 0
     imported: ImportedCall | None = None  # what is tried for it, where its backend has no worker
 
     def facts(self, *, is_pending: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ own, and never at fault. Decides no kernel: it follows the ranking, and the word
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -46,6 +47,8 @@ MAX_KNOWN = 4096
 MAX_AHEAD, MAX_FIRST = 64, 1 << 20  # calls of one question, and how far ahead they begin
 _WORKER_IS_GONE = (Reason.BACKEND_RESTARTING, Reason.BACKEND_DISABLED, Reason.LIFTED_ONLY)
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
+RETRY_S, MAX_RETRIES = 30.0, 4  # when what came too late is tried again, doubling; how often
+_BUSY = frozenset({LiftReason.WORKER_FAILED, LiftReason.PROOF_LATE, LiftReason.TOO_LARGE})  # of the machine, perhaps
 # What another try may end in another way: it is not kept.
 _PASSING = frozenset(
     {
@@ -383,6 +386,9 @@ class Lifts:
         elif reason not in _PASSING:
             engine = self._state.engine
             engine.note_staying(known.kernel_id, engine.cell(engine.context(known.spec)))
+        elif reason in _BUSY and known.retries < MAX_RETRIES:
+            known.retry_at_s = time.monotonic() + RETRY_S * 2**known.retries
+            known.retries += 1
         log("lifted.refused", kernel=known.kernel_id, reason=reason.value, detail=detail[:200])
 
     # --- leave, and its end ------------------------------------------------------------------------------
@@ -395,6 +401,7 @@ class Lifts:
             if not self._proofs.has(number) and (is_gone or now_s > known.asked_s + WORKER_S):
                 del self._asked[number]
         self._spare(now_s)
+        self._retry(now_s)
         engine = self._state.engine
         if self._seen == (engine.epoch, engine.policy.hash):
             return
@@ -410,6 +417,14 @@ class Lifts:
             if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best) is not None:
                 self.take_back()
                 return
+
+    def _retry(self, now_s: float) -> None:
+        """Who was refused since the machine was busy may ask again."""
+        due = [known for known in self._known.values() if known.retry_at_s <= now_s]
+        for known in due:
+            known.entry, known.retry_at_s = None, math.inf
+        if due:
+            self.take_back()
 
     def _spare(self, now_s: float) -> None:
         """Workers that nobody has called for long, as clients do without them, give their memory back."""

@@ -283,6 +283,26 @@ def test_what_may_end_in_another_way_is_not_kept(rig: Rig, reason: LiftReason) -
     assert len(list(rig.store.entries())) == (reason not in lifts_module._PASSING)
 
 
+def test_what_came_too_late_is_tried_again_after_a_while_and_not_for_ever(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may be to blame, or a kernel that hangs. Clients that were refused ask when leave may be given."""
+    now_s = lifts_module.time.monotonic()
+    monkeypatch.setattr(lifts_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    tries, waits = 0, []
+    while not waits or waits[-1] < 10_000:
+        rig.told.clear()
+        rig.say(rig.asked().number, reason="PROOF_LATE")
+        tries, waited_s, bumps = tries + 1, 0.0, rig.bumps
+        while rig.bumps == bumps and waited_s < 10_000:
+            assert rig.ask()["reason"] == "PROOF_LATE"
+            waited_s += 5.0
+            now_s += 5.0
+            rig.lifts.look()
+        waits.append(waited_s)
+    assert (tries, waits[:-1]) == (5, [30.0, 60.0, 120.0, 240.0])
+
+
 def test_a_worker_that_is_gone_or_silent_is_asked_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.asked()
     rig.lifts.look()
