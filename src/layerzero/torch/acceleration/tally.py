@@ -1,0 +1,119 @@
+"""How often each layer's calls were taken over, by which kernel, and how often they stayed with torch, and why."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from layerzero.client.connection.record import kernel_of
+from layerzero.client.session.session import Session
+
+OUTSIDE = "(no layer)"
+COMPILED = "(compiled)"
+FRAMES = 12  # so far above a call its layer is looked for
+_MODULE = torch.nn.Module
+
+
+class Key(NamedTuple):
+    """What is counted together. `why` is empty for calls that were taken over, and `kernel` for others."""
+
+    layer: str
+    op: str
+    why: str = ""
+    kernel: str = ""
+    path: str = ""
+
+
+class Tally:
+    """Threads may share it: each counts for itself."""
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        named = () if model is None else model.named_modules()
+        self._names = {id(module): name or type(module).__name__ for name, module in named}
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._all: list[dict[Key, int]] = []
+        self._unsettled: dict[Key, tuple[Session, Any]] = {}
+        self.moved: dict[Key, int] = {}  # of them, calls that began on another kernel
+
+    def took(self, layer: str, op: str, session: Session) -> None:
+        """A call of ours has ended well in this thread."""
+        record = session.last_record
+        kernel, path, was_moved = kernel_of(record)
+        key = Key(layer, op, "", kernel, path)
+        self._count(key)
+        if was_moved:
+            with self._lock:
+                self.moved[key] = self.moved.get(key, 0) + 1
+        if not kernel:  # on a GPU, where it is known later
+            self._unsettled[key] = session, record
+
+    def left(self, layer: str, op: str, why: str) -> None:
+        self._count(Key(layer, op, why))
+
+    def traced(self, op: str, why: str) -> None:
+        """A call that is in a compiled graph now, as ours or, with `why`, as torch's."""
+        self._count(Key(COMPILED, op, why))
+
+    def _count(self, key: Key) -> None:
+        try:
+            counts: dict[Key, int] = self._local.counts
+        except AttributeError:
+            counts = self._local.counts = {}
+            with self._lock:
+                self._all.append(counts)
+        counts[key] = counts.get(key, 0) + 1
+
+    def counts(self) -> dict[Key, int]:
+        """Of all threads, in the order in which they were first seen."""
+        found: dict[Key, int] = {}
+        with self._lock:
+            everyone = [dict(counts) for counts in self._all]
+        for counts in everyone:
+            for key, count in counts.items():
+                known = self._settled(key)
+                found[known] = found.get(known, 0) + count
+        return found
+
+    def _settled(self, key: Key) -> Key:
+        """With the kernel of the last such call, on a GPU."""
+        late = self._unsettled.get(key)
+        if late is None:
+            return key
+        session, record = late
+        report = session.report_of(record)
+        return key if report is None else key._replace(kernel=report.kernel_id or "", path=report.path or "")
+
+    def name_of(self, module: torch.nn.Module) -> str:
+        return self._names.get(id(module)) or type(module).__name__
+
+    def layer(self) -> str:
+        """The name of the innermost module whose method, or function with a module as its first argument, has made the
+        call that is being handled."""
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(FRAMES):
+            frame = None if frame is None else frame.f_back
+            if frame is None:
+                break
+            first = _FIRST.get(frame.f_code)
+            if first is None:
+                first = _first_argument(frame.f_code)
+            if first:
+                # Before Python 3.13 this keeps the frame's variables alive until it returns.
+                owner = frame.f_locals.get(first)
+                if isinstance(owner, _MODULE):
+                    return self.name_of(owner)
+        return OUTSIDE
+
+
+_FIRST: dict[CodeType, str] = {}
+
+
+def _first_argument(code: CodeType) -> str:
+    """Its name, "" where there is none that could be a module."""
+    name = code.co_varnames[0] if code.co_argcount else ""
+    return _FIRST.setdefault(code, name if name in ("self", "module", "layer", "model") else "")
