@@ -196,7 +196,8 @@ def unfit_traced(given: Sequence[Any], *, is_attention: bool) -> str | None:
             return "a dtype that is not floating point"
         if one.device.type not in ("cpu", "cuda") or one.layout is not torch.strided:
             return "a tensor that is not plain"
-        if dtype is not None and one.dtype is not dtype and one.dtype is not torch.bool:
+        is_other = dtype is not None and one.dtype is not dtype and one.dtype is not torch.bool
+        if is_other and not torch.is_autocast_enabled(one.device.type):
             return "tensors of several dtypes"
         dtype = dtype or one.dtype
     return None

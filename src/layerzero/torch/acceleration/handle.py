@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import difflib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
@@ -69,7 +69,8 @@ class Acceleration:
             if policy:
                 self._overlay = policies._checked({"origin": "accelerate", "values": dict(policy)})
         takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy))
-        self._mode = Interception(takeover, seam.within)
+        self._takeover = takeover
+        self._mode = _mode_for(takeover, is_reused=model is None)
         self._mode.is_on = self.is_on
         if model is not None:
             with _lock:
@@ -109,9 +110,10 @@ class Acceleration:
             _restore(model, self)
         elif self._model is None and threading.get_ident() == self._thread:
             _take_out(self._mode)
+            _spare.setdefault(_kind(self._mode.takeover), self._mode)
             if self._scope is not None:
                 self._scope.end()
-        seam.leave(self._mode.takeover)
+        seam.leave(self._takeover)
 
     @property
     def report(self) -> AccelerationReport:
@@ -120,11 +122,13 @@ class Acceleration:
 
     def run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the model, with its functions taken over."""
-        if torch.compiler.is_compiling():
-            with self._mode:
-                return call(*args, **kwargs)
         mode = self._mode
-        if not mode.is_on or mode in _get_current_function_mode_stack():
+        if not mode.is_on:
+            return call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            with mode:
+                return call(*args, **kwargs)
+        if mode in _get_current_function_mode_stack():
             return call(*args, **kwargs)
         if self._overlay is None:
             with mode:
@@ -136,6 +140,21 @@ class Acceleration:
 _lock = threading.RLock()
 _of_model: WeakKeyDictionary[torch.nn.Module, Acceleration] = WeakKeyDictionary()
 _latest: Any = None
+_spare: dict[Hashable, Interception] = {}
+"""Modes that were taken out, to be used again: compiled code is compiled anew for each that it has not seen."""
+
+
+def _kind(takeover: Takeover) -> Hashable:
+    return tuple(takeover.rules), takeover.layers, takeover.has_policy
+
+
+def _mode_for(takeover: Takeover, *, is_reused: bool) -> Interception:
+    with _lock:
+        mode = _spare.pop(_kind(takeover), None) if is_reused else None
+    if mode is None:
+        return Interception(takeover, seam.within)
+    mode.takeover = takeover
+    return mode
 
 
 def set_latest(one: Any) -> None:
@@ -210,14 +229,14 @@ def _swap(model: torch.nn.Module, acceleration: Acceleration) -> None:
     earlier = getattr(type(model), "layerzero", None)
     if isinstance(earlier, Acceleration):
         earlier.remove()
-    base = type(model)
+    base: Any = type(model)
 
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return acceleration.run(super(changed, self).__call__, *args, **kwargs)
+        return acceleration.run(base.__call__, self, *args, **kwargs)  # compiled code may call it after the removal
 
     def __reduce_ex__(self: torch.nn.Module, protocol: Any) -> Any:
         """Copies and files have the model as it was."""
-        made, given, *rest = super(changed, self).__reduce_ex__(protocol)
+        made, given, *rest = base.__reduce_ex__(self, protocol)
         if made is copyreg.__newobj__ and given == (changed,):  # type: ignore[attr-defined]
             made, given = copyreg._reconstructor, (base, object, None)  # type: ignore[attr-defined]
         return (made, given, *rest)

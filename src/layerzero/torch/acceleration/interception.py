@@ -50,8 +50,6 @@ class Takeover:
         self.tally = tally
         self.layers = layers
         self.has_policy = has_policy
-        self.number = id(self)
-        BY_NUMBER[self.number] = self
 
     def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call now: ours, or torch's."""
@@ -101,7 +99,7 @@ class Takeover:
         return found
 
 
-BY_NUMBER: WeakValueDictionary[int, Takeover] = WeakValueDictionary()
+BY_NUMBER: WeakValueDictionary[int, Interception] = WeakValueDictionary()
 
 
 class Interception(TorchFunctionMode):
@@ -113,18 +111,22 @@ class Interception(TorchFunctionMode):
         self.takeover = takeover
         self.within = within
         self.rules = takeover.rules
-        self.number = takeover.number
+        self.number = id(self)
+        BY_NUMBER[self.number] = self
         self.untraced = POLICY_TRACED if takeover.has_policy else "" if takeover.layers is None else CHOSEN_TRACED
         self.is_on = True  # else it is left in another thread's stack
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         rule = self.rules.get(func)
         if rule is None:
+            # torch 2.13 cannot trace this one under any function mode: its code calls super().
+            if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+                return torch.unflatten(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if not self.is_on:
             return func(*args, **kwargs) if kwargs else func(*args)
         if torch.compiler.is_compiling():
             return self._traced(rule, func, args, kwargs or {})
-        if not self.is_on:
-            return func(*args, **kwargs) if kwargs else func(*args)
         if rule.is_composite:
             return self.within(self.takeover, func, args, kwargs or {})
         return self.takeover.call(rule, func, args, kwargs or {})
@@ -152,9 +154,9 @@ class Interception(TorchFunctionMode):
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _note(number: int, op: str, why: str) -> None:
     """Count what is decided while tracing: once for each graph, not for each run of it."""
-    takeover = BY_NUMBER.get(number)
-    if takeover is not None:
-        takeover.tally.traced(op, why)
+    mode = BY_NUMBER.get(number)
+    if mode is not None:
+        mode.takeover.tally.traced(op, why)
 
 
 def _first_line(error: Exception) -> str:
