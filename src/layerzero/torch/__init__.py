@@ -10,6 +10,7 @@ defines the ops, and makes `lz.silu(x)` and its like traceable.
 from __future__ import annotations
 
 from layerzero.torch import tracing as _tracing
+from layerzero.torch.acceleration.benchmark import BenchmarkReport, benchmark
 from layerzero.torch.acceleration.handle import Acceleration, accelerate, report
 from layerzero.torch.acceleration.report import AccelerationReport
 from layerzero.torch.functional import (
@@ -31,7 +32,9 @@ _tracing.install()
 __all__ = [
     "Acceleration",
     "AccelerationReport",
+    "BenchmarkReport",
     "accelerate",
+    "benchmark",
     "embedding",
     "gelu",
     "layer_norm",

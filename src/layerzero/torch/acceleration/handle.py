@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import difflib
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
@@ -69,7 +70,7 @@ class Acceleration:
             if policy:
                 self._overlay = policies._checked({"origin": "accelerate", "values": dict(policy)})
         takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy))
-        self._takeover = takeover
+        self.takeover = takeover
         self._mode = _mode_for(takeover, is_reused=model is None)
         self._mode.is_on = self.is_on
         if model is not None:
@@ -113,12 +114,24 @@ class Acceleration:
             _spare.setdefault(_kind(self._mode.takeover), self._mode)
             if self._scope is not None:
                 self._scope.end()
-        seam.leave(self._takeover)
+        seam.leave(self.takeover)
 
     @property
     def report(self) -> AccelerationReport:
         """What was taken over until now, and what was left, and why."""
         return AccelerationReport.of(self._tally, self.ops, self.why_off)
+
+    def native(self, call: Callable[[], Any]) -> Any:
+        """The result of a call of the model with torch alone. For tools; other threads' calls are torch's, too."""
+        was_on, self._mode.is_on = self._mode.is_on, False
+        try:
+            return call()
+        finally:
+            self._mode.is_on = was_on
+
+    def policy(self) -> contextlib.AbstractContextManager[Any]:
+        """A block in which this one's policy holds."""
+        return contextlib.nullcontext() if self._overlay is None else overlay.Scope(self._overlay)
 
     def run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the model, with its functions taken over."""

@@ -23,7 +23,7 @@ from layerzero.torch.registration import differentiable_twice
 POLICY_TRACED = "a policy of accelerate does not reach into compiled graphs; use lz.configure"
 CHOSEN_TRACED = "compiled, where layers that got faster cannot be told from others"
 IN_BACKWARD = "inside of a backward pass"
-NOT_FASTER = "not faster in lz.torch.benchmark"
+NOT_FASTER = "not faster in layerzero.torch.benchmark, or not measured there"
 # Errors that come before anything of a call is enqueued on a GPU. Others may mean that its memory is in use.
 _BEFORE = (lz.InvalidArgument, lz.NoBackend, lz.NotConnected, lz.CudaGraphUnsafe, lz.NoTransport)
 _deterministic = overlay.Overlay.of(
@@ -63,7 +63,7 @@ class Takeover:
         if torch._C._current_graph_task_id() != -1:  # formulas of ours, and what a checkpoint computes anew
             planned = IN_BACKWARD
         if type(planned) is tuple:
-            why = self._try(layer, rule.op, planned)
+            why = self.attempt(layer, rule.op, planned)
             if type(why) is not str:
                 return why
         else:
@@ -71,7 +71,7 @@ class Takeover:
         self.tally.left(layer, rule.op, why)
         return function(*args, **kwargs)
 
-    def _try(self, layer: str, op: str, planned: tuple[Callable[..., torch.Tensor], tuple[Any, ...]]) -> Any:
+    def attempt(self, layer: str, op: str, planned: tuple[Callable[..., torch.Tensor], tuple[Any, ...]]) -> Any:
         """The result, or why there is none."""
         if self.layers is not None and (layer, op) not in self.layers:
             return NOT_FASTER

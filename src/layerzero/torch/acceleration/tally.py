@@ -88,6 +88,11 @@ class Tally:
         report = session.report_of(record)
         return key if report is None else key._replace(kernel=report.kernel_id or "", path=report.path or "")
 
+    def last_kernel(self, layer: str, op: str) -> str:
+        """That of the last kind of calls of this layer that was taken over; "" where there is none."""
+        kernels = [key.kernel for key in self.counts() if (key.layer, key.op) == (layer, op) and not key.why]
+        return kernels[-1] if kernels else ""
+
     def name_of(self, module: torch.nn.Module) -> str:
         return self._names.get(id(module)) or type(module).__name__
 
