@@ -193,7 +193,7 @@ class _Measuring(TorchFunctionMode):
         rule = self._takeover.rules.get(func)
         if rule is None or rule.is_composite:
             return func(*args, **kwargs)
-        layer = self._takeover.tally.layer()
+        layer = self._takeover.tally.layer(2)
         planned = rule.plan(*args, **kwargs)
         native: Callable[[], Any] = lambda: func(*args, **kwargs)  # noqa: E731
         if isinstance(planned, str):  # once: it may change its arguments

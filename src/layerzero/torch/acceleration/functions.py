@@ -20,7 +20,6 @@ from layerzero.torch import registration  # noqa: F401  # defines the ops
 ops = torch.ops.layerzero
 Planned = tuple[Callable[..., Tensor], tuple[Any, ...]] | str
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-PLAIN = (Tensor, torch.nn.Parameter)
 FLASH = int(torch._C._SDPBackend.FLASH_ATTENTION)
 STRIDED = "not row-major: torch's result has its strides, ours has not"
 NO_FLASH = "sdpa_kernel: flash attention, whose place ours takes, is not allowed or not first"
@@ -163,24 +162,30 @@ def unfit(given: Sequence[Any], *, is_attention: bool) -> str | None:
     device, dtype, index = "", None, -1
     needs_grad = False
     for one in given:
-        if not isinstance(one, Tensor):
+        kind = type(one)
+        if kind is not Tensor and kind is not torch.nn.Parameter:
+            if isinstance(one, Tensor):
+                return f"a {kind.__name__}, which may have a meaning of its own"
             continue
-        if type(one) not in PLAIN:
-            return f"a {type(one).__name__}, which may have a meaning of its own"
         place = KEY_SETS.get(_dispatch_keys(one).raw_repr())
         if place is None:
             return f"a tensor that is not plain: {one.layout}, {one.device.type}"
-        if one.dtype not in DTYPES and not (is_attention and one.dtype is torch.bool):
-            return str(one.dtype)
+        needs_grad = needs_grad or one.requires_grad
         if not one.numel():
             return "a tensor without elements"
-        if device and (place != device or (place == "CUDA" and one.get_device() != index)):
+        its = one.dtype
+        if its is not dtype and not (is_attention and its is torch.bool):
+            if its not in DTYPES:
+                return str(its)
+            if dtype is not None and not is_autocast():
+                return "tensors of several dtypes"
+            dtype = dtype or its
+        if place == "CPU" and device != "CUDA":
+            device = place
+        elif device == "CPU" or (device and one.get_device() != index):
             return "tensors of several devices"
-        if dtype is not None and one.dtype is not dtype and one.dtype is not torch.bool and not is_autocast():
-            return "tensors of several dtypes"
-        device, dtype = place, dtype or one.dtype
-        index = one.get_device()
-        needs_grad |= one.requires_grad
+        else:
+            device, index = place, one.get_device()
     if needs_grad and torch.is_grad_enabled() and is_checkpointed():
         return "gradients inside of a checkpoint, whose second pass is torch's"
     return None

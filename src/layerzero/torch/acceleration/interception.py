@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch._C import _current_graph_task_id
 from torch.overrides import TorchFunctionMode
 
 import layerzero as lz
@@ -22,6 +23,7 @@ from layerzero.torch.registration import differentiable_twice
 
 POLICY_TRACED = "a policy of accelerate does not reach into compiled graphs; use lz.configure"
 CHOSEN_TRACED = "compiled, where layers that got faster cannot be told from others"
+IN_KERNEL = "inside of a kernel that runs in this process"
 IN_BACKWARD = "inside of a backward pass"
 NOT_FASTER = "not faster in layerzero.torch.benchmark, or not measured there"
 # Errors that come before anything of a call is enqueued on a GPU. Others may mean that its memory is in use.
@@ -53,21 +55,17 @@ class Takeover:
 
     def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call now: ours, or torch's."""
-        if thread.is_ours or in_process.thread.is_running:  # a kernel of ours that is torch's
+        if thread.is_ours:  # a kernel of ours that is torch's
             return function(*args, **kwargs)
         try:
-            planned = rule.plan(*args, **kwargs)
+            why: Any = rule.plan(*args, **kwargs)
         except (TypeError, AttributeError):  # torch says what is wrong with it
             return function(*args, **kwargs)
-        layer = self.tally.layer()
-        if torch._C._current_graph_task_id() != -1:  # formulas of ours, and what a checkpoint computes anew
-            planned = IN_BACKWARD
-        if type(planned) is tuple:
-            why = self.attempt(layer, rule.op, planned)
+        layer = self.tally.layer(3)
+        if type(why) is not str:
+            why = self.attempt(layer, rule.op, why)
             if type(why) is not str:
                 return why
-        else:
-            why = planned
         self.tally.left(layer, rule.op, why)
         return function(*args, **kwargs)
 
@@ -75,6 +73,10 @@ class Takeover:
         """The result, or why there is none."""
         if self.layers is not None and (layer, op) not in self.layers:
             return NOT_FASTER
+        if in_process.thread.is_running:  # it would wait for itself
+            return IN_KERNEL
+        if _current_graph_task_id() != -1:  # formulas of ours, and what a checkpoint computes anew
+            return IN_BACKWARD
         call, given = planned
         why = unfit(given, is_attention=op == "attention")
         if why is not None:

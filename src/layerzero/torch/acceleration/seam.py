@@ -94,7 +94,7 @@ def within(takeover: Takeover, function: Callable[..., Any], args: Sequence[Any]
     finally:
         thread.takeover = before
     if thread.seen == seen:
-        takeover.tally.left(takeover.tally.layer(), _RULE.op, WEIGHTS)
+        takeover.tally.left(takeover.tally.layer(3), _RULE.op, WEIGHTS)
     return result
 
 

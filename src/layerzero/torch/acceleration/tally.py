@@ -14,7 +14,7 @@ from layerzero.client.session.session import Session
 
 OUTSIDE = "(no layer)"
 COMPILED = "(compiled)"
-FRAMES = 12  # so far above a call its layer is looked for
+FRAMES = 6  # so far above a call its layer is looked for
 _MODULE = torch.nn.Module
 
 
@@ -36,7 +36,7 @@ class Tally:
         self._names = {id(module): name or type(module).__name__ for name, module in named}
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._all: list[dict[Key, int]] = []
+        self._all: list[dict[tuple[str, str, str, str, str], int]] = []
         self._unsettled: dict[Key, tuple[Session, Any]] = {}
         self.moved: dict[Key, int] = {}  # of them, calls that began on another kernel
 
@@ -53,15 +53,16 @@ class Tally:
             self._unsettled[key] = session, record
 
     def left(self, layer: str, op: str, why: str) -> None:
-        self._count(Key(layer, op, why))
+        self._count((layer, op, why, "", ""))
 
     def traced(self, op: str, why: str) -> None:
         """A call that is in a compiled graph now, as ours or, with `why`, as torch's."""
-        self._count(Key(COMPILED, op, why))
+        self._count((COMPILED, op, why, "", ""))
 
-    def _count(self, key: Key) -> None:
+    def _count(self, key: tuple[str, str, str, str, str]) -> None:
+        """A plain tuple: making a Key would take longer than all else here."""
         try:
-            counts: dict[Key, int] = self._local.counts
+            counts: dict[tuple[str, str, str, str, str], int] = self._local.counts
         except AttributeError:
             counts = self._local.counts = {}
             with self._lock:
@@ -75,7 +76,7 @@ class Tally:
             everyone = [dict(counts) for counts in self._all]
         for counts in everyone:
             for key, count in counts.items():
-                known = self._settled(key)
+                known = self._settled(Key(*key))
                 found[known] = found.get(known, 0) + count
         return found
 
@@ -93,17 +94,12 @@ class Tally:
         kernels = [key.kernel for key in self.counts() if (key.layer, key.op) == (layer, op) and not key.why]
         return kernels[-1] if kernels else ""
 
-    def name_of(self, module: torch.nn.Module) -> str:
-        return self._names.get(id(module)) or type(module).__name__
-
-    def layer(self) -> str:
+    def layer(self, depth: int) -> str:
         """The name of the innermost module whose method, or function with a module as its first argument, has made the
-        call that is being handled."""
-        frame: FrameType | None = sys._getframe(1)
-        for _ in range(FRAMES):
-            frame = None if frame is None else frame.f_back
-            if frame is None:
-                break
+        call that is being handled. `depth`: so many frames above this one that call was made."""
+        frame: FrameType | None = sys._getframe(depth)
+        left = FRAMES
+        while frame is not None and left:
             first = _FIRST.get(frame.f_code)
             if first is None:
                 first = _first_argument(frame.f_code)
@@ -111,7 +107,9 @@ class Tally:
                 # Before Python 3.13 this keeps the frame's variables alive until it returns.
                 owner = frame.f_locals.get(first)
                 if isinstance(owner, _MODULE):
-                    return self.name_of(owner)
+                    return self._names.get(id(owner)) or type(owner).__name__
+            frame = frame.f_back
+            left -= 1
         return OUTSIDE
 
 
