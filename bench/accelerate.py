@@ -3,9 +3,9 @@
     python bench/accelerate.py
 
 Needs torch in this interpreter (pip install 'layerzero-broker[torch]') and the environment torch (lz env build torch).
-All columns of a row are measured in turns in one run, the lowest of rounds. `empty mode`: the same call under a function
-mode of torch's that does nothing, without which no call of a program can be seen; `adds`: what accelerate takes beside
-that, for a call that is taken over beside our op's own call.
+All columns of a row are measured in turns in one run, the lowest of rounds. `empty mode`: the same call under a
+function mode of torch's that does nothing, without which no call of a program can be seen; `adds`: what accelerate
+takes beside that, for a call that is taken over beside our op's own call.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ class Tally:
         frame: FrameType | None = sys._getframe(depth)
         left = FRAMES
         while frame is not None and left:
-            first = _FIRST.get(frame.f_code)
-            if first is None:
-                first = _first_argument(frame.f_code)
+            code = frame.f_code
+            known = _FIRST.get(id(code))
+            first = known[1] if known is not None else _first_argument(code)
             if first:
                 # Before Python 3.13 this keeps the frame's variables alive until it returns.
                 owner = frame.f_locals.get(first)
@@ -113,10 +113,11 @@ class Tally:
         return OUTSIDE
 
 
-_FIRST: dict[CodeType, str] = {}
+_FIRST: dict[int, tuple[CodeType, str]] = {}
+"""By the id of a code, which is kept: to hash one takes longer than all else here."""
 
 
 def _first_argument(code: CodeType) -> str:
     """Its name, "" where there is none that could be a module."""
     name = code.co_varnames[0] if code.co_argcount else ""
-    return _FIRST.setdefault(code, name if name in ("self", "module", "layer", "model") else "")
+    return _FIRST.setdefault(id(code), (code, name if name in ("self", "module", "layer", "model") else ""))[1]
