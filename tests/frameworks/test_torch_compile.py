@@ -226,3 +226,138 @@ def test_results_can_be_saved() -> None:
     torch.save(lzt.silu(random(3, 4)), file)
     file.seek(0)
     torch.testing.assert_close(torch.load(file, weights_only=True), F.silu(random(3, 4)))
+
+
+# --- accelerate --------------------------------------------------------------------------------------------------
+
+
+def graphs_of(backend: str = "aot_eager") -> Any:
+    return torch._dynamo.testing.CompileCounterWithBackend(backend)
+
+
+def ours(graphs: Any) -> int:
+    """Nodes that are our ops, in all graphs."""
+    nodes = [node for graph in graphs.graphs for node in graph.graph.nodes]
+    return sum(str(node.target).startswith("layerzero.") for node in nodes if node.op == "call_function")
+
+
+class Model(torch.nn.Module):
+    """Unchanged code: every function that accelerate takes over, and a method that torch cannot trace under modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.scale = torch.nn.LayerNorm(16), torch.nn.RMSNorm(16)
+        self.into, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+        self.dropout_p = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.into(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout_p)
+        x = x + self.out(y.transpose(1, 2).flatten(-2))
+        return F.softmax(F.gelu(F.silu(self.scale(x))), -1)
+
+
+TAKEN = 8
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_compiled_inside_of_accelerate(backend: str) -> None:
+    """One graph for all blocks, however often one is entered; without one torch's own."""
+    model, x, graphs = Model(), inputs()[0], graphs_of(backend)
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    for _ in range(3):
+        with lzt.accelerate() as handle:
+            found = compiled(x)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (graphs.frame_count, ours(graphs)) == (1, TAKEN)
+    weights = list(model.parameters())
+    grads = [torch.autograd.grad(y.square().sum(), weights) for y in (found, expected)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    compiled(x)
+    assert (graphs.frame_count, ours(graphs)) == (2, TAKEN)
+    assert handle.report.left == 0
+
+
+@pytest.mark.parametrize("way", ["accelerated, compiled", "compiled, accelerated", "compiled in place", "a part"])
+def test_models_that_are_compiled_and_accelerated(way: str) -> None:
+    """In both orders; what is removed is gone from compiled code, too."""
+    model, x, graphs = Model(), inputs()[0], graphs_of()
+    expected = model(x)
+    options: dict[str, Any] = {"fullgraph": True, "backend": graphs}
+    call: Any = model
+    if way == "accelerated, compiled":
+        handle = lzt.accelerate(model)
+        call = torch.compile(model, **options)
+    elif way == "compiled, accelerated":
+        call = torch.compile(model, **options)
+        call(x)
+        handle = lzt.accelerate(call)
+    elif way == "compiled in place":
+        model.compile(**options)
+        handle = lzt.accelerate(model)
+    else:
+        handle = lzt.accelerate(model)
+        call = torch.compile(torch.nn.Sequential(model, torch.nn.Identity()), **options)
+    torch.testing.assert_close(call(x), expected)
+    call(x)
+    assert ours(graphs) == TAKEN
+    report = handle.report
+    assert (report.taken, report.left) == (TAKEN, 0)
+    assert {line.layer for line in report.lines} == {"(compiled)"}
+    handle.remove()
+    torch.testing.assert_close(call(x), expected)
+    assert ours(graphs) == TAKEN
+
+
+def test_compiled_calls_are_left_with_reasons() -> None:
+    """Those that eager mode leaves, and what does not reach into a graph."""
+    model, x = Model(), inputs()[0]
+    model.dropout_p = 0.5
+    with lzt.accelerate() as handle:
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    assert handle.report.reasons == {"dropout_p above 0": 1}
+    with lzt.accelerate(policy={"rules": [{"allow": ["torch"]}]}) as handle:
+        torch.compile(model, fullgraph=True, backend=graphs_of())(x)
+    assert (handle.report.taken, handle.report.left) == (0, TAKEN)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with lzt.accelerate() as handle:
+            torch.compile(model, fullgraph=True, backend=graphs_of())(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any("deterministic" in why for why in handle.report.reasons)
+    assert handle.report.taken == 0
+
+
+def test_compiled_under_accelerate_and_autocast() -> None:
+    model, x, graphs = Model(), inputs()[0], graphs_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        with lzt.accelerate():
+            found = torch.compile(model, fullgraph=True, backend=graphs)(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
+    assert ours(graphs) == TAKEN
+
+
+def test_accelerated_lengths_share_a_graph() -> None:
+    model, graphs = Model(), graphs_of()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
+    with lzt.accelerate():
+        for length in (5, 6, 9):
+            x = inputs(length=length)[0]
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+    assert graphs.frame_count <= 2
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_accelerated_model_is_exported_with_our_ops(strict: bool) -> None:
+    model, x = Model(), inputs()[0]
+    with lzt.accelerate(model):
+        program = torch.export.export(model, (x,), strict=strict)
+    called = [str(node.target) for node in program.graph.nodes if "layerzero" in str(node.target)]
+    assert len(called) == TAKEN
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)

@@ -41,6 +41,8 @@ EXTRA: dict[str, set[str]] = {
     "envs/matrix/child_tests.py": {"pytest"},
     "envs/matrix/inside/lz_matrix_inside.py": {"pytest"},
     "envs/matrix/pytest_plugin.py": {"pytest"},
+    # What was decided of calls, by which policy, and how that is printed.
+    "torch/acceleration": {"client", "ipc"},
     "torch/tracing.py": {"client"},  # calls of lz functions in a program that is traced come to it
 }
 # Modules that only these folders and files of a package may import.

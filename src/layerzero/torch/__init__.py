@@ -4,11 +4,15 @@ defines the ops, and makes `lz.silu(x)` and its like traceable.
     import layerzero as lz
     import layerzero.torch
     y = layerzero.torch.silu(x)
+    with layerzero.torch.accelerate(): model(x)  # torch's own functions, served by LayerZero
 """
 
 from __future__ import annotations
 
 from layerzero.torch import tracing as _tracing
+from layerzero.torch.acceleration.benchmark import BenchmarkReport, benchmark
+from layerzero.torch.acceleration.handle import Acceleration, accelerate, report
+from layerzero.torch.acceleration.report import AccelerationReport
 from layerzero.torch.functional import (
     embedding,
     gelu,
@@ -26,11 +30,17 @@ from layerzero.torch.functional import (
 _tracing.install()
 
 __all__ = [
+    "Acceleration",
+    "AccelerationReport",
+    "BenchmarkReport",
+    "accelerate",
+    "benchmark",
     "embedding",
     "gelu",
     "layer_norm",
     "linear",
     "matmul",
+    "report",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",

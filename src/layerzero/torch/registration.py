@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from layerzero.torch.gradients import Call
 from layerzero.torch.table import TABLE, OpEntry
 
 LIBRARY = Library("layerzero", "FRAGMENT")  # the ops live as long as this does
+differentiable_twice: ContextVar[bool] = ContextVar("differentiable_twice", default=False)
+"""Whether gradients of calls in this context may be differentiated: those of calls that a program made of torch's own
+function, which may be. The formulas are torch's, so they can be."""
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
@@ -147,6 +151,7 @@ def _function(
         ctx.values = {**defaults, **options, **{arg: value for arg, value in given.items() if arg not in tensors}}
         ctx.sizes = {arg: value.shape for arg, value in given.items() if arg in tensors and value is not None}
         ctx.count = len(args)
+        ctx.is_twice = differentiable_twice.get()
         return out
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -158,7 +163,7 @@ def _function(
         needs = frozenset(arg for arg, is_needed in zip(names, ctx.needs_input_grad[1:], strict=False) if is_needed)
         saved = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
         call = Call({**ctx.values, **saved}, ctx.sizes, needs)
-        is_plain = not _is_functorch()
+        is_plain = not (_is_functorch() or ctx.is_twice)
         with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates the formula
             found = formula(grad, call)
         grads = {arg: found[arg] for arg in names if arg in needs and found.get(arg) is not None}

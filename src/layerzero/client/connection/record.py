@@ -120,3 +120,13 @@ def _attempt(value: Any) -> Attempt:
         failed["phase"],
         failed["worker_pid"],
     )
+
+
+def kernel_of(record: object) -> tuple[str, str, bool]:
+    """Kernel and path of a call, and whether it was tried elsewhere before; "" where that is known later only."""
+    if isinstance(record, tuple):
+        decision = record[6]
+        return decision.kernel_id, decision.lane, bool(record[5] or record[7])
+    if isinstance(record, SelectionReport):
+        return record.kernel_id or "", record.path or "", len(record.attempts) > 1
+    return "", "", False

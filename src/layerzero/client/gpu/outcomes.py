@@ -157,6 +157,7 @@ class Outcomes:
             error, outcome = error_of(enqueued.body)
             error.message = f"an earlier call on the GPU, {enqueued.op}, failed: {error.message}"
             error.args = (error.message,)
+            error.facts = {**error.facts, "is_earlier": True}
             error.report = failure_of(enqueued.op, enqueued.copies, enqueued.start_ns, outcome)  # type: ignore[attr-defined]
             raise error
 

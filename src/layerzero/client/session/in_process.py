@@ -166,6 +166,15 @@ def _load(provider: str) -> Mapping[str, Bind]:
             torch.set_grad_enabled(grad)
 
 
+class _Thread(threading.local):
+    """`is_running`: a kernel runs in it just now. What it calls is its own, and not to be taken over."""
+
+    is_running = False
+
+
+thread = _Thread()
+
+
 class Runner:
     """Runs one route's calls here, with the blocks of earlier calls kept bound."""
 
@@ -181,14 +190,18 @@ class Runner:
         alive. Raises what the kernel raises."""
         key = (*inputs, *outputs)
         with self._lock:
-            bound = self._bound.get(key)
-            if bound is None:
-                bound = self._bound[key] = self._bind(self._call, *self._blocks(inputs, outputs))
-                if len(self._bound) > MAX_BOUND:
-                    self._bound.popitem(last=False)
-            start_ns = time.perf_counter_ns()
-            result = bound()
-            elapsed_ns = time.perf_counter_ns() - start_ns
+            thread.is_running = True
+            try:
+                bound = self._bound.get(key)
+                if bound is None:
+                    bound = self._bound[key] = self._bind(self._call, *self._blocks(inputs, outputs))
+                    if len(self._bound) > MAX_BOUND:
+                        self._bound.popitem(last=False)
+                start_ns = time.perf_counter_ns()
+                result = bound()
+                elapsed_ns = time.perf_counter_ns() - start_ns
+            finally:
+                thread.is_running = False
         return elapsed_ns, b"" if result is None else pack_body(result)
 
     def _blocks(

@@ -66,6 +66,7 @@ class Variable(NamedTuple):
 OTHERS = (
     Variable("GPU_TRANSPORT", "any", "the only way of sharing GPU memory that may be used (docs/gpu.md)", "client"),
     Variable("NO_C", "", "anything: calls are made by the Python alone, without the compiled part", "client"),
+    Variable("DISABLE", "", "1: layerzero.torch.accelerate leaves everything to torch, and says so", "client"),
     Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),
     Variable("MEMORY_MARGIN_MIB", "256", "MiB of memory that must stay free when more is asked for", "client, workers"),
     Variable("TRACEBACK", "", "true: `lz` shows where an error comes from", "`lz`"),

@@ -1,0 +1,90 @@
+"""What layerzero.torch.accelerate adds to a call: to those that it leaves to torch, and to those that it takes over.
+
+    python bench/accelerate.py
+
+Needs torch in this interpreter (pip install 'layerzero-broker[torch]') and the environment torch (lz env build torch).
+All columns of a row are measured in turns in one run, the lowest of rounds. `empty mode`: the same call under a
+function mode of torch's that does nothing, without which no call of a program can be seen; `adds`: what accelerate
+takes beside that, for a call that is taken over beside our op's own call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import finish, own_broker, parser
+from torch.overrides import TorchFunctionMode
+
+import layerzero.torch as lzt
+
+ops = torch.ops.layerzero
+
+
+class Empty(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+Block = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def in_turns(calls: list[tuple[Block, Callable[[], Any]]], rounds: int, repeat: int) -> list[float]:
+    """Microseconds of each call within its block, the lowest of rounds."""
+    found = [float("inf")] * len(calls)
+    for _ in range(rounds):
+        for n, (block, call) in enumerate(calls):
+            with block():
+                for _ in range(6):  # a route, a lane
+                    call()
+                start = time.perf_counter_ns()
+                for _ in range(repeat):
+                    call()
+                found[n] = min(found[n], (time.perf_counter_ns() - start) / repeat / 1e3)
+    return found
+
+
+def main() -> None:
+    args = parser(__doc__, "a tenth of the rounds").parse_args()
+    load = os.getloadavg()[0]
+    rounds, repeat = (6, 50) if args.quick else (60, 100)
+    torch.set_num_threads(1)
+    x, strided = torch.randn(4, 512), torch.randn(512, 4).t()
+    numbers = torch.ones(4, 8, dtype=torch.int64)
+    layer = torch.nn.GELU()
+    rows: list[tuple[str, ...]] = []
+
+    def row(name: str, call: Callable[[], Any], ours: Callable[[], Any] | None = None) -> None:
+        plain = contextlib.nullcontext
+        timed: list[tuple[Block, Callable[[], Any]]] = [(plain, call), (Empty, call), (lzt.accelerate, call)]
+        timed += [(plain, ours)] if ours is not None else []
+        native, empty, here, *op = in_turns(timed, rounds, repeat)
+        cells = [f"{time_us:.1f} us" for time_us in (native, empty, here)]
+        rows.append((name, *cells, f"{op[0]:.1f} us" if op else "", f"{here - (op[0] if op else empty):+.1f} us"))
+
+    with own_broker(), torch.no_grad():
+        row("relu, which is none of ours", lambda: torch.relu(x))
+        row("gelu of a strided tensor, left", lambda: F.gelu(strided))
+        row("the same in a module", lambda: layer(strided))
+        row("silu of a strided tensor, left", lambda: F.silu(strided))
+        row("linear of integers, left", lambda: F.linear(numbers, numbers))
+        row("gelu 4 x 512, taken over", lambda: F.gelu(x), lambda: ops.gelu(x))
+        row("silu 4 x 512, taken over", lambda: F.silu(x), lambda: ops.silu(x))
+    finish(
+        "accelerate",
+        "accelerate: what it adds to a call",
+        {"here": {"torch": torch.__version__}},
+        ("call", "torch", "empty mode", "accelerate", "our op alone", "adds"),
+        rows,
+        (f"Load average of the machine at the start: {load:.1f}; of a busy one the differences alone say something.",),
+        is_quick=args.quick,
+    )
+
+
+if __name__ == "__main__":
+    main()

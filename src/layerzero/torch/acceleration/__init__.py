@@ -1,0 +1,1 @@
+"""Calls of torch's own functions served by LayerZero: what is taken over, where, and what came of it."""

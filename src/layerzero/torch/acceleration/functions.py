@@ -1,0 +1,235 @@
+"""Functions of torch that are taken over, and which of their calls: for each function a rule.
+
+A rule has the function's signature. It returns our op with its arguments, or why the call stays with torch, a text
+that is the same for all calls of that kind. Rules must be traceable: torch.compile runs through them. They look at
+what is written in a call; `unfit` looks at its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import _dispatch_keys
+from torch.autograd import forward_ad
+
+from layerzero.torch import registration  # noqa: F401  # defines the ops
+
+ops = torch.ops.layerzero
+Planned = tuple[Callable[..., Tensor], tuple[Any, ...]] | str
+DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+FLASH = int(torch._C._SDPBackend.FLASH_ATTENTION)
+STRIDED = "not row-major: torch's result has its strides, ours has not"
+NO_FLASH = "sdpa_kernel: flash attention, whose place ours takes, is not allowed or not first"
+
+
+class Rule(NamedTuple):
+    """`op`: the name of ours. `plan`: see above. `is_composite`: it is torch's, and attention within it is ours."""
+
+    op: str
+    plan: Callable[..., Planned]
+    is_composite: bool = False
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Planned:
+    return ops.linear.default, (input, weight, bias)
+
+
+def silu(input: Tensor, inplace: bool = False) -> Planned:
+    if inplace:
+        return "inplace=True"
+    return (ops.silu.default, (input,)) if input.is_contiguous() else STRIDED
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Planned:
+    return (ops.gelu.default, (input, approximate)) if input.is_contiguous() else STRIDED
+
+
+def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Planned:
+    return plain_softmax(input, dim, dtype)
+
+
+def plain_softmax(input: Tensor, dim: int | None, dtype: torch.dtype | None = None) -> Planned:
+    """That of torch.softmax and Tensor.softmax."""
+    if type(dim) is not int:
+        return "dim is not a number"
+    if dtype is not None and dtype is not input.dtype:
+        return "dtype= of another type than the input's"
+    return ops.softmax.default, (input, dim)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Planned:
+    return ops.layer_norm.default, (input, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Planned:
+    return ops.rms_norm.default, (input, normalized_shape, weight, eps)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Planned:
+    if dropout_p > 0.0:
+        return "dropout_p above 0"
+    if attn_mask is not None and is_causal:
+        return "attn_mask and is_causal, of which torch takes one"
+    ndim = query.dim()
+    if not 2 <= ndim <= 4 or key.dim() != ndim or value.dim() != ndim:
+        return "tensors of other than 2 to 4 dimensions, or not of one number of them"
+    if ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
+        return "key and value with other heads than query, without enable_gqa"
+    if ndim == 4 and not (query.shape[0] == key.shape[0] == value.shape[0]):
+        return "batches of several sizes"
+    if ndim == 4 and not query.is_contiguous() and query.transpose(1, 2).is_contiguous():
+        # Heads beside each other, as a projection leaves them: torch's result lies so, too, and models count on that.
+        return _by_tokens, (query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return ops.attention.default, (query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+
+
+def _by_tokens(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, gqa: bool
+) -> Tensor:
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    found: Tensor = ops.attention.default(q, k, v, mask, 0.0, is_causal, scale, gqa, layout="BSHD")
+    return found.transpose(1, 2)
+
+
+def multi_head_attention(*args: Any, **kwargs: Any) -> Planned:
+    return "a function of several ops; its attention alone is taken over"
+
+
+RULES: Mapping[Any, Rule] = {
+    F.scaled_dot_product_attention: Rule("attention", attention),
+    F.multi_head_attention_forward: Rule("attention", multi_head_attention, is_composite=True),
+    F.linear: Rule("linear", linear),
+    F.layer_norm: Rule("layer_norm", layer_norm),
+    torch.layer_norm: Rule("layer_norm", layer_norm),
+    F.rms_norm: Rule("rms_norm", rms_norm),
+    torch.rms_norm: Rule("rms_norm", rms_norm),
+    F.silu: Rule("silu", silu),
+    F.gelu: Rule("gelu", gelu),
+    F.softmax: Rule("softmax", softmax),
+    torch.softmax: Rule("softmax", plain_softmax),
+    Tensor.softmax: Rule("softmax", plain_softmax),
+}
+OPS = tuple(dict.fromkeys(rule.op for rule in RULES.values()))
+
+
+def _key_sets() -> dict[int, str]:
+    """Of the tensors that are taken: their sets of dispatch keys, as numbers. Sparse, nested, quantized, meta, lazily
+    negated tensors and those inside of torch.func have others."""
+    found = {}
+    for device in ("CPU", "CUDA"):
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+        for name in (f"Autocast{device}",):
+            keys = keys.add(getattr(torch._C.DispatchKey, name))
+        found[keys.raw_repr()] = device  # one of inference mode
+        for name in ("ADInplaceOrView", f"Autograd{device}"):
+            keys = keys.add(getattr(torch._C.DispatchKey, name))
+        found[keys.raw_repr()] = device
+    return found
+
+
+KEY_SETS = _key_sets()
+
+
+def unfit(given: Sequence[Any], *, is_attention: bool) -> str | None:
+    """Why the tensors of a call stay with torch; None where they do not. For calls that run now."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "inside of a torch.func transform"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if is_attention and not is_flash_first():
+        return NO_FLASH
+    device, dtype, index = "", None, -1
+    needs_grad = False
+    for one in given:
+        kind = type(one)
+        if kind is not Tensor and kind is not torch.nn.Parameter:
+            if isinstance(one, Tensor):
+                return f"a {kind.__name__}, which may have a meaning of its own"
+            continue
+        place = KEY_SETS.get(_dispatch_keys(one).raw_repr())
+        if place is None:
+            return f"a tensor that is not plain: {one.layout}, {one.device.type}"
+        needs_grad = needs_grad or one.requires_grad
+        if not one.numel():
+            return "a tensor without elements"
+        its = one.dtype
+        if its is not dtype and not (is_attention and its is torch.bool):
+            if its not in DTYPES:
+                return str(its)
+            if dtype is not None and not is_autocast():
+                return "tensors of several dtypes"
+            dtype = dtype or its
+        if place == "CPU" and device != "CUDA":
+            device = place
+        elif device == "CPU" or (device and one.get_device() != index):
+            return "tensors of several devices"
+        else:
+            device, index = place, one.get_device()
+    if needs_grad and torch.is_grad_enabled() and is_checkpointed():
+        return "gradients inside of a checkpoint, whose second pass is torch's"
+    return None
+
+
+def unfit_traced(given: Sequence[Any], *, is_attention: bool) -> str | None:
+    """The same while torch traces: what it traces with stands for plain tensors."""
+    dtype = None
+    for one in given:
+        if not isinstance(one, Tensor):
+            continue
+        if one.dtype not in DTYPES and not (is_attention and one.dtype is torch.bool):
+            return "a dtype that is not floating point"
+        if one.device.type not in ("cpu", "cuda") or one.layout is not torch.strided:
+            return "a tensor that is not plain"
+        is_other = dtype is not None and one.dtype is not dtype and one.dtype is not torch.bool
+        if is_other and not torch.is_autocast_enabled(one.device.type):
+            return "tensors of several dtypes"
+        dtype = dtype or one.dtype
+    return None
+
+
+def is_flash_first() -> bool:
+    """Whether torch.nn.attention.sdpa_kernel and the flags leave flash attention its place."""
+    if not torch._C._get_flash_sdp_enabled():
+        return False
+    order = torch._C._get_sdp_priority_order()
+    if order[0] == FLASH:
+        return True
+    enabled = {
+        int(torch._C._SDPBackend.MATH): torch._C._get_math_sdp_enabled,
+        int(torch._C._SDPBackend.EFFICIENT_ATTENTION): torch._C._get_mem_efficient_sdp_enabled,
+        int(torch._C._SDPBackend.CUDNN_ATTENTION): torch._C._get_cudnn_sdp_enabled,
+    }
+    earlier = order[: order.index(FLASH)] if FLASH in order else order
+    return not any(enabled[one]() for one in earlier if one in enabled)
+
+
+def is_autocast() -> bool:
+    found: bool = torch._C._is_any_autocast_enabled()
+    return found
+
+
+def is_checkpointed() -> bool:
+    """Whether what is saved for backward is computed anew there, outside of us: torch compares what both save."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -1,0 +1,279 @@
+"""layerzero.torch.accelerate: torch's own functions served by LayerZero, in a block, a thread or a model's calls."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import difflib
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Self
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+import layerzero as lz
+from layerzero.client.connection import overlay
+from layerzero.client.facade import policy as policies
+from layerzero.client.facade.disabling import DISABLE, is_disabled
+from layerzero.torch.acceleration import seam
+from layerzero.torch.acceleration.functions import OPS
+from layerzero.torch.acceleration.interception import Interception, Takeover
+from layerzero.torch.acceleration.report import AccelerationReport
+from layerzero.torch.acceleration.tally import Tally
+
+
+def accelerate(
+    model: torch.nn.Module | None = None,
+    ops: Iterable[str] | None = None,
+    policy: Mapping[str, Any] | None = None,
+) -> Acceleration:
+    """Serve calls of torch's own functions by LayerZero: scaled_dot_product_attention, linear, layer_norm, rms_norm,
+    silu, gelu and softmax. What is not for us goes to torch, and layerzero.torch.report() says why.
+
+    model: only inside of its calls, in every thread that makes one; without it all calls of this thread. ops: names of
+    our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile.
+    Takes effect at once, until its `with` block ends, or `remove()`. Connects, unless lz.connect() has. With
+    LAYERZERO_DISABLE=1 it does nothing, and its report says so.
+    Raises InvalidArgument, BrokerLost.
+    """
+    return Acceleration(model, ops, policy)
+
+
+class Acceleration:
+    """What accelerate() has switched on. `with` switches it off at the end of the block."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        ops: Iterable[str] | None,
+        policy: Mapping[str, Any] | None,
+        *,
+        layers: frozenset[tuple[str, str]] | None = None,
+    ) -> None:
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise lz.InvalidArgument(
+                f"accelerate: model is a {type(model).__name__}; allowed: a torch.nn.Module; pass the module, or use "
+                "`with accelerate():` around calls of a function"
+            )
+        self.ops = OPS if ops is None else _known(ops)
+        self.why_off = f"{DISABLE} is set: everything is torch's" if is_disabled() else ""
+        self._tally = Tally(model)
+        self._model = None if model is None else ref(model)
+        self._thread = threading.get_ident()
+        self._scope: overlay.Scope | None = None
+        self._overlay: overlay.Overlay | None = None
+        self.is_on = not self.why_off
+        if self.is_on:
+            lz.connect()
+            if policy:
+                self._overlay = policies._checked({"origin": "accelerate", "values": dict(policy)})
+        takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy))
+        self.takeover = takeover
+        self._mode = _mode_for(takeover, is_reused=model is None)
+        self._mode.is_on = self.is_on
+        if model is not None:
+            with _lock:
+                _of_model[model] = self
+            if self.is_on:
+                _swap(model, self)
+        else:
+            set_latest(self)
+            if self.is_on:
+                self._begin()
+
+    def _begin(self) -> None:
+        """In this thread from now on."""
+        if self._overlay is not None:
+            self._scope = overlay.Scope(self._overlay)
+        _push_mode(self._mode)
+
+    def __repr__(self) -> str:
+        where = "this thread" if self._model is None else "its model"
+        state = "on" if self.is_on else self.why_off or "removed"
+        return f"<accelerate({', '.join(self.ops)}) in {where}: {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Leave everything to torch again. From any thread; a second time it does nothing."""
+        with _lock:
+            if not self.is_on:
+                return
+            self.is_on = self._mode.is_on = False
+        model = None if self._model is None else self._model()
+        if model is not None:
+            _restore(model, self)
+        elif self._model is None and threading.get_ident() == self._thread:
+            _take_out(self._mode)
+            _spare.setdefault(_kind(self._mode.takeover), self._mode)
+            if self._scope is not None:
+                self._scope.end()
+        seam.leave(self.takeover)
+
+    @property
+    def report(self) -> AccelerationReport:
+        """What was taken over until now, and what was left, and why."""
+        return AccelerationReport.of(self._tally, self.ops, self.why_off)
+
+    def native(self, call: Callable[[], Any]) -> Any:
+        """The result of a call of the model with torch alone. For tools; other threads' calls are torch's, too."""
+        was_on, self._mode.is_on = self._mode.is_on, False
+        try:
+            return call()
+        finally:
+            self._mode.is_on = was_on
+
+    def policy(self) -> contextlib.AbstractContextManager[Any]:
+        """A block in which this one's policy holds."""
+        return contextlib.nullcontext() if self._overlay is None else overlay.Scope(self._overlay)
+
+    def run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of the model, with its functions taken over."""
+        mode = self._mode
+        if not mode.is_on:
+            return call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            with mode:
+                return call(*args, **kwargs)
+        if mode in _get_current_function_mode_stack():
+            return call(*args, **kwargs)
+        if self._overlay is None:
+            with mode:
+                return call(*args, **kwargs)
+        with mode, overlay.Scope(self._overlay):
+            return call(*args, **kwargs)
+
+
+_lock = threading.RLock()
+_of_model: WeakKeyDictionary[torch.nn.Module, Acceleration] = WeakKeyDictionary()
+_latest: Any = None
+_spare: dict[Hashable, Interception] = {}
+"""Modes that were taken out, to be used again: compiled code is compiled anew for each that it has not seen."""
+
+
+def _kind(takeover: Takeover) -> Hashable:
+    return tuple(takeover.rules), takeover.layers, takeover.has_policy
+
+
+def _mode_for(takeover: Takeover, *, is_reused: bool) -> Interception:
+    with _lock:
+        mode = _spare.pop(_kind(takeover), None) if is_reused else None
+    if mode is None:
+        return Interception(takeover, seam.within)
+    mode.takeover = takeover
+    return mode
+
+
+def set_latest(one: Any) -> None:
+    """What report() without a model tells of."""
+    global _latest
+    _latest = one
+
+
+class _Activated:
+    """Attention that torch.nn.attention.activate_flash_attention_impl has given us."""
+
+    why_off = ""
+
+    def __init__(self, takeover: Takeover) -> None:
+        self._takeover = takeover
+
+    @property
+    def report(self) -> AccelerationReport:
+        return AccelerationReport.of(self._takeover.tally, ("attention",), "")
+
+
+seam.register(lambda takeover: set_latest(_Activated(takeover)))
+
+
+def report(model: torch.nn.Module | None = None) -> AccelerationReport:
+    """The report of the last accelerate(model), or of the last accelerate() without a model: which layers' calls were
+    taken over, by which kernel, and which were left, and why. Prints as a table.
+
+    Raises InvalidArgument where there was none."""
+    found = _latest if model is None else _of_model.get(model)
+    if found is None:
+        which = "" if model is None else "model"
+        raise lz.InvalidArgument(f"report: call layerzero.torch.accelerate({which}) first; nothing was accelerated yet")
+    told: AccelerationReport = found.report
+    return told
+
+
+def _known(ops: Iterable[str]) -> tuple[str, ...]:
+    names = (ops,) if isinstance(ops, str) else tuple(ops)
+    for name in names:
+        if name not in OPS:
+            near = difflib.get_close_matches(str(name), OPS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "pass some of them, or leave ops out for all"
+            raise lz.InvalidArgument(f"accelerate: ops has {name!r:.80}; allowed: {', '.join(OPS)}; {hint}")
+    return names
+
+
+def _take_out(mode: Interception) -> None:
+    """Of this thread's stack of modes, which may have others on top."""
+    above = []
+    while mode in _get_current_function_mode_stack():
+        top = _pop_mode()
+        if top is not mode:
+            above.append(top)
+    for one in reversed(above):
+        _push_mode(one)
+
+
+# --- a model's calls ---------------------------------------------------------------------------------------------
+# Its class is replaced by a subclass with a __call__ of ours, as torch's fully_shard does. Hooks would stay entered
+# after Ctrl-C; a `forward` of the instance would be copied with the model and then run the original's.
+
+
+class _Accelerated:
+    """Marks such subclasses, of which each model has one."""
+
+    layerzero: Acceleration
+    layerzero_base: type
+
+
+def _swap(model: torch.nn.Module, acceleration: Acceleration) -> None:
+    earlier = getattr(type(model), "layerzero", None)
+    if isinstance(earlier, Acceleration):
+        earlier.remove()
+    base: Any = type(model)
+
+    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return acceleration.run(base.__call__, self, *args, **kwargs)  # compiled code may call it after the removal
+
+    def __reduce_ex__(self: torch.nn.Module, protocol: Any) -> Any:
+        """Copies and files have the model as it was."""
+        made, given, *rest = base.__reduce_ex__(self, protocol)
+        if made is copyreg.__newobj__ and given == (changed,):  # type: ignore[attr-defined]
+            made, given = copyreg._reconstructor, (base, object, None)  # type: ignore[attr-defined]
+        return (made, given, *rest)
+
+    body = {
+        "__call__": __call__,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "layerzero": acceleration,
+        "layerzero_base": base,
+    }
+    changed: Any = type(base.__name__, (_Accelerated, base), body)
+    try:
+        model.__class__ = changed
+    except TypeError as exc:
+        raise lz.InvalidArgument(
+            f"accelerate: the class {base.__name__} of this model cannot be extended ({exc}); use `with accelerate():` "
+            "around its calls"
+        ) from exc
+
+
+def _restore(model: torch.nn.Module, acceleration: Acceleration) -> None:
+    """Unless somebody has changed the class since: then ours stays below, and does nothing."""
+    if vars(type(model)).get("layerzero") is acceleration:
+        model.__class__ = type(model).layerzero_base

@@ -1,0 +1,165 @@
+"""The function mode that hands calls of torch's functions to our ops, or to torch where they are not for us.
+
+In eager mode each call is looked at and counted. While torch traces, the decision becomes part of the graph: what is
+taken over is a node of torch.ops.layerzero there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch._C import _current_graph_task_id
+from torch.overrides import TorchFunctionMode
+
+import layerzero as lz
+from layerzero.client.connection import overlay
+from layerzero.client.session import in_process
+from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
+from layerzero.torch.acceleration.tally import Tally
+from layerzero.torch.registration import differentiable_twice
+
+POLICY_TRACED = "a policy of accelerate does not reach into compiled graphs; use lz.configure"
+CHOSEN_TRACED = "compiled, where layers that got faster cannot be told from others"
+IN_KERNEL = "inside of a kernel that runs in this process"
+IN_BACKWARD = "inside of a backward pass"
+NOT_FASTER = "not faster in layerzero.torch.benchmark, or not measured there"
+# Errors that come before anything of a call is enqueued on a GPU. Others may mean that its memory is in use.
+_BEFORE = (lz.InvalidArgument, lz.NoBackend, lz.NotConnected, lz.CudaGraphUnsafe, lz.NoTransport)
+_deterministic = overlay.Overlay.of(
+    {"origin": "torch.use_deterministic_algorithms", "values": {"requires_deterministic": True}}
+)
+
+
+class _Thread(threading.local):
+    """`is_ours`: a call of ours runs just now, maybe by torch in this very process."""
+
+    is_ours = False
+
+
+thread = _Thread()
+
+
+class Takeover:
+    """What is taken over, and the count of it. `layers`: (layer, op) that alone are; None for all."""
+
+    def __init__(
+        self, ops: Sequence[str], tally: Tally, *, layers: frozenset[tuple[str, str]] | None = None, has_policy: bool
+    ) -> None:
+        self.rules: Mapping[Any, Rule] = {function: rule for function, rule in RULES.items() if rule.op in ops}
+        self.tally = tally
+        self.layers = layers
+        self.has_policy = has_policy
+
+    def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One call now: ours, or torch's."""
+        if thread.is_ours:  # a kernel of ours that is torch's
+            return function(*args, **kwargs)
+        try:
+            why: Any = rule.plan(*args, **kwargs)
+        except (TypeError, AttributeError):  # torch says what is wrong with it
+            return function(*args, **kwargs)
+        layer = self.tally.layer(3)
+        if type(why) is not str:
+            why = self.attempt(layer, rule.op, why)
+            if type(why) is not str:
+                return why
+        self.tally.left(layer, rule.op, why)
+        return function(*args, **kwargs)
+
+    def attempt(self, layer: str, op: str, planned: tuple[Callable[..., torch.Tensor], tuple[Any, ...]]) -> Any:
+        """The result, or why there is none."""
+        if self.layers is not None and (layer, op) not in self.layers:
+            return NOT_FASTER
+        if in_process.thread.is_running:  # it would wait for itself
+            return IN_KERNEL
+        if _current_graph_task_id() != -1:  # formulas of ours, and what a checkpoint computes anew
+            return IN_BACKWARD
+        call, given = planned
+        why = unfit(given, is_attention=op == "attention")
+        if why is not None:
+            return why
+        scope = overlay.Scope(_deterministic) if torch._C._get_deterministic_algorithms() else None
+        twice = differentiable_twice.set(True)
+        thread.is_ours = True
+        try:
+            session = lz.session()
+            found = call(*given)
+        except lz.LayerZeroError as error:
+            is_on_gpu = any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
+            if error.facts.get("is_earlier") or (is_on_gpu and not isinstance(error, _BEFORE)):
+                raise
+            return f"{error.code}: {_first_line(error)}"
+        finally:
+            thread.is_ours = False
+            differentiable_twice.reset(twice)
+            if scope is not None:
+                scope.end()
+        self.tally.took(layer, op, session)
+        return found
+
+
+BY_NUMBER: WeakValueDictionary[int, Interception] = WeakValueDictionary()
+
+
+class Interception(TorchFunctionMode):
+    """Calls in the thread that has entered it go to a takeover."""
+
+    def __init__(self, takeover: Takeover, within: Callable[..., Any]) -> None:
+        """`within`: as that of seam.py."""
+        super().__init__()
+        self.takeover = takeover
+        self.within = within
+        self.rules = takeover.rules
+        self.number = id(self)
+        BY_NUMBER[self.number] = self
+        self.untraced = POLICY_TRACED if takeover.has_policy else "" if takeover.layers is None else CHOSEN_TRACED
+        self.is_on = True  # else it is left in another thread's stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        rule = self.rules.get(func)
+        if rule is None:
+            # torch 2.13 cannot trace this one under any function mode: its code calls super().
+            if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+                return torch.unflatten(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if not self.is_on:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():
+            return self._traced(rule, func, args, kwargs or {})
+        if rule.is_composite:
+            return self.within(self.takeover, func, args, kwargs or {})
+        return self.takeover.call(rule, func, args, kwargs or {})
+
+    def _traced(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """While torch traces: only what it can trace."""
+        why = self.untraced
+        if not why and torch.are_deterministic_algorithms_enabled():
+            why = "torch.use_deterministic_algorithms does not reach into compiled graphs"
+        if not why:
+            planned: Planned = rule.plan(*args, **kwargs)
+            if isinstance(planned, str):
+                why = planned
+            else:
+                call, given = planned
+                refused = unfit_traced(given, is_attention=rule.op == "attention")
+                if refused is None:
+                    _note(self.number, rule.op, "")
+                    return call(*given)
+                why = refused
+        _note(self.number, rule.op, why)
+        return func(*args, **kwargs)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _note(number: int, op: str, why: str) -> None:
+    """Count what is decided while tracing: once for each graph, not for each run of it."""
+    mode = BY_NUMBER.get(number)
+    if mode is not None:
+        mode.takeover.tally.traced(op, why)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:160]
