@@ -1,7 +1,7 @@
 """LayerZero in Transformers. Importing this makes attn_implementation="layerzero" known.
 
-    import layerzero.transformers
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="layerzero")
+import layerzero.transformers
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="layerzero")
 """
 
 from __future__ import annotations

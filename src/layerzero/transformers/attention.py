@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import create_position_bias_mask, sdpa_attention_forward
 
 from layerzero.transformers import masks, running
-from layerzero.transformers.modeling import file_of
+from layerzero.transformers.modeling import ModelingFile, file_of
 from layerzero.transformers.running import HandedOver
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -22,8 +22,21 @@ _EAGER_HAS = {"softcap": "soft cap", "s_aux": "sinks", "sinks": "sinks"}
 _SAID_BY_MASKS = frozenset({"sliding_window"})
 # Tensors that layers pass on and that no formula of attention reads: they concern other parts, or other kernels.
 _NOT_ABOUT_US = frozenset(
-    "position_ids cache_position cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k read_index write_index "
-    "block_table num_items_in_batch token_type_ids labels input_ids".split()
+    {
+        "block_table",
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "input_ids",
+        "labels",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "position_ids",
+        "read_index",
+        "token_type_ids",
+        "write_index",
+    }
 )
 
 
@@ -44,28 +57,29 @@ def attention(
     weights where output_attentions asks for them. `attention_mask` is bool (True: attend), or added; None: all, or up
     to itself with is_causal. `cache`: continuous batching's, which has the keys."""
     if cache is not None:
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)  # type: ignore[operator]
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    file = file_of(module)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    causal = query.shape[2] > 1 and attention_mask is None and causal
+    # Without a mask SDPA's layers see up to themselves. Those of models that do not know SDPA always get a mask that
+    # says so; without one they see all.
+    causal = query.shape[2] > 1 and attention_mask is None and file.takes_sdpa and causal
     if (sparse := kwargs.pop("indices", None)) is not None:
         attention_mask = _both(attention_mask, causal, query, key, masks.selected(sparse, key.shape[2]))
         causal = False
     if (blocks := kwargs.pop("block_indices", None)) is not None:
         attention_mask = _of_blocks(module, blocks, attention_mask, query, key, kwargs.get("position_ids"))
         causal = False
-    reason = _eager_reason(module, kwargs)
+    reason = _eager_reason(file, kwargs)
     if reason is not None:
         running.count(module, "attention", f"handed to the model's own formula: {reason}")
-        return _eager(
-            module, query, key, value, attention_mask, dropout, scaling, causal, position_bias, kwargs
-        )
+        return _eager(module, query, key, value, attention_mask, dropout, scaling, causal, position_bias, kwargs)
     try:
         if running.IS_DISABLED:
             raise HandedOver("LAYERZERO_DISABLE")
         out = _serve(query, key, value, attention_mask, dropout, scaling, causal, position_bias)
     except HandedOver as why:
         running.count(module, "attention", f"handed to SDPA: {why}")
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, causal, position_bias, None, **kwargs
         )
     running.count(module, "attention")
@@ -114,7 +128,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
         raise HandedOver("kind of mask")
 
 
-def _eager_reason(module: nn.Module, kwargs: dict[str, Any]) -> str | None:
+def _eager_reason(file: ModelingFile, kwargs: dict[str, Any]) -> str | None:
     """Why only the model's own formula has what is asked for, or None."""
     for name, value in kwargs.items():
         if value is None or name in _SAID_BY_MASKS or name in _NOT_ABOUT_US:
@@ -126,7 +140,7 @@ def _eager_reason(module: nn.Module, kwargs: dict[str, Any]) -> str | None:
                 return "output_attentions"
         elif isinstance(value, Tensor):
             return f"the argument {name}"
-    return None if file_of(module).is_ordinary else "a formula of its own"
+    return None if file.is_ordinary else "a formula of its own"
 
 
 def _eager(

@@ -13,21 +13,32 @@ from transformers import PreTrainedModel
 
 # What the ordinary formula, softmax(q k^T * scale + mask) v, is written with in files of models; tanh is that of a soft
 # cap, which is an argument.
-_ORDINARY = frozenset(
-    "repeat_kv num_key_value_groups torch matmul transpose nn functional softmax float32 to dtype dropout training "
-    "contiguous size shape type head_dim hasattr getattr tanh F".split()
-)
+_NAMES = {
+    "contiguous",
+    "dtype",
+    "dropout",
+    "float32",
+    "functional",
+    "matmul",
+    "nn",
+    "softmax",
+    "to",
+    "torch",
+    "transpose",
+}
+_NAMES |= {"F", "getattr", "hasattr", "head_dim", "num_key_value_groups", "repeat_kv", "shape", "size", "tanh"}
+_NAMES |= {"training", "transpose", "type"}
 
 
 @dataclass(frozen=True)
 class ModelingFile:
     """A module with models. `eager`: its own attention formula, None where it has none. `has_interface`: its layers
-    look attention functions up by name. `takes_bool_masks`: all of its models do; others add masks to numbers.
-    `is_ordinary`: SDPA computes the same as `eager` for arguments that SDPA has."""
+    look attention functions up by name. `takes_sdpa`: all of its models do, and with it bool masks; others add masks to
+    numbers. `is_ordinary`: SDPA computes the same as `eager` for arguments that SDPA has."""
 
     eager: Callable[..., Any] | None
     has_interface: bool
-    takes_bool_masks: bool
+    takes_sdpa: bool
     is_ordinary: bool
 
 
@@ -42,9 +53,9 @@ def modeling_file(name: str) -> ModelingFile:
         for value in vars(module or object).values()
         if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == name
     ]
-    takes_sdpa = bool(models) and all(model._supports_sdpa for model in models)
-    is_ordinary = takes_sdpa or (eager is not None and set(_names(eager)) <= _ORDINARY)
-    return ModelingFile(eager, has_interface, has_interface and takes_sdpa, is_ordinary)
+    takes_sdpa = has_interface and bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
+    is_ordinary = takes_sdpa or (eager is not None and set(_names(eager)) <= _NAMES)
+    return ModelingFile(eager, has_interface, takes_sdpa, is_ordinary)
 
 
 def file_of(layer: object) -> ModelingFile:
@@ -64,7 +75,7 @@ def takes_bool_masks(config: object) -> bool:
 
 @functools.cache
 def _takes_bool_masks(package: str, names: tuple[str, ...]) -> bool:
-    return bool(names) and all(modeling_file(name).takes_bool_masks for name in names)
+    return bool(names) and all(modeling_file(name).takes_sdpa for name in names)
 
 
 def _beside(package: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-import layerzero.torch  # noqa: F401  # defines torch.ops.layerzero
+import layerzero.torch  # defines torch.ops.layerzero
 from layerzero.ipc.vocabulary.variables import is_disabled
 from layerzero.transformers import tally
 

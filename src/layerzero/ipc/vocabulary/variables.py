@@ -68,7 +68,7 @@ OTHERS = (
     Variable("NO_C", "", "anything: calls are made by the Python alone, without the compiled part", "client"),
     Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),
     Variable("MEMORY_MARGIN_MIB", "256", "MiB of memory that must stay free when more is asked for", "client, workers"),
-    Variable("DISABLE", "", "1: what brings LayerZero into other programs (docs/transformers.md) leaves them alone", "client"),
+    Variable("DISABLE", "", "1: what brings LayerZero into other programs leaves them alone", "client"),
     Variable("TRANSFORMERS", "", "1: importing `layerzero.transformers` puts it in SDPA's place", "client"),
     Variable("TRACEBACK", "", "true: `lz` shows where an error comes from", "`lz`"),
     Variable("WORKER_GRAPH_MIB", "256", "MiB of GPU memory for a worker's CUDA graphs; 0: none", "workers"),
