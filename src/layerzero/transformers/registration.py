@@ -6,19 +6,24 @@ import os
 from types import TracebackType
 
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from layerzero.ipc.vocabulary.variables import is_true
+from layerzero.transformers import running
 from layerzero.transformers.attention import attention
+from layerzero.transformers.experts import experts
 from layerzero.transformers.masks import mask
 
 NAME = "layerzero"
 
 
 def register() -> None:
-    """Make attn_implementation="layerzero" known, and ours the default where the variable says so."""
+    """Make "layerzero" known to attn_implementation and experts_implementation, and ours the default where the variable
+    says so."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    ExpertsInterface.register(NAME, experts)
     if is_true(os.environ, "TRANSFORMERS"):
         instead_of_sdpa()
 
@@ -42,5 +47,6 @@ class Switch:
 def instead_of_sdpa() -> Switch:
     """Every model of this process that would take SDPA, the default, takes LayerZero's attention: also those that are
     loaded already, pipelines, and continuous batching. The result undoes it, by `remove()` or as a context manager."""
-    AttentionInterface.register("sdpa", attention)
+    if not running.IS_DISABLED:
+        AttentionInterface.register("sdpa", attention)
     return Switch()
