@@ -82,8 +82,8 @@ def unkernelize(model: Model) -> Model:
 
 @functools.cache
 def mark_of(cls: Class) -> str:
-    """By what name Transformers marks a class as replaceable, "" where it does not. Read from its source: where HF kernels are missing, the
-    mark leaves no trace in the class."""
+    """By what name Transformers marks a class as replaceable, "" where it does not. Read from its source: without HF
+    kernels the mark leaves no trace in the class."""
     found = _MARK.search(_decorators(cls))
     return found[1] if found else ""
 
