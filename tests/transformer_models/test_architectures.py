@@ -18,10 +18,7 @@ HANDFUL |= {"deepseek_v32", "gptj", "bloom"}
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        pytest.param(one, id=one.name, marks=() if one.name in HANDFUL else (pytest.mark.long,))
-        for one in ARCHITECTURES
-    ],
+    [pytest.param(one, id=one.name, marks=() if one.name in HANDFUL else (pytest.mark.long,)) for one in ARCHITECTURES],
 )
 def test_logits_and_tokens_are_those_of_the_model_itself(architecture: Architecture) -> None:
     """Also of padding on either side, of beams, of caches, of an encoder's keys."""

@@ -16,28 +16,10 @@ from layerzero.transformers.running import HandedOver
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")
 
-# What layers say besides, and no kernel has. A mask says the same of a sliding window, as it does for SDPA and for the
-# model's own formula.
+# What layers say besides, and no kernel has. Each is handed to the model's own formula, and so is what only that names.
+# A mask says the same of a sliding window, as it does for SDPA and for the formula.
 _EAGER_HAS = {"softcap": "soft cap", "s_aux": "sinks", "sinks": "sinks"}
 _SAID_BY_MASKS = frozenset({"sliding_window"})
-# Tensors that layers pass on and that no formula of attention reads: they concern other parts, or other kernels.
-_NOT_ABOUT_US = frozenset(
-    {
-        "block_table",
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "input_ids",
-        "labels",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "position_ids",
-        "read_index",
-        "token_type_ids",
-        "write_index",
-    }
-)
 
 
 def attention(
@@ -131,15 +113,12 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 def _eager_reason(file: ModelingFile, kwargs: dict[str, Any]) -> str | None:
     """Why only the model's own formula has what is asked for, or None."""
     for name, value in kwargs.items():
-        if value is None or name in _SAID_BY_MASKS or name in _NOT_ABOUT_US:
+        if value is None or value is False or name in _SAID_BY_MASKS:
             continue
         if name in _EAGER_HAS:
             return _EAGER_HAS[name]
-        if name == "output_attentions":
-            if value:
-                return "output_attentions"
-        elif isinstance(value, Tensor):
-            return f"the argument {name}"
+        if name == "output_attentions" or name in file.arguments:
+            return name
     return None if file.is_ordinary else "a formula of its own"
 
 

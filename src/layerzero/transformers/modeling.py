@@ -4,6 +4,7 @@ and which formula is its own."""
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,14 +33,16 @@ _NAMES |= {"training", "transpose", "type"}
 
 @dataclass(frozen=True)
 class ModelingFile:
-    """A module with models. `eager`: its own attention formula, None where it has none. `has_interface`: its layers
-    look attention functions up by name. `takes_sdpa`: all of its models do, and with it bool masks; others add masks to
-    numbers. `is_ordinary`: SDPA computes the same as `eager` for arguments that SDPA has."""
+    """A module with models. `eager`: its own attention formula, None where it has none. `arguments`: those that it
+    names. `has_interface`: its layers look attention functions up by name. `takes_sdpa`: all of its models do, and with
+    it bool masks; others add masks to numbers. `is_ordinary`: SDPA computes the same as `eager` for arguments that SDPA
+    has."""
 
     eager: Callable[..., Any] | None
     has_interface: bool
     takes_sdpa: bool
     is_ordinary: bool
+    arguments: frozenset[str]
 
 
 @functools.cache
@@ -55,7 +58,8 @@ def modeling_file(name: str) -> ModelingFile:
     ]
     takes_sdpa = has_interface and bool(models) and all(getattr(model, "_supports_sdpa", False) for model in models)
     is_ordinary = takes_sdpa or (eager is not None and set(_names(eager)) <= _NAMES)
-    return ModelingFile(eager, has_interface, takes_sdpa, is_ordinary)
+    arguments = frozenset(inspect.signature(eager).parameters if eager is not None else ())
+    return ModelingFile(eager, has_interface, takes_sdpa, is_ordinary, arguments)
 
 
 def file_of(layer: object) -> ModelingFile:
