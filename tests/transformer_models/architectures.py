@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"), 96),
     **dict.fromkeys(("sliding_window", "attention_window_size"), 5),
     **dict.fromkeys(("initializer_range", "init_std"), 0.2),
+    "first_k_dense_replace": 1,
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
