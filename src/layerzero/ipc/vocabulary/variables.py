@@ -66,9 +66,15 @@ class Variable(NamedTuple):
 OTHERS = (
     Variable("GPU_TRANSPORT", "any", "the only way of sharing GPU memory that may be used (docs/gpu.md)", "client"),
     Variable("NO_C", "", "anything: calls are made by the Python alone, without the compiled part", "client"),
-    Variable("DISABLE", "", "1: layerzero.torch.accelerate leaves everything to torch, and says so", "client"),
     Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),
     Variable("MEMORY_MARGIN_MIB", "256", "MiB of memory that must stay free when more is asked for", "client, workers"),
+    Variable(
+        "DISABLE",
+        "",
+        "1: `layerzero.torch.accelerate` and `layerzero.transformers` leave programs as they are, and say so",
+        "client",
+    ),
+    Variable("TRANSFORMERS", "", "1: importing `layerzero.transformers` puts it in SDPA's place", "client"),
     Variable("TRACEBACK", "", "true: `lz` shows where an error comes from", "`lz`"),
     Variable("WORKER_GRAPH_MIB", "256", "MiB of GPU memory for a worker's CUDA graphs; 0: none", "workers"),
     Variable("WORKER_CONFINED", "1", "0: a worker may trace and signal other processes of its user", "workers"),
@@ -91,6 +97,19 @@ _OF_A_SERVICE = re.compile(r"(.*_)?(SERVICE_(HOST|PORT.*)|PORT(_\d+_.*)?)")
 
 
 _WORKERS = "WORKER_"
+
+
+_TRUE = ("1", "true", "yes", "on")
+
+
+def is_disabled(environ: Mapping[str, str]) -> bool:
+    """Whether what brings LayerZero into other programs is to leave them alone: LAYERZERO_DISABLE=1."""
+    return is_true(environ, "DISABLE")
+
+
+def is_true(environ: Mapping[str, str], name: str) -> bool:
+    """Whether one of `OTHERS` is set to 1 or its like."""
+    return environ.get(PREFIX + name, "").strip().lower() in _TRUE
 
 
 class SettingWarning(UserWarning):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import difflib
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Self
@@ -16,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 import layerzero as lz
 from layerzero.client.connection import overlay
 from layerzero.client.facade import policy as policies
-from layerzero.client.facade.disabling import DISABLE, is_disabled
+from layerzero.ipc.vocabulary.variables import is_disabled
 from layerzero.torch.acceleration import seam
 from layerzero.torch.acceleration.functions import OPS
 from layerzero.torch.acceleration.interception import Interception, Takeover
@@ -58,7 +59,7 @@ class Acceleration:
                 "`with accelerate():` around calls of a function"
             )
         self.ops = OPS if ops is None else _known(ops)
-        self.why_off = f"{DISABLE} is set: everything is torch's" if is_disabled() else ""
+        self.why_off = "LAYERZERO_DISABLE is set: everything is torch's" if is_disabled(os.environ) else ""
         self._tally = Tally(model)
         self._model = None if model is None else ref(model)
         self._thread = threading.get_ident()

@@ -1,0 +1,120 @@
+"""Transformers' models on the CPU with attention by LayerZero, beside SDPA: prefill and generate, batch 8.
+
+    python bench/transformers_cpu.py [--quick]
+
+Needs torch and Transformers (pip install 'layerzero-broker[transformers]'). Random weights, float32, one thread in the
+program and one in each worker. Both run in turn in each round; quote the ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+import transformers
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import layerzero.transformers  # noqa: F401  # makes the name "layerzero" known
+
+BATCH, NEW, AIM = 8, 32, 1.05
+SIZES = {"tiny": (128, 2, 4), "small": (384, 6, 6)}  # hidden size, layers, heads
+MODES = ("SDPA", "LayerZero")
+LENGTHS = {"tiny": (32, 128, 512), "small": (32, 128)}
+ROUNDS = 9
+
+
+def models(size: str) -> dict[str, Any]:
+    hidden, layers, heads = SIZES[size]
+    torch.manual_seed(0)
+    common_options = {
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 8000,
+        "max_position_embeddings": 1024,
+    }
+    return {
+        "BERT": BertModel(BertConfig(**common_options)).eval(),
+        "Llama": LlamaForCausalLM(LlamaConfig(**common_options, num_key_value_heads=heads // 2)).eval(),
+    }
+
+
+def ids(tokens: int) -> torch.Tensor:
+    return torch.randint(3, 8000, (BATCH, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def use(model: Any, mode: str) -> None:
+    model.set_attn_implementation("sdpa" if mode == "SDPA" else "layerzero")
+
+
+def measure(model: Any, call: Callable[[], torch.Tensor], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds of each mode, and the largest difference of its result from SDPA's."""
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    results = {}
+    for number in range(rounds + 1):
+        for mode in MODES:
+            use(model, mode)
+            for _ in range(3 if number == 0 else 1):  # a lane, an import
+                results[mode] = call()
+            start = time.perf_counter()
+            call()
+            if number:
+                times[mode].append((time.perf_counter() - start) * 1e3)
+    base = results["SDPA"].float()
+    errors = {mode: float((found.float() - base).abs().max() / base.abs().max()) for mode, found in results.items()}
+    return {mode: statistics.median(found) for mode, found in times.items()}, errors
+
+
+def main() -> None:
+    args = common.parser(__doc__, "three rounds").parse_args()
+    rounds = 3 if args.quick else ROUNDS
+    load = os.getloadavg()[0]
+    rows = []
+    torch.set_num_threads(1)
+    with common.own_broker(OMP_NUM_THREADS="1"), torch.no_grad():
+        for size in SIZES:
+            for name, model in models(size).items():
+                for tokens in LENGTHS[size]:
+                    given = ids(tokens)
+                    options = {"use_cache": False} if name == "Llama" else {}
+                    ms, errors = measure(model, lambda m=model, x=given, o=options: m(x, **o)[0], rounds)  # type: ignore[misc]
+                    rows += rows_of(f"{size} {name}, {tokens} tokens", ms, errors)
+                if name == "Llama":
+                    given = ids(64)
+                    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+                    call = lambda m=model, x=given, o=settings: m.generate(x, **o)  # noqa: E731
+                    ms, errors = measure(model, call, max(2, rounds // 3))
+                    rows += rows_of(f"{size} {name}, {NEW} tokens after 64", ms, errors)
+    common.finish(
+        "transformers_cpu",
+        "Transformers' models on the CPU, attention by LayerZero beside SDPA",
+        {"here": {"torch": torch.__version__, "transformers": transformers.__version__}},
+        ("what, batch 8", "attention by", "SDPA", "ms", "over SDPA", "results differ by"),
+        rows,
+        (f"Load average of the machine at the start: {load:.1f}; of a busy one the ratios alone say something.",),
+        is_quick=args.quick,
+    )
+
+
+def rows_of(what: str, ms: dict[str, float], errors: dict[str, float]) -> list[tuple[str, ...]]:
+    return [
+        (
+            what,
+            mode,
+            f"{ms['SDPA']:.1f}",
+            f"{ms[mode]:.1f}",
+            common.at_most(ms[mode] / ms["SDPA"], AIM),
+            f"{errors[mode]:.0e}",
+        )
+        for mode in MODES[1:]
+    ]
+
+
+if __name__ == "__main__":
+    main()

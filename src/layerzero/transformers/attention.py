@@ -1,0 +1,171 @@
+"""Transformers' attention function: a layer's call as one of lz.attention where that has all that is asked for; else
+the model's own formula, or Transformers' SDPA, computes it. Nothing that is asked for is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import create_position_bias_mask, sdpa_attention_forward
+
+from layerzero.transformers import masks, running
+from layerzero.transformers.modeling import ModelingFile, file_of
+from layerzero.transformers.running import HandedOver
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DEVICES = ("cpu", "cuda")
+
+# What layers say besides, and no kernel has. Each is handed to the model's own formula, and so is what only that names.
+# A mask says the same of a sliding window, as it does for SDPA and for the formula.
+_EAGER_HAS = {"softcap": "soft cap", "s_aux": "sinks", "sinks": "sinks"}
+_SAID_BY_MASKS = frozenset({"sliding_window"})
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """A layer's attention: query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv) -> (B, Sq, Hq, Dv), and the
+    weights where output_attentions asks for them. `attention_mask` is bool (True: attend), or added; None: all, or up
+    to itself with is_causal. `cache`: continuous batching's, which has the keys."""
+    if cache is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    file = file_of(module)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    # Without a mask SDPA's layers see up to themselves. Those of models that do not know SDPA always get a mask that
+    # says so; without one they see all.
+    causal = query.shape[2] > 1 and attention_mask is None and file.takes_sdpa and causal
+    if (sparse := kwargs.pop("indices", None)) is not None:
+        attention_mask = _both(attention_mask, causal, query, key, masks.selected(sparse, key.shape[2]))
+        causal = False
+    if (blocks := kwargs.pop("block_indices", None)) is not None:
+        attention_mask = _of_blocks(module, blocks, attention_mask, query, key, kwargs.get("position_ids"))
+        causal = False
+    reason = _eager_reason(file, kwargs)
+    if reason is not None:
+        running.count(module, "attention", f"handed to the model's own formula: {reason}")
+        return _eager(module, query, key, value, attention_mask, dropout, scaling, causal, position_bias, kwargs)
+    try:
+        if running.IS_DISABLED:
+            raise HandedOver("LAYERZERO_DISABLE")
+        out = _serve(query, key, value, attention_mask, dropout, scaling, causal, position_bias)
+    except HandedOver as why:
+        running.count(module, "attention", f"handed to SDPA: {why}")
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, causal, position_bias, None, **kwargs
+        )
+    running.count(module, "attention")
+    return out, None
+
+
+def _serve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    position_bias: Tensor | None,
+) -> Tensor:
+    """By lz.attention. Raises HandedOver."""
+    if dropout:
+        raise HandedOver("dropout")
+    _check_tensors(query, key, value, mask)
+    if causal and key.shape[2] > query.shape[2]:  # a prefill on a static cache, of which the rest is empty
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
+    if position_bias is not None:
+        mask, causal = create_position_bias_mask(position_bias, mask, causal, query, key), False
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+        mask = mask.to(query.dtype)
+    batch = max(query.shape[0], key.shape[0])  # queries that are learned have a batch of one
+    if query.shape[0] != batch:
+        query = query.expand(batch, -1, -1, -1)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    is_grouped = q.shape[2] != k.shape[2]
+    return running.call(
+        "attention", q, k, v, mask, is_causal=bool(causal), scale=scaling, enable_gqa=is_grouped, layout="BSHD"
+    )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    if any(tensor.dim() != 4 for tensor in (query, key, value)):
+        raise HandedOver("not 4 dimensions")
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise HandedOver("dtypes")
+    if query.device.type not in DEVICES:
+        raise HandedOver(f"device {query.device.type}")
+    if mask is not None and (mask.dim() > 4 or not (mask.dtype == torch.bool or mask.dtype.is_floating_point)):
+        raise HandedOver("kind of mask")
+
+
+def _eager_reason(file: ModelingFile, kwargs: dict[str, Any]) -> str | None:
+    """Why only the model's own formula has what is asked for, or None."""
+    for name, value in kwargs.items():
+        if value is None or value is False or name in _SAID_BY_MASKS:
+            continue
+        if name in _EAGER_HAS:
+            return _EAGER_HAS[name]
+        if name == "output_attentions" or name in file.arguments:
+            return name
+    return None if file.is_ordinary else "a formula of its own"
+
+
+def _eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    position_bias: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """By the formula in the model's own file, which adds masks to scores."""
+    formula = file_of(module).eager
+    if formula is None:
+        raise NotImplementedError(
+            f"Load this model with attn_implementation='eager': {type(module).__name__} asks for what no kernel of "
+            "LayerZero and not SDPA has, and its file has no formula of its own."
+        )
+    if causal:
+        mask = masks.causal(query, key)
+    if mask is not None:
+        mask = masks.as_float(mask, query.dtype)
+    if position_bias is not None:
+        kwargs = {**kwargs, "position_bias": position_bias}
+    out: tuple[Tensor, Tensor | None] = formula(
+        module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
+    )
+    return out
+
+
+def _both(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor, other: Tensor) -> Tensor:
+    return masks.both(masks.causal(query, key) if causal else mask, other)
+
+
+def _of_blocks(
+    module: Any, blocks: Tensor, mask: Tensor | None, query: Tensor, key: Tensor, position_ids: Tensor | None
+) -> Tensor:
+    """The mask of blocks of keys that MiniMax M3's indexer has selected, as the layer makes it for SDPA."""
+    seq_q, seq_k = query.shape[2], key.shape[2]
+    if position_ids is None:
+        position_ids = torch.arange(seq_k - seq_q, seq_k, device=query.device)
+    if position_ids.ndim == 1:
+        position_ids = position_ids.unsqueeze(0)
+    position_ids = position_ids.expand(query.shape[0], -1)
+    made: Tensor = module.indexer.build_block_mask(blocks, mask, seq_k, query.dtype, query.device, position_ids)
+    return made

@@ -1,0 +1,66 @@
+"""What became of the calls of each class of layers: served, or handed over to Transformers, and why."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+SERVED = "served"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Calls of one class of layers. `what`: attention, experts, or the name of a layer. `outcome`: "served", or why
+    they were handed over."""
+
+    layer: str
+    what: str
+    outcome: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows, those with most calls first. Compiled calls are not counted."""
+
+    rows: tuple[Row, ...] = field(default=())
+
+    @property
+    def served(self) -> int:
+        return sum(row.calls for row in self.rows if row.outcome == SERVED)
+
+    @property
+    def handed_over(self) -> int:
+        return sum(row.calls for row in self.rows if row.outcome != SERVED)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no calls yet"
+        width = max(len(row.layer) for row in self.rows)
+        lines = [f"{row.layer:<{width}}  {row.what:<10}  {row.calls:>8,}  {row.outcome}" for row in self.rows]
+        return "\n".join((f"{self.served:,} calls served, {self.handed_over:,} handed over", *lines))
+
+
+_calls: Counter[tuple[str, str, str]] = Counter()
+_lock = threading.Lock()
+
+
+def count(layer: object, what: str, outcome: str = SERVED) -> None:
+    """One more call of a layer."""
+    key = (type(layer).__name__, what, outcome)
+    with _lock:
+        _calls[key] += 1
+
+
+def report() -> Report:
+    """What became of this process's calls so far."""
+    with _lock:
+        found = _calls.most_common()
+    return Report(tuple(Row(*key, calls) for key, calls in found))
+
+
+def clear() -> None:
+    """Forget all calls."""
+    with _lock:
+        _calls.clear()

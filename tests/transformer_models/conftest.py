@@ -1,0 +1,32 @@
+"""Tests of applications that use Transformers. They run in the environment that has it, started by
+tests/envs/test_transformers.py, against a broker that another interpreter runs: two environments, one broker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+if "LZ_TEST_FRAMEWORKS" not in os.environ:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _session() -> Iterator[None]:
+    import torch
+
+    import layerzero as lz
+
+    torch.set_num_threads(1)  # threads of tiny models wait for each other, where others keep the cores busy
+    lz.connect()
+    yield
+    lz.disconnect()
+
+
+@pytest.fixture(autouse=True)
+def _report() -> None:
+    """Each test counts its own calls."""
+    import layerzero.transformers
+
+    layerzero.transformers.clear()
