@@ -71,7 +71,7 @@ OTHERS = (
     Variable(
         "DISABLE",
         "",
-        "1: `layerzero.torch.accelerate` and `layerzero.transformers` leave programs as they are, and say so",
+        "1: `layerzero.torch` and `layerzero.transformers` leave programs as they are",
         "client",
     ),
     Variable("TRANSFORMERS", "", "1: importing `layerzero.transformers` puts it in SDPA's place", "client"),
