@@ -353,6 +353,7 @@ def test_accelerated_lengths_share_a_graph() -> None:
     assert graphs.frame_count <= 2
 
 
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")  # the mode, on and off
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_accelerated_model_is_exported_with_our_ops(strict: bool) -> None:
     model, x = Model(), inputs()[0]
