@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,7 @@ class Worker:
             os.close(fd)
 
 
-LEASE = Lease(1, 7, 0, None)  # type: ignore[arg-type]
+LEASE = Lease(1, 7, 0, None, 1)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -78,12 +79,12 @@ def test_a_lane_waits_for_the_call_that_its_caller_gave_up(ends: tuple[Lane, Wor
     ours, worker = ends
     worker.hang_up_next()
     with pytest.raises(BrokerLost):
-        ours.run(LEASE, 1, b"first", 60.0, None)
-    assert ours.run(LEASE, 1, b"second", 0.0, None) is None
+        ours.run(LEASE, b"first", 60.0, None)
+    assert ours.run(LEASE, b"second", 0.0, None) is None
     assert worker.page.get_call() == (1, 7, b"first")
     worker.end(1)
     with pytest.raises(BrokerLost):
-        ours.run(LEASE, 1, b"third", 60.0, None)
+        ours.run(LEASE, b"third", 60.0, None)
     assert worker.page.get_call() == (2, 7, b"third")
 
 
@@ -92,20 +93,20 @@ def test_the_answer_to_a_call_that_was_given_up_is_no_answer_to_the_next(ends: t
     ours, worker = ends
     worker.hang_up_next()
     with pytest.raises(BrokerLost):
-        ours.run(LEASE, 1, b"first", 60.0, None)
+        ours.run(LEASE, b"first", 60.0, None)
     worker.end(1)
     os.read(worker.hang_up, 1)
-    assert ours.run(LEASE, 1, b"second", 0.01, None) is None  # nobody answers this one
+    assert ours.run(LEASE, b"second", 0.01, None) is None  # nobody answers this one
     worker.end(3)
-    assert ours.run(LEASE, 1, b"third", 60.0, None) == Ran(3, 123, b"")
+    assert ours.run(LEASE, b"third", 60.0, None) == Ran(3, 123, b"")
 
 
 def test_a_call_that_has_no_room_on_the_page_goes_to_the_broker(ends: tuple[Lane, Worker]) -> None:
     """The rest of its references would lie where the worker writes, or be cut off."""
     ours, worker = ends
-    assert ours.run(LEASE, 1, b"x" * (lane.MAX_CALL_BYTES + 1), 0.0, None) is None
+    assert ours.run(LEASE, b"x" * (lane.MAX_CALL_BYTES + 1), 0.0, None) is None
     assert worker.page.get_call() == (0, 0, b"")
-    assert ours.run(LEASE, 1, b"x" * lane.MAX_CALL_BYTES, 0.0, None) is None  # nobody answers
+    assert ours.run(LEASE, b"x" * lane.MAX_CALL_BYTES, 0.0, None) is None  # nobody answers
     assert len(worker.page.get_call()[2]) == lane.MAX_CALL_BYTES
 
 
@@ -119,3 +120,10 @@ def test_a_lane_without_bells_is_not_used(bells: list[int] | None) -> None:
     ours.close()
     del ours  # the page stays mapped while somebody has it
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_neighbours_call_brings_its_extents_along(ends: tuple[Lane, Worker]) -> None:
+    """Behind the references; the worker knows what they stand for."""
+    ours, worker = ends
+    assert ours.run(replace(LEASE, values=b"12345678"), b"refs", 0.0, None) is None  # nobody answers
+    assert worker.page.get_call() == (1, 7, b"refs12345678")

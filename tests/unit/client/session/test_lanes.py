@@ -21,7 +21,7 @@ from layerzero.client.session.shadow import NEVER
 def test_calls_that_the_broker_must_see_take_no_lane(fields: dict[str, Any], next_seq: int) -> None:
     """Where inputs are known to be poison, each call shows its digest to the broker."""
     nothing: Any = None
-    route = Route(1, nothing, b"", **{"lease": Lease(1, 1, 0, nothing), **fields})
+    route = Route(1, nothing, b"", **{"lease": Lease(1, 1, 0, nothing, 1), **fields})
     lane: Any = SimpleNamespace(is_ended=False, holds=lambda lease: True)
     lanes = Lanes(nothing, SimpleNamespace(next_seq=next_seq))  # type: ignore[arg-type]
     lanes.by_number[1] = lane
