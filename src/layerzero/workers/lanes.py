@@ -88,6 +88,7 @@ class Lanes:
         self._plans.setdefault(number, {})[plan] = neighbours
         if number in self._lanes:
             self._lanes[number].neighbours.clear()
+            self._lanes[number].ready.clear()
 
     def allows(self, number: int, plan: int) -> bool:
         return plan in self._plans.get(number, ())

@@ -48,7 +48,12 @@ class LeasePolicy:
         kind = self._kind(call, worker)
         if route.settled >= SETTLED_CALLS - 1:
             self._lend(call, worker, route, route.settled)
-        elif kind is not None and kind.count >= SETTLED_CALLS - 1 and not kind.route.is_leased:
+        elif (
+            kind is not None
+            and kind.count >= SETTLED_CALLS - 1
+            and not kind.route.is_leased
+            and self.signatures.neighbours(kind.route.signature) is not None
+        ):
             self._lend(call, worker, kind.route, kind.count)
 
     def _lend(self, call: Call, worker: Worker, route: Route, count: int) -> None:
@@ -66,7 +71,7 @@ class LeasePolicy:
             self.effects.emit(*self.leases.grant(call, worker, plan, route, near))
 
     def _kind(self, call: Call, worker: Worker) -> Kind | None:
-        """The kind that a call is of, with it counted; None for one that has no neighbours."""
+        """The kind that a call is of, with it counted; None on a GPU, where each length is lifted."""
         client, route, signature = call.client, call.route, call.route.signature
         if call.gpu:
             return None
@@ -74,8 +79,6 @@ class LeasePolicy:
         key = (signature.cell.key, spec.pinned, spec.policy_key)
         kind = client.kinds.get(key)
         if kind is None or kind.server != server or client.routes.get(kind.route.number) is not kind.route:
-            if self.signatures.neighbours(signature) is None:
-                return None
             if len(client.kinds) >= MAX_KINDS:
                 client.kinds.clear()
             kind = client.kinds[key] = Kind(server, route)

@@ -29,7 +29,8 @@ MAX_LEFT = 2 * SLOTS  # calls of a ring that were left to the broker: when so ma
 class Lane:
     """Between a client and one start of a worker, for the CPU or for a GPU, where it is a ring. `routes` and `plans`
     hold the leases in force, `kernels` also what earlier ones named: a call may be on its way under those. All are by
-    route number. `told`: the plans that the worker was told of, each with the last dispatch before. `left`: calls
+    route number. `told`: the plans that the worker was told of, each with the last dispatch before, and `neighbours` of
+    each. `left`: calls
     of a ring that came to the broker; `begun`: others of it that the GPU may be in, and since when."""
 
     number: int
@@ -43,6 +44,7 @@ class Lane:
     plans: dict[int, int] = field(default_factory=dict)  # routes of equal signatures share one
     kernels: dict[int, str] = field(default_factory=dict)
     told: dict[int, int] = field(default_factory=dict)
+    neighbours: dict[int, Neighbourhood | None] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     begun: dict[int, float] = field(default_factory=dict)
 
@@ -99,8 +101,10 @@ class Leases:
         if lane is None:
             number = next(self._numbers)
             lane = self.lanes[number] = Lane(number, call.client, worker, worker.generation, call.gpu)
-        if plan not in lane.told:
+        if plan not in lane.told or lane.neighbours[plan] != neighbours:
             lane.told = {one: since for one, since in lane.told.items() if one in worker.plans}
+            lane.neighbours = {one: its for one, its in lane.neighbours.items() if one in lane.told}
+            lane.neighbours[plan] = neighbours
             lane.told[plan] = worker.running[-1].dispatch if worker.running else call.dispatch
             body = b"" if neighbours is None else encode(Neighbours(neighbours=neighbours.to_wire()))
             yield act.SendAllow(worker.identity, plan, lane.number, body)

@@ -54,12 +54,31 @@ def neighbourhood(
         return None
     found = _of_extents(specs, symbols, buckets)
     lows, highs = ([its[end] for its in found.ranges] for end in (0, 1))
-    for values in (lows, highs):
-        if len(set(values)) < len(values):
-            return None  # two symbols of one bucket: they could meet anywhere in it
-        if not _reads(engine, spec, context, found.apply(specs, values), wanted):
-            return None
-    return found
+    if len(set(lows)) < len(lows):
+        return None  # two symbols of one bucket: they could meet anywhere in it
+    ends = [found.apply(specs, values) for values in (lows, highs)]
+    if not all(_reads(engine, spec, context, end, wanted) for end in ends):
+        return None
+    return found if _are_certified_alike(engine, spec, ends) else None
+
+
+def _are_certified_alike(engine: Engine, spec: CallSpec, ends: Sequence[Specs | None]) -> bool:
+    """Whether certificates are the same for each size that a product of extents may have between these ends."""
+    count, dtype = len(spec.inputs), class_dtype(spec.op, spec.inputs)
+    classes = []
+    for specs in ends:
+        assert specs is not None
+        outputs = [one for one in specs[count:] if one is not None]
+        classes.append(shape_class(spec.op, specs[:count], spec.attrs, outputs).split("/"))
+    if any(len(parts) != 3 for parts in classes):
+        return True  # the op has no sizes
+    (variant, low, memory), (_, high, _) = classes
+    sizes = {low, high} if low == high == "long" else {low, high, "ragged", "aligned"}
+    judge = engine.certification.judge
+    return all(
+        len({judge(Subject(kernel_id, dtype, f"{variant}/{size}/{memory}")) is None for size in sizes}) == 1
+        for kernel_id, _ in engine.kernels(spec.op)
+    )
 
 
 def _reads(

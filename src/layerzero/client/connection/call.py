@@ -130,6 +130,7 @@ class Submitted:
     decision: messages.Decision | None = None  # of a call that ran in this process
     after_lane: int = 0  # the express lane that ended with this call on it, and which call of the lane it was
     after_call: int = 0
+    near: int = 0  # the route whose lease it had there
 
     @property
     def writes_to_caller(self) -> bool:

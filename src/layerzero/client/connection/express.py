@@ -35,6 +35,7 @@ class Lease:
     route: int
     values: bytes = b""
     neighbours: Neighbourhood | None = None  # of the route, whose calls may go there, too
+    note: str = ""  # for reports
 
 
 class Ran(NamedTuple):

@@ -10,15 +10,18 @@ from layerzero.client.connection.call import Route
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.vocabulary.neighbours import pack_values
 
-MAX_KINDS = 512
-MAX_BASES = 8  # leased routes kept for each kind
+MAX_KINDS = 1024
+MAX_BASES = 4  # leased routes kept for each kind
 NOTE = "decided for a call with other extents, which is ranked as this one"
 
 
 def kind_of(plan: Plan, backend: str | None, overlay: str) -> Hashable:
     """What a call has in common with its neighbours, of those that are made on the CPU."""
     attrs = tuple((name, type(value), value) for name, value in plan.attrs.items())
-    tensors = tuple(None if one is None else (one.dtype, one.ndim) for one in (*plan.inputs, *plan.outputs))
+    tensors = tuple(
+        None if one is None else (one.dtype, *[(extent - 1).bit_length() if extent else -1 for extent in one.shape])
+        for one in (*plan.inputs, *plan.outputs)
+    )  # neighbours are measured as one: their extents are in the same powers of two
     return plan.op, attrs, tensors, backend, overlay
 
 
@@ -46,7 +49,7 @@ class Neighbours:
                 continue
             values = lease.neighbours.values(specs)
             if lease.neighbours.apply((*base.plan.inputs, *base.plan.outputs), values) == specs:
-                route.near, route.stays_out = base, NOTE
-                route.lease = replace(lease, values=pack_values(values), neighbours=None)
+                route.near = base
+                route.lease = replace(lease, values=pack_values(values), neighbours=None, note=NOTE)
                 return True
         return False

@@ -76,7 +76,9 @@ class Routes:
             raise InvalidArgument(f"{request.op}: an argument is of a wrong type: {request.params!r:.200}") from None
         if route is not None:
             if route.lease is None and not route.is_told:
-                self._neighbours.lend(route)
+                with self._lock:
+                    if route.lease is None and not route.is_told:
+                        self._neighbours.lend(route)
             return route
         plan = request.planner(*specs, **request.params)
         if out is not None:
@@ -116,18 +118,18 @@ class Routes:
                 link.send(wire.pack(Kind.FORGET, route=self._forgotten.popleft()))
         return route
 
-    def tell(self, link: Link, route: Route) -> None:
-        """The broker of a route, unless it knows it."""
+    def tell(self, link: Link, route: Route, near: int = 0) -> None:
+        """The broker of a route, unless it knows it. `near`: the route whose lease its call had."""
         if route.is_told:
             return
         with self._lock:
             if not route.is_told:
-                route.is_told = True
                 route.body = route.body or _body_of(route.plan, *route.asked)
                 self._by_number[route.number] = route
-                near = 0 if route.near is None else route.near.number
+                near = near or (0 if route.near is None else route.near.number)
                 link.send(wire.pack(Kind.ROUTE, route=route.number, aux=near, body=route.body))
                 weakref.finalize(route, self._forgotten.append, route.number).atexit = False
+                route.is_told = True  # last: other threads go on to call on it
 
     def check_policy(self, policy: Overlay) -> None:
         """Let the broker look at an overlay, once for each. Raises InvalidArgument with what is wrong and the nearest
@@ -165,6 +167,7 @@ class Routes:
                 near = Neighbourhood.from_wire(lease.neighbours, (*route.plan.inputs, *route.plan.outputs))
             told = replace(decision, lane=EXPRESS)
             route.lease = Lease(lease.lane, lease.plan, lease.epoch, told, route.number, neighbours=near)
+            route.near = None  # the broker has its kernel by its own number
             if near is not None:
                 self._neighbours.note(route)
 

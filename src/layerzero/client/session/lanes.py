@@ -66,6 +66,7 @@ class Lanes:
 
     def leave(self, submitted: Submitted, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None) -> None:
         """What the broker, or the report, is to be told of a call that did not end well on a lane."""
+        submitted.near = lease.route if lease.values else 0
         if isinstance(end, Lost):
             submitted.route.lease = None
             submitted.after_lane, submitted.after_call = lane.number, end.call & 0xFFFF_FFFF

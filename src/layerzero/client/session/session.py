@@ -29,7 +29,7 @@ from layerzero.client.connection.call import (
     place_key,
     seconds,
 )
-from layerzero.client.connection.express import Ran
+from layerzero.client.connection.express import Lease, Ran
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.record import Record, attempts_of, explanation, failure, report_of, waited
 from layerzero.client.connection.report import Attempt, Copy, SelectionReport
@@ -176,7 +176,7 @@ class Session:
                 hold = (request.args, request.out)
                 end = lane.run(lease, ticket.refs, seconds(request, lane.default_s), hold)
                 if isinstance(end, Ran):
-                    self._note_ran(ticket.route, end, lease.decision, start_ns)
+                    self._note_ran(ticket.route, end, lease, start_ns)
                     return request.out
         submitted = prepare(self, request, (), arrays, out, start_ns)
         place = None if submitted.pending.is_done else self._lanes.of(submitted.route)
@@ -191,7 +191,7 @@ class Session:
                     self._lanes.remember(key, Ticket(submitted.route, submitted.refs, specs))
                 submitted.pending.finish()
                 result = submitted.result(end.said)
-                self._note_ran(submitted.route, end, lease.decision, start_ns, submitted.copies)
+                self._note_ran(submitted.route, end, lease, start_ns, submitted.copies)
                 return result
             self._lanes.leave(submitted, lane, lease, end)
         return self.wait(self._start(submitted))
@@ -220,15 +220,13 @@ class Session:
                 submitted.sample = self.shadow.take(submitted, seq)
         return submitted
 
-    def _note_ran(
-        self, route: Route, ran: Ran, decision: messages.Decision, start_ns: int, copies: Sequence[Copy] = ()
-    ) -> None:
-        end_ns = time.perf_counter_ns()
-        self.last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), decision, (), route.stays_out)
+    def _note_ran(self, route: Route, ran: Ran, lease: Lease, start_ns: int, copies: Sequence[Copy] = ()) -> None:
+        end_ns, note = time.perf_counter_ns(), lease.note or route.stays_out
+        self.last.record = (route.plan, copies, start_ns, end_ns, ran.kernel_ns, (), lease.decision, (), note)
 
     def _send(self, submitted: Submitted) -> int:
         route, timeout_s = submitted.route, submitted.request.timeout_s
-        self.routes.tell(submitted.link, route)
+        self.routes.tell(submitted.link, route, submitted.near)
         flags, body = 0, submitted.refs
         if route.needs_digest:
             flags, body = wire.pack_call(body, digest=submitted.digest())

@@ -41,15 +41,19 @@ class Neighbourhood:
 
     def apply(self, base: Specs, values: Sequence[int]) -> tuple[TensorSpec | None, ...] | None:
         """The tensors of the neighbour of a call with tensors `base` whose symbols have these values; None for values
-        out of range, and for two symbols with one value, which is another kind of call."""
+        out of range, for two symbols with one value, and where a view becomes dense: those are other kinds of calls."""
         if len(values) != len(self.ranges) or len(set(values)) != len(values):
             return None
         if not all(low <= value <= high for value, (low, high) in zip(values, self.ranges, strict=True)):
             return None
-        return tuple(
+        found = tuple(
             None if spec is None or places is None else _resized(spec, places, values)
             for spec, places in zip(base, self.places, strict=True)
         )
+        for one, its in zip(found, base, strict=True):
+            if one is not None and its is not None and one.is_contiguous != its.is_contiguous:
+                return None  # a slice that has become all of its memory
+        return found
 
     def to_wire(self) -> list[Any]:
         places = [None if its is None else list(its) for its in self.places]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from tests.simulation import route_body
-from tests.unit.broker.driver import CLIENT, Driver
+from tests.unit.broker.driver import CLIENT, LIMITS, Driver
 
 from layerzero.broker.core import actions as act
 from layerzero.broker.core import events as ev
@@ -319,6 +319,23 @@ def test_call_that_its_worker_died_in_falls_back_with_a_death() -> None:
     assert isinstance(answer, act.Answer)
     (attempt,) = answer.attempts
     assert (answer.attempt, attempt["kernel_id"], attempt["exit_signal"]) == (2, "alpha.silu", 11)
+
+
+def test_worker_hears_of_neighbours_that_have_changed() -> None:
+    """Else it would decline what a later lease promises. The lease waits until it knows."""
+    driver = Driver("alpha", "beta", express=True)
+    driver.route(2, dtype="float64")
+    served(driver, 1)
+    poison(driver)
+    served(driver, SETTLED_CALLS, first=2, route=2)
+    driver.tick(LIMITS["poison_quarantine_s"] + 1)
+    driver(ev.PolicyChanged(Policy()))
+    (allowed,) = of(served(driver, 1, first=8, route=2), act.SendAllow, act.SendLease)
+    assert isinstance(allowed, act.SendAllow)
+    assert decode(allowed.neighbours, Neighbours).neighbours == NEAR
+    (lease,) = of(served(driver, 1, first=9, route=2), act.SendLease)
+    assert isinstance(lease, act.SendLease)
+    assert decode(lease.body, Lease).neighbours == NEAR
 
 
 @pytest.mark.parametrize(("near", "deaths"), [(1, 1), (0, 0), (2, 0), (99, 0)])

@@ -26,6 +26,7 @@ class Broker:
         self.link._control, self.link._control_lock = ours, threading.Lock()
         self.link.lost, self.link.welcome = None, SimpleNamespace(broker_pid=7)  # type: ignore[assignment]
         ours.settimeout(10)
+        self.thread = threading.Thread()
 
     def serve(self, answer: Answer) -> None:
         def run() -> None:
@@ -41,6 +42,8 @@ class Broker:
         return handed_over()
 
     def close(self) -> None:
+        if self.thread.ident is not None:
+            self.thread.join(10)
         self.link._control.close()
         self.sock.close()
 

@@ -40,6 +40,14 @@ def test_a_slice_keeps_its_strides() -> None:
     assert resized(cache, -1, 0, -1) == TensorSpec("float32", (2, 70, 64), (64 * 512, 64, 1))
 
 
+def test_a_slice_that_becomes_all_of_its_memory_is_another_kind_of_call() -> None:
+    """Rules and timings tell dense memory from rows."""
+    cache = TensorSpec("float32", (4, 99, 64), (100 * 64, 64, 1))
+    near = Neighbourhood(((65, 128),), ((-1, 0, -1),))
+    assert near.apply((cache,), (98,)) is not None
+    assert near.apply((cache,), (100,)) is None
+
+
 def test_what_is_left_out_stays_out() -> None:
     found = Neighbourhood(((65, 128),), (None, (0,))).apply((None, TensorSpec.contiguous("bool", (99,))), (65,))
     assert found == (None, TensorSpec.contiguous("bool", (65,)))
