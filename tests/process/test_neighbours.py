@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -68,13 +69,24 @@ def test_other_dtypes_and_attributes_are_other_calls(connected: Site) -> None:
     assert call(91, backend="beta").backend == "beta"
 
 
-def test_out_and_threads_of_new_lengths_keep_their_results_apart(connected: Site) -> None:
-    """Each has memory of its own."""
+def test_threads_with_new_lengths_get_their_own_results(connected: Site) -> None:
+    """One has the lane, the others' calls go by the broker, which hears of those lengths then."""
+    settle()
+    with ThreadPoolExecutor(4) as threads:
+        reports = list(threads.map(call, [*LENGTHS] * 2))
+    assert {report.kernel_id for report in reports} == {"alpha.silu"}
+    assert "express" in {report.path for report in reports}
+
+
+def test_new_lengths_write_where_the_caller_says(connected: Site) -> None:
     settle()
     for length in LENGTHS:
         x, out = np.full(length, length / 64, np.float32), lz.empty((length,), np.float32)
         lz.silu(x, out=out)
         np.testing.assert_allclose(out, x / (1 + np.exp(-x.astype(np.float64))), rtol=1e-6)
+        report = lz.last_report()
+        assert report is not None
+        assert report.path == "express"
 
 
 def test_a_policy_change_takes_neighbours_back(new_site: Callable[..., Site]) -> None:

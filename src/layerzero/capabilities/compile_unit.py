@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from layerzero.ipc.vocabulary.ops import OPS, heads
+from layerzero.ipc.vocabulary.signature import CallSignature
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Facet = Literal["dtypes", "attrs", "heads", "head_dims", "row", "steps", "shapes", "strides"]
@@ -22,20 +23,7 @@ class Unit(NamedTuple):
     calls: str
 
 
-class Call(Protocol):
-    """A call signature, as CallSpec and SelectionContext have it."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def inputs(self) -> Sequence[TensorSpec | None]: ...
-    @property
-    def outputs(self) -> Sequence[TensorSpec]: ...
-    @property
-    def attrs(self) -> Mapping[str, Any]: ...
-
-
-def unit_of(kernel_id: str, facets: Sequence[Facet] | None, call: Call, sm_version: int | None = None) -> Unit:
+def unit_of(kernel_id: str, facets: Sequence[Facet] | None, call: CallSignature, sm_version: int | None = None) -> Unit:
     """What a kernel is compiled for when it is compiled for this call on a GPU of this compute capability. Its calls
     are described as in "sm_90 dtypes=bfloat16,bfloat16,bfloat16,-,bfloat16 head_dims=128,128". `facets`: compiled_for
     of its descriptor."""
@@ -47,11 +35,11 @@ def unit_of(kernel_id: str, facets: Sequence[Facet] | None, call: Call, sm_versi
     return Unit(kernel_id, " ".join(words) or "any call")
 
 
-def _tensors(call: Call) -> list[TensorSpec | None]:
+def _tensors(call: CallSignature) -> list[TensorSpec | None]:
     return [*call.inputs, *call.outputs]
 
 
-def _each(call: Call, describe: Callable[[TensorSpec], str]) -> str:
+def _each(call: CallSignature, describe: Callable[[TensorSpec], str]) -> str:
     """A word for each tensor, "-" for one that is left out."""
     return ",".join("-" if spec is None else describe(spec) for spec in _tensors(call))
 
@@ -60,26 +48,26 @@ def _joined(numbers: Sequence[object]) -> str:
     return "x".join(map(str, numbers))
 
 
-def _attrs(call: Call) -> str:
+def _attrs(call: CallSignature) -> str:
     return ",".join(f"{name}:{call.attrs[name]}" for name in sorted(call.attrs))
 
 
-def _heads(call: Call) -> str:
+def _heads(call: CallSignature) -> str:
     found = heads(call.op, _given(call))
     return "-" if found is None else f"{found.query},{found.key}"
 
 
-def _head_dims(call: Call) -> str:
+def _head_dims(call: CallSignature) -> str:
     found = heads(call.op, _given(call))
     return "-" if found is None else ",".join(str(extent) for _, extent in found.dims)
 
 
-def _given(call: Call) -> dict[str, TensorSpec]:
+def _given(call: CallSignature) -> dict[str, TensorSpec]:
     pairs = zip(OPS[call.op].inputs, call.inputs, strict=True)
     return {name: spec for name, spec in pairs if spec is not None}
 
 
-def _row(call: Call) -> str:
+def _row(call: CallSignature) -> str:
     """Elements that are normalized together, or of the last dimension, of the first tensor; "-" where a client's call
     makes no sense, which no kernel takes anyway."""
     first, ndim = call.inputs[0], call.attrs.get("ndim", 1)
@@ -88,7 +76,7 @@ def _row(call: Call) -> str:
     return str(math.prod(first.shape[max(first.ndim - ndim, 0) :]))
 
 
-def _steps(call: Call) -> str:
+def _steps(call: CallSignature) -> str:
     return _each(call, lambda spec: _joined([_step(n) for n in (*spec.shape, *spec.strides)]))
 
 
@@ -98,7 +86,7 @@ def _step(number: int) -> str:
     return str(number) if number < 2 else "n" if number % _STEP else str(_STEP)
 
 
-_FACETS: dict[Facet, Callable[[Call], str]] = {
+_FACETS: dict[Facet, Callable[[CallSignature], str]] = {
     "dtypes": lambda call: _each(call, lambda spec: spec.dtype),
     "attrs": _attrs,
     "heads": _heads,

@@ -59,9 +59,11 @@ class ImportedCalls:
             if calls and spec.device:
                 return Rejection(Reason.LIFTED_ELSEWHERE, f"{text}; this call is, but of another kind of GPU or driver")
             return Rejection(Reason.LIFTED_ONLY, f"{text}; this call is none of them")
-        isolation = self._state.engine.policy_for(spec).isolation(backend)
+        policy = self._state.engine.policy_for(spec)
+        isolation, named = policy.isolation(backend, kernel_id), policy.isolation_key(backend, kernel_id)
         if isolation not in ("lifted", "auto"):
-            return Rejection(Reason.LIFTED_ONLY, f"{text}; policy: backend_isolation is {isolation} for {backend}")
+            whose = backend if named == "*" else named
+            return Rejection(Reason.LIFTED_ONLY, f"{text}; policy: backend_isolation is {isolation} for {whose}")
         if fault := self._store.fault_of(here[0].what):
             return Rejection(Reason.LIFTED_ONLY, f"{text}; {fault}")
         refused = [self._refused[call.file] for call in here if call.file in self._refused]

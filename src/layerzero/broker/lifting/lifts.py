@@ -197,11 +197,12 @@ class Lifts:
         if self._state.workers[best.backend].is_joined:
             return _refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
         isolation = policy.isolation(best.backend, best.kernel_id)
+        named = policy.isolation_key(best.backend, best.kernel_id)
         if isolation not in ("lifted", "auto"):
-            whose = best.kernel_id if best.kernel_id in policy.backend_isolation else best.backend
-            return _refused(LiftReason.NOT_ALLOWED, f"policy: backend_isolation is {isolation} for {whose}")
+            text = f"policy: backend_isolation is {isolation} for {best.backend if named == '*' else named}"
+            return _refused(LiftReason.NOT_ALLOWED, text)
         is_outside = best.backend in self._outsiders and not best.is_lifted_only  # an import is its operator's leave
-        if is_outside and not policy.names_isolation(best.backend, best.kernel_id):
+        if is_outside and named == "*":
             text = f"{best.backend} comes from outside; its code runs here only if backend_isolation names it"
             return _refused(LiftReason.NOT_ALLOWED, text)
         if fault := self.store.fault_of(self._what(spec, best.kernel_id, best.backend)):

@@ -3,27 +3,14 @@ shadow checks have taken back. It never changes; what is learned later makes a n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.vocabulary.shape_class import class_dtype, shape_class
-from layerzero.ipc.vocabulary.tensors import TensorSpec
-
-
-class Call(Protocol):
-    """A call signature, as CallSpec and SelectionContext have it."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def inputs(self) -> Sequence[TensorSpec | None]: ...
-    @property
-    def outputs(self) -> Sequence[TensorSpec]: ...
-    @property
-    def attrs(self) -> Mapping[str, Any]: ...
+from layerzero.ipc.vocabulary.signature import CallSignature
 
 
 class Subject(NamedTuple):
@@ -34,7 +21,7 @@ class Subject(NamedTuple):
     shape_class: str
 
     @classmethod
-    def of(cls, kernel_id: str, call: Call) -> Subject:
+    def of(cls, kernel_id: str, call: CallSignature) -> Subject:
         return cls(
             kernel_id, class_dtype(call.op, call.inputs), shape_class(call.op, call.inputs, call.attrs, call.outputs)
         )
@@ -101,7 +88,7 @@ class Certification:
         kept = {s: evidence for s, evidence in self._quarantined.items() if s.kernel_id not in kernel_ids}
         return Certification(self._records, kept, self._owners)
 
-    def rejection(self, kernel_id: str, call: Call) -> Rejection | None:
+    def rejection(self, kernel_id: str, call: CallSignature) -> Rejection | None:
         """Why a kernel may not serve this call, or None."""
         return self.judge(Subject.of(kernel_id, call))
 

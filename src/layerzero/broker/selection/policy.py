@@ -182,12 +182,11 @@ class Policy:
 
     def isolation(self, backend: str, kernel_id: str = "") -> Isolation:
         """How this backend's kernels are kept apart from the caller's process, or this one of them."""
-        known = self.backend_isolation
-        return known.get(kernel_id) or known.get(backend) or known["*"]
+        return self.backend_isolation[self.isolation_key(backend, kernel_id)]
 
-    def names_isolation(self, backend: str, kernel_id: str) -> bool:
-        """Whether it says so of this very kernel or backend, and not of all."""
-        return kernel_id in self.backend_isolation or backend in self.backend_isolation
+    def isolation_key(self, backend: str, kernel_id: str) -> str:
+        """Where it says so: of this very kernel, of its backend, or of all, `*`."""
+        return next((name for name in (kernel_id, backend) if name in self.backend_isolation), "*")
 
     def policy_for_call(self, context: SelectionContext) -> PolicyForCall:
         """The policy's ruling on one call, which judges many kernels."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from layerzero.ipc.lifting.form import FORMAT
-from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.ipc.vocabulary.signature import CallSignature
 
 # What `what` of a key has: the names of a kernel, its backend and a kind of GPU, versions and hashes.
 WHAT = (
@@ -26,30 +26,17 @@ WHAT = (
 )
 
 
-class AnyCall(Protocol):
-    """A call signature, as Lifted and the broker's CallSpec have it."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def inputs(self) -> Sequence[TensorSpec | None]: ...
-    @property
-    def outputs(self) -> Sequence[TensorSpec]: ...
-    @property
-    def attrs(self) -> Mapping[str, Any]: ...
-
-
-def call_digest(call: AnyCall) -> str:
+def call_digest(call: CallSignature) -> str:
     """Of the call alone, wherever its tensors lie and whoever serves it."""
     return _digest(_parts(call))
 
 
-def call_key(call: AnyCall, alignments: Sequence[int], what: Mapping[str, str]) -> str:
+def call_key(call: CallSignature, alignments: Sequence[int], what: Mapping[str, str]) -> str:
     """Of the call, and of all that its machine code depends on."""
     return _digest({**_parts(call), "alignments": list(alignments), "what": dict(what)})
 
 
-def _parts(call: AnyCall) -> dict[str, Any]:
+def _parts(call: CallSignature) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "op": call.op,

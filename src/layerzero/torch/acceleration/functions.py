@@ -139,8 +139,7 @@ def _key_sets() -> dict[int, str]:
     found = {}
     for device in ("CPU", "CUDA"):
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
-        for name in (f"Autocast{device}",):
-            keys = keys.add(getattr(torch._C.DispatchKey, name))
+        keys = keys.add(getattr(torch._C.DispatchKey, f"Autocast{device}"))
         found[keys.raw_repr()] = device  # one of inference mode
         for name in ("ADInplaceOrView", f"Autograd{device}"):
             keys = keys.add(getattr(torch._C.DispatchKey, name))

@@ -11,8 +11,10 @@ from tests.simulation import DEVICES, GPU, GPU_CAPABILITIES
 from tests.unit.broker.driver import CLIENT
 from tests.unit.broker.lifting.test_lifts import CODE, LIFTED, TRIALS, Rig
 
+from layerzero.broker.core import events as ev
 from layerzero.broker.lifting.lifts import Lifts
 from layerzero.broker.processes.imported import ImportedBackend
+from layerzero.broker.selection.policy import Policy
 from layerzero.broker.storage.perf_rows import Identity
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.match import Rejection
@@ -102,6 +104,16 @@ def test_what_was_refused_here_is_for_the_next_kernel(rig: ImportRig) -> None:
     reason = rig.lifts._imports.rejection("alpha.silu", "alpha", spec)
     assert reason is not None
     assert "refused here: PROOF_DIFFERS" in reason.detail
+
+
+@pytest.mark.parametrize("whose", ["alpha", "alpha.silu"])
+def test_policy_keeps_a_backend_or_one_kernel_out(rig: ImportRig, whose: str) -> None:
+    rig.driver(ev.PolicyChanged(Policy(backend_isolation={"*": "lifted", whose: "subprocess"})))
+    spec = rig.state.clients[CLIENT].routes[2].signature.spec
+    reason = rig.lifts._imports.rejection("alpha.silu", "alpha", spec)
+    assert reason is not None
+    assert f"backend_isolation is subprocess for {whose}" in reason.detail
+    assert rig.lifts._imports.rejection("alpha.gelu", "alpha", spec) != reason
 
 
 def test_smaller_alignments_are_for_the_next_kernel(rig: ImportRig) -> None:
