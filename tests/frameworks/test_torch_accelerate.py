@@ -10,6 +10,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layerzero as lz
 import layerzero.torch as lzt
+from layerzero.client.facade import default_session
 
 # of torch's own code
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
@@ -590,3 +592,13 @@ def test_a_worker_dies_in_the_middle(when: str) -> None:
     report = handle.report
     assert report.taken + report.left == 3 * 32
     assert report.left == 0, report
+
+
+def test_the_programs_session_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of another broker than that of the variables, too."""
+    session = lz.connect()
+    monkeypatch.setenv("LAYERZERO_RUNTIME_DIR", str(tmp_path))
+    with lzt.accelerate():
+        F.silu(random(4))
+    assert default_session.session() is session
+    assert not list(tmp_path.iterdir())

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from tests.gpu.gpu_site import gpu_site
 from tests.process.harness import PATIENCE_S, Site, wait_until
+from tests.process.test_cli import DONE
+from tests.process.test_cli import lz as lz_command
 
 import layerzero as lz
+from layerzero.client.gpu.lifting import loaded
 
 pytest.importorskip("torch")
 from tests.gpu.test_calls import F, randn, torch
@@ -165,3 +168,39 @@ def test_two_streams_at_once(new_site: Callable[..., Site]) -> None:
     torch.cuda.synchronize()
     assert all(torch.equal(result, wanted) for result in results)
     assert lz.synchronize(PATIENCE_S) is None
+
+
+def test_an_export_serves_where_the_library_is_not_installed(
+    new_site: Callable[..., Site], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A GEMM and attention, signed; of the other broker's backends none can be started."""
+    pytest.importorskip("cryptography")
+    x, w = randn(70, 1024, dtype=torch.float16), randn(1024, 512, dtype=torch.float16)
+    q, k, v = (randn(1, 4, 70, 64, dtype=torch.bfloat16) for _ in "qkv")
+    calls = {"one.matmul": lambda: lz.matmul(x, w), "one.attention": lambda: lz.attention(q, k, v, is_causal=True)}
+    site = new_site().start()
+    site.connect()
+    wanted = {name: lift(call) for name, call in calls.items()}
+    torch.cuda.synchronize()
+    lz.disconnect()
+    loaded.forget()
+    folder, key = tmp_path / "exported", tmp_path / "ci.key"
+    assert lz_command(site, "lift", "key", str(key)).returncode == DONE
+    done = lz_command(site, "lift", "export", str(folder), "--key", str(key))
+    assert done.returncode == DONE, done.stderr
+    other = gpu_site(tmp_path_factory.mktemp("other-store"), isolation="lifted")
+    try:
+        for words in (("trust", f"{key}.pub", "--name", "ci"), ("import", str(folder))):
+            done = lz_command(other, "lift", *words)
+            assert done.returncode == DONE, done.stderr
+        other.connect()
+        for name, call in calls.items():
+            assert torch.equal(call(), wanted[name]), name
+            report = lz.last_report()
+            assert (report.path, report.kernel_id) == ("lifted", name)
+        assert other.backend("one")["unavailable"]["code"] == "LIFTED_ONLY"
+        with pytest.raises(lz.NoBackend, match="LIFTED_ONLY"):
+            lz.matmul(x[:69], w)
+    finally:
+        lz.disconnect()
+        other.stop()

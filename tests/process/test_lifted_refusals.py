@@ -3,6 +3,9 @@ of threads."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -170,3 +173,30 @@ def test_shapes_that_a_route_grows_into_are_ready_before_they_come(lifted_site: 
         assert report().path == "lifted", n
     assert site.backend("one")["answered"] == answered
     assert kernels.loads == 1
+
+
+def test_a_length_that_was_to_be_expected_needs_neither_broker_nor_worker(lifted_site: LiftedSites) -> None:
+    """A decoder of eight layers: after some tokens the first call of a new length is launched at once, though the
+    broker does not run."""
+    site = lifted_site()
+    session = site.connect()
+    lengths = itertools.count(33)
+
+    def is_lifted_at_once() -> bool:
+        x, values = randn(next(lengths), 16)
+        paths = []
+        for _ in range(8):
+            close(lz.silu(x), silu(values))
+            paths.append(report().path)
+        return paths[0] == "lifted"
+
+    wait_until(is_lifted_at_once)
+    wait_until(lambda: len(session.lifts._prefetch._kept) >= 32)
+    assert site.broker_pid is not None
+    os.kill(site.broker_pid, signal.SIGSTOP)
+    try:
+        assert all(is_lifted_at_once() for _ in range(8))
+    finally:
+        os.kill(site.broker_pid, signal.SIGCONT)
+    site.set_policy("backend_isolation: subprocess\n")  # leave that was given ahead ends, too
+    wait_until(lambda: not is_lifted_at_once())

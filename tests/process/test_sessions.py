@@ -24,6 +24,7 @@ from tests.backends.toy import HANG, PAUSE, RAISE, fault
 from tests.process.harness import PATIENCE_S, Site, bare_client, is_paused, is_running, wait_ended, wait_until
 
 import layerzero as lz
+from layerzero.client.facade import default_session
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, messages, wire
 
@@ -666,3 +667,20 @@ def test_a_broker_that_cannot_start_shows_why(new_site: Callable[..., Site]) -> 
     site = new_site(depth="many")
     with pytest.raises(lz.ConfigError, match=r"LAYERZERO_DEPTH.*got 'many'"):
         site.connect()
+
+
+def test_integrations_stay_with_the_broker_that_the_program_chose(
+    new_site: Callable[..., Site], tmp_path: Path
+) -> None:
+    """Also after it was lost, whatever the variables say by then."""
+    site = new_site()
+    session = site.connect()
+    with site.environment():
+        os.environ["LAYERZERO_RUNTIME_DIR"] = str(tmp_path)
+        assert default_session.ensure() is session
+        os.kill(session.broker_pid, signal.SIGKILL)
+        wait_until(lambda: not session.is_alive)
+        later = default_session.ensure()
+        assert later is not session
+        assert (later.path, default_session.session()) == (session.path, later)
+    assert not list(tmp_path.iterdir())

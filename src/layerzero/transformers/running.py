@@ -13,6 +13,7 @@ from torch import Tensor
 
 import layerzero as lz
 import layerzero.torch  # defines torch.ops.layerzero
+from layerzero.client.facade import default_session
 from layerzero.ipc.vocabulary.variables import is_disabled
 from layerzero.transformers import tally
 
@@ -51,7 +52,7 @@ def _connected(name: str, run: Callable[[], Tensor]) -> Tensor:
         try:
             return run()
         except (lz.NotConnected, lz.BrokerLost):
-            lz.connect()
+            default_session.ensure()
             return run()
     except lz.LayerZeroError as error:
         if error.code not in _warned:

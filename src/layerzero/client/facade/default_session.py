@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from layerzero.client.connection import overlay
 from layerzero.client.connection import start as starting
@@ -15,6 +16,7 @@ from layerzero.ipc.errors import BrokerLost, NotConnected
 from layerzero.ipc.version import __version__
 
 _session: Session | None = None
+_arguments: dict[str, Any] = {}  # of the last connect()
 _lock = threading.Lock()
 ENDING_POLL_S = 0.1
 
@@ -36,11 +38,12 @@ def connect(
     file, for then the broker is another container's.
     Raises BrokerLost when no broker can be started, VersionMismatch when one of another version runs.
     """
-    global _session
+    global _session, _arguments
     key = starting.secret_key(None if secret_file is None else Path(secret_file))
     where = starting.endpoints(None if runtime_dir is None else Path(runtime_dir), is_shared=key is not None)
     starts = key is None if start is None else start
     with _lock:
+        _arguments = {"runtime_dir": runtime_dir, "secret_file": secret_file, "start": start}
         if _session is not None:
             if _session.is_alive and _session.path == where.control:
                 return _session
@@ -68,10 +71,18 @@ def connect(
         return _session
 
 
+def ensure() -> Session:
+    """The session of lz.connect(), wherever that led; a new one there where its broker was lost, and of the user's
+    broker where nobody has connected. For integrations, which must not move a program to another broker."""
+    current = _session
+    return current if current is not None and current.is_alive else connect(**_arguments)
+
+
 def disconnect() -> None:
     """Close the session. A broker that lz.connect() started ends when its last client has left."""
-    global _session
+    global _session, _arguments
     with _lock:
+        _arguments = {}
         if _session is not None:
             _session.close()
             _session = None

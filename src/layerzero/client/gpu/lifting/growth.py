@@ -23,11 +23,20 @@ Step = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # what is added to s
 
 
 class Ahead(NamedTuple):
-    """What to ask the broker for: calls number `first` and the next after that of `base`."""
+    """What to ask the broker for: calls number `first` and the next after that of `base`. `grows`: what each adds to
+    shape and strides of each tensor."""
 
     base: Asked
     grows: list[list[list[int]] | None]
     first: int
+
+    def name(self, n: int) -> Hashable:
+        """Of call number `n`, as `name_of` has it."""
+        specs = [
+            None if spec is None or more is None else _further(spec, more, n)
+            for spec, more in zip(_specs(self.base), self.grows, strict=True)
+        ]
+        return _name(self.base), tuple(specs)
 
 
 @dataclass(eq=False)
@@ -94,6 +103,19 @@ class Growth:
                 for spec, more in zip(family.specs, family.step, strict=True)
             ]
             return Ahead(family.base, grows, first - family.base_place)
+
+
+def name_of(asked: Asked) -> Hashable:
+    """Equal for calls that one lifted call serves."""
+    return _name(asked), _specs(asked)
+
+
+def _further(spec: TensorSpec, more: list[list[int]], n: int) -> TensorSpec:
+    shape, strides = (
+        tuple(a + n * d for a, d in zip(part, step, strict=True))
+        for part, step in zip((spec.shape, spec.strides), more, strict=True)
+    )
+    return TensorSpec(spec.dtype, shape, strides)
 
 
 def _specs(asked: Asked) -> tuple[TensorSpec | None, ...]:

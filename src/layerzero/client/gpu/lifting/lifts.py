@@ -7,7 +7,6 @@ ordinary way, and the broker is asked again.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,9 +25,10 @@ from layerzero.client.gpu.fastpath import MISS, learn
 from layerzero.client.gpu.lifting.background import Background
 from layerzero.client.gpu.lifting.compiled import compile_site, compiled_calls
 from layerzero.client.gpu.lifting.faults import Faults
-from layerzero.client.gpu.lifting.growth import WINDOW, Growth
+from layerzero.client.gpu.lifting.growth import Growth
 from layerzero.client.gpu.lifting.keys import Key, addresses_of, key_of
-from layerzero.client.gpu.lifting.loaded import fetch_from, load, relaxed
+from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, relaxed
+from layerzero.client.gpu.lifting.prefetch import Prefetch
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
 from layerzero.client.gpu.lifting.sites import Asked, Caller, Site
 from layerzero.client.gpu.session_view import Placed, SessionView
@@ -52,7 +52,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 MAX_KNOWN = 4096
 PENDING_S = 0.05
 ALONE_S = 120.0  # so long a call waits for the proof of an imported kernel when no worker can serve it
-LATER_CALLS = 8  # until a call is asked for again that had too little evidence
+MAX_LATER_CALLS = 64  # until a call is asked for again that had too little evidence
 LOAD_FAILED, NOT_LAUNCHED = "LOAD_FAILED", "NOT_LAUNCHED"  # beside LiftReason: found here
 
 
@@ -69,6 +69,7 @@ class Lifts:
         self._fetch = fetch_from(link)
         self._background = Background()
         self._growth = Growth()
+        self._prefetch = Prefetch(session.ask)
         self._faults = Faults(session.ask, lambda: link.forks == arena.forks and link.is_alive)
         self._learned: set[str] = set()  # kinds of arrays
         self._is_unknown = False  # to the broker
@@ -196,6 +197,8 @@ class Lifts:
                 return  # another thread's
         asked.is_waiting = True
         self._growth.note(asked)
+        if self._is_prefetched(asked):
+            return
         again_s = 0.0 if call.route.is_armed else self._ask(asked)
         if asked.is_alone and again_s is not None:
             again_s = self._ask_patiently(asked)
@@ -260,45 +263,49 @@ class Lifts:
         if state == "pending":
             return PENDING_S
         if state == "later":
-            self._remember(asked, LATER_CALLS)
+            self._remember(asked, asked.later_calls)
+            asked.later_calls = min(2 * asked.later_calls, MAX_LATER_CALLS)
         elif state == "refused":
             self._refuse(asked, f"{answer['reason']}: {answer['detail']}", asked_in)
         elif state == "ready":
             number, epoch = int(answer["number"]), int(answer["epoch"])
             if gpu.order.page.lift_epoch != epoch:
                 return PENDING_S  # it has changed since
-            loaded = load(gpu.memory, str(answer["digest"]), self._fetch)
-            with self._lock:
-                rooms = self._rooms.get(gpu.uuid)
-                if rooms is None:
-                    rooms = self._rooms[gpu.uuid] = ScratchRooms(gpu.memory)
-            site = Site.of(asked, loaded, number, epoch, rooms)
-            if self._compiled is not None:
-                site.compiled = compile_site(site)
-            asked.route.not_lifted = ""
-            self._faults.watch(gpu)
-            self._remember(asked, site)
-            self._growth.note_lifted(asked)
-            self._ask_ahead(asked)
+            self._hold(asked, load(gpu.memory, str(answer["digest"]), self._fetch), number, epoch)
         else:
             raise ValueError(f"the broker answers {state!r:.40}")
         return None
 
-    def _ask_ahead(self, asked: Asked) -> None:
-        """Have the broker lift the next calls, if they can be told."""
+    def _hold(self, asked: Asked, loaded: LoadedLift, number: int, epoch: int) -> None:
+        """Launch these calls from now on, as long as the page has the epoch."""
+        gpu = asked.gpu
+        with self._lock:
+            rooms = self._rooms.get(gpu.uuid)
+            if rooms is None:
+                rooms = self._rooms[gpu.uuid] = ScratchRooms(gpu.memory)
+        site = Site.of(asked, loaded, number, epoch, rooms)
+        if self._compiled is not None:
+            site.compiled = compile_site(site)
+        asked.route.not_lifted = ""
+        self._faults.watch(gpu)
+        self._remember(asked, site)
+        self._growth.note_lifted(asked)
         ahead = self._growth.due(asked)
-        if ahead is None:
-            return
-        base, grows, first = ahead
+        if ahead is not None:
+            fetch = partial(load, gpu.memory, fetch=self._fetch)
+            self._background.put(gpu.memory.context.driver, self._prefetch.work(ahead, fetch))
 
-        def ask() -> None:
-            with contextlib.suppress(LayerZeroError):  # then they are lifted when they come
-                number, alignments = base.route.number, base.alignments
-                self._session.ask(
-                    "lift_ahead", route=number, alignments=alignments, grows=grows, first=first, count=WINDOW
-                )
-
-        self._background.put(asked.gpu.memory.context.driver, ask)
+    def _is_prefetched(self, asked: Asked) -> bool:
+        """Whether it was lifted and loaded before it came; then it is launched from now on."""
+        found = self._prefetch.take(asked)
+        if found is None or found.epoch != asked.gpu.order.page.lift_epoch:
+            return False
+        try:
+            self._hold(asked, found.loaded, found.number, found.epoch)
+        except LayerZeroError:  # of another call than this: the broker is asked
+            return False
+        asked.is_waiting = False
+        return True
 
     def _remember(self, asked: Asked, found: Site | int) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from layerzero.ipc.wording import counted
 if TYPE_CHECKING:
     from layerzero.client.gpu._lifted import LiftedSite
 
-_SCRATCH = "uint8"
+FIRST_LATER_CALLS = 4
 
 
 class Caller(NamedTuple):
@@ -69,6 +69,7 @@ class Asked:
     refused_at: int | None = None  # the epoch; it is asked for again in another one
     is_waiting: bool = False  # for the broker's answer, or to ask again
     is_alone: bool = False  # no worker can serve it: who calls waits for the answer
+    later_calls: int = FIRST_LATER_CALLS  # until it is asked for again, if there is too little evidence by now
 
 
 @dataclass(eq=False, slots=True)

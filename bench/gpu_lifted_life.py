@@ -1,0 +1,235 @@
+"""What lifted calls cost beside the one that repeats: lengths that grow, the first call of a process, memory, faults.
+
+    python bench/gpu_lifted_life.py [--quick] [--only ROW ...]
+
+Needs an NVIDIA GPU, torch, and built environments for torch-cuda and cudnn. Writes results/gpu_lifted_life.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from common import at_most, finish, own_broker, parser, verdict
+from gpu_common import F, qkv, served, torch, versions
+
+import layerzero as lz
+
+FROM, LENGTHS, LAYERS = 512, 512, 8
+SETTLE_S = 60.0
+NEW_PROCESS = """
+import json, sys, time, torch
+import layerzero as lz
+from gpu_common import qkv
+x = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
+q, k, v = qkv(2, 16, 1024, 128)
+torch.cuda.synchronize()
+def used():
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+before = used()
+lz.connect()
+calls = {"silu": lambda: lz.silu(x, backend="torch-cuda"),
+         "attention": lambda: lz.attention(q, k, v, is_causal=True, backend="cudnn")}
+said = {}
+for name, call in calls.items():
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+        path = lz.last_report().path
+        if len(times) == 1:
+            said[name] = {"path": path, "ms": times}
+said["workers"] = [b["name"] for b in lz.status()["backends"] if b["pid"]]
+said["bytes"] = used() - before
+print(json.dumps(said))
+"""
+# A table of 1,024 rows, read at an index that it does not have: torch's kernel asserts, and its context is lost.
+FAULT = """
+import json, sys, time, torch
+import layerzero as lz
+lz.connect()
+table, good = torch.randn(1024, 64, device="cuda"), torch.arange(8, device="cuda")
+bad = good + (1 << 30)
+said, end = {"lost": False}, time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    for _ in range(16):
+        result = lz.embedding(good, table, backend="torch-cuda")
+    torch.cuda.synchronize()
+    said["path"] = lz.last_report().path
+    said["notes"] = [note for note in lz.last_report().notes if "lifted" in note]
+    if said["path"] == "lifted" or any("FAULTED" in note for note in said["notes"]):
+        break
+try:
+    lz.embedding(bad, table, backend="torch-cuda")
+    torch.cuda.synchronize()
+    lz.synchronize(20)
+except Exception as error:
+    said["error"] = f"{type(error).__name__}: {error}".partition("\\n")[0][:100]
+try:
+    assert torch.equal(table[good], table[:8])
+    torch.cuda.synchronize()
+except Exception as error:
+    said["lost"] = f"{type(error).__name__}: {error}".partition("\\n")[0][:100]
+try:
+    lz.disconnect()
+except Exception as error:
+    said["end"] = str(error).partition("\\n")[0][:100]
+print(json.dumps(said), flush=True)
+"""
+
+
+def decode(keys: Any, values: Any, q: Any, lengths: list[int], call: Callable[..., Any]) -> float:
+    """us a call of tokens whose layers see so many keys each, until the GPU is through with each token."""
+    torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    for length in lengths:
+        k, v = keys[:, :, :length], values[:, :, :length]
+        for _ in range(LAYERS):
+            call(q, k, v)
+        torch.cuda.synchronize()
+    return (time.perf_counter_ns() - start) / 1e3 / len(lengths) / LAYERS
+
+
+def growth(lengths: int) -> Iterator[list[str]]:
+    """Decoding: each token's keys are one more. The first pass knows none of the lengths."""
+    q, keys, values = qkv(1, 32, 1, 128, keys=4096, kv_heads=8)
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return lz.attention(q, k, v, enable_gqa=True)
+
+    def torchs(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    settle(lambda: ours(q, keys[:, :, :FROM], values[:, :, :FROM]))
+    grown = list(range(FROM + 1, FROM + 1 + lengths))
+    constant_us = decode(keys, values, q, [FROM] * lengths, ours)
+    first_us = decode(keys, values, q, grown, ours)
+    path = served()
+    again_us = decode(keys, values, q, grown, ours)
+    torch_us = [decode(keys, values, q, given, torchs) for given in ([FROM] * lengths, grown)]
+    name = f"a call of {lengths} tokens, {LAYERS} layers each, {path.kernel_id} ({path.path})"
+    told = f"constant length: {constant_us:.1f} us; torch {torch_us[0]:.1f}, growing {torch_us[1]:.1f}"
+    yield [f"{name}, lengths that nobody knows", f"{first_us:.1f} us", told, at_most(first_us / constant_us, 1.2)]
+    yield ["the same lengths again", f"{again_us:.1f} us", told, at_most(again_us / constant_us, 1.2)]
+
+
+def settle(call: Callable[[], Any]) -> None:
+    """Call until it is lifted."""
+    end_s = time.monotonic() + SETTLE_S
+    while time.monotonic() < end_s:
+        for _ in range(16):
+            call()
+        torch.cuda.synchronize()
+        if served().path == "lifted":
+            return
+        time.sleep(0.01)
+    print("not lifted:", served(), flush=True)
+
+
+def new_process(_: int) -> Iterator[list[str]]:
+    """With a store that has the calls, and a broker that has started no worker."""
+    x = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv(2, 16, 1024, 128)
+    with own_broker():
+        settle(lambda: lz.silu(x, backend="torch-cuda"))
+        settle(lambda: lz.attention(q, k, v, is_causal=True, backend="cudnn"))
+    found = []
+    with own_broker():
+        lz.status()
+        for _ in range(5):
+            found.append(run(NEW_PROCESS))
+    for name in ("silu", "attention"):
+        ms = statistics.median(one[name]["ms"][0] for one in found)
+        paths = {one[name]["path"] for one in found}
+        workers = sorted({worker for one in found for worker in one["workers"]})
+        second = statistics.median(one[name]["ms"][1] for one in found)
+        told = f"{'/'.join(map(str, paths))}; workers: {', '.join(workers) or 'none'}; the second call {second:.2f} ms"
+        yield [
+            f"first {name} of a process, its store warm",
+            f"{ms:.1f} ms",
+            told,
+            f"at most 60 ms: {verdict(ms <= 60)}",
+        ]
+    mib = max(one["bytes"] for one in found) / (1 << 20)
+    yield [
+        "GPU memory of the system beyond the caller's own, two kernels lifted",
+        f"{mib:.0f} MiB",
+        "free memory of the GPU before and after; torch's own reserve taken off",
+        f"at most 64 MiB: {verdict(mib <= 64)}",
+    ]
+
+
+def fault(_: int) -> Iterator[list[str]]:
+    """Three processes one after the other make the call that kills."""
+    with own_broker():
+        said = [run(FAULT, "40") for _ in range(3)]
+        lost = [one for one in said if one["lost"]]
+        print(json.dumps(said, indent=1), flush=True)
+        subprocess.run([sys.executable, "-m", "layerzero.client.cli.app", "cache", "forgive"], check=False)
+    repeats = sum(bool(one["lost"]) for one in said[1:])
+    told = f"paths {[one.get('path') for one in said]}; the first lost its GPU: {'yes' if said[0]['lost'] else 'no'}"
+    yield [
+        "an index that a table does not have, by a lifted kernel, then twice in new processes",
+        f"{len(lost)} of 3 processes lost their GPU",
+        told,
+        f"repeats {repeats} (0: {verdict(repeats == 0 and bool(said[0]['lost']))})",
+    ]
+
+
+def run(code: str, *arguments: str) -> dict[str, Any]:
+    """What a process of its own says in its last line."""
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        sys.exit(f"a process of the bench ended with {ran.returncode}: {ran.stderr[-2000:]}")
+    return dict(json.loads(lines[-1]), code=ran.returncode)
+
+
+ROWS = {"growth": growth, "new_process": new_process, "fault": fault}
+
+
+def main() -> None:
+    options = parser(__doc__, "an eighth of the lengths")
+    options.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these rows alone")
+    args = options.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this bench needs an NVIDIA GPU")
+    rows, told = [], {}
+    for name in args.only:
+        with torch.inference_mode():
+            if name == "growth":
+                with own_broker():
+                    rows += list(growth(LENGTHS // 8 if args.quick else LENGTHS))
+                    told = versions()
+            else:
+                rows += list(ROWS[name](0))
+        print(rows[-1], flush=True)
+    headings = ["figure", "ours", "beside", "aim"]
+    finish(
+        "gpu_lifted_life",
+        "Lifted calls: new lengths, new processes, memory, faults",
+        told,
+        headings,
+        rows,
+        is_quick=args.quick,
+    )
+
+
+if __name__ == "__main__":
+    main()

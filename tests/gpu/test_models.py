@@ -1,0 +1,133 @@
+"""Models of torch and Transformers on a real GPU: one line has LayerZero serve them, and their results stay theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.gpu.gpu_site import gpu_site
+from tests.process.harness import Site
+
+import layerzero as lz
+
+pytest.importorskip("torch")
+from tests.gpu.test_calls import F, report, torch
+
+lzt = pytest.importorskip("layerzero.torch")
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """One backend, whose calls are lifted when they repeat. It has silu, gelu, layer_norm, matmul and attention."""
+    site = gpu_site(tmp_path_factory.mktemp("store"), "one", isolation="lifted")
+    try:
+        yield site.start()
+    finally:
+        site.stop()
+
+
+@pytest.fixture
+def connected(broker: Site) -> Iterator[Site]:
+    broker.connect()
+    yield broker
+    lz.disconnect()
+
+
+class Block(torch.nn.Module):
+    """Attention of four heads, and a gated activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(256)
+        self.qkv, self.up, self.down = torch.nn.Linear(256, 768), torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (part.unflatten(-1, (4, 64)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.down(F.silu(self.up(x)))
+
+
+@pytest.fixture
+def block() -> Any:
+    torch.manual_seed(0)
+    return Block().to("cuda", torch.float16)
+
+
+def test_accelerate_serves_a_model(connected: Site, block: Any) -> None:
+    """First by a worker, then lifted; what the backend lacks is left to torch, with the reason."""
+    x = torch.randn(2, 96, 256, device="cuda", dtype=torch.float16)
+    with torch.no_grad():
+        wanted = block(x)
+        accelerated = lzt.accelerate(block)
+        for _ in range(200):
+            found = block(x)
+            torch.testing.assert_close(found, wanted, rtol=5e-3, atol=5e-3)
+        said = str(lzt.report(block))
+        accelerated.remove()
+    for name in ("one.layer_norm", "one.silu", "NO_BACKEND"):
+        assert name in said, said
+    assert report().path == "lifted"
+
+
+def test_gradients_of_an_accelerated_model_are_torchs(connected: Site, block: Any) -> None:
+    x = torch.randn(2, 96, 256, device="cuda", dtype=torch.float16)
+
+    def gradients() -> list[Any]:
+        block.zero_grad()
+        block(x).float().square().mean().backward()
+        return [weight.grad.clone() for weight in block.parameters() if weight.grad is not None]
+
+    wanted = gradients()
+    accelerated = lzt.accelerate(block)
+    found = gradients()
+    accelerated.remove()
+    assert len(found) == len(wanted) > 4
+    for mine, torchs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_models_call_it_from_their_graphs(connected: Site, mode: str) -> None:
+    """Inductor's CUDA graphs hold calls as their own nodes, or as replays of graph slots."""
+    weight = torch.randn(256, 256, device="cuda", dtype=torch.float16) / 16
+
+    def function(x: Any) -> Any:
+        return torch.ops.layerzero.silu(x @ weight) @ weight
+
+    compiled = torch.compile(function, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        for seed in range(8):
+            x = torch.full((64, 256), 0.1 * seed, device="cuda", dtype=torch.float16)
+            torch.testing.assert_close(compiled(x).clone(), F.silu(x @ weight) @ weight, rtol=5e-3, atol=5e-3)
+        lz.synchronize()
+
+
+def test_transformers_generates_the_same(connected: Site) -> None:
+    pytest.importorskip("transformers")
+    models = pytest.importorskip("layerzero.transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).to("cuda").eval()
+    ids = torch.randint(1, 512, (2, 24), device="cuda")
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    made, logits = {}, {}
+    for name in ("eager", "layerzero"):
+        model.set_attn_implementation(name)
+        made[name] = model.generate(ids, **options)
+        with torch.no_grad():
+            logits[name] = model(ids).logits
+    largest = logits["eager"].abs().max()
+    assert (logits["layerzero"] - logits["eager"]).abs().max() <= 2e-5 * largest
+    assert torch.equal(made["layerzero"], made["eager"])
+    assert {row.outcome for row in models.report().rows} == {"served"}
