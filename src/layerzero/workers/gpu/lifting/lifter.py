@@ -15,6 +15,7 @@ from layerzero.ipc.lifting.specimen import Specimen
 from layerzero.ipc.lifting.trial import UNWRITTEN, named, pattern, read_digest, write
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.gpu.lifting.compare import Capture, compare
+from layerzero.workers.gpu.lifting.direct import written_directly
 from layerzero.workers.gpu.lifting.modules import Modules
 from layerzero.workers.gpu.lifting.placement import TrialMemory, room_for
 from layerzero.workers.gpu.lifting.refusal import CannotLift
@@ -107,7 +108,7 @@ class _Lifting:
         first = self._bound(is_reversed=False)
         captures = [self._capture(*first), self._capture(*self._bound(is_reversed=True))]
         steps, scratch = compare(captures, self._find, self._code_of)
-        lifted = self._lifted(steps, scratch)
+        lifted = written_directly(self._lifted(steps, scratch))
         codes = {code: self._lifter.modules.image(code) for code in lifted.codes}
         memory, bound = first
         trials = {seed: self._try(memory, bound, seed) for seed in self._request.seeds}
