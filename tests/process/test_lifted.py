@@ -17,7 +17,7 @@ from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, l
 from tests.soft_gpu import soft_cupy
 
 import layerzero as lz
-from layerzero.client.gpu.lifting import lifted_library
+from layerzero.client.gpu.lifting import lifted_library, loaded
 
 __all__ = ["kernels", "lifted_site", "lifted_store", "soft"]
 
@@ -145,3 +145,32 @@ def test_a_graph_of_the_application_holds_it_as_a_node_of_its_own(lifted_site: L
             values = 2 * values
             graph.launch()
             close(result, gelu(values))
+
+
+def test_a_graph_may_hold_a_call_whose_leave_has_just_ended(lifted_site: LiftedSites, way: None) -> None:
+    """It was lifted from the first, and no worker has ever served it here: leave is asked for during the capture. So it
+    is for one that is made for the first time there."""
+    site = lifted_site()
+    site.connect()
+    (x, values), (y, others) = randn(29, 5), randn(31, 5)
+    for one in (x, y):
+        lift(lambda one=one: slow(one))
+    lz.disconnect()
+    loaded.forget()
+    site.connect()
+    answered = site.backend("one")["answered"]
+    with soft_cupy.stream():
+        close(slow(x), gelu(values))
+        assert report().path == "lifted"
+        before = lz.status()["selection"]["policy"]
+        site.set_policy("strict_mode: true\n")
+        wait_until(lambda: lz.status()["selection"]["policy"] != before)
+        stream = soft_cupy.current()
+        stream.begin_capture()
+        results = slow(x), slow(y)
+        graph = stream.end_capture()
+        assert report().path == "lifted"
+        graph.launch()
+        close(results[0], gelu(values))
+        close(results[1], gelu(others))
+    assert site.backend("one")["answered"] == answered

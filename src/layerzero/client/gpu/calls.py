@@ -40,6 +40,7 @@ from layerzero.client.gpu.ring import GpuLane
 from layerzero.client.gpu.samples import complete, sampled
 from layerzero.client.gpu.session_view import Placed, SessionView
 from layerzero.ipc.cuda import driver
+from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import (
     LayerZeroError,
@@ -163,6 +164,15 @@ class GpuCalls:
                 route, specs = self._route(request, arrays, out, gpu)
                 if self._session.sampler.is_on and self._session.sampler.draw_on_gpu(route.overlay) is not None:
                     self._session.sampler.count("captured")  # a copy would be one of each replay
+                if not route.is_armed:  # no worker has served it: was it lifted from the first?
+                    before = context.driver.exchange_capture_mode(CAPTURE_RELAXED)
+                    try:
+                        result, address = result_like(like, out, route.plan.results)
+                        placed = Placed(request, route, arrays, out, like, gpu, stream, address, start_ns)
+                        if self._session.lifts.serve(placed, waits=True):
+                            return result if out is not None else give(like, result)
+                    finally:
+                        context.driver.exchange_capture_mode(before)
                 return self._captures.add(request, route, specs, arrays, out, gpu, stream, start_ns)
             while True:
                 transport = gpu.transport

@@ -31,8 +31,8 @@ class Placed(NamedTuple):
 class Lifting(Protocol):
     """What launches calls in this process (client/gpu/lifting/lifts.py)."""
 
-    def serve(self, call: Placed) -> bool:
-        """Launch a call here, if it is lifted; says whether it was."""
+    def serve(self, call: Placed, *, waits: bool = False) -> bool:
+        """Launch a call here, if it is lifted; says whether it was. With `waits` the broker is asked meanwhile."""
 
 
 class SessionView(Protocol):

@@ -7,6 +7,7 @@ ordinary way, and the broker is asked again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -144,9 +145,10 @@ class Lifts:
 
     # --- a call that is new
 
-    def serve(self, call: Placed) -> bool:
+    def serve(self, call: Placed, *, waits: bool = False) -> bool:
         """Launch a call, if it is lifted; says whether it was. One that is new is asked for, so that later ones are: at
-        once where its route is new, too, since the broker may have it from earlier processes.
+        once where its route is new, too, since the broker may have it from earlier processes. `waits`: so is one whose
+        leave has ended.
 
         Raises what launching ends in. Needs the GPU's context to be current.
         """
@@ -172,6 +174,10 @@ class Lifts:
         site = self._held(key)
         if site is None and asked is not None and asked.is_alone and asked.refused_at is None:
             self._ask_patiently(asked)
+            site = self._held(key)
+        if site is None and waits and asked is not None:
+            with contextlib.suppress(Busy, NotConnected, BrokerLost, Cancelled, CudaError):
+                self._ask_now(asked)
             site = self._held(key)
         if site is None:
             return False
@@ -233,6 +239,13 @@ class Lifts:
         finally:
             asked.is_waiting = again_s is not None
         return again_s
+
+    def _ask_now(self, asked: Asked) -> None:
+        """Whoever else is at it; that one goes on where the broker does not know yet."""
+        epoch = asked.gpu.order.page.lift_epoch
+        answer = self._session.ask("lift", route=asked.route.number, alignments=asked.alignments)
+        if answer["state"] == "ready":
+            self._take(asked, answer, epoch)
 
     def _ask_once(self, asked: Asked) -> float | None:
         epoch = asked.gpu.order.page.lift_epoch  # what is answered may change before it is here
