@@ -444,6 +444,20 @@ def test_torchs_registry_of_attention_has_ours() -> None:
     assert (report.taken, report.left) == (1, 2)
 
 
+def test_torchs_own_order_on_a_hopper_gpu_is_no_wish_of_the_program() -> None:
+    """There torch puts cuDNN first, for the whole process, once it has computed attention; seen on an H200."""
+    own = torch._C._get_sdp_priority_order()
+    names = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    q = random(1, 2, 3, 4)
+    try:
+        torch._C._set_sdp_priority_order([int(one.value) for one in names])
+        with lzt.accelerate() as handle:
+            F.scaled_dot_product_attention(q, q, q)
+    finally:
+        torch._C._set_sdp_priority_order(own)
+    assert handle.report.taken == 1
+
+
 # --- options -----------------------------------------------------------------------------------------------------
 
 

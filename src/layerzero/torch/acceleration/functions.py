@@ -20,7 +20,13 @@ from layerzero.torch import registration  # noqa: F401  # defines the ops
 ops = torch.ops.layerzero
 Planned = tuple[Callable[..., Tensor], tuple[Any, ...]] | str
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-FLASH = int(torch._C._SDPBackend.FLASH_ATTENTION)
+_BACKENDS = torch._C._SDPBackend
+FLASH, CUDNN = int(_BACKENDS.FLASH_ATTENTION), int(_BACKENDS.CUDNN_ATTENTION)
+# What torch itself has: first this, and after a first call on a GPU of Hopper's kind the other (sdp_utils.cpp).
+OWN_ORDERS = (
+    torch._C._get_sdp_priority_order()[:4],
+    [CUDNN, FLASH, int(_BACKENDS.EFFICIENT_ATTENTION), int(_BACKENDS.MATH)],
+)
 STRIDED = "not row-major: torch's result has its strides, ours has not"
 NO_FLASH = "sdpa_kernel: flash attention, whose place ours takes, is not allowed or not first"
 
@@ -208,16 +214,16 @@ def unfit_traced(given: Sequence[Any], *, is_attention: bool) -> str | None:
 
 
 def is_flash_first() -> bool:
-    """Whether torch.nn.attention.sdpa_kernel and the flags leave flash attention its place."""
+    """Whether torch.nn.attention.sdpa_kernel and the flags leave flash attention its place, or torch the choice."""
     if not torch._C._get_flash_sdp_enabled():
         return False
     order = torch._C._get_sdp_priority_order()
-    if order[0] == FLASH:
+    if order[0] == FLASH or order[:4] in OWN_ORDERS:
         return True
     enabled = {
-        int(torch._C._SDPBackend.MATH): torch._C._get_math_sdp_enabled,
-        int(torch._C._SDPBackend.EFFICIENT_ATTENTION): torch._C._get_mem_efficient_sdp_enabled,
-        int(torch._C._SDPBackend.CUDNN_ATTENTION): torch._C._get_cudnn_sdp_enabled,
+        int(_BACKENDS.MATH): torch._C._get_math_sdp_enabled,
+        int(_BACKENDS.EFFICIENT_ATTENTION): torch._C._get_mem_efficient_sdp_enabled,
+        CUDNN: torch._C._get_cudnn_sdp_enabled,
     }
     earlier = order[: order.index(FLASH)] if FLASH in order else order
     return not any(enabled[one]() for one in earlier if one in enabled)
