@@ -1,6 +1,6 @@
 """What layerzero.torch.accelerate adds to a call: to those that it leaves to torch, and to those that it takes over.
 
-    python bench/accelerate.py
+    python bench/torch_accelerate.py
 
 Needs torch in this interpreter (pip install 'layerzero-broker[torch]') and the environment torch (lz env build torch).
 All columns of a row are measured in turns in one run, the lowest of rounds. `empty mode`: the same call under a
@@ -76,7 +76,7 @@ def main() -> None:
         row("gelu 4 x 512, taken over", lambda: F.gelu(x), lambda: ops.gelu(x))
         row("silu 4 x 512, taken over", lambda: F.silu(x), lambda: ops.silu(x))
     finish(
-        "accelerate",
+        "torch_accelerate",
         "accelerate: what it adds to a call",
         {"here": {"torch": torch.__version__}},
         ("call", "torch", "empty mode", "accelerate", "our op alone", "adds"),

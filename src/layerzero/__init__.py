@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from layerzero.client.facade.default_session import (
         connect as connect,
         disconnect as disconnect,
+        ensure_connected as ensure_connected,
         session as session,
     )
     from layerzero.client.facade.memory import (
@@ -100,7 +101,7 @@ if TYPE_CHECKING:
 _HOME = {
     "layerzero.ipc.version": "__version__",
     "layerzero.client.facade.api": "explain last_report status submit synchronize",
-    "layerzero.client.facade.default_session": "connect disconnect session",
+    "layerzero.client.facade.default_session": "connect disconnect ensure_connected session",
     "layerzero.client.facade.memory": "empty empty_like share",
     "layerzero.client.tools.calls": "Call",
     "layerzero.client.tools.compile": "compile",

@@ -677,10 +677,10 @@ def test_integrations_stay_with_the_broker_that_the_program_chose(
     session = site.connect()
     with site.environment():
         os.environ["LAYERZERO_RUNTIME_DIR"] = str(tmp_path)
-        assert default_session.ensure() is session
+        assert lz.ensure_connected() is session
         os.kill(session.broker_pid, signal.SIGKILL)
         wait_until(lambda: not session.is_alive)
-        later = default_session.ensure()
+        later = lz.ensure_connected()
         assert later is not session
         assert (later.path, default_session.session()) == (session.path, later)
     assert not list(tmp_path.iterdir())

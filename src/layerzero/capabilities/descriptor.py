@@ -124,6 +124,7 @@ class KernelCapability(BaseModel):
     # cost
     needs_jit: bool = False  # it is compiled before it can run
     compiled_for: tuple[Facet, ...] | None = None  # in what calls agree that one compilation serves; None: in all
+    new_shape_us: Annotated[int, Field(ge=0)] = 0  # more for a first call of a shape, in each worker anew
     transform_cost_hint: Annotated[int, Field(ge=0)] = 0  # in points of the score
     fuses_ops: tuple[str, ...] = ()  # adjacent ops that it does in the same pass
     workspace_bytes: Annotated[int, Field(ge=0)] = 0  # beyond the caller's memory, for any call

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import layerzero as lz
 import layerzero.torch  # defines torch.ops.layerzero
-from layerzero.client.facade import default_session
 from layerzero.ipc.vocabulary.variables import is_disabled
 from layerzero.transformers import tally
 
@@ -52,7 +51,7 @@ def _connected(name: str, run: Callable[[], Tensor]) -> Tensor:
         try:
             return run()
         except (lz.NotConnected, lz.BrokerLost):
-            default_session.ensure()
+            lz.ensure_connected()
             return run()
     except lz.LayerZeroError as error:
         if error.code not in _warned:

@@ -22,6 +22,16 @@ from layerzero.broker.selection.breaker import Health, failure_signature
 from layerzero.broker.selection.certification import Certification, Subject
 from layerzero.broker.selection.compile_queue import Compilation
 from layerzero.broker.selection.policy import Policy, PolicyForCall
+from layerzero.broker.selection.prices import (
+    GPU_TIE_SHARE,
+    GPU_TIE_US,
+    TIE_SHARE,
+    TIE_US,
+    new_length_us,
+    price_of,
+    share,
+    with_price,
+)
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.broker.selection.timings import PerfRow, PerfTable
 from layerzero.capabilities.compile_unit import Unit, unit_of
@@ -38,10 +48,6 @@ MAX_VALIDITY = 4096
 MAX_CELLS = 4096
 MAX_POLICIES = 256  # overlays of clients that were merged with the broker's policy
 MIB = 1 << 20
-# Times that differ by less are equal: the rest is noise, and priority decides. A GPU's are told by its own clock.
-TIE_SHARE, TIE_US = 0.02, 3.0
-GPU_TIE_SHARE, GPU_TIE_US = 0.005, 0.25
-SWITCH_US = 150.0  # in which a GPU changes from one process to another (H200, driver 580: docs/gpu.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,28 +329,20 @@ class Engine:
             elif verdict.kernel_id == chosen:
                 verdict.terms["table"] = policy.weights.table
             verdicts.append(verdict)
-        ways_us = {v.kernel_id: self._way_us(v, spec, context, policy) for v in verdicts}
-        verdicts = [_with_way(verdict, ways_us[verdict.kernel_id]) for verdict in verdicts]
-        costs_us = {v.kernel_id: v.measured_us + ways_us[v.kernel_id] for v in verdicts if v.measured_us}
+        prices = {v.kernel_id: price_of(v, spec, context, policy, self._staying) for v in verdicts}
+        verdicts = [with_price(verdict, prices[verdict.kernel_id]) for verdict in verdicts]
+        costs_us = {v.kernel_id: v.measured_us + prices[v.kernel_id].us for v in verdicts if v.measured_us}
         fastest_us = min((costs_us[v.kernel_id] for v in verdicts if v.is_accepted and v.measured_us), default=None)
         if fastest_us is not None:
             ties = (GPU_TIE_SHARE * fastest_us, GPU_TIE_US) if spec.device else (TIE_SHARE * fastest_us, TIE_US)
             for verdict in filter(lambda v: v.is_accepted or v.uncompiled is not None, verdicts):
-                share = _share(costs_us.get(verdict.kernel_id, fastest_us), fastest_us, max(ties))
-                verdict.terms["perfdb"] = policy.weights.perfdb * share
+                part = share(costs_us.get(verdict.kernel_id, fastest_us), fastest_us, max(ties))
+                verdict.terms["perfdb"] = policy.weights.perfdb * part
         if spec.pinned in self.capabilities and spec.op not in self.capabilities[spec.pinned].ops:
             detail = f"{spec.pinned} serves {', '.join(sorted(self.capabilities[spec.pinned].ops))}"
             unserved = Rejection(Reason.OP_UNSUPPORTED, detail)
             verdicts.append(Verdict(f"{spec.pinned}.{spec.op}", spec.pinned, (unserved,)))
         return tuple(sorted(verdicts, key=lambda v: (not v.is_accepted, v.is_last_resort, -v.score, v.kernel_id)))
-
-    def _way_us(self, verdict: Verdict, spec: CallSpec, context: SelectionContext, policy: Policy) -> float:
-        """What a GPU takes to change to a kernel's worker and back, where the kernel stays and others need not."""
-        if not spec.device or not self._staying:
-            return 0.0
-        may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) in ("lifted", "auto")
-        stays = not may_be_lifted or (verdict.kernel_id, context.perf_key()) in self._staying
-        return 2 * SWITCH_US if stays else 0.0
 
     def _static(self, context: SelectionContext) -> tuple[DescriptorMatch, ...]:
         """Each kernel of the op matched with the call, from the validity cache."""
@@ -435,6 +433,8 @@ class Engine:
             terms["policy"] = weights.policy * said.bonus
         if stat is None and kernel.needs_jit and not self.certification.is_known(kernel.kernel_id):
             terms["jit"] = -weights.jit
+        if stat is None and spec.device and new_length_us(kernel, context):
+            terms["new_length"] = -weights.jit
         if health.penalty:
             terms["reliability"] = -weights.reliability * health.penalty
         cost = kernel.transform_cost_hint + cost_bytes / MIB
@@ -482,19 +482,3 @@ class Engine:
 def _thresholds(kernels: Iterable[KernelCapability]) -> tuple[int, ...]:
     """The kernels' limits on sequence length, ascending: validity keys tell lengths apart by these alone."""
     return tuple(sorted({kernel.max_seq_len for kernel in kernels if kernel.max_seq_len is not None}))
-
-
-def _with_way(verdict: Verdict, way_us: float) -> Verdict:
-    if not way_us or not verdict.is_accepted:
-        return verdict
-    note = f"is not lifted: {way_us:g} us more, in which the GPU changes to its worker and back"
-    return replace(verdict, notes=(*verdict.notes, note))
-
-
-def _share(time_us: float, fastest_us: float, tie_us: float) -> float:
-    """The fastest kernel's time as a share of this kernel's: 1 for the fastest and its ties, 1/2 for twice the time.
-
-    The caller gives a kernel that was never measured the time of the fastest: else the first kernel that ever ran would
-    win for ever.
-    """
-    return 1.0 if time_us - fastest_us <= tie_us else fastest_us / time_us

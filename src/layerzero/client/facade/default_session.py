@@ -71,7 +71,7 @@ def connect(
         return _session
 
 
-def ensure() -> Session:
+def ensure_connected() -> Session:
     """The session of lz.connect(), wherever that led; a new one there where its broker was lost, and of the user's
     broker where nobody has connected. For integrations, which must not move a program to another broker."""
     current = _session

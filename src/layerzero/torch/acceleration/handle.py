@@ -16,7 +16,6 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 
 import layerzero as lz
 from layerzero.client.connection import overlay
-from layerzero.client.facade import default_session
 from layerzero.client.facade import policy as policies
 from layerzero.ipc.vocabulary.variables import is_disabled
 from layerzero.torch.acceleration import seam
@@ -68,7 +67,7 @@ class Acceleration:
         self._overlay: overlay.Overlay | None = None
         self.is_on = not self.why_off
         if self.is_on:
-            default_session.ensure()
+            lz.ensure_connected()
             if policy:
                 self._overlay = policies._checked({"origin": "accelerate", "values": dict(policy)})
         takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy))

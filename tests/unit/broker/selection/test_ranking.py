@@ -12,7 +12,8 @@ from tests.simulation import CAPABILITIES, DEVICES, GPU, GPU_CAPABILITIES, route
 
 from layerzero.broker.selection.explain import explain
 from layerzero.broker.selection.policy import Layer, Policy
-from layerzero.broker.selection.ranking import GPU_TIE_US, TIE_US, Engine
+from layerzero.broker.selection.prices import GPU_TIE_US, TIE_US
+from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Verdict, no_backend
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.context import SelectionContext

@@ -1,0 +1,65 @@
+"""What a call on a GPU takes besides its kernel, and how times become shares of a score."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import NamedTuple
+
+from layerzero.broker.selection.policy import Policy
+from layerzero.broker.selection.signature import CallSpec, Verdict
+from layerzero.capabilities.context import SelectionContext
+from layerzero.capabilities.descriptor import KernelCapability
+
+# Times that differ by less are equal: the rest is noise, and priority decides. A GPU's are told by its own clock.
+TIE_SHARE, TIE_US = 0.02, 3.0
+GPU_TIE_SHARE, GPU_TIE_US = 0.005, 0.25
+SWITCH_US = 150.0  # in which a GPU changes from one process to another (H200, driver 580: docs/gpu.md)
+LAYERS = 32  # of a model: so many calls have each length in common
+
+
+class Price(NamedTuple):
+    """Microseconds a call, and what they are for."""
+
+    us: float = 0.0
+    why: str = ""
+
+
+def price_of(
+    verdict: Verdict, spec: CallSpec, context: SelectionContext, policy: Policy, staying: Set[tuple[str, str]]
+) -> Price:
+    """`staying`: kernels and perf keys of calls that cannot be lifted. Where all are lifted, or none, the GPU's change
+    of processes is the same for each kernel."""
+    if not spec.device:
+        return Price()
+    plan_us = new_length_us(verdict.kernel, context)
+    if plan_us:
+        return Price(plan_us, f"plans each length anew: {plan_us:g} us more a call, since a decoder's lengths grow")
+    may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) in ("lifted", "auto")
+    if not staying or (may_be_lifted and (verdict.kernel_id, context.perf_key()) not in staying):
+        return Price()
+    switch_us = 2 * SWITCH_US
+    return Price(switch_us, f"is not lifted: {switch_us:g} us more, in which the GPU changes to its worker and back")
+
+
+def new_length_us(kernel: KernelCapability | None, context: SelectionContext) -> float:
+    """The price of planning for each length, shared by the layers that have it: of attention of one query, whose keys
+    are one more at each step. One that has a mask is on a static cache, whose length stays."""
+    if kernel is None or not kernel.new_shape_us or context.op != "attention":
+        return 0.0
+    is_decoding = context.seq_len_q == 1 and (len(context.inputs) < 4 or context.inputs[3] is None)
+    return kernel.new_shape_us / LAYERS if is_decoding else 0.0
+
+
+def with_price(verdict: Verdict, price: Price) -> Verdict:
+    """The verdict, with a note of what is added."""
+    return replace(verdict, notes=(*verdict.notes, price.why)) if price.us and verdict.is_accepted else verdict
+
+
+def share(time_us: float, fastest_us: float, tie_us: float) -> float:
+    """The fastest kernel's time as a share of this kernel's: 1 for the fastest and its ties, 1/2 for twice the time.
+
+    The caller gives a kernel that was never measured the time of the fastest: else the first kernel that ever ran would
+    win for ever.
+    """
+    return 1.0 if time_us - fastest_us <= tie_us else fastest_us / time_us
