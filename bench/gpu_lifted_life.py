@@ -1,4 +1,4 @@
-"""What lifted calls cost beside the one that repeats: lengths that grow, the first call of a process, memory, faults.
+"""What lifted calls cost beside the one that repeats: lengths that grow, the first call of a process, memory.
 
     python bench/gpu_lifted_life.py [--quick] [--only ROW ...]
 
@@ -60,39 +60,6 @@ for name, call in own.items():
     at["torch's " + name] = used()
 said["bytes"] = at
 print(json.dumps(said))
-"""
-# A table of 1,024 rows, read at an index that it does not have: torch's kernel asserts, and its context is lost.
-FAULT = """
-import json, sys, time, torch
-import layerzero as lz
-lz.connect()
-table, good = torch.randn(1024, 64, device="cuda"), torch.arange(8, device="cuda")
-bad = good + (1 << 30)
-said, end = {"lost": False}, time.monotonic() + float(sys.argv[1])
-while time.monotonic() < end:
-    for _ in range(16):
-        result = lz.embedding(good, table, backend="torch-cuda")
-    torch.cuda.synchronize()
-    said["path"] = lz.last_report().path
-    said["notes"] = [note for note in lz.last_report().notes if "lifted" in note]
-    if said["path"] == "lifted" or any("FAULTED" in note for note in said["notes"]):
-        break
-try:
-    lz.embedding(bad, table, backend="torch-cuda")
-    torch.cuda.synchronize()
-    lz.synchronize(20)
-except Exception as error:
-    said["error"] = f"{type(error).__name__}: {error}".partition("\\n")[0][:100]
-try:
-    assert torch.equal(table[good], table[:8])
-    torch.cuda.synchronize()
-except Exception as error:
-    said["lost"] = f"{type(error).__name__}: {error}".partition("\\n")[0][:100]
-try:
-    lz.disconnect()
-except Exception as error:
-    said["end"] = str(error).partition("\\n")[0][:100]
-print(json.dumps(said), flush=True)
 """
 
 
@@ -195,25 +162,6 @@ def new_process(_: int) -> Iterator[list[str]]:
     ]
 
 
-def fault(_: int) -> Iterator[list[str]]:
-    """Three processes one after the other make the call that kills."""
-    with own_broker():
-        said = []
-        for _ in range(3):
-            said.append(run(FAULT, "15"))
-            print(json.dumps(said[-1]), flush=True)
-        lost = [one for one in said if one["lost"]]
-        subprocess.run([sys.executable, "-m", "layerzero.client.cli.app", "cache", "forgive"], check=False)
-    repeats = sum(bool(one["lost"]) for one in said[1:])
-    told = f"paths {[one.get('path') for one in said]}; the first lost its GPU: {'yes' if said[0]['lost'] else 'no'}"
-    yield [
-        "an index that a table does not have, by a lifted kernel, then twice in new processes",
-        f"{len(lost)} of 3 processes lost their GPU",
-        told,
-        f"repeats {repeats} (0: {verdict(repeats == 0 and bool(said[0]['lost']))})",
-    ]
-
-
 def run(code: str, *arguments: str) -> dict[str, Any]:
     """What a process of its own says in its last line."""
     ran = subprocess.run(
@@ -230,7 +178,7 @@ def run(code: str, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(lines[-1]), code=ran.returncode)
 
 
-ROWS = {"growth": growth, "new_process": new_process, "fault": fault}
+ROWS = {"growth": growth, "new_process": new_process}
 
 
 def main() -> None:
@@ -254,7 +202,7 @@ def main() -> None:
     headings = ["figure", "ours", "beside", "aim"]
     finish(
         "gpu_lifted_life",
-        "Lifted calls: new lengths, new processes, memory, faults",
+        "Lifted calls: new lengths, new processes, memory",
         told,
         headings,
         rows,

@@ -3,6 +3,7 @@ this one. tests/gpu/test_lifting.py has what workers lift."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.gpu.backends.torch_toy import TRAP, TRAPPED
 from tests.gpu.gpu_site import gpu_site
 from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.process.test_cli import DONE
@@ -168,6 +170,49 @@ def test_two_streams_at_once(new_site: Callable[..., Site]) -> None:
     torch.cuda.synchronize()
     assert all(torch.equal(result, wanted) for result in results)
     assert lz.synchronize(PATIENCE_S) is None
+
+
+CLIENT = f"""
+import json, sys, time, torch
+lz.connect(runtime_dir=sys.argv[1])
+x = torch.zeros({TRAPPED}, device="cuda")
+said, end_s = {{}}, time.monotonic() + {PATIENCE_S}
+while time.monotonic() < end_s and said.get("path") != "lifted" and "FAULTED" not in str(said.get("notes")):
+    for _ in range({WARM}):
+        lz.gelu(x)
+    torch.cuda.synchronize()
+    report = lz.last_report()
+    said = {{"path": report.path, "notes": report.notes, "pid": report.worker_pid}}
+x.fill_({10 * TRAP})
+try:
+    lz.gelu(x)
+    lz.synchronize({PATIENCE_S})
+except Exception as exc:
+    said["error"] = type(exc).__name__
+try:
+    said["sum"] = float(torch.ones(8, device="cuda").sum())
+except Exception as exc:
+    said["lost"] = str(exc)
+print(json.dumps(said, default=str), flush=True)
+"""
+
+
+def test_a_fault_of_a_lifted_kernel_costs_one_process_its_gpu_and_no_other(new_site: Callable[..., Site]) -> None:
+    """The next ones are isolated again: there the same call ends its worker, and the client goes on."""
+    site = new_site().start()
+    said = []
+    for _ in range(3):
+        with site.python(CLIENT) as client:
+            out, _ = client.communicate(timeout=4 * PATIENCE_S)
+        said.append(json.loads(out.splitlines()[-1]))
+    first, *others = said
+    assert first["path"] == "lifted", said
+    assert "lost" in first, said
+    for other in others:
+        assert other["path"] != "lifted", said
+        assert "FAULTED" in str(other["notes"]), said
+        assert (other.get("sum"), "lost" in other) == (8.0, False), said
+        assert "error" in other, said
 
 
 def test_an_export_serves_where_the_library_is_not_installed(

@@ -1,6 +1,7 @@
 """A GPU backend for tests: torch kernels, a slow one, and real faults on request. LZ_TOY_NAME says which one it is.
 
-gelu of SLOW elements keeps the GPU busy first. layer_norm with an eps of FAULTS strikes in backend "one".
+gelu of SLOW elements keeps the GPU busy first. layer_norm with an eps of FAULTS strikes in backend "one". gelu of
+TRAPPED elements costs the GPU's context where one of them is above TRAP: a fault that no proof sees.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from layerzero.workers.providers.torch_cuda import append_kv
 
 ILLEGAL, ASSERT, RAISE, MEMORY = FAULTS = (0.4375, 0.21875, 0.109375, 0.0546875)  # values of eps
 SLOW, SLOW_CYCLES = 4099, 300_000_000  # elements; 0.15 to 0.2 s
+TRAPPED, TRAP = 4111, 1e4
 
 
 def load() -> Loaded:
@@ -34,7 +36,13 @@ def load() -> Loaded:
             torch.cuda._sleep(SLOW_CYCLES)
             run(out)
 
-        return slow if views[0].numel() == SLOW else run
+        def trapped(out: Any) -> None:
+            far = (views[0].amax() > TRAP).long() << 40
+            torch.index_select(views[0].flatten(), 0, far.view(1), out=nowhere)  # torch asserts there, on the GPU
+            run(out)
+
+        nowhere = torch.empty(1, dtype=views[0].dtype, device=views[0].device)
+        return {SLOW: slow, TRAPPED: trapped}.get(views[0].numel(), run)
 
     def layer_norm(views: Sequence[Any], call: Call) -> Run:
         run, eps = ops.layer_norm(views, call), call.attrs["eps"]
