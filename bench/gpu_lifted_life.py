@@ -98,8 +98,7 @@ def growth(lengths: int) -> Iterator[list[str]]:
         for begin in range(0, lengths, 64):
             us, paths = decode(ours, q, keys, values, grown[begin : begin + 64])
             print(f"{backend}: lengths from {grown[begin]}: {us:.1f} us, {dict(paths)}", flush=True)
-            if begin == lengths // 64 * 64 - 64 or begin + 64 >= lengths:
-                late_us = us
+            late_us = us
         again_us, paths = decode(ours, q, keys, values, grown)
         torch_us = decode(torchs, q, keys, values, grown)[0] if number == 0 else 0.0
         name = f"a call of {LAYERS} layers, {next(iter(paths))}, {'all backends' if backend is None else backend}"

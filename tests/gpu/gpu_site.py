@@ -26,7 +26,13 @@ def gpu_site(store: Path, *names: str, isolation: str = "subprocess", **settings
             "is_cuda_graph_safe": True,
             "supports_empty": True,
         }
-        attention = {**kernel, "supports_empty": False, "min_ndim": 4, "max_ndim": 4, "requires_layouts": ["BHSD"]}
+        attention = {
+            **kernel,
+            "supports_empty": False,
+            "min_ndim": 4,
+            "max_ndim": 4,
+            "requires_layouts": ["BHSD", "BSHD"],
+        }
         attention |= {
             "min_head_dim": 8,
             "head_dim_multiple": 8,

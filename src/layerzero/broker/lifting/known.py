@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,11 @@ class Known:
     retry_at_s: float = math.inf  # when a refusal that a busy machine may be to blame for is forgotten
     retries: int = 0
     imported: ImportedCall | None = None  # what is tried for it, where its backend has no worker
+
+    @property
+    def family(self) -> Hashable:
+        """Equal for calls of one kernel, in one environment, on memory that is aligned alike."""
+        return self.kernel_id, self.alignments, tuple(sorted(self.what.items()))
 
     def facts(self, *, is_pending: bool) -> dict[str, Any]:
         """For `lz status`."""

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -91,6 +91,7 @@ class Lifts:
         self._known: dict[str, Known] = {}
         self._asked: dict[int, Known] = {}  # by number: workers and proofs are at it
         self._by_digest: dict[str, bytes] = {}  # forms that were granted
+        self._shown: dict[Hashable, bytes] = {}  # the newest form of each kernel that holds here
         self._numbers = itertools.count(1)
         self._seen: tuple[object, ...] = ()
 
@@ -242,6 +243,7 @@ class Lifts:
             return
         worker = self._state.workers[best.backend]
         if route.settled >= SETTLED_CALLS and route.settled_on == (best.kernel_id, worker.generation):
+            known.like = self._shown.get(known.family, b"")  # on other shapes it may be the same
             self._start(known, route.signature.spec, alignments)
 
     def _start(self, known: Known, spec: CallSpec, alignments: list[int]) -> None:
@@ -355,6 +357,7 @@ class Lifts:
         source = "" if known.imported is None else known.imported.file
         known.entry = Entry(known.kernel_id, known.backend, known.what, form=form, trials=trials, imported=source)
         self.store.add(known.key, known.entry, specimen)
+        self._shown[known.family] = form
         log("lifted.proved", kernel=known.kernel_id, number=known.number, steps=len(specimen.lifted.steps))
 
     def take_proved(self) -> None:
