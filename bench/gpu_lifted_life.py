@@ -15,15 +15,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from common import at_most, finish, own_broker, parser, verdict
 from gpu_common import F, qkv, served, torch, versions
 
 import layerzero as lz
 
-FROM, LENGTHS, LAYERS = 512, 512, 8
+FROM, LENGTHS, LAYERS = 512, 512, 32
+OWN_MS = 6.0
 SETTLE_S = 60.0
 NEW_PROCESS = """
 import json, sys, time, torch
@@ -63,53 +64,69 @@ print(json.dumps(said))
 """
 
 
-def decode(call: Callable[..., Any], q: Any, keys: Any, values: Any, lengths: list[int]) -> tuple[float, Counter[str]]:
-    """us a call of tokens whose layers see so many keys each, until the GPU is through with each token; and who served
-    the last layer of each."""
-    paths: Counter[str] = Counter()
+class Token(NamedTuple):
+    """us of the host: of the first layer's call and, on average, of the others'; and who served the last."""
+
+    first: float
+    other: float
+    path: str
+
+
+def decode(call: Callable[..., Any], q: Any, keys: Any, values: Any, lengths: list[int]) -> list[Token]:
+    """Tokens whose layers see so many keys each; each token has OWN_MS of the model's own work on the GPU besides."""
+    tokens = []
     torch.cuda.synchronize()
-    start = time.perf_counter_ns()
     for length in lengths:
         k, v = keys[:, :, :length], values[:, :, :length]
-        for _ in range(LAYERS):
+        start = time.perf_counter_ns()
+        call(q, k, v)
+        first = time.perf_counter_ns()
+        for _ in range(LAYERS - 1):
             call(q, k, v)
+        end = time.perf_counter_ns()
+        torch.cuda._sleep(int(OWN_MS * 1.7e6))  # cycles
         torch.cuda.synchronize()
         report = lz.last_report()
-        paths[f"{report.kernel_id} {report.path}" if report else "torch"] += 1
-    return (time.perf_counter_ns() - start) / 1e3 / len(lengths) / LAYERS, paths
+        path = f"{report.kernel_id} {report.path}" if report else "torch"
+        tokens.append(Token((first - start) / 1e3, (end - first) / 1e3 / (LAYERS - 1), path))
+    return tokens
+
+
+def told(tokens: list[Token]) -> tuple[float, str]:
+    """us a call, and what it consists of."""
+    us = statistics.mean(((LAYERS - 1) * token.other + token.first) / LAYERS for token in tokens)
+    first = statistics.median(token.first for token in tokens)
+    worst = max(token.first for token in tokens)
+    other = statistics.median(token.other for token in tokens)
+    paths = Counter(token.path for token in tokens).most_common(2)
+    served = ", ".join(f"{path} {count}" for path, count in paths)
+    return us, f"a token's first call {first:.0f} us (worst {worst:,.0f}), others {other:.1f}; {served}"
 
 
 def growth(lengths: int) -> Iterator[list[str]]:
     """Decoding: each token's keys are one more. The first pass knows none of the lengths."""
     q, keys, values = qkv(1, 32, 1, 128, keys=4096, kv_heads=8)
 
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return lz.attention(q, k, v, enable_gqa=True)
+
     def torchs(q: Any, k: Any, v: Any) -> Any:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    for number, backend in enumerate((None, "torch-cuda")):
-
-        def ours(q: Any, k: Any, v: Any, backend: str | None = backend) -> Any:
-            return lz.attention(q, k, v, enable_gqa=True, backend=backend)
-
-        first = FROM + number * (lengths + 64)  # none that was lifted before
-        settle(lambda: ours(q, keys[:, :, :first], values[:, :, :first]))  # noqa: B023
-        grown = list(range(first + 1, first + 1 + lengths))
-        constant_us, _ = decode(ours, q, keys, values, [first] * lengths)
-        for begin in range(0, lengths, 64):
-            us, paths = decode(ours, q, keys, values, grown[begin : begin + 64])
-            print(f"{backend}: lengths from {grown[begin]}: {us:.1f} us, {dict(paths)}", flush=True)
-            late_us = us
-        again_us, paths = decode(ours, q, keys, values, grown)
-        torch_us = decode(torchs, q, keys, values, grown)[0] if number == 0 else 0.0
-        name = f"a call of {LAYERS} layers, {next(iter(paths))}, {'all backends' if backend is None else backend}"
-        told = f"constant length: {constant_us:.1f} us" + (f"; torch, growing {torch_us:.1f}" if torch_us else "")
-        yield [
-            f"{name}: the last 64 of {lengths} new lengths",
-            f"{late_us:.1f} us",
-            told,
-            at_most(late_us / constant_us, 1.2),
-        ]
-        yield [f"{name}: the same lengths again", f"{again_us:.1f} us", told, at_most(again_us / constant_us, 1.2)]
+    settle(lambda: ours(q, keys[:, :, :FROM], values[:, :, :FROM]))
+    grown = list(range(FROM + 1, FROM + 1 + lengths))
+    constant_us, text = told(decode(ours, q, keys, values, [FROM] * 128))
+    yield ["constant length", f"{constant_us:.1f} us", text, ""]
+    early, late = decode(ours, q, keys, values, grown[:128]), decode(ours, q, keys, values, grown[128:])
+    for name, tokens in (
+        ("the first 128 new lengths", early),
+        (f"the next {lengths - 128}", late),
+        ("the same lengths again", decode(ours, q, keys, values, grown)),
+    ):
+        us, text = told(tokens)
+        yield [name, f"{us:.1f} us", text, at_most(us / constant_us, 1.2)]
+    us, text = told(decode(torchs, q, keys, values, grown))
+    yield ["torch alone, lengths that it has not seen", f"{us:.1f} us", text.rpartition(";")[0], ""]
 
 
 def settle(call: Callable[[], Any]) -> None:
@@ -181,19 +198,20 @@ ROWS = {"growth": growth, "new_process": new_process}
 
 
 def main() -> None:
-    options = parser(__doc__, "an eighth of the lengths")
+    options = parser(__doc__, "half of the lengths")
     options.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these rows alone")
     args = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this bench needs an NVIDIA GPU")
-    rows, told = [], {}
+    rows: list[list[str]] = []
+    libraries: dict[str, Mapping[str, str]] = {}
     for name in args.only:
         before = len(rows)
         with torch.inference_mode():
             if name == "growth":
                 with own_broker():
-                    rows += list(growth(LENGTHS // 8 if args.quick else LENGTHS))
-                    told = versions()
+                    rows += list(growth(LENGTHS // 2 if args.quick else LENGTHS))
+                    libraries = versions()
             else:
                 rows += list(ROWS[name](0))
         for row in rows[before:]:
@@ -202,7 +220,7 @@ def main() -> None:
     finish(
         "gpu_lifted_life",
         "Lifted calls: new lengths, new processes, memory",
-        told,
+        libraries,
         headings,
         rows,
         is_quick=args.quick,

@@ -20,7 +20,7 @@ from gpu_common import F, kernel, pipelined, qkv, served, torch, versions
 
 import layerzero as lz
 
-COUNT, ROUNDS = 200, 9
+COUNT, ROUNDS = 200, 3
 GRAPH_CALLS = 20
 IN_GRAPH = 1.02  # the aim there
 SETTLE_S = 60.0
@@ -160,13 +160,13 @@ def measured(case: Case, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    options = parser(__doc__, "three rounds")
+    options = parser(__doc__, "one round")
     options.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these rows alone")
     args = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this bench needs an NVIDIA GPU")
     with own_broker(), torch.inference_mode():
-        rows = [measured(case, 3 if args.quick else ROUNDS) for name in args.only for case in ROWS[name]()]
+        rows = [measured(case, 1 if args.quick else ROUNDS) for name in args.only for case in ROWS[name]()]
         floor, told = launch(), versions()
     headings = ["us a call: host (wall)", "lifted", "torch eager", "host's ratio", "by a worker (ring)"]
     headings.append("in a graph: lifted, torch's")

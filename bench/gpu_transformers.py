@@ -28,7 +28,7 @@ import layerzero.transformers as lzt
 from layerzero.transformers import running
 
 PROMPT, NEW = 512, 64
-ROUNDS, RUNS, WARM = 4, 6, 2
+ROUNDS, RUNS, WARM = 2, 6, 2
 WARM_CALLS_S = 25.0  # so long calls may take to become what they will be
 COMPILED_RUNS = 5
 TORCH = "torch"
@@ -154,7 +154,8 @@ def warm_up(model: Any, case: Case) -> None:
     while settled < 2 and time.monotonic() < end_s:
         paths = served(model, case)
         torch.cuda.synchronize()
-        settled = settled + 1 if paths and all(" lifted" in path for path in paths) else 0
+        is_lifted = paths and all(" lifted" in path for path in paths)
+        settled = settled + 1 if is_lifted and not lz.status()["selection"]["compiled"]["running"] else 0
 
 
 def served(model: Any, case: Case) -> Counter[str]:
