@@ -15,7 +15,7 @@ from layerzero.client.gpu.lifting.sites import Asked
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 WINDOW = 64  # calls that are asked for at once
-MARGIN = WINDOW // 2  # so many before the last of them, the next are asked for
+MARGIN = 3 * WINDOW // 4  # so many before the last of them, the next are asked for
 STEADY = 2  # so often the same must have been added
 MAX_FAMILIES = 256
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from layerzero.client.gpu.lifting.sites import Asked
 from layerzero.ipc.errors import LayerZeroError
 
 MAX_KEPT = 1024
-FIRST_PAUSE_S, MAX_TRIES = 0.05, 7  # between questions after calls that are not ready; each pause twice the last
+PAUSE_S, WITHIN_S = 0.05, 20.0  # between questions after calls that are not ready, at least; how long they are asked
 
 
 class Prefetched(NamedTuple):
@@ -41,16 +42,19 @@ class Prefetch:
     def work(self, ahead: Ahead, load: Callable[[str], LoadedLift]) -> Callable[[], float | None]:
         """Asks for the calls that come next, loads those that are ready, and says in how many seconds to be called
         again for the others; None: never."""
-        left, tries = list(range(ahead.first, ahead.first + WINDOW)), 0
+        left = list(range(ahead.first, ahead.first + WINDOW))
+        until_s = time.monotonic() + WITHIN_S
 
         def work() -> float | None:
-            nonlocal left, tries
+            nonlocal left
+            start_s = time.monotonic()
             try:
                 left = self._fetch(ahead, left, load)
             except (LayerZeroError, KeyError, TypeError, ValueError):  # then they are lifted when they come
                 return None
-            tries += 1
-            return FIRST_PAUSE_S * 2**tries if left and tries < MAX_TRIES else None
+            now_s = time.monotonic()
+            # The broker ranks each call that is asked for: it has twice as long for others.
+            return max(PAUSE_S, 2 * (now_s - start_s)) if left and now_s < until_s else None
 
         return work
 
