@@ -135,8 +135,10 @@ def test_ops_without_a_formula_say_so(name: str) -> None:
     args, options = case(name, needs_grad=True)
     args = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.dtype == torch.float32 else a for a in args)
     options = {**options, "dtype": "float8_e5m2"} if name == "quantize" else options
+    result = op(name)(*args, **options)
+    result = result[0] if isinstance(result, tuple) else result
     with pytest.raises(lz.InvalidArgument, match=f"layerzero::{name} has no gradient formula; call it under"):
-        op(name)(*args, **options).float().sum().backward()
+        result.float().sum().backward()
 
 
 def test_what_changes_its_arguments_has_no_gradient() -> None:
