@@ -1,5 +1,5 @@
-"""Attention and its gradients as ops: against torch's own in float64, at edges, with large scores, and when something goes
-wrong between forward and backward."""
+"""Attention and its gradients as ops: against torch's own in float64, at edges, with large scores, and when something
+goes wrong between forward and backward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from tests.frameworks.torch_cases import random
 
 import layerzero as lz
 import layerzero.torch as lzt
 
+pytestmark = [  # of torch's own code
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated:FutureWarning"),
+]
 ops = torch.ops.layerzero
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 EPS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -147,7 +152,7 @@ def test_a_float_mask_has_its_gradient_in_this_process() -> None:
 # --- when something goes wrong -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [1, 5])
+@pytest.mark.parametrize("kills", [1, 2])
 def test_a_worker_may_be_killed_between_forward_and_backward(kills: int) -> None:
     """What backward needs is the program's own: another worker, or this process, computes it."""
     tensors = leaves((2, 4, 7, 16), (2, 4, 9, 16), (2, 4, 9, 16))
@@ -200,7 +205,11 @@ def test_a_lock_on_attention_holds_where_gradients_are_wanted(locked_to_mlx: Non
 
 def test_deterministic_algorithms_ask_for_deterministic_kernels() -> None:
     tensors = leaves((2, 4, 7, 16), (2, 4, 9, 16), (2, 4, 9, 16))
-    compiled = torch.compile(lambda q, k, v: ops.attention(q, k, v), backend="aot_eager", fullgraph=True)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ops.attention(q, k, v)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     plain = [torch.autograd.grad(call(*tensors).sum(), tensors) for call in (ops.attention, compiled)]
     torch.use_deterministic_algorithms(True)
     try:
@@ -239,7 +248,7 @@ def test_compiled_forward_and_backward_are_one_node_each(backend: str) -> None:
 
     def inspect(graph: Any, _: Any) -> Any:
         seen.extend(str(node.target) for node in graph.graph.nodes if "layerzero" in str(node.target))
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ops.attention(q, k, v, is_causal=True).square()

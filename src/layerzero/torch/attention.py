@@ -150,9 +150,11 @@ def with_dropout(
     **_: Any,
 ) -> Tensor | None:
     """torch's own attention, with its gradients, where weights are to be dropped: kernels of ours draw no random
-    numbers. None for calls without dropout, and for a `dropout_p` that is no probability."""
-    if not 0.0 < dropout_p <= 1.0:
+    numbers. None for calls without dropout. Raises InvalidArgument for a `dropout_p` that is no probability."""
+    if dropout_p == 0.0:
         return None
+    if not 0.0 < dropout_p <= 1.0:
+        raise lz.InvalidArgument(f"attention: dropout_p is {dropout_p}; allowed: 0 to 1; pass a probability")
     if not torch.compiler.is_compiling():
         _tell("attention", BY_TORCH, "dropout_p above 0: torch's own kernel, in this process")
     if layout == "BSHD":
