@@ -317,7 +317,6 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "complex": (lambda: F.linear(X.to(torch.complex64), X.to(torch.complex64)), "complex64"),
     "in place": (lambda: F.silu(X.clone(), inplace=True), "inplace=True"),
     "strides": (lambda: F.silu(X.t()), "not row-major"),
-    "softmax's dtype": (lambda: F.softmax(X, -1, dtype=torch.float64), "dtype="),
     "two dtypes": (lambda: F.layer_norm(X.bfloat16(), (4,), X[0]), "several dtypes"),
     "subclass": (lambda: F.silu(X.as_subclass(Named)), "a Named"),
     "meta": (lambda: F.silu(X.to("meta")), "meta"),
@@ -328,6 +327,20 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "jvp": (lambda: torch.func.jvp(F.silu, (X,), (X,))[1], "torch.func"),
     "a negated view": (lambda: F.silu(torch.complex(X, X).conj().imag), "not row-major"),
 }
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_softmax_in_another_dtype_is_served(is_autocast: bool) -> None:
+    """It converts first; autocast has no say in it."""
+    x = X.clone().requires_grad_()
+    with lzt.accelerate(ops=["softmax"]) as handle, torch.autocast("cpu", enabled=is_autocast):
+        for call in (F.softmax, torch.softmax, torch.Tensor.softmax):
+            found = call(x, -1, dtype=torch.float64)
+            assert found.dtype == torch.float64
+            torch.testing.assert_close(found, torch.softmax(X.double(), -1))
+            (grad,) = torch.autograd.grad(found[:, 0].sum(), x)
+            assert grad.dtype == torch.float32
+    assert (handle.report.taken, handle.report.left) == (3, 0)
 
 
 @pytest.mark.parametrize("name", LEFT)

@@ -279,3 +279,44 @@ def test_accelerate_counts_backward_passes() -> None:
             out.sum().backward()
     (line,) = [line for line in accelerated.report.lines if line.op == "attention_backward"]
     assert line.why.startswith("NO_BACKEND")
+
+
+# --- without torch -----------------------------------------------------------------------------------------------
+
+
+def test_numpy_arrays_futures_and_plans() -> None:
+    """Several results are a tuple of arrays of the caller's kind, however the call is made."""
+    import numpy as np
+
+    q, k, v = (random(2, 3, 4, 8, seed=n).numpy() for n in range(3))
+    out, lse = lz.attention_forward(q, k, v, is_causal=True)
+    assert type(out) is type(lse) is np.ndarray
+    grads = lz.attention_backward(out, q, k, v, out, lse, is_causal=True)
+    later = lz.submit(lz.attention_backward, out, q, k, v, out, lse, is_causal=True).result()
+    right = expected(tuple(map(torch.from_numpy, (q, k, v))), torch.from_numpy(out), None, is_causal=True)  # type: ignore[arg-type]
+    for one, other, exact in zip(grads, later, right, strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, exact, rtol=0, atol=1e-5)
+
+    def step(q: Any) -> Any:
+        out, lse = lz.attention_forward(q, k, v)
+        return lz.attention_backward(out, q, k, v, out, lse)
+
+    plan = lz.dry_run(step, q)
+    assert [call.op for call in plan.calls] == ["attention_forward", "attention_backward"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"lse": torch.zeros(2, 3, 5)}, r"lse is float32\[2, 3, 5\]; allowed: float32\[2, 3, 4\]"),
+        ({"lse": torch.zeros(2, 3, 4, dtype=torch.float64)}, r"lse is float64\[2, 3, 4\]; allowed: float32"),
+        ({"output": torch.zeros(2, 3, 5, 8)}, r"output has shape \[2, 3, 5, 8\]; allowed: \[2, 3, 4, 8\]"),
+        ({"grad_out": torch.zeros(2, 3, 4, 8).half()}, "grad_out is float16, q is float32"),
+    ],
+)
+def test_what_does_not_belong_together_is_named(change: dict[str, torch.Tensor], says: str) -> None:
+    names = ("grad_out", "q", "k", "v", "output")
+    call = {**{name: random(2, 3, 4, 8, seed=n) for n, name in enumerate(names)}, "lse": torch.zeros(2, 3, 4)}
+    with pytest.raises(lz.InvalidArgument, match=f"attention_backward: {says}"):
+        lz.attention_backward(**{**call, **change})
