@@ -279,6 +279,11 @@ def test_accelerate_counts_backward_passes() -> None:
             out.sum().backward()
     (line,) = [line for line in accelerated.report.lines if line.op == "attention_backward"]
     assert line.why.startswith("NO_BACKEND")
+    with lzt.accelerate(ops=["attention"], policy={"rules": [{"allow": ["mlx"]}]}) as accelerated:
+        out = F.scaled_dot_product_attention(q, k, v)
+    out.sum().backward()  # the policy of the block holds for what follows from it
+    served = {line.op: line.kernel or line.why[:10] for line in accelerated.report.lines}
+    assert served == {"attention": "mlx.attention", "attention_backward": "NO_BACKEND"}
 
 
 # --- without torch -----------------------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ LIBRARY = Library("layerzero", "FRAGMENT")  # the ops live as long as this does
 class Watcher(Protocol):
     """Whoever makes calls in place of torch's own functions."""
 
+    def policy(self) -> contextlib.AbstractContextManager[Any]:
+        """A block for a backward pass, in which the policy of those calls holds."""
+
     def took(self, op: str) -> None:
         """A backward pass was made by a kernel; the session's last report is its."""
 
@@ -216,7 +219,8 @@ def _function(
         (grad,) = results
         is_plain = not _is_functorch() and ctx.watcher is None
         with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates the formula
-            found = formula(grad, call)
+            with contextlib.nullcontext() if ctx.watcher is None else ctx.watcher.policy():
+                found = formula(grad, call)
         if ctx.watcher is not None and entry.with_gradients:
             if attention.thread.why:
                 ctx.watcher.left(f"{name}_backward", attention.thread.why)

@@ -5,6 +5,7 @@ taken over is a node of torch.ops.layerzero there."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch._C import _current_graph_task_id
 from torch.overrides import TorchFunctionMode
 
 import layerzero as lz
+from layerzero.client.connection import overlay
 from layerzero.client.session import in_process
 from layerzero.client.session.session import Session
 from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
@@ -45,6 +47,10 @@ class _Backward(NamedTuple):
     tally: Tally
     layer: str
     session: Session
+    overlay: overlay.Overlay | None
+
+    def policy(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.overlay is None else overlay.Scope(self.overlay)
 
     def took(self, op: str) -> None:
         self.tally.took(self.layer, op, self.session)
@@ -63,6 +69,7 @@ class Takeover:
         self.tally = tally
         self.layers = layers
         self.has_policy = has_policy
+        self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
 
     def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call now: ours, or torch's."""
@@ -96,7 +103,7 @@ class Takeover:
             session = lz.session()
         except lz.NotConnected as error:
             return f"{error.code}: {_first_line(error)}"
-        watching = watcher.set(_Backward(self.tally, layer, session))
+        watching = watcher.set(_Backward(self.tally, layer, session, self.overlay))
         thread.is_ours = True
         try:
             found = call(*given)
