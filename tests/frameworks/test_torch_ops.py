@@ -69,7 +69,9 @@ def test_values_are_torchs(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize(("name", "index"), [pair for pair in CASES if pair[0] != "append_kv"])
+@pytest.mark.parametrize(
+    ("name", "index"), [pair for pair in CASES if pair[0] != "append_kv" and TABLE[pair[0]].results == 1]
+)
 def test_out_form_writes_the_same(name: str, index: int) -> None:
     """Into a strided tensor, too, whose version tells autograd that it was changed."""
     args, options = case(name, index)
