@@ -93,9 +93,65 @@ def attention(
     layout: str = "BHSD",
 ) -> F64:
     """softmax(q k^T * scale + mask) v, one head at a time; a row that sees no key is 0."""
+    return attention_forward(q, k, v, attn_mask, is_causal=is_causal, scale=scale, causal_alignment=causal_alignment)[0]
+
+
+def attention_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    attn_mask: Array | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    layout: str = "BHSD",
+) -> tuple[F64, F64]:
+    """attention, and log(sum(exp(scores))) of each row; -inf for one that sees no key."""
+    weights, lse = _weights(q, k, attn_mask, is_causal, scale, causal_alignment)
+    values = np.repeat(v.astype(np.float64), q.shape[1] // max(k.shape[1], 1), axis=1)
+    return weights @ values, lse
+
+
+def attention_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    output: Array,
+    lse: Array,
+    attn_mask: Array | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    layout: str = "BHSD",
+) -> tuple[F64, F64, F64]:
+    """The Jacobian of softmax, diag(p) - p p^T, row by row; neither `output` nor `lse` is looked at."""
+    batch, heads = q.shape[:2]
+    groups = k.shape[1]
+    group = heads // max(groups, 1)
+    weights, _ = _weights(q, k, attn_mask, is_causal, scale, causal_alignment)
+    wide = [np.repeat(one.astype(np.float64), group, axis=1) for one in (k, v)]
+    g = grad_out.astype(np.float64)
+    by_weight = g @ wide[1].swapaxes(-1, -2)
+    by_score = np.einsum("bhqk,bhqk->bhqk", weights, by_weight)
+    by_score = by_score - weights * by_score.sum(-1, keepdims=True)
+    grad_q = scale * by_score @ wide[0]
+    grad_k = scale * by_score.swapaxes(-1, -2) @ q.astype(np.float64)
+    grad_v = weights.swapaxes(-1, -2) @ g
+    shared = [one.reshape(batch, groups, group, *one.shape[2:]).sum(2) if groups else one for one in (grad_k, grad_v)]
+    return grad_q, shared[0], shared[1]
+
+
+def _weights(
+    q: Array, k: Array, attn_mask: Array | None, is_causal: bool, scale: float, causal_alignment: str
+) -> tuple[F64, F64]:
+    """Weights (batch, heads, queries, keys), 0 in rows that see nothing, and the logarithm of what they are divided by,
+    one row at a time."""
     batch, heads, queries, _ = q.shape
-    keys, group = k.shape[2], heads // k.shape[1]
-    out = np.zeros((batch, heads, queries, v.shape[3]))
+    keys, group = k.shape[2], heads // max(k.shape[1], 1)
+    found, lse = np.zeros((batch, heads, queries, keys)), np.full((batch, heads, queries), -np.inf)
     visible = np.ones((queries, keys), bool)
     if is_causal:
         last = np.arange(queries) + (keys - queries if causal_alignment == "bottom_right" else 0)
@@ -110,9 +166,11 @@ def attention(
                 scores = scores if mask.dtype == bool else scores + mask
             scores = np.where(seen, scores, -np.inf)
             for row in np.flatnonzero(seen.any(axis=1)):
-                weights = np.exp(scores[row] - scores[row].max())
-                out[b, h, row] = weights / weights.sum() @ v[b, h // group].astype(np.float64)
-    return out
+                top = scores[row].max()
+                weights = np.exp(scores[row] - top)
+                found[b, h, row] = weights / weights.sum()
+                lse[b, h, row] = top + np.log(weights.sum())
+    return found, lse
 
 
 def attention_varlen(
@@ -255,6 +313,8 @@ def _of_each(scale: Array, shape: tuple[int, ...]) -> Array:
 
 TENSOR_OPS: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "attention": attention,
+    "attention_forward": attention_forward,
+    "attention_backward": attention_backward,
     "attention_varlen": attention_varlen,
     "paged_attention": paged_attention,
     "append_kv": append_kv,

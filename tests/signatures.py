@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
-from layerzero.client.planning import plans, token_plans
+from layerzero.client.planning import attention_plans, plans, token_plans
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -40,6 +41,25 @@ def _extents(rng: Random, count: int, least: int = 0) -> list[int]:
 
 
 def _attention(rng: Random) -> Plan:
+    args, options = _attention_call(rng)
+    return attention_plans.plan_attention(*args, **options)
+
+
+def _attention_forward(rng: Random) -> Plan:
+    args, options = _attention_call(rng)
+    return attention_plans.plan_attention_forward(*args, **options)
+
+
+def _attention_backward(rng: Random) -> Plan:
+    (q, k, v, mask), options = _attention_call(rng)
+    shape = (*q.shape[:3], v.shape[3])
+    grad, output = (_tensor(rng, q.dtype, *shape) for _ in range(2))
+    b, *middle = shape[:3]
+    lse = _tensor(rng, "float32", b, *(reversed(middle) if options.get("layout") == "BSHD" else middle))
+    return attention_plans.plan_attention_backward(grad, q, k, v, output, lse, mask, **options)
+
+
+def _attention_call(rng: Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
     dtype, (batch, groups, queries, keys) = _float(rng), _extents(rng, 4, least=1)
     heads, dim, wide = groups * rng.randint(1, 3), rng.choice((1, 4, 8)), rng.choice((1, 4, 8))
     q, k, v = (
@@ -52,10 +72,10 @@ def _attention(rng: Random) -> Plan:
         mask = _tensor(rng, rng.choice(("bool", dtype)), *shape)
     if mask is None and rng.random() < 0.3:
         q, k, v = (spec.permute(0, 2, 1, 3) for spec in (q, k, v))
-        return plans.plan_attention(q, k, v, enable_gqa=True, layout="BSHD", is_causal=rng.random() < 0.5)
+        return (q, k, v, mask), {"enable_gqa": True, "layout": "BSHD", "is_causal": rng.random() < 0.5}
     is_causal = mask is None and rng.random() < 0.5
     alignment = rng.choice(("top_left", "bottom_right"))
-    return plans.plan_attention(q, k, v, mask, enable_gqa=True, is_causal=is_causal, causal_alignment=alignment)
+    return (q, k, v, mask), {"enable_gqa": True, "is_causal": is_causal, "causal_alignment": alignment}
 
 
 def _varlen(rng: Random) -> Plan:
@@ -154,6 +174,8 @@ def _sized(
 
 _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "attention": _attention,
+    "attention_forward": _attention_forward,
+    "attention_backward": _attention_backward,
     "attention_varlen": _varlen,
     "paged_attention": _paged,
     "append_kv": _append,

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from layerzero.client.tools.calls import Call as Call
     from layerzero.client.tools.compile import compile as compile
     from layerzero.client.tools.dry_run import PlanReport as PlanReport, dry_run as dry_run
+    from layerzero.client.facade.attention_ops import (
+        attention_backward as attention_backward,
+        attention_forward as attention_forward,
+    )
     from layerzero.client.facade.ops import (
         append_kv as append_kv,
         attention as attention,
@@ -106,6 +110,7 @@ _HOME = {
     "layerzero.client.tools.calls": "Call",
     "layerzero.client.tools.compile": "compile",
     "layerzero.client.tools.dry_run": "PlanReport dry_run",
+    "layerzero.client.facade.attention_ops": "attention_backward attention_forward",
     "layerzero.client.facade.ops": (
         "append_kv attention attention_varlen dequantize embedding gelu layer_norm linear matmul null paged_attention "
         "quantize rms_norm rope silu softmax swiglu"

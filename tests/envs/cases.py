@@ -102,6 +102,45 @@ def normal(rng: np.random.Generator, *shape: int) -> reference.F64:
     return rng.standard_normal(shape)
 
 
+def forward_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Those of attention. Results are new, so they lie without gaps."""
+    for case in attention_cases(rng):
+        if case.out_layout in ("contiguous", "heads"):
+            yield case
+
+
+def backward_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Those of attention, with a gradient that lies as q does. `tensors`: but for output and lse, which `completed`
+    adds."""
+    for case in forward_cases(rng):
+        # Gradients of such scores have a bound of their own: tests/frameworks/test_torch_attention.py. Tensors that are
+        # broadcast in memory are other ones than those that output and lse would be made from.
+        if case.name == "logits of 1e4" or "broadcast" in case.layouts:
+            continue
+        q, k, v, mask = case.tensors
+        assert q is not None
+        assert v is not None
+        grad = normal(rng, *q.shape[:3], v.shape[3])
+        layouts = (*case.layouts, *["contiguous"] * 4)[:4]
+        layouts = (layouts[0], *layouts[:3], layouts[0], "contiguous", layouts[3])
+        yield Case(case.name, (grad, q, k, v, None, None, mask), case.attrs, layouts, case.out_layout)
+
+
+def completed(op: str, arguments: Sequence[reference.Array | None], attrs: dict[str, Any], dtype: str) -> list[Any]:
+    """The arguments with those that follow from others: of attention_backward, output and lse as a forward pass in
+    `dtype` gives them."""
+    if op != "attention_backward":
+        return list(arguments)
+    grad, q, k, v, _, _, mask = arguments
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    exact = [reference.round_to(one, dtype) for one in (q, k, v)]
+    bias = mask if mask is None or mask.dtype == bool else reference.round_to(mask, dtype)
+    output, lse = reference.attention_forward(*exact, bias, **attrs)
+    return [grad, q, k, v, output, lse, mask]
+
+
 def attention_cases(rng: np.random.Generator) -> Iterator[Case]:
     def case(name: str, q: Any, k: Any, v: Any, mask: Any = None, *, causal: str = "", **more: Any) -> Case:
         layout = more.pop("layout", "BHSD")
@@ -441,6 +480,8 @@ def dequantize_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 CASES: dict[str, Callable[[np.random.Generator], Iterator[Case]]] = {
     "attention": attention_cases,
+    "attention_forward": forward_cases,
+    "attention_backward": backward_cases,
     "attention_varlen": varlen_cases,
     "paged_attention": paged_cases,
     "append_kv": append_cases,

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import reference
-from tests.envs.cases import CASES, Case, in_dtype, lay_out, memory_of, refilled, strided, strided_bytes
+from tests.envs.cases import CASES, Case, completed, in_dtype, lay_out, memory_of, refilled, strided, strided_bytes
 from tests.envs.harness import FILL, STORE, Harness, Harnesses
 
 from layerzero.broker.processes.host import detect_cpu
@@ -64,14 +64,16 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     specs: list[TensorSpec | None] = []
     sets: list[list[bytes]] = [[], []]
     arguments: list[list[reference.Array | None]] = [[], []]
-    for argument_name, values, layout in zip(OPS[op].inputs, case.tensors, layouts, strict=True):
+    others = [None if v is None else refilled(name, v) for name, v in zip(OPS[op].inputs, case.tensors, strict=True)]
+    first, second = (completed(op, values, case.attrs, dtype) for values in (case.tensors, others))
+    for argument_name, values, other, layout in zip(OPS[op].inputs, first, second, layouts, strict=True):
         if values is None:
             specs.append(None)
             for argument in arguments:
                 argument.append(None)
             continue
-        for content, argument, blobs in zip((values, refilled(argument_name, values)), arguments, sets, strict=True):
-            name, exact = in_dtype(content, "float32" if argument_name in OPS[op].scales else dtype)
+        for content, argument, blobs in zip((values, other), arguments, sets, strict=True):
+            name, exact = in_dtype(content, "float32" if argument_name in OPS[op].singles else dtype)
             spec, view = lay_out(exact, name, layout)
             argument.append(reference.from_bits(view, name))
             blobs.append(memory_of(spec, view))
@@ -79,8 +81,10 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
     results = [reference.TENSOR_OPS[op](*argument, **case.attrs) for argument in arguments]
     expected = [result if isinstance(result, tuple) else (result,) for result in results]
     places = [OPS[op].inputs.index(name) for name in OPS[op].in_place]
+    data_dtype = case.attrs.get("dtype", dtype)
     outs = [spec for i in places if (spec := specs[i])] or [
-        lay_out(expected[0][0], case.attrs.get("dtype", dtype), case.out_layout)[0]
+        lay_out(result, *(("float32", "contiguous") if name == "lse" else (data_dtype, case.out_layout)))[0]
+        for name, result in zip(OPS[op].outputs, expected[0], strict=True)
     ]
     if match(SelectionContext(op, tuple(specs), tuple(outs), case.attrs, DeviceSpec()), kernel):
         raise Refused
@@ -92,7 +96,7 @@ def check(harness: Harness, op: str, kernel: KernelCapability, dtype: str, case:
         for out, want, old in zip(outs, wants, before, strict=True):
             data = written.pop(0)
             wrong = reference.error(reference.from_bits(strided(data, out), out.dtype), want)
-            if not wrong <= (allowed := tolerance(out.dtype)):
+            if not wrong <= (allowed := tolerance(out.dtype if len(outs) == 1 or places else dtype, op, out.dtype)):
                 return f"{attempt}: error {wrong:.3g}, allowed {allowed:g}"
             owned = np.zeros(len(data), bool)
             strided_bytes(owned, out)[...] = True

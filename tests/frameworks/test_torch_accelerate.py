@@ -108,7 +108,7 @@ def test_a_model_has_torchs_results(dtype: torch.dtype, tolerance: float) -> Non
         assert one.grad is not None
         assert other.grad is not None
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=0, atol=20 * tolerance)
-    assert ops_taken(handle.report) == set(OPS)
+    assert ops_taken(handle.report) == {*OPS, "attention_backward"}
     assert handle.report.left == 0
     assert handle.report.taken == 16
 
@@ -319,7 +319,6 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "complex": (lambda: F.linear(X.to(torch.complex64), X.to(torch.complex64)), "complex64"),
     "in place": (lambda: F.silu(X.clone(), inplace=True), "inplace=True"),
     "strides": (lambda: F.silu(X.t()), "not row-major"),
-    "softmax's dtype": (lambda: F.softmax(X, -1, dtype=torch.float64), "dtype="),
     "two dtypes": (lambda: F.layer_norm(X.bfloat16(), (4,), X[0]), "several dtypes"),
     "subclass": (lambda: F.silu(X.as_subclass(Named)), "a Named"),
     "meta": (lambda: F.silu(X.to("meta")), "meta"),
@@ -330,6 +329,20 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "jvp": (lambda: torch.func.jvp(F.silu, (X,), (X,))[1], "torch.func"),
     "a negated view": (lambda: F.silu(torch.complex(X, X).conj().imag), "not row-major"),
 }
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_softmax_in_another_dtype_is_served(is_autocast: bool) -> None:
+    """It converts first; autocast has no say in it."""
+    x, expected = X.clone().requires_grad_(), torch.softmax(X.double(), -1)
+    with lzt.accelerate(ops=["softmax"]) as handle, torch.autocast("cpu", enabled=is_autocast):
+        for call in (F.softmax, torch.softmax, torch.Tensor.softmax):
+            found = call(x, -1, dtype=torch.float64)
+            assert found.dtype == torch.float64
+            torch.testing.assert_close(found, expected)
+            (grad,) = torch.autograd.grad(found[:, 0].sum(), x)
+            assert grad.dtype == torch.float32
+    assert (handle.report.taken, handle.report.left) == (3, 0)
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -586,7 +599,8 @@ def kill() -> None:
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_worker_dies_in_the_middle(when: str) -> None:
-    """Forward: its calls go elsewhere, or to its successor. Backward is computed here."""
+    """Forward: its calls go elsewhere, or to its successor. Backward is computed here, but attention's, which goes to
+    the successor, too."""
     model, x = torch.nn.Sequential(Net(), Killing(when), Net()), given()
     expected = model(x)
     expected.square().sum().backward()

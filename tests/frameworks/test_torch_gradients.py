@@ -160,5 +160,5 @@ def test_functions_are_torchs() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     turned = lzt.rope(q, random(3, 2), random(3, 2, seed=1))
     torch.testing.assert_close(turned, NATIVE["rope"](q, random(3, 2), random(3, 2, seed=1)))
-    with pytest.raises(lz.InvalidArgument, match="dropout_p"):
-        lzt.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    with pytest.raises(lz.InvalidArgument, match=r"dropout_p is 1\.5"):
+        lzt.scaled_dot_product_attention(q, q, q, dropout_p=1.5)

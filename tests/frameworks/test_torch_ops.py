@@ -69,7 +69,9 @@ def test_values_are_torchs(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize(("name", "index"), [pair for pair in CASES if pair[0] != "append_kv"])
+@pytest.mark.parametrize(
+    ("name", "index"), [pair for pair in CASES if pair[0] != "append_kv" and TABLE[pair[0]].results == 1]
+)
 def test_out_form_writes_the_same(name: str, index: int) -> None:
     """Into a strided tensor, too, whose version tells autograd that it was changed."""
     args, options = case(name, index)
@@ -135,8 +137,10 @@ def test_ops_without_a_formula_say_so(name: str) -> None:
     args, options = case(name, needs_grad=True)
     args = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.dtype == torch.float32 else a for a in args)
     options = {**options, "dtype": "float8_e5m2"} if name == "quantize" else options
+    result = op(name)(*args, **options)
+    result = result[0] if isinstance(result, tuple) else result
     with pytest.raises(lz.InvalidArgument, match=f"layerzero::{name} has no gradient formula; call it under"):
-        op(name)(*args, **options).float().sum().backward()
+        result.float().sum().backward()
 
 
 def test_what_changes_its_arguments_has_no_gradient() -> None:

@@ -71,6 +71,30 @@ def cases(dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> dict[
                 {"layout": "BSHD", "causal_alignment": "bottom_right"},
             ),
         ],
+        "attention_forward": [
+            ((t(2, 4, 3, 8), t(2, 4, 5, 8, seed=1), t(2, 4, 5, 6, seed=2)), {}),
+            ((t(3, 8), t(5, 8, seed=1), t(5, 8, seed=2), mask), {}),
+            (
+                (t(2, 3, 4, 8), t(2, 5, 2, 8, seed=1), t(2, 5, 2, 8, seed=2)),
+                {"layout": "BSHD", "causal_alignment": "bottom_right", "is_causal": True, "enable_gqa": True},
+            ),
+        ],
+        "attention_backward": [
+            (
+                (
+                    *(t(2, 4, n, 8, seed=n) for n in (3, 3, 5, 5, 3)),
+                    random(2, 4, 3, seed=9),
+                ),
+                {},
+            ),
+            (
+                (
+                    *(t(2, n, h, 8, seed=n) for n, h in ((3, 4), (3, 4), (5, 2), (5, 2), (3, 4))),
+                    random(2, 4, 3, seed=9),
+                ),
+                {"layout": "BSHD", "is_causal": True, "enable_gqa": True, "scale": 0.3},
+            ),
+        ],
         "attention_varlen": [((t(5, 4, 8), t(5, 2, 8, seed=1), t(5, 2, 8, seed=2), ends, ends), {"is_causal": True})],
         "paged_attention": [((t(2, 4, 8), t(3, 2, 2, 8, seed=1), t(3, 2, 2, 8, seed=2), tables, lengths), {})],
         "append_kv": [

@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from layerzero.capabilities.device import DeviceSpec, DeviceType
-from layerzero.ipc.vocabulary.ops import OPS, Heads, heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, Heads, heads
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, TensorSpec
 
-_ATTENTION = "attention"
 # Attributes whose value is data: kernels take as long for one as for another.
 DATA_ATTRS = frozenset({"scale", "eps", "tokenizer_digest"})
 
@@ -66,8 +65,8 @@ class SelectionContext:
     @cached_property
     def dtype(self) -> str | None:
         """Of the data: of the first floating-point input, else of the first input."""
-        scales = OPS[self.op].scales
-        numbers = (s for name, s in self.given.items() if name not in scales and s.dtype in FLOAT_DTYPES)
+        singles = OPS[self.op].singles
+        numbers = (s for name, s in self.given.items() if name not in singles and s.dtype in FLOAT_DTYPES)
         data = next(numbers, self.first)
         return None if data is None else data.dtype
 
@@ -78,7 +77,7 @@ class SelectionContext:
         """Attention: extent of the first dimension. Else: rows, the product of all dimensions but the last."""
         if self.first is None or not self.first.ndim:
             return None
-        return self.first.shape[0] if self.op == _ATTENTION else math.prod(self.first.shape[:-1])
+        return self.first.shape[0] if self.op in ATTENTION_OPS else math.prod(self.first.shape[:-1])
 
     @property
     def seq_len_q(self) -> int | None:
@@ -122,7 +121,7 @@ class SelectionContext:
         return self.num_heads != self.num_kv_heads
 
     def _extent(self, name: str, dim: int) -> int | None:
-        return self.given[name].shape[dim] if self.op == _ATTENTION else None
+        return self.given[name].shape[dim] if self.op in ATTENTION_OPS else None
 
     # --- memory
 
@@ -195,7 +194,7 @@ class SelectionContext:
 
     @property
     def _mask(self) -> TensorSpec | None:
-        return self.given.get("attn_mask") if self.op == _ATTENTION else None
+        return self.given.get("attn_mask") if self.op in ATTENTION_OPS else None
 
     # --- attributes of ops with text
 
@@ -276,7 +275,7 @@ class SelectionContext:
         rule reads are left out, so that calls of many sizes share an entry.
         """
         shape: tuple[Any, ...] = ()
-        if self.op == _ATTENTION:
+        if self.op in ATTENTION_OPS:
             q, k = self.given["q"], self.given["k"]
             is_square = q.shape[2] == k.shape[2]
             length = bisect.bisect_left(thresholds, max(q.shape[2], k.shape[2]))

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from layerzero.capabilities.compile_unit import Facet
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 SCHEMA_VERSION = "1.0"
@@ -200,7 +200,7 @@ class Capability(BaseModel):
                     missing = []
                 else:
                     missing = [] if kernel.dtypes else ["dtypes"]
-                    if op == "attention":
+                    if op in ATTENTION_OPS:
                         missing += [
                             f
                             for f in ("requires_layouts", "causal_alignments", "masked_rows")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from layerzero.capabilities.context import SelectionContext, has_dense_rows
 from layerzero.capabilities.descriptor import TOKENIZER_OPS, KernelCapability
 from layerzero.capabilities.reasons import Reason
-from layerzero.ipc.vocabulary.ops import OPS, Heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, Heads
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE
 
 
@@ -51,7 +51,7 @@ def findings(context: SelectionContext, kernel: KernelCapability) -> Found:
     if context.heads is not None:
         yield from _heads(context.heads, kernel)
         yield from _attention_features(context, kernel)
-    if op == "attention":
+    if op in ATTENTION_OPS:
         yield from _attention(context, kernel)
     elif op == "attention_varlen":
         yield from _causal_alignment(context, kernel, "sequences")
@@ -129,7 +129,7 @@ def _conditions(context: SelectionContext, kernel: KernelCapability) -> Found:
 def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
     for name, spec in context.given.items():
         allowed = kernel.index_dtypes if name in OPS[context.op].indices else kernel.dtypes
-        if name in OPS[context.op].scales:
+        if name in OPS[context.op].singles:
             allowed = ("float32",)
         is_bool_mask = name == "attn_mask" and spec.dtype == "bool"  # attn_mask_types covers it
         if spec.dtype not in allowed and not is_bool_mask:
@@ -140,8 +140,8 @@ def _tensors(context: SelectionContext, kernel: KernelCapability) -> Found:
             yield Reason.NOT_CONTIGUOUS, f"{name} has shape {list(spec.shape)} and strides {list(spec.strides)}"
         elif kernel.requires_last_dim_stride1 and not has_dense_rows(spec):
             yield Reason.STRIDE_LAST_DIM, f"{name} has stride {spec.strides[-1]} in its last dimension; needed: 1"
-    scales = OPS[context.op].scales
-    floats = {spec.dtype for name, spec in context.given.items() if name not in scales and spec.dtype in FLOAT_DTYPES}
+    singles = OPS[context.op].singles
+    floats = {spec.dtype for name, spec in context.given.items() if name not in singles and spec.dtype in FLOAT_DTYPES}
     if len(floats) > 1:
         yield Reason.DTYPE_MIXED, f"inputs are {' and '.join(sorted(floats))}; they must agree"
     if context.outputs and kernel.requires_contiguous and not kernel.copies_outputs:

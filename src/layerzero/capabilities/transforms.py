@@ -12,7 +12,7 @@ from typing import Any
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability
 from layerzero.capabilities.match import workspace_bytes
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE, NARROW_DTYPES, TensorSpec
 
 
@@ -64,8 +64,8 @@ def relayout(context: SelectionContext, kernel: KernelCapability) -> Step | None
     target = kernel.produces_layout or next(iter(kernel.requires_layouts), None)
     if target is None or target == context.layout or target not in kernel.requires_layouts:
         return None
-    moved = {name: _in_layout(spec, target) for name, spec in context.given.items() if name != "attn_mask"}
-    outputs = {i: _in_layout(spec, target) for i, spec in enumerate(context.outputs)}
+    moved = {n: _in_layout(spec, target) for n, spec in context.given.items() if n not in ("attn_mask", "lse")}
+    outputs = {i: _in_layout(spec, target) for i, spec in enumerate(context.outputs) if spec.ndim == 4}
     transforms = [f"layout {context.layout}->{target}", *(f"contiguous {name}" for name in moved)]
     if not kernel.copies_outputs and outputs:
         transforms.append("contiguous out")
@@ -87,6 +87,8 @@ def cast(context: SelectionContext, kernel: KernelCapability) -> Step | None:
     data = _nearest(context.dtype, kernel.dtypes if kernel.requires_dtype is None else (kernel.requires_dtype,))
     target: dict[str, str] = {}
     for name, spec in context.given.items():
+        if name in OPS[context.op].singles:
+            continue
         if name in OPS[context.op].indices:
             wanted = _nearest(spec.dtype, kernel.index_dtypes)
         elif spec.dtype in FLOAT_DTYPES:
@@ -242,7 +244,7 @@ def convert_mask(context: SelectionContext, kernel: KernelCapability) -> Step | 
 
 def spell_out_causal(context: SelectionContext, kernel: KernelCapability) -> Step | None:
     """With the causal rule as a mask."""
-    if context.op != "attention" or "attn_mask" in context.given:
+    if context.op not in ATTENTION_OPS or "attn_mask" in context.given:
         return None
     q, k = context.given["q"], context.given["k"]
     dtype = "bool" if "bool" in kernel.attn_mask_types else q.dtype

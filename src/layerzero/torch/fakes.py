@@ -152,6 +152,21 @@ def attention(
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, *args: Any, layout: str = "BHSD", **options: Any) -> Any:
+    """As attention, and (..., heads, sequence) in float32."""
+    out = attention(q, k, v, layout=layout, **options)
+    rows = (q.shape[0], q.shape[2], q.shape[1]) if layout == "BSHD" else q.shape[:-1]
+    return out, q.new_empty(rows, dtype=torch.float32)
+
+
+def attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, *args: Any, **options: Any
+) -> Any:
+    """As `q`, `k` and `v`."""
+    _same("attention_backward", grad_out=grad_out, q=q, k=k, v=v, output=output)
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+
+
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **_: Any) -> Tensor:
     """As `q`, with v's last extent."""
     _same("attention_varlen", q=q, k=k, v=v)

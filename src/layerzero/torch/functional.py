@@ -175,8 +175,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """softmax(query key^T * scale + mask) value: (batch, heads, seq_q, head_dim), (batch, kv_heads, seq_k, head_dim)
     and (..., value_dim) -> (batch, heads, seq_q, value_dim); batch and heads may be left out. One dtype for all, as
-    silu; attn_mask is bool (True: attend) or of that dtype (added). dropout_p must be 0. The gradient computes the
-    weights anew and takes memory for seq_q * seq_k numbers of each head.
+    silu; attn_mask is bool (True: attend) or of that dtype (added). With dropout_p above 0 torch's own kernel
+    computes it in this process, and lz.last_report() says so. Gradients are an op of ours, attention_backward; where no
+    kernel has it they are computed in this process, in memory for seq_q * seq_k numbers of each head.
 
     As torch.nn.functional.scaled_dot_product_attention; docs/ops.md lists what differs."""
     return ops.attention.default(

@@ -1,12 +1,11 @@
 """Gradient formulas in plain torch: they run in the program's own process, on tensors that it saved itself, so a
-worker may die between forward and backward.
+worker may die between forward and backward. That of attention is an op of ours.
 
 A formula takes the gradient of the op's result and the call, and returns gradients by the names of arguments; those
 that nobody needs may be left out. What is summed is summed in float32 for half-precision inputs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.torch import attention as by_formula
 
 aten = torch.ops.aten
+OTHERS = "gradients of a float mask, or gradients that are differentiated once more"
 
 
 class Call:
@@ -166,44 +167,20 @@ def embedding(grad: Tensor, call: Call) -> Gradients:
 
 
 def attention(grad: Tensor, call: Call) -> Gradients:
-    """With p the weights, computed anew: dv = p^T g, ds = p (g v^T - sum(p g v^T)), dq = scale ds k, dk = scale ds^T
-    q; of a float mask ds. Takes seq_q * seq_k numbers for each head (Dao et al. 2022, B.2, without the tiles)."""
-    order = (0, 2, 1, 3) if call["layout"] == "BSHD" else (0, 1, 2, 3)
-    wide = _wide(grad.dtype)
-    q, k, v, g = (_four(tensor).permute(order).to(wide) for tensor in (call["q"], call["k"], call["v"], grad))
-    heads_q, heads_k, seq_q, seq_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-    if heads_q != heads_k:  # heads of a group read the same keys
-        k, v = (tensor.repeat_interleave(heads_q // heads_k, 1) for tensor in (k, v))
-    head_dim = q.shape[-1]
-    scale = call["scale"]
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    scores = torch.matmul(q, k.mT) * scale
+    """By the op attention_backward, which is selected like any other. In this process, which may take seq_q * seq_k
+    numbers for each head: where the log-sum-exp was not kept, for a float mask, and where what lies outside
+    differentiates once more."""
     mask = call["attn_mask"]
-    if call["is_causal"]:
-        offset = seq_k - seq_q if call["causal_alignment"] == "bottom_right" else 0
-        rows = torch.arange(seq_q, device=q.device).unsqueeze(-1)
-        seen = torch.arange(seq_k, device=q.device) <= rows + offset
-        scores = scores.masked_fill(~seen, -math.inf)
-    elif mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~_four(mask), -math.inf)
-    elif mask is not None:
-        scores = scores + _four(mask).to(wide)
-    p = _weights(scores)
-    found: Gradients = {}
-    dv = torch.matmul(p.mT, g)
-    gv = torch.matmul(g, v.mT)
-    ds = p * (gv - (p * gv).sum(-1, keepdim=True))
-    dq, dk = torch.matmul(ds, k) * scale, torch.matmul(ds.mT, q) * scale
-    if heads_q != heads_k:
-        dk, dv = (tensor.unflatten(1, (heads_k, heads_q // heads_k)).sum(2) for tensor in (dk, dv))
-    for name, value in (("q", dq), ("k", dk), ("v", dv)):
-        if name in call.needs:
-            found[name] = value.permute(order).reshape(call.shape[name]).to(grad.dtype)
-    if "attn_mask" in call.needs:
-        shape = call.shape["attn_mask"]
-        found["attn_mask"] = _summed(ds, (1,) * (4 - len(shape)) + tuple(shape)).reshape(shape).to(grad.dtype)
-    return found
+    options = {name: call[name] for name in ("is_causal", "scale", "enable_gqa", "layout", "causal_alignment")}
+    tensors = call["q"], call["k"], call["v"]
+    lse = call["lse"]
+    if lse is None or "attn_mask" in call.needs or torch.is_grad_enabled():
+        found = by_formula.gradients(grad, *tensors, mask, call.needs, **options)
+        by_formula.thread.why = by_formula.NO_GPU_KERNEL if lse is None else OTHERS
+        return dict(found)
+    pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
+    dq, dk, dv = torch.ops.layerzero.attention_backward(grad, *tensors, call["out"], lse, mask, **options, **pinned)
+    return {"q": dq, "k": dk, "v": dv}
 
 
 def _silu(grad: Tensor, x: Tensor) -> Tensor:
@@ -214,16 +191,6 @@ def _silu(grad: Tensor, x: Tensor) -> Tensor:
     return (grad.to(wide.dtype) * s * (1.0 + wide * (1.0 - s))).to(x.dtype)
 
 
-def _weights(scores: Tensor) -> Tensor:
-    """softmax over the last dimension, 0 in rows that see nothing, which softmax has NaN for."""
-    if scores.shape[-1] == 0:
-        return scores
-    top = scores.amax(-1, keepdim=True)
-    p = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
-    total = p.sum(-1, keepdim=True)
-    return p / total.masked_fill(total == 0.0, 1.0)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -231,12 +198,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _rows(tensor: Tensor) -> Tensor:
     """In 2 dimensions, the last one kept."""
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
-
-
-def _four(tensor: Tensor) -> Tensor:
-    while tensor.dim() < 4:
-        tensor = tensor.unsqueeze(0)
-    return tensor
 
 
 def _summed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,33 @@ from torch.autograd.graph import increment_version
 from torch.library import Library, register_vmap
 
 import layerzero as lz
-from layerzero.torch import batching
+from layerzero.client.connection import overlay
+from layerzero.torch import attention, batching
 from layerzero.torch.gradients import Call
 from layerzero.torch.table import TABLE, OpEntry
 
 LIBRARY = Library("layerzero", "FRAGMENT")  # the ops live as long as this does
-differentiable_twice: ContextVar[bool] = ContextVar("differentiable_twice", default=False)
-"""Whether gradients of calls in this context may be differentiated: those of calls that a program made of torch's own
-function, which may be. The formulas are torch's, so they can be."""
+
+
+class Watcher(Protocol):
+    """Whoever makes calls in place of torch's own functions."""
+
+    def policy(self) -> contextlib.AbstractContextManager[Any]:
+        """A block for a backward pass, in which the policy of those calls holds."""
+
+    def took(self, op: str) -> None:
+        """A backward pass was made by a kernel; the session's last report is its."""
+
+    def left(self, op: str, why: str) -> None:
+        """A backward pass was computed in this process."""
+
+
+watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+"""Who made the calls in this context. Gradients of such calls may be differentiated, as those of torch's functions: the
+formulas are torch's, so they can be."""
+DETERMINISTIC = overlay.Overlay.of(
+    {"origin": "torch.use_deterministic_algorithms", "values": {"requires_deterministic": True}}
+)
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
@@ -34,7 +53,7 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
     """Define the op, in its functional and its `out` form, by which `call` is reached."""
     compliant = torch.Tag.pt2_compliant_tag
     LIBRARY.define(entry.schema, tags=(compliant,))
-    if not entry.mutates:
+    if not entry.mutates and entry.results == 1:
         LIBRARY.define(entry.out_schema, tags=(compliant,))
     packet = getattr(torch.ops.layerzero, entry.name)
     name, op = entry.name, packet.default
@@ -49,6 +68,8 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
         LIBRARY.impl(name, _counted(entry, op), "ADInplaceOrView")
         return
     LIBRARY.impl(name, _differentiable(entry, op), "Autograd")
+    if entry.results > 1:
+        return
     out = f"{name}.out"
     LIBRARY.impl(out, _out_kernel(entry, call), "CompositeExplicitAutograd")
     LIBRARY._register_fake(out, _out_fake(entry))
@@ -59,6 +80,8 @@ def register(entry: OpEntry, call: Callable[..., Any]) -> None:
 def _kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
     """The call. Its result is a view of shared memory, which must be nobody's view for autograd, or the program could
     not change it in place."""
+    by_torch = entry.by_torch
+    call = _repeatable(call)
     if entry.only_here:
 
         def reduced(*args: Any, **options: Any) -> Any:
@@ -69,12 +92,33 @@ def _kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
 
     def kernel(*args: Any, **options: Any) -> Any:
         with _AutoDispatchBelowADInplaceOrView():
+            if by_torch is not None:
+                found = by_torch(*args, **options)
+                if found is not None:
+                    return found
             return call(*args, **options)
 
     return kernel
 
 
+def _repeatable(call: Callable[..., Any]) -> Callable[..., Any]:
+    """With torch.use_deterministic_algorithms by kernels that say they are, also in a compiled graph."""
+
+    def chosen(*args: Any, **options: Any) -> Any:
+        if not torch._C._get_deterministic_algorithms():
+            return call(*args, **options)
+        scope = overlay.Scope(DETERMINISTIC)
+        try:
+            return call(*args, **options)
+        finally:
+            scope.end()
+
+    return chosen
+
+
 def _out_kernel(entry: OpEntry, call: Callable[..., Any]) -> Callable[..., Any]:
+    call = _repeatable(call)
+
     def kernel(*args: Any, out: Tensor, **options: Any) -> None:
         call(*args, out=out, **{name: value for name, value in options.items() if name not in entry.only_here})
 
@@ -106,8 +150,13 @@ def _differentiable(entry: OpEntry, op: Any) -> Callable[..., Any]:
     names, defaults, tensors = _arguments(op)
     function = _function(entry, op, names, defaults, tensors)
     apply = function.apply
+    by_torch = entry.by_torch
 
     def kernel(*args: Any, **options: Any) -> Any:
+        if by_torch is not None:
+            found = by_torch(*args, **options)
+            if found is not None:
+                return found
         if forward_ad._current_level >= 0:
             _refuse_tangents(entry.name, args)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
@@ -133,15 +182,19 @@ def _function(
     """What autograd knows of an op. Its first argument has those that are given by name only."""
     formula, saves, name = entry.formula, entry.saves, entry.name
 
-    def forward(ctx: Any, options: Mapping[str, Any], *args: Any) -> Tensor:
+    def forward(ctx: Any, options: Mapping[str, Any], *args: Any) -> Any:
+        given = dict(zip(names, args, strict=False))  # the dispatcher leaves out what has its default
+        also = None
         # Levels of torch.func that lie outside build a graph of their own, for which this one's forward has no_grad.
         with torch.enable_grad() if _is_functorch() else contextlib.nullcontext():
             with _AutoDispatchBelowAutograd():
-                out: Tensor = op(*args, **options)
-        given = dict(zip(names, args, strict=False))  # the dispatcher leaves out what has its default
+                if entry.with_gradients and not _is_functorch() and args[0].device.type == "cpu":
+                    out, also = _in_place_of(entry, given, options)
+                else:
+                    out = op(*args, **options)
         needed = {arg for arg, needs in zip(names, ctx.needs_input_grad[1:], strict=False) if needs}
         kept = {
-            arg: out if arg == "out" else given.get(arg)
+            arg: out if arg == "out" else also if arg == entry.also_saved else given.get(arg)
             for arg, readers in saves.items()
             if not readers or readers & needed
         }
@@ -151,10 +204,10 @@ def _function(
         ctx.values = {**defaults, **options, **{arg: value for arg, value in given.items() if arg not in tensors}}
         ctx.sizes = {arg: value.shape for arg, value in given.items() if arg in tensors and value is not None}
         ctx.count = len(args)
-        ctx.is_twice = differentiable_twice.get()
+        ctx.watcher = watcher.get()
         return out
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *results: Tensor) -> tuple[Any, ...]:
         if formula is None:
             raise lz.InvalidArgument(
                 f"layerzero::{name} has no gradient formula; call it under torch.no_grad(), or pass .detach() of what "
@@ -163,9 +216,16 @@ def _function(
         needs = frozenset(arg for arg, is_needed in zip(names, ctx.needs_input_grad[1:], strict=False) if is_needed)
         saved = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
         call = Call({**ctx.values, **saved}, ctx.sizes, needs)
-        is_plain = not (_is_functorch() or ctx.is_twice)
+        (grad,) = results
+        is_plain = not _is_functorch() and ctx.watcher is None
         with torch.no_grad() if is_plain else contextlib.nullcontext():  # what lies outside differentiates the formula
-            found = formula(grad, call)
+            with contextlib.nullcontext() if ctx.watcher is None else ctx.watcher.policy():
+                found = formula(grad, call)
+        if ctx.watcher is not None and entry.with_gradients:
+            if attention.thread.why:
+                ctx.watcher.left(f"{name}_backward", attention.thread.why)
+            else:
+                ctx.watcher.took(f"{name}_backward")
         grads = {arg: found[arg] for arg in names if arg in needs and found.get(arg) is not None}
         if is_plain and torch.is_grad_enabled():
             once = _Once.apply(name, len(grads), *grads.values(), grad, *saved.values())
@@ -177,6 +237,13 @@ def _function(
         (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
+
+
+def _in_place_of(entry: OpEntry, given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The op that runs where gradients are wanted, with those of the arguments that it has."""
+    op = getattr(torch.ops.layerzero, entry.with_gradients).default
+    known = {arg.name for arg in op._schema.arguments}
+    return op(**{name: value for name, value in {**given, **options}.items() if name in known})
 
 
 class _Once(torch.autograd.Function):
@@ -276,4 +343,4 @@ def _autocast(entry: OpEntry, op: Any, device_type: str, key: DispatchKey) -> Ca
 
 
 for _entry in TABLE.values():
-    register(_entry, getattr(lz, _entry.name))
+    register(_entry, _entry.call)

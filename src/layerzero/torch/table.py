@@ -5,10 +5,14 @@ rule in batching.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from layerzero.torch import autocasting, batching, fakes, gradients
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.torch import attention, autocasting, batching, fakes, gradients
 
 ANY: frozenset[str] = frozenset()
 
@@ -21,7 +25,12 @@ class OpEntry:
 
     `formula` gives gradients; without one a backward pass is refused by name. `saves` has what it reads: for each
     tensor ("out" is the result) the arguments that need it for their gradients, ANY for all. `autocast` is None where
-    tensors stay as they are; `batch` is None where vmap is refused by name."""
+    tensors stay as they are; `batch` is None where vmap is refused by name.
+
+    `results`: how many; of several there is no form with `out`. `runs`: what is called in place of the lz function.
+    `with_gradients` names the op of this table that runs in place of this one where gradients are wanted, on the CPU:
+    its second result is saved, too, as `also_saved`. `by_torch` computes calls that kernels do not, with torch's own
+    gradients; None is its answer to others."""
 
     name: str
     arguments: str
@@ -32,11 +41,16 @@ class OpEntry:
     batch: batching.Rule | None = None
     only_here: frozenset[str] = frozenset()
     mutates: bool = False
+    results: int = 1
+    runs: Callable[..., Any] | None = None
+    with_gradients: str = ""
+    also_saved: str = ""
+    by_torch: Callable[..., Tensor | None] | None = None
 
     @property
     def schema(self) -> str:
         """Of the functional form, or of the one that writes into arguments."""
-        return f"{self.name}({self._arguments()}) -> {'()' if self.mutates else 'Tensor'}"
+        return f"{self.name}({self._arguments()}) -> {self._returns()}"
 
     @property
     def out_schema(self) -> str:
@@ -44,10 +58,24 @@ class OpEntry:
         inductor (torch 2.13) calls it in place of the functional form, with the arguments in another order."""
         return f"{self.name}.out({self._arguments()}, Tensor(a!) out) -> ()"
 
+    @property
+    def call(self) -> Callable[..., Any]:
+        """What reaches a kernel."""
+        return self.runs or getattr(lz, self.name)
+
+    def _returns(self) -> str:
+        if self.mutates:
+            return "()"
+        return "Tensor" if self.results == 1 else f"({', '.join(['Tensor'] * self.results)})"
+
     def _arguments(self) -> str:
         star = "" if "*" in self.arguments else "*, "
         return f"{self.arguments}, {star}str? backend=None, float? timeout_s=None"
 
+
+_RULE = (
+    'bool is_causal=False, float? scale=None, bool enable_gqa=False, str layout="BHSD", str causal_alignment="top_left"'
+)
 
 TABLE: dict[str, OpEntry] = {
     entry.name: entry
@@ -58,9 +86,28 @@ TABLE: dict[str, OpEntry] = {
             'float? scale=None, bool enable_gqa=False, *, str layout="BHSD", str causal_alignment="top_left"',
             fakes.attention,
             gradients.attention,
-            {"q": ANY, "k": ANY, "v": ANY, "attn_mask": ANY},
+            {"q": ANY, "k": ANY, "v": ANY, "attn_mask": ANY, "out": ANY, "lse": ANY},
             autocasting.lower,
             batching.attention,
+            with_gradients="attention_forward",
+            also_saved="lse",
+            by_torch=attention.with_dropout,
+        ),
+        OpEntry(
+            "attention_forward",
+            f"Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, *, {_RULE}",
+            fakes.attention_forward,
+            autocast=autocasting.lower,
+            results=2,
+            runs=attention.attention_forward,
+        ),
+        OpEntry(
+            "attention_backward",
+            "Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor output, Tensor lse, Tensor? attn_mask=None, *, "
+            + _RULE,
+            fakes.attention_backward,
+            results=3,
+            runs=attention.attention_backward,
         ),
         OpEntry(
             "attention_varlen",

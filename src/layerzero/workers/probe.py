@@ -194,7 +194,7 @@ def _check(bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], pos
     verdict, kernel_id = KernelVerdict(), kernel["kernel_id"]
     problems = list(PROBLEMS[op](kernel)) if op in PROBLEMS else []
     for dtype in dtypes(op, kernel):
-        allowed = tolerance(dtype)
+        allowed = tolerance(dtype, op)
         errors: dict[str, float] = {}
         failed: dict[str, Failure] = {}
         for case in cases(op, kernel, problems, dtype):
@@ -203,7 +203,7 @@ def _check(bench: Bench, loaded: Loaded, op: str, kernel: Mapping[str, Any], pos
                 continue
             position.note(kernel_id, dtype, case.name)
             try:
-                error, detail = _run(bench, loaded.kernels[kernel_id], op, kernel_id, case), ""
+                error, detail = _run(bench, loaded.kernels[kernel_id], op, kernel_id, case, dtype), ""
                 if not error <= allowed:
                     detail = f"error {error:.3g}, allowed {allowed:g}"
                 elif not verdict.elapsed_us:
@@ -229,8 +229,9 @@ def _bind(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> tupl
     return bind(Call(op, kernel_id, case.inputs, case.outputs, case.attrs), inputs, outputs), outputs
 
 
-def _run(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> float:
-    """The error of one case; raises when it returned or wrote what it must not."""
+def _run(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case, dtype: str) -> float:
+    """The error of one case, as a share of what is allowed for data of `dtype`, times that; raises when it returned or
+    wrote what it must not."""
     bound, outputs = _bind(bench, bind, op, kernel_id, case)
     result = bench.run(bound)
     if type(result) is not type(case.result) or result != case.result:
@@ -243,7 +244,8 @@ def _run(bench: Bench, bind: Bind, op: str, kernel_id: str, case: Case) -> float
         scatter(data, spec, memoryview(untouched))
         if untouched != memory:
             raise ValueError(f"{case.name}: the kernel wrote between the elements of its output")
-        error = max(error, difference(unpack(data, spec.dtype), expected, spec.dtype))
+        found, allowed = difference(unpack(data, spec.dtype), expected, spec.dtype), tolerance(dtype, op, spec.dtype)
+        error = max(error, found * tolerance(dtype, op) / allowed if allowed else found)
     return error
 
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from layerzero.capabilities.context import SelectionContext
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS
 
 GLOB_CHARACTERS = frozenset("*?[")
 PREFER_BONUS = 10_000.0
@@ -53,8 +54,13 @@ def any_matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def op_names(op: str, *, is_causal: bool) -> tuple[str, ...]:
-    """The names by which a policy may mean a call: "attention", and "attention.causal" or "attention.full"."""
-    return (op, f"{op}.{'causal' if is_causal else 'full'}") if op == "attention" else (op,)
+    """The names by which a policy may mean a call: "attention", and "attention.causal" or "attention.full". Those mean
+    attention_forward, too, which stands for attention where a program wants gradients."""
+    if op not in ATTENTION_OPS:
+        return (op,)
+    kind = "causal" if is_causal else "full"
+    more = ("attention", f"attention.{kind}") if op == "attention_forward" else ()
+    return (op, f"{op}.{kind}", *more)
 
 
 def fact(context: SelectionContext, field: str) -> Any:

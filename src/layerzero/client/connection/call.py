@@ -117,7 +117,7 @@ class Submitted:
     arrays: tuple[Array | None, ...]
     blocks: list[memoryview]
     outputs: list[memoryview]
-    result_spec: TensorSpec | None
+    results: tuple[TensorSpec, ...]
     out: Array | None
     out_is_direct: bool
     copies: list[Copy]
@@ -154,8 +154,7 @@ class Submitted:
         """What the caller gets; `body` is what the kernel returned."""
         if self.out is not None:
             if not self.out_is_direct:
-                assert self.result_spec is not None
-                assign(self.out, self.outputs[0], self.result_spec)
+                assign(self.out, self.outputs[0], self.results[0])
                 reason = "out= does not lie in an arena, or shares memory with an input"
                 self.copies.append(Copy("out", self.out.nbytes, "client", reason))
             return self.out.obj
@@ -164,13 +163,19 @@ class Submitted:
         for name, array, memory, spec in self.written:
             assign(array, memory, spec)
             self.copies.append(Copy(name, array.nbytes, "client", BACK))
-        if self.result_spec is None:
+        if not self.results:
             return None
         like = next(a for a in self.arrays if a is not None)
-        value, was_copied = wrap(self.outputs[0], self.result_spec, like)
+        if len(self.results) == 1:
+            return self._wrapped("out", self.outputs[0], self.results[0], like)
+        named = zip(OPS[self.request.op].outputs, self.outputs, self.results, strict=True)
+        return tuple([self._wrapped(name, memory, spec, like) for name, memory, spec in named])
+
+    def _wrapped(self, name: str, memory: memoryview, spec: TensorSpec, like: Array) -> Any:
+        value, was_copied = wrap(memory, spec, like)
         if was_copied:
-            name = type(like.obj).__module__.partition(".")[0]
-            self.copies.append(Copy("out", self.result_spec.span_bytes, "client", f"{name} owns its arrays' memory"))
+            library = type(like.obj).__module__.partition(".")[0]
+            self.copies.append(Copy(name, spec.span_bytes, "client", f"{library} owns its arrays' memory"))
         return value
 
 

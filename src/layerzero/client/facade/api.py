@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.report import SelectionReport
-from layerzero.client.facade import ops, text_ops
+from layerzero.client.facade import attention_ops, ops, text_ops
 from layerzero.client.facade.default_session import session
 from layerzero.client.facade.running import Future, handler, send
 from layerzero.ipc.errors import InvalidArgument
@@ -83,15 +83,19 @@ def submit(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
 
 def function_of(op: str) -> Callable[..., Any]:
     """The function of one of OPS."""
-    function: Callable[..., Any] = getattr(text_ops if hasattr(text_ops, op) else ops, op)
+    module = next((one for one in (text_ops, attention_ops) if hasattr(one, op)), ops)
+    function: Callable[..., Any] = getattr(module, op)
     return function
+
+
+_HOMES = frozenset(module.__name__ for module in (ops, attention_ops, text_ops))
 
 
 def _with_handler(
     handle: Callable[[Request], Any], op: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     function = (function_of(op) if op in OPS else None) if isinstance(op, str) else op
-    if function is None or getattr(function, "__module__", None) not in (ops.__name__, text_ops.__name__):
+    if function is None or getattr(function, "__module__", None) not in _HOMES:
         raise _no_op(op)
     token = handler.set(handle)
     try:

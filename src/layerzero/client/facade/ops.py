@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from layerzero.client.arrays.array_types import ArrayT
 from layerzero.client.connection.call import Request
 from layerzero.client.facade.running import perform
-from layerzero.client.planning import plans, token_plans
+from layerzero.client.planning import attention_plans, plans, token_plans
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def attention(
         "causal_alignment": causal_alignment,
     }
     args = (q, k, v, attn_mask)
-    return perform(Request("attention", args, params, plans.plan_attention, out, backend, timeout_s))
+    return perform(Request("attention", args, params, attention_plans.plan_attention, out, backend, timeout_s))
 
 
 def attention_varlen(

@@ -147,6 +147,6 @@ def named_device(op: str, arrays: Sequence[Array | None], device: str | None) ->
     if any(array is not None for array in arrays):
         if found != wanted:
             raise InvalidArgument(f"{op}: its arrays are on {device_name(found)}; leave device={device!r} out")
-    elif wanted != CPU and (OPS[op].sized_output or not OPS[op].inputs):
+    elif wanted != CPU and not OPS[op].runs_on_gpus:
         raise InvalidArgument(f"{op} runs on the CPU only; leave device= out")
     return wanted

@@ -28,7 +28,7 @@ from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.record import failure_of
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.gpu import torch_graphs
-from layerzero.client.gpu.arrays import current_stream, give, refuse_mixture, result_like
+from layerzero.client.gpu.arrays import current_stream, device_name, give, refuse_mixture, result_like
 from layerzero.client.gpu.call_cache import MAX_KNOWN, Known, key_of
 from layerzero.client.gpu.capture import Captures, unsettled
 from layerzero.client.gpu.device import Gpu
@@ -43,6 +43,7 @@ from layerzero.ipc.cuda import driver
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import (
+    InvalidArgument,
     LayerZeroError,
     NoBackend,
     NotConnected,
@@ -146,6 +147,10 @@ class GpuCalls:
         """The result, valid in the caller's current stream. Raises what the op raises, and the error of an earlier call
         that failed after it had returned."""
         like = next(array for array in arrays if array is not None)
+        if not OPS[request.op].runs_on_gpus:
+            raise InvalidArgument(
+                f"{request.op}: move the arrays to the CPU; it has no kernel for {device_name(like.device)}"
+            )
         refuse_mixture(request.op, like, arrays, out)
         refuse_gradients(request.op, arrays)
         refuse_sharing(request.op, arrays)

@@ -13,27 +13,21 @@ from typing import Any, TypeVar
 
 from layerzero.client.planning.checks import (
     Shape,
-    attention_scale,
     broadcast,
     choice,
     epsilon,
     extents,
-    flag,
     floating,
     fresh,
-    listed,
     normalized,
-    number,
     refuse,
     same_dtype,
     same_float_dtype,
 )
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.shapes import (
-    CAUSAL_ALIGNMENTS,
     GELU_APPROXIMATIONS,
     INDEX_DTYPES,
-    LAYOUTS,
     PACKED,
     QUANTIZED_DTYPES,
     SCALED_DTYPES,
@@ -45,7 +39,7 @@ Scalar = str | int | float | bool | None
 
 # torch.finfo(t).eps of the type t that torch computes in: float32 for the half types.
 _RMS_EPS = {"float16": 2.0**-23, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-52}
-_BSHD_AXES = (0, 2, 1, 3)  # from BSHD to BHSD, and back
+BSHD_AXES = (0, 2, 1, 3)  # from BSHD to BHSD, and back
 _REMEMBERED = 4096
 
 
@@ -81,115 +75,6 @@ def remember(plan: _F) -> _F:
             return plan(*args, **kwargs)
 
     return planned  # type: ignore[return-value]
-
-
-@remember
-def plan_attention(
-    q: TensorSpec,
-    k: TensorSpec,
-    v: TensorSpec,
-    attn_mask: TensorSpec | None = None,
-    *,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    layout: str = "BHSD",
-    causal_alignment: str = "top_left",
-) -> Plan:
-    """torch.nn.functional.scaled_dot_product_attention, with the memory order and the causal rule named."""
-    op = "attention"
-    is_causal = flag(op, "is_causal", is_causal)
-    enable_gqa = flag(op, "enable_gqa", enable_gqa)
-    choice(op, "layout", layout, LAYOUTS)
-    choice(op, "causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
-    if number(op, "dropout_p", dropout_p) != 0.0:
-        refuse(op, f"dropout_p is {dropout_p}", "0.0, because kernels serve inference only", "drop it, or call torch")
-    same_float_dtype(op, q=q, k=k, v=v)
-    q4, k4, v4 = (_bhsd(op, name, spec, layout) for name, spec in (("q", q), ("k", k), ("v", v)))
-    if not q.ndim == k.ndim == v.ndim:
-        refuse(
-            op,
-            f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions",
-            "the same number",
-            "unsqueeze the smaller",
-        )
-    _attention_shapes(op, q4, k4, v4, enable_gqa=enable_gqa)
-
-    batch, heads, seq_q, head_dim = q4.shape
-    seq_k = k4.shape[2]
-    if attn_mask is not None and is_causal:
-        refuse(op, "attn_mask and is_causal=True are both given", "one of them", "put the causal rule into the mask")
-    mask4 = None if attn_mask is None else _mask(op, attn_mask, q, (batch, heads, seq_q, seq_k))
-    attrs: dict[str, Scalar] = {
-        "is_causal": is_causal,
-        "scale": attention_scale(op, scale, head_dim),
-        # Without a mask to align, or with a square one, both rules say the same: one route serves them.
-        "causal_alignment": causal_alignment if is_causal and seq_q != seq_k else "top_left",
-        "layout": layout,
-    }
-    out_shape = (batch, heads, seq_q, v4.shape[3])
-    if layout == "BSHD":
-        result = fresh(op, q.dtype, tuple(out_shape[axis] for axis in _BSHD_AXES))
-        output = result.permute(*_BSHD_AXES)
-    else:
-        result = fresh(op, q.dtype, out_shape[4 - q.ndim :])
-        output = TensorSpec.contiguous(q.dtype, out_shape)
-    return Plan(op, (q4, k4, v4, mask4), attrs, (output,), (result,))
-
-
-def _bhsd(op: str, name: str, spec: TensorSpec, layout: str) -> TensorSpec:
-    """The (batch, heads, sequence, head_dim) view of an argument with 2 to 4 dimensions."""
-    dims = f"{name} has shape {list(spec.shape)}"
-    if layout == "BSHD":
-        if spec.ndim != 4:
-            refuse(op, dims, "(batch, sequence, heads, head_dim) with layout='BSHD'", "unsqueeze it to 4 dimensions")
-        return spec.permute(*_BSHD_AXES)
-    if spec.ndim < 2:
-        refuse(op, dims, "2 to 4 dimensions, the last two (sequence, head_dim)", "unsqueeze it")
-    if spec.ndim > 4:
-        refuse(op, dims, "2 to 4 dimensions", f"flatten the leading ones: {name}.flatten(0, {spec.ndim - 4})")
-    while spec.ndim < 4:
-        spec = spec.unsqueeze(0)
-    return spec
-
-
-def _attention_shapes(op: str, q: TensorSpec, k: TensorSpec, v: TensorSpec, *, enable_gqa: bool) -> None:
-    names = ("q batch", "k batch", "v batch")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        refuse(
-            op,
-            listed(names, (q.shape[0], k.shape[0], v.shape[0])),
-            "equal batches",
-            "expand the smaller; that copies nothing",
-        )
-    if k.shape[1] != v.shape[1]:
-        refuse(op, f"k has {k.shape[1]} heads and v {v.shape[1]}", "equal numbers", "expand the smaller")
-    if k.shape[2] != v.shape[2]:
-        refuse(op, f"k has sequence length {k.shape[2]} and v {v.shape[2]}", "equal lengths", "check the layout")
-    if q.shape[3] != k.shape[3]:
-        refuse(op, f"q has head_dim {q.shape[3]} and k {k.shape[3]}", "equal sizes", "check the layout")
-    heads_q, heads_k = q.shape[1], k.shape[1]
-    if heads_q == heads_k:
-        return
-    if not enable_gqa:
-        refuse(op, f"q has {heads_q} heads and k {heads_k}", "equal numbers", "pass enable_gqa=True to share key heads")
-    if heads_k == 0 or heads_q % heads_k:
-        refuse(op, f"q has {heads_q} heads and k {heads_k}", "a multiple of k's heads for q", "check the layout")
-
-
-def _mask(op: str, mask: TensorSpec, q: TensorSpec, target: Shape) -> TensorSpec:
-    """The mask with leading extents of 1 up to 4 dimensions; it broadcasts to (B, Hq, Sq, Sk) in either layout."""
-    if mask.dtype not in ("bool", q.dtype):
-        refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {q.dtype} like q", f"convert it to {q.dtype}")
-    shape = f"attn_mask has shape {list(mask.shape)}"
-    if mask.ndim > q.ndim:
-        refuse(op, shape, f"at most {q.ndim} dimensions, like q", "squeeze it")
-    while mask.ndim < 4:
-        mask = mask.unsqueeze(0)
-    if any(given not in (1, wanted) for given, wanted in zip(mask.shape, target, strict=True)):
-        refuse(op, shape, f"shapes that broadcast to (batch, heads, queries, keys) = {list(target)}", "check its order")
-    return mask
 
 
 @remember
@@ -398,7 +283,7 @@ def plan_out(plan: Plan, out: TensorSpec) -> Plan:
         refuse(plan.op, f"out is {out}", str(wanted), "pass an out of this dtype and shape; it is never resized")
     refuse_overlapping(plan.op, "out", out)
     output = plan.outputs[0]
-    view = out.permute(*_BSHD_AXES) if plan.attrs.get("layout") == "BSHD" else _padded(out, output.shape)
+    view = out.permute(*BSHD_AXES) if plan.attrs.get("layout") == "BSHD" else _padded(out, output.shape)
     return replace(plan, outputs=(view,), results=(out,))
 
 

@@ -127,7 +127,7 @@ def prepare(
         arrays,
         blocks,
         outputs,
-        plan.results[0] if plan.results else None,
+        plan.results,
         out,
         out_is_direct,
         copies,

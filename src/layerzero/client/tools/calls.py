@@ -88,6 +88,12 @@ def _prefill_and_decode() -> tuple[Call, ...]:
     return causal, Call("attention", {"q": one, "k": kv, "v": kv})
 
 
+def _backward() -> Call:
+    names = ("grad_out", "q", "k", "v", "output")
+    arrays = {**{name: _f32(1, 8, 256, 64) for name in names}, "lse": _f32(1, 8, 256)}
+    return Call("attention_backward", arrays, {"is_causal": True})
+
+
 def _int32(*shape: int) -> TensorSpec:
     return TensorSpec.contiguous("int32", shape)
 
@@ -99,6 +105,8 @@ def _rope(tokens: int) -> Call:
 # What an op is tuned with when nobody says: one token and a few hundred of a small transformer.
 DEFAULTS: dict[str, tuple[Call, ...]] = {
     "attention": _prefill_and_decode(),
+    "attention_forward": tuple(replace(call, op="attention_forward") for call in _prefill_and_decode()[:1]),
+    "attention_backward": (_backward(),),
     "attention_varlen": (
         Call(
             "attention_varlen",
@@ -185,12 +193,12 @@ def default_calls(op: str, device: str | None = None) -> tuple[Call, ...]:
 def all_default_calls(device: str | None = None) -> list[Call]:
     """Typical calls of all ops that run on this device. Raises InvalidArgument."""
     is_gpu = device is not None and ordinal_of(device) != CPU
-    return [call for op in DEFAULTS if not is_gpu or OPS[op].inputs for call in default_calls(op, device)]
+    return [call for op in DEFAULTS if not is_gpu or OPS[op].runs_on_gpus for call in default_calls(op, device)]
 
 
 def on_gpu(call: Call, ordinal: int, dtype: str) -> Call:
     """A typical call with its float32 data in this dtype, on this GPU."""
-    fixed = OPS[call.op].scales
+    fixed = OPS[call.op].singles
     arrays = {
         name: spec
         if spec is None or spec.dtype != "float32" or name in fixed

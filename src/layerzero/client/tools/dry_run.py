@@ -9,7 +9,8 @@ from typing import Any
 from layerzero.client.connection.report import SelectionReport, html_of_text, time_text
 from layerzero.client.facade import default_session
 from layerzero.client.gpu.arrays import gpu_name
-from layerzero.client.planning.plans import Plan, plan_attention
+from layerzero.client.planning.attention_plans import plan_attention
+from layerzero.client.planning.plans import Plan
 from layerzero.client.session.session import Session
 from layerzero.client.tools.trace import TracedCall, imagine
 from layerzero.ipc.errors import InvalidArgument

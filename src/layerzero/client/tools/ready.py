@@ -152,7 +152,7 @@ def small_calls(op: str, device: int = CPU) -> tuple[Call, ...]:
     """One for each way of calling it that a backend may insist on; on a GPU, by its ordinal, in each dtype that kernels
     there compute in."""
     if device != CPU:
-        calls = DEFAULTS.get(op, ()) if OPS[op].inputs else ()
+        calls = DEFAULTS.get(op, ()) if OPS[op].runs_on_gpus else ()
         return tuple(on_gpu(call, device, dtype) for dtype in GPU_DTYPES for call in calls)
     if op == "tokenize":
         return (Call(op, {}, {"text": "a", "tokenizer": TOKENIZER}),)

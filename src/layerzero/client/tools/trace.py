@@ -77,7 +77,7 @@ class Tracer:
         call = TracedCall(request.op, key, plan, body, sources, request.backend is not None, device)
         value = self._execute(request, plan, arrays)
         self.calls.append(call)
-        for result in value if isinstance(value, list) else [value]:
+        for result in value if isinstance(value, (list, tuple)) else [value]:
             if result is not None and not isinstance(result, memoryview):
                 array = describe(result)
                 self._results.append((array.address, array.address + array.spec.span_bytes, number, array.owner))
@@ -126,11 +126,12 @@ def _zeros(request: Request, plan: Plan, arrays: Sequence[Array | None]) -> Any:
         return request.finish([_memory(nbytes) for nbytes in request.output_bytes or ()], b"")
     if not plan.results:
         return None
-    spec = plan.results[0]
     like = next(array for array in arrays if array is not None)
-    if like.device != CPU:
-        return zeros_like(like, spec)
-    return wrap(_memory(spec.span_bytes), spec, like)[0]
+    made = [
+        zeros_like(like, spec) if like.device != CPU else wrap(_memory(spec.span_bytes), spec, like)[0]
+        for spec in plan.results
+    ]
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -17,7 +17,7 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 @dataclass(frozen=True)
 class Op:
     """`inputs` and `outputs` name the tensors in wire order; names in `optional` may be absent (None), those in
-    `indices` hold integers that say where to look, whatever the dtype of the data.
+    `indices` hold integers that say where to look, and those in `singles` float32, whatever the dtype of the data.
 
     An op whose output size depends on the data (`sized_output`) returns the sizes it used, and raises
     OutputTooSmall when the buffers are too small.
@@ -33,7 +33,7 @@ class Op:
     outputs: tuple[str, ...] = ("out",)
     optional: frozenset[str] = frozenset()
     indices: frozenset[str] = frozenset()
-    scales: frozenset[str] = frozenset()  # float32, whatever the dtype of the data
+    singles: frozenset[str] = frozenset()
     attrs: tuple[str, ...] = ()
     sized_output: bool = False
 
@@ -42,6 +42,13 @@ class Op:
         """The outputs that are inputs as well."""
         return tuple(name for name in self.outputs if name in self.inputs)
 
+    @cached_property
+    def runs_on_gpus(self) -> bool:
+        """A call on a GPU has arrays to say where it runs, and one new result or none."""
+        return bool(self.inputs) and not self.sized_output and len(self.outputs) - len(self.in_place) <= 1
+
+
+_ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
 
 OPS: dict[str, Op] = {
     op.name: op
@@ -53,7 +60,27 @@ OPS: dict[str, Op] = {
             "attention",
             ("q", "k", "v", "attn_mask"),
             optional=frozenset({"attn_mask"}),
-            attrs=("is_causal", "scale", "causal_alignment", "layout"),
+            attrs=_ATTENTION_ATTRS,
+        ),
+        # attention for a later backward pass: also the log-sum-exp of each row of scaled and masked scores, natural,
+        # float32 (B,Hq,Sq); -inf where a row sees nothing.
+        Op(
+            "attention_forward",
+            ("q", "k", "v", "attn_mask"),
+            ("out", "lse"),
+            optional=frozenset({"attn_mask"}),
+            attrs=_ATTENTION_ATTRS,
+        ),
+        # grad_out and output (B,Hq,Sq,Dv), lse float32 (B,Hq,Sq), the rest as attention -> the shapes of q, k and v.
+        # output and lse are what attention_forward gives for these q, k, v and attn_mask; kernels may compute them
+        # anew.
+        Op(
+            "attention_backward",
+            ("grad_out", "q", "k", "v", "output", "lse", "attn_mask"),
+            ("grad_q", "grad_k", "grad_v"),
+            optional=frozenset({"attn_mask"}),
+            singles=frozenset({"lse"}),
+            attrs=_ATTENTION_ATTRS,
         ),
         # Sequences one after the other: q (Tq,Hq,D), k (Tk,Hk,D), v (Tk,Hk,Dv) -> (Tq,Hq,Dv). cu_seqlens_q and
         # cu_seqlens_k int32 (N+1): sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n+1], and those keys.
@@ -102,10 +129,10 @@ OPS: dict[str, Op] = {
         # x (...,K), scale float32 of as many dimensions: extents of 1 or x's, the last G a divisor of K -> x's shape in
         # the dtype of the attribute: x / scale in float32, rounded to nearest, ties to even, and cut to the dtype's
         # finite range; NaN stays, in int8 it is 0. Element k of a row is of scale k // (K / G).
-        Op("quantize", ("x", "scale"), scales=frozenset({"scale"}), attrs=("dtype",)),
+        Op("quantize", ("x", "scale"), singles=frozenset({"scale"}), attrs=("dtype",)),
         # x (...,K) of 8-bit numbers or (...,K/2) of packed fp4, scale as above -> (...,K): x * scale in float32,
         # rounded to the dtype of the attribute.
-        Op("dequantize", ("x", "scale"), scales=frozenset({"scale"}), attrs=("dtype",)),
+        Op("dequantize", ("x", "scale"), singles=frozenset({"scale"}), attrs=("dtype",)),
         # ids int32|int64 (...), weight (V,D) -> (...,D); an id outside [0, V) is InvalidArgument
         Op("embedding", ("ids", "weight"), indices=frozenset({"ids"})),
         # tokenizer: a tokenizer.json as bytes; text: UTF-8 of all texts, one after the other; text_splits
@@ -133,6 +160,10 @@ OPS: dict[str, Op] = {
 }
 
 
+# Ops on views (B,H,S,D) with a causal rule and a mask.
+ATTENTION_OPS = frozenset({"attention", "attention_forward", "attention_backward"})
+
+
 class Heads(NamedTuple):
     """Heads of queries, keys and values, and the extents that limits on head_dim are about, by name."""
 
@@ -149,11 +180,14 @@ def heads(op: str, given: Mapping[str, TensorSpec]) -> Heads | None:
         return Heads(x.shape[2], x.shape[2], x.shape[2], (("x", x.shape[3]), ("rotary", 2 * given["cos"].shape[2])))
     if op not in _HEADS:
         return None
-    q, k, v = (given[name] for name in OPS[op].inputs[:3])
-    own, shared = _HEADS[op]
+    own, shared, *names = _HEADS[op]
+    q, k, v = (given[name] for name in names)
     dims = (("query and key", q.shape[-1]), ("value", v.shape[-1]))
     return Heads(q.shape[own], k.shape[shared], v.shape[shared], dims)
 
 
-# The dimension that counts heads, in q and in keys and values.
-_HEADS = {"attention": (1, 1), "attention_varlen": (1, 1), "paged_attention": (1, 2)}
+# The dimension that counts heads, in queries and in keys and values; the names of these.
+_HEADS: dict[str, tuple[int, int, str, str, str]] = {
+    **dict.fromkeys((*sorted(ATTENTION_OPS), "attention_varlen"), (1, 1, "q", "k", "v")),
+    "paged_attention": (1, 2, "q", "k_cache", "v_cache"),
+}

@@ -85,6 +85,10 @@ def _attention(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     return "+".join(parts) or "plain", (queries, keys, q.shape[3], v.shape[3])
 
 
+def _attention_backward(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
+    return _attention((*inputs[1:4], inputs[6]), attrs)
+
+
 def _attention_varlen(inputs: Inputs, attrs: Mapping[str, Any]) -> Facets:
     q, k, v, _, _ = inputs
     parts = [f"causal_{attrs['causal_alignment']}"] if attrs["is_causal"] else []
@@ -163,6 +167,8 @@ def _embedding(inputs: Inputs, _: Mapping[str, Any]) -> Facets:
 
 _FACETS: dict[str, Callable[[Inputs, Mapping[str, Any]], Facets]] = {
     "attention": _attention,
+    "attention_forward": _attention,
+    "attention_backward": _attention_backward,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,

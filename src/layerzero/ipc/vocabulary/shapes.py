@@ -199,6 +199,20 @@ def _attention(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     return ((dtype, (*q.shape[:3], v.shape[3])),)
 
 
+def _attention_forward(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+    (out,) = _attention(op, inputs, attrs)
+    return out, ("float32", out[1][:3])
+
+
+def _attention_backward(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+    grad_out, q, k, v, output, lse = _required(inputs, 6)
+    out, rows = _attention_forward(op, (q, k, v, inputs[6]), attrs)
+    for name, spec, (dtype, shape) in (("grad_out", grad_out, out), ("output", output, out), ("lse", lse, rows)):
+        if (spec.dtype, spec.shape) != (dtype, shape):
+            refuse(op, f"{name} is {spec}", f"{dtype}{list(shape)}, as q, k and v say")
+    return tuple((out[0], spec.shape) for spec in (q, k, v))
+
+
 def _attention_varlen(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     q, k, v, ends_q, ends_k = _required(inputs, 5)
     dtype = _float_dtype(op, (q, k, v), ("q", "k", "v"))
@@ -397,6 +411,8 @@ def _texts(op: str, inputs: _Inputs, attrs: _Attrs, dtypes: Sequence[str]) -> No
 
 _SHAPES: dict[str, Callable[[str, _Inputs, _Attrs], tuple[Output, ...]]] = {
     "attention": _attention,
+    "attention_forward": _attention_forward,
+    "attention_backward": _attention_backward,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,

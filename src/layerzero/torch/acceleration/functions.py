@@ -62,8 +62,17 @@ def plain_softmax(input: Tensor, dim: int | None, dtype: torch.dtype | None = No
     if type(dim) is not int:
         return "dim is not a number"
     if dtype is not None and dtype is not input.dtype:
-        return "dtype= of another type than the input's"
+        if dtype not in DTYPES:
+            return "dtype= that is not floating point"
+        return _converted_softmax, (input, dim, dtype)
     return ops.softmax.default, (input, dim)
+
+
+def _converted_softmax(input: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Of the input in another dtype, which is the result's; autocast has no say in it, as in torch."""
+    with torch.autocast(input.device.type, enabled=False):
+        found: Tensor = ops.softmax.default(input.to(dtype), dim)
+    return found
 
 
 def layer_norm(

@@ -72,6 +72,7 @@ class Acceleration:
                 self._overlay = policies._checked({"origin": "accelerate", "values": dict(policy)})
         takeover = Takeover(self.ops, self._tally, layers=layers, has_policy=bool(policy))
         self.takeover = takeover
+        takeover.overlay = self._overlay
         self._mode = _mode_for(takeover, is_reused=model is None)
         self._mode.is_on = self.is_on
         if model is not None:

@@ -5,9 +5,10 @@ taken over is a node of torch.ops.layerzero there."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 import layerzero as lz
 from layerzero.client.connection import overlay
 from layerzero.client.session import in_process
+from layerzero.client.session.session import Session
 from layerzero.torch.acceleration.functions import RULES, Planned, Rule, unfit, unfit_traced
 from layerzero.torch.acceleration.tally import Tally
-from layerzero.torch.registration import differentiable_twice
+from layerzero.torch.registration import watcher
 
 POLICY_TRACED = "a policy of accelerate does not reach into compiled graphs; use lz.configure"
 CHOSEN_TRACED = "compiled, where layers that got faster cannot be told from others"
@@ -28,9 +30,6 @@ IN_BACKWARD = "inside of a backward pass"
 NOT_FASTER = "not faster in layerzero.torch.benchmark, or not measured there"
 # Errors that come before anything of a call is enqueued on a GPU. Others may mean that its memory is in use.
 _BEFORE = (lz.InvalidArgument, lz.NoBackend, lz.NotConnected, lz.CudaGraphUnsafe, lz.NoTransport)
-_deterministic = overlay.Overlay.of(
-    {"origin": "torch.use_deterministic_algorithms", "values": {"requires_deterministic": True}}
-)
 
 
 class _Thread(threading.local):
@@ -40,6 +39,24 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+
+
+class _Backward(NamedTuple):
+    """Counts what becomes of the backward passes of one layer's calls."""
+
+    tally: Tally
+    layer: str
+    session: Session
+    overlay: overlay.Overlay | None
+
+    def policy(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.overlay is None else overlay.Scope(self.overlay)
+
+    def took(self, op: str) -> None:
+        self.tally.took(self.layer, op, self.session)
+
+    def left(self, op: str, why: str) -> None:
+        self.tally.left(self.layer, op, why)
 
 
 class Takeover:
@@ -52,6 +69,7 @@ class Takeover:
         self.tally = tally
         self.layers = layers
         self.has_policy = has_policy
+        self.overlay: overlay.Overlay | None = None  # the policy, for backward passes: they come later
 
     def call(self, rule: Rule, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call now: ours, or torch's."""
@@ -81,11 +99,13 @@ class Takeover:
         why = unfit(given, is_attention=op == "attention")
         if why is not None:
             return why
-        scope = overlay.Scope(_deterministic) if torch._C._get_deterministic_algorithms() else None
-        twice = differentiable_twice.set(True)
-        thread.is_ours = True
         try:
             session = lz.session()
+        except lz.NotConnected as error:
+            return f"{error.code}: {_first_line(error)}"
+        watching = watcher.set(_Backward(self.tally, layer, session, self.overlay))
+        thread.is_ours = True
+        try:
             found = call(*given)
         except lz.LayerZeroError as error:
             is_on_gpu = any(isinstance(one, torch.Tensor) and one.is_cuda for one in given)
@@ -94,9 +114,7 @@ class Takeover:
             return f"{error.code}: {_first_line(error)}"
         finally:
             thread.is_ours = False
-            differentiable_twice.reset(twice)
-            if scope is not None:
-                scope.end()
+            watcher.reset(watching)
         self.tally.took(layer, op, session)
         return found
 
@@ -136,8 +154,6 @@ class Interception(TorchFunctionMode):
     def _traced(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """While torch traces: only what it can trace."""
         why = self.untraced
-        if not why and torch.are_deterministic_algorithms_enabled():
-            why = "torch.use_deterministic_algorithms does not reach into compiled graphs"
         if not why:
             planned: Planned = rule.plan(*args, **kwargs)
             if isinstance(planned, str):

@@ -39,17 +39,23 @@ class Line:
     def is_taken(self) -> bool:
         return not self.why
 
+    @property
+    def is_backward(self) -> bool:
+        """Of a backward pass, which the program did not call itself."""
+        return self.op.endswith("_backward")
+
     def _outcome(self) -> str:
         if self.why:
-            return f"torch's: {self.why}"
+            return f"in this process: {self.why}" if self.is_backward else f"torch's: {self.why}"
         text = self.kernel or "in the graph"
         return f"{text}, {self.moved} after another had failed" if self.moved else text
 
 
 @dataclass(frozen=True)
 class AccelerationReport:
-    """`lines` in the order of first calls. `taken`, `left`: calls in all. `why_off`: why nothing is taken over. Prints
-    as a table in which layers that differ by a number only are one row; `text(verbose=True)` has each."""
+    """`lines` in the order of first calls. `taken`, `left`: calls in all, without backward passes, which have lines
+    only. `why_off`: why nothing is taken over. Prints as a table in which layers that differ by a number only are one
+    row; `text(verbose=True)` has each."""
 
     lines: tuple[Line, ...]
     ops: tuple[str, ...]
@@ -68,18 +74,18 @@ class AccelerationReport:
 
     @property
     def taken(self) -> int:
-        return sum(line.calls for line in self.lines if line.is_taken)
+        return sum(line.calls for line in self.lines if line.is_taken and not line.is_backward)
 
     @property
     def left(self) -> int:
-        return sum(line.calls for line in self.lines if not line.is_taken)
+        return sum(line.calls for line in self.lines if not line.is_taken and not line.is_backward)
 
     @property
     def reasons(self) -> dict[str, int]:
         """Why calls were left, and how many each."""
         found: dict[str, int] = {}
         for line in self.lines:
-            if line.why:
+            if line.why and not line.is_backward:
                 found[line.why] = found.get(line.why, 0) + line.calls
         return found
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import pack
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
 from layerzero.ipc.vocabulary.shape_class import shape_class
+from layerzero.ipc.vocabulary.shapes import outputs_of
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.certify import claims as claimed
-from layerzero.workers.certify import reference
 from layerzero.workers.certify.claims import Claims
 from layerzero.workers.certify.problems import PROBLEMS, Problem, family
 from layerzero.workers.certify.reference import Shape
@@ -31,6 +31,8 @@ VECTORS = Path(__file__).with_name("vectors.json")
 # rows: gaps between rows only.
 LAYOUTS = (("dense", "dense"), ("rows", "rows"), ("dense", "rows"), ("transposed", "dense"), ("dense", "gaps"))
 BSHD = ("bshd", "bshd")
+# Of ops with several results, which are always new.
+TO_NEW = (("dense", "dense"), ("rows", "dense"), ("transposed", "dense"))
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
     for problem in problems:
         seen: set[Any] = set()
         data = functools.cache(functools.partial(_packed, problem, dtype))  # the same in every layout
-        for layouts in (*LAYOUTS, BSHD) if op == "attention" else LAYOUTS:
+        for layouts in _layouts(op):
             specs, outs, attrs = _placed(problem, dtype, *layouts)
             key = (*specs, *outs, attrs.get("layout"))
             if key in seen or not claimed.admits(op, claims, specs, outs, attrs):
@@ -80,6 +82,12 @@ def cases(op: str, claims: Claims, problems: Sequence[Problem], dtype: str) -> I
                 data,
                 functools.partial(_expected, problem, dtype, outs),
             )
+
+
+def _layouts(op: str) -> Sequence[tuple[str, str]]:
+    is_new = len(OPS[op].outputs) > 1 and not OPS[op].in_place
+    found = TO_NEW if is_new else LAYOUTS
+    return (*found, BSHD) if op in ATTENTION_OPS else found
 
 
 def _expected(problem: Problem, dtype: str, outs: Sequence[TensorSpec]) -> tuple[Sequence[float], ...]:
@@ -116,15 +124,17 @@ def _placed(
 ) -> tuple[tuple[TensorSpec | None, ...], tuple[TensorSpec, ...], dict[str, Any]]:
     is_bshd = layout == "bshd"
     specs = tuple(
-        None if values is None else lay_out(kind or dtype, values.shape, "dense" if is_bshd and i == 3 else layout)
-        for i, (values, kind) in enumerate(zip(problem.inputs, problem.kinds, strict=False))
+        None
+        if values is None
+        else lay_out(kind or dtype, values.shape, "dense" if is_bshd and name == "attn_mask" else layout)
+        for name, values, kind in zip(OPS[problem.op].inputs, problem.inputs, problem.kinds, strict=False)
     )
     attrs = {**problem.attrs, "layout": "BSHD"} if is_bshd else problem.attrs
     in_place = [specs[OPS[problem.op].inputs.index(name)] for name in OPS[problem.op].in_place]
     if in_place:
         return specs, tuple(spec for spec in in_place if spec), attrs
-    shape = reference.out_shape(problem.op, problem.inputs, family(dtype))
-    return specs, (lay_out(problem.attrs.get("dtype", dtype), shape, out_layout),), attrs
+    outs = outputs_of(problem.op, specs, attrs)
+    return specs, tuple(lay_out(out_dtype, shape, out_layout) for out_dtype, shape in outs), attrs
 
 
 def _wrapped(values: Sequence[Any], dtype: str) -> Sequence[Any]:

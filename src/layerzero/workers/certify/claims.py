@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import OPS, heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, heads
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Claims = Mapping[str, Any]  # one kernel of a descriptor
@@ -51,7 +51,7 @@ def admits(
     if op == "paged_attention":
         page = given["k_cache"].shape[1]
         return page % claims.get("page_size_multiple", 1) == 0 and page <= _limit(claims, "max_page_size")
-    return op != "attention" or _admits_attention(claims, given, attrs)
+    return op not in ATTENTION_OPS or _admits_attention(claims, given, attrs)
 
 
 def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], attrs: Mapping[str, Any]) -> bool:
@@ -64,7 +64,7 @@ def _admits_arguments(op: str, claims: Claims, given: Mapping[str, TensorSpec], 
 
 def _admits_tensor(op: str, claims: Claims, name: str, spec: TensorSpec) -> bool:
     allowed = claims.get("index_dtypes" if name in OPS[op].indices else "dtypes") or ()
-    if name in OPS[op].scales:
+    if name in OPS[op].singles:
         allowed = ("float32",)
     if spec.dtype not in allowed and not (name == "attn_mask" and spec.dtype == "bool"):
         return False

@@ -113,7 +113,30 @@ def _skipped(state: int, count: int) -> int:
     return state
 
 
-def _attention(claims: Claims) -> Iterator[Problem]:
+def _attention(op: str) -> Callable[[Claims], Iterator[Problem]]:
+    """Of attention and attention_forward, which take the same."""
+    return partial(_attention_problems, op, least_heads=2 if op == "attention" else 1)
+
+
+def _attention_backward(claims: Claims) -> Iterator[Problem]:
+    """Those of attention_forward, with a gradient; `output` and `lse` are what comes out there."""
+    numbers = _Numbers(17)
+    for forward in _attention_problems("attention_forward", claims, least_heads=1):
+        q, k, v, mask = forward.inputs
+        assert q is not None
+        assert v is not None
+        shape = (*q.shape[:3], v.shape[3])
+        output, lse = (Values(its, partial(_solution, forward, i)) for i, its in enumerate((shape, shape[:3])))
+        inputs = (numbers(*shape, scale=0.5), q, k, v, output, lse, mask)
+        kinds = ("", "", "", "", "", "float32", forward.kinds[3])
+        yield Problem("attention_backward", forward.name, forward.attrs, inputs, kinds)
+
+
+def _solution(problem: Problem, number: int) -> Sequence[float]:
+    return problem.solutions("float")[number].flat
+
+
+def _attention_problems(op: str, claims: Claims, least_heads: int = 2) -> Iterator[Problem]:
     numbers = _Numbers(1)
     # (queries, keys, head_dim, dimension of values, shape of a mask as a choice of extents)
     sizes = (
@@ -128,9 +151,10 @@ def _attention(claims: Claims) -> Iterator[Problem]:
         for group in (1, 2):
             for name, queries, keys, dim, wide, mask_shape in sizes:
                 rows = keys if variant == "causal" else queries
-                if variant == "causal" and rows > 280:
+                is_again = op != "attention" and variant != "plain"
+                if name == "long, ragged" and (variant == "causal" or is_again):
                     continue  # takes a quarter of a second, and the other long one says the same
-                batch, heads = 1 if keys > 64 else 2, 2
+                batch, heads = 1 if keys > 64 else 2, max(group, least_heads)
                 dims = [_head_dim(claims, d) for d in (dim, wide)]
                 mask, kind = None, ""
                 if variant in ("bool", "float"):
@@ -146,12 +170,12 @@ def _attention(claims: Claims) -> Iterator[Problem]:
                 q = numbers(batch, heads, rows, dims[0])
                 k, v = (numbers(batch, heads // group, keys, d) for d in dims)
                 title = f"{variant}, {name}{', grouped heads' if group > 1 else ''}"
-                yield Problem("attention", title, attrs, (q, k, v, mask), ("", "", "", kind))
+                yield Problem(op, title, attrs, (q, k, v, mask), ("", "", "", kind))
     plain = {"is_causal": False, "scale": 0.25, "causal_alignment": "top_left", "layout": "BHSD"}
     dim = _head_dim(claims, 8)
     for queries, keys in ((0, 3), (3, 0)):
         q, k, v = numbers(1, 2, queries, dim), numbers(1, 2, keys, dim), numbers(1, 2, keys, dim)
-        yield Problem("attention", f"{queries} queries, {keys} keys", plain, (q, k, v, None))
+        yield Problem(op, f"{queries} queries, {keys} keys", plain, (q, k, v, None))
 
 
 def _head_dim(claims: Claims, wanted: int) -> int:
@@ -432,7 +456,9 @@ def _embedding(_: Claims) -> Iterator[Problem]:
 
 
 PROBLEMS: dict[str, Callable[[Claims], Iterator[Problem]]] = {
-    "attention": _attention,
+    "attention": _attention("attention"),
+    "attention_forward": _attention("attention_forward"),
+    "attention_backward": _attention_backward,
     "attention_varlen": _attention_varlen,
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import mul
+from operator import add, mul
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import MAGNITUDES, nearest
@@ -36,18 +36,79 @@ Attrs = Mapping[str, Any]
 
 def attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
     """softmax(q k^T * scale + mask) v; a row that sees no key is 0."""
+    return attention_forward(inputs, attrs)[0]
+
+
+def attention_forward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, Values]:
+    """As attention, and the log-sum-exp of each row's scores; -inf where it sees no key."""
     q, k, v = _given(inputs[:3])
-    mask = inputs[3]
-    batch, heads, queries, dim = q.shape
-    kv_heads, keys, wide = k.shape[1], k.shape[2], v.shape[3]
-    shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
+    wide = v.shape[3]
     out: list[float] = []
+    lse: list[float] = []
+    of_head, columns = None, []
+    for head, _, weights, row_lse in _rows_of_weights(q, k, inputs[3], attrs):
+        if head != of_head:
+            start, stop = head.start * wide, head.stop * wide
+            of_head, columns = head, [v.flat[start + c : stop : wide] for c in range(wide)]
+        lse.append(row_lse)
+        out += [sum(map(mul, weights, column)) for column in columns] if weights else [0.0] * wide
+    shape = q.shape[:3]
+    return Values((*shape, wide), out), Values(shape, lse)
+
+
+def attention_backward(inputs: Sequence[Values | None], attrs: Attrs) -> tuple[Values, ...]:
+    """The gradients of attention by q, k and v. Takes neither `output` nor `lse` for granted."""
+    grad_out, q, k, v = _given(inputs[:4])
+    keys, queries = k.shape[2], q.shape[2]
+    grad_q: list[float] = []
+    grads_k: dict[range, list[list[float]]] = {}
+    grads_v: dict[range, list[list[float]]] = {}
+    rows = _rows_of_weights(q, k, inputs[6], attrs)
+    while of_head := list(itertools.islice(rows, queries)):
+        head, first, *_ = of_head[0]
+        weights = [found or [0.0] * keys for _, _, found, _ in of_head]
+        gs, qs = ([_row(values, first + i) for i in range(queries)] for values in (grad_out, q))
+        ks, vs = ([_row(values, place) for place in head] for values in (k, v))
+        scores = []
+        for g, row in zip(gs, weights, strict=True):
+            by_weight = [sum(map(mul, g, value)) for value in vs]
+            mean = sum(map(mul, row, by_weight))
+            scores.append([weight * (by - mean) * attrs["scale"] for weight, by in zip(row, by_weight, strict=True)])
+        grad_q += itertools.chain.from_iterable(_product(scores, ks))
+        for grads, matrix, others in ((grads_k, scores, qs), (grads_v, weights, gs)):
+            found = _product(list(zip(*matrix, strict=True)), others)
+            known = grads.get(head)
+            grads[head] = found if known is None else [list(map(add, *both)) for both in zip(known, found, strict=True)]
+    found_k, found_v = ([x for rows in grads.values() for row in rows for x in row] for grads in (grads_k, grads_v))
+    flat = (
+        (q, grad_q or [0.0] * len(q.flat)),
+        (k, found_k or [0.0] * len(k.flat)),
+        (v, found_v or [0.0] * len(v.flat)),
+    )
+    return tuple(Values(values.shape, grad) for values, grad in flat)
+
+
+def _product(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of two matrices, each as its rows."""
+    columns = list(zip(*other, strict=True))
+    return [[sum(map(mul, row, column)) for column in columns] for row in one]
+
+
+def _rows_of_weights(
+    q: Values, k: Values, mask: Values | None, attrs: Attrs
+) -> Iterator[tuple[range, int, list[float], float]]:
+    """For each query: the rows of k and v that its head has, its own row, the weights of those keys, none where it sees
+    nothing, and the logarithm of what they were divided by."""
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    shift = keys - queries if attrs["causal_alignment"] == "bottom_right" else 0
     for b, h in itertools.product(range(batch), range(heads)):
         head = b * kv_heads + h // (heads // kv_heads)
         k_rows = _rows(k.flat, dim, head * keys, keys)
-        v_columns = [v.flat[head * keys * wide + c : (head + 1) * keys * wide : wide] for c in range(wide)]
+        places = range(head * keys, (head + 1) * keys)
         for i in range(queries):
-            row = q.flat[((b * heads + h) * queries + i) * dim :][:dim]
+            number = (b * heads + h) * queries + i
+            row = q.flat[number * dim :][:dim]
             scores = []
             for j in range(keys):
                 bias = 0.0
@@ -59,12 +120,11 @@ def attention(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
                 scores.append(sum(map(mul, row, k_rows[j])) * attrs["scale"] + bias)
             top = max(scores, default=-math.inf)
             if top == -math.inf:
-                out += [0.0] * wide
+                yield places, number, [], -math.inf
                 continue
             weights = [math.exp(score - top) for score in scores]
             total = sum(weights)
-            out += [sum(map(mul, weights, column)) / total for column in v_columns]
-    return Values((batch, heads, queries, wide), out)
+            yield places, number, [weight / total for weight in weights], top + math.log(total)
 
 
 def attention_varlen(inputs: Sequence[Values | None], attrs: Attrs) -> Values:
@@ -244,6 +304,8 @@ def embedding(inputs: Sequence[Values | None], _: Attrs) -> Values:
 
 OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values, ...]]] = {
     "attention": attention,
+    "attention_forward": attention_forward,
+    "attention_backward": attention_backward,
     "attention_varlen": attention_varlen,
     "paged_attention": paged_attention,
     "append_kv": append_kv,
@@ -260,24 +322,6 @@ OPS: dict[str, Callable[[Sequence[Values | None], Attrs], Values | tuple[Values,
     "dequantize": dequantize,
     "embedding": embedding,
 }
-
-
-def out_shape(op: str, inputs: Sequence[Values | None], kind: str) -> Shape:
-    """The shape of the result, without computing it; of ops that have one result, in memory of its own. `kind`: of the
-    numbers."""
-    shapes = [values.shape for values in _given(inputs)]
-    first = shapes[0]
-    if op in ("attention", "attention_varlen", "paged_attention"):
-        return (*first[:-1], shapes[2][-1])
-    if op == "matmul":
-        return (*_broadcast_shape(first[:-2], shapes[1][:-2]), first[-2], shapes[1][-1])
-    if op == "linear":
-        return (*first[:-1], shapes[1][0])
-    if op == "embedding":
-        return (*first, shapes[1][1])
-    if op == "dequantize" and kind == "float4_e2m1fn_x2":
-        return (*first[:-1], 2 * first[-1])
-    return first
 
 
 def _given(inputs: Sequence[Values | None]) -> list[Values]:

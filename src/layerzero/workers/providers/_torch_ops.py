@@ -10,7 +10,7 @@ from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Bind, Block, Bound, Call
 
-Run = Callable[[Any], Any]  # fills the tensor it is given; of ops that write in place, parts of each of a list
+Run = Callable[[Any], Any]  # fills the tensor, or of ops with several outputs each of the list, that it is given
 Builder = Callable[[Sequence[Any], Call], Run]  # of the inputs' views, None where one is left out
 
 # Ops whose kernels write any strides themselves; the others get a contiguous tensor, see binder().
@@ -22,7 +22,7 @@ def binder(torch: Any, view: Callable[[Block], Any], build: Builder) -> Bind:
 
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         views = [None if block is None else view(block) for block in inputs]
-        if OPS[call.op].in_place:
+        if len(OPS[call.op].outputs) > 1:  # each run fills all of them, or the parts that it says
             targets = [view(block) for block in outputs]
             write = build(views, call)
             return lambda: write(targets)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.workers.provider import Block, Bound, Call, Loaded
+from layerzero.workers.providers import _onnx_attention
 
 OPSET, IR_VERSION = 17, 8
 
@@ -49,5 +51,40 @@ def load() -> Loaded:
 
         return bound
 
+    graphs = {"attention_forward": _onnx_attention.forward, "attention_backward": _onnx_attention.backward}
+
+    def bind_attention(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        made = graphs[call.op](onnx, numpy, call)
+        given = dict(zip(OPS[call.op].inputs, inputs, strict=True))
+        feeds = {}
+        for name, shape in made.inputs.items():
+            if name == "seen":
+                feeds[name] = _onnx_attention.causal_rule(numpy, shape, call)
+            elif (block := given[name]) is not None:
+                feeds[name] = view(block).reshape(shape)
+        targets = [view(block) for block in outputs]
+        infos = [
+            [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(kind), None) for name, kind in named]
+            for named in (
+                [(name, array.dtype) for name, array in feeds.items()],
+                [(name, target.dtype) for name, target in zip(made.outputs, targets, strict=True)],
+            )
+        ]
+        graph = helper.make_graph(made.nodes, "kernel", *infos)
+        evaluator = ReferenceEvaluator(
+            helper.make_model(
+                graph, opset_imports=[helper.make_opsetid("", _onnx_attention.OPSET)], ir_version=IR_VERSION
+            )
+        )
+
+        def bound() -> None:
+            with numpy.errstate(divide="ignore"):  # log(0) of a row that sees nothing
+                results = evaluator.run(None, feeds)
+            for target, result in zip(targets, results, strict=True):
+                numpy.copyto(target, result.reshape(target.shape), casting="no")
+
+        return bound
+
     versions = {"onnx": onnx.__version__, "numpy": numpy.__version__}
-    return Loaded(versions=versions, kernels={f"onnx-reference.{op}": bind for op in nodes})
+    binds = {**dict.fromkeys(nodes, bind), **dict.fromkeys(graphs, bind_attention)}
+    return Loaded(versions=versions, kernels={f"onnx-reference.{op}": one for op, one in binds.items()})

@@ -7,8 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers.provider import Block, Bound, Call, Loaded
+from layerzero.workers.providers import _onnx_attention
 
 # A session holds a thread pool and one node. Its extents are symbolic, so one serves every shape of a rank;
 # this many are more than a model needs.
@@ -35,8 +37,14 @@ def load() -> Loaded:
     def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         return library.bind(call, builders[call.op](call), [b for b in inputs if b is not None], outputs[0])
 
+    graphs = {"attention_forward": _onnx_attention.forward, "attention_backward": _onnx_attention.backward}
+
+    def bind_attention(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        return library.bind_attention(call, graphs[call.op](onnx, numpy, call), inputs, outputs)
+
     versions = {"onnxruntime": onnxruntime.__version__, "onnx": onnx.__version__, "numpy": numpy.__version__}
-    return Loaded(versions=versions, kernels={f"onnxruntime.{op}": bind for op in builders})
+    binds = {**dict.fromkeys(builders, bind), **dict.fromkeys(graphs, bind_attention)}
+    return Loaded(versions=versions, kernels={f"onnxruntime.{op}": one for op, one in binds.items()})
 
 
 class _Runtime:
@@ -63,16 +71,48 @@ class _Runtime:
 
         return bound
 
-    def session(self, nodes: _Nodes, dtype: str, shapes: _Shapes) -> Any:
-        """A session for these nodes on tensors of these ranks, from the cache if it is there."""
+    def bind_attention(
+        self, call: Call, graph: _onnx_attention.Graph, inputs: Sequence[Block | None], outputs: Sequence[Block]
+    ) -> Bound:
+        """As `bind`, of a graph whose tensors have names."""
+        numpy, given = self.numpy, dict(zip(OPS[call.op].inputs, inputs, strict=True))
+        places = []  # name, dtype, shape and memory, of inputs and then of outputs
+        for name, shape in graph.inputs.items():
+            if name == "seen":
+                places.append((name, "bool", shape, _onnx_attention.causal_rule(numpy, shape, call)))
+            elif (block := given[name]) is not None:
+                places.append((name, block.spec.dtype, shape, numpy.frombuffer(block.host, numpy.uint8)))
+        for (name, shape), block in zip(graph.outputs.items(), outputs, strict=True):
+            places.append((name, block.spec.dtype, shape, numpy.frombuffer(block.host, numpy.uint8)))
+        infos = [self._info(name, dtype, shape) for name, dtype, shape, _ in places]
+        count = len(infos) - len(outputs)
+        session = self._session(graph.nodes, infos[:count], infos[count:], _onnx_attention.OPSET)
+        binding = session.io_binding()
+        for number, (name, dtype, shape, array) in enumerate(places):
+            put = binding.bind_input if number < count else binding.bind_output
+            put(name, "cpu", 0, numpy.dtype(dtype), shape, array.ctypes.data)
+
+        def bound(_memory: object = places) -> None:
+            session.run_with_iobinding(binding)
+
+        return bound
+
+    def _info(self, name: str, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A tensor of a graph, of this rank."""
         helper = self.onnx.helper
         element = helper.np_dtype_to_tensor_dtype(self.numpy.dtype(dtype))
-        infos = [
-            helper.make_tensor_value_info(name, element, [None] * len(shape))
-            for name, shape in zip([*"xwb"[: len(shapes) - 1], "y"], shapes, strict=True)
-        ]
-        graph = helper.make_graph(nodes, "kernel", infos[:-1], infos[-1:])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+        return helper.make_tensor_value_info(name, element, [None] * len(shape))
+
+    def session(self, nodes: _Nodes, dtype: str, shapes: _Shapes) -> Any:
+        """A session for these nodes on tensors of these ranks, from the cache if it is there."""
+        names = [*"xwb"[: len(shapes) - 1], "y"]
+        infos = [self._info(name, dtype, shape) for name, shape in zip(names, shapes, strict=True)]
+        return self._session(nodes, infos[:-1], infos[-1:])
+
+    def _session(self, nodes: _Nodes, inputs: list[Any], outputs: list[Any], opset: int = OPSET) -> Any:
+        helper = self.onnx.helper
+        graph = helper.make_graph(nodes, "kernel", inputs, outputs)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
         text: bytes = model.SerializeToString(deterministic=True)
         if text in self.sessions:
             self.sessions.move_to_end(text)

@@ -9,6 +9,7 @@ from typing import Any
 
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.workers.provider import Block, Call, Loaded
+from layerzero.workers.providers._torch_attention import FlashAttention
 from layerzero.workers.providers._torch_ops import Builder, Run, TorchOps, as_bits, binder, checked_lengths
 
 
@@ -87,8 +88,11 @@ def load() -> Loaded:
 
         return run
 
+    flash = FlashAttention(torch)
     builders: dict[str, Builder] = {
         "attention": attention,
+        "attention_forward": flash.forward,
+        "attention_backward": flash.backward,
         "paged_attention": paged_attention,
         "append_kv": append_kv,
         **ops.builders(),

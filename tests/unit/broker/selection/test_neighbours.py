@@ -16,7 +16,7 @@ from layerzero.broker.selection.policy import Policy
 from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec
 from layerzero.capabilities.device import DeviceSpec
-from layerzero.client.planning import plans
+from layerzero.client.planning import attention_plans, plans
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
@@ -77,7 +77,7 @@ def test_neighbours_are_ranked_alike(op: str) -> None:
 
 def attention(queries: int, keys: int, *, heads: int = 4, dim: int = 64, **more: Any) -> CallSpec:
     q, k = (TensorSpec.contiguous("float32", (2, heads, n, dim)) for n in (queries, keys))
-    return spec_of(plans.plan_attention(q, k, k, **more))
+    return spec_of(attention_plans.plan_attention(q, k, k, **more))
 
 
 def linear(rows: int) -> CallSpec:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerzero.client.planning import plans
+from layerzero.client.planning import attention_plans, plans
 from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.vocabulary.ops import OPS
@@ -32,7 +32,8 @@ def spec_of(tensor: Tensor | None) -> TensorSpec | None:
 
 def planned(op: str, *args: Any, **kwargs: Any) -> Plan:
     """plan_`op` with the specs of tensor arguments."""
-    plan: Plan = getattr(plans, f"plan_{op}")(*(spec_of(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+    module = attention_plans if op.startswith("attention") else plans
+    plan: Plan = getattr(module, f"plan_{op}")(*(spec_of(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
     assert len(plan.inputs) == len(OPS[op].inputs)
     assert len(plan.outputs) == len(plan.results) == len(OPS[op].outputs)
     assert tuple(plan.attrs) == OPS[op].attrs
@@ -252,7 +253,7 @@ def test_bottom_right_alignment_lets_the_last_query_see_all_keys(queries: int, k
 def test_alignment_is_canonical_where_it_means_nothing() -> None:
     """Calls that mean the same must share one route."""
     q = TensorSpec.contiguous("float32", (1, 2, 3, 4))
-    plan = plans.plan_attention(q, q, q, is_causal=False, causal_alignment="bottom_right")
+    plan = attention_plans.plan_attention(q, q, q, is_causal=False, causal_alignment="bottom_right")
     assert plan.attrs == {"is_causal": False, "scale": 0.5, "causal_alignment": "top_left", "layout": "BHSD"}
 
 
@@ -308,7 +309,7 @@ def np_spec(data: np.ndarray) -> TensorSpec:
 @given(strided(min_ndim=4, max_ndim=4))
 def test_bshd_views_address_the_elements_of_a_transpose(data: np.ndarray) -> None:
     """Whatever the strides, the worker's (batch, heads, ...) view is NumPy's own transpose."""
-    plan = plans.plan_attention(np_spec(data), np_spec(data), np_spec(data), layout="BSHD")
+    plan = attention_plans.plan_attention(np_spec(data), np_spec(data), np_spec(data), layout="BSHD")
     for view in plan.inputs[:3]:
         assert view is not None
         np.testing.assert_array_equal(np_view(data, view), data.transpose(0, 2, 1, 3))
@@ -317,7 +318,7 @@ def test_bshd_views_address_the_elements_of_a_transpose(data: np.ndarray) -> Non
 @given(strided(min_ndim=2, max_ndim=3))
 def test_padded_views_address_the_same_elements(data: np.ndarray) -> None:
     """2-D and 3-D attention gets leading extents of 1 and nothing else."""
-    view = plans.plan_attention(np_spec(data), np_spec(data), np_spec(data)).inputs[0]
+    view = attention_plans.plan_attention(np_spec(data), np_spec(data), np_spec(data)).inputs[0]
     assert view is not None
     np.testing.assert_array_equal(np_view(data, view), data[(None,) * (4 - data.ndim)])
 
@@ -481,7 +482,7 @@ def test_what_torch_refuses_is_refused(op: str, args: tuple[Any, ...], options: 
             "attention",
             (Q, Q, Q),
             {"dropout_p": 0.5},
-            r"dropout_p is 0\.5; allowed: 0\.0, because kernels serve inference",
+            r"dropout_p is 0\.5; allowed: 0\.0, because kernels draw no random numbers",
         ),
         ("attention", (Q, Q, Q), {"scale": math.nan}, "scale is nan; allowed: a finite number"),
         ("attention", (Q, Q, Q), {"scale": 10**400}, "allowed: a finite number"),
@@ -512,9 +513,9 @@ def test_what_is_refused_beyond_torch(op: str, args: tuple[Any, ...], options: d
 def test_equal_calls_share_one_plan() -> None:
     """Routes are kept by plan; the steady state must find the same object."""
     a, b = (TensorSpec.contiguous("float32", (1, 2, 3, 4)) for _ in range(2))
-    first = plans.plan_attention(a, a, a, is_causal=True)
-    assert plans.plan_attention(b, b, b, is_causal=True) is first
-    assert plans.plan_attention(b, b, b, is_causal=False) is not first
+    first = attention_plans.plan_attention(a, a, a, is_causal=True)
+    assert attention_plans.plan_attention(b, b, b, is_causal=True) is first
+    assert attention_plans.plan_attention(b, b, b, is_causal=False) is not first
     assert plan_out(first, a) is plan_out(first, b)
     assert plans.plan_layer_norm(a, (4,)) is plans.plan_layer_norm(a, [4])
 
@@ -525,6 +526,6 @@ def test_scalars_leave_in_wire_types() -> None:
     attrs = [
         plans.plan_softmax(x, np.int64(-1)).attrs["dim"],
         plans.plan_layer_norm(x, (4,), eps=np.float32(0.5)).attrs["eps"],
-        plans.plan_attention(x, x, x, scale=np.float64(2)).attrs["scale"],
+        attention_plans.plan_attention(x, x, x, scale=np.float64(2)).attrs["scale"],
     ]
     assert [(type(a), a) for a in attrs] == [(int, 1), (float, 0.5), (float, 2.0)]

@@ -18,6 +18,24 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         {**ATTENTION, "layout": "BHSD"},
         ("float32 2 6 5 13",),
     ),
+    "attention_forward": (
+        {"q": "float32 2 6 5 7", "k": "float32 2 3 11 7", "v": "float32 2 3 11 13", "attn_mask": None},
+        {**ATTENTION, "layout": "BHSD"},
+        ("float32 2 6 5 13", "float32 2 6 5"),
+    ),
+    "attention_backward": (
+        {
+            "grad_out": "float16 2 6 5 13",
+            "q": "float16 2 6 5 7",
+            "k": "float16 2 3 11 7",
+            "v": "float16 2 3 11 13",
+            "output": "float16 2 6 5 13",
+            "lse": "float32 2 6 5",
+            "attn_mask": None,
+        },
+        {**ATTENTION, "layout": "BHSD"},
+        ("float16 2 6 5 7", "float16 2 3 11 7", "float16 2 3 11 13"),
+    ),
     "attention_varlen": (
         {
             "q": "float32 5 6 7",

@@ -1,0 +1,83 @@
+"""Attention for programs that need its gradients: the forward pass with what the backward pass wants, and that pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from layerzero.client.arrays.array_types import ArrayT
+from layerzero.client.connection.call import Request
+from layerzero.client.facade.running import perform
+from layerzero.client.planning import attention_plans
+
+if TYPE_CHECKING:
+    from layerzero.client.arrays.array_types import AnyArray
+
+
+def attention_forward(
+    q: ArrayT,
+    k: AnyArray,
+    v: AnyArray,
+    attn_mask: AnyArray | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[ArrayT, Any]:
+    """Softmax attention, and the log-sum-exp of each row of its scores: (out, lse).
+
+    Arguments and out as attention. With s = scale q k^T + mask, lse[i] = log(sum_j exp(s[i, j])), natural, float32 of
+    shape (batch, heads, seq_q) in either layout, without the leading dimensions that q lacks; -inf for a row that sees
+    nothing, whose out is 0. Both are new, of the kind of q. On the CPU; attention_backward takes them.
+    Source: Dao et al. 2022, algorithm 1 (there L = m + log l).
+    """
+    args = (q, k, v, attn_mask)
+    params = _params(is_causal, scale, enable_gqa, layout, causal_alignment)
+    planner = attention_plans.plan_attention_forward
+    return perform(Request("attention_forward", args, params, planner, None, backend, timeout_s))
+
+
+def attention_backward(
+    grad_out: ArrayT,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    output: AnyArray,
+    lse: AnyArray,
+    attn_mask: AnyArray | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+    backend: str | None = None,
+    timeout_s: float | None = None,
+) -> tuple[ArrayT, ArrayT, ArrayT]:
+    """The gradients of attention by q, k and v: (grad_q, grad_k, grad_v), of their shapes and of one dtype with them.
+
+    grad_out: the gradient by attention's result, of its shape and dtype. output, lse: what attention_forward gave for
+    these q, k, v and attn_mask, which are arguments as there; kernels may compute both anew. With
+    p = exp(scale q k^T + mask - lse): grad_v = p^T grad_out, ds = p (grad_out v^T - sum(grad_out output)),
+    grad_q = scale ds k, grad_k = scale ds^T q. Rows that see nothing add nothing; heads that share keys are summed.
+    Half precision is summed in float32. On the CPU. Source: Dao et al. 2022, B.2.
+    """
+    args = (grad_out, q, k, v, output, lse, attn_mask)
+    params = _params(is_causal, scale, enable_gqa, layout, causal_alignment)
+    planner = attention_plans.plan_attention_backward
+    return perform(Request("attention_backward", args, params, planner, None, backend, timeout_s))
+
+
+def _params(
+    is_causal: bool, scale: float | None, enable_gqa: bool, layout: str, causal_alignment: str
+) -> dict[str, Any]:
+    return {
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "layout": layout,
+        "causal_alignment": causal_alignment,
+    }

@@ -1,0 +1,231 @@
+"""As plans.py, of attention and of its backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerzero.client.planning.checks import (
+    Shape,
+    attention_scale,
+    choice,
+    flag,
+    fresh,
+    listed,
+    number,
+    refuse,
+    same_float_dtype,
+)
+from layerzero.client.planning.plans import BSHD_AXES, Plan, Scalar, remember
+from layerzero.ipc.vocabulary.shapes import CAUSAL_ALIGNMENTS, LAYOUTS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+
+@remember
+def plan_attention(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    attn_mask: TensorSpec | None = None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+) -> Plan:
+    """torch.nn.functional.scaled_dot_product_attention, with the memory order and the causal rule named."""
+    op, options = "attention", _options(is_causal, scale, enable_gqa, layout, causal_alignment)
+    if number(op, "dropout_p", dropout_p) != 0.0:
+        refuse(op, f"dropout_p is {dropout_p}", "0.0, because kernels draw no random numbers", "drop it, or call torch")
+    inputs, attrs = _forward(op, q, k, v, attn_mask, **options)
+    output, result = _out(op, inputs, q.ndim, layout)
+    return Plan(op, inputs, attrs, (output,), (result,))
+
+
+@remember
+def plan_attention_forward(
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    attn_mask: TensorSpec | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+) -> Plan:
+    """Attention, and the log-sum-exp of its rows."""
+    op, options = "attention_forward", _options(is_causal, scale, enable_gqa, layout, causal_alignment)
+    inputs, attrs = _forward(op, q, k, v, attn_mask, **options)
+    output, result = _out(op, inputs, q.ndim, layout)
+    rows = output.shape[:3]
+    lse, lse_result = TensorSpec.contiguous("float32", rows), fresh(op, "float32", rows[4 - q.ndim :])
+    return Plan(op, inputs, attrs, (output, lse), (result, lse_result))
+
+
+@remember
+def plan_attention_backward(
+    grad_out: TensorSpec,
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    output: TensorSpec,
+    lse: TensorSpec,
+    attn_mask: TensorSpec | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+) -> Plan:
+    """The gradients of attention by q, k and v."""
+    op, options = "attention_backward", _options(is_causal, scale, enable_gqa, layout, causal_alignment)
+    same_float_dtype(op, grad_out=grad_out, q=q, k=k, v=v, output=output)
+    inputs, attrs = _forward(op, q, k, v, attn_mask, **options)
+    _, like = _out(op, inputs, q.ndim, layout)
+    for name, spec in (("grad_out", grad_out), ("output", output)):
+        if spec.shape != like.shape:
+            refuse(
+                op, f"{name} has shape {list(spec.shape)}", f"{list(like.shape)}, that of the result", "pass all of it"
+            )
+    q4 = inputs[0]
+    assert q4 is not None
+    rows = q4.shape[:3][4 - q.ndim :]
+    if (lse.dtype, lse.shape) != ("float32", rows):
+        refuse(op, f"lse is {lse}", f"float32{list(rows)}", "pass what attention_forward returned")
+    lse3 = lse
+    while lse3.ndim < 3:
+        lse3 = lse3.unsqueeze(0)
+    grad4, output4 = (_bhsd(op, name, spec, layout) for name, spec in (("grad_out", grad_out), ("output", output)))
+    pairs = [_like(op, spec, q.ndim, layout) for spec in inputs[:3] if spec is not None]
+    outputs, results = zip(*pairs, strict=True)
+    return Plan(op, (grad4, *inputs[:3], output4, lse3, inputs[3]), attrs, outputs, results)
+
+
+def _options(
+    is_causal: bool, scale: float | None, enable_gqa: bool, layout: str, causal_alignment: str
+) -> dict[str, Any]:
+    return {
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "layout": layout,
+        "causal_alignment": causal_alignment,
+    }
+
+
+def _forward(
+    op: str,
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    attn_mask: TensorSpec | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    layout: str,
+    causal_alignment: str,
+) -> tuple[tuple[TensorSpec | None, ...], dict[str, Scalar]]:
+    """The views of q, k, v and the mask, and the attributes, that all ops of attention have."""
+    is_causal = flag(op, "is_causal", is_causal)
+    enable_gqa = flag(op, "enable_gqa", enable_gqa)
+    choice(op, "layout", layout, LAYOUTS)
+    choice(op, "causal_alignment", causal_alignment, CAUSAL_ALIGNMENTS)
+    same_float_dtype(op, q=q, k=k, v=v)
+    q4, k4, v4 = (_bhsd(op, name, spec, layout) for name, spec in (("q", q), ("k", k), ("v", v)))
+    if not q.ndim == k.ndim == v.ndim:
+        refuse(
+            op,
+            f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions",
+            "the same number",
+            "unsqueeze the smaller",
+        )
+    _attention_shapes(op, q4, k4, v4, enable_gqa=enable_gqa)
+
+    batch, heads, seq_q, head_dim = q4.shape
+    seq_k = k4.shape[2]
+    if attn_mask is not None and is_causal:
+        refuse(op, "attn_mask and is_causal=True are both given", "one of them", "put the causal rule into the mask")
+    mask4 = None if attn_mask is None else _mask(op, attn_mask, q, (batch, heads, seq_q, seq_k))
+    attrs: dict[str, Scalar] = {
+        "is_causal": is_causal,
+        "scale": attention_scale(op, scale, head_dim),
+        # Without a mask to align, or with a square one, both rules say the same: one route serves them.
+        "causal_alignment": causal_alignment if is_causal and seq_q != seq_k else "top_left",
+        "layout": layout,
+    }
+    return (q4, k4, v4, mask4), attrs
+
+
+def _out(op: str, inputs: tuple[TensorSpec | None, ...], ndim: int, layout: str) -> tuple[TensorSpec, TensorSpec]:
+    """What a kernel writes and what the caller gets, in fresh memory, for q of so many dimensions."""
+    q, _, v = inputs[:3]
+    assert q is not None
+    assert v is not None
+    return _like(op, TensorSpec.contiguous(q.dtype, (*q.shape[:3], v.shape[3])), ndim, layout)
+
+
+def _like(op: str, spec: TensorSpec, ndim: int, layout: str) -> tuple[TensorSpec, TensorSpec]:
+    """A fresh tensor of this BHSD shape as a kernel writes it, and as the caller gets it."""
+    if layout == "BSHD":
+        result = fresh(op, spec.dtype, tuple(spec.shape[axis] for axis in BSHD_AXES))
+        return result.permute(*BSHD_AXES), result
+    return TensorSpec.contiguous(spec.dtype, spec.shape), fresh(op, spec.dtype, spec.shape[4 - ndim :])
+
+
+def _bhsd(op: str, name: str, spec: TensorSpec, layout: str) -> TensorSpec:
+    """The (batch, heads, sequence, head_dim) view of an argument with 2 to 4 dimensions."""
+    dims = f"{name} has shape {list(spec.shape)}"
+    if layout == "BSHD":
+        if spec.ndim != 4:
+            refuse(op, dims, "(batch, sequence, heads, head_dim) with layout='BSHD'", "unsqueeze it to 4 dimensions")
+        return spec.permute(*BSHD_AXES)
+    if spec.ndim < 2:
+        refuse(op, dims, "2 to 4 dimensions, the last two (sequence, head_dim)", "unsqueeze it")
+    if spec.ndim > 4:
+        refuse(op, dims, "2 to 4 dimensions", f"flatten the leading ones: {name}.flatten(0, {spec.ndim - 4})")
+    while spec.ndim < 4:
+        spec = spec.unsqueeze(0)
+    return spec
+
+
+def _attention_shapes(op: str, q: TensorSpec, k: TensorSpec, v: TensorSpec, *, enable_gqa: bool) -> None:
+    names = ("q batch", "k batch", "v batch")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        refuse(
+            op,
+            listed(names, (q.shape[0], k.shape[0], v.shape[0])),
+            "equal batches",
+            "expand the smaller; that copies nothing",
+        )
+    if k.shape[1] != v.shape[1]:
+        refuse(op, f"k has {k.shape[1]} heads and v {v.shape[1]}", "equal numbers", "expand the smaller")
+    if k.shape[2] != v.shape[2]:
+        refuse(op, f"k has sequence length {k.shape[2]} and v {v.shape[2]}", "equal lengths", "check the layout")
+    if q.shape[3] != k.shape[3]:
+        refuse(op, f"q has head_dim {q.shape[3]} and k {k.shape[3]}", "equal sizes", "check the layout")
+    heads_q, heads_k = q.shape[1], k.shape[1]
+    if heads_q == heads_k:
+        return
+    if not enable_gqa:
+        refuse(op, f"q has {heads_q} heads and k {heads_k}", "equal numbers", "pass enable_gqa=True to share key heads")
+    if heads_k == 0 or heads_q % heads_k:
+        refuse(op, f"q has {heads_q} heads and k {heads_k}", "a multiple of k's heads for q", "check the layout")
+
+
+def _mask(op: str, mask: TensorSpec, q: TensorSpec, target: Shape) -> TensorSpec:
+    """The mask with leading extents of 1 up to 4 dimensions; it broadcasts to (B, Hq, Sq, Sk) in either layout."""
+    if mask.dtype not in ("bool", q.dtype):
+        refuse(op, f"attn_mask is {mask.dtype}", f"bool, or {q.dtype} like q", f"convert it to {q.dtype}")
+    shape = f"attn_mask has shape {list(mask.shape)}"
+    if mask.ndim > q.ndim:
+        refuse(op, shape, f"at most {q.ndim} dimensions, like q", "squeeze it")
+    while mask.ndim < 4:
+        mask = mask.unsqueeze(0)
+    if any(given not in (1, wanted) for given, wanted in zip(mask.shape, target, strict=True)):
+        refuse(op, shape, f"shapes that broadcast to (batch, heads, queries, keys) = {list(target)}", "check its order")
+    return mask

@@ -1,0 +1,238 @@
+"""Attention where gradients are wanted: by kernels, and where none serves, in this process, which the report says.
+
+Backward passes come here for tensors that the program has saved itself, so a worker may die between forward and
+backward. Formulas are in plain torch, and may be differentiated."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.client.connection.report import IN_PROCESS, SelectionReport
+
+HERE = "this process"
+BY_FORMULA = "layerzero.torch.attention"
+BY_TORCH = "aten::scaled_dot_product_attention"
+NO_GPU_KERNEL = "no kernel for a GPU's tensors yet"
+
+
+class _Thread(threading.local):
+    """`why`: of the last backward pass, why it was computed here; "" where a kernel did."""
+
+    why = ""
+
+
+thread = _Thread()
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """lz.attention_forward. Where no kernel gives the log-sum-exp, one of attention serves, and it is computed here.
+    `options`: is_causal, scale, enable_gqa, layout, causal_alignment. Raises what lz.attention raises."""
+    pinned: Any = {"backend": backend, "timeout_s": timeout_s}
+    if q.device.type == "cpu":
+        with contextlib.suppress(lz.NoBackend):
+            return lz.attention_forward(q, k, v, attn_mask, **options, **pinned)
+    out = lz.attention(q, k, v, attn_mask, **options, **pinned)
+    scores = _scores(q, k, attn_mask, **_of_scores(options))
+    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
+    return out, lse.to(torch.float32).reshape(lse.shape[4 - q.dim() :])
+
+
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """lz.attention_backward, and where that fails the formula. Raises InvalidArgument."""
+    report = None
+    if q.device.type == "cpu":
+        try:
+            found = lz.attention_backward(
+                grad_out, q, k, v, output, lse, attn_mask, **options, backend=backend, timeout_s=timeout_s
+            )
+        except lz.InvalidArgument:
+            raise
+        except lz.LayerZeroError as error:
+            thread.why = f"{error.code}: {str(error).partition(chr(10))[0]:.160}"
+            report = getattr(error, "report", None)
+        else:
+            thread.why = ""
+            return found
+    else:
+        thread.why = NO_GPU_KERNEL
+    _tell("attention_backward", BY_FORMULA, f"computed in this process: {thread.why}", report)
+    made = gradients(grad_out, q, k, v, attn_mask, ("q", "k", "v"), **options)
+    return made["q"], made["k"], made["v"]
+
+
+def gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    needs: Collection[str],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+) -> dict[str, Tensor]:
+    """Those that `needs` names, of q, k, v and attn_mask, each of its tensor's shape and of grad_out's dtype.
+
+    With p the weights, computed anew: dv = p^T g, ds = p (g v^T - sum(p g v^T)), dq = scale ds k, dk = scale ds^T q; of
+    a float mask ds. Takes seq_q * seq_k numbers for each head (Dao et al. 2022, B.2, without the tiles)."""
+    order = (0, 2, 1, 3) if layout == "BSHD" else (0, 1, 2, 3)
+    wide = _wide(grad_out.dtype)
+    p = _weights(_scores(q, k, attn_mask, is_causal, scale, layout, causal_alignment))
+    q4, k4, v4, g = (four(tensor).permute(order).to(wide) for tensor in (q, k, v, grad_out))
+    heads_q, heads_k = q4.shape[1], k4.shape[1]
+    if heads_q != heads_k:  # heads of a group read the same keys
+        k4, v4 = (tensor.repeat_interleave(heads_q // heads_k, 1) for tensor in (k4, v4))
+    factor = scale_of(scale, q4.shape[-1])
+    dv = torch.matmul(p.mT, g)
+    gv = torch.matmul(g, v4.mT)
+    ds = p * (gv - (p * gv).sum(-1, keepdim=True))
+    dq, dk = torch.matmul(ds, k4) * factor, torch.matmul(ds.mT, q4) * factor
+    if heads_q != heads_k:
+        dk, dv = (tensor.unflatten(1, (heads_k, heads_q // heads_k)).sum(2) for tensor in (dk, dv))
+    found = {
+        name: value.permute(order).reshape(like.shape).to(grad_out.dtype)
+        for name, value, like in (("q", dq, q), ("k", dk, k), ("v", dv, v))
+        if name in needs
+    }
+    if "attn_mask" in needs and attn_mask is not None:
+        shape = tuple(attn_mask.shape)
+        full = (1,) * (4 - len(shape)) + shape
+        found["attn_mask"] = ds.sum_to_size(full).reshape(shape).to(grad_out.dtype)
+    return found
+
+
+def with_dropout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+    **_: Any,
+) -> Tensor | None:
+    """torch's own attention, with its gradients, where weights are to be dropped: kernels of ours draw no random
+    numbers. None for calls without dropout. Raises InvalidArgument for a `dropout_p` that is no probability."""
+    if dropout_p == 0.0:
+        return None
+    if not 0.0 < dropout_p <= 1.0:
+        raise lz.InvalidArgument(f"attention: dropout_p is {dropout_p}; allowed: 0 to 1; pass a probability")
+    if not torch.compiler.is_compiling():
+        _tell("attention", BY_TORCH, "dropout_p above 0: torch's own kernel, in this process")
+    if layout == "BSHD":
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    rows, columns = q.shape[-2], k.shape[-2]
+    if is_causal and causal_alignment == "bottom_right" and rows != columns:
+        attn_mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
+        is_causal = False
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out.transpose(1, 2).contiguous() if layout == "BSHD" else out.contiguous()
+
+
+def _tell(op: str, kernel: str, note: str, report: SelectionReport | None = None) -> None:
+    """As lz.last_report(), of a call that this process has computed itself. `report`: of what was tried before."""
+    made = SelectionReport(op, kernel, HERE, None, IN_PROCESS, notes=(note,))
+    if report is not None:
+        made = replace(made, attempts=report.attempts, candidates=report.candidates)
+    with contextlib.suppress(lz.NotConnected):
+        lz.session().note(made)
+
+
+# --- formulas ----------------------------------------------------------------------------------------------------
+
+
+def _of_scores(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "enable_gqa"}
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    layout: str = "BHSD",
+    causal_alignment: str = "top_left",
+) -> Tensor:
+    """scale q k^T, masked, (batch, heads, seq_q, seq_k) in float32, or in float64 for that."""
+    order = (0, 2, 1, 3) if layout == "BSHD" else (0, 1, 2, 3)
+    wide = _wide(q.dtype)
+    q, k = (four(tensor).permute(order).to(wide) for tensor in (q, k))
+    heads_q, heads_k, seq_q, seq_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    if heads_q != heads_k:
+        k = k.repeat_interleave(heads_q // heads_k, 1)
+    scores = torch.matmul(q, k.mT) * scale_of(scale, q.shape[-1])
+    if is_causal:
+        offset = seq_k - seq_q if causal_alignment == "bottom_right" else 0
+        rows = torch.arange(seq_q, device=q.device).unsqueeze(-1)
+        seen = torch.arange(seq_k, device=q.device) <= rows + offset
+        return scores.masked_fill(~seen, -math.inf)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~four(mask), -math.inf) if mask.dtype == torch.bool else scores + four(mask).to(wide)
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """softmax over the last dimension, 0 in rows that see nothing, which softmax has NaN for."""
+    if scores.shape[-1] == 0:
+        return scores
+    top = scores.amax(-1, keepdim=True)
+    p = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
+    total = p.sum(-1, keepdim=True)
+    return p / total.masked_fill(total == 0.0, 1.0)
+
+
+def scale_of(scale: float | None, head_dim: int) -> float:
+    """The default is 1/sqrt(head_dim), and 1 without any."""
+    if scale is not None:
+        return scale
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+
+
+def four(tensor: Tensor) -> Tensor:
+    """With extents of 1 in front, up to 4 dimensions."""
+    while tensor.dim() < 4:
+        tensor = tensor.unsqueeze(0)
+    return tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
