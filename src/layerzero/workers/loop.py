@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import zmq
 
+from layerzero.ipc import spinning
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory
@@ -146,7 +147,9 @@ class _Loop:
         self._arenas: dict[tuple[int, int], _Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
-        self._lanes = Lanes(self._poll, lane.Page if faults is None else faults.open_lane)
+        self._lanes = Lanes(
+            self._poll, lane.Page if faults is None else faults.open_lane, spinning.limit_ns(os.environ)
+        )
         self._gpu: GpuServing | None = None  # until the first GPU is offered
         self._lifts: deque[messages.Lift] = deque()  # not answered yet
 
@@ -184,7 +187,12 @@ class _Loop:
                     self._gpu.serve()
             if self._lifts:
                 self._answer(self._lifts.popleft())
-            events = self._wait()
+            watched = self._lanes.watch() if self._gpu is None and not self._lifts else None
+            if watched is None:
+                events = self._wait()
+            else:
+                self._serve_lane(watched)
+                events = poll.poll(0)
             self._serve_lanes(events)
             if any(fd == control_fd for fd, _ in events):
                 try:
@@ -310,13 +318,16 @@ class _Loop:
     def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
         """One call of each lane that has one."""
         for one in self._lanes.claimed(events):
-            call, plan, body = one.page.get_call()
-            bound = one.ready.get((plan, body))
-            signature = self._signature_on(one, plan, body) if bound is None else None
-            if bound is None and signature is None:
-                one.end(call, lane.DECLINED)
-            else:
-                self._run_on_lane(one, call, plan, body, bound, signature)
+            self._serve_lane(one)
+
+    def _serve_lane(self, one: Lane) -> None:
+        call, plan, body = one.page.get_call()
+        bound = one.ready.get((plan, body))
+        signature = self._signature_on(one, plan, body) if bound is None else None
+        if bound is None and signature is None:
+            one.end(call, lane.DECLINED)
+        else:
+            self._run_on_lane(one, call, plan, body, bound, signature)
 
     def _run_on_lane(
         self, one: Lane, call: int, plan: int, body: bytes, bound: Bound | None, signature: Call | None
