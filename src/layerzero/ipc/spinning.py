@@ -17,6 +17,7 @@ VARIABLE = "LAYERZERO_SPIN_US"
 DEFAULT_US, MAX_US = 100, 10_000
 ASK_AGAIN_NS = 10_000_000  # what was found of the cores holds for so long
 MAX_MISSED = 255
+MARGIN, SLACK_NS = 3, 10_000
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -63,11 +64,13 @@ def _core_count() -> float:
 
 
 class Spin:
-    """How long to look now. After a look that was in vain it is tried again after ever more waits."""
+    """How long to look now: some times as long as it usually takes until the other side is seen. After a look that was
+    in vain it is tried again after ever more waits."""
 
     def __init__(self, limit_ns: int) -> None:
         self._limit_ns = limit_ns
         self._cores = Cores() if limit_ns else None
+        self._usual_ns = limit_ns
         self._missed = self._skipped = self._asked_ns = 0
         self._are_free = False
 
@@ -80,9 +83,13 @@ class Spin:
         now_ns = time.perf_counter_ns()
         if now_ns - self._asked_ns > ASK_AGAIN_NS:
             self._are_free, self._asked_ns = self._cores.are_free(), now_ns
-        return self._limit_ns if self._are_free else 0
+        return min(MARGIN * self._usual_ns + SLACK_NS, self._limit_ns) if self._are_free else 0
 
-    def note(self, *, was_seen: bool) -> None:
-        """What came of the look."""
+    def note(self, took_ns: int | None) -> None:
+        """What came of the look: the other side was seen after so long, or not at all."""
         self._skipped = 0
-        self._missed = 0 if was_seen else min(2 * self._missed + 1, MAX_MISSED)
+        if took_ns is None:
+            self._missed = min(2 * self._missed + 1, MAX_MISSED)
+        else:
+            self._missed //= 2
+            self._usual_ns += (took_ns - self._usual_ns) // 4

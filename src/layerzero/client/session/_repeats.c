@@ -23,7 +23,7 @@ enum { DONE = 2048, STATUS = 2056, KERNEL_NS = 2064, WORD_BYTES = 2072, MAX_CALL
 enum { REF_BYTES = 24, ALIGNMENT = 64 };               /* ipc/transport/wire.py, ipc/shm/memory.py */
 enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; the last two are what its key says of it, too */
 enum { FRESH = 2, CLASSES = 11, KEPT = 8, LOOKS = 64, MAX_RINGS = 64, MAX_MISSED = 255 };
-static const uint64_t NO_ARENA = 0xFFFFFFFF, LOOK_AGAIN_NS = 1000000, ASK_AGAIN_NS = 10000000;
+static const uint64_t NO_ARENA = 0xFFFFFFFF, LOOK_AGAIN_NS = 1000000, ASK_AGAIN_NS = 10000000, MARGIN = 3, SLACK_NS = 10000;
 
 /* --- memory for results: small blocks of the pool's, used again and again */
 
@@ -183,6 +183,7 @@ typedef struct {
     CallSiteFields its;
     uint64_t page, epoch, number, doorbell, answer, control, timeout_ns, result, result_bytes, scratch_at, scratch_bytes, scratch_arena,
         scratch_offset;
+    uint64_t usual_ns; /* until a call is seen to be over that is watched */
     uint32_t missed, skipped; /* calls that are not watched for after watching was in vain; those of them so far */
 } CallSite;
 static const char *const site_numbers[] = {"page", "epoch", "number", "doorbell", "answer", "control", "timeout_ns", "result", "result_bytes",
@@ -219,7 +220,7 @@ static void Repeats_forget(Repeats *self) {
 }
 
 LIFE(CallSite, SITE_FIELDS)
-#define Repeats_dealloc Repeats_free
+#define Repeats_dealloc Repeats_free /* as LIFE has it; there is more to be freed */
 LIFE(Repeats, REPEATS_FIELDS)
 #undef Repeats_dealloc
 static void Repeats_dealloc(Repeats *self) {
@@ -426,12 +427,12 @@ static void relax(void) {
 
 /* Until the call is over, or somebody else must look what became of it: who is interrupted, hung up on or out of time. While
    it watches the page nobody needs to ring. That it watches no longer the worker may not see at once: it looks again soon.
-   Whether it was over while it watched. */
-static int await_end(const CallSite *site, uint64_t call, uint64_t spin_ns, uint64_t due) {
+   How long it watched until it was over; 0 when it slept. */
+static uint64_t await_end(const CallSite *site, uint64_t call, uint64_t spin_ns, uint64_t due) {
     uint64_t page = site->page, start = now_ns(), now = start;
     while (now - start < spin_ns) {
         for (int n = 0; n < LOOKS; n++) {
-            if (is_over(page, call)) return 1;
+            if (is_over(page, call)) return now_ns() - start + 1;
             relax();
         }
         now = now_ns();
@@ -469,12 +470,16 @@ static uint64_t spin_of(Repeats *self, CallSite *site) {
         if (may_spin < 0) PyErr_Clear();
         self->may_spin = may_spin > 0, self->asked_ns = now;
     }
-    return self->may_spin ? self->spin_ns : 0;
+    uint64_t wanted = site->usual_ns ? MARGIN * site->usual_ns + SLACK_NS : self->spin_ns;
+    return !self->may_spin ? 0 : wanted < self->spin_ns ? wanted : self->spin_ns;
 }
 
-static void note_spin(CallSite *site, int is_seen) {
+static void note_spin(CallSite *site, uint64_t seen_ns) {
     site->skipped = 0;
-    site->missed = is_seen ? 0 : site->missed < MAX_MISSED ? 2 * site->missed + 1 : MAX_MISSED;
+    if (!seen_ns)
+        site->missed = site->missed < MAX_MISSED ? 2 * site->missed + 1 : MAX_MISSED;
+    else
+        site->missed /= 2, site->usual_ns = site->usual_ns ? (3 * site->usual_ns + seen_ns) / 4 : seen_ns;
 }
 
 /* --- the call on the lane, whose turn it has */
@@ -502,9 +507,9 @@ static Verdict carry(Repeats *self, Call *call) {
     CallSite *site = call->site;
     const CallSiteFields *its = &site->its;
     uint64_t page = site->page, nbytes = 0;
-    int is_lost = is_none(its->link, s_lost), is_closed = has(its->lane, s_is_closed), is_free = is_none(its->lane, s_open_call);
+    int is_linked = is_none(its->link, s_lost), is_closed = has(its->lane, s_is_closed), is_free = is_none(its->lane, s_open_call);
     if (PyErr_Occurred()) return FAILED;
-    if (!is_lost || is_closed || !is_free || load64(page + EPOCH) != site->epoch || load64(page + IS_ENDED)) return OTHERS;
+    if (!is_linked || is_closed || !is_free || load64(page + EPOCH) != site->epoch || load64(page + IS_ENDED)) return OTHERS;
     Verdict verdict = write_call(self, call, &nbytes);
     if (verdict != PLAIN) return verdict;
     uint64_t spin_ns = spin_of(self, site);
@@ -516,7 +521,7 @@ static Verdict carry(Repeats *self, Call *call) {
         Py_XDECREF(number);
         return FAILED;
     }
-    int is_seen;
+    uint64_t seen_ns;
     uint64_t due_ns = now_ns() + site->timeout_ns;
     Py_BEGIN_ALLOW_THREADS
     uint64_t one = 1;
@@ -526,9 +531,9 @@ static Verdict carry(Repeats *self, Call *call) {
     store64(page + CALL, call_number);
     if (write((int)site->doorbell, &one, 8) < 0) { /* it is rung already */
     }
-    is_seen = await_end(site, call_number, spin_ns, due_ns);
+    seen_ns = await_end(site, call_number, spin_ns, due_ns);
     Py_END_ALLOW_THREADS
-    if (spin_ns) note_spin(site, is_seen);
+    if (spin_ns) note_spin(site, seen_ns);
     uint64_t done = load64(page + DONE), status = load64(page + STATUS);
     call->kernel_ns = load64(page + KERNEL_NS);
     if (done != call_number || status != OK || load64(page + WORD_BYTES) > MAX_WORD_BYTES) verdict = resume(self, call, number, due_ns);

@@ -71,7 +71,7 @@ class Repeats:
             return
         limit_ns, nothing = spinning.limit_ns(os.environ), type(None)
         cores = spinning.Cores() if limit_ns else None
-        self._slabs = library.Slabs(self._pool.allocate)
+        self._slabs = library.Slabs(self._allocate)
         self._pool.caches.add(self)
         self._compiled = library.Repeats(
             known=self._known,
@@ -196,6 +196,12 @@ class Repeats:
         if lane.scratch is None:
             lane.scratch = self._pool.allocate(SCRATCH_BYTES)
         return lane.scratch
+
+    def _allocate(self, nbytes: int) -> tuple[memoryview, arenas.Arena, int]:
+        """As the pool does, in an arena that the broker knows."""
+        found = self._pool.allocate(nbytes)
+        self._registry[found[1]]
+        return found
 
     def _arenas(self) -> tuple[Any, bytes]:
         index = self._pool.index

@@ -184,6 +184,7 @@ class Session:
         self, request: Request, start_ns: int, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None
     ) -> Any:
         """As the end of `run`, for a call that was put on a lane in C and did not end well there."""
+        self._repeats.clear()  # the worker may not have been lent where that lies
         submitted = prepare(self, request, (), *describe_all(request), start_ns)
         if not submitted.pending.is_done:
             self._lanes.leave(submitted, lane, lease, end)

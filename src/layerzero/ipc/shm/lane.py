@@ -155,16 +155,16 @@ class Page:
         nbytes = min(nbytes, MAX_CALL_BYTES)
         return call, plan, self._map[_CALL_BODY : _CALL_BODY + nbytes]
 
-    def await_call(self, last: int, within_ns: int) -> bool:
-        """Look until the client has put another call than the `last` one, not for longer than that. Whether it has: its
-        ring is there, or comes at once."""
-        words, until_ns = self._words, time.perf_counter_ns() + within_ns
+    def await_call(self, last: int, within_ns: int) -> int | None:
+        """Look until the client has put another call than the `last` one, not for longer than that. How long that took:
+        its ring is there, or comes at once; None: there is no call."""
+        words, start_ns = self._words, time.perf_counter_ns()
         while True:
             for _ in _LOOKS:
                 if words[_CALL] != last:
-                    return True
-            if time.perf_counter_ns() >= until_ns:
-                return False
+                    return time.perf_counter_ns() - start_ns
+            if time.perf_counter_ns() - start_ns >= within_ns:
+                return None
 
     def put_end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
         words = self._words
