@@ -127,7 +127,7 @@ static uint64_t load64(uint64_t at) { return __atomic_load_n((uint64_t *)at, __A
 
 static Verdict append(Key *key, const void *from, size_t count) {
     if (count > KEY_BYTES - key->used) return OTHERS;
-    memcpy(key->bytes + key->used, from, count);
+    if (count) memcpy(key->bytes + key->used, from, count); /* of an array without dimensions `from` may be null */
     key->used += count;
     return PLAIN;
 }

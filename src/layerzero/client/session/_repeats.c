@@ -72,10 +72,22 @@ static PyObject *Slabs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
+static int Slabs_traverse(Slabs *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->allocate); /* it leads to the session */
+    return 0;
+}
+
+static int Slabs_let_go(Slabs *self) {
+    Slabs_drop(self);
+    Py_CLEAR(self->allocate);
+    return 0;
+}
+
 static void Slabs_dealloc(Slabs *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Slabs_drop(self);
-    Py_XDECREF(self->allocate);
+    PyObject_GC_UnTrack(self);
+    Slabs_let_go(self);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -93,7 +105,7 @@ static Block *take_block(Slabs *slabs, uint64_t nbytes) {
         return block;
     }
     uint64_t size = size_class < CLASSES ? (uint64_t)ALIGNMENT << size_class : nbytes;
-    PyObject *asked = PyLong_FromUnsignedLongLong(size);
+    PyObject *asked = slabs->allocate ? PyLong_FromUnsignedLongLong(size) : NULL;
     PyObject *found = asked ? PyObject_CallFunctionObjArgs(slabs->allocate, asked, NULL) : NULL; /* (view, arena, offset) */
     PyObject *memory = found && PyTuple_Check(found) ? PyTuple_GetItem(found, 0) : NULL;
     Py_buffer view;
@@ -136,8 +148,9 @@ static PyMethodDef slabs_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot Slabs_slots[] = {
-    {Py_tp_new, Slabs_new}, {Py_tp_dealloc, Slabs_dealloc}, {Py_tp_methods, slabs_methods}, {0, NULL}};
-static PyType_Spec Slabs_spec = {PACKAGE "_repeats.Slabs", sizeof(Slabs), 0, Py_TPFLAGS_DEFAULT, Slabs_slots};
+    {Py_tp_new, Slabs_new}, {Py_tp_traverse, Slabs_traverse}, {Py_tp_clear, Slabs_let_go}, {Py_tp_dealloc, Slabs_dealloc},
+    {Py_tp_methods, slabs_methods}, {0, NULL}};
+static PyType_Spec Slabs_spec = {PACKAGE "_repeats.Slabs", sizeof(Slabs), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Slabs_slots};
 static PyType_Slot Block_slots[] = {{Py_tp_dealloc, Block_dealloc}, {Py_bf_getbuffer, Block_getbuffer}, {0, NULL}};
 static PyType_Spec Block_spec = {PACKAGE "_repeats.Block", sizeof(Block), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, Block_slots};
