@@ -16,8 +16,8 @@ from layerzero.ipc.errors import ConfigError
 VARIABLE = "LAYERZERO_SPIN_US"
 DEFAULT_US, MAX_US = 100, 10_000
 ASK_AGAIN_NS = 10_000_000  # what was found of the cores holds for so long
-MAX_MISSED = 255
-MARGIN, SLACK_NS = 3, 10_000
+MAX_MISSED = 63
+MARGIN, SLACK_NS = 4, 20_000
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -65,7 +65,7 @@ def _core_count() -> float:
 
 class Spin:
     """How long to look now: some times as long as it usually takes until the other side is seen. After a look that was
-    in vain it is tried again after ever more waits."""
+    in vain it is tried again after ever more waits, and for long, since the other side sleeps by then."""
 
     def __init__(self, limit_ns: int) -> None:
         self._limit_ns = limit_ns
@@ -83,7 +83,9 @@ class Spin:
         now_ns = time.perf_counter_ns()
         if now_ns - self._asked_ns > ASK_AGAIN_NS:
             self._are_free, self._asked_ns = self._cores.are_free(), now_ns
-        return min(MARGIN * self._usual_ns + SLACK_NS, self._limit_ns) if self._are_free else 0
+        if not self._are_free:
+            return 0
+        return self._limit_ns if self._missed else min(MARGIN * self._usual_ns + SLACK_NS, self._limit_ns)
 
     def note(self, took_ns: int | None) -> None:
         """What came of the look: the other side was seen after so long, or not at all."""

@@ -22,8 +22,8 @@ enum { EPOCH = 0, IS_ENDED = 8, CALL = 128, PLAN = 136, CALL_BYTES = 144, WATCHE
 enum { DONE = 2048, STATUS = 2056, KERNEL_NS = 2064, WORD_BYTES = 2072, MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0 };
 enum { REF_BYTES = 24, ALIGNMENT = 64 };               /* ipc/transport/wire.py, ipc/shm/memory.py */
 enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; the last two are what its key says of it, too */
-enum { FRESH = 2, CLASSES = 11, KEPT = 8, LOOKS = 64, MAX_RINGS = 64, MAX_MISSED = 255 };
-static const uint64_t NO_ARENA = 0xFFFFFFFF, LOOK_AGAIN_NS = 1000000, ASK_AGAIN_NS = 10000000, MARGIN = 3, SLACK_NS = 10000;
+enum { FRESH = 2, CLASSES = 11, KEPT = 8, LOOKS = 64, MAX_RINGS = 64, MAX_MISSED = 63 };
+static const uint64_t NO_ARENA = 0xFFFFFFFF, LOOK_AGAIN_NS = 1000000, ASK_AGAIN_NS = 10000000, MARGIN = 4, SLACK_NS = 20000;
 
 /* --- memory for results: small blocks of the pool's, used again and again */
 
@@ -471,7 +471,8 @@ static uint64_t await_end(const CallSite *site, uint64_t call, uint64_t spin_ns,
     return 0;
 }
 
-/* How long to watch. Where the last calls were not over in that time, it is tried again after ever more of them. */
+/* As Spin of ipc/spinning.py: how long to watch. Where the last calls were not over in that time, it is tried again after ever
+   more of them, and for long, since the other side sleeps by then. */
 static uint64_t spin_of(Repeats *self, CallSite *site) {
     if (!self->spin_ns || site->skipped < site->missed) {
         site->skipped++;
@@ -483,7 +484,7 @@ static uint64_t spin_of(Repeats *self, CallSite *site) {
         if (may_spin < 0) PyErr_Clear();
         self->may_spin = may_spin > 0, self->asked_ns = now;
     }
-    uint64_t wanted = site->usual_ns ? MARGIN * site->usual_ns + SLACK_NS : self->spin_ns;
+    uint64_t wanted = site->usual_ns && !site->missed ? MARGIN * site->usual_ns + SLACK_NS : self->spin_ns;
     return !self->may_spin ? 0 : wanted < self->spin_ns ? wanted : self->spin_ns;
 }
 
