@@ -125,14 +125,26 @@ static Block *take_block(Slabs *slabs, uint64_t nbytes) {
     return block;
 }
 
+static int Block_traverse(Block *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT((PyObject *)self->home); /* an open call of the lane may have the block, and home leads to the lane */
+    return 0;
+}
+
+static int Block_clear(Block *self) {
+    Py_CLEAR(self->home);
+    return 0;
+}
+
 static void Block_dealloc(Block *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
     Slabs *home = self->home;
     Slot slot = self->slot;
     int size_class = self->size_class;
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
-    if (slot.memory && size_class < CLASSES && home->counts[size_class] < KEPT)
+    if (slot.memory && home && size_class < CLASSES && home->counts[size_class] < KEPT)
         home->slots[size_class][home->counts[size_class]++] = slot;
     else
         Py_XDECREF(slot.memory);
@@ -151,9 +163,10 @@ static PyType_Slot Slabs_slots[] = {
     {Py_tp_new, Slabs_new}, {Py_tp_traverse, Slabs_traverse}, {Py_tp_clear, Slabs_let_go}, {Py_tp_dealloc, Slabs_dealloc},
     {Py_tp_methods, slabs_methods}, {0, NULL}};
 static PyType_Spec Slabs_spec = {PACKAGE "_repeats.Slabs", sizeof(Slabs), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Slabs_slots};
-static PyType_Slot Block_slots[] = {{Py_tp_dealloc, Block_dealloc}, {Py_bf_getbuffer, Block_getbuffer}, {0, NULL}};
+static PyType_Slot Block_slots[] = {{Py_tp_traverse, Block_traverse}, {Py_tp_clear, Block_clear}, {Py_tp_dealloc, Block_dealloc},
+                                    {Py_bf_getbuffer, Block_getbuffer}, {0, NULL}};
 static PyType_Spec Block_spec = {PACKAGE "_repeats.Block", sizeof(Block), 0,
-                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, Block_slots};
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, Block_slots};
 
 /* --- what is known, in tables as in ../gpu/_fastpath.c */
 
