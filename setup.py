@@ -2,18 +2,18 @@
 
 from setuptools import Extension, setup
 
-GPU = "src/layerzero/client/gpu"
+CLIENT = "src/layerzero/client"
 
 setup(
     ext_modules=[
         Extension(
-            f"layerzero.client.gpu.{name}",
-            [f"{GPU}/{name}.c"],
-            depends=[f"{GPU}/_call_key.h"],
+            f"layerzero.client.{folder}.{name}",
+            [f"{CLIENT}/{folder}/{name}.c"],
+            depends=[f"{CLIENT}/gpu/_call_key.h"],
             py_limited_api=True,
             optional=True,  # without a C compiler the same steps run in Python, and reports say so
         )
-        for name in ("_fastpath", "_lifted")
+        for folder, name in (("gpu", "_fastpath"), ("gpu", "_lifted"), ("session", "_repeats"))
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -1,6 +1,10 @@
 """What a dispatch costs, beside its floor and a peer measured in the same run. Writes results/dispatch.md.
 
-    python bench/dispatch.py [--quick]
+    python bench/dispatch.py [--quick] [--repeats]
+
+With `--repeats` the rows of repeated small calls alone, nothing saved: a median of each of many short rounds, in turns
+with two processes of Python that ring each other by eventfds; the least of these medians and the middle one, since
+other processes make rounds longer, never shorter.
 
 Floors: three Python processes that echo over pyzmq and do nothing else; the same op in process, in the backend's own
 environment, on as many threads. Peer: multiprocessing.Pipe, which copies. Rounds alternate between ours and the floor;
@@ -319,6 +323,95 @@ def deaths_ms(count: int) -> list[float]:
     return found
 
 
+# --- repeated small calls, beside a round trip of Python over two eventfds
+
+ROUND = 40  # calls
+
+
+@contextlib.contextmanager
+def eventfd_stack() -> Iterator[Callable[[], None]]:
+    there, back = os.eventfd(0), os.eventfd(0)
+    child = multiprocessing.Process(target=eventfd_echo, args=(there, back), daemon=True)
+    child.start()
+
+    def call() -> None:
+        os.eventfd_write(there, 1)
+        os.eventfd_read(back)
+
+    try:
+        yield call
+    finally:
+        child.kill()
+        child.join()
+        os.close(there)
+        os.close(back)
+
+
+def eventfd_echo(there: int, back: int) -> None:
+    while True:
+        os.eventfd_read(there)
+        os.eventfd_write(back, 1)
+
+
+def repeated_rows(rounds: int, how: str, limits: tuple[float, float, float]) -> Iterator[Row]:
+    """`limits`: of the null call against the floor and in us, and in us of silu less its kernel."""
+    x = np.linspace(-3, 3, 4, dtype=np.float32)
+    with eventfd_stack() as floor:  # before there are threads
+
+        def silu() -> None:
+            lz.silu(x, backend="torch")
+
+        for call in (lz.null, silu):
+            p50_us(call, 60)
+            while lz.last_report().path != "express":
+                call()
+        wait_quiet()
+        figures: list[tuple[float, ...]] = []
+        for _ in range(rounds):
+            figures.append((p50_us(floor, ROUND), p50_us(lz.null, ROUND), p50_us(silu, ROUND), kernel_us(silu)))
+    floors, nulls, silus, kernels = zip(*figures, strict=True)
+    beside = [one - kernel for one, kernel in zip(silus, kernels, strict=True)]
+    best, middle, floor_us = min(nulls), statistics.median(nulls), min(floors)
+    ratio, most_us, most_beside_us = limits
+    yield Row(
+        f"null op that repeats, {how}: least and middle of {rounds} rounds",
+        f"{best:.1f}, {middle:.1f} us",
+        f"{floor_us:.1f}, {statistics.median(floors):.1f} us (eventfds)",
+        "",
+        at_most(best / floor_us, ratio)
+        if ratio
+        else f"{best:.1f} us (at most {most_us:g}: {verdict(best <= most_us)})",
+    )
+    least = min(beside)
+    yield Row(
+        f"silu of 4 floats that repeats, {how}, less its kernel",
+        f"{least:.1f}, {statistics.median(beside):.1f} us",
+        "",
+        "",
+        in_time(least, most_beside_us),
+    )
+
+
+def in_time(found_us: float, limit_us: float) -> str:
+    return f"{found_us:.1f} us (at most {limit_us:g}: {verdict(found_us <= limit_us)})"
+
+
+def kernel_us(call: Callable[[], Any]) -> float:
+    found = []
+    for _ in range(ROUND // 4):
+        call()
+        found.append(lz.last_report().kernel_us)
+    return statistics.median(found)
+
+
+def all_repeated_rows(quick: bool) -> Iterator[Row]:
+    rounds = 50 if quick else 300
+    with own_broker(LAYERZERO_SPIN_US="0"):
+        yield from repeated_rows(rounds, "both sides sleep", (2.2, 0, 25))
+    with own_broker():
+        yield from repeated_rows(rounds, "both may look before they sleep", (0, 4, 25))
+
+
 # --- the run
 
 
@@ -390,6 +483,7 @@ def measure(quick: bool) -> tuple[list[Row], dict[str, Any]]:
         rows.extend(small_rows(quick))
     with own_broker():
         rows.append(express_row(quick))
+    rows.extend(all_repeated_rows(quick))
     rounds = 3 if quick else 15
     with own_broker(OMP_NUM_THREADS="1"):
         rows.extend(large_rows(rounds, "1 thread"))
@@ -407,7 +501,12 @@ HEADINGS = ("figure", "LayerZero", "floor", "multiprocessing.Pipe", "ratio to fl
 
 
 def main() -> None:
-    args = parser(__doc__, "a tenth of the calls").parse_args()
+    made = parser(__doc__, "a tenth of the calls")
+    made.add_argument("--repeats", action="store_true", help="repeated small calls alone, nothing saved")
+    args = made.parse_args()
+    if args.repeats:
+        finish("dispatch", "Repeated small calls", {}, HEADINGS, list(all_repeated_rows(args.quick)), is_quick=True)
+        return
     rows, versions = measure(args.quick)
     finish("dispatch", "Cost of a dispatch", versions, HEADINGS, rows, is_quick=args.quick)
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
+from layerzero.ipc.spinning import Spin
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.workers.provider import Bound, Call
 
 MAX_READY = 64  # calls of a lane that need no second look
+MAX_TAKES = 64  # tries to take a ring that must come at once
+_fence = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -28,11 +32,16 @@ class Lane:
     answer: socket.socket  # the ringing end
     ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
     neighbours: dict[tuple[int, bytes], Call] = field(default_factory=dict)
+    last_call: int = 0
 
     def end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
         """Tell the client how its call ended."""
+        self.last_call = call
         self.page.put_end(call, status, plan, kernel_ns, said)
-        lane.ring_back(self.answer)
+        with _fence:  # a locked instruction: the end is on the page before it is asked who sees it there
+            pass
+        if not self.page.is_watched:
+            lane.ring_back(self.answer)
 
     def remember(self, plan: int, refs: bytes, bound: Bound) -> None:
         if len(self.ready) >= MAX_READY:
@@ -48,8 +57,11 @@ class Lane:
 class Lanes:
     """Doorbells are watched by `poll`, which the worker waits on."""
 
-    def __init__(self, poll: select.poll, open_page: Callable[[int], lane.Page] = lane.Page) -> None:
+    def __init__(self, poll: select.poll, open_page: Callable[[int], lane.Page] = lane.Page, spin_ns: int = 0) -> None:
+        """`spin_ns`: for how long a lane's page may be looked at for its next call."""
         self._poll, self._open_page = poll, open_page
+        self._spin = Spin(spin_ns)
+        self._latest: Lane | None = None  # it had a call just now
         self._lanes: dict[int, Lane] = {}
         self._by_doorbell: dict[int, Lane] = {}
         # Leases may come before their lane. Of each plan, what else than its own call it may be run for.
@@ -80,6 +92,7 @@ class Lanes:
         if gone is not None:
             self._poll.unregister(gone.doorbell)
             del self._by_doorbell[gone.doorbell]
+            self._latest = None
             gone.page.close()
             os.close(gone.doorbell)
             gone.answer.close()
@@ -115,4 +128,29 @@ class Lanes:
         for fd, _ in events:
             found = self._by_doorbell.get(fd)
             if found is not None and lane.take(fd):  # else its client has withdrawn the call
+                self._latest = found
                 yield found
+
+    def are_doorbells(self, events: Iterable[tuple[int, int]]) -> bool:
+        """Whether `poll` returned nothing else."""
+        for fd, _ in events:  # noqa: SIM110  # each call's way: all() makes a generator
+            if fd not in self._by_doorbell:
+                return False
+        return True
+
+    def watch(self) -> Lane | None:
+        """The lane that had the last call, if it has the next one soon: it is claimed then, and nobody slept."""
+        found, self._latest = self._latest, None
+        if found is None:
+            return None
+        within_ns = self._spin.next_ns()
+        if not within_ns:
+            return None
+        took_ns = found.page.await_call(found.last_call, within_ns)
+        self._spin.note(took_ns)
+        if took_ns is not None:
+            for _ in range(MAX_TAKES):
+                if lane.take(found.doorbell):
+                    self._latest = found
+                    return found
+        return None

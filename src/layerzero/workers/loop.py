@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import zmq
 
+from layerzero.ipc import spinning
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory
@@ -146,7 +147,8 @@ class _Loop:
         self._arenas: dict[tuple[int, int], _Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
-        self._lanes = Lanes(self._poll, lane.Page if faults is None else faults.open_lane)
+        open_page = lane.Page if faults is None else faults.open_lane
+        self._lanes = Lanes(self._poll, open_page, spinning.limit_ns(os.environ))
         self._gpu: GpuServing | None = None  # until the first GPU is offered
         self._lifts: deque[messages.Lift] = deque()  # not answered yet
 
@@ -184,13 +186,26 @@ class _Loop:
                     self._gpu.serve()
             if self._lifts:
                 self._answer(self._lifts.popleft())
-            events = self._wait()
+            events = self._serve_until_news() if self._gpu is None and not self._lifts else self._wait()
             self._serve_lanes(events)
             if any(fd == control_fd for fd, _ in events):
                 try:
                     self._take_control()
                 except control.Closed:
                     return
+
+    def _serve_until_news(self) -> list[tuple[int, int]]:
+        """Serve calls of lanes until a socket has something, too. The broker's is not asked meanwhile: nothing of it
+        was read or sent, so that what comes can be polled for."""
+        poll, lanes = self._poll.poll, self._lanes
+        while True:
+            one = lanes.watch()
+            if one is not None:
+                self._serve_lane(one)
+            events = poll() if one is None else poll(0)
+            if not lanes.are_doorbells(events) or self._lifts:
+                return events
+            self._serve_lanes(events)
 
     def _wait(self) -> list[tuple[int, int]]:
         if self._lifts:  # one at a time: others' calls have their turn
@@ -310,21 +325,24 @@ class _Loop:
     def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
         """One call of each lane that has one."""
         for one in self._lanes.claimed(events):
-            call, plan, body = one.page.get_call()
-            bound = one.ready.get((plan, body))
-            signature = self._signature_on(one, plan, body) if bound is None else None
-            if bound is None and signature is None:
-                one.end(call, lane.DECLINED)
-            else:
-                self._run_on_lane(one, call, plan, body, bound, signature)
+            self._serve_lane(one)
+
+    def _serve_lane(self, one: Lane) -> None:
+        call, plan, body = one.page.get_call()
+        bound = one.ready.get((plan, body))
+        signature = self._signature_on(one, plan, body) if bound is None else None
+        if bound is None and signature is None:
+            one.end(call, lane.DECLINED)
+        else:
+            self._run_on_lane(one, call, plan, body, bound, signature)
 
     def _run_on_lane(
         self, one: Lane, call: int, plan: int, body: bytes, bound: Bound | None, signature: Call | None
     ) -> None:
         """One of `bound` and `signature` is there."""
-        dispatch, said = mark(one.number, call), b""
+        page, dispatch, said = self._page, mark(one.number, call), b""
         try:
-            self._page.write(dispatch, MAPPED)
+            page.write(dispatch, MAPPED)
             if bound is None:
                 assert signature is not None
                 refs = body[: REF_BYTES * _tensors(signature)]
@@ -333,7 +351,11 @@ class _Loop:
                 else:
                     bound = self._bind(self._prepared[plan], signature, one.client, refs)
                 one.remember(plan, body, bound)
-            elapsed_ns, result = self._call(dispatch, bound)
+            page.write(dispatch, EXECUTING)
+            start_ns = time.perf_counter_ns()
+            result = bound()
+            elapsed_ns = time.perf_counter_ns() - start_ns
+            page.write(dispatch, WRITTEN)
             status = lane.OK
             if result is not None:
                 said = msgpack.packb(result)
@@ -343,7 +365,7 @@ class _Loop:
             short = BackendError(f"{type(exc).__name__}: {exc}"[:400])
             status, elapsed_ns, said = lane.RAISED, 0, msgpack.packb(short.to_wire())
         one.end(call, status, plan, elapsed_ns, said)
-        self._page.write(0, IDLE)
+        page.write(0, IDLE)
 
     def _signature_on(self, one: Lane, plan: int, body: bytes) -> Call | None:
         """Of the call on a lane: that of its plan, or of a neighbour, whose extents follow the references. None for one

@@ -27,7 +27,7 @@ def wrap(memory: memoryview, spec: TensorSpec, like: Array) -> tuple[Any, bool]:
     """
     match like.kind:
         case "torch":
-            return _wrap_torch(memory, spec), False
+            return wrap_torch(memory, spec), False
         case "numpy":
             return _numpy_view(memory, spec), False
         case "buffer":
@@ -77,7 +77,8 @@ def _numpy_view(memory: memoryview, spec: TensorSpec) -> Any:
     return view.view(getattr(ml_dtypes, spec.dtype))
 
 
-def _wrap_torch(memory: memoryview, spec: TensorSpec) -> Any:
+def wrap_torch(memory: Any, spec: TensorSpec) -> Any:
+    """As `wrap`, of anything with the buffer protocol."""
     torch = sys.modules["torch"]
     dtype = getattr(torch, spec.dtype)
     if not spec.numel:  # torch.frombuffer refuses empty memory; there is nothing to keep alive
@@ -135,6 +136,6 @@ def import_numpy(what: str) -> Any:
     return numpy
 
 
-def torch_flat(memory: memoryview, dtype: Any, nbytes: int) -> Any:
+def torch_flat(memory: Any, dtype: Any, nbytes: int) -> Any:
     torch = sys.modules["torch"]
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).view(dtype)

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from layerzero.client.connection import retained
 from layerzero.ipc import free_memory
@@ -135,6 +136,13 @@ def slot_bytes(nbytes: int) -> int:
     return max(-(-nbytes // step) * step, memory.ALIGNMENT)
 
 
+class Cache(Protocol):
+    """Who keeps slots for use again."""
+
+    def clear(self) -> None:
+        """Free those that nobody has."""
+
+
 class Pool:
     """All arenas of this process. Thread-safe; slots may be freed from any thread at any time, also by the garbage
     collector in the middle of `allocate` or of anything else. So a slot that is freed while a thread is in here is only
@@ -143,7 +151,11 @@ class Pool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arenas: list[Arena] = []  # sorted by address
-        self._index: tuple[list[int], list[Arena]] = ([], [])  # addresses and arenas, for `find`, which takes no lock
+        self.index: tuple[list[int], list[Arena]] = (
+            [],
+            [],
+        )  # addresses and arenas, for who takes no lock
+        self.caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         self._shared: list[Arena] = []  # with many slots, newest first
         self._leases: dict[int, _Lease] = {}
         self._freed: deque[_Lease] = deque()
@@ -183,7 +195,7 @@ class Pool:
 
     def find(self, address: int, nbytes: int) -> tuple[Arena, int] | None:
         """The arena that holds these bytes, and the offset in it; None for memory that is not ours."""
-        addresses, arenas = self._index
+        addresses, arenas = self.index
         index = bisect.bisect_right(addresses, address) - 1
         if index < 0:
             return None
@@ -193,6 +205,8 @@ class Pool:
 
     def stats(self) -> dict[str, int]:
         """Bytes of all arenas, and of those the ones that are free and have pages; live slots, arenas."""
+        for cache in list(self.caches):
+            cache.clear()
         with self._lock:
             self._collect()
             self._close_hollow()
@@ -248,7 +262,7 @@ class Pool:
 
     def _close(self, arena: Arena) -> None:
         self._arenas.remove(arena)
-        self._index = ([a.address for a in self._arenas], list(self._arenas))
+        self.index = ([a.address for a in self._arenas], list(self._arenas))
         if arena in self._shared:
             self._shared.remove(arena)
         for tell in arena.registrations:
@@ -285,7 +299,7 @@ class Pool:
         arena = Arena(nbytes)
         self._idle_bytes += nbytes
         bisect.insort(self._arenas, arena, key=lambda a: a.address)
-        self._index = ([a.address for a in self._arenas], list(self._arenas))
+        self.index = ([a.address for a in self._arenas], list(self._arenas))
         return arena
 
 

@@ -16,11 +16,12 @@ _lent_bytes: weakref.WeakKeyDictionary[Any, memoryview] = weakref.WeakKeyDiction
 
 
 class ArenaRegistry(dict[Arena, int]):
-    """Their numbers, by arena. `lent[arena]` shows the broker one that it does not know yet. Threads may share it."""
+    """Their numbers, by arena. `lent[arena]` shows the broker one that it does not know yet. `on_change` hears of each
+    that comes or goes. Threads may share it."""
 
-    def __init__(self, link: Link, on_retire: Callable[[], None]) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._on_retire = on_retire
+        self.on_change: Callable[[], object] = _nobody_hears
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
 
@@ -31,6 +32,7 @@ class ArenaRegistry(dict[Arena, int]):
                 arenas.pool.refill(arena)
                 number = self.show(lambda number: self._link.add_arena(number, arena.fd, arena.nbytes))
                 self[arena] = number
+                self.on_change()
                 arena.registrations.append(self._retire)
             return number
 
@@ -57,9 +59,13 @@ class ArenaRegistry(dict[Arena, int]):
 
     def _retire(self, arena: Arena) -> None:
         number = self.pop(arena, None)
-        self._on_retire()  # its addresses may come again as other memory
+        self.on_change()  # its addresses may come again as other memory
         if number is not None:
             self._link.retire_arena(number)
+
+
+def _nobody_hears() -> None:
+    pass
 
 
 def lend_bytes(owner: Any, data: bytes) -> memoryview:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import ACCEPTED, Array, describe
 from layerzero.client.arrays.wrapping import wrap
-from layerzero.client.connection import overlay
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.overlay import Overlay
@@ -284,27 +283,6 @@ def refuse_sharing(op: str, arrays: Sequence[Array | None]) -> None:
             is_same = array.address == target.address if is_written else overlap(array, target)
             if other != name and is_same and array.nbytes and target.nbytes:
                 raise InvalidArgument(f"{op}: {other} shares memory with {name}, which is written; pass a copy")
-
-
-def place_key(
-    request: Request, arrays: tuple[Array | None, ...], out: Array | None, *, with_addresses: bool = True
-) -> tuple[Any, ...] | None:
-    """What makes two calls the same, their memory included unless told otherwise; None for calls that must be looked at
-    each time. Specs are interned, so that their ids stand for them as long as they are kept."""
-    if request.is_rigid or request.output_bytes is not None or overlay.baked.get() is not None:
-        return None
-    policy = overlay.current()
-    key: list[Any] = [request.op, request.backend, None if policy is None else policy.text]
-    if request.params:
-        key += [(type(value), value) for value in request.params.values()]
-    for array in (*arrays, out):
-        if array is None:
-            key.append(None)
-        elif array.needs_copy or array.requires_grad:
-            return None
-        else:
-            key += (array.address if with_addresses else array.device, id(array.spec))
-    return tuple(key)
 
 
 def seconds(request: Request, default_s: float) -> float:

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.link import GRACE_S, Link
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.shm import lane, memory
@@ -60,79 +61,91 @@ class Lane:
         self.number = number
         self.default_s = link.welcome.timeout_s
         self._link = link
-        self._turn = threading.Lock()
-        self._calls = 0
-        self._open: tuple[int, Any] | None = None  # the call that the worker may still be writing for, and its memory
-        self._is_closed = False
+        self.turn = threading.Lock()
+        self.calls = 0
+        self.open_call: tuple[int, Any] | None = None  # that the worker may still write for, and its memory
+        self.is_closed = False
+        self.scratch: tuple[memoryview, Arena, int] | None = None  # for inputs; whoever has the turn may use it
         fd = memory.create_memfd("lz-lane", memory.PAGE_BYTES)
         try:
-            self._page = lane.Page(fd)
+            self.page = lane.Page(fd)
             bells = link.add_lane(number, fd)
         finally:
             os.close(fd)
         self.is_open = bool(bells)
         if bells:
-            self._doorbell, self._answer = bells[0], socket.socket(fileno=bells[1])
+            self.doorbell, self.answer = bells[0], socket.socket(fileno=bells[1])
             self._poll = select.poll()
-            self._poll.register(self._answer, select.POLLIN)
+            self._poll.register(self.answer, select.POLLIN)
             link.watch_hang_up(self._poll)
 
     @property
     def is_ended(self) -> bool:
-        return self._is_closed or not self.is_open or self._page.is_ended
+        return self.is_closed or not self.is_open or self.page.is_ended
 
     def holds(self, lease: Lease) -> bool:
-        return self._page.epoch == lease.epoch
+        return self.page.epoch == lease.epoch
 
     def run(self, lease: Lease, refs: bytes, timeout_s: float, hold: Any) -> Ran | Lost | LayerZeroError | None:
         """Run a call whose memory `hold` keeps. None: it was not run here, and the broker takes it; an error: it failed
         here. Raises BrokerLost, and Cancelled when the session is closed meanwhile."""
         body = refs + lease.values
-        if len(body) > lane.MAX_CALL_BYTES or not self._turn.acquire(blocking=False):
+        if len(body) > lane.MAX_CALL_BYTES or not self.turn.acquire(blocking=False):
             return None
         try:
             if self._link.lost is not None or self.is_ended or not self.holds(lease) or not self._is_free():
                 return None
-            call = self._calls = self._calls + 1
-            self._open = (call, hold)
-            self._page.put_call(call, lease.plan, body)
-            lane.ring(self._doorbell)
-            try:
-                end = self._wait(call, lease.route, timeout_s)
-            except BaseException:  # an interrupt, most of all
-                if lane.take(self._doorbell):  # the worker never saw it
-                    self._open = None
-                raise
-            self._open = None
-            return end
+            call = self.calls = self.calls + 1
+            self.open_call = (call, hold)
+            self.page.put_call(call, lease.plan, body)
+            lane.ring(self.doorbell)
+            return self.resume(call, lease, timeout_s, looks_first=False)
         finally:
-            self._turn.release()
+            self.turn.release()
+
+    def resume(
+        self, call: int, lease: Lease, timeout_s: float, *, looks_first: bool = True
+    ) -> Ran | Lost | LayerZeroError | None:
+        """What `run` returns of a call that is on the lane, whose turn the caller has. `open_call` is that call.
+        `looks_first`: its ring may have been heard."""
+        try:
+            end = self._wait(call, lease.route, timeout_s, looks_first=looks_first)
+        except BaseException:  # an interrupt, most of all
+            if lane.take(self.doorbell):  # the worker never saw it
+                self.open_call = None
+            raise
+        self.open_call = None
+        return end
 
     def _is_free(self) -> bool:
         """A call that its caller gave up has ended, too."""
-        if self._open is not None and (self._page.done >= self._open[0] or self._page.is_ended):
-            self._open = None
-        return self._open is None
+        if self.open_call is not None and (self.page.done >= self.open_call[0] or self.page.is_ended):
+            self.open_call = None
+        return self.open_call is None
 
-    def _wait(self, call: int, route: int, timeout_s: float) -> Ran | Lost | LayerZeroError | None:
-        due_s, is_reported, answer = time.monotonic() + timeout_s, False, self._answer.fileno()
+    def _wait(
+        self, call: int, route: int, timeout_s: float, *, looks_first: bool
+    ) -> Ran | Lost | LayerZeroError | None:
+        due_s, is_reported, answer = time.monotonic() + timeout_s, False, self.answer.fileno()
         while True:
-            hung_up = [fd for fd, _ in self._poll.poll(1e3 * max(due_s - time.monotonic(), 0)) if fd != answer]
-            lane.hear(self._answer)
+            left_s = 0.0 if looks_first else max(due_s - time.monotonic(), 0)
+            hung_up = [fd for fd, _ in self._poll.poll(1e3 * left_s) if fd != answer]
+            looks_first = False
+            lane.hear(self.answer)
             is_spoilt = False
             try:
-                end = self._page.get_end(call)
+                end = self.page.get_end(call)
             except ProtocolError:  # memory that such a worker was lent is not given to anyone before it is dead
                 end, is_spoilt = None, True
             if end is not None:
                 return _outcome(call, *end)
-            if self._page.is_ended:
+            if self.page.is_ended:
                 return Lost(call)
             if hung_up:
-                raise self._link.gone(self._open)
+                raise self._link.gone(self.open_call)
             if time.monotonic() < due_s and (is_reported or not is_spoilt):
                 continue
-            if not is_spoilt and lane.take(self._doorbell):  # other calls come first: at the broker that is no fault
+            if not is_spoilt and lane.take(self.doorbell):  # other calls come first: at the broker that is no fault
                 return None
             if is_reported:
                 self._link.check_alive()
@@ -142,16 +155,16 @@ class Lane:
 
     def close(self) -> None:
         """Waits for the call that is on the lane; the link must have been closed, or the lane have ended."""
-        with self._turn:
+        with self.turn:
             self.abandon()
 
     def abandon(self) -> None:
         """As `close`, in a forked child, where nobody is on the lane although it may look so."""
-        if not self._is_closed:
-            self._is_closed = True  # the page stays mapped while a thread looks at it
+        if not self.is_closed:
+            self.is_closed = True  # the page stays mapped while a thread looks at it
             if self.is_open:
-                os.close(self._doorbell)
-                self._answer.close()
+                os.close(self.doorbell)
+                self.answer.close()
 
 
 def _outcome(call: int, status: int, kernel_ns: int, said: bytes) -> Ran | LayerZeroError | None:

@@ -316,6 +316,11 @@ class Link:
         """Let `poll` return when the broker hangs up; then ask `gone`."""
         poll.register(self._control, _POLLRDHUP)
 
+    @property
+    def hang_up_fd(self) -> int:
+        """As `watch_hang_up`, by POLLRDHUP of this descriptor; -1 once it is closed."""
+        return self._control.fileno()
+
     def gone(self, hold: Any) -> LayerZeroError:
         """What a call ends in that was on an express lane when the broker hung up. A worker may still write to it."""
         while self.lost is None:

@@ -1,4 +1,5 @@
-/* What a call on a GPU is known by, as bytes: shared by _fastpath.c and _lifted.c.
+/* What a call is known by, as bytes: shared by _fastpath.c and _lifted.c for calls on a GPU, and by
+   ../session/_repeats.c for those on the CPU, whose arrays are NumPy's in place of CuPy's (APPEND_ARRAY).
 
    All that settles a call is in them: op, values, backend, policy, and of each array kind, shape, strides, dtype. In place
    of its memory stands either the address, or only which alignment that has and which GPU it is on: `Key.is_placed`. */
@@ -29,6 +30,10 @@ typedef struct { PyObject *op, *args, *params, *out, *backend; } Parts; /* of a 
 
 typedef enum { FAILED = -1, OTHERS, UNKNOWN, PLAIN } Verdict; /* OTHERS: the Python's; UNKNOWN: not made before */
 
+#ifndef PACKAGE
+#define PACKAGE "layerzero.client.gpu."
+#endif
+
 typedef struct {
     int is_placed; /* addresses are in it; else they are beside it, in the order of the arguments, 0 for None */
     int count;
@@ -36,6 +41,15 @@ typedef struct {
     size_t used;
     char bytes[KEY_BYTES];
 } Key;
+
+#ifdef APPEND_ARRAY /* of another library than CuPy; its calls may have no arguments */
+static Verdict APPEND_ARRAY(const KeyTypes *types, Key *key, PyObject *array);
+enum { LEAST_ARGUMENTS = 0 };
+#else
+#define APPEND_ARRAY append_array
+#define OF_CUPY
+enum { LEAST_ARGUMENTS = 1 };
+#endif
 
 /* --- keyword arguments, by a table of names */
 
@@ -103,7 +117,7 @@ static PyObject *learn_all(PyObject *kwargs, const char *const *names, int count
 #define SLOTS_OF(Module, Type, ...)                                                                            \
     static PyType_Slot Type##_slots[] = {{Py_tp_new, Type##_new}, {Py_tp_traverse, Type##_traverse},            \
                                          {Py_tp_clear, Type##_clear}, {Py_tp_dealloc, Type##_dealloc}, __VA_ARGS__ {0, NULL}}; \
-    static PyType_Spec Type##_spec = {"layerzero.client.gpu." Module "." #Type, sizeof(Type), 0,                     \
+    static PyType_Spec Type##_spec = {PACKAGE Module "." #Type, sizeof(Type), 0,                     \
                                       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Type##_slots};
 
 static uint32_t load32(uint64_t at) { return __atomic_load_n((uint32_t *)at, __ATOMIC_ACQUIRE); }
@@ -113,7 +127,7 @@ static uint64_t load64(uint64_t at) { return __atomic_load_n((uint64_t *)at, __A
 
 static Verdict append(Key *key, const void *from, size_t count) {
     if (count > KEY_BYTES - key->used) return OTHERS;
-    memcpy(key->bytes + key->used, from, count);
+    if (count) memcpy(key->bytes + key->used, from, count); /* of an array without dimensions `from` may be null */
     key->used += count;
     return PLAIN;
 }
@@ -277,6 +291,7 @@ static Verdict append_tensor(const KeyTypes *types, Key *key, PyObject *tensor) 
     return verdict == PLAIN ? append_dtype(types, key, tensor) : verdict;
 }
 
+#ifdef OF_CUPY
 static Verdict append_array(const KeyTypes *types, Key *key, PyObject *array) { /* of CuPy */
     PyObject *data = PyObject_GetAttr(array, s_data);
     if (!data) return leave();
@@ -287,6 +302,7 @@ static Verdict append_array(const KeyTypes *types, Key *key, PyObject *array) { 
     if (verdict == PLAIN) verdict = append_ints(key, PyObject_GetAttr(array, s_strides));
     return verdict == PLAIN ? append_dtype(types, key, array) : verdict;
 }
+#endif
 
 static Verdict append_argument(const KeyTypes *types, Key *key, PyObject *value) {
     PyObject *type = (PyObject *)Py_TYPE(value);
@@ -296,7 +312,7 @@ static Verdict append_argument(const KeyTypes *types, Key *key, PyObject *value)
         return append(key, "n", 1);
     }
     if (type == types->tensor || type == types->parameter) return append_tensor(types, key, value);
-    return type == types->array ? append_array(types, key, value) : UNKNOWN;
+    return type == types->array ? APPEND_ARRAY(types, key, value) : UNKNOWN;
 }
 
 static Verdict append_policy(const KeyTypes *types, Key *key) {
@@ -329,7 +345,7 @@ static Verdict write_key(const KeyTypes *types, PyObject *request, Parts *parts,
         !(parts->params = PyObject_GetAttr(request, s_params)) || !(parts->out = PyObject_GetAttr(request, s_out)) ||
         !(parts->backend = PyObject_GetAttr(request, s_backend)))
         return leave();
-    if (!PyTuple_CheckExact(parts->args) || !PyTuple_Size(parts->args) || !PyDict_CheckExact(parts->params)) return OTHERS;
+    if (!PyTuple_CheckExact(parts->args) || PyTuple_Size(parts->args) < LEAST_ARGUMENTS || !PyDict_CheckExact(parts->params)) return OTHERS;
     Verdict verdict = PLAIN; /* the arrays first: they tell a GPU's call from others */
     for (Py_ssize_t n = 0; verdict == PLAIN && n < PyTuple_Size(parts->args); n++)
         verdict = append_argument(types, key, PyTuple_GetItem(parts->args, n));

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
 
 from layerzero.client.connection.call import Route, Submitted
 from layerzero.client.connection.express import Lane, Lease, Lost
@@ -11,28 +10,15 @@ from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import EXPRESS, Attempt
 from layerzero.client.session.shadow import NEVER, Shadow
 from layerzero.ipc.errors import LayerZeroError, OutOfMemory
-from layerzero.ipc.vocabulary.tensors import TensorSpec
-
-MAX_TICKETS = 1024
-
-
-class Ticket(NamedTuple):
-    """A call that needs no planning when it is made again on the same memory, all of which lies in arenas. `specs` are
-    those whose ids are in its key: they must not be another's. The arrays are let go."""
-
-    route: Route
-    refs: bytes
-    specs: tuple[TensorSpec | None, ...]
 
 
 class Lanes:
-    """Threads may share it. `tickets`: by what call.place_key says of a call."""
+    """Threads may share it."""
 
     def __init__(self, link: Link, shadow: Shadow) -> None:
         self._link = link
         self._shadow = shadow
         self._lock = threading.RLock()
-        self.tickets: dict[tuple[Any, ...] | None, Ticket] = {}
         self.by_number: dict[int, Lane] = {}
 
     def of(self, route: Route) -> tuple[Lane, Lease] | None:
@@ -58,12 +44,6 @@ class Lanes:
                 self.by_number[number] = lane
             return lane
 
-    def remember(self, key: tuple[Any, ...], ticket: Ticket) -> None:
-        """For the next call that is the same."""
-        if len(self.tickets) >= MAX_TICKETS:
-            self.tickets.clear()
-        self.tickets[key] = ticket
-
     def leave(self, submitted: Submitted, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None) -> None:
         """What the broker, or the report, is to be told of a call that did not end well on a lane."""
         submitted.near = lease.route if lease.values else 0
@@ -72,7 +52,9 @@ class Lanes:
             submitted.after_lane, submitted.after_call = lane.number, end.call & 0xFFFF_FFFF
             self.by_number.pop(lane.number, None)
             lane.close()
-        elif end is not None:
+            return
+        lane.scratch = None
+        if end is not None:
             made = lease.decision
             attempt = Attempt(
                 made.backend, made.kernel_id, end.code, end.message, phase=EXPRESS, worker_pid=made.worker_pid

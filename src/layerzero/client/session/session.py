@@ -26,10 +26,9 @@ from layerzero.client.connection.call import (
     describe_args,
     error_of,
     microseconds,
-    place_key,
     seconds,
 )
-from layerzero.client.connection.express import Lease, Ran
+from layerzero.client.connection.express import Lane, Lease, Lost, Ran
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.record import Record, attempts_of, explanation, failure, report_of, waited
 from layerzero.client.connection.report import Attempt, Copy, SelectionReport
@@ -40,9 +39,10 @@ from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.gpu.lifting.lifts import Lifts
 from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.planning.plans import Plan
-from layerzero.client.session.lanes import Lanes, Ticket
+from layerzero.client.session.lanes import Lanes
 from layerzero.client.session.local import Local
 from layerzero.client.session.preparation import prepare
+from layerzero.client.session.repeats import Repeats
 from layerzero.client.session.shadow import Shadow
 from layerzero.ipc.errors import (
     AdaptationRequired,
@@ -85,7 +85,8 @@ class Session:
         link = Link(self.path, self._package, routes.note_decision, routes.note_lease, self._key)
         self.routes = routes
         self._lanes = Lanes(link, self.shadow)
-        self.arena_registry = ArenaRegistry(link, self._lanes.tickets.clear)
+        self.arena_registry = ArenaRegistry(link)
+        self._repeats = Repeats(self, self.arena_registry, self.last)
         self.local = Local(link, routes, self.ask)
         self.gpus = GpuCalls(self, link)
         self.lifts = Lifts(self, link, self.gpus)
@@ -158,41 +159,34 @@ class Session:
         start_ns = time.perf_counter_ns()
         if self.link and not self.shadow.is_on:  # of this very process
             result = self.lifts.run_again(request, start_ns)
+            if result is MISS:
+                result = self._repeats.run(request, start_ns)
             if result is not MISS:
                 return result
         arrays, out = describe_all(request)
         if device_of(request.op, arrays, out) != CPU:
             return self.gpus.run(request, arrays, out, start_ns)
-        key = place_key(request, arrays, out)
-        try:
-            ticket = self._lanes.tickets.get(key)
-        except TypeError:  # an argument that cannot be hashed: what checks it names it
-            key = ticket = None
-        end = None
-        if ticket is not None:
-            place = self._lanes.of(ticket.route)
-            if place is not None:
-                lane, lease = place
-                hold = (request.args, request.out)
-                end = lane.run(lease, ticket.refs, seconds(request, lane.default_s), hold)
-                if isinstance(end, Ran):
-                    self._note_ran(ticket.route, end, lease, start_ns)
-                    return request.out
         submitted = prepare(self, request, (), arrays, out, start_ns)
         place = None if submitted.pending.is_done else self._lanes.of(submitted.route)
         if place is not None:
             lane, lease = place
-            if end is None:
-                timeout_s = seconds(request, lane.default_s)
-                end = lane.run(lease, submitted.refs, timeout_s, submitted.pending.hold)
+            end = lane.run(lease, submitted.refs, seconds(request, lane.default_s), submitted.pending.hold)
             if isinstance(end, Ran):
-                if key is not None and not (submitted.blocks or submitted.outputs):
-                    specs = tuple([None if array is None else array.spec for array in (*arrays, out)])
-                    self._lanes.remember(key, Ticket(submitted.route, submitted.refs, specs))
+                self._repeats.remember(submitted, lane, lease)
                 submitted.pending.finish()
                 result = submitted.result(end.said)
                 self._note_ran(submitted.route, end, lease, start_ns, submitted.copies)
                 return result
+            self._lanes.leave(submitted, lane, lease, end)
+        return self.wait(self._start(submitted))
+
+    def leave_lane(
+        self, request: Request, start_ns: int, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None
+    ) -> Any:
+        """As the end of `run`, for a call that was put on a lane in C and did not end well there."""
+        self._repeats.clear()  # the worker may not have been lent where that lies
+        submitted = prepare(self, request, (), *describe_all(request), start_ns)
+        if not submitted.pending.is_done:
             self._lanes.leave(submitted, lane, lease, end)
         return self.wait(self._start(submitted))
 
@@ -389,11 +383,11 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A thread of the parent may have held a lock, and nobody here would let go of it; a ticket leads to a lane of the
-    parent's, past all that looks whose connection this is."""
+    """A thread of the parent may have held a lock, and nobody here would let go of it; what is known of calls leads to
+    lanes of the parent's."""
     for session in list(_sessions):
         session._lock = threading.RLock()
-        session._lanes.tickets.clear()
+        session._repeats.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -66,6 +66,13 @@ class Variable(NamedTuple):
 OTHERS = (
     Variable("GPU_TRANSPORT", "any", "the only way of sharing GPU memory that may be used (docs/gpu.md)", "client"),
     Variable("NO_C", "", "anything: calls are made by the Python alone, without the compiled part", "client"),
+    Variable(
+        "SPIN_US",
+        "100",
+        "for how many microseconds both ends of an express lane look for the other before they sleep, where cores are "
+        "free; 0: not at all (docs/dispatch.md)",
+        "client, workers",
+    ),
     Variable("PROGRESS", "1", "0: a terminal is not told why a call waits", "client"),
     Variable("MEMORY_MARGIN_MIB", "256", "MiB of memory that must stay free when more is asked for", "client, workers"),
     Variable(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerzero.client.arrays.recognition import describe
-from layerzero.client.connection.call import Request, Submitted, microseconds, place_key
+from layerzero.client.connection.call import Request, Submitted, microseconds
 from layerzero.ipc.errors import InvalidArgument
 
 A, B = np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
@@ -16,17 +16,6 @@ A, B = np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
 
 def request(op: str, *args: Any) -> Request:
     return Request(op, args, {}, lambda *_: None)  # type: ignore[arg-type, return-value]
-
-
-def key(*args: Any, **more: bool) -> tuple[Any, ...] | None:
-    return place_key(request("matmul", *args), tuple(describe(arg) for arg in args), None, **more)
-
-
-def test_calls_on_other_memory_are_other_calls() -> None:
-    """What is remembered of one names the places of its inputs: another's would be computed on them."""
-    assert key(A, B) == key(A, B)
-    assert len({key(A, A), key(A, B), key(B, A), key(B, B)}) == 4
-    assert key(A, A, with_addresses=False) == key(A, B, with_addresses=False)
 
 
 def digest(op: str, *args: Any) -> bytes:

@@ -1,0 +1,692 @@
+/* Calls on the CPU that are made again, in C: the way of Session.run over an express lane, for the plain case.
+
+   Whatever is not plain is left to the Python, before the call is on the lane: `miss`. A call that is on the lane and does
+   not end well there, or not soon, ends in Python, too: Lane.resume, then Session.leave_lane. What comes off the page is the
+   worker's: each word is read once, and checked before it is used. Layouts are those of ipc/shm/lane.py and
+   ipc/transport/wire.py: LAYOUT lets Python compare them. The interpreter's lock is let go of while the worker works. */
+
+#define PACKAGE "layerzero.client.session."
+#define APPEND_ARRAY append_ndarray
+#define _GNU_SOURCE /* POLLRDHUP */
+#include "../gpu/_call_key.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <structmember.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { EPOCH = 0, IS_ENDED = 8, CALL = 128, PLAN = 136, CALL_BYTES = 144, WATCHES = 152, CALL_BODY = 256 }; /* bytes; ipc/shm/lane.py */
+enum { DONE = 2048, STATUS = 2056, KERNEL_NS = 2064, WORD_BYTES = 2072, MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0 };
+enum { REF_BYTES = 24, ALIGNMENT = 64 };               /* ipc/transport/wire.py, ipc/shm/memory.py */
+enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; the last two are what its key says of it, too */
+enum { FRESH = 2, CLASSES = 11, KEPT = 8, LOOKS = 64, MAX_RINGS = 64, MAX_MISSED = 63 };
+static const uint64_t NO_ARENA = 0xFFFFFFFF, LOOK_AGAIN_NS = 1000000, ASK_AGAIN_NS = 10000000, MARGIN = 4, SLACK_NS = 20000;
+
+/* --- memory for results: small blocks of the pool's, used again and again */
+
+typedef struct {
+    PyObject *memory; /* the pool's view: its slot is free when that is gone */
+    char *at;
+} Slot;
+typedef struct {
+    PyObject_HEAD
+    PyObject *allocate;
+    int counts[CLASSES];
+    Slot slots[CLASSES][KEPT];
+} Slabs;
+typedef struct {
+    PyObject_HEAD
+    Slabs *home;
+    Slot slot;
+    Py_ssize_t nbytes;
+    int size_class; /* CLASSES for one that is not kept */
+} Block;
+
+static PyTypeObject *block_type;
+
+static void Slabs_drop(Slabs *self) {
+    for (int n = 0; n < CLASSES; n++)
+        while (self->counts[n]) {
+            PyObject *memory = self->slots[n][--self->counts[n]].memory;
+            Py_DECREF(memory); /* may run Python: the count is right by now */
+        }
+}
+
+static PyObject *Slabs_clear(Slabs *self, PyObject *unused) {
+    (void)unused;
+    Slabs_drop(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Slabs_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *allocate;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O", &allocate)) return NULL;
+    Slabs *self = (Slabs *)make(type);
+    if (!self) return NULL;
+    Py_INCREF(allocate);
+    self->allocate = allocate;
+    return (PyObject *)self;
+}
+
+static int Slabs_traverse(Slabs *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->allocate); /* it leads to the session */
+    return 0;
+}
+
+static int Slabs_let_go(Slabs *self) {
+    Slabs_drop(self);
+    Py_CLEAR(self->allocate);
+    return 0;
+}
+
+static void Slabs_dealloc(Slabs *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    Slabs_let_go(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* A block, whose contents are undefined. Raises what the pool raises. */
+static Block *take_block(Slabs *slabs, uint64_t nbytes) {
+    Block *block = (Block *)make(block_type);
+    if (!block) return NULL;
+    int size_class = 0;
+    while (size_class < CLASSES && ((uint64_t)ALIGNMENT << size_class) < nbytes) size_class++;
+    Py_INCREF((PyObject *)slabs);
+    block->home = slabs, block->nbytes = (Py_ssize_t)nbytes, block->size_class = size_class;
+    if (size_class < CLASSES && slabs->counts[size_class]) {
+        block->slot = slabs->slots[size_class][--slabs->counts[size_class]];
+        return block;
+    }
+    uint64_t size = size_class < CLASSES ? (uint64_t)ALIGNMENT << size_class : nbytes;
+    PyObject *asked = slabs->allocate ? PyLong_FromUnsignedLongLong(size) : NULL;
+    PyObject *found = asked ? PyObject_CallFunctionObjArgs(slabs->allocate, asked, NULL) : NULL; /* (view, arena, offset) */
+    PyObject *memory = found && PyTuple_Check(found) ? PyTuple_GetItem(found, 0) : NULL;
+    Py_buffer view;
+    if (memory && PyObject_GetBuffer(memory, &view, PyBUF_WRITABLE) == 0) {
+        if ((uint64_t)view.len >= nbytes) {
+            Py_INCREF(memory);
+            block->slot = (Slot){memory, view.buf};
+        }
+        PyBuffer_Release(&view);
+    }
+    Py_XDECREF(asked);
+    Py_XDECREF(found);
+    if (!block->slot.memory) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the pool gives no memory");
+        Py_CLEAR(block);
+    }
+    return block;
+}
+
+static int Block_traverse(Block *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT((PyObject *)self->home); /* an open call of the lane may have the block, and home leads to the lane */
+    return 0;
+}
+
+static int Block_clear(Block *self) {
+    Py_CLEAR(self->home);
+    return 0;
+}
+
+static void Block_dealloc(Block *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    Slabs *home = self->home;
+    Slot slot = self->slot;
+    int size_class = self->size_class;
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+    if (slot.memory && home && size_class < CLASSES && home->counts[size_class] < KEPT)
+        home->slots[size_class][home->counts[size_class]++] = slot;
+    else
+        Py_XDECREF(slot.memory);
+    Py_XDECREF((PyObject *)home);
+}
+
+static int Block_getbuffer(Block *self, Py_buffer *view, int flags) {
+    return PyBuffer_FillInfo(view, (PyObject *)self, self->slot.at, self->nbytes, 0, flags);
+}
+
+static PyMethodDef slabs_methods[] = {
+    {"clear", (PyCFunction)Slabs_clear, METH_NOARGS, "clear(): give the pool what is free"},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot Slabs_slots[] = {
+    {Py_tp_new, Slabs_new}, {Py_tp_traverse, Slabs_traverse}, {Py_tp_clear, Slabs_let_go}, {Py_tp_dealloc, Slabs_dealloc},
+    {Py_tp_methods, slabs_methods}, {0, NULL}};
+static PyType_Spec Slabs_spec = {PACKAGE "_repeats.Slabs", sizeof(Slabs), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Slabs_slots};
+static PyType_Slot Block_slots[] = {{Py_tp_traverse, Block_traverse}, {Py_tp_clear, Block_clear}, {Py_tp_dealloc, Block_dealloc},
+                                    {Py_bf_getbuffer, Block_getbuffer}, {0, NULL}};
+static PyType_Spec Block_spec = {PACKAGE "_repeats.Block", sizeof(Block), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, Block_slots};
+
+/* --- what is known, in tables as in ../gpu/_fastpath.c */
+
+#define REPEATS(X) X(known) X(session) X(last) X(pool) X(arenas) X(slabs) X(may_spin) X(ran) X(miss)
+#define SITE(X) \
+    X(lane) X(link) X(lease) X(route) X(plan) X(decision) X(copies) X(note) X(wrap) X(scratch) X(acquire) X(release) X(values) X(inputs)
+#define NAMES(X) \
+    X(lease) X(needs_digest) X(here) X(stays_out) X(lost) X(is_closed) X(open_call) X(calls) X(index) X(record) X(resume) X(leave_lane)
+
+NAMES(NAME)
+static const char *const repeats_names[] = {REPEATS(TEXT) KEY_TYPES(TEXT)}, *const site_names[] = {SITE(TEXT)};
+enum { REPEATS_FIELDS = sizeof repeats_names / sizeof *repeats_names, SITE_FIELDS = sizeof site_names / sizeof *site_names };
+
+typedef struct { uint64_t address, nbytes, number; } Arena; /* number 0: the broker does not know it */
+
+typedef union {
+    struct {
+        REPEATS(FIELD)
+        KeyTypes types;
+    };
+    PyObject *of[REPEATS_FIELDS];
+} RepeatsFields;
+typedef struct {
+    PyObject_HEAD
+    RepeatsFields its;
+    PyObject *index; /* the pool's, of which `table` was made */
+    Arena *table;
+    Py_ssize_t arenas;
+    uint64_t spin_ns; /* at most */
+    uint64_t asked_ns;
+    int may_spin; /* as of then */
+} Repeats;
+
+typedef union {
+    struct { SITE(FIELD) };
+    PyObject *of[SITE_FIELDS];
+} CallSiteFields;
+typedef struct {
+    PyObject_HEAD
+    CallSiteFields its;
+    uint64_t page, epoch, number, doorbell, answer, control, timeout_ns, result, result_bytes, scratch_at, scratch_bytes, scratch_arena,
+        scratch_offset;
+    uint64_t usual_ns; /* until a call is seen to be over that is watched */
+    uint32_t missed, skipped; /* calls that are not watched for after watching was in vain; those of them so far */
+} CallSite;
+static const char *const site_numbers[] = {"page", "epoch", "number", "doorbell", "answer", "control", "timeout_ns", "result", "result_bytes",
+                                           "scratch_at", "scratch_bytes", "scratch_arena", "scratch_offset"};
+enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
+static const char *const repeats_numbers[] = {"spin_ns"};
+
+static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Repeats *self = (Repeats *)make(type);
+    (void)args;
+    if (!self) return NULL;
+    if (!kwargs) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
+    if (!kwargs || take_all(kwargs, repeats_names, REPEATS_FIELDS, self->its.of) < 0 ||
+        take_numbers(kwargs, repeats_numbers, 1, &self->spin_ns) < 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyObject *CallSite_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    CallSite *self = (CallSite *)make(type);
+    (void)args;
+    if (!self) return NULL;
+    if (!kwargs) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
+    if (!kwargs || take_all(kwargs, site_names, SITE_FIELDS, self->its.of) < 0 ||
+        take_numbers(kwargs, site_numbers, SITE_NUMBERS, &self->page) < 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void Repeats_forget(Repeats *self) {
+    Py_CLEAR(self->index);
+    free(self->table);
+    self->table = NULL, self->arenas = 0;
+}
+
+LIFE(CallSite, SITE_FIELDS)
+#define Repeats_dealloc Repeats_free /* as LIFE has it; there is more to be freed */
+LIFE(Repeats, REPEATS_FIELDS)
+#undef Repeats_dealloc
+static void Repeats_dealloc(Repeats *self) {
+    Repeats_forget(self);
+    Repeats_free(self);
+}
+
+/* One call on its way. All but `request`, `start_ns` and `args` are its own references. */
+typedef struct {
+    Parts parts;
+    PyObject *request, *start_ns, *key, *end;
+    CallSite *site;
+    Block *block;
+    uint64_t kernel_ns;
+    int count;
+    uint64_t addresses[KEY_ADDRESSES];
+    Arena places[KEY_ADDRESSES]; /* the arena that each lies in; of address 0 for none */
+} Call;
+
+static void drop(Call *call) {
+    PyObject *mine[] = {call->key, call->end, (PyObject *)call->site, (PyObject *)call->block};
+    for (size_t n = 0; n < sizeof mine / sizeof *mine; n++) Py_XDECREF(mine[n]);
+    drop_parts(&call->parts);
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static void store64(uint64_t at, uint64_t value) { __atomic_store_n((uint64_t *)at, value, __ATOMIC_RELEASE); }
+
+/* --- which call it is */
+
+/* Of NumPy: what its buffer tells, byte order and all; of dtypes that have none, the Python knows more. */
+static Verdict append_ndarray(const KeyTypes *types, Key *key, PyObject *array) {
+    Py_buffer view;
+    (void)types;
+    if (PyObject_GetBuffer(array, &view, PyBUF_FULL_RO) < 0) return leave();
+    struct { char tag, alignment, is_read_only, ndim; uint32_t itemsize; char format[8]; } head;
+    memset(&head, 0, sizeof head);
+    size_t length = view.format ? strlen(view.format) : sizeof head.format;
+    Verdict verdict = length < sizeof head.format && key->count < KEY_ADDRESSES ? PLAIN : OTHERS;
+    if (verdict == PLAIN) {
+        head.tag = 'N', head.alignment = alignment_class((uint64_t)view.buf), head.is_read_only = (char)view.readonly;
+        head.ndim = (char)view.ndim, head.itemsize = (uint32_t)view.itemsize;
+        memcpy(head.format, view.format, length);
+        key->addresses[key->count++] = (uint64_t)view.buf;
+        verdict = append(key, &head, sizeof head);
+    }
+    if (verdict == PLAIN) verdict = append(key, view.shape, 8 * (size_t)view.ndim);
+    if (verdict == PLAIN) verdict = append(key, view.strides, 8 * (size_t)view.ndim);
+    PyBuffer_Release(&view);
+    return verdict;
+}
+
+/* The arenas as they are now, in the order of their addresses. */
+static Verdict see_arenas(Repeats *self) {
+    PyObject *index = PyObject_GetAttr(self->its.pool, s_index);
+    if (!index) return FAILED;
+    if (index == self->index) {
+        Py_DECREF(index);
+        return PLAIN;
+    }
+    Py_DECREF(index);
+    PyObject *found = PyObject_CallNoArgs(self->its.arenas); /* (index, bytes) */
+    char *bytes;
+    Py_ssize_t nbytes;
+    if (!found) return FAILED;
+    Arena *table = NULL;
+    if (PyTuple_Check(found) && PyTuple_Size(found) == 2 && PyBytes_AsStringAndSize(PyTuple_GetItem(found, 1), &bytes, &nbytes) == 0 &&
+        (table = malloc((size_t)nbytes + 1))) {
+        memcpy(table, bytes, (size_t)nbytes);
+        Repeats_forget(self);
+        self->table = table, self->arenas = nbytes / (Py_ssize_t)sizeof *table;
+        self->index = PyTuple_GetItem(found, 0);
+        Py_INCREF(self->index);
+    }
+    Py_DECREF(found);
+    if (!table && !PyErr_Occurred()) PyErr_NoMemory();
+    return table ? PLAIN : FAILED;
+}
+
+/* The arena that an address lies in; one of address 0 where there is none. */
+static Arena arena_of(const Repeats *self, uint64_t address) {
+    Py_ssize_t low = 0, high = self->arenas;
+    while (low < high) {
+        Py_ssize_t middle = (low + high) / 2;
+        if (self->table[middle].address <= address) low = middle + 1;
+        else high = middle;
+    }
+    if (low && address - self->table[low - 1].address < self->table[low - 1].nbytes) return self->table[low - 1];
+    return (Arena){0, 0, 0};
+}
+
+/* The key, with whether each array lies in an arena. */
+static Verdict identify(Repeats *self, Call *call) {
+    Key key;
+    key.is_placed = 0, key.count = 0, key.used = 0;
+    Verdict verdict = write_key(&self->its.types, call->request, &call->parts, &key);
+    if (verdict == PLAIN) verdict = see_arenas(self);
+    call->count = key.count;
+    for (int n = 0; verdict == PLAIN && n < key.count; n++) {
+        call->addresses[n] = key.addresses[n], call->places[n] = arena_of(self, key.addresses[n]);
+        char placing = call->places[n].address ? PLACED : COPIED;
+        verdict = append(&key, &placing, 1);
+    }
+    if (verdict != PLAIN) return verdict;
+    call->key = PyBytes_FromStringAndSize(key.bytes, (Py_ssize_t)key.used);
+    return call->key ? PLAIN : FAILED;
+}
+
+static Verdict find(Repeats *self, Call *call) {
+    Verdict verdict = identify(self, call);
+    if (verdict != PLAIN) return verdict;
+    call->site = (CallSite *)PyDict_GetItemWithError(self->its.known, call->key);
+    if (!call->site) return PyErr_Occurred() ? FAILED : UNKNOWN;
+    Py_INCREF((PyObject *)call->site);
+    const CallSiteFields *its = &call->site->its;
+    PyObject *lease = PyObject_GetAttr(its->route, s_lease);
+    int needs_digest = has(its->route, s_needs_digest), is_elsewhere = is_none(its->route, s_here);
+    int is_current = lease == its->lease && !needs_digest && is_elsewhere;
+    Py_XDECREF(lease);
+    if (PyErr_Occurred()) return FAILED;
+    if (!is_current && PyDict_DelItem(self->its.known, call->key) < 0) PyErr_Clear(); /* another thread did */
+    return is_current ? PLAIN : OTHERS;
+}
+
+/* --- its references and inputs, while the lane is its own */
+
+typedef struct { uint32_t arena, unused; uint64_t offset, nbytes; } Ref;
+_Static_assert(sizeof(Ref) == REF_BYTES, "as REF of ipc/transport/wire.py");
+
+static Ref ref_in(Arena arena, uint64_t address, uint64_t nbytes) {
+    return (Ref){(uint32_t)arena.number, 0, address - arena.address, nbytes};
+}
+
+static int fits(Arena arena, uint64_t address, uint64_t nbytes) {
+    return arena.number && address - arena.address <= arena.nbytes && nbytes <= arena.nbytes - (address - arena.address);
+}
+
+/* References of everything, onto the page; inputs that lie nowhere else into the scratch memory of the lane. */
+static Verdict write_call(Repeats *self, Call *call, uint64_t *nbytes) {
+    CallSite *site = call->site;
+    const uint64_t *inputs; /* pairs: how it crosses, bytes */
+    char *inputs_bytes, *values;
+    Py_ssize_t inputs_size, values_size;
+    if (PyBytes_AsStringAndSize(site->its.inputs, &inputs_bytes, &inputs_size) < 0 ||
+        PyBytes_AsStringAndSize(site->its.values, &values, &values_size) < 0)
+        return FAILED;
+    inputs = (const uint64_t *)inputs_bytes;
+    int count = (int)(inputs_size / 16);
+    if (count + 1 != call->count) return OTHERS; /* the last address is that of `out` */
+    Ref refs[KEY_ADDRESSES];
+    uint64_t out = call->addresses[count], used = 0;
+    int found = count;
+    for (int n = 0; n < count; n++) {
+        uint64_t address = call->addresses[n], size = inputs[2 * n + 1];
+        if (inputs[2 * n] == NOTHING) {
+            refs[n] = (Ref){(uint32_t)NO_ARENA, 0, 0, 0};
+            continue;
+        }
+        if (!address || (site->result == PLACED && address < out + site->result_bytes && out < address + size)) return OTHERS;
+        if (inputs[2 * n] == PLACED) {
+            if (!fits(call->places[n], address, size)) return OTHERS;
+            refs[n] = ref_in(call->places[n], address, size);
+        } else {
+            if (used > site->scratch_bytes || size > site->scratch_bytes - used) return OTHERS;
+            memcpy((char *)site->scratch_at + used, (const void *)address, size);
+            refs[n] = (Ref){(uint32_t)site->scratch_arena, 0, site->scratch_offset + used, size};
+            used += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        }
+    }
+    if (site->result == PLACED) {
+        if (!out || !fits(call->places[count], out, site->result_bytes)) return OTHERS;
+        refs[found++] = ref_in(call->places[count], out, site->result_bytes);
+    } else if (site->result == FRESH) {
+        if (!(call->block = take_block((Slabs *)self->its.slabs, site->result_bytes))) return FAILED;
+        if (see_arenas(self) != PLAIN) return FAILED; /* it may be in one that is new */
+        uint64_t at = (uint64_t)call->block->slot.at;
+        Arena arena = arena_of(self, at);
+        if (!fits(arena, at, site->result_bytes)) return OTHERS;
+        refs[found++] = ref_in(arena, at, site->result_bytes);
+    }
+    *nbytes = (uint64_t)found * REF_BYTES + (uint64_t)values_size;
+    if (*nbytes > MAX_CALL_BYTES) return OTHERS;
+    memcpy((char *)site->page + CALL_BODY, refs, (size_t)found * REF_BYTES);
+    memcpy((char *)site->page + CALL_BODY + (size_t)found * REF_BYTES, values, (size_t)values_size);
+    return PLAIN;
+}
+
+/* --- the wait */
+
+static int is_over(uint64_t page, uint64_t call) { return load64(page + DONE) >= call || load64(page + IS_ENDED); }
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Until the call is over, or somebody else must look what became of it: who is interrupted, hung up on or out of time. While
+   it watches the page nobody needs to ring. That it watches no longer the worker may not see at once: it looks again soon.
+   How long it watched until it was over; 0 when it slept. */
+static uint64_t await_end(const CallSite *site, uint64_t call, uint64_t spin_ns, uint64_t due) {
+    uint64_t page = site->page, start = now_ns(), now = start;
+    while (now - start < spin_ns) {
+        for (int n = 0; n < LOOKS; n++) {
+            if (is_over(page, call)) return now_ns() - start + 1;
+            relax();
+        }
+        now = now_ns();
+    }
+    if (spin_ns) {
+        store64(page + WATCHES, 0);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    }
+    uint64_t again = spin_ns ? now + LOOK_AGAIN_NS : due;
+    for (int rings = 0; rings < MAX_RINGS && !is_over(page, call) && (now = now_ns()) < due;) {
+        struct pollfd bells[2] = {{(int)site->answer, POLLIN, 0}, {(int)site->control, POLLRDHUP, 0}};
+        uint64_t until = again > now && again < due ? again : due;
+        uint64_t left_ms = (until - now) / 1000000 + 1;
+        char rung;
+        if (poll(bells, 2, left_ms < 1000000 ? (int)left_ms : 1000000) < 0) return 0;
+        if (bells[0].revents & POLLIN) {
+            rings++;
+            if (recv((int)site->answer, &rung, 1, MSG_DONTWAIT) < 0) { /* the page says what is so */
+            }
+        }
+        if (bells[1].revents || bells[0].revents & ~POLLIN) return 0;
+    }
+    return 0;
+}
+
+/* As Spin of ipc/spinning.py: how long to watch. Where the last calls were not over in that time, it is tried again after ever
+   more of them, and for long, since the other side sleeps by then. */
+static uint64_t spin_of(Repeats *self, CallSite *site) {
+    if (!self->spin_ns || site->skipped < site->missed) {
+        site->skipped++;
+        return 0;
+    }
+    uint64_t now = now_ns();
+    if (now - self->asked_ns > ASK_AGAIN_NS) {
+        int may_spin = is_true(PyObject_CallNoArgs(self->its.may_spin));
+        if (may_spin < 0) PyErr_Clear();
+        self->may_spin = may_spin > 0, self->asked_ns = now;
+    }
+    uint64_t wanted = site->usual_ns && !site->missed ? MARGIN * site->usual_ns + SLACK_NS : self->spin_ns;
+    return !self->may_spin ? 0 : wanted < self->spin_ns ? wanted : self->spin_ns;
+}
+
+static void note_spin(CallSite *site, uint64_t seen_ns) {
+    site->skipped = 0;
+    if (!seen_ns)
+        site->missed = site->missed < MAX_MISSED ? 2 * site->missed + 1 : MAX_MISSED;
+    else
+        site->missed /= 2, site->usual_ns = site->usual_ns ? (3 * site->usual_ns + seen_ns) / 4 : seen_ns;
+}
+
+/* --- the call on the lane, whose turn it has */
+
+/* Somebody in Python finds out what became of it, and may be interrupted: its memory is kept until that is known. */
+static Verdict resume(Repeats *self, Call *call, PyObject *number, uint64_t due_ns) {
+    const CallSiteFields *its = &call->site->its;
+    PyObject *block = call->block ? (PyObject *)call->block : Py_None;
+    PyObject *open = Py_BuildValue("(O(OOOO))", number, call->parts.args, call->parts.out, block, its->scratch);
+    int is_held = open && PyObject_SetAttr(its->lane, s_open_call, open) == 0;
+    Py_XDECREF(open);
+    if (!is_held) return FAILED;
+    uint64_t now = now_ns();
+    PyObject *left_s = PyFloat_FromDouble(now < due_ns ? (double)(due_ns - now) / 1e9 : 0);
+    if (left_s) call->end = PyObject_CallMethodObjArgs(its->lane, s_resume, number, its->lease, left_s, NULL);
+    Py_XDECREF(left_s);
+    if (!call->end) return FAILED;
+    int has_run = PyObject_IsInstance(call->end, self->its.ran);
+    if (has_run <= 0) return has_run < 0 ? FAILED : OTHERS;
+    call->kernel_ns = PyLong_AsUnsignedLongLong(PyTuple_GetItem(call->end, 1));
+    return PyErr_Occurred() ? FAILED : PLAIN;
+}
+
+static Verdict carry(Repeats *self, Call *call) {
+    CallSite *site = call->site;
+    const CallSiteFields *its = &site->its;
+    uint64_t page = site->page, nbytes = 0;
+    int is_linked = is_none(its->link, s_lost), is_closed = has(its->lane, s_is_closed), is_free = is_none(its->lane, s_open_call);
+    if (PyErr_Occurred()) return FAILED;
+    if (!is_linked || is_closed || !is_free || load64(page + EPOCH) != site->epoch || load64(page + IS_ENDED)) return OTHERS;
+    Verdict verdict = write_call(self, call, &nbytes);
+    if (verdict != PLAIN) return verdict;
+    uint64_t spin_ns = spin_of(self, site);
+    PyObject *before = PyObject_GetAttr(its->lane, s_calls), *number = NULL;
+    uint64_t call_number = before ? PyLong_AsUnsignedLongLong(before) + 1 : 0;
+    Py_XDECREF(before);
+    if (!PyErr_Occurred()) number = PyLong_FromUnsignedLongLong(call_number);
+    if (!number || PyObject_SetAttr(its->lane, s_calls, number) < 0) {
+        Py_XDECREF(number);
+        return FAILED;
+    }
+    uint64_t seen_ns;
+    uint64_t due_ns = now_ns() + site->timeout_ns;
+    Py_BEGIN_ALLOW_THREADS
+    uint64_t one = 1;
+    store64(page + PLAN, site->number);
+    store64(page + CALL_BYTES, nbytes);
+    store64(page + WATCHES, spin_ns != 0);
+    store64(page + CALL, call_number);
+    if (write((int)site->doorbell, &one, 8) < 0) { /* it is rung already */
+    }
+    seen_ns = await_end(site, call_number, spin_ns, due_ns);
+    Py_END_ALLOW_THREADS
+    if (spin_ns) note_spin(site, seen_ns);
+    uint64_t done = load64(page + DONE), status = load64(page + STATUS);
+    call->kernel_ns = load64(page + KERNEL_NS);
+    if (done != call_number || status != OK || load64(page + WORD_BYTES) > MAX_WORD_BYTES) verdict = resume(self, call, number, due_ns);
+    Py_DECREF(number);
+    return verdict;
+}
+
+/* UNKNOWN: it did not take the lane. OTHERS: it did, and `end` says what it ended in. */
+static Verdict carry_alone(Repeats *self, Call *call) {
+    PyObject *type, *value, *trace, *released;
+    int is_mine = is_true(PyObject_CallFunctionObjArgs(call->site->its.acquire, Py_False, NULL));
+    if (is_mine <= 0) return is_mine < 0 ? FAILED : UNKNOWN;
+    Verdict verdict = carry(self, call);
+    PyErr_Fetch(&type, &value, &trace);
+    released = PyObject_CallNoArgs(call->site->its.release);
+    Py_XDECREF(released);
+    PyErr_Restore(type, value, trace);
+    return verdict == OTHERS && !call->end ? UNKNOWN : verdict;
+}
+
+/* What the caller gets, and what its report will be made of. */
+static PyObject *finish(Repeats *self, Call *call) {
+    const CallSiteFields *its = &call->site->its;
+    PyObject *result = call->site->result == PLACED ? call->parts.out : Py_None, *note = NULL, *record = NULL;
+    if (call->block)
+        result = PyObject_CallFunctionObjArgs(its->wrap, call->block, NULL);
+    else
+        Py_INCREF(result);
+    if (!result) return NULL;
+    if (PyObject_IsTrue(its->note)) Py_INCREF(note = its->note);
+    else note = PyObject_GetAttr(its->route, s_stays_out);
+    if (note)
+        record = Py_BuildValue("(OOOKK()O()O)", its->plan, its->copies, call->start_ns, (unsigned long long)now_ns(),
+                               (unsigned long long)call->kernel_ns, its->decision, note);
+    if (!record || PyObject_SetAttr(self->its.last, s_record, record) < 0) Py_CLEAR(result);
+    Py_XDECREF(record);
+    Py_XDECREF(note);
+    return result;
+}
+
+/* After a call that did not run on the lane: the next one of its kind is looked at anew, and gets other scratch memory. */
+static PyObject *leave_lane(Repeats *self, Call *call) {
+    const CallSiteFields *its = &call->site->its;
+    if (PyDict_DelItem(self->its.known, call->key) < 0) PyErr_Clear();
+    return PyObject_CallMethodObjArgs(self->its.session, s_leave_lane, call->request, call->start_ns, its->lane, its->lease, call->end,
+                                      NULL);
+}
+
+static PyObject *Repeats_run(Repeats *self, PyObject *const *given, Py_ssize_t count) {
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "run(request, start_ns)");
+        return NULL;
+    }
+    Call call = {.request = given[0], .start_ns = given[1]};
+    PyObject *result = NULL;
+    Verdict verdict = PyDict_Size(self->its.known) ? find(self, &call) : UNKNOWN;
+    if (verdict == OTHERS) verdict = UNKNOWN;
+    if (verdict == PLAIN) verdict = carry_alone(self, &call);
+    if (verdict == PLAIN) result = finish(self, &call);
+    if (verdict == OTHERS) result = leave_lane(self, &call);
+    if (verdict == UNKNOWN) {
+        result = self->its.miss;
+        Py_INCREF(result);
+    }
+    drop(&call);
+    return result;
+}
+
+/* By which a call is known here, and of each array whether it lies in an arena; None for one that is left to the Python. */
+static PyObject *Repeats_key(Repeats *self, PyObject *request) {
+    Call call = {.request = request};
+    Verdict verdict = identify(self, &call);
+    PyObject *key = call.key;
+    Py_XINCREF(key);
+    drop(&call);
+    if (verdict == FAILED) return NULL;
+    if (verdict == PLAIN) return key;
+    Py_RETURN_NONE;
+}
+
+static PyObject *Repeats_learn(Repeats *self, PyObject *args, PyObject *kwargs) {
+    (void)args;
+    return learn_all(kwargs, repeats_names, REPEATS_FIELDS, self->its.of);
+}
+
+static PyObject *Repeats_forget_arenas(Repeats *self, PyObject *unused) {
+    (void)unused;
+    Repeats_forget(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef repeats_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))Repeats_run, METH_FASTCALL, "run(request, start_ns): the result, or `miss`"},
+    {"key", (PyCFunction)Repeats_key, METH_O, "key(request): bytes, or None"},
+    {"learn", (PyCFunction)(void (*)(void))Repeats_learn, METH_VARARGS | METH_KEYWORDS, "learn(tensor=..., ...)"},
+    {"forget_arenas", (PyCFunction)Repeats_forget_arenas, METH_NOARGS, "forget_arenas(): they have other numbers"},
+    {NULL, NULL, 0, NULL},
+};
+
+SLOTS_OF("_repeats", Repeats, {Py_tp_methods, repeats_methods},)
+SLOTS_OF("_repeats", CallSite, )
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_repeats", "Calls on the CPU that are made again.", -1, NULL};
+
+static int add_type(PyObject *to, const char *name, PyType_Spec *spec, PyTypeObject **kept) {
+    PyObject *type = PyType_FromSpec(spec);
+    int status = type ? PyModule_AddObjectRef(to, name, type) : -1;
+    if (kept && status == 0)
+        *kept = (PyTypeObject *)type; /* with its reference */
+    else
+        Py_XDECREF(type);
+    return status;
+}
+
+PyMODINIT_FUNC PyInit__repeats(void) {
+    PyObject *made = PyModule_Create(&module);
+    if (!made) return NULL;
+    KEY_NAMES(INTERN)
+    NAMES(INTERN)
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiK)", EPOCH, IS_ENDED, CALL, PLAN, CALL_BYTES, WATCHES, CALL_BODY, DONE, STATUS,
+                                     KERNEL_NS, WORD_BYTES, MAX_CALL_BYTES, MAX_WORD_BYTES, OK, REF_BYTES, ALIGNMENT,
+                                     (unsigned long long)NO_ARENA);
+    if (!layout || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 || add_type(made, "Slabs", &Slabs_spec, NULL) < 0 ||
+        add_type(made, "Block", &Block_spec, &block_type) < 0 || add_type(made, "Repeats", &Repeats_spec, NULL) < 0 ||
+        add_type(made, "CallSite", &CallSite_spec, NULL) < 0)
+        Py_CLEAR(made);
+    Py_XDECREF(layout);
+    return made;
+}

@@ -1,0 +1,245 @@
+"""Calls on the CPU that are made again go over their express lane in C (client/session/_repeats.c), where that was
+compiled: what it is told of them, once a call has run on a lane.
+
+It knows a call by its key: op, values, backend, policy, and of each array its kind, dtype, shape, strides, alignment,
+whether it can be written, and whether it lies in an arena. What it does not know goes the way of Session.run, and so
+does each call where there is no C.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from layerzero.client.arrays.recognition import ML_DTYPES, Array
+from layerzero.client.arrays.wrapping import wrap_torch
+from layerzero.client.connection import arena as arenas
+from layerzero.client.connection import overlay
+from layerzero.client.connection.arena_registry import ArenaRegistry
+from layerzero.client.connection.call import Submitted
+from layerzero.client.connection.express import Lane, Lease, Ran
+from layerzero.client.gpu import fastpath_library
+from layerzero.client.gpu.fastpath import MISS
+from layerzero.ipc import spinning
+from layerzero.ipc.shm import lane as lane_page
+from layerzero.ipc.shm.memory import ALIGNMENT
+from layerzero.ipc.transport.wire import NO_ARENA, REF_BYTES
+from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from layerzero.client.connection.call import Request
+    from layerzero.client.session.session import Session
+
+MAX_KNOWN = 1024
+SCRATCH_BYTES = 64 << 10  # of each lane, for the inputs of a call; calls with more of them go the longer way
+NOTHING, PLACED, FRESH = 0, 1, 2  # results
+COPIED = 2  # of an input: there is nothing of it in an arena
+LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA)
+
+
+def _load() -> Any:
+    if os.environ.get(fastpath_library.DISABLED):
+        return None
+    try:
+        from layerzero.client.session import _repeats
+    except ImportError:
+        return None
+    return _repeats if _repeats.LAYOUT == LAYOUT else None
+
+
+library = _load()
+"""The module, or None where there is none that fits."""
+
+
+class Repeats:
+    """Of one connection. Threads may share it."""
+
+    def __init__(self, session: Session, registry: ArenaRegistry, last: threading.local) -> None:
+        """`last`: takes each thread's last call."""
+        self._registry, self._pool = registry, arenas.pool
+        self._known: dict[bytes, Any] = {}
+        self._kinds: set[str] = set()
+        self._compiled = None
+        self.run: Callable[[Request, int], Any] = _miss
+        if library is None:
+            return
+        limit_ns, nothing = spinning.limit_ns(os.environ), type(None)
+        cores = spinning.Cores() if limit_ns else None
+        self._slabs = library.Slabs(self._allocate)
+        self._pool.caches.add(self)
+        self._compiled = library.Repeats(
+            known=self._known,
+            session=session,
+            last=last,
+            pool=self._pool,
+            arenas=self._arenas,
+            slabs=self._slabs,
+            may_spin=_never if cores is None else cores.are_free,
+            ran=Ran,
+            miss=MISS,
+            policy=overlay.current,
+            baked=overlay.baked,
+            dtypes={},
+            tensor=nothing,  # the types of arrays are learned when their library is there
+            parameter=nothing,
+            size=nothing,
+            exchange=None,
+            array=nothing,
+            is_grad_enabled=nothing,
+            spin_ns=limit_ns,
+        )
+        self.run = self._compiled.run
+        registry.on_change = self._compiled.forget_arenas
+
+    def clear(self) -> None:
+        """Free the memory that is kept for results."""
+        self._slabs.clear()
+
+    def forget(self) -> None:
+        """Every call is looked at anew."""
+        self._known.clear()
+
+    def remember(self, submitted: Submitted, lane: Lane, lease: Lease) -> None:
+        """A call that ran on a lane, for the next one that is the same."""
+        if self._compiled is None:
+            return
+        told = self._site(submitted, lane, lease)
+        if told is None:
+            return
+        for kind in {one.kind for one in (*submitted.arrays, submitted.out) if one is not None} - self._kinds:
+            self._compiled.learn(**_types_of(kind))
+            self._kinds.add(kind)
+        key = self._compiled.key(submitted.request)
+        if key is None:
+            return
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[key] = library.CallSite(**told)
+
+    def _site(self, submitted: Submitted, lane: Lane, lease: Lease) -> dict[str, Any] | None:
+        """None for a call that is to go the longer way each time."""
+        request, route, out = submitted.request, submitted.route, submitted.out
+        plan, arrays = route.plan, [one for one in (*submitted.arrays, out) if one is not None]
+        if (
+            OPS[request.op].in_place
+            or request.finish is not None
+            or request.output_bytes is not None
+            or submitted.adapted
+            or route.dense
+            or len(plan.outputs) > 1
+            or len(plan.results) != len(plan.outputs)
+            or (out is not None and not submitted.out_is_direct)
+            or any(a.kind not in _KINDS or not a.nbytes or a.needs_copy or a.obj is not a.owner for a in arrays)
+        ):
+            return None
+        inputs: list[int] = []  # how each crosses, and its bytes
+        copied_bytes = 0
+        for one in submitted.arrays:
+            if one is None:
+                inputs += (NOTHING, 0)
+            elif self._pool.find(one.address, 1) is None:
+                if not one.spec.is_contiguous:
+                    return None
+                inputs += (COPIED, one.nbytes)
+                copied_bytes += -(-one.nbytes // ALIGNMENT) * ALIGNMENT
+            else:
+                inputs += (PLACED, one.spec.span_bytes)
+        result, wrap = NOTHING, None
+        if out is not None:
+            result = PLACED
+        elif plan.outputs:
+            result, wrap = FRESH, _wrapper(next(a for a in arrays), plan.results[0])
+            if wrap is None:
+                return None
+        if copied_bytes > SCRATCH_BYTES:
+            return None
+        scratch, arena, offset = self._scratch(lane)
+        return {
+            "lane": lane,
+            "link": submitted.link,
+            "lease": lease,
+            "route": route,
+            "plan": plan,
+            "decision": lease.decision,
+            "copies": tuple(submitted.copies),
+            "note": lease.note,
+            "wrap": wrap,
+            "scratch": scratch,
+            "acquire": lane.turn.acquire,
+            "release": lane.turn.release,
+            "values": lease.values,
+            "inputs": array("Q", inputs).tobytes(),
+            "page": lane.page.address,
+            "epoch": lease.epoch,
+            "number": lease.plan,
+            "doorbell": lane.doorbell,
+            "answer": lane.answer.fileno(),
+            "control": submitted.link.hang_up_fd,
+            "timeout_ns": int(lane.default_s * 1e9),
+            "result": result,
+            "result_bytes": plan.outputs[0].span_bytes if plan.outputs else 0,
+            "scratch_at": arena.address + offset,
+            "scratch_bytes": SCRATCH_BYTES,
+            "scratch_arena": self._registry[arena],
+            "scratch_offset": offset,
+        }
+
+    def _scratch(self, lane: Lane) -> tuple[memoryview, arenas.Arena, int]:
+        """The lane's memory for inputs. After a call that did not end well on the lane it gets other memory: it may lie
+        in an arena that the worker has not been lent."""
+        if lane.scratch is None:
+            lane.scratch = self._pool.allocate(SCRATCH_BYTES)
+        return lane.scratch
+
+    def _allocate(self, nbytes: int) -> tuple[memoryview, arenas.Arena, int]:
+        """As the pool does, in an arena that the broker knows."""
+        found = self._pool.allocate(nbytes)
+        self._registry[found[1]]
+        return found
+
+    def _arenas(self) -> tuple[Any, bytes]:
+        index = self._pool.index
+        rows = [number for a in index[1] for number in (a.address, a.nbytes, self._registry.get(a, 0))]
+        return index, array("Q", rows).tobytes()
+
+
+_KINDS = ("numpy", "torch")
+
+
+def _miss(request: Request, start_ns: int) -> Any:
+    return MISS
+
+
+def _never() -> bool:
+    return False
+
+
+def _types_of(kind: str) -> dict[str, Any]:
+    if kind == "numpy":
+        return {"array": sys.modules["numpy"].ndarray}
+    torch = sys.modules["torch"]
+    return {
+        "tensor": torch.Tensor,
+        "parameter": torch.nn.Parameter,
+        "size": torch.Size,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "exchange": getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+    }
+
+
+def _wrapper(like: Array, spec: TensorSpec) -> Callable[[Any], Any] | None:
+    """Makes what `wrap` makes, of a block of _repeats.c."""
+    if not spec.numel or not spec.is_contiguous:
+        return None
+    if like.kind == "torch":
+        return functools.partial(wrap_torch, spec=spec)
+    if spec.dtype in ML_DTYPES or spec.dtype == "float4_e2m1fn_x2":
+        return None
+    numpy = sys.modules["numpy"]
+    return functools.partial(numpy.ndarray, spec.shape, numpy.dtype(spec.dtype))
