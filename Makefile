@@ -32,7 +32,7 @@ demo: envs  ## the main job: a sentence-embedding model across environments that
 PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist worksteal
 
 test: envs  ## all that shows behaviour and needs no GPU, in some minutes
-	LZ_SIM_SCHEDULES=$(or $(LZ_SIM_SCHEDULES),500) $(PYTEST) -m 'not long'
+	LZ_SIM_SCHEDULES=$(or $(LZ_SIM_SCHEDULES),500) LZ_EXAMPLES=$(or $(LZ_EXAMPLES),25) $(PYTEST) -m 'not long'
 
 test-all: envs  ## the rest, too: thousands of schedules, planted bugs, fuzzing, chaos
 	$(PYTEST)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.examples import examples
+from tests.process import forks
 from tests.process.harness import PREFIX, Site, arena_files, open_files, processes, wait_until
 
 import layerzero as lz
@@ -25,27 +27,93 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # How long an example takes is the machine's affair: it says nothing about what is tested.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tests", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("tests")
 
-# Tests of the simulator itself: they look for planted bugs in thousands of schedules. What torch has to check ops with:
-# each op, as it is traced, compiled and differentiated, on its own samples.
+# Parts of names. Of what `make test` leaves out something like it stays in, except for the first two groups.
 LONG = (
+    # the simulator itself: planted bugs in thousands of schedules, and whether those go everywhere
     "test_simulation.py::test_planted_bug_is_found",
-    "test_framework_applications_share_a_broker[test_torch_ops.py]",
-    "test_framework_applications_share_a_broker[test_torch_opinfo.py]",
+    "test_simulation.py::test_schedules_",
+    # what torch has to check ops with: each op, as it is traced, compiled and differentiated, on its own samples
+    "frameworks/test_torch_ops.py",
+    "frameworks/test_torch_opinfo.py",
+    # Inductor's C++, graphs of all kinds and sizes, and finite differences of attention
+    "test_compiled_block_is_torchs[inductor",
+    "test_compiled_block_is_torchs[aot_eager-True",
+    "test_compiled_inside_of_accelerate[inductor",
+    "test_models_that_are_compiled_and_accelerated[compiled in place",
+    "test_models_that_are_compiled_and_accelerated[a part",
+    "test_exported_program_has_our_ops[True",
+    "test_gradients_are_those_of_finite_differences[attention-0",
+    "test_gradients_are_those_of_finite_differences[attention-1",
+    "test_gradients_are_those_of_finite_differences[attention-3",
+    "test_gradients_are_those_of_finite_differences[attention-4",
+    "test_torch_accelerate.py::test_a_worker_dies_in_the_middle[backward",
+    # Transformers: more caches, models and layers
+    "test_attention.py::test_model_compiles_whole",
+    "test_every_cache_gives_the_same_tokens[static",
+    "test_every_cache_gives_the_same_tokens[offloaded_static",
+    "test_every_cache_gives_the_same_tokens[quantized",
+    "test_gradients_are_those_of_the_models_formula[t5",
+    "test_gradients_are_those_of_the_models_formula[mixtral",
+    "test_attention.py::test_variables[TRANSFORMERS-eager",
+    "test_experts[qwen2_moe",
+    "test_experts[olmoe",
+    "test_experts[deepseek_v3",
+    # environments: whole installations, all that a probe tries, and what pip installs as uv does
+    "test_wheel.py::test_wheel_installs_and_runs_in_an_empty_venv",
+    "test_minilm.py::test_vectors_are_those_of_transformers_and_torch",
+    "test_minilm.py::test_tokens_are_those_of_transformers",
+    "test_every_backend_of_a_cpu_installation_answers",
+    "test_environment_passes_its_probe[torch",
+    "test_environment_passes_its_probe[zentorch",
+    "test_environment_passes_its_probe[mlx",
+    "test_matrix.py::test_the_resolver_refuses_two_versions_of_one_library",
+    "test_matrix.py::test_a_crash_is_a_result_and_names_its_signal",
+    "test_matrix.py::test_a_changed_struct_is_told_from_other_errors",
+    "test_matrix.py::test_isolated_all_of_them_work",
+    "test_matrix.py::test_two_environments_serve_all",
+    "test_matrix.py::test_the_page_has_the_evidence",
+    "test_matrix.py::test_progress_is_on_stderr",
+    "test_numpy_of_another_version_is_named",
+    "test_failed_build_says_why_and_what_to_run[pip",
+    "test_environment_of_a_lock_is_built_from_a_wheelhouse_alone[pip",
+    "test_interpreter_that_is_no_venv_can_be_the_base[pip",
+    # the same story again: other versions, other ways for a proof to fail or a file to be damaged, other deaths
+    "test_no_mix_of_three_versions_is_misread[-1",
+    "test_no_mix_of_three_versions_is_misread[1",
+    "test_another_version_is_refused_by_both_sides_with_both_numbers[newer",
+    "test_a_kernel_that_must_not_be_lifted_stays_in_its_worker[random",
+    "test_a_kernel_that_must_not_be_lifted_stays_in_its_worker[strays_before",
+    "test_a_kernel_that_must_not_be_lifted_stays_in_its_worker[exits",
+    "test_a_kernel_that_must_not_be_lifted_stays_in_its_worker[strikes",
+    "test_a_kernel_that_must_not_be_lifted_stays_in_its_worker[hangs",
+    "test_what_does_not_hold_is_not_believed[calls-cut",
+    "test_what_does_not_hold_is_not_believed[calls-unlink",
+    "test_what_does_not_hold_is_not_believed[code-flip",
+    "test_what_does_not_hold_is_not_believed[code-cut",
+    "test_what_is_of_another_machine_or_environment_is_left_alone[other0",
+    "test_what_is_of_another_machine_or_environment_is_left_alone[other1",
+    "test_gpu_calls.py::test_random_deaths_cost_no_result",
+    "test_users_brokers_end_with_the_one_that_started_them[15",
 )
+FLOATS = ("-float16]", "-float64]")  # a kernel's conformance in the others is in `make test`
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(name in item.nodeid for name in LONG):
+        is_repeated = "test_kernel_gives_the_reference_result" in item.nodeid and item.nodeid.endswith(FLOATS)
+        if is_repeated or any(name in item.nodeid for name in LONG):
             item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where probes are remembered; one for all processes of a test run."""
+    forks.start_server()
     base = tmp_path_factory.getbasetemp()
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "store"
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.process import forks
 
 from layerzero.envs.build.build import ensure, ensure_all, hold, plan
 from layerzero.envs.build.installers import InstallerName, find_uv, pick
@@ -256,7 +257,7 @@ def command_line(store: Path, *args: str) -> subprocess.CompletedProcess[str]:
         "--manifests",
         str(SAMPLES),
     ]
-    return subprocess.run(argv, capture_output=True, text=True, check=False)
+    return forks.run(argv, env=os.environ)
 
 
 def test_command_line_builds_and_probes(tmp_path: Path) -> None:

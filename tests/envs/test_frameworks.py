@@ -15,6 +15,15 @@ from layerzero.envs import manifest
 from layerzero.envs.build import build
 
 ROOT = Path(__file__).parents[2]
+LONG = (  # files with tests that are long; the last two have no others
+    "test_torch_compile.py",
+    "test_torch_gradients.py",
+    "test_torch_accelerate.py",
+    "test_torch_ops.py",
+    "test_torch_opinfo.py",
+)
+FILES = sorted((ROOT / "tests/frameworks").glob("test_*.py"))
+QUICK = [f"tests/frameworks/{path.name}" for path in FILES if path.name not in LONG[3:]]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +35,8 @@ def python() -> Path:
 def run_pytest(python: Path, *arguments: str, **environ: str) -> None:
     """Everything passes and nothing is skipped for want of a framework."""
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    inherited = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(ROOT / "src")}
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LZ_EXAMPLES") if name in os.environ}
+    inherited["PYTHONPATH"] = str(ROOT / "src")
     ran = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, env={**inherited, **environ})
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     assert "could not import" not in ran.stdout, ran.stdout[-3000:]
@@ -41,13 +51,25 @@ def test_client_units_with_every_framework(python: Path) -> None:
     run_pytest(python, *map(str, files))
 
 
+@pytest.mark.timeout(1800)
+def test_framework_applications_share_a_broker(python: Path) -> None:
+    """Another interpreter's broker serves an application that has frameworks of its own. All files in one process: to
+    import the frameworks takes as long as most of the tests."""
+    run_on_a_broker(python, *QUICK, "-m", "not long")
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # those of torch compile C++
-@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "tests/frameworks").glob("test_*.py")))
-def test_framework_applications_share_a_broker(python: Path, file: str) -> None:
-    """Another interpreter's broker serves an application that has frameworks of its own."""
+@pytest.mark.parametrize("file", LONG)
+def test_the_long_tests_of_framework_applications(python: Path, file: str) -> None:
+    """What tests/conftest.py has left out above."""
+    run_on_a_broker(python, f"tests/frameworks/{file}", "-m", "long")
+
+
+def run_on_a_broker(python: Path, *arguments: str) -> None:
     with tempfile.TemporaryDirectory(prefix="lz-") as runtime:
         lz.connect(runtime_dir=runtime)
         try:
-            run_pytest(python, f"tests/frameworks/{file}", LZ_TEST_FRAMEWORKS="1", LAYERZERO_RUNTIME_DIR=runtime)
+            run_pytest(python, *arguments, LZ_TEST_FRAMEWORKS="1", LAYERZERO_RUNTIME_DIR=runtime)
         finally:
             lz.disconnect()

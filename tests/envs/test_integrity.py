@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.envs.wheels import make_wheel, pack
+from tests.process import forks
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
@@ -209,7 +210,7 @@ def command_line(store: Path, *args: str) -> subprocess.CompletedProcess[str]:
         "--manifests",
         str(SAMPLES),
     ]
-    return subprocess.run(argv, capture_output=True, text=True, check=False)
+    return forks.run(argv, env=os.environ)
 
 
 def test_list_shows_the_change_and_build_repairs_it(tiny: Env) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from tests.envs.wheels import make_wheel, pack, unpack
+from tests.process import forks
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
@@ -311,7 +312,7 @@ def test_overlay_is_used_where_it_is_built_and_else_the_environment_of_the_lock(
 def command_line(*args: str | Path, **variables: str | Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     argv = [sys.executable, "-m", "layerzero.client.cli.app", "env", *map(str, args)]
-    return subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+    return forks.run(argv, env=environ)
 
 
 def test_command_line_builds_probes_and_lists_overlays(tmp_path: Path, base: Path, house: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests.envs.harness import STORE
 from tests.envs.wheels import unpack
+from tests.process import forks
 from tests.process.harness import ROOT, Site, wait_ended, wait_until
 
 import layerzero as lz
@@ -56,7 +57,7 @@ def lz_env(site: Site) -> Lz:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "layerzero.client.cli.app", "env", *map(str, words)]
         with site.environment():
-            return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+            return forks.run(command, env=os.environ)
 
     return run
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from tests.envs.wheels import make_wheel, pack
+from tests.process import forks
 
 from layerzero.envs.build.build import check, drift, ensure, find, plan
 from layerzero.envs.build.downloads import of_lock
@@ -256,7 +257,7 @@ def test_build_that_was_killed_goes_on_where_it_was(tmp_path: Path, manifest: En
     assert not plan(manifest, store=tmp_path / "store").is_built
     index.fetched.clear()
     index.stuck = ""
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    built = forks.run(command, env=os.environ)
     assert built.returncode == 0, built.stderr
     assert "pyzmq" in index.fetched
     assert len(index.fetched) < 4, index.fetched
@@ -278,15 +279,8 @@ def test_environment_is_built_with_another_python_and_found(
     manifest.path.write_text(text.replace('requirements = ["twig"]', "requirements = []"))
     both = load(manifest.path)
     other, folder = both.with_python(minor), str(manifest.path.parent)
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "layerzero.client.cli.app", "env", "lock", "tiny"),
-            *("--python", minor, "--manifests", folder),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    argv = [sys.executable, "-m", "layerzero.client.cli.app", "env", "lock", "tiny", "--python", minor]
+    ran = forks.run([*argv, "--manifests", folder], env=os.environ)
     assert ran.returncode == 0, ran.stderr
     env = ensure(other, store=tmp_path / "store")
     assert env.record()["python"].startswith(f"{minor}.")
@@ -314,7 +308,7 @@ def test_command_line_exports_and_imports(tmp_path: Path, manifest: EnvManifest,
 
     def lz_env(*args: str | Path) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "layerzero.client.cli.app", "env", *map(str, args), "--json"]
-        return subprocess.run(argv, capture_output=True, text=True, check=False)
+        return forks.run(argv, env=os.environ)
 
     store, common = ("--store", tmp_path / "store"), ("--manifests", folder)
     assert lz_env("build", "tiny", *store, *common, "--wheelhouse", wheels).returncode == 0

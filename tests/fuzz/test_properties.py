@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.fuzz.__main__ import CORPUS, MAX_BYTES, targets
 from tests.fuzz.budget import Checked
 from tests.fuzz.source import Source, chunk
@@ -45,7 +46,7 @@ def test_changed_input_is_handled(target: str) -> None:
     checked = Checked(MODULES[target])
 
     @settings(
-        max_examples=60,
+        max_examples=examples(60),
         deadline=None,
         derandomize=True,
         database=None,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.process.gpu_site import gpu_site, report
 from tests.process.harness import ROOT, Site, wait_until
-from tests.soft_gpu import soft_kernels
+from tests.soft_gpu import soft_kernels, soft_lifted
 
 import layerzero as lz
 from layerzero.client.gpu.lifting import loaded
@@ -52,7 +52,7 @@ def lifted_site(lifted_store: Path, kernels: Any) -> Iterator[LiftedSites]:
         environ: Mapping[str, str] = MappingProxyType({}),
         **settings: Any,
     ) -> Site:
-        its = {"LZ_SOFT_ROOT": str(ROOT), "LZ_SOFT_VARIANTS": json.dumps(dict(wrong)), **variables}
+        its = {"LZ_SOFT_ROOT": str(ROOT), **variables}
         site = gpu_site(
             lifted_store,
             *(names or ("one",)),
@@ -61,6 +61,8 @@ def lifted_site(lifted_store: Path, kernels: Any) -> Iterator[LiftedSites]:
             variables=its,
             **settings,
         )
+        # Not a variable of theirs: each site would be probed anew, which says nothing about lifting.
+        (site.manifests / soft_lifted.VARIANTS).write_text(json.dumps(dict(wrong)))
         site.environ.update(_NO_LIBRARY)
         site.environ.update(environ)
         made.append(site)

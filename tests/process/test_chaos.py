@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.process import forks
 from tests.process.harness import BACKENDS, ROOT
 
 from layerzero.client.chaos.schedule import DECK
@@ -19,14 +20,7 @@ LOST_S = 20.0  # a call that was open when the broker was killed knows, long bef
 
 
 def lz(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "layerzero.client.cli.app", *words],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return forks.run([sys.executable, "-m", "layerzero.client.cli.app", *words], env=environ, timeout_s=LIMIT_S)
 
 
 @pytest.fixture

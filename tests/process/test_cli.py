@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.process import forks
 from tests.process.harness import ROOT, Site, wait_ended
 
 from layerzero.client.cli import calls
@@ -33,7 +34,8 @@ def command(site: Site, words: tuple[str, ...], **variables: str) -> dict[str, A
 
 
 def lz(site: Site, *words: str, **variables: str) -> Finished:
-    return subprocess.run(**command(site, words, **variables), capture_output=True, timeout=120, check=False)
+    given = command(site, words, **variables)
+    return forks.run(given["args"], env=given["env"])
 
 
 def data(finished: Finished, code: int = DONE) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Compiling:
         for name, value in (("SLOW", SLOW), ("BROKEN", BROKEN)):
             source = source.replace(f"row == {name}:", f"row == {value}:")
         env = {"LZ_JIT_CACHE": "{cache}/silu", "LZ_JIT_NOTES": str(folder)}
-        site.environ["LAYERZERO_STORE"] = str(folder / "store")  # with caches that are empty
+        site.use_store(folder / "store")  # with caches that are empty
         site.add_backend("jit", provider=source, env=env, needs_jit=True, compiled_for=["row"])
         self.session = site.start().connect()
 

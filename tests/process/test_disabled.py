@@ -7,13 +7,13 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.process import forks
 from tests.process.harness import ROOT, Site, wait_until
 
 import layerzero as lz
@@ -21,16 +21,17 @@ import layerzero as lz
 X = np.array([1, 2, 3], np.float32)
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT)
 TOY = (Path(__file__).parents[1] / "backends" / "toy.py").read_text()
+LOAD = "def load() -> Loaded:\n"
 IS_WORKER = "'layerzero.workers.probe' not in sys.orig_argv"
 # Loads when a file is there.
 WAITS = TOY.replace(
-    "    import numpy\n",
-    f"    import numpy, sys\n    while {IS_WORKER} and not os.path.exists(os.environ['LZ_GATE']): time.sleep(0.01)\n",
+    LOAD,
+    f"{LOAD}    import sys\n    while {IS_WORKER} and not os.path.exists(os.environ['LZ_GATE']): time.sleep(0.01)\n",
 )
 # Cannot load as a worker, and takes for ever to end.
 LINGERS = TOY.replace(
-    "    import numpy\n",
-    "    import atexit, numpy, sys\n"
+    LOAD,
+    f"{LOAD}    import atexit, sys\n"
     f"    if {IS_WORKER}:\n"
     "        atexit.register(lambda: threading.Event().wait())\n"
     "        raise OSError('no such device')\n",
@@ -124,7 +125,9 @@ def _cli(site: Site, *words: str) -> str:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
     environ |= {**site.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
     command = [sys.executable, "-P", "-m", "layerzero.client.cli.app", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True).stdout
+    ended = forks.run(command, env=environ)
+    ended.check_returncode()
+    return ended.stdout
 
 
 # --- the only backend

@@ -379,7 +379,7 @@ def test_kernels_that_compile_are_compiled_for_the_gpu_first(
 ) -> None:
     """Those that come with LayerZero are all CUDA's: none was ever compiled ahead."""
     site = new_site("one", needs_jit=True)
-    site.environ["LAYERZERO_STORE"] = str(tmp_path / "store")  # where nothing is compiled yet
+    site.use_store(tmp_path / "store")  # where nothing is compiled yet
     site.connect()
     x, values = randn(8, 16)
     if way == "warmup":

@@ -191,8 +191,9 @@ def test_what_every_kernel_would_say_is_said_here_too(here: Site) -> None:
 def test_probe_that_crashes_harms_nobody(new_site: Make) -> None:
     """It is a process of its own; calls go to the worker for good, and reports say why."""
     site = new_site()
-    crash = "    import numpy\n    if 'LZ_TOY_NAME' not in os.environ:\n        ctypes.string_at(0)\n"
-    own(site, "crashy", (BACKENDS / "toy.py").read_text().replace("    import numpy\n", crash, 1))
+    load = "def load() -> Loaded:\n"
+    crash = f"{load}    if 'LZ_TOY_NAME' not in os.environ:\n        ctypes.string_at(0)\n"
+    own(site, "crashy", (BACKENDS / "toy.py").read_text().replace(load, crash))
     found = settle("crashy")
     assert (found.lane, found.backend) == ("broker", "crashy")
     assert found.notes[0].startswith("crashy does not run in this process: its probe ended with signal 11")

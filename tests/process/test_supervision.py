@@ -129,7 +129,8 @@ TOY = (Path(__file__).parents[1] / "backends" / "toy.py").read_text()
 PARENT = TOY.replace("def load()", "import subprocess\nsubprocess.Popen(['sleep', '600'])\n\n\ndef load()")
 # Passes the probe and fails as a worker.
 UNREADY = TOY.replace(
-    "    import numpy\n", "    import sys, numpy\n    assert 'layerzero.workers.probe' in sys.orig_argv, 'lost'\n"
+    "def load() -> Loaded:\n",
+    "def load() -> Loaded:\n    import sys\n    assert 'layerzero.workers.probe' in sys.orig_argv, 'lost'\n",
 )
 
 

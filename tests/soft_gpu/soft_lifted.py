@@ -1,6 +1,6 @@
 """The provider of the backends whose calls are lifted: its kernels are machine code of soft_kernels.py, which it
-launches by the driver. LZ_SOFT_ROOT: the repository. LZ_SOFT_VARIANTS: as JSON, of ops what their kernels do wrong
-(soft_faults.py). LZ_SOFT_NO_CUPTI: nobody sees the machine code."""
+launches by the driver. LZ_SOFT_ROOT: the repository. LZ_SOFT_NO_CUPTI: nobody sees the machine code. A file VARIANTS
+beside this one: as JSON, of ops what their kernels do wrong (soft_faults.py)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from layerzero.ipc.cuda.kernels import config_of
 from layerzero.ipc.lifting.form import digest
 from layerzero.workers.provider import Block, Bound, Call, Loaded
 
+VARIANTS = "variants.json"
 _CLUSTER = ((4, struct.pack("=III", 1, 1, 1).ljust(64, b"\0")),)  # an attribute of each launch
 
 
@@ -27,8 +29,8 @@ def load() -> Loaded:
 
     loaded = soft_kernels.install(soft_gpu.install())
     _watch(loaded)
-    name, variants = os.environ["LZ_TOY_NAME"], json.loads(os.environ.get("LZ_SOFT_VARIANTS", "{}"))
-    kernels = _Kernels(loaded, variants)
+    name, variants = os.environ["LZ_TOY_NAME"], Path(__file__).with_name(VARIANTS)
+    kernels = _Kernels(loaded, json.loads(variants.read_text()) if variants.is_file() else {})
     ops = {
         "silu": kernels.silu,
         "matmul": kernels.matmul,

@@ -4,6 +4,15 @@ LZ_SOFT_PROOF_S: how long one proof may take."""
 
 import os
 import sys
+from typing import Any
+
+
+def _put(name: str, value: Any) -> None:
+    """In the place of a function of cuda_driver, wherever it was imported (tests/process/forks.py)."""
+    old = getattr(cuda_driver, name)
+    for module in [one for one in sys.modules.values() if getattr(one, name, None) is old]:
+        setattr(module, name, value)
+
 
 if "layerzero.broker" in sys.orig_argv:
     from layerzero.broker.processes import cuda_driver
@@ -21,8 +30,8 @@ if "layerzero.broker" in sys.orig_argv:
         supports_fp16=True,
         memory_bytes=1 << 30,
     )
-    cuda_driver.detect_gpus = lambda *_: cuda_driver.Gpus((_SOFT,), has_mps="LZ_SOFT_MPS" in os.environ)
-    cuda_driver.free_memory_bytes = lambda *_: 1 << 30
+    _put("detect_gpus", lambda *_: cuda_driver.Gpus((_SOFT,), has_mps="LZ_SOFT_MPS" in os.environ))
+    _put("free_memory_bytes", lambda *_: 1 << 30)
     if "LZ_SOFT_PROOF_S" in os.environ:
         from layerzero.broker.lifting import proofs
 

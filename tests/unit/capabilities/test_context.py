@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.unit.capabilities.calls import ATTENTION, ATTRS, TOKENIZER, attention_call, call, kernel, spec
 
 from layerzero.capabilities import descriptor
@@ -321,7 +322,7 @@ def codes(context: SelectionContext, capability: KernelCapability) -> frozenset[
 
 
 @pytest.mark.parametrize("op", sorted(KERNELS))
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_calls_that_share_a_key_get_the_same_codes_from_every_kernel(op: str, data: st.DataObject) -> None:
     """This is what makes the validity cache a cache and not a guess."""
@@ -333,7 +334,7 @@ def test_calls_that_share_a_key_get_the_same_codes_from_every_kernel(op: str, da
 
 
 @pytest.mark.parametrize("op", sorted(KERNELS))
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_calls_that_some_kernel_tells_apart_have_two_keys(op: str, data: st.DataObject) -> None:
     """The same rule from the other side, over unrelated calls."""

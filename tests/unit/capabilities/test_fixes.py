@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.unit.capabilities.calls import ATTENTION, TOKENIZER, attention_call, call, kernel, spec
 from tests.unit.capabilities.test_context import KERNELS, contexts
 
@@ -262,7 +263,7 @@ def test_nothing_else_is_adapted_unasked(context: SelectionContext, capability: 
 
 
 @pytest.mark.parametrize("op", sorted(KERNELS))
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_is_advised_or_adapted_is_accepted(op: str, data: st.DataObject) -> None:
     """Over all kinds of calls and kernels, also those that nobody thought of."""

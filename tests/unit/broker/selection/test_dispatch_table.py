@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from layerzero.broker.selection import dispatch_table as tables
 from layerzero.broker.selection.dispatch_table import Hardware, Header, Leaf, Measurement, Split
@@ -94,7 +95,7 @@ TEXT = tables.build(
 ).save()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(0, len(TEXT) - 1), st.characters(codec="utf-8"))
 def test_a_changed_file_is_refused(place: int, character: str) -> None:
     """A flipped bit must not route production calls. White space alone changes nothing."""

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests import reference as numpy_reference
+from tests.examples import examples
 
 from layerzero.capabilities.context import SelectionContext
 from layerzero.capabilities.descriptor import KernelCapability, load
@@ -219,7 +220,9 @@ def calls(
 
 
 @pytest.mark.parametrize(("op", "kernel"), [k for k in KERNELS if k.values[0] in PROBLEMS])  # type: ignore[operator]
-@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None)
+@settings(
+    max_examples=examples(40), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None
+)
 @given(data=st.data())
 def test_every_call_that_a_descriptor_permits_has_a_case_of_its_class(
     op: str, kernel: KernelCapability, data: st.DataObject
