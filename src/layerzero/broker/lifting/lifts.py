@@ -167,7 +167,8 @@ class Lifts:
         known.granted, known.codes = spec, known.codes or LiftedCall.unpack(known.entry.form).codes
         digest = known.entry.digest
         self._by_digest[digest] = known.entry.form
-        return {"state": "ready", "number": known.number, "digest": digest, "epoch": held.page.lift_epoch}
+        epoch = held.page.lift_epoch
+        return {"state": "ready", "number": known.number, "backend": known.backend, "digest": digest, "epoch": epoch}
 
     def _best(self, spec: CallSpec, context: SelectionContext, alignments: Sequence[int]) -> Verdict | None:
         """What serves the call, counting backends whose worker is just not running, has died too often, or never was

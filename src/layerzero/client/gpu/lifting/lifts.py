@@ -31,7 +31,7 @@ from layerzero.client.gpu.lifting.keys import Key, addresses_of, key_of
 from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, relaxed
 from layerzero.client.gpu.lifting.prefetch import Prefetch
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
-from layerzero.client.gpu.lifting.sites import Asked, Caller, Site
+from layerzero.client.gpu.lifting.sites import Asked, Caller, Leave, Site
 from layerzero.client.gpu.session_view import Placed, SessionView
 from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda.streams import stream_key
@@ -281,22 +281,22 @@ class Lifts:
         elif state == "refused":
             self._refuse(asked, f"{answer['reason']}: {answer['detail']}", asked_in)
         elif state == "ready":
-            number, epoch = int(answer["number"]), int(answer["epoch"])
-            if gpu.order.page.lift_epoch != epoch:
+            leave = Leave.of(answer)
+            if gpu.order.page.lift_epoch != leave.epoch:
                 return PENDING_S  # it has changed since
-            self._hold(asked, load(gpu.memory, str(answer["digest"]), self._fetch), number, epoch)
+            self._hold(asked, load(gpu.memory, str(answer["digest"]), self._fetch), leave)
         else:
             raise ValueError(f"the broker answers {state!r:.40}")
         return None
 
-    def _hold(self, asked: Asked, loaded: LoadedLift, number: int, epoch: int) -> None:
+    def _hold(self, asked: Asked, loaded: LoadedLift, leave: Leave) -> None:
         """Launch these calls from now on, as long as the page has the epoch."""
         gpu = asked.gpu
         with self._lock:
             rooms = self._rooms.get(gpu.uuid)
             if rooms is None:
                 rooms = self._rooms[gpu.uuid] = ScratchRooms(gpu.memory)
-        site = Site.of(asked, loaded, number, epoch, rooms)
+        site = Site.of(asked, loaded, leave, rooms)
         if self._compiled is not None:
             site.compiled = compile_site(site)
         asked.route.not_lifted = ""
@@ -311,10 +311,10 @@ class Lifts:
     def _is_prefetched(self, asked: Asked) -> bool:
         """Whether it was lifted and loaded before it came; then it is launched from now on."""
         found = self._prefetch.take(asked)
-        if found is None or found.epoch != asked.gpu.order.page.lift_epoch:
+        if found is None or found.leave.epoch != asked.gpu.order.page.lift_epoch:
             return False
         try:
-            self._hold(asked, found.loaded, found.number, found.epoch)
+            self._hold(asked, found.loaded, found.leave)
         except LayerZeroError:  # of another call than this: the broker is asked
             return False
         asked.is_waiting = False

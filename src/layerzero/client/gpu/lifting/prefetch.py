@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from layerzero.client.gpu.lifting.growth import WINDOW, Ahead, name_of
 from layerzero.client.gpu.lifting.loaded import LoadedLift
-from layerzero.client.gpu.lifting.sites import Asked
+from layerzero.client.gpu.lifting.sites import Asked, Leave
 from layerzero.ipc.errors import LayerZeroError
 
 MAX_KEPT = 1024
@@ -17,10 +17,9 @@ PAUSE_S, WITHIN_S = 0.05, 20.0  # between questions after calls that are not rea
 
 
 class Prefetched(NamedTuple):
-    """What the broker gave leave for in an epoch of the GPU's page."""
+    """A call that waits to be made."""
 
-    number: int
-    epoch: int
+    leave: Leave
     loaded: LoadedLift
 
 
@@ -72,7 +71,7 @@ class Prefetch:
         answers = {n: one for n, one in zip(numbers, answer["calls"], strict=False) if n in wanted}
         for n, one in answers.items():
             if one["state"] == "ready":
-                found = Prefetched(int(one["number"]), int(one["epoch"]), load(str(one["digest"])))
+                found = Prefetched(Leave.of(one), load(str(one["digest"])))
                 with self._lock:
                     if len(self._kept) >= MAX_KEPT:
                         self._kept.clear()

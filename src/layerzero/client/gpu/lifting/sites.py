@@ -46,6 +46,19 @@ class Caller(NamedTuple):
         return cls(like.kind, like.device, like.spec.dtype, streamer(like), context_watcher(like, gpu), make)
 
 
+class Leave(NamedTuple):
+    """The broker's, to launch calls as long as the GPU's page has `epoch`. `number`: by which the broker knows them."""
+
+    number: int
+    epoch: int
+    backend: str
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> Leave:
+        """Of an answer that says "ready". Raises KeyError, ValueError, TypeError."""
+        return cls(int(answer["number"]), int(answer["epoch"]), str(answer["backend"]))
+
+
 class Sharing(NamedTuple):
     """Two tensors of a call, inputs counted before outputs, that must not share memory; `is_same_only`: that must not
     begin at one address (client/connection/call.py: refuse_sharing)."""
@@ -88,15 +101,15 @@ class Site:
     _aliases: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, asked: Asked, loaded: LoadedLift, number: int, epoch: int, rooms: ScratchRooms) -> Site:
+    def of(cls, asked: Asked, loaded: LoadedLift, leave: Leave, rooms: ScratchRooms) -> Site:
         """Raises ProtocolError for what the broker lifted of another call."""
         lifted, plan = loaded.lifted, asked.route.plan
         if (lifted.op, lifted.inputs, lifted.outputs) != (plan.op, tuple(plan.inputs), tuple(plan.outputs)):
             raise ProtocolError(f"a lifted {lifted.op} of other tensors than those of the call was given")
         if any(need and has % need for need, has in zip(lifted.alignments, asked.alignments, strict=True)):
             raise ProtocolError(f"{lifted.alignments} as alignments were given; the call has {asked.alignments}")
-        decision = _decision(asked.route, lifted)
-        site = cls(asked, loaded, number, epoch, rooms, decision, _note(asked, lifted))
+        decision = _decision(asked.route, lifted, leave.backend)
+        site = cls(asked, loaded, leave.number, leave.epoch, rooms, decision, _note(asked, lifted))
         site.sharings, site._aliases = _sharings(lifted, asked.has_out), lifted.aliases()
         return site
 
@@ -148,9 +161,8 @@ def _sharings(lifted: Lifted, has_out: bool) -> tuple[Sharing, ...]:
     return tuple(Sharing(count, n, False) for n in given) if has_out else ()
 
 
-def _decision(route: Route, lifted: Lifted) -> messages.Decision:
+def _decision(route: Route, lifted: Lifted, backend: str) -> messages.Decision:
     """With what was said of the route's other kernels, if anything was."""
-    backend = lifted.kernel_id.partition(".")[0]
     told = list(route.decisions.values())[-1:]
     if told:
         return replace(

@@ -62,7 +62,8 @@ class Broker:
     def ready(self, lifted: Lifted, epoch: int) -> dict[str, Any]:
         name = self.hold(lifted.pack())
         number = self.numbers.setdefault(name, len(self.numbers) + 1)
-        return {"state": "ready", "number": number, "digest": name, "epoch": epoch}
+        backend = lifted.kernel_id.partition(".")[0]
+        return {"state": "ready", "number": number, "backend": backend, "digest": name, "epoch": epoch}
 
     def ask(self, method: str, **params: Any) -> Any:
         self.asked.append((method, params))
