@@ -57,6 +57,7 @@ class LiftStore:
         self.problem = ""
         self._calls, self._code, self._faulted = folder / "calls", folder / "code", folder / "faulted"
         self._max_bytes = max_bytes
+        self._held: tuple[int, int] | None = None  # calls and bytes, at most: as they were counted, and what came since
 
     def find(self, key: str) -> Entry | None:
         """The entry of this key, if its file holds; all machine code that it needs is there, too."""
@@ -76,9 +77,11 @@ class LiftStore:
         return entry
 
     def add(self, key: str, entry: Entry, specimen: Specimen | None) -> None:
+        nbytes = 0
         for name, code in ({} if specimen is None else specimen.codes).items():
             if not self.code_path(name).is_file():
                 self._write(self.code_path(name), code)
+                nbytes += len(code)
         packed = pack_body(
             {
                 "format": _FORMAT,
@@ -94,7 +97,7 @@ class LiftStore:
             }
         )
         self._write(self._calls / key, packed + hashlib.sha256(packed).digest())
-        self._bound()
+        self._keep_bounds(nbytes + len(packed) + _HASH_BYTES)
 
     def remove(self, key: str) -> None:
         with contextlib.suppress(OSError):
@@ -218,19 +221,34 @@ class LiftStore:
             with contextlib.suppress(OSError):
                 os.utime(path)
 
-    def _bound(self) -> None:
-        """Remove what was not used for longest, until there is room."""
-        calls = self._by_age(self._calls)
-        for path in calls[: max(len(calls) - MAX_ENTRIES, 0)]:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        total = self.nbytes()
-        for path in sorted((*self._by_age(self._code), *self._by_age(self._calls)), key=_age):
-            if total <= self._max_bytes:
+    def _keep_bounds(self, added: int) -> None:
+        """After a call of so many bytes: where there may be too much, remove what was not used for longest, and enough
+        for the next calls; looking at all files takes the broker's time."""
+        if self._held is not None:
+            count, total = self._held[0] + 1, self._held[1] + added
+            if count <= MAX_ENTRIES and total <= self._max_bytes:
+                self._held = count, total
                 return
-            total -= _size(path)
-            with contextlib.suppress(OSError):
-                path.unlink()
+        calls, codes = self._by_age(self._calls), self._by_age(self._code)
+        count, total = len(calls), sum(map(_size, (*calls, *codes)))
+        spare = (MAX_ENTRIES // 8, self._max_bytes // 8) if count > MAX_ENTRIES or total > self._max_bytes else (0, 0)
+        for path in calls[: max(count - (MAX_ENTRIES - spare[0]), 0)]:
+            total -= self._unlink(path)
+            count -= 1
+        for path in sorted((*codes, *calls), key=_age):
+            if total <= self._max_bytes - spare[1]:
+                break
+            count -= path.parent == self._calls and path.exists()
+            total -= self._unlink(path)
+        self._held = count, total
+
+    @staticmethod
+    def _unlink(path: Path) -> int:
+        """How many bytes are gone."""
+        nbytes = _size(path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return nbytes
 
     @staticmethod
     def _by_age(folder: Path) -> list[Path]:

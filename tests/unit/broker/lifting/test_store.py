@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from layerzero.broker.lifting import store as stores
 from layerzero.broker.lifting.store import Entry, LiftStore
 from layerzero.ipc.lifting.form import Address, Kernel, Lifted, Patch, Span, digest
 from layerzero.ipc.lifting.specimen import Specimen
@@ -110,6 +111,24 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
             assert store.find("k0") is not None, "it is in use"
     assert store.nbytes() <= 9000
     assert [n for n in range(4) if store.find(f"k{n}") is not None] == [0, 2, 3]
+
+
+def test_a_store_stays_small_without_looking_at_all_files_for_each_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker adds a call for each new length of a decoder: with thousands of files that took it 50 ms each."""
+    monkeypatch.setattr(stores, "MAX_ENTRIES", 64)
+    looks: list[Path] = []
+    by_age = LiftStore._by_age
+    monkeypatch.setattr(LiftStore, "_by_age", staticmethod(lambda folder: looks.append(folder) or by_age(folder)))
+    store = LiftStore(tmp_path / "lifted")
+    for n in range(200):
+        store.add(f"k{n:03}", entry(), specimen())
+        os.utime(store.folder / "calls" / f"k{n:03}", (n, n))
+    assert len(looks) < 60
+    kept = [key for key, _ in store.entries()]
+    assert len(kept) <= 64
+    assert kept == [f"k{n:03}" for n in range(200 - len(kept), 200)]
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
