@@ -155,7 +155,7 @@ def test_a_call_is_lifted_proved_kept_and_granted(rig: Rig) -> None:
     assert rig.ask() == {"state": "pending"}
     rig.prove(message.number)
     packed = LIFTED.pack()
-    ready = {"state": "ready", "number": message.number, "digest": digest(packed), "epoch": 1}
+    ready = {"state": "ready", "number": message.number, "backend": "alpha", "digest": digest(packed), "epoch": 1}
     assert rig.ask() == ready
     assert [entry.form for _, entry in rig.store.entries()] == [packed]
     assert rig.store.code(digest(CODE)) == CODE
