@@ -19,6 +19,7 @@ CPU_WORKER = {
         "loading",
         "records",
         "shm",
+        "spinning",
         "transport",
         "vocabulary",
         "wording",

@@ -18,6 +18,7 @@ DEFAULT_US, MAX_US = 100, 10_000
 ASK_AGAIN_NS = 10_000_000  # what was found of the cores holds for so long
 MAX_MISSED = 63
 MARGIN, SLACK_NS = 4, 20_000
+_LOADAVG = Path("/proc/loadavg")
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -34,23 +35,16 @@ class Cores:
 
     def __init__(self) -> None:
         self._count = _core_count()
-        try:
-            self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # then nobody knows
-            self._loadavg = -1
 
     def are_free(self) -> bool:
-        if self._count < 2 or self._loadavg < 0:
+        """False where nobody knows."""
+        if self._count < 2:
             return False
         try:
-            running = int(os.pread(self._loadavg, 64, 0).split()[3].partition(b"/")[0])
+            running = int(_LOADAVG.read_bytes().split()[3].partition(b"/")[0])
         except (OSError, ValueError, IndexError):
             return False
         return running <= self._count
-
-    def __del__(self) -> None:
-        if self._loadavg >= 0:
-            os.close(self._loadavg)
 
 
 def _core_count() -> float:

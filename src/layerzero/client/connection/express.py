@@ -162,6 +162,7 @@ class Lane:
         """As `close`, in a forked child, where nobody is on the lane although it may look so."""
         if not self.is_closed:
             self.is_closed = True  # the page stays mapped while a thread looks at it
+            self.scratch = None
             if self.is_open:
                 os.close(self.doorbell)
                 self.answer.close()

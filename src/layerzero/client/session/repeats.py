@@ -105,6 +105,12 @@ class Repeats:
         """Every call is looked at anew."""
         self._known.clear()
 
+    def close(self) -> None:
+        """Give all memory back; calls that are on their way keep theirs."""
+        self.forget()
+        if self._compiled is not None:
+            self.clear()
+
     def remember(self, submitted: Submitted, lane: Lane, lease: Lease) -> None:
         """A call that ran on a lane, for the next one that is the same."""
         if self._compiled is None:
@@ -159,7 +165,10 @@ class Repeats:
                 return None
         if copied_bytes > SCRATCH_BYTES:
             return None
-        scratch, arena, offset = self._scratch(lane)
+        scratch, at, number, offset = None, 0, 0, 0
+        if copied_bytes:
+            scratch, arena, offset = self._scratch(lane)
+            at, number = arena.address + offset, self._registry[arena]
         return {
             "lane": lane,
             "link": submitted.link,
@@ -184,9 +193,9 @@ class Repeats:
             "timeout_ns": int(lane.default_s * 1e9),
             "result": result,
             "result_bytes": plan.outputs[0].span_bytes if plan.outputs else 0,
-            "scratch_at": arena.address + offset,
-            "scratch_bytes": SCRATCH_BYTES,
-            "scratch_arena": self._registry[arena],
+            "scratch_at": at,
+            "scratch_bytes": SCRATCH_BYTES if scratch else 0,
+            "scratch_arena": number,
             "scratch_offset": offset,
         }
 

@@ -147,6 +147,7 @@ class Session:
             self.gpus.finish(CLOSE_S)
         self._link.close()
         self._lanes.close()
+        self._repeats.close()
         self.arena_registry.close()
         if is_own:
             self.lifts.close()

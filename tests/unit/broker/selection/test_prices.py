@@ -10,7 +10,7 @@ from layerzero.broker.selection.ranking import Engine
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.capabilities import descriptor
 from layerzero.capabilities.device import DeviceSpec
-from layerzero.client.planning.plans import plan_attention
+from layerzero.client.planning.attention_plans import plan_attention
 from layerzero.ipc.transport.messages import Route, encode
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
