@@ -190,6 +190,19 @@ def test_what_no_kernel_has_is_handed_over(tensors: Any, given: dict[str, Any], 
     assert outcomes() == {f"handed to native: {reason}"}
 
 
+def test_checks_of_the_dispatcher_warn_as_of_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DIFFUSERS_ATTN_CHECKS=1 names what native attention does not take, and no more."""
+    warnings: list[str] = []
+    monkeypatch.setattr(_AttentionBackendRegistry, "_checks_enabled", True)
+    monkeypatch.setattr(attention_dispatch.logger, "warning", warnings.append)
+    by("layerzero", *qkv())
+    assert warnings == []
+    by("layerzero", *qkv(), attention_kwargs={"window_size": 3})
+    by("native", *qkv(), attention_kwargs={"window_size": 3})
+    assert [warning.partition("{")[2] for warning in warnings] == ["'window_size'}."] * 2
+    assert outcomes() == {"served", "handed to native: argument window_size"}
+
+
 def test_log_sum_exp_is_refused_as_native_refuses_it() -> None:
     """It is not ignored."""
     with pytest.raises(ValueError, match="return_lse"):

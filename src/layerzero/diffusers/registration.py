@@ -15,13 +15,11 @@ _MEMBER = "LAYERZERO"
 
 
 class _Everything(set[str]):
-    """Names of arguments, for the dispatcher: it drops in silence what a backend does not name. Ours gets all."""
+    """Names of arguments, for the dispatcher: it drops in silence what a backend does not name. Ours gets all; what it
+    does name are the elements, for DIFFUSERS_ATTN_CHECKS."""
 
     def __contains__(self, name: object) -> bool:
         return True
-
-    def __rsub__(self, names: Any) -> set[str]:
-        return set()
 
 
 def _made() -> Any:
@@ -44,7 +42,7 @@ def register() -> None:
         names._member_map_[_MEMBER] = _member
         names._value2member_map_[NAME] = _member
     registry.register(_member)(dispatched)
-    registry._supported_arg_names[_member] = _Everything()
+    registry._supported_arg_names[_member] = _Everything(registry._supported_arg_names[_member])
 
 
 def unregister() -> None:
