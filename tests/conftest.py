@@ -63,6 +63,10 @@ LONG = (
     "test_experts[qwen2_moe",
     "test_experts[olmoe",
     "test_experts[deepseek_v3",
+    # Diffusers: further graphs, and a program of its own
+    "test_models.py::test_model_compiles_whole[flux",
+    "test_models.py::test_model_compiles_whole[unet",
+    "test_models.py::test_program_that_lays_us_aside",
     # environments: whole installations, all that a probe tries, and what pip installs as uv does
     "test_wheel.py::test_wheel_installs_and_runs_in_an_empty_venv",
     "test_minilm.py::test_vectors_are_those_of_transformers_and_torch",

@@ -19,7 +19,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "layerzero"
 DESIGN = ROOT / "docs" / "design.md"
-PACKAGES = ("transformers", "torch", "client", "broker", "envs", "workers", "capabilities", "ipc")  # callers first
+PACKAGES = (
+    "transformers",
+    "diffusers",
+    "torch",
+    "client",
+    "broker",
+    "envs",
+    "workers",
+    "capabilities",
+    "ipc",
+)  # callers first
 BEGIN, END = "<!-- python -m tests.structure: begin -->\n", "<!-- python -m tests.structure: end -->\n"
 
 

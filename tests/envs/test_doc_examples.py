@@ -26,6 +26,7 @@ weight = rng.standard_normal((64, 512), dtype=np.float32)
 NOT_RUN = {
     "docs/adding-a-backend.md": "it is the example's provider: test_docs.py compares them, test_third_party.py runs it",
     "docs/joined.md": "it needs another container: tests/containers",
+    "docs/diffusers.md": "the program needs Diffusers: tests/diffusion_models",
     "docs/transformers.md": "the program needs Transformers: tests/transformer_models",
     "docs/torch.md": "the program needs torch itself: tests/frameworks",
     "docs/matrix.md": "it is a test for pytest: test_matrix_pytest.py runs such",

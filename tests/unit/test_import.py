@@ -21,7 +21,7 @@ def test_import_is_light() -> None:
     runs = [json.loads(subprocess.check_output([sys.executable, "-c", SCRIPT], text=True)) for _ in range(3)]
     assert min(run["ms"] for run in runs) < 150
     loaded = set(runs[0]["modules"])
-    assert not loaded & {"torch", "numpy", "jax", "mlx", "transformers", "zmq", "pydantic", "rich"}
+    assert not loaded & {"torch", "numpy", "jax", "mlx", "transformers", "diffusers", "zmq", "pydantic", "rich"}
     assert {m for m in loaded if m.startswith("layerzero")} == {"layerzero"}
 
 

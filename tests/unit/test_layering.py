@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     # What users of layerzero could have written themselves.
     "torch": ({""}, {"torch"}),
     "transformers": ({"", "ipc", "torch"}, {"torch", "transformers"}),
+    "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
 }
 # Files and folders that may import more than their package. "" is `layerzero` itself.
 EXTRA: dict[str, set[str]] = {
@@ -45,6 +46,7 @@ EXTRA: dict[str, set[str]] = {
     # What was decided of calls, by which policy, and how that is printed.
     "torch/acceleration": {"client", "ipc"},
     "torch/attention.py": {"client"},  # what is computed in this process is told as lz.last_report() tells it
+    "torch/running.py": {"ipc"},  # which variable takes it out
     "torch/registration.py": {"client"},  # torch's wish for deterministic kernels is a policy of the call
     "torch/tracing.py": {"client"},  # calls of lz functions in a program that is traced come to it
 }

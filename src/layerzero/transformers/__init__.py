@@ -6,10 +6,22 @@ model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="layerzer
 
 from __future__ import annotations
 
+from layerzero.torch.tally import Report
 from layerzero.transformers.kernelizing import Repository, kernel_mapping, kernelize, unkernelize
 from layerzero.transformers.registration import instead_of_sdpa, register
-from layerzero.transformers.tally import Report, clear, report
+from layerzero.transformers.running import runner
 
 register()
+
+
+def report() -> Report:
+    """What became of this process's calls so far."""
+    return runner.tally.report()
+
+
+def clear() -> None:
+    """Forget all calls."""
+    runner.tally.clear()
+
 
 __all__ = ["Report", "Repository", "clear", "instead_of_sdpa", "kernel_mapping", "kernelize", "report", "unkernelize"]

@@ -13,9 +13,6 @@ from layerzero.transformers import masks, running
 from layerzero.transformers.modeling import ModelingFile, file_of
 from layerzero.transformers.running import HandedOver
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-DEVICES = ("cpu", "cuda")
-
 # What layers say besides, and no kernel has. Each is handed to the model's own formula, and so is what only that names.
 # A mask says the same of a sliding window, as it does for SDPA and for the formula.
 _EAGER_HAS = {"softcap": "soft cap", "s_aux": "sinks", "sinks": "sinks"}
@@ -81,7 +78,7 @@ def _serve(
     """By lz.attention. Raises HandedOver."""
     if dropout:
         raise HandedOver("dropout")
-    _check_tensors(query, key, value, mask)
+    running.check_attention(query, key, value, mask)
     if causal and key.shape[2] > query.shape[2]:  # a prefill on a static cache, of which the rest is empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
@@ -97,17 +94,6 @@ def _serve(
     return running.call(
         "attention", q, k, v, mask, is_causal=bool(causal), scale=scaling, enable_gqa=is_grouped, layout="BSHD"
     )
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    if any(tensor.dim() != 4 for tensor in (query, key, value)):
-        raise HandedOver("not 4 dimensions")
-    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
-        raise HandedOver("dtypes")
-    if query.device.type not in DEVICES:
-        raise HandedOver(f"device {query.device.type}")
-    if mask is not None and (mask.dim() > 4 or not (mask.dtype == torch.bool or mask.dtype.is_floating_point)):
-        raise HandedOver("kind of mask")
 
 
 def _eager_reason(file: ModelingFile, kwargs: dict[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""What became of the calls of each class of layers: served, or handed over to Transformers, and why."""
+"""What became of the calls of each class of layers: served, or handed over to the framework they are of, and why."""
 
 from __future__ import annotations
 
@@ -42,25 +42,26 @@ class Report:
         return "\n".join((f"{self.served:,} calls served, {self.handed_over:,} handed over", *lines))
 
 
-_calls: Counter[tuple[str, str, str]] = Counter()
-_lock = threading.Lock()
+class Tally:
+    """Calls of this process's layers of one framework. Threads may count at once."""
 
+    def __init__(self) -> None:
+        self._calls: Counter[tuple[str, str, str]] = Counter()
+        self._lock = threading.Lock()
 
-def count(layer: object, what: str, outcome: str = SERVED) -> None:
-    """One more call of a layer."""
-    key = (type(layer).__name__, what, outcome)
-    with _lock:
-        _calls[key] += 1
+    def count(self, layer: object, what: str, outcome: str = SERVED) -> None:
+        """One more call of a layer, or of one whose name is given."""
+        key = (layer if isinstance(layer, str) else type(layer).__name__, what, outcome)
+        with self._lock:
+            self._calls[key] += 1
 
+    def report(self) -> Report:
+        """What became of the calls so far."""
+        with self._lock:
+            found = self._calls.most_common()
+        return Report(tuple(Row(*key, calls) for key, calls in found))
 
-def report() -> Report:
-    """What became of this process's calls so far."""
-    with _lock:
-        found = _calls.most_common()
-    return Report(tuple(Row(*key, calls) for key, calls in found))
-
-
-def clear() -> None:
-    """Forget all calls."""
-    with _lock:
-        _calls.clear()
+    def clear(self) -> None:
+        """Forget all calls."""
+        with self._lock:
+            self._calls.clear()

@@ -1,0 +1,87 @@
+"""Calls of ours from a layer of a framework's model: with gradients where they are wanted, connected where nobody has
+yet, and handed over where they fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.ipc.vocabulary.variables import is_disabled
+from layerzero.torch import registration  # noqa: F401  # defines torch.ops.layerzero
+from layerzero.torch.tally import SERVED, Tally
+
+_ops = torch.ops.layerzero
+
+IS_DISABLED = is_disabled(os.environ)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DEVICES = ("cpu", "cuda")
+
+
+class HandedOver(Exception):
+    """A call is not ours; the message says why. Only within a framework's package."""
+
+
+class Runner:
+    """Calls of one framework's layers. `framework`: its name, for people; `tally` counts them; what failed is said
+    once by the logger layerzero.NAME."""
+
+    def __init__(self, framework: str) -> None:
+        self.framework = framework
+        self.tally = Tally()
+        self._log = logging.getLogger(f"layerzero.{framework.lower()}")
+        self._warned: set[str] = set()
+
+    def call(self, name: str, *args: Any, **options: Any) -> Tensor:
+        """The op of this name. Raises HandedOver where it fails.
+
+        By torch's dispatcher where something of torch's has to know of it: gradients, autocast, compilation, subclasses
+        of Tensor. Else by lz's own function, which costs less."""
+        if torch.compiler.is_compiling():
+            return getattr(_ops, name).default(*args, **options)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        needs_torch = (
+            (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+            or torch.is_autocast_enabled(tensors[0].device.type)
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        )
+        function = getattr(_ops, name).default if needs_torch else getattr(lz, name)
+        return self._connected(name, lambda: function(*args, **options))
+
+    def _connected(self, name: str, run: Callable[[], Tensor]) -> Tensor:
+        try:
+            try:
+                return run()
+            except (lz.NotConnected, lz.BrokerLost):
+                lz.ensure_connected()
+                return run()
+        except lz.LayerZeroError as error:
+            if error.code not in self._warned:
+                self._warned.add(error.code)
+                self._log.warning("%s is computed by %s: %s", name, self.framework, str(error).partition("\n")[0])
+            raise HandedOver(f"error {error.code}") from error
+
+    def count(self, layer: object, what: str, outcome: str = SERVED) -> None:
+        """One more call in the report; none while torch compiles."""
+        if not torch.compiler.is_compiling():
+            self.tally.count(layer, what, outcome)
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """Raises HandedOver for tensors that lz.attention does not take: other than four dimensions, dtypes that are no
+    floats of 16 to 64 bits or differ, devices but CPU and CUDA, masks that are neither bool nor floats."""
+    if any(tensor.dim() != 4 for tensor in (query, key, value)):
+        raise HandedOver("not 4 dimensions")
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise HandedOver("dtypes")
+    if query.device.type not in DEVICES:
+        raise HandedOver(f"device {query.device.type}")
+    if mask is not None and (mask.dim() > 4 or not (mask.dtype == torch.bool or mask.dtype.is_floating_point)):
+        raise HandedOver("kind of mask")
