@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -42,19 +43,21 @@ def test_looks_in_vain_become_rare_until_one_is_not() -> None:
     assert all(spin.next_ns() == 1000 for _ in range(3))
 
 
-def test_nobody_looks_where_others_want_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_looks_where_others_want_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Who looks takes a core from them: so many may run as there are."""
-    cores = spinning.Cores()
-    told = ""
-    monkeypatch.setattr(os, "pread", lambda *_: told.encode())
+    cores, told = spinning.Cores(), tmp_path / "loadavg"
+    monkeypatch.setattr(spinning, "_LOADAVG", told)
     cores._count = 2
-    for told, are_free in (  # noqa: B007  # the lambda reads it
+    assert cores.are_free() is False, "nobody tells"
+    for text, are_free in (
         ("0.1 0.1 0.1 2/300 17\n", True),
         ("0.1 0.1 0.1 3/300 17\n", False),
         ("nonsense", False),
     ):
+        told.write_text(text)
         assert cores.are_free() is are_free
-    cores._count, told = 1, "0.1 0.1 0.1 1/300 17\n"
+    cores._count = 1
+    told.write_text("0.1 0.1 0.1 1/300 17\n")
     assert cores.are_free() is False
 
 
