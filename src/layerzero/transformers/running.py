@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ _ops = torch.ops.layerzero
 _warned: set[str] = set()
 
 IS_DISABLED = is_disabled(os.environ)
+
+T = TypeVar("T")
 
 
 class HandedOver(Exception):
@@ -43,10 +45,11 @@ def call(name: str, *args: Any, **options: Any) -> Tensor:
         or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
     )
     function = getattr(_ops, name).default if needs_torch else getattr(lz, name)
-    return _connected(name, lambda: function(*args, **options))
+    return connected(name, lambda: function(*args, **options))
 
 
-def _connected(name: str, run: Callable[[], Tensor]) -> Tensor:
+def connected(name: str, run: Callable[[], T]) -> T:
+    """What `run` returns, connected where nobody has yet. Raises HandedOver where it fails."""
     try:
         try:
             return run()
