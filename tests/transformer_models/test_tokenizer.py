@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.transformer_models import comparing
-from tests.transformer_models.architectures import ARCHITECTURES
+from tests.transformer_models.architectures import ARCHITECTURES, Architecture
 from tests.transformer_models.tokenizers import CORPUS, KINDS, TEXTS, all_of, minilm, random_texts
 from tokenizers import AddedToken, normalizers
 from tokenizers.implementations import CharBPETokenizer
@@ -282,19 +281,21 @@ def test_a_class_that_puts_in_a_decoder_of_its_own() -> None:
     assert outcomes("detokenize") == ["served"]
 
 
-def test_pipelines_and_generate(tmp_path: Path) -> None:
-    """A model's ids, its pipeline's text."""
-    llama = next(one for one in ARCHITECTURES if one.name == "llama").build("eager")
-    limit = {"max_new_tokens": 5, "do_sample": False}
-    texts = []
+def test_pipelines_and_generate() -> None:
+    """Texts in, texts out, alone and as a batch that is padded on the left."""
+    known = next(one for one in ARCHITECTURES if one.name == "llama")
+    llama = Architecture(known.name, known.model, known.kind, {**known.only, "vocab_size": 600}).build("eager")
+    prompts = ["Kernels run", "été 😀 in an environment of its own"]
+    found = []
     for tokenizer in (fast("gpt2"), ours("gpt2")):
-        pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
-        prompt = comparing.ids()[0, :4]
-        text = tokenizer.decode(prompt)
-        generated = tokenizer.batch_decode(llama.generate(comparing.ids()[:1], **limit))
-        texts.append((text, generated, pipe.tokenizer.convert_tokens_to_ids("<s>")))
-    assert texts[0] == texts[1]
-    assert outcomes("detokenize") == ["served"]
+        pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer, device="cpu")
+        piped = pipe(prompts, max_new_tokens=5, do_sample=False)
+        batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+        generated = llama.generate(**batch, max_new_tokens=5, do_sample=False)
+        found.append((piped, tokenizer.batch_decode(generated, skip_special_tokens=True)))
+    assert found[0] == found[1]
+    assert found[1][1][0].startswith(prompts[0])
+    assert outcomes() == outcomes("detokenize") == ["served"]
 
 
 def test_chat_templates() -> None:
