@@ -122,8 +122,8 @@ def test_random_texts(name: str) -> None:
 @pytest.mark.parametrize("name", list(KINDS))
 def test_many_random_texts(name: str) -> None:
     """And each with another."""
-    texts = random_texts(1500, seed=6)
-    for options in OPTIONS[:6]:
+    texts = random_texts(200, seed=6)
+    for options in (OPTIONS[0], OPTIONS[4]):
         assert all_of(ours(name)(texts, **options)) == all_of(fast(name)(texts, **options))
         assert all_of(ours(name)(texts, texts[::-1], **options)) == all_of(fast(name)(texts, texts[::-1], **options))
 
