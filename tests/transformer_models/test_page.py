@@ -9,20 +9,23 @@ from typing import Any
 import pytest
 from tests.transformer_models.architectures import ARCHITECTURES, NOT_ASKED, REFUSED, SINKS, SOFT_CAP
 from tests.transformer_models.comparing import ids
+from tests.transformer_models.tokenizers import gpt2
 
 PAGE = (Path(__file__).parents[2] / "docs/transformers.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def test_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A reader has the name of a model, and ids."""
+    """A reader has the name of a model with a tokenizer, and ids."""
     llama = next(one for one in ARCHITECTURES if one.name == "llama")
     llama.build("eager").save_pretrained(tmp_path)
+    gpt2().save_pretrained(tmp_path)
     at_hand: dict[str, Any] = {"name": str(tmp_path), "ids": ids()}
     exec("\n".join(BLOCK.findall(PAGE)), at_hand)
     out = capsys.readouterr().out
     assert "0 handed over" in out
     assert "RMSNorm" in out
+    assert "['Kernels run', 'in environments']" in out
 
 
 def named(after: str, before: str) -> set[str]:

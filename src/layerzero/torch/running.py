@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from layerzero.torch.tally import SERVED, Tally
 _ops = torch.ops.layerzero
 
 IS_DISABLED = is_disabled(os.environ)
+T = TypeVar("T")
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")
 
@@ -53,9 +55,10 @@ class Runner:
             or any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
         )
         function = getattr(_ops, name).default if needs_torch else getattr(lz, name)
-        return self._connected(name, lambda: function(*args, **options))
+        return self.connected(name, lambda: function(*args, **options))
 
-    def _connected(self, name: str, run: Callable[[], Tensor]) -> Tensor:
+    def connected(self, name: str, run: Callable[[], T]) -> T:
+        """What `run` returns, connected where nobody has yet. Raises HandedOver where it fails."""
         try:
             try:
                 return run()

@@ -2,6 +2,7 @@
 
 import layerzero.transformers
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="layerzero")
+tokenizer = layerzero.transformers.Tokenizer.from_pretrained(name)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from layerzero.torch.tally import Report
 from layerzero.transformers.kernelizing import Repository, kernel_mapping, kernelize, unkernelize
 from layerzero.transformers.registration import instead_of_sdpa, register
 from layerzero.transformers.running import runner
+from layerzero.transformers.tokenizer import Tokenizer
 
 register()
 
@@ -24,4 +26,14 @@ def clear() -> None:
     runner.tally.clear()
 
 
-__all__ = ["Report", "Repository", "clear", "instead_of_sdpa", "kernel_mapping", "kernelize", "report", "unkernelize"]
+__all__ = [
+    "Report",
+    "Repository",
+    "Tokenizer",
+    "clear",
+    "instead_of_sdpa",
+    "kernel_mapping",
+    "kernelize",
+    "report",
+    "unkernelize",
+]

@@ -6,6 +6,7 @@ from layerzero.torch.running import IS_DISABLED, HandedOver, Runner, check_atten
 
 runner = Runner("Transformers")
 call = runner.call
+connected = runner.connected
 count = runner.count
 
-__all__ = ["IS_DISABLED", "HandedOver", "call", "check_attention", "count", "runner"]
+__all__ = ["IS_DISABLED", "HandedOver", "call", "check_attention", "connected", "count", "runner"]
