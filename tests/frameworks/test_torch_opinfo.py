@@ -25,11 +25,11 @@ class Served(NamedTuple):
 
 
 def _sdpa_is_refused(sample: Any) -> bool:
-    """Heads and batches that broadcast."""
+    """Heads and batches that broadcast, but with dropout, which is torch's."""
     q, (k, v, *_) = sample.input, sample.args
     unequal = q.shape[:-3] != k.shape[:-3] or k.shape[:-2] != v.shape[:-2]
     grouped = q.dim() > 2 and q.shape[-3] != k.shape[-3] and not sample.kwargs.get("enable_gqa")
-    return unequal or grouped
+    return not sample.kwargs.get("dropout_p") and (unequal or grouped)
 
 
 def _has_negative_eps(sample: Any) -> bool:

@@ -59,7 +59,8 @@ class Lifting:
             return self.answer
         packed = self.make(route.plan.inputs[0]).pack()
         self.held[digest(packed)] = packed
-        return {"state": "ready", "number": 1, "digest": digest(packed), "epoch": self.page.lift_epoch}
+        epoch = self.page.lift_epoch
+        return {"state": "ready", "number": 1, "backend": "one", "digest": digest(packed), "epoch": epoch}
 
     def get(self, wanted: str) -> tuple[int, int]:
         fd = os.memfd_create("lifted")

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "client": ({"ipc"}, {"ml_dtypes", "numpy", "rich", "zmq"}),
     # What users of layerzero could have written themselves.
     "torch": ({""}, {"torch"}),
-    "transformers": ({"", "ipc", "torch"}, {"torch", "transformers"}),
+    "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
 }
 # Files and folders that may import more than their package. "" is `layerzero` itself.
