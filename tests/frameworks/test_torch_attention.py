@@ -18,6 +18,7 @@ from tests.frameworks.torch_cases import random
 import layerzero as lz
 import layerzero.torch as lzt
 from layerzero.client.connection import overlay
+from layerzero.torch.attention import LSE_HERE
 
 pytestmark = [  # of torch's own code
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
@@ -198,6 +199,7 @@ def test_a_lock_on_attention_holds_where_gradients_are_wanted(locked_to_mlx: Non
     """A backend without attention_forward serves attention; what the backward pass needs is computed here."""
     tensors = leaves((2, 4, 7, 16), (2, 4, 9, 16), (2, 4, 9, 16))
     out = ops.attention(*tensors)
+    assert LSE_HERE in lz.last_report().notes
     assert lz.last_report().kernel_id == "mlx.attention"
     grad = random(*out.shape, seed=7)
     for one, right in zip(torch.autograd.grad(out, tensors, grad), expected(tensors, grad, None), strict=True):

@@ -22,6 +22,7 @@ from layerzero.client.connection.report import IN_PROCESS, SelectionReport
 HERE = "this process"
 BY_FORMULA = "layerzero.torch.attention"
 BY_TORCH = "aten::scaled_dot_product_attention"
+LSE_HERE = "the log-sum-exp is computed in this process: no kernel gives it"
 NO_GPU_KERNEL = "no kernel for a GPU's tensors yet"
 
 
@@ -53,6 +54,9 @@ def attention_forward(
     out = lz.attention(q, k, v, attn_mask, **options, **pinned)
     scores = _scores(q, k, attn_mask, **_of_scores(options))
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
+    served = lz.last_report()
+    if served is not None:
+        lz.session().note(replace(served, notes=(*served.notes, LSE_HERE)))
     return out, lse.to(torch.float32).reshape(lse.shape[4 - q.dim() :])
 
 

@@ -231,15 +231,13 @@ class LiftStore:
                 return
         calls, codes = self._by_age(self._calls), self._by_age(self._code)
         count, total = len(calls), sum(map(_size, (*calls, *codes)))
-        spare = (MAX_ENTRIES // 8, self._max_bytes // 8) if count > MAX_ENTRIES or total > self._max_bytes else (0, 0)
-        for path in calls[: max(count - (MAX_ENTRIES - spare[0]), 0)]:
-            total -= self._unlink(path)
-            count -= 1
-        for path in sorted((*codes, *calls), key=_age):
-            if total <= self._max_bytes - spare[1]:
-                break
-            count -= path.parent == self._calls and path.exists()
-            total -= self._unlink(path)
+        if count > MAX_ENTRIES or total > self._max_bytes:
+            most, most_bytes = MAX_ENTRIES * 7 // 8, self._max_bytes * 7 // 8
+            for path in sorted((*codes, *calls), key=_age):
+                is_call = path.parent == self._calls
+                if total > most_bytes or (is_call and count > most):
+                    total -= self._unlink(path)
+                    count -= is_call
         self._held = count, total
 
     @staticmethod

@@ -22,7 +22,7 @@ class Price(NamedTuple):
     """Microseconds a call, and what they are for."""
 
     us: float = 0.0
-    why: str = ""
+    why: tuple[str, ...] = ()
 
 
 def price_of(
@@ -30,16 +30,16 @@ def price_of(
 ) -> Price:
     """`staying`: kernels and perf keys of calls that cannot be lifted. Where all are lifted, or none, the GPU's change
     of processes is the same for each kernel."""
-    if not spec.device:
-        return Price()
-    plan_us = new_length_us(verdict.kernel, context)
-    if plan_us:
-        return Price(plan_us, f"plans each length anew: {plan_us:g} us more a call, since a decoder's lengths grow")
-    may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) in ("lifted", "auto")
-    if not staying or (may_be_lifted and (verdict.kernel_id, context.perf_key()) not in staying):
-        return Price()
-    switch_us = 2 * SWITCH_US
-    return Price(switch_us, f"is not lifted: {switch_us:g} us more, in which the GPU changes to its worker and back")
+    us, why = 0.0, list[str]()
+    if spec.device and (plan_us := new_length_us(verdict.kernel, context)):
+        us += plan_us
+        why.append(f"plans each length anew: {plan_us:g} us more a call, since a decoder's lengths grow")
+    if spec.device and staying:
+        may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) in ("lifted", "auto")
+        if not may_be_lifted or (verdict.kernel_id, context.perf_key()) in staying:
+            us += 2 * SWITCH_US
+            why.append(f"is not lifted: {2 * SWITCH_US:g} us more, in which the GPU changes to its worker and back")
+    return Price(us, tuple(why))
 
 
 def new_length_us(kernel: KernelCapability | None, context: SelectionContext) -> float:
@@ -53,7 +53,7 @@ def new_length_us(kernel: KernelCapability | None, context: SelectionContext) ->
 
 def with_price(verdict: Verdict, price: Price) -> Verdict:
     """The verdict, with a note of what is added."""
-    return replace(verdict, notes=(*verdict.notes, price.why)) if price.us and verdict.is_accepted else verdict
+    return replace(verdict, notes=(*verdict.notes, *price.why)) if price.us and verdict.is_accepted else verdict
 
 
 def share(time_us: float, fastest_us: float, tie_us: float) -> float:

@@ -67,6 +67,14 @@ def test_a_decoders_attention_is_not_planned_for_each_length(engine: Engine) -> 
     assert any("plans each length anew: 937.5 us more a call" in note for note in cudnn.notes)
 
 
+def test_what_is_planned_anew_and_not_lifted_pays_for_both(engine: Engine) -> None:
+    spec = call(1, 700)
+    engine.note_staying("torch-cuda.attention.cudnn", engine.cell(engine.context(spec)))
+    cudnn = next(v for v in ranked(engine, spec) if v.kernel_id == "torch-cuda.attention.cudnn")
+    assert any("plans each length anew: 937.5 us more" in note for note in cudnn.notes)
+    assert any("is not lifted: 300 us more" in note for note in cudnn.notes)
+
+
 @pytest.mark.parametrize("spec", [call(700, 700), call(1, 700, has_mask=True)], ids=["prompt", "static cache"])
 def test_lengths_that_stay_have_no_such_price(engine: Engine, spec: CallSpec) -> None:
     first = ranked(engine, spec)[0]

@@ -7,7 +7,6 @@ ordinary way, and the broker is asked again.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -176,8 +175,7 @@ class Lifts:
             self._ask_patiently(asked)
             site = self._held(key)
         if site is None and waits and asked is not None:
-            with contextlib.suppress(Busy, NotConnected, BrokerLost, Cancelled, CudaError):
-                self._ask_now(asked)
+            self._ask_once(asked)
             site = self._held(key)
         if site is None:
             return False
@@ -239,13 +237,6 @@ class Lifts:
         finally:
             asked.is_waiting = again_s is not None
         return again_s
-
-    def _ask_now(self, asked: Asked) -> None:
-        """Whoever else is at it; that one goes on where the broker does not know yet."""
-        epoch = asked.gpu.order.page.lift_epoch
-        answer = self._session.ask("lift", route=asked.route.number, alignments=asked.alignments)
-        if answer["state"] == "ready":
-            self._take(asked, answer, epoch)
 
     def _ask_once(self, asked: Asked) -> float | None:
         epoch = asked.gpu.order.page.lift_epoch  # what is answered may change before it is here
