@@ -47,7 +47,7 @@ test-containers: $(STAMP)  ## docker-compose.yml with a real engine, this machin
 	LAYERZERO_TEST_CONTAINERS=1 $(BIN)/python -m pytest -v -x --durations=5 tests/containers
 
 check: $(STAMP)  ## linters and type checker
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.examples import examples
+from tests.example_counts import examples
 from tests.process import forks
 from tests.process.harness import PREFIX, Site, arena_files, open_files, processes, wait_until
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.examples import examples
+from tests.example_counts import examples
 from tests.fuzz.__main__ import CORPUS, MAX_BYTES, targets
 from tests.fuzz.budget import Checked
 from tests.fuzz.source import Source, chunk

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tests.examples import examples
+from tests.example_counts import examples
 from tests.unit.capabilities.calls import ATTENTION, ATTRS, TOKENIZER, attention_call, call, kernel, spec
 
 from layerzero.capabilities import descriptor

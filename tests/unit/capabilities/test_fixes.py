@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.examples import examples
+from tests.example_counts import examples
 from tests.unit.capabilities.calls import ATTENTION, TOKENIZER, attention_call, call, kernel, spec
 from tests.unit.capabilities.test_context import KERNELS, contexts
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.examples import examples
+from tests.example_counts import examples
 
 from layerzero.broker.selection import dispatch_table as tables
 from layerzero.broker.selection.dispatch_table import Hardware, Header, Leaf, Measurement, Split
