@@ -9,7 +9,7 @@ setup(
         Extension(
             f"layerzero.client.{folder}.{name}",
             [f"{CLIENT}/{folder}/{name}.c"],
-            depends=[f"{CLIENT}/gpu/_call_key.h", f"{CLIENT}/session/_blocks.h"],
+            depends=[f"{CLIENT}/gpu/_call_key.h", f"{CLIENT}/session/_blocks.h", f"{CLIENT}/session/_waiting.h"],
             py_limited_api=True,
             optional=True,  # without a C compiler the same steps run in Python, and reports say so
         )

@@ -51,9 +51,12 @@ class SentenceEncoder:
         ids[:], is_token[:] = self.pad, False
         for i, row in enumerate(rows):
             ids[i, : len(row)], is_token[i, : len(row)] = row, True
+        return self.forward(ids, is_token)
+
+    def forward(self, ids: NDArray[np.int64], is_token: NDArray[np.bool_]) -> Vectors:
         x = self.note(lz.embedding(ids, self.weights["embeddings.word_embeddings.weight"]))
         # Results of lz lie in shared memory. Changed in place they stay there, and the next call copies nothing.
-        x += self.weights["embeddings.position_embeddings.weight"][: shape[1]]
+        x += self.weights["embeddings.position_embeddings.weight"][: ids.shape[1]]
         x += self.weights["embeddings.token_type_embeddings.weight"][0]
         x = self.layer_norm(x, "embeddings.LayerNorm")
         for n in range(self.layers):

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         prefer as prefer,
         unlock as unlock,
     )
+    from layerzero.client.plans.execution_plan import ExecutionPlan as ExecutionPlan, plan as plan
     from layerzero.client.tools.ready import ReadinessReport as ReadinessReport, readiness_check as readiness_check
     from layerzero.client.connection.report import SelectionReport as SelectionReport
     from layerzero.client.session.session import Session as Session
@@ -117,6 +118,7 @@ _HOME = {
     ),
     "layerzero.client.facade.text_ops": "detokenize tokenize",
     "layerzero.client.facade.policy": "avoid configure lock policy prefer unlock",
+    "layerzero.client.plans.execution_plan": "ExecutionPlan plan",
     "layerzero.client.tools.ready": "ReadinessReport readiness_check",
     "layerzero.client.connection.report": "SelectionReport",
     "layerzero.client.session.session": "Session",

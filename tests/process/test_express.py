@@ -230,7 +230,7 @@ def test_a_worker_that_dies_after_its_answer_loses_nothing(new_site: Callable[..
     faulty_site(new_site, {"at-sent": "sent=kill"})
     before_the_fault(X)
     assert call(X).backend == "at-sent"
-    assert call(X).backend == "beta"
+    assert call(X).backend in ("alpha", "beta")  # alpha where it is up by now
 
 
 def test_ends_that_make_no_sense_cost_the_worker_its_life(new_site: Callable[..., Site]) -> None:
@@ -242,7 +242,7 @@ def test_ends_that_make_no_sense_cost_the_worker_its_life(new_site: Callable[...
         report = call(shaped(ndim), timeout_s=SHORT_S if reply == "silent" else None)
         failed = report.attempts[0]
         assert (failed.backend, failed.outcome, failed.exit_signal) == (reply, outcome, signal.SIGKILL)
-        assert report.backend == "beta"
+        assert report.backend in ("alpha", "beta")
         assert not is_running(failed.worker_pid)
 
 
@@ -322,7 +322,7 @@ def test_the_brokers_death_ends_a_call_on_a_lane(new_site: Callable[..., Site], 
 
 def _in_lane_call(site: Site) -> bool:
     """The session's lane has a call that nobody waits to claim."""
-    return any(lane.calls > lane.page.done for lane in list(lz.session()._lanes.by_number.values()))
+    return any(lane.calls > lane.page.done for lane in list(lz.session().lanes.by_number.values()))
 
 
 @BY_BOTH

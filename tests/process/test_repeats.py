@@ -32,7 +32,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 def known() -> int:
     """How many calls are known."""
-    return len(lz.session()._repeats._known)
+    return len(lz.session().repeats._known)
 
 
 def settle(x: np.ndarray = X, **kwargs: object) -> lz.SelectionReport:

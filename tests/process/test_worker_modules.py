@@ -25,9 +25,9 @@ CPU_WORKER = {
         "wording",
     },
     "layerzero.ipc.shm": {"lane", "memory", "timeline_words"},
-    "layerzero.ipc.transport": {"control", "message", "messages", "plain", "sockets", "unwanted", "wire"},
+    "layerzero.ipc.transport": {"chains", "control", "message", "messages", "plain", "sockets", "unwanted", "wire"},
     "layerzero.ipc.vocabulary": {"neighbours", "ops", "shapes", "tensors", "worker_codes"},
-    "layerzero.workers": {"boot", "lanes", "loop", "prepared", "provider"},
+    "layerzero.workers": {"arenas", "boot", "chains", "lanes", "loop", "prepared", "provider"},
 }
 TELL = """
 import atexit, os, sys

@@ -16,6 +16,7 @@ from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.workers.provider import Bound, Call
 
 MAX_READY = 64  # calls of a lane that need no second look
+MAX_CHAINS = 64
 MAX_TAKES = 64  # tries to take a ring that must come at once
 _fence = threading.Lock()
 
@@ -23,7 +24,8 @@ _fence = threading.Lock()
 @dataclass(eq=False)
 class Lane:
     """`ready` has the calls that were found to be allowed and whole, by plan and references; `neighbours` those of
-    plans' neighbours that were found to be allowed, by plan and extents."""
+    plans' neighbours that were found to be allowed, by plan and extents; `chains` chains whose calls are ready, by what
+    a call says of them."""
 
     number: int
     client: int
@@ -32,6 +34,7 @@ class Lane:
     answer: socket.socket  # the ringing end
     ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
     neighbours: dict[tuple[int, bytes], Call] = field(default_factory=dict)
+    chains: dict[bytes, tuple[Bound, ...]] = field(default_factory=dict)
     last_call: int = 0
 
     def end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
@@ -47,6 +50,17 @@ class Lane:
         if len(self.ready) >= MAX_READY:
             del self.ready[next(iter(self.ready))]
         self.ready[plan, refs] = bound
+
+    def remember_chain(self, body: bytes, bounds: tuple[Bound, ...]) -> None:
+        if len(self.chains) >= MAX_CHAINS:
+            del self.chains[next(iter(self.chains))]
+        self.chains[body] = bounds
+
+    def forget(self) -> None:
+        """What may be run, or where, has changed: each call gets its second look again."""
+        self.ready.clear()
+        self.neighbours.clear()
+        self.chains.clear()
 
     def remember_neighbour(self, plan: int, extents: bytes, call: Call) -> None:
         if len(self.neighbours) >= MAX_READY:
@@ -100,8 +114,7 @@ class Lanes:
     def allow(self, number: int, plan: int, neighbours: Neighbourhood | None = None) -> None:
         self._plans.setdefault(number, {})[plan] = neighbours
         if number in self._lanes:
-            self._lanes[number].neighbours.clear()
-            self._lanes[number].ready.clear()
+            self._lanes[number].forget()
 
     def allows(self, number: int, plan: int) -> bool:
         return plan in self._plans.get(number, ())
@@ -120,8 +133,7 @@ class Lanes:
     def forget_ready(self) -> None:
         """An arena, or a plan, is gone."""
         for one in self._lanes.values():
-            one.ready.clear()
-            one.neighbours.clear()
+            one.forget()
 
     def claimed(self, events: Iterable[tuple[int, int]]) -> Iterator[Lane]:
         """Lanes, among what `poll` returned, with a call that this worker has claimed."""

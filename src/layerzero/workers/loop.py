@@ -22,6 +22,7 @@ from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, fr
 from layerzero.ipc.loading import loading
 from layerzero.ipc.shm import lane, memory
 from layerzero.ipc.transport import control, messages, sockets, wire
+from layerzero.ipc.transport.chains import CHAIN, MAX_TABLE_BYTES
 from layerzero.ipc.transport.wire import (
     HAS_GRAPH_SLOT,
     HAS_POINT,
@@ -35,7 +36,9 @@ from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.ipc.vocabulary.worker_codes import EXECUTING, IDLE, MAPPED, WRITTEN, mark
 from layerzero.workers import boot
+from layerzero.workers.arenas import Arena, map_arena
 from layerzero.workers.boot import BootConfig, import_provider
+from layerzero.workers.chains import run_chain, short_error
 from layerzero.workers.lanes import Lane, Lanes
 from layerzero.workers.prepared import neighbour, read_call, read_neighbours
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
@@ -61,16 +64,6 @@ _CONTROL = (
     messages.Lift,
 )
 _NOBLOCK, _RUN, _RAN = int(zmq.NOBLOCK), int(Kind.RUN), int(Kind.RAN)  # enums are slow
-
-
-@dataclass
-class _Arena:
-    """A client's arena: inputs are seen through the read-only map, outputs through the writable one."""
-
-    nbytes: int
-    read: memoryview
-    write: memoryview
-    problem: str = ""  # why it could not be mapped
 
 
 @dataclass
@@ -144,7 +137,7 @@ class _Loop:
         self._loaded = loaded
         self._kernels = loaded.kernels
         self._faults, self._graph_bytes, self._modules = faults, graph_bytes, modules
-        self._arenas: dict[tuple[int, int], _Arena] = {}
+        self._arenas: dict[tuple[int, int], Arena] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._poll = select.poll()
         open_page = lane.Page if faults is None else faults.open_lane
@@ -329,43 +322,51 @@ class _Loop:
 
     def _serve_lane(self, one: Lane) -> None:
         call, plan, body = one.page.get_call()
-        bound = one.ready.get((plan, body))
-        signature = self._signature_on(one, plan, body) if bound is None else None
-        if bound is None and signature is None:
-            one.end(call, lane.DECLINED)
-        else:
-            self._run_on_lane(one, call, plan, body, bound, signature)
-
-    def _run_on_lane(
-        self, one: Lane, call: int, plan: int, body: bytes, bound: Bound | None, signature: Call | None
-    ) -> None:
-        """One of `bound` and `signature` is there."""
-        page, dispatch, said = self._page, mark(one.number, call), b""
+        if plan == CHAIN:
+            run_chain(one, call, body, self._page, self._bound_on, self._chain_table)
+            return
+        page, dispatch, said, elapsed_ns = self._page, mark(one.number, call), b"", 0
         try:
             page.write(dispatch, MAPPED)
+            bound = one.ready.get((plan, body)) or self._bound_on(one, plan, body)
             if bound is None:
-                assert signature is not None
-                refs = body[: REF_BYTES * _tensors(signature)]
-                if len(refs) == len(body):
-                    bound = self._bound(plan, one.client, body)
-                else:
-                    bound = self._bind(self._prepared[plan], signature, one.client, refs)
-                one.remember(plan, body, bound)
-            page.write(dispatch, EXECUTING)
-            start_ns = time.perf_counter_ns()
-            result = bound()
-            elapsed_ns = time.perf_counter_ns() - start_ns
-            page.write(dispatch, WRITTEN)
-            status = lane.OK
-            if result is not None:
-                said = msgpack.packb(result)
-                if len(said) > lane.MAX_WORD_BYTES:
-                    status, said = lane.DECLINED, b""
+                status = lane.DECLINED
+            else:
+                page.write(dispatch, EXECUTING)
+                start_ns = time.perf_counter_ns()
+                result = bound()
+                elapsed_ns = time.perf_counter_ns() - start_ns
+                page.write(dispatch, WRITTEN)
+                status = lane.OK
+                if result is not None:
+                    said = msgpack.packb(result)
+                    if len(said) > lane.MAX_WORD_BYTES:
+                        status, said = lane.DECLINED, b""
         except Exception as exc:  # as above; the broker hears of it when the client brings the call there
-            short = BackendError(f"{type(exc).__name__}: {exc}"[:400])
-            status, elapsed_ns, said = lane.RAISED, 0, msgpack.packb(short.to_wire())
+            status, elapsed_ns, said = lane.RAISED, 0, short_error(exc)
         one.end(call, status, plan, elapsed_ns, said)
         page.write(0, IDLE)
+
+    def _bound_on(self, one: Lane, plan: int, body: bytes) -> Bound | None:
+        """A call on a lane, ready to be run; None for one that the broker did not allow, or whose arenas are not here.
+        Raises what its kernel raises when it is bound."""
+        signature = self._signature_on(one, plan, body)
+        if signature is None:
+            return None
+        refs = body[: REF_BYTES * _tensors(signature)]
+        if len(refs) == len(body):
+            bound = self._bound(plan, one.client, body)
+        else:
+            bound = self._bind(self._prepared[plan], signature, one.client, refs)
+        one.remember(plan, body, bound)
+        return bound
+
+    def _chain_table(self, client: int, ref: wire.Ref) -> bytes | None:
+        """A copy of a chain's table, which its client may change at any time; None where its arena is not here."""
+        arena = self._arenas.get((client, ref.arena))
+        if arena is None or ref.nbytes > MAX_TABLE_BYTES or ref.offset + ref.nbytes > arena.nbytes:
+            return None
+        return bytes(arena.read[ref.offset : ref.offset + ref.nbytes])
 
     def _signature_on(self, one: Lane, plan: int, body: bytes) -> Call | None:
         """Of the call on a lane: that of its plan, or of a neighbour, whose extents follow the references. None for one
@@ -442,7 +443,7 @@ class _Loop:
                 self._gpu.close_ring(message.lane)
             self._lanes.close(message.lane)
         elif isinstance(message, messages.MapArena):
-            self._arenas[message.client, message.arena] = _map_arena(fds[0], message.nbytes)
+            self._arenas[message.client, message.arena] = map_arena(fds[0], message.nbytes)
         elif isinstance(message, messages.UnmapArena):
             self._unmap_arena(message.client, message.arena)
         elif isinstance(message, messages.MapGpu):
@@ -467,19 +468,6 @@ class _Loop:
 
 def _tensors(call: Call) -> int:
     return len(call.inputs) + len(call.outputs)
-
-
-def _map_arena(fd: int, nbytes: int) -> _Arena:
-    """Takes the descriptor over."""
-    try:
-        read = memory.map_guarded(fd, nbytes, writable=False)
-        return _Arena(nbytes, read, memory.map_guarded(fd, nbytes, writable=True))
-    except (OSError, ValueError) as exc:  # no memory, too many maps: calls that use it fail, the worker lives
-        problem = f"the worker cannot map the caller's memory of {nbytes} bytes: {exc}"
-        print(problem, file=sys.stderr)
-        return _Arena(0, memoryview(b""), memoryview(b""), problem)
-    finally:
-        os.close(fd)
 
 
 def _error_body(exc: Exception) -> bytes:

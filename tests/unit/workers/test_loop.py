@@ -13,7 +13,7 @@ from tests.gpu.peer import PATIENCE_S
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane, memory
-from layerzero.ipc.transport import messages, wire
+from layerzero.ipc.transport import chains, messages, wire
 from layerzero.ipc.transport.wire import Kind, Ref
 
 ARENA_BYTES = 4 * NBYTES
@@ -110,6 +110,138 @@ def ride(worker: Worker, references: bytes) -> None:
         end.close()
     for descriptor in (fd, doorbell):
         os.close(descriptor)
+
+
+class Rider:
+    """A client's end of a lane: puts one call after the other there."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.calls = worker, 0
+        self.fd, self.doorbell = memory.create_memfd("page", memory.PAGE_BYTES), lane.create_doorbell()
+        self.ringing, self.hearing = lane.create_answer_bell()
+        self.page = lane.Page(self.fd)
+        worker.tell(messages.MapLane(client=1, lane=1, gpu=""), self.fd, self.doorbell, self.ringing.fileno())
+        for kernel in ("copy", "raise"):
+            worker.allow(1, kernel)
+        self.table_fd = memory.create_memfd("tables", ARENA_BYTES)
+        worker.tell(messages.MapArena(client=1, arena=7, nbytes=ARENA_BYTES), self.table_fd)
+        assert ran(worker, refs(7))  # what was told came before
+
+    def put(self, plan: int, body: bytes) -> tuple[int, int, bytes]:
+        self.calls += 1
+        self.page.put_call(self.calls, plan, body)
+        lane.ring(self.doorbell)
+        poll = select.poll()
+        poll.register(self.hearing, select.POLLIN)
+        while (end := self.page.get_end(self.calls)) is None:
+            assert poll.poll(PATIENCE_S * 1e3)
+            lane.hear(self.hearing)
+        return end
+
+    def put_chain(
+        self, steps: list[chains.ChainStep], *variables: Ref, table: bytes | None = None, digest: bytes | None = None
+    ) -> tuple[int, int, bytes]:
+        table = chains.pack_table(steps) if table is None else table
+        os.pwrite(self.table_fd, table, 128)
+        where = Ref(7, 0, 128, len(table))
+        body = chains.pack_chain_call(where, chains.digest_of(table) if digest is None else digest, variables)
+        return self.put(chains.CHAIN, body)
+
+    def close(self) -> None:
+        self.page.close()
+        for end in (self.ringing, self.hearing):
+            end.close()
+        for descriptor in (self.fd, self.doorbell, self.table_fd):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def rider(worker: Worker) -> Iterator[Rider]:
+    made = Rider(worker)
+    yield made
+    made.close()
+
+
+def step(*references: Ref, kernel: str = "copy", values: bytes = b"") -> chains.ChainStep:
+    return chains.ChainStep(PLANS[kernel], references, values)
+
+
+WHOLE = Ref(1, 0, 0, NBYTES), Ref(2, 0, 0, NBYTES)
+
+
+def test_a_chain_runs_its_steps_in_order_and_tells_their_times(rider: Rider) -> None:
+    """Each step is the call that it would be by itself; variables are where the call says."""
+    at = Ref(0, 1, 0, NBYTES), Ref(0, 2, 64, NBYTES)
+    places = Ref(1, 0, NBYTES, NBYTES), Ref(2, 0, 0, NBYTES + 64)
+    for _ in range(3):
+        status, elapsed_ns, said = rider.put_chain([step(*WHOLE), step(*at), step(*WHOLE)], *places)
+        assert status == lane.OK
+        times = chains.unpack_times(said)
+        assert len(times) == 3
+        assert sum(times) == elapsed_ns
+        assert rider.page.step_of(rider.calls) == (2, True)
+    assert rider.page.step_of(rider.calls + 1) == (0, False)
+
+
+def _tables() -> dict[str, tuple[bytes, bytes | None]]:
+    good = chains.pack_table([step(*WHOLE)])
+    return {
+        "cut": (good[:-1], None),
+        "cut in a step": (good + good[:9], None),
+        "another digest": (good, b"0" * 16),
+        "empty": (b"", None),
+        "too many steps": (chains.pack_table([step(*WHOLE)] * (chains.MAX_STEPS + 1)), None),
+    }
+
+
+@pytest.mark.parametrize("name", _tables())
+def test_a_table_that_is_none_runs_nothing(rider: Rider, name: str) -> None:
+    """It lies in memory that the client writes to as it likes."""
+    table, digest = _tables()[name]
+    assert rider.put_chain([], table=table, digest=digest)[0] == lane.DECLINED
+    assert rider.put_chain([step(*WHOLE)])[0] == lane.OK
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        step(Ref(1, 0, ARENA_BYTES - 8, NBYTES), WHOLE[1]),
+        step(Ref(9, 0, 0, NBYTES), WHOLE[1]),
+        step(Ref(0, 1, 8, NBYTES), WHOLE[1]),
+        step(Ref(0, 2, 0, NBYTES), WHOLE[1]),
+        step(Ref(0, 1, (1 << 64) - 8, NBYTES), WHOLE[1]),
+        step(WHOLE[0]),
+        step(*WHOLE, values=b"12345678"),
+        chains.ChainStep(12345, WHOLE),
+    ],
+    ids=["beyond", "no arena", "behind", "no variable", "far", "too few", "no neighbour", "no plan"],
+)
+def test_a_chain_with_a_step_that_may_not_run_runs_none(rider: Rider, wrong: chains.ChainStep) -> None:
+    """Before anything is written, so that the client may go on from the first step."""
+    variable = Ref(1, 0, 0, NBYTES)
+    assert rider.put_chain([step(*WHOLE), wrong], variable)[0] == lane.DECLINED
+    assert rider.page.step_of(rider.calls) != (1, True)
+    assert rider.put_chain([step(*WHOLE)] * 2, variable)[0] == lane.OK
+
+
+@pytest.mark.parametrize("body", [b"", b"x" * 16, b"x" * 41, bytes(24 + 16 + 23)])
+def test_a_chains_call_that_is_none_runs_nothing(rider: Rider, body: bytes) -> None:
+    """Whatever lies on the page."""
+    assert rider.put(chains.CHAIN, body)[0] == lane.DECLINED
+
+
+def test_a_table_outside_of_an_arena_is_not_read(rider: Rider) -> None:
+    """Its reference is the client's word."""
+    for where in (Ref(7, 0, ARENA_BYTES - 8, 64), Ref(8, 0, 0, 64), Ref(7, 0, 0, chains.MAX_TABLE_BYTES + 1)):
+        assert rider.put(chains.CHAIN, chains.pack_chain_call(where, bytes(16)))[0] == lane.DECLINED
+
+
+def test_a_step_that_raises_is_named_and_ends_its_chain(rider: Rider) -> None:
+    """Those before it have ended, those behind it were not begun."""
+    status, _, said = rider.put_chain([step(*WHOLE), step(*WHOLE, kernel="raise"), step(*WHOLE)])
+    assert status == lane.RAISED
+    assert b"nono" in said
+    assert rider.page.step_of(rider.calls) == (1, True)
 
 
 @pytest.mark.parametrize("path", ["broker", "express"])

@@ -11,8 +11,9 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.link import GRACE_S, Link
@@ -47,10 +48,22 @@ class Ran(NamedTuple):
     said: bytes
 
 
+class Stopped(NamedTuple):
+    """A chain that did not end well: the step that was begun last; whether steps were run, and those before it have
+    ended, or none was; and what became of it."""
+
+    step: int
+    has_run: bool
+    end: Lost | LayerZeroError
+
+
 class Lost(NamedTuple):
     """The worker is gone; the broker knows how it ended."""
 
     call: int
+
+
+Send: TypeAlias = Callable[["Lane", int, int, bytes, float], object]
 
 
 class Lane:
@@ -66,6 +79,7 @@ class Lane:
         self.open_call: tuple[int, Any] | None = None  # that the worker may still write for, and its memory
         self.is_closed = False
         self.scratch: tuple[memoryview, Arena, int] | None = None  # for inputs; whoever has the turn may use it
+        self.line: Any = None  # what client/session/_repeats.c has of it
         fd = memory.create_memfd("lz-lane", memory.PAGE_BYTES)
         try:
             self.page = lane.Page(fd)
@@ -93,15 +107,38 @@ class Lane:
         if len(body) > lane.MAX_CALL_BYTES or not self.turn.acquire(blocking=False):
             return None
         try:
-            if self._link.lost is not None or self.is_ended or not self.holds(lease) or not self._is_free():
-                return None
-            call = self.calls = self.calls + 1
-            self.open_call = (call, hold)
-            self.page.put_call(call, lease.plan, body)
-            lane.ring(self.doorbell)
-            return self.resume(call, lease, timeout_s, looks_first=False)
+            return self._carry(lease, body, timeout_s, hold)
         finally:
             self.turn.release()
+
+    def run_chain(
+        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, send: Send | None
+    ) -> Ran | Stopped | None:
+        """As `run`, of a chain; where it did not run to its end, how far it came. `send` puts it on the page in C, and
+        waits for a while."""
+        if not self.turn.acquire(blocking=False):
+            return None
+        try:
+            end = self._carry(lease, body, timeout_s, hold, send)
+            # While nobody else can put a call there.
+            return end if end is None or isinstance(end, Ran) else Stopped(*self.page.step_of(self.calls), end)
+        finally:
+            self.turn.release()
+
+    def _carry(
+        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, send: Send | None = None
+    ) -> Ran | Lost | LayerZeroError | None:
+        """As `run`; its caller has the turn."""
+        if self._link.lost is not None or self.is_ended or not self.holds(lease) or not self._is_free():
+            return None
+        call = self.calls = self.calls + 1
+        self.open_call = (call, hold)
+        if send is not None:
+            send(self, call, lease.plan, body, timeout_s)
+            return self._ran(call) or self.resume(call, lease, timeout_s)
+        self.page.put_call(call, lease.plan, body)
+        lane.ring(self.doorbell)
+        return self.resume(call, lease, timeout_s, looks_first=False)
 
     def resume(
         self, call: int, lease: Lease, timeout_s: float, *, looks_first: bool = True
@@ -116,6 +153,17 @@ class Lane:
             raise
         self.open_call = None
         return end
+
+    def _ran(self, call: int) -> Ran | None:
+        """None for a call that has not ended well, or not yet."""
+        try:
+            end = self.page.get_end(call)
+        except ProtocolError:  # `resume` makes it known
+            return None
+        if end is None or end[0] != lane.OK:
+            return None
+        self.open_call = None
+        return Ran(call, end[1], end[2])
 
     def _is_free(self) -> bool:
         """A call that its caller gave up has ended, too."""

@@ -10,21 +10,15 @@
 #define _GNU_SOURCE /* POLLRDHUP */
 #include "../gpu/_call_key.h"
 #include "_blocks.h"
+#include "_waiting.h"
 
-#include <errno.h>
-#include <poll.h>
 #include <stdlib.h>
 #include <structmember.h>
-#include <sys/socket.h>
-#include <time.h>
-#include <unistd.h>
 
-enum { EPOCH = 0, IS_ENDED = 8, CALL = 128, PLAN = 136, CALL_BYTES = 144, WATCHES = 152, CALL_BODY = 256 }; /* bytes; ipc/shm/lane.py */
-enum { DONE = 2048, STATUS = 2056, KERNEL_NS = 2064, WORD_BYTES = 2072, MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0 };
 enum { REF_BYTES = 24 };                               /* ipc/transport/wire.py */
 enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; the last two are what its key says of it, too */
-enum { FRESH = 2, LOOKS = 64, MAX_RINGS = 64, MAX_MISSED = 63 };
-static const uint64_t NO_ARENA = 0xFFFFFFFF, LOOK_AGAIN_NS = 1000000, ASK_AGAIN_NS = 10000000, MARGIN = 4, SLACK_NS = 20000;
+enum { FRESH = 2 };
+static const uint64_t NO_ARENA = 0xFFFFFFFF, ASK_AGAIN_NS = 10000000;
 
 /* --- what is known, in tables as in ../gpu/_fastpath.c */
 
@@ -67,13 +61,39 @@ typedef struct {
     CallSiteFields its;
     uint64_t page, epoch, number, doorbell, answer, control, timeout_ns, result, result_bytes, scratch_at, scratch_bytes, scratch_arena,
         scratch_offset;
-    uint64_t usual_ns; /* until a call is seen to be over that is watched */
-    uint32_t missed, skipped; /* calls that are not watched for after watching was in vain; those of them so far */
+    Watch watch;
 } CallSite;
 static const char *const site_numbers[] = {"page", "epoch", "number", "doorbell", "answer", "control", "timeout_ns", "result", "result_bytes",
                                            "scratch_at", "scratch_bytes", "scratch_arena", "scratch_offset"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
 static const char *const repeats_numbers[] = {"spin_ns"};
+
+/* One lane, for `exchange`. */
+typedef struct {
+    PyObject_HEAD
+    uint64_t page, doorbell, answer, control;
+    Watch watch;
+} Line;
+static const char *const line_numbers[] = {"page", "doorbell", "answer", "control"};
+static PyTypeObject *line_type;
+
+static PyObject *Line_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Line *self = (Line *)make(type);
+    (void)args;
+    if (!self) return NULL;
+    if (!kwargs) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
+    if (!kwargs || take_numbers(kwargs, line_numbers, 4, &self->page) < 0) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void Line_dealloc(Line *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot Line_slots[] = {{Py_tp_new, Line_new}, {Py_tp_dealloc, Line_dealloc}, {0, NULL}};
+static PyType_Spec Line_spec = {PACKAGE "_repeats.Line", sizeof(Line), 0, Py_TPFLAGS_DEFAULT, Line_slots};
 
 static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Repeats *self = (Repeats *)make(type);
@@ -129,14 +149,6 @@ static void drop(Call *call) {
     for (size_t n = 0; n < sizeof mine / sizeof *mine; n++) Py_XDECREF(mine[n]);
     drop_parts(&call->parts);
 }
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
-static void store64(uint64_t at, uint64_t value) { __atomic_store_n((uint64_t *)at, value, __ATOMIC_RELEASE); }
 
 /* --- which call it is */
 
@@ -299,72 +311,17 @@ static Verdict write_call(Repeats *self, Call *call, uint64_t *nbytes) {
 
 /* --- the wait */
 
-static int is_over(uint64_t page, uint64_t call) { return load64(page + DONE) >= call || load64(page + IS_ENDED); }
-
-static void relax(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-/* Until the call is over, or somebody else must look what became of it: who is interrupted, hung up on or out of time. While
-   it watches the page nobody needs to ring. That it watches no longer the worker may not see at once: it looks again soon.
-   How long it watched until it was over; 0 when it slept. */
-static uint64_t await_end(const CallSite *site, uint64_t call, uint64_t spin_ns, uint64_t due) {
-    uint64_t page = site->page, start = now_ns(), now = start;
-    while (now - start < spin_ns) {
-        for (int n = 0; n < LOOKS; n++) {
-            if (is_over(page, call)) return now_ns() - start + 1;
-            relax();
-        }
-        now = now_ns();
-    }
-    if (spin_ns) {
-        store64(page + WATCHES, 0);
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    }
-    uint64_t again = spin_ns ? now + LOOK_AGAIN_NS : due;
-    for (int rings = 0; rings < MAX_RINGS && !is_over(page, call) && (now = now_ns()) < due;) {
-        struct pollfd bells[2] = {{(int)site->answer, POLLIN, 0}, {(int)site->control, POLLRDHUP, 0}};
-        uint64_t until = again > now && again < due ? again : due;
-        uint64_t left_ms = (until - now) / 1000000 + 1;
-        char rung;
-        if (poll(bells, 2, left_ms < 1000000 ? (int)left_ms : 1000000) < 0) return 0;
-        if (bells[0].revents & POLLIN) {
-            rings++;
-            if (recv((int)site->answer, &rung, 1, MSG_DONTWAIT) < 0) { /* the page says what is so */
-            }
-        }
-        if (bells[1].revents || bells[0].revents & ~POLLIN) return 0;
-    }
-    return 0;
-}
-
-/* As Spin of ipc/spinning.py: how long to watch. Where the last calls were not over in that time, it is tried again after ever
-   more of them, and for long, since the other side sleeps by then. */
-static uint64_t spin_of(Repeats *self, CallSite *site) {
-    if (!self->spin_ns || site->skipped < site->missed) {
-        site->skipped++;
-        return 0;
-    }
+/* How long to watch: not at all while others want the cores. */
+static uint64_t spin_of(Repeats *self, Watch *watch) {
+    uint64_t wanted = wanted_ns(watch, self->spin_ns);
+    if (!wanted) return 0;
     uint64_t now = now_ns();
     if (now - self->asked_ns > ASK_AGAIN_NS) {
         int may_spin = is_true(PyObject_CallNoArgs(self->its.may_spin));
         if (may_spin < 0) PyErr_Clear();
         self->may_spin = may_spin > 0, self->asked_ns = now;
     }
-    uint64_t wanted = site->usual_ns && !site->missed ? MARGIN * site->usual_ns + SLACK_NS : self->spin_ns;
-    return !self->may_spin ? 0 : wanted < self->spin_ns ? wanted : self->spin_ns;
-}
-
-static void note_spin(CallSite *site, uint64_t seen_ns) {
-    site->skipped = 0;
-    if (!seen_ns)
-        site->missed = site->missed < MAX_MISSED ? 2 * site->missed + 1 : MAX_MISSED;
-    else
-        site->missed /= 2, site->usual_ns = site->usual_ns ? (3 * site->usual_ns + seen_ns) / 4 : seen_ns;
+    return self->may_spin ? wanted : 0;
 }
 
 /* --- the call on the lane, whose turn it has */
@@ -397,7 +354,7 @@ static Verdict carry(Repeats *self, Call *call) {
     if (!is_linked || is_closed || !is_free || load64(page + EPOCH) != site->epoch || load64(page + IS_ENDED)) return OTHERS;
     Verdict verdict = write_call(self, call, &nbytes);
     if (verdict != PLAIN) return verdict;
-    uint64_t spin_ns = spin_of(self, site);
+    uint64_t spin_ns = spin_of(self, &site->watch);
     PyObject *before = PyObject_GetAttr(its->lane, s_calls), *number = NULL;
     uint64_t call_number = before ? PyLong_AsUnsignedLongLong(before) + 1 : 0;
     Py_XDECREF(before);
@@ -409,16 +366,10 @@ static Verdict carry(Repeats *self, Call *call) {
     uint64_t seen_ns;
     uint64_t due_ns = now_ns() + site->timeout_ns;
     Py_BEGIN_ALLOW_THREADS
-    uint64_t one = 1;
-    store64(page + PLAN, site->number);
-    store64(page + CALL_BYTES, nbytes);
-    store64(page + WATCHES, spin_ns != 0);
-    store64(page + CALL, call_number);
-    if (write((int)site->doorbell, &one, 8) < 0) { /* it is rung already */
-    }
-    seen_ns = await_end(site, call_number, spin_ns, due_ns);
+    put_call(page, (int)site->doorbell, call_number, site->number, nbytes, spin_ns != 0);
+    seen_ns = await_end(page, (int)site->answer, (int)site->control, call_number, spin_ns, due_ns);
     Py_END_ALLOW_THREADS
-    if (spin_ns) note_spin(site, seen_ns);
+    if (spin_ns) note_watch(&site->watch, seen_ns);
     uint64_t done = load64(page + DONE), status = load64(page + STATUS);
     call->kernel_ns = load64(page + KERNEL_NS);
     if (done != call_number || status != OK || load64(page + WORD_BYTES) > MAX_WORD_BYTES) verdict = resume(self, call, number, due_ns);
@@ -487,6 +438,28 @@ static PyObject *Repeats_run(Repeats *self, PyObject *const *given, Py_ssize_t c
     return result;
 }
 
+/* A call of which nothing is known here, such as a chain, onto a lane whose turn the caller has; until it is over, or has to be
+   looked at. */
+static PyObject *Repeats_exchange(Repeats *self, PyObject *args) {
+    Line *line;
+    unsigned long long call, plan, timeout_ns;
+    const char *body;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "O!KKy#K", line_type, &line, &call, &plan, &body, &nbytes, &timeout_ns)) return NULL;
+    if (nbytes > MAX_CALL_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "it is too long for a lane");
+        return NULL;
+    }
+    uint64_t page = line->page, spin_ns = spin_of(self, &line->watch), seen_ns;
+    Py_BEGIN_ALLOW_THREADS
+    memcpy((char *)page + CALL_BODY, body, (size_t)nbytes);
+    put_call(page, (int)line->doorbell, call, plan, (uint64_t)nbytes, spin_ns != 0);
+    seen_ns = await_end(page, (int)line->answer, (int)line->control, call, spin_ns, now_ns() + timeout_ns);
+    Py_END_ALLOW_THREADS
+    if (spin_ns) note_watch(&line->watch, seen_ns);
+    Py_RETURN_NONE;
+}
+
 /* By which a call is known here, and of each array whether it lies in an arena; None for one that is left to the Python. */
 static PyObject *Repeats_key(Repeats *self, PyObject *request) {
     Call call = {.request = request};
@@ -512,6 +485,7 @@ static PyObject *Repeats_forget_arenas(Repeats *self, PyObject *unused) {
 
 static PyMethodDef repeats_methods[] = {
     {"run", (PyCFunction)(void (*)(void))Repeats_run, METH_FASTCALL, "run(request, start_ns): the result, or `miss`"},
+    {"exchange", (PyCFunction)Repeats_exchange, METH_VARARGS, "exchange(line, call, plan, body, timeout_ns)"},
     {"key", (PyCFunction)Repeats_key, METH_O, "key(request): bytes, or None"},
     {"learn", (PyCFunction)(void (*)(void))Repeats_learn, METH_VARARGS | METH_KEYWORDS, "learn(tensor=..., ...)"},
     {"forget_arenas", (PyCFunction)Repeats_forget_arenas, METH_NOARGS, "forget_arenas(): they have other numbers"},
@@ -543,7 +517,7 @@ PyMODINIT_FUNC PyInit__repeats(void) {
                                      (unsigned long long)NO_ARENA);
     if (!layout || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 || add_type(made, "Slabs", &Slabs_spec, NULL) < 0 ||
         add_type(made, "Block", &Block_spec, &block_type) < 0 || add_type(made, "Repeats", &Repeats_spec, NULL) < 0 ||
-        add_type(made, "CallSite", &CallSite_spec, NULL) < 0)
+        add_type(made, "CallSite", &CallSite_spec, NULL) < 0 || add_type(made, "Line", &Line_spec, &line_type) < 0)
         Py_CLEAR(made);
     Py_XDECREF(layout);
     return made;

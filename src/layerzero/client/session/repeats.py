@@ -22,7 +22,8 @@ from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import Submitted
-from layerzero.client.connection.express import Lane, Lease, Ran
+from layerzero.client.connection.express import Lane, Lease, Ran, Send
+from layerzero.client.connection.link import Link
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.ipc import spinning
@@ -60,13 +61,14 @@ library = _load()
 class Repeats:
     """Of one connection. Threads may share it."""
 
-    def __init__(self, session: Session, registry: ArenaRegistry, last: threading.local) -> None:
+    def __init__(self, session: Session, link: Link, registry: ArenaRegistry, last: threading.local) -> None:
         """`last`: takes each thread's last call."""
-        self._registry, self._pool = registry, arenas.pool
+        self._registry, self._pool, self._link = registry, arenas.pool, link
         self._known: dict[bytes, Any] = {}
         self._kinds: set[str] = set()
         self._compiled = None
         self.run: Callable[[Request, int], Any] = _miss
+        self.send: Send | None = None  # for calls that nothing is known of here
         if library is None:
             return
         limit_ns, nothing = spinning.limit_ns(os.environ), type(None)
@@ -94,7 +96,7 @@ class Repeats:
             is_grad_enabled=nothing,
             spin_ns=limit_ns,
         )
-        self.run = self._compiled.run
+        self.run, self.send = self._compiled.run, self._exchange
         registry.on_change = self._compiled.forget_arenas
 
     def clear(self) -> None:
@@ -198,6 +200,14 @@ class Repeats:
             "scratch_arena": number,
             "scratch_offset": offset,
         }
+
+    def _exchange(self, lane: Lane, call: int, plan: int, body: bytes, timeout_s: float) -> None:
+        """A call onto a lane, whose turn the caller has, until it is over or has to be looked at."""
+        assert self._compiled is not None
+        if lane.line is None:
+            page, answer = lane.page.address, lane.answer.fileno()
+            lane.line = library.Line(page=page, doorbell=lane.doorbell, answer=answer, control=self._link.hang_up_fd)
+        self._compiled.exchange(lane.line, call, plan, body, int(timeout_s * 1e9))
 
     def _scratch(self, lane: Lane) -> tuple[memoryview, arenas.Arena, int]:
         """The lane's memory for inputs. After a call that did not end well on the lane it gets other memory: it may lie

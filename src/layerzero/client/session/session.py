@@ -84,9 +84,9 @@ class Session:
         routes = Routes(self.ask, self.shadow.follow_decision)
         link = Link(self.path, self._package, routes.note_decision, routes.note_lease, self._key)
         self.routes = routes
-        self._lanes = Lanes(link, self.shadow)
+        self.lanes = Lanes(link, self.shadow)
         self.arena_registry = ArenaRegistry(link)
-        self._repeats = Repeats(self, self.arena_registry, self.last)
+        self.repeats = Repeats(self, link, self.arena_registry, self.last)
         self.local = Local(link, routes, self.ask)
         self.gpus = GpuCalls(self, link)
         self.lifts = Lifts(self, link, self.gpus)
@@ -98,7 +98,7 @@ class Session:
         if self._link.forks != arenas.forks:
             with self._lock:
                 if self._link.forks != arenas.forks:
-                    inherited = self._lanes
+                    inherited = self.lanes
                     self.shadow = Shadow(self, rate=self.shadow.own_rate, references=self.shadow.references)
                     self._open()
                     inherited.abandon()
@@ -146,8 +146,8 @@ class Session:
             self.lifts.finish()
             self.gpus.finish(CLOSE_S)
         self._link.close()
-        self._lanes.close()
-        self._repeats.close()
+        self.lanes.close()
+        self.repeats.close()
         self.arena_registry.close()
         if is_own:
             self.lifts.close()
@@ -161,34 +161,34 @@ class Session:
         if self.link and not self.shadow.is_on:  # of this very process
             result = self.lifts.run_again(request, start_ns)
             if result is MISS:
-                result = self._repeats.run(request, start_ns)
+                result = self.repeats.run(request, start_ns)
             if result is not MISS:
                 return result
         arrays, out = describe_all(request)
         if device_of(request.op, arrays, out) != CPU:
             return self.gpus.run(request, arrays, out, start_ns)
         submitted = prepare(self, request, (), arrays, out, start_ns)
-        place = None if submitted.pending.is_done else self._lanes.of(submitted.route)
+        place = None if submitted.pending.is_done else self.lanes.of(submitted.route)
         if place is not None:
             lane, lease = place
             end = lane.run(lease, submitted.refs, seconds(request, lane.default_s), submitted.pending.hold)
             if isinstance(end, Ran):
-                self._repeats.remember(submitted, lane, lease)
+                self.repeats.remember(submitted, lane, lease)
                 submitted.pending.finish()
                 result = submitted.result(end.said)
                 self._note_ran(submitted.route, end, lease, start_ns, submitted.copies)
                 return result
-            self._lanes.leave(submitted, lane, lease, end)
+            self.lanes.leave(submitted, lane, lease, end)
         return self.wait(self._start(submitted))
 
     def leave_lane(
         self, request: Request, start_ns: int, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None
     ) -> Any:
         """As the end of `run`, for a call that was put on a lane in C and did not end well there."""
-        self._repeats.clear()  # the worker may not have been lent where that lies
+        self.repeats.clear()  # the worker may not have been lent where that lies
         submitted = prepare(self, request, (), *describe_all(request), start_ns)
         if not submitted.pending.is_done:
-            self._lanes.leave(submitted, lane, lease, end)
+            self.lanes.leave(submitted, lane, lease, end)
         return self.wait(self._start(submitted))
 
     def run_apart(self, request: Request) -> tuple[Any, SelectionReport]:
@@ -388,7 +388,7 @@ def _after_fork() -> None:
     lanes of the parent's."""
     for session in list(_sessions):
         session._lock = threading.RLock()
-        session._repeats.forget()
+        session.repeats.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -32,8 +32,9 @@ OK, RAISED, DECLINED = range(3)  # a declined call was not run: it must go throu
 # Words of eight bytes. Each line of 128 bytes has one writer.
 _EPOCH, _IS_ENDED = 0, 1  # broker
 _CALL, _PLAN, _CALL_BYTES, _WATCHES = 16, 17, 18, 19  # client; the references follow
-_DONE, _STATUS, _KERNEL_NS, _WORD_BYTES, _DONE_PLAN = 256, 257, 258, 259, 260  # worker; what it says follows
+_DONE, _STATUS, _KERNEL_NS, _WORD_BYTES, _DONE_PLAN, _STEP = range(256, 262)  # worker; what it says follows
 _CALL_BODY, _WORD_BODY = 32 * 8, 272 * 8
+_LOW, _NOT_RUNNING = 0xFFFF_FFFF, 1 << 31  # in the word of the step, whose upper half is the call's number
 LAYOUT = (
     *[8 * word for word in (_EPOCH, _IS_ENDED, _CALL, _PLAN, _CALL_BYTES, _WATCHES)],
     _CALL_BODY,
@@ -179,7 +180,19 @@ class Page:
         between."""
         return self._words[_WATCHES] == 1
 
+    def put_step(self, call: int, step: int, *, is_running: bool = True) -> None:
+        """Which step of this call, a chain (ipc/transport/chains.py), is run now or else made ready, from 0 on."""
+        self._words[_STEP] = (call & _LOW) << 32 | (0 if is_running else _NOT_RUNNING) | step
+
     # --- whoever watches
+
+    def step_of(self, call: int) -> tuple[int, bool]:
+        """Of this call, a chain: the step that was begun last, and whether steps were run by then: those before it have
+        ended. While they are made ready none has run, and before the worker has taken the call it is (0, False)."""
+        word = self._words[_STEP]
+        if word >> 32 != call & _LOW:
+            return 0, False
+        return word & _LOW & ~_NOT_RUNNING, not word & _NOT_RUNNING
 
     @property
     def done(self) -> int:

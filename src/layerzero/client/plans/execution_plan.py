@@ -1,0 +1,307 @@
+"""lz.plan: a function whose calls are recorded once, with their data flow, and afterwards run as one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from layerzero.client.arrays.recognition import describe
+from layerzero.client.connection import overlay
+from layerzero.client.facade import default_session, running
+from layerzero.client.plans.comparing import difference
+from layerzero.client.plans.frozen import FrozenPlan
+from layerzero.client.plans.passes import Program, prepare
+from layerzero.client.plans.recording import Recording, Step, is_array, record
+from layerzero.client.plans.showing import (
+    PlanExplanation,
+    SlotRow,
+    Timing,
+    explain_plan,
+    mermaid,
+    slot_rows,
+    timing_rows,
+)
+from layerzero.client.plans.traced import map_leaves
+from layerzero.client.plans.verifying import largest_difference
+from layerzero.client.session.session import Session
+from layerzero.ipc.errors import InvalidArgument, LayerZeroError
+from layerzero.ipc.wording import counted
+
+COLD, WARM, FROZEN, CALLS = "COLD", "WARM", "FROZEN", "CALLS"
+"""Phases of a plan: never run; recorded, perhaps more than once; laid out; not to be frozen, its function runs."""
+MAX_VARIANTS = 64  # of one function; the one that was not used for longest goes
+_PLAIN = (str, bytes, int, float, bool, complex, type(None))
+
+
+class Variant:
+    """The plan for arguments of one kind: shapes, dtypes, plain values, policy."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.phase, self.problem = COLD, ""
+        self.recordings = 0
+        self.runs = self.replays = 0
+        self.recording: Recording | None = None
+        self.program: Program | None = None
+        self.frozen: FrozenPlan | None = None
+        self.is_checked = False  # chains against calls
+        self.lock = threading.Lock()
+
+
+class ExecutionPlan:
+    """A function that runs as a plan where it can. Made by lz.plan."""
+
+    def __init__(self, function: Callable[..., Any], warmup: int) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function, self._warmup = function, warmup
+        self._variants: OrderedDict[Any, Variant] = OrderedDict()
+        self._lock = threading.Lock()
+        self._misses: Counter[str] = Counter()
+        self._latest: Variant | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if running.handler.get() is not None or overlay.baked.get() is not None:  # lz.dry_run, lz.compile: they ask
+            return self._function(*args, **kwargs)
+        session = default_session.session()
+        variant = self._variant(args, kwargs)
+        if not variant.lock.acquire(blocking=False):
+            self._misses["another thread was in it"] += 1
+            return self._function(*args, **kwargs)
+        try:
+            variant.runs += 1
+            return self._run(session, variant, args, kwargs)
+        finally:
+            variant.lock.release()
+
+    def __repr__(self) -> str:
+        name = getattr(self._function, "__qualname__", type(self._function).__name__)
+        return f"<lz.plan of {name}: {counted(len(self._variants), 'plan')}>"
+
+    # --- what is seen of it
+
+    @property
+    def phase(self) -> str:
+        """Of the plan that ran last: COLD, WARM, FROZEN, or CALLS where the function's calls go one by one."""
+        return COLD if self._latest is None else self._latest.phase
+
+    def explain(self) -> PlanExplanation:
+        """What became of the plan that ran last, and why: steps, messages, memory, passes, counters. Raises
+        InvalidArgument before the first run."""
+        return explain_plan(self._seen(), self.counters())
+
+    def slots(self) -> list[SlotRow]:
+        """The memory that the last plan's steps leave for each other; empty before it is frozen."""
+        return slot_rows(self._seen())
+
+    def timings(self) -> list[Timing]:
+        """How each step of the last plan was run the last time; empty before it is frozen."""
+        return timing_rows(self._seen())
+
+    def show(self) -> str:
+        """The last plan as a Mermaid flow chart."""
+        return mermaid(self._seen())
+
+    def counters(self) -> dict[str, Any]:
+        """Runs, replays, and why other runs were none."""
+        with self._lock:
+            variants = list(self._variants.values())
+            return {
+                "runs": sum(v.runs for v in variants),
+                "replays": sum(v.replays for v in variants),
+                "plans": len(variants),
+                "misses": dict(self._misses),
+                "peak_bytes": max((v.frozen.memory.nbytes for v in variants if v.frozen), default=0),
+            }
+
+    def reset(self) -> None:
+        """Forget all plans: the function is recorded anew. To be called when arrays that it has of its own were
+        replaced by others."""
+        with self._lock:
+            self._variants.clear()
+            self._latest = None
+
+    def verify(self, *args: Any, **kwargs: Any) -> float:
+        """Run the function, and its plan, on the same arguments: the largest difference of their results, relative to
+        the largest number. 0.0 where there is no plan yet. Raises InvalidArgument when the results differ otherwise."""
+        expected = self._function(*args, **kwargs)
+        return largest_difference(expected, self(*args, **kwargs))
+
+    def debug(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Step, tuple[Any, ...]]]:
+        """Run the frozen plan of such arguments step by step, each as a call of its own: an iterator of steps and
+        their results, which may be looked at, and changed. Raises InvalidArgument where there is no such plan."""
+        variant = self._variant(args, kwargs)
+        if variant.frozen is None:
+            raise InvalidArgument(f"run it until it is FROZEN first: this plan is {variant.phase}; {variant.problem}")
+        with variant.lock:
+            yield from variant.frozen.debug(_arrays_of((args, kwargs)))
+
+    def _seen(self) -> Variant:
+        if self._latest is None:
+            raise InvalidArgument("run the plan first: it has made none yet")
+        return self._latest
+
+    # --- its life
+
+    def _variant(self, args: Any, kwargs: Any) -> Variant:
+        policy = overlay.current()
+        key = (_key((args, kwargs)), None if policy is None else policy.text, _grad_mode())
+        with self._lock:
+            variant = self._variants.get(key)
+            if variant is None:
+                variant = self._variants[key] = Variant(_label((args, kwargs)))
+                if len(self._variants) > MAX_VARIANTS:
+                    self._variants.popitem(last=False)
+            else:
+                self._variants.move_to_end(key)
+            self._latest = variant
+        return variant
+
+    def _run(self, session: Session, variant: Variant, args: Any, kwargs: Any) -> Any:
+        if variant.phase == CALLS:
+            self._misses[variant.problem] += 1
+            return self._function(*args, **kwargs)
+        if variant.phase == FROZEN:
+            return self._replay(session, variant, args, kwargs)
+        return self._record(session, variant, args, kwargs)
+
+    def _record(self, session: Session, variant: Variant, args: Any, kwargs: Any) -> Any:
+        value, made = record(session, self._function, args, kwargs)
+        self._misses["recorded"] += 1
+        problem = made.problem
+        if not problem and variant.recording is not None:
+            problem = difference(variant.recording, made)
+        variant.recordings += 1
+        variant.phase = WARM
+        if problem:
+            variant.phase, variant.problem, variant.recording = CALLS, problem, None
+        elif variant.recording is None:
+            variant.recording = made
+        elif variant.recordings > self._warmup:
+            self._freeze(session, variant, made, args, kwargs, value)
+        return value
+
+    def _freeze(
+        self, session: Session, variant: Variant, made: Recording, args: Any, kwargs: Any, expected: Any
+    ) -> None:
+        """Lay the plan out, and see that it gives what the function gave."""
+        assert variant.recording is not None
+        variant.program = prepare(variant.recording, made)
+        variant.recording = None
+        variant.frozen = FrozenPlan(session, variant.program)
+        variant.phase = FROZEN
+        if _writes_outside(variant.program):
+            variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
+            variant.is_checked = True
+            return
+        self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
+
+    def _replay(self, session: Session, variant: Variant, args: Any, kwargs: Any) -> Any:
+        frozen = variant.frozen
+        assert variant.program is not None
+        if frozen is None or frozen.is_spoilt or frozen.session is not session or frozen.link is not session.link:
+            frozen = variant.frozen = FrozenPlan(session, variant.program)
+        inputs = _arrays_of((args, kwargs))
+        value = frozen.run(inputs)
+        variant.replays += 1
+        if not variant.is_checked and all(segment.is_linked for segment in frozen.segments):
+            variant.is_checked = True
+            for segment in frozen.segments:
+                segment.is_held = True
+            try:
+                self._check(session, variant, inputs, value, "its calls one by one")
+            finally:
+                for segment in frozen.segments:
+                    segment.is_held = False
+        return value
+
+    def _check(self, session: Session, variant: Variant, inputs: list[Any], expected: Any, what: str) -> None:
+        """Run it once more on the same arguments. A plan that gives something else is none."""
+        assert variant.frozen is not None
+        try:
+            largest_difference(expected, variant.frozen.run(inputs))
+        except InvalidArgument as exc:
+            variant.phase, variant.problem = CALLS, f"the plan gave something else than {what}: {exc.message}"
+            variant.frozen = None
+        except LayerZeroError:
+            variant.frozen = None  # a call failed, and it was not the caller's: the next run has a plan of its own
+
+
+def plan(function: Callable[..., Any], *, warmup: int = 1) -> ExecutionPlan:
+    """A function, or a model, whose lz calls are recorded once and afterwards run as one.
+
+    The first runs with arguments of a kind (shapes, dtypes, plain values, policy) execute the function as usual and
+    record what it does with the arrays it is given: lz calls, and operators, methods and functions of NumPy or torch.
+    When `warmup` more runs did the same, the plan is frozen: from then on the function is not run; its steps are, from
+    memory that was laid out once, and lz calls that follow each other on one worker cross as one message. A function
+    that looks at numbers of its arrays, or does something else at each run, is run as ever; `explain()` says why.
+
+    What the function does beside its arrays (printing, counting, lists that it fills) happens only while it is
+    recorded. Arrays that it has of its own, such as weights, may be changed in place, and are seen; after they were
+    replaced by other arrays call `reset`.
+
+    warmup: how many runs must agree with the first one; at least 1.
+    Raises InvalidArgument for what cannot be called, and what the function's calls raise.
+    """
+    if not callable(function):
+        raise InvalidArgument(f"lz.plan takes a function or a model, not a {type(function).__name__}")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise InvalidArgument(f"{function.__name__} is a coroutine or generator; plan the functions that it calls")
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+        raise InvalidArgument(f"warmup is {warmup!r}; allowed: 1 or more")
+    return ExecutionPlan(function, warmup)
+
+
+def _writes_outside(program: Program) -> bool:
+    return any(storage.origin != "step" for step in program.steps for storage in step.writes)
+
+
+def _arrays_of(given: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(leaf: Any) -> None:
+        if is_array(leaf):
+            found.append(leaf)
+
+    map_leaves(given, note)
+    return found
+
+
+def _key(value: Any) -> Any:
+    """Equal for arguments that share a plan."""
+    if isinstance(value, _PLAIN):
+        return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+    if isinstance(value, Mapping):
+        return (dict, tuple((name, _key(item)) for name, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_key, value))
+    if is_array(value):
+        try:
+            array = describe(value)
+        except LayerZeroError:
+            return (type(value), str(value.dtype), tuple(value.shape))
+        is_dense = array.spec.is_contiguous and not array.needs_copy
+        return (array.kind, array.device, array.spec, is_dense, array.requires_grad)
+    return (type(value), id(value))
+
+
+def _label(given: tuple[Any, Any]) -> str:
+    """The arguments in short."""
+    shown: list[str] = []
+
+    def note(leaf: Any) -> None:
+        shown.append(
+            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)[:40]
+        )
+
+    map_leaves(given, note)
+    return ", ".join(shown)
+
+
+def _grad_mode() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled()

@@ -1,0 +1,155 @@
+"""What a person sees of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from layerzero.client.connection.report import html_of_text
+from layerzero.client.plans.recording import Step
+from layerzero.client.plans.segments import CHAINED, Segment
+from layerzero.ipc.wording import counted
+
+if TYPE_CHECKING:
+    from layerzero.client.plans.execution_plan import Variant
+
+
+@dataclass(frozen=True)
+class SlotRow:
+    """A slot: `nbytes` at `offset` of the plan's block, needed from step `first` to step `last`; `made_by` names the
+    step that fills it."""
+
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+    made_by: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step's last run: `how` is "chain" (crossed with others), "call" (one by one) or "here" (the caller's own code),
+    `us` the kernel's time, or that of the own code; `attempts` failed before."""
+
+    step: int
+    name: str
+    where: str
+    how: str
+    kernel_id: str
+    us: float
+    attempts: int
+
+
+@dataclass(frozen=True)
+class PlanExplanation:
+    """What became of a plan. `messages`: how many submissions one run makes for its chained steps, 0 before all leases
+    are there; `passes`: what was changed, a line each."""
+
+    phase: str
+    arguments: str
+    problem: str
+    steps: int
+    own_steps: int
+    messages: int
+    peak_bytes: int
+    sum_bytes: int
+    copied_bytes: int
+    passes: tuple[str, ...]
+    notes: tuple[str, ...]
+    counters: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        lines = [f"{self.phase}: {self.arguments}"]
+        if self.problem:
+            lines.append(f"  runs as calls, for {self.problem}")
+        if self.steps:
+            sent = f"in {counted(self.messages, 'message')}" if self.messages else "one by one until leases are there"
+            lines.append(f"  {counted(self.steps, 'lz call')} {sent}, {counted(self.own_steps, 'step')} of own code")
+            lines.append(f"  slots: {self.peak_bytes} bytes, {self.sum_bytes} without sharing")
+            lines.append(f"  copied in the last run: {self.copied_bytes} bytes")
+        lines += [f"  {line}" for line in (*self.passes, *self.notes)]
+        lines.append(f"  {self.counters['replays']} of {counted(self.counters['runs'], 'run')} replayed")
+        lines += [f"    {counted(count, 'run')} not: {why}" for why, count in self.counters["misses"].items()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_of_text(str(self))
+
+
+def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanation:
+    program, frozen = variant.program, variant.frozen
+    lz_steps = own = messages = peak = total = copied = 0
+    passes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    if program is not None and frozen is not None:
+        lz_steps = sum(step.request is not None for step in program.steps)
+        own = sum(not isinstance(item, Segment) and item.request is None for item in frozen.items)
+        if all(segment.is_linked for segment in frozen.segments):
+            messages = sum(segment.messages for segment in frozen.segments)
+        peak, total, copied = frozen.layout.peak_bytes, frozen.layout.sum_bytes, frozen.copied_bytes
+        passes = tuple(program.done)
+        rules = sorted({(one.rule, one.place.nbytes) for one in frozen.memory.constants.values()})
+        notes = tuple(f"constant of {nbytes} bytes: {rule}" for rule, nbytes in rules[:4])
+    facts = (lz_steps, own, messages, peak, total, copied, passes, notes, counters)
+    return PlanExplanation(variant.phase, variant.label, variant.problem, *facts)
+
+
+def slot_rows(variant: Variant) -> list[SlotRow]:
+    if variant.frozen is None or variant.program is None:
+        return []
+    steps = variant.program.steps
+    slots = sorted(variant.frozen.layout.slots.values(), key=lambda slot: (slot.first, slot.offset))
+    return [SlotRow(s.offset, s.nbytes, s.first, s.last, steps[s.first].name) for s in slots]
+
+
+def timing_rows(variant: Variant) -> list[Timing]:
+    if variant.frozen is None or variant.program is None:
+        return []
+    for segment in variant.frozen.segments:
+        segment.read_times()
+    by_number = {step.number: step for step in variant.program.steps}
+    runs = sorted(variant.frozen.timings.values(), key=lambda run: run.number)
+    found = []
+    for run in runs:
+        step = by_number[run.number]
+        found.append(Timing(run.number, step.name, step.where, run.how, run.kernel_id, run.us, run.attempts))
+    return found
+
+
+def mermaid(variant: Variant) -> str:
+    """Steps as boxes, arrays as arrows; one frame for each message."""
+    if variant.program is None or variant.frozen is None:
+        return f"flowchart TD\n  none[{variant.phase}: {variant.problem or 'not frozen yet'}]"
+    for segment in variant.frozen.segments:
+        segment.read_times()
+    lines, maker = ["flowchart TD"], dict[int, str]()
+    for number in variant.program.recording.inputs:
+        maker[number] = f"in{number}"
+        lines.append(f"  in{number}([argument {len(maker) - 1}])")
+    for place, item in enumerate(variant.frozen.items):
+        steps = _steps_of(item)
+        if isinstance(item, Segment):
+            how = {run.how for run in (variant.frozen.timings.get(step.number) for step in steps) if run}
+            lines.append(f"  subgraph m{place} [{'one message' if how == {CHAINED} else 'calls'}]")
+        lines += [line for step in steps for line in _box(step)]
+        if isinstance(item, Segment):
+            lines.append("  end")
+    shown = {step.number for item in variant.frozen.items for step in _steps_of(item)}
+    for step in variant.program.steps:
+        sources = {maker[value.number]: None for value in variant.program.reads(step) if value.number in maker}
+        if step.number in shown:
+            lines += [f"  {source} --> s{step.number}" for source in sources if source != f"s{step.number}"]
+        for number in step.made:  # a view is shown as what it is a view of
+            found = variant.program.value(number).number
+            maker[found] = f"s{step.number}" if step.number in shown else next(iter(sources), "")
+    return "\n".join(lines)
+
+
+def _steps_of(item: Segment | Step) -> list[Step]:
+    return item.steps if isinstance(item, Segment) else [item]
+
+
+def _box(step: Step) -> list[str]:
+    shape = "[{}]" if step.request is not None else "[/{}/]"
+    return [f"    s{step.number}{shape.format(f'{step.number} {step.name}')}"]

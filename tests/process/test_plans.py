@@ -1,0 +1,450 @@
+"""lz.plan against a real broker: what is recorded, what is frozen, what runs as one, and what never may."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.backends.toy import COUNT, RAISE, fault
+from tests.process.harness import Site, is_running, wait_until
+
+import layerzero as lz
+from layerzero.client.connection.arena import pool
+
+X = np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6)
+W = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 6)
+
+
+def silu(a: Any) -> Any:
+    return a / (1 + np.exp(-a))
+
+
+def block(x: Any) -> Any:
+    return lz.silu(lz.matmul(lz.silu(x), W))
+
+
+def expected(x: Any) -> Any:
+    return silu(silu(x) @ W)
+
+
+def some(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape or (4, 6)).astype(np.float32)
+
+
+def agree(got: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def site(new_site: Callable[..., Site]) -> Site:
+    """alpha is first, beta second, and both are up."""
+    made = new_site()
+    made.connect()
+    made.wait_ready("alpha", "beta")
+    return made
+
+
+def settled(plan: lz.ExecutionPlan, *args: Any, messages: int = 1) -> lz.ExecutionPlan:
+    """Run until the plan crosses in so many messages."""
+
+    def is_there() -> bool:
+        plan(*args)
+        assert plan.phase in ("WARM", "FROZEN"), plan.explain()
+        return plan.explain().messages == messages and all(t.how != "call" for t in plan.timings())
+
+    wait_until(is_there)
+    return plan
+
+
+# --- its life
+
+
+def test_a_plan_is_recorded_laid_out_and_then_runs_as_one(site: Site) -> None:
+    """Each phase gives the function's own result, for other numbers each time."""
+    runs = []
+
+    def function(x: Any) -> Any:
+        runs.append(1)
+        return block(x)
+
+    plan = lz.plan(function)
+    assert plan.phase == "COLD"
+    for seed, phase in enumerate(("WARM", "FROZEN", "FROZEN", "FROZEN")):
+        agree(plan(some(seed)), expected(some(seed)))
+        assert plan.phase == phase
+    assert len(runs) == 2
+    settled(plan, X)
+    for seed in range(20):
+        agree(plan(some(seed)), expected(some(seed)))
+    assert [(t.name, t.how, t.kernel_id) for t in plan.timings()] == [
+        ("silu", "chain", "alpha.silu"),
+        ("matmul", "chain", "alpha.matmul"),
+        ("silu", "chain", "alpha.silu"),
+    ]
+    assert len(runs) == 2
+    counters = plan.counters()
+    assert counters["replays"] == counters["runs"] - 2
+    assert counters["misses"] == {"recorded": 2}
+
+
+def test_results_are_the_callers_own(site: Site) -> None:
+    """A later run must not write to what an earlier one gave."""
+    plan = settled(lz.plan(block), X)
+    kept = [plan(some(seed)) for seed in range(50)]
+    for result in kept:
+        result[...] = result + 1
+    gc.collect()
+    for seed, result in enumerate(kept):
+        agree(result, expected(some(seed)) + 1)
+
+
+def test_each_shape_and_dtype_has_a_plan_of_its_own(site: Site) -> None:
+    """Guards: nothing of one plan fits another's arrays."""
+    plan = settled(lz.plan(lambda x: lz.silu(lz.silu(x))), X)
+    for x in (some(1, 2, 3), some(1).astype(np.float64), some(2), some(3, 5), np.asfortranarray(some(4))):
+        for _ in range(4):
+            agree(plan(x), silu(silu(x)))
+            assert plan(x).dtype == x.dtype
+    assert plan.counters()["plans"] == 5
+
+
+def test_plain_arguments_are_part_of_what_a_plan_is_for(site: Site) -> None:
+    """True, 1 and 1.0 are equal, and not the same."""
+    plan = lz.plan(lambda x, scale, names: lz.silu(x) * scale if names["on"] else lz.silu(x))
+    for _ in range(4):
+        for scale in (1, 1.0, True, 3.0):
+            agree(plan(X, scale, {"on": True}), silu(X) * scale)
+        agree(plan(X, 3.0, {"on": False}), silu(X))
+    assert plan.counters()["plans"] == 5
+
+
+def test_what_a_function_computes_itself_is_part_of_its_plan(site: Site) -> None:
+    """Operators, methods, functions of NumPy, indices, writes in place; steps of lz stay what they are."""
+
+    def function(x: Any, y: Any) -> Any:
+        a = lz.silu(x)
+        a += y
+        b = lz.silu(a.reshape(6, 4).T)
+        b[0] = 7.0
+        c = np.concatenate([b, np.sqrt(np.abs(b))], axis=1)
+        d = lz.silu(c[:, ::2]) - 1.0 / (2.0 + c[:, 1::2] ** 2)
+        return {"all": d, "mean": d.mean(axis=0), "part": d[1:3]}
+
+    def reference(x: Any, y: Any) -> Any:
+        a = silu(x) + y
+        b = silu(a.reshape(6, 4).T)
+        b[0] = 7.0
+        c = np.concatenate([b, np.sqrt(np.abs(b))], axis=1)
+        d = silu(c[:, ::2]) - 1.0 / (2.0 + c[:, 1::2] ** 2)
+        return {"all": d, "mean": d.mean(axis=0), "part": d[1:3]}
+
+    plan = lz.plan(function)
+    for seed in range(30):
+        x, y = some(seed), some(100 + seed)
+        before = x.copy(), y.copy()
+        got, wanted = plan(x, y), reference(x, y)
+        assert got.keys() == wanted.keys()
+        for name in wanted:
+            agree(got[name], wanted[name])
+        assert np.array_equal(x, before[0])
+        assert np.array_equal(y, before[1])
+    assert plan.phase in ("WARM", "FROZEN"), plan.explain()
+    assert got["part"].base is not None or np.shares_memory(got["part"], got["all"])
+
+
+def test_in_place_changes_of_weights_are_seen(site: Site) -> None:
+    """A plan holds the array, not the numbers that it had."""
+    w, shared = W.copy(), lz.share(W.copy())
+    plan = settled(lz.plan(lambda x: lz.matmul(lz.matmul(x, w), shared)), X)
+    w *= 2
+    agree(plan(X), X @ w @ shared)
+    shared[...] = np.eye(6)
+    agree(plan(X), X @ w)
+    assert "lz.share avoids this" in str(plan.explain())
+
+
+def test_replaced_weights_are_seen_after_a_reset(site: Site) -> None:
+    """Which array a function has of its own is settled when it is recorded, as the docstring says."""
+    weights = {"w": W}
+    plan = settled(lz.plan(lambda x: lz.matmul(lz.silu(x), weights["w"])), X)
+    weights["w"] = 2 * W
+    with pytest.raises(lz.InvalidArgument, match="differ by"):
+        plan.verify(X)
+    plan.reset()
+    assert plan.verify(X) == 0.0
+    agree(plan(X), silu(X) @ weights["w"])
+
+
+# --- what is no plan
+
+
+def branches(x: Any) -> Any:
+    return lz.silu(x) if x.sum() > 0 else lz.silu(-x)
+
+
+def prints(x: Any) -> Any:
+    return f"{lz.silu(x)}" and lz.silu(x)
+
+
+def takes_out(x: Any) -> Any:
+    y = np.asarray(lz.silu(x))
+    return lz.silu(np.exp(y))
+
+
+def counts(x: Any, calls: list[int] = []) -> Any:  # noqa: B006  # that is the point
+    calls.append(1)
+    return lz.silu(x) * len(calls)
+
+
+def draws(x: Any) -> Any:
+    return lz.silu(x) + np.random.default_rng().standard_normal(x.shape).astype(np.float32)
+
+
+def has_no_call(x: Any) -> Any:
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (branches, "takes its bool"),
+        (prints, "takes its str"),
+        (takes_out, "uses another array after that"),
+        (counts, "its arguments were others"),
+        (draws, "other numbers at each run"),
+        (has_no_call, "makes no lz call"),
+    ],
+)
+def test_a_function_that_cannot_be_a_plan_runs_as_ever_and_says_why(
+    site: Site, function: Callable[[Any], Any], why: str
+) -> None:
+    """Wrong numbers must not come of what was recorded; file and line are named."""
+    plan = lz.plan(function)
+    for _ in range(4):
+        plan(X)
+    assert plan.phase == "CALLS"
+    assert why in plan.explain().problem
+    if function is branches:
+        assert "test_plans.py:" in plan.explain().problem
+        for x in (X + 5, X - 5):
+            agree(plan(x), silu(x) if x.sum() > 0 else silu(-x))
+
+
+def test_an_argument_that_shares_memory_with_another_makes_no_plan(site: Site) -> None:
+    """Which of them a step reads cannot be told; in a later run they may be apart."""
+    plan = lz.plan(lambda x, y: lz.matmul(lz.silu(x), y))
+    square = some(0, 6, 6)
+    for _ in range(3):
+        agree(plan(square, square), silu(square) @ square)
+    assert "share memory" in plan.explain().problem
+
+
+def test_errors_of_a_function_are_its_own(site: Site) -> None:
+    """What its calls raise names the step; what it raises itself comes as it is."""
+
+    def fails(x: Any) -> Any:
+        raise KeyError(lz.silu(x).shape)
+
+    with pytest.raises(KeyError):
+        lz.plan(fails)(X)
+    plan = settled(lz.plan(lambda x: lz.silu(lz.silu(x, backend="alpha"), backend="alpha")), X)
+    wrong = X.copy()
+    wrong.flat[0] = fault(RAISE)
+    with pytest.raises(lz.BackendError) as caught:
+        plan(wrong)
+    assert any("in step 0 of a plan, silu at test_plans.py:" in note for note in caught.value.__notes__)
+    agree(plan(X), silu(silu(X)))
+    with pytest.raises(lz.InvalidArgument, match="takes a function"):
+        lz.plan(3)  # type: ignore[arg-type]
+    with pytest.raises(lz.InvalidArgument, match="warmup"):
+        lz.plan(block, warmup=0)
+
+
+# --- passes
+
+
+def test_equal_and_unused_calls_are_made_once_or_not_at_all(site: Site) -> None:
+    """The explanation names what was left out; the numbers are the same."""
+    asked = X.copy()
+    asked.flat[0] = fault(COUNT)  # each call of the worker gives another number
+
+    def function(x: Any) -> Any:
+        lz.silu(lz.silu(x))  # nobody takes it
+        return lz.matmul(lz.silu(x), W) - lz.matmul(lz.silu(x), W)
+
+    plan = settled(lz.plan(function), X)
+    assert np.array_equal(plan(X), np.zeros((4, 6), np.float32))
+    assert plan.explain().steps == 2
+    text = str(plan.explain())
+    assert "common subexpressions: 3" in text or "common subexpressions: 2" in text
+    assert "dead results" in text
+
+
+def test_calls_on_constants_alone_are_not_made_again(site: Site) -> None:
+    """Only where nobody can change the constant: else it is read at each run."""
+    fixed = W.copy()
+    fixed.flags.writeable = False
+    loose = W.copy()
+    plan = settled(lz.plan(lambda x: lz.matmul(x, lz.silu(fixed)) + lz.matmul(x, lz.silu(loose))), X)
+    assert "constant folding: 1" in str(plan.explain())
+    loose *= 3
+    agree(plan(X), X @ silu(fixed) + X @ silu(loose))
+
+
+def test_slots_are_shared_by_what_is_not_needed_at_once(site: Site) -> None:
+    """Peak memory is that of what lives at one time, and is in the explanation."""
+
+    def deep(x: Any) -> Any:
+        for _ in range(20):
+            x = lz.silu(x)
+        return x
+
+    plan = settled(lz.plan(deep), some(0, 64, 64))
+    told = plan.explain()
+    assert told.peak_bytes == 2 * 64 * 64 * 4
+    assert told.sum_bytes == 19 * 64 * 64 * 4
+    rows = plan.slots()
+    for one in rows:
+        for other in rows:
+            is_apart = one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
+            assert one is other or is_apart or one.last < other.first or other.last < one.first
+    assert plan.show().startswith("flowchart TD")
+
+
+# --- what goes wrong on the way
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("action", ["kill", "exit0", "raise"])
+def test_a_worker_lost_in_any_step_costs_one_attempt_and_no_result(
+    new_site: Callable[..., Site], step: int, action: str
+) -> None:
+    """What ended before the step is whole; the step itself goes to the next backend, with the attempt counted."""
+    nth = 301 + step  # of the worker's kernels: that of the first one is its probe's
+    site = new_site(failpoints=f"faulty:executing={action}@{nth}", standby=0, backoff_s=600, backoff_max_s=600)
+    site.add_backend("faulty", ndim=2)
+    site.connect()
+    site.wait_ready("faulty", "beta")
+    plan, wanted = lz.plan(lambda x: lz.silu(lz.silu(lz.silu(x)))), silu(silu(silu(X)))
+    settled(plan, X)
+    for _ in range(nth):
+        agree(plan(X), wanted)
+        runs = plan.timings()
+        if any(run.attempts for run in runs):
+            break
+    else:
+        pytest.fail("the failpoint was never passed")
+    at = next(n for n, run in enumerate(runs) if run.attempts)
+    assert [run.how for run in runs[:at]] == ["chain"] * at
+    assert runs[at].how == "call"
+    served = runs[at].kernel_id.partition(".")[0]  # one that raises lives, and is tried once more by the broker
+    assert served in (("faulty",) if action == "raise" else ("alpha", "beta"))
+    for seed in range(10):
+        agree(plan(some(seed)), silu(silu(silu(some(seed)))))
+
+
+def test_a_worker_killed_between_runs_is_no_matter(site: Site) -> None:
+    """The next run goes as calls where it has to, and as one message again."""
+    plan = settled(lz.plan(block), X)
+    pid = next(b["pid"] for b in lz.status()["backends"] if b["name"] == "alpha")
+    os.kill(pid, signal.SIGKILL)
+    for seed in range(5):
+        agree(plan(some(seed)), expected(some(seed)))
+    wait_until(lambda: not is_running(pid))
+    settled(plan, X)
+
+
+def test_policy_is_followed_as_by_calls(site: Site) -> None:
+    """Both that of a scope, which is another plan, and that of the file, which ends leases."""
+    plan = settled(lz.plan(block), X)
+    with lz.prefer("beta"):
+        agree(plan(X), expected(X))
+        settled(plan, X)
+        assert {t.kernel_id for t in plan.timings()} == {"beta.silu", "beta.matmul"}
+    plan(X)
+    assert {t.kernel_id for t in plan.timings()} == {"alpha.silu", "alpha.matmul"}
+    site.set_policy("avoid_kernels: [alpha.*]\n")
+
+    def has_moved() -> bool:
+        agree(plan(X), expected(X))
+        return {t.kernel_id for t in plan.timings()} == {"beta.silu", "beta.matmul"}
+
+    wait_until(has_moved)
+
+
+def test_threads_do_not_share_a_run(site: Site) -> None:
+    """A plan's memory is for one run at a time; the others are calls."""
+    plan = settled(lz.plan(block), X)
+    wrong: list[int] = []
+
+    def work(first: int) -> None:
+        for seed in range(first, first + 40):
+            if not np.allclose(plan(some(seed)), expected(some(seed)), rtol=1e-4, atol=1e-5):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forked_child_has_a_plan_of_its_own(site: Site) -> None:
+    """Parent and child use no memory together."""
+    plan = settled(lz.plan(block), X)
+    pid = os.fork()
+    if not pid:
+        code = 1
+        with contextlib.suppress(BaseException):
+            good = all(np.allclose(plan(some(seed)), expected(some(seed)), rtol=1e-4, atol=1e-5) for seed in range(10))
+            code = 0 if good else 2
+        os._exit(code)
+    for seed in range(50):
+        agree(plan(some(seed)), expected(some(seed)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_another_connection_makes_the_plan_anew(site: Site) -> None:
+    """Nothing of the old connection's lanes and memory is used."""
+    plan = settled(lz.plan(block), X)
+    lz.disconnect()
+    site.connect()
+    for seed in range(5):
+        agree(plan(some(seed)), expected(some(seed)))
+    settled(plan, X)
+
+
+def test_a_plan_gives_its_memory_back(site: Site) -> None:
+    """Slots, tables and copies go with it."""
+    slots = []
+    for _ in range(3):
+        settled(lz.plan(lambda x: lz.silu(block(x))), X)
+        gc.collect()
+        lz.session().repeats.clear()
+        slots.append(pool.stats()["slots"])
+    assert slots[2] <= slots[1]
+
+
+def test_a_plan_is_looked_at_step_by_step(site: Site) -> None:
+    """The results may be seen, and changed, before the next step reads them."""
+    plan = settled(lz.plan(block), X)
+    seen = [(step.name, results[0].copy()) for step, results in plan.debug(X)]
+    assert [name for name, _ in seen] == ["silu", "matmul", "silu"]
+    agree(seen[0][1], silu(X))
+    agree(seen[2][1], expected(X))
+    with pytest.raises(lz.InvalidArgument, match="FROZEN first"):
+        list(plan.debug(some(0, 3, 6)))
+
+
+def test_a_dry_run_of_a_plan_shows_its_functions_calls(site: Site) -> None:
+    """Tools that ask what a function would do are told so."""
+    plan = settled(lz.plan(block), X)
+    assert [call.op for call in lz.dry_run(plan, X).calls] == ["silu", "matmul", "silu"]
