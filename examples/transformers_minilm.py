@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer
 import layerzero as lz
 import layerzero.torch
 
-BATCH, ANSWERS, ROUNDS = 32, 3, 3
+BATCH, ANSWERS, ROUNDS = 32, 3, 5
 
 
 class SentenceEncoder:
