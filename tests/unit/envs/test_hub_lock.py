@@ -211,3 +211,14 @@ def test_export_refuses_them_by_name(folder: Path, manifest: EnvManifest, hub: H
     (folder / "sample.cpu.txt").write_text("numpy==2.4.6\n")
     with pytest.raises(EnvError, match="has kernels of the hub"):
         export(manifest, folder / "out.tar.gz", store=folder / "store")
+
+
+def test_a_build_without_a_network_does_not_ask_the_hub(manifest: EnvManifest, hub: Hub, tmp_path: Path) -> None:
+    """--offline, --wheelhouse and --overlay mean it."""
+    pin(manifest)
+    hub.asked.clear()
+    kernels = kernels_of(manifest, "cpu", HubAccess(allows_unsigned=True).offline())
+    assert kernels is not None
+    with pytest.raises(EnvError, match=r"pass --hub-folder DIR .* uses no network"):
+        kernels.place(tmp_path / "env")
+    assert hub.asked == []

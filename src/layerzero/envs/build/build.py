@@ -272,7 +272,9 @@ def ensure(
     progress.started(env.name)
     env = replace(env, wheelhouse=wheelhouse.absolute() if wheelhouse else None)
     try:
-        kernels = placing.kernels_of(found, variant, hub or HubAccess())
+        access = hub or HubAccess()
+        has_network = base is None and wheelhouse is None
+        kernels = placing.kernels_of(found, variant, access if has_network else access.offline())
         wheels: Resolution | None = None
         if below is not None:
             house = Wheelhouse(wheelhouse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ class HubAccess:
     repository: Repository = field(default_factory=Repository)
     keys: Path = KEYS
     allows_unsigned: bool = False
+
+    def offline(self) -> HubAccess:
+        """The same, but for the network."""
+        return replace(self, repository=replace(self.repository, is_offline=True))
 
 
 @dataclass(frozen=True)

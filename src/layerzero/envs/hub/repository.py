@@ -55,15 +55,20 @@ class Opened:
 
 @dataclass(frozen=True)
 class Repository:
-    """`folder`: a copy of the repository here, as git clone makes it; None for the hub itself."""
+    """`folder`: a copy of the repository here, as git clone makes it; None for the hub itself, unless this build
+    `is_offline`."""
 
     folder: Path | None = None
+    is_offline: bool = False
 
     @contextmanager
     def opened(self, name: str, hub: Hub, build: str, revision: str = "") -> Iterator[Opened]:
         """One build, until the block ends. `name`: of the environment; `revision`: a commit, else what the manifest
         says, which a folder cannot look up. Raises EnvError."""
         wanted = revision or hub.revision
+        if self.folder is None and self.is_offline:
+            cause = f"the kernels of {hub.repository} are on the hub, and this build uses no network"
+            raise _failed(name, cause, repair="pass --hub-folder DIR with a copy of the repository")
         if self.folder is None:
             with tempfile.TemporaryDirectory(prefix="lz-hub-") as into:
                 commit = _download(name, hub.repository, wanted, build, Path(into))
