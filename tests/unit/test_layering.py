@@ -16,7 +16,10 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "ipc": (set(), {"msgpack", "zmq"}),
     "capabilities": ({"ipc"}, {"pydantic"}),
     # What is built is what a broker would take: descriptors have one reader, which is pure.
-    "envs": ({"capabilities", "ipc"}, {"cryptography", "packaging", "platformdirs", "pydantic", "rich", "typer"}),
+    "envs": (
+        {"capabilities", "ipc"},
+        {"cryptography", "huggingface_hub", "packaging", "platformdirs", "pydantic", "rich", "typer"},
+    ),
     "workers": ({"ipc"}, {"msgpack", "zmq"}),
     "broker": (
         {"ipc", "capabilities", "envs"},
@@ -55,7 +58,8 @@ ONLY_IN: dict[tuple[str, str], set[str]] = {
     ("ipc", "zmq"): {"ipc/transport/keys.py", "ipc/transport/sockets.py"},
     ("ipc", "msgpack"): {"ipc/transport/plain.py"},
     ("client", "zmq"): {"client/connection"},
-    ("envs", "cryptography"): {"envs/lifted/signing.py", "envs/lifted/folder.py"},
+    ("envs", "cryptography"): {"envs/signing.py", "envs/lifted/folder.py", "envs/hub/lock.py"},
+    ("envs", "huggingface_hub"): {"envs/hub/repository.py"},
     ("broker", "yaml"): {"broker/configuration"},
     ("broker", "zmq"): {"broker/io"},
     ("broker", "subprocess"): {"broker/processes"},

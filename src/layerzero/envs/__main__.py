@@ -8,21 +8,26 @@ Exit codes: 0 done, 1 a build, probe or lock failed, 2 wrong usage.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.envs.build.build import Env, command, ensure_all, find
+from layerzero.envs import signing
+from layerzero.envs.build.build import Env, command, find
 from layerzero.envs.build.installers import pick
 from layerzero.envs.build.lock import is_in_a_package
 from layerzero.envs.build.lock import lock as write_lock
+from layerzero.envs.build.several import ensure_all
 from layerzero.envs.cli import add_cli, transfer_cli
 from layerzero.envs.cli.options import (
     STORE,
     Base,
     Folders,
+    HubFolder,
     InstallerChoice,
     Json,
     Minor,
@@ -51,7 +56,10 @@ from layerzero.envs.cli.rows import (
     with_imports,
 )
 from layerzero.envs.descriptors import read_all
-from layerzero.envs.manifest import VariantName
+from layerzero.envs.hub import lock as hub_lock
+from layerzero.envs.hub.placing import KEYS, HubAccess
+from layerzero.envs.hub.repository import Repository
+from layerzero.envs.manifest import EnvManifest, VariantName
 from layerzero.envs.probe.probe import DEFAULT_TIMEOUT_S
 from layerzero.envs.transfer.gc import collect
 from layerzero.ipc.errors import ConfigError, EnvError
@@ -130,6 +138,13 @@ def build(
     no_probe: Annotated[
         bool, typer.Option("--no-probe", help="Build only: for an image that will run where the accelerator is.")
     ] = False,
+    hub_folder: HubFolder = None,
+    unsigned: Annotated[
+        bool, typer.Option("--allow-unsigned", help="Take kernels of the hub that nobody has signed: you know whose.")
+    ] = False,
+    keys: Annotated[
+        Path, typer.Option("--keys", envvar="LAYERZERO_KEYS", help="The folder of the keys that are trusted.")
+    ] = KEYS,
     as_json: Json = False,
 ) -> None:
     """Build environments from their locks, then probe them. With --overlay: a few wheels over an interpreter that has
@@ -159,6 +174,7 @@ def build(
             jobs=jobs,
             base=overlay,
             wheelhouse=wheelhouse,
+            hub=HubAccess(_repository(chosen, refused, hub_folder), keys, unsigned),
         )
     limit_s = None if no_probe else timeout
     report([*(verdict(m, built[m.name], limit_s, is_anew=force) for m in chosen), *refused], as_json)
@@ -201,12 +217,19 @@ def lock(
     manifests: Folders = None,
     variant: Annotated[Variant | None, typer.Option("--variant", help="Default: all of the manifest's.")] = None,
     python: Minor = None,
+    hub_folder: HubFolder = None,
+    key_file: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="Sign the locks of kernels of the hub (lz lift key).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Resolve requirements afresh and write the locks. Needs uv; downloads metadata only."""
+    """Resolve requirements afresh and write the locks. Needs uv; downloads metadata only, and kernels of the hub."""
     rows: list[dict[str, Any]] = []
     chosen, refused = choose(names, manifests, python)
     fail_on(refused)
+    repository = _repository(chosen, refused, hub_folder)
+    with failing_cleanly():
+        key = None if key_file is None else signing.read_private(key_file)
     for manifest in chosen:
         wanted: list[VariantName] = [variant.value] if variant else list(manifest.variants)
         for name in wanted:
@@ -215,12 +238,28 @@ def lock(
                 err.print(f"rewriting a file of LayerZero: {text}", style="yellow", highlight=False, soft_wrap=True)
             with failing_cleanly():
                 written = write_lock(manifest, name)
+                kernels = hub_lock.write(manifest, name, repository, key)
             rows.append({"name": manifest.name, "variant": name, "path": str(written.path), "pins": written.pins})
+            if kernels is not None:
+                rows[-1]["hub"] = {"path": str(kernels.path), "revision": kernels.content.revision, "signed": bool(key)}
             if as_json:
                 continue
             out.print(f"{written.path}: {len(written.pins)} packages", highlight=False, soft_wrap=True)
+            if kernels is not None:
+                text = f"{kernels.path}: {len(kernels.content.files)} files of {kernels}"
+                out.print(f"{text}, {'signed' if key else 'not signed'}", highlight=False, soft_wrap=True)
     if as_json:
         print_json(rows)
+
+
+def _repository(chosen: Sequence[EnvManifest], refused: Sequence[Any], folder: Path | None) -> Repository:
+    """Where kernels of the hub come from. Exits with 2 where a folder is given and it is not clear for which; the
+    report says what is wrong with the `refused`."""
+    having = [manifest.name for manifest in chosen if manifest.hub is not None]
+    if folder is not None and len(having) != 1 and not refused:
+        known = ", ".join(having) or "none of these has kernels of the hub"
+        raise typer.BadParameter(f"name one environment with kernels of the hub: {known}", param_hint="--hub-folder")
+    return Repository(folder)
 
 
 @app.command()

@@ -37,7 +37,12 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Minor = Annotated[str, StringConstraints(pattern=r"^3\.[1-9][0-9]$")]
 _NOT_IN_TEXT = ("name", "path", "source", "own_python")
 # The builder sets these; a manifest that overrode them would cut the worker off from its own code.
-RESERVED_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERSITE"})
+RESERVED_VARIABLES = frozenset(
+    {"PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "LAYERZERO_HUB_KERNELS", "HF_HUB_OFFLINE"}
+)
+REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}$"
+COMMIT_PATTERN = r"^[0-9a-f]{40}$"
+BUILD_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,99}$"
 
 
 def _requirement(text: str) -> str:
@@ -68,6 +73,29 @@ class Variant(BaseModel):
 
     requirements: tuple[Annotated[str, AfterValidator(_requirement)], ...]
     without: tuple[Annotated[str, Field(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")], ...] = ()  # canonical names
+
+
+class Hub(BaseModel):
+    """Kernels of the HF Kernel Hub that come with an environment. `revision`: a commit, or a branch or tag that the
+    lock pins; `build`: which folder of the repository's `build/` each variant takes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    repository: Annotated[str, Field(pattern=REPOSITORY_PATTERN)]
+    revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,99}$")]
+    build: dict[VariantName, Annotated[str, Field(pattern=BUILD_PATTERN)]]
+
+    @property
+    def is_pinned(self) -> bool:
+        return re.fullmatch(COMMIT_PATTERN, self.revision) is not None
+
+    def build_of(self, variant: VariantName, path: Path) -> str:
+        """Raises ConfigError for a variant without one; `path`: of the manifest."""
+        if variant not in self.build:
+            raise ConfigError(
+                f"{path}: hub.build: has no variant {variant!r}; allowed: {', '.join(self.build) or 'none'}"
+            )
+        return self.build[variant]
 
 
 @dataclass(frozen=True)
@@ -106,6 +134,7 @@ class EnvManifest(BaseModel):
     platform: Annotated[str, Field(pattern=r"^manylinux_2_[0-9]{1,2}$")] = "manylinux_2_28"  # oldest glibc served
     env: dict[Annotated[str, AfterValidator(_variable)], Annotated[str, AfterValidator(_variable_value)]] = {}
     variants: dict[VariantName, Variant] = {}
+    hub: Hub | None = None
 
     @field_validator("provider", "descriptor")
     @classmethod
@@ -134,6 +163,8 @@ class EnvManifest(BaseModel):
             raise ValueError('interpreter "venv" needs `python` and at least one [variants.*] table')
         if self.interpreter == "host" and (self.python or self.variants or self.other_pythons):
             raise ValueError('interpreter "host" builds nothing: pythons and [variants.*] must be absent')
+        if self.hub is not None and set(self.hub.build) != set(self.variants):
+            raise ValueError("hub.build must name a folder of the repository's build/ for each of [variants.*]")
         return self
 
     @property
@@ -283,7 +314,7 @@ def _explain(error: Any, data: dict[str, Any]) -> str:
     if error["type"] == "missing":
         return f"{where}: missing; it is required"
     if error["type"] == "extra_forbidden":
-        model = EnvManifest if len(error["loc"]) == 1 else Variant
+        model = EnvManifest if len(error["loc"]) == 1 else Hub if error["loc"][0] == "hub" else Variant
         allowed = [key for key in model.model_fields if key not in _NOT_IN_TEXT]
         return f"{where}: {unknown_name('key', error['loc'][-1], allowed)} (got {error['input']!r:.80})"
     value = "" if error["input"] is data or not where else f" (got {error['input']!r:.120})"

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import cast
 
 from layerzero.ipc import confinement
@@ -90,10 +91,15 @@ def import_provider(name: str) -> Provider:
     """Import a provider module by dotted name, or from a path that ends in .py."""
     if not name.endswith(".py"):
         return cast(Provider, importlib.import_module(name))
-    spec = importlib.util.spec_from_file_location("layerzero_provider", name)
+    return cast(Provider, import_file("layerzero_provider", name))
+
+
+def import_file(name: str, path: str | os.PathLike[str]) -> ModuleType:
+    """Import the module in a file, or the package of an `__init__.py`, under a name of ours. Raises ConfigError."""
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"provider {name!r} is not a Python file")
+        raise ConfigError(f"{os.fspath(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return cast(Provider, module)
+    return module

@@ -14,9 +14,9 @@ import pytest
 
 from layerzero.capabilities.certificate import ProbeRecord
 from layerzero.capabilities.descriptor import parse
+from layerzero.envs import signing
 from layerzero.envs.lifted import folder as folders
 from layerzero.envs.lifted import imports as imports_module
-from layerzero.envs.lifted import signing
 from layerzero.envs.lifted.contents import ExportedBackend, ExportedCall, MeasuredTime, Wrong
 from layerzero.envs.lifted.imports import Imports
 from layerzero.ipc.errors import ConfigError

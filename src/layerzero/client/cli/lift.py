@@ -33,7 +33,7 @@ def key(
 ) -> None:
     """Make a key that signs exports: FILE, of mode 0600, and FILE.pub for those who trust it."""
     from layerzero.client.cli.output import out, print_json
-    from layerzero.envs.lifted import signing
+    from layerzero.envs import signing
 
     fingerprint = signing.make(file)
     public = signing.public_path(file)
@@ -53,7 +53,7 @@ def trust(
     """Import what this key has signed from now on."""
     from layerzero.client.cli import keys
     from layerzero.client.cli.output import out, print_json
-    from layerzero.envs.lifted import signing
+    from layerzero.envs import signing
 
     fingerprint = signing.trust(keys.where(folder), name, file)
     if as_json:
@@ -71,7 +71,7 @@ def distrust(
     """Import nothing more that this key has signed. What was imported stays: lz lift remove."""
     from layerzero.client.cli import keys
     from layerzero.client.cli.output import FAILED, out, print_json
-    from layerzero.envs.lifted import signing
+    from layerzero.envs import signing
 
     was_trusted = signing.distrust(keys.where(folder), name)
     if as_json:
@@ -101,8 +101,8 @@ def export(
     from layerzero.broker.lifting.export import collect
     from layerzero.broker.processes.cuda_driver import detect_gpus
     from layerzero.client.cli.output import out, print_json
+    from layerzero.envs import signing
     from layerzero.envs.lifted import folder as folders
-    from layerzero.envs.lifted import signing
     from layerzero.ipc.wording import counted
 
     if (key_file is None) != unsigned:
@@ -166,7 +166,7 @@ def show(keys_folder: Keys = None, as_json: Json = False) -> None:
     """Print what was imported, and whose signatures are trusted."""
     from layerzero.client.cli import keys
     from layerzero.client.cli.output import out, print_json
-    from layerzero.envs.lifted import signing
+    from layerzero.envs import signing
     from layerzero.ipc.wording import counted
 
     found, problems = _imports().all()

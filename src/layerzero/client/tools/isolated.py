@@ -12,8 +12,9 @@ from typing import Any
 
 import layerzero as lz
 from layerzero.client.facade import default_session
-from layerzero.envs.build.build import ensure_all, resolve
+from layerzero.envs.build.build import resolve
 from layerzero.envs.build.progress import Progress
+from layerzero.envs.build.several import ensure_all
 from layerzero.envs.matrix.engine import Isolated
 from layerzero.envs.matrix.subjects import Subject
 from layerzero.ipc.errors import LayerZeroError

@@ -13,8 +13,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -31,6 +30,9 @@ from layerzero.envs.build.progress import Progress, Quiet
 from layerzero.envs.build.resolution import Resolution, select
 from layerzero.envs.build.resolution import resolve as resolve_offline
 from layerzero.envs.build.wheelhouse import Wheelhouse
+from layerzero.envs.hub import placing
+from layerzero.envs.hub.lock import read as read_hub_lock
+from layerzero.envs.hub.placing import HubAccess, Kernels
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
 from layerzero.ipc.errors import ConfigError, EnvChanged, EnvError
 from layerzero.ipc.names import unknown_name
@@ -176,9 +178,16 @@ def _plan(manifest: EnvManifest, variant: VariantName, root: Path) -> tuple[Env,
     else:
         lock = read_lock(manifest, variant)
         python, content = interpreters.find(str(manifest.python), manifest.name), [variant, lock.text]
+        content += _pinned(manifest, variant)
     facts = [BUILDER, manifest.name, python.implementation, python.version, python.platform, manifest.platform]
     env_id = hashlib.sha256(json.dumps([*facts, *content]).encode()).hexdigest()[:16]
     return _env(manifest, variant, root, env_id, python, lock.sha256 if lock else ""), python, lock
+
+
+def _pinned(manifest: EnvManifest, variant: VariantName) -> list[str]:
+    """What of the hub's kernels names an environment: their lock."""
+    kernels = read_hub_lock(manifest, variant)
+    return [] if kernels is None else [kernels.sha256]
 
 
 @cache
@@ -191,7 +200,7 @@ def _plan_overlay(manifest: EnvManifest, variant: VariantName, root: Path, base:
     """The overlay that is built, or the one to build; with the key of what is asked for and the lock, if there is
     one."""
     requirements, lock = manifest.requirements(variant), find_lock(manifest, variant)
-    facts = [BUILDER, manifest.name, variant, *manifest.variants[variant].without]
+    facts = [BUILDER, manifest.name, variant, *manifest.variants[variant].without, *_pinned(manifest, variant)]
     asked = overlay.key(facts, requirements, lock, base)
     record = overlay.built(overlay.records(root, manifest.name, RECORD), asked, base)
     env = _env(manifest, variant, root, record["id"] if record else asked, base.python, asked)
@@ -214,6 +223,7 @@ def _env(manifest: EnvManifest, variant: VariantName, root: Path, env_id: str, p
         prefix=prefix,
         environ={
             **environ,
+            **placing.environ(manifest, prefix),
             "PYTHONPATH": str(stage.staged_path(root)),
             "PYTHONSAFEPATH": "1",  # no working directory on sys.path (since Python 3.11)
             "PYTHONNOUSERSITE": "1",
@@ -237,11 +247,13 @@ def ensure(
     force: bool = False,
     base: Path | None = None,
     wheelhouse: Path | None = None,
+    hub: HubAccess | None = None,
 ) -> Env:
     """Return a built environment with its worker code staged, building what is missing. Cheap when nothing is.
 
     `folders` are searched for a manifest given by name. `force` builds again, unless the environment is in use.
-    With `base` it is an overlay of that interpreter; with `base` or `wheelhouse` no network is used.
+    With `base` it is an overlay of that interpreter; with `base` or `wheelhouse` no network is used. `hub`: where
+    kernels of the hub come from, and who may have signed them.
     Raises EnvError (facts: env, cause, repair) and ConfigError.
     """
     found = resolve(manifest, folders) if isinstance(manifest, str) else manifest
@@ -260,6 +272,9 @@ def ensure(
     progress.started(env.name)
     env = replace(env, wheelhouse=wheelhouse.absolute() if wheelhouse else None)
     try:
+        access = hub or HubAccess()
+        has_network = base is None and wheelhouse is None
+        kernels = placing.kernels_of(found, variant, access if has_network else access.offline())
         wheels: Resolution | None = None
         if below is not None:
             house = Wheelhouse(wheelhouse)
@@ -272,47 +287,13 @@ def ensure(
             )
         elif wheelhouse is not None and lock is not None:
             wheels = select(env.name, lock, inspect(python.path), Wheelhouse(wheelhouse))
-        work = _Work(env, python, lock, wheels, below, asked, installer or pick(), progress)
+        work = _Work(env, python, lock, wheels, below, asked, installer or pick(), progress, kernels)
         nbytes = _build_locked(work, force)
     except EnvError as exc:
         progress.failed(env.name, time.monotonic() - start, str(exc.facts["cause"]))
         raise
     progress.done(env.name, time.monotonic() - start, nbytes)
     return env
-
-
-def ensure_all(
-    manifests: Iterable[EnvManifest],
-    *,
-    store: Path,
-    variant: VariantName = "cpu",
-    installer: Installer | None = None,
-    progress: Progress | None = None,
-    force: bool = False,
-    jobs: int = 2,
-    base: Path | None = None,
-    wheelhouse: Path | None = None,
-) -> dict[str, Env | EnvError | ConfigError]:
-    """Ensure several environments, `jobs` at a time. A failure is a value, so that it hides no other result."""
-
-    def one(manifest: EnvManifest) -> Env | EnvError | ConfigError:
-        try:
-            return ensure(
-                manifest,
-                store=store,
-                variant=manifest.variant_for(variant),
-                installer=installer,
-                progress=progress,
-                force=force,
-                base=base,
-                wheelhouse=wheelhouse,
-            )
-        except (EnvError, ConfigError) as exc:
-            return exc
-
-    chosen = list(manifests)
-    with ThreadPoolExecutor(max_workers=max(1, jobs), thread_name_prefix="lz-env") as pool:
-        return dict(zip((m.name for m in chosen), pool.map(one, chosen), strict=True))
 
 
 def base_drift(env: Env) -> str:
@@ -390,6 +371,7 @@ class _Work:
     asked: str
     installer: Installer
     progress: Progress
+    kernels: Kernels | None  # of the hub
 
     def say(self, text: str) -> None:
         self.progress.phase(self.env.name, text)
@@ -429,6 +411,9 @@ def _build(work: _Work, lock_fd: int) -> None:
         run = Runner(env.prefix.parent, lock_fd, work.say)
         work.say(f"creating a Python {work.python.version} environment with {work.installer.name}")
         work.installer.create(folder, work.python.path, run)
+        if work.kernels is not None:
+            work.say(work.kernels.told)
+            work.kernels.place(folder)
         if wheels is None:
             assert work.lock is not None
             planned = downloads.of_lock(work.lock, work.python, work.installer)
@@ -457,6 +442,8 @@ def _build(work: _Work, lock_fd: int) -> None:
             "seconds": round(time.monotonic() - start, 3),
             "built_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         }
+        if work.kernels is not None:
+            record["hub"] = work.kernels.record()
         if work.base is not None and wheels is not None:
             work.say(f"{len(wheels.taken)} packages come from {env.base}")
             overlay.link(folder, work.base)

@@ -62,6 +62,16 @@ WheelhouseDir = Annotated[
         help="A folder of wheels that is the only source; no network is used.",
     ),
 ]
+HubFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--hub-folder",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="A copy of the kernel repository that takes the place of the hub; for one environment.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that a probe may be in one case.")]
 

@@ -31,6 +31,8 @@ from layerzero.envs.build.wheelhouse import Wheelhouse
 from layerzero.envs.cli.additions import Site
 from layerzero.envs.cli.spinners import Spinners
 from layerzero.envs.descriptors import read_all
+from layerzero.envs.hub.lock import HubLock
+from layerzero.envs.hub.lock import read as read_hub_lock
 from layerzero.envs.lifted.imports import Imports
 from layerzero.envs.manifest import EnvManifest, VariantName, discover
 from layerzero.envs.probe.probe import cached_probe, probe_cached
@@ -187,12 +189,13 @@ def show_plans(
             if env.on_host or (env.is_built and not drift(env)):
                 return {"name": manifest.name, "state": "host" if env.on_host else "built", "text": "nothing to do"}
             planned = _downloads(manifest, own, installer, overlay, wheelhouse)
+            kernels = read_hub_lock(manifest, own)
         except (EnvError, ConfigError) as exc:
             return {"name": manifest.name, "state": "unavailable", "text": exc.message}
         return {
             "name": manifest.name,
             "state": "to build",
-            "text": str(planned),
+            "text": str(planned) if kernels is None else f"{planned}\n{_told(kernels)}",
             "wheels": planned.wheels,
             "download": dict(planned.sizes),
             "download_bytes": planned.nbytes,
@@ -214,6 +217,11 @@ def show_plans(
         out.print(text, markup=False, highlight=False, soft_wrap=True)
     if any(row["state"] == "unavailable" for row in rows):
         raise typer.Exit(1)
+
+
+def _told(kernels: HubLock) -> str:
+    files = counted(len(kernels.content.files), "file")
+    return f"and {files} of the hub's {kernels}, {megabytes(kernels.nbytes)}"
 
 
 def _downloads(

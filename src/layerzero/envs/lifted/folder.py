@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from layerzero.envs.lifted import signing
+from layerzero.envs import signing
 from layerzero.envs.lifted.contents import Wrong
 from layerzero.ipc import files
 from layerzero.ipc.errors import ConfigError

@@ -68,6 +68,13 @@ def export(
     """
     if manifest.interpreter == "host":
         raise _refused(manifest.name, "runs in the broker's own interpreter: there is nothing to export", "lz env list")
+    if manifest.hub is not None:
+        what = (
+            "has kernels of the hub, which an export does not carry; carry the manifest, its locks and the repository's"
+        )
+        raise _refused(
+            manifest.name, f"{what} folder", f"lz env build {manifest.name} --hub-folder DIR, on that machine"
+        )
     lock = read_lock(manifest, variant)
     env = plan(manifest, variant=variant, store=store)
     python = interpreters.find(str(manifest.python), manifest.name)

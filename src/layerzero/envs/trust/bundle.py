@@ -176,6 +176,8 @@ def _read(name: str, origin: str, read: Read, where: str) -> Bundle:
                 f"{exc.message}. What a backend from outside requires is locked by its author: "
                 f"lz env lock {name} --manifests FOLDER, where FOLDER holds {name}.toml"
             ) from exc
+    for variant in variants if "hub" in manifest and isinstance(variants, dict) else ():  # names are checked above
+        files[f"{name}.{variant}.hub.json"] = read(f"{name}.{variant}.hub.json")
     return Bundle(name, files, origin)
 
 

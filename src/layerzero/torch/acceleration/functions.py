@@ -15,11 +15,17 @@ from torch import Tensor
 from torch._C import _dispatch_keys
 from torch.autograd import forward_ad
 
+from layerzero.client.connection import arena as arenas
 from layerzero.torch import registration  # noqa: F401  # defines the ops
 
 ops = torch.ops.layerzero
 Planned = tuple[Callable[..., Tensor], tuple[Any, ...]] | str
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+BESIDE: Mapping[str, frozenset[torch.dtype]] = {  # of tensors beside the others: masks, indices
+    "attention": frozenset((torch.bool,)),
+    "embedding": frozenset((torch.int32, torch.int64)),
+}
+_NONE: frozenset[torch.dtype] = frozenset()
 _BACKENDS = torch._C._SDPBackend
 FLASH, CUDNN = int(_BACKENDS.FLASH_ATTENTION), int(_BACKENDS.CUDNN_ATTENTION)
 # What torch itself has: first this, and after a first call on a GPU of Hopper's kind the other (sdp_utils.cpp).
@@ -28,6 +34,10 @@ OWN_ORDERS = (
     [CUDNN, FLASH, int(_BACKENDS.EFFICIENT_ATTENTION), int(_BACKENDS.MATH)],
 )
 STRIDED = "not row-major: torch's result has its strides, ours has not"
+NOT_SHARED = (
+    "its table is not in shared memory, where lz.share(model) puts it: each call would take a copy of all of it"
+)
+NOT_SEEN = "compiled, where it cannot be seen whether its table lies in shared memory"
 NO_FLASH = "sdpa_kernel: flash attention, whose place ours takes, is not allowed or not first"
 
 
@@ -127,6 +137,35 @@ def _by_tokens(
     return found.transpose(1, 2)
 
 
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Planned:
+    if max_norm is not None:
+        return "max_norm, which changes the table in place"
+    if sparse and scale_grad_by_freq:
+        return "sparse and scale_grad_by_freq, of which torch's gradients take one"
+    if weight.dim() != 2:
+        return "a table of other than 2 dimensions"
+    row = -1  # of torch's op: no such row
+    if padding_idx is not None:
+        rows = weight.shape[0]
+        if not -rows <= padding_idx < rows:
+            return "padding_idx that is no row of the table"
+        row = padding_idx + rows if padding_idx < 0 else padding_idx
+    return _looked_up, (input, weight, row, scale_grad_by_freq, sparse)
+
+
+def _looked_up(input: Tensor, weight: Tensor, row: int, by_freq: bool, sparse: bool) -> Tensor:
+    found: Tensor = ops.embedding.default(input, weight, padding_idx=row, scale_grad_by_freq=by_freq, sparse=sparse)
+    return found
+
+
 def multi_head_attention(*args: Any, **kwargs: Any) -> Planned:
     return "a function of several ops; its attention alone is taken over"
 
@@ -141,6 +180,7 @@ RULES: Mapping[Any, Rule] = {
     torch.rms_norm: Rule("rms_norm", rms_norm),
     F.silu: Rule("silu", silu),
     F.gelu: Rule("gelu", gelu),
+    F.embedding: Rule("embedding", embedding),
     F.softmax: Rule("softmax", softmax),
     torch.softmax: Rule("softmax", plain_softmax),
     Tensor.softmax: Rule("softmax", plain_softmax),
@@ -165,14 +205,15 @@ def _key_sets() -> dict[int, str]:
 KEY_SETS = _key_sets()
 
 
-def unfit(given: Sequence[Any], *, is_attention: bool) -> str | None:
+def unfit(given: Sequence[Any], op: str) -> str | None:
     """Why the tensors of a call stay with torch; None where they do not. For calls that run now."""
     if torch._C._functorch.maybe_current_level() is not None:
         return "inside of a torch.func transform"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
-    if is_attention and not is_flash_first():
+    if op == "attention" and not is_flash_first():
         return NO_FLASH
+    beside = BESIDE.get(op, _NONE)
     device, dtype, index = "", None, -1
     needs_grad = False
     for one in given:
@@ -188,7 +229,7 @@ def unfit(given: Sequence[Any], *, is_attention: bool) -> str | None:
         if not one.numel():
             return "a tensor without elements"
         its = one.dtype
-        if its is not dtype and not (is_attention and its is torch.bool):
+        if its is not dtype and its not in beside:
             if its not in DTYPES:
                 return str(its)
             if dtype is not None and not is_autocast():
@@ -202,20 +243,26 @@ def unfit(given: Sequence[Any], *, is_attention: bool) -> str | None:
             device, index = place, one.get_device()
     if needs_grad and torch.is_grad_enabled() and is_checkpointed():
         return "gradients inside of a checkpoint, whose second pass is torch's"
+    if op == "embedding" and device == "CPU" and arenas.pool.find(given[1].data_ptr(), 1) is None:
+        return NOT_SHARED
     return None
 
 
-def unfit_traced(given: Sequence[Any], *, is_attention: bool) -> str | None:
+def unfit_traced(given: Sequence[Any], op: str) -> str | None:
     """The same while torch traces: what it traces with stands for plain tensors."""
-    dtype = None
+    dtype, beside = None, BESIDE.get(op, _NONE)
     for one in given:
         if not isinstance(one, Tensor):
             continue
-        if one.dtype not in DTYPES and not (is_attention and one.dtype is torch.bool):
+        if one.dtype not in DTYPES and one.dtype not in beside:
             return "a dtype that is not floating point"
         if one.device.type not in ("cpu", "cuda") or one.layout is not torch.strided:
             return "a tensor that is not plain"
-        is_other = dtype is not None and one.dtype is not dtype and one.dtype is not torch.bool
+        if op == "embedding" and one.device.type == "cpu":
+            return NOT_SEEN
+        if one.dtype in beside:
+            continue
+        is_other = dtype is not None and one.dtype is not dtype
         if is_other and not torch.is_autocast_enabled(one.device.type):
             return "tensors of several dtypes"
         dtype = dtype or one.dtype

@@ -31,7 +31,7 @@ def accelerate(
     policy: Mapping[str, Any] | None = None,
 ) -> Acceleration:
     """Serve calls of torch's own functions by LayerZero: scaled_dot_product_attention, linear, layer_norm, rms_norm,
-    silu, gelu and softmax. What is not for us goes to torch, and layerzero.torch.report() says why.
+    silu, gelu, embedding and softmax. What is not for us goes to torch, and layerzero.torch.report() says why.
 
     model: only inside of its calls, in every thread that makes one; without it all calls of this thread. ops: names of
     our ops that alone take over. policy: keys of docs/policy.md that hold meanwhile.

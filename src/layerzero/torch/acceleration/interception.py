@@ -96,7 +96,7 @@ class Takeover:
         if _current_graph_task_id() != -1:  # formulas of ours, and what a checkpoint computes anew
             return IN_BACKWARD
         call, given = planned
-        why = unfit(given, is_attention=op == "attention")
+        why = unfit(given, op)
         if why is not None:
             return why
         try:
@@ -160,7 +160,7 @@ class Interception(TorchFunctionMode):
                 why = planned
             else:
                 call, given = planned
-                refused = unfit_traced(given, is_attention=rule.op == "attention")
+                refused = unfit_traced(given, rule.op)
                 if refused is None:
                     _note(self.number, rule.op, "")
                     return call(*given)

@@ -1,4 +1,5 @@
-"""Signatures on exported lifted calls: Ed25519, by the library `cryptography`, which is only needed here.
+"""Signatures on exported lifted calls, and on locks of kernels of the hub: Ed25519, by the library `cryptography`.
+That is only needed here.
 
 A private key is a PEM file (PKCS 8) of its owner alone, its public key another beside it with `.pub` at the end. The
 public keys that an operator trusts are `signers/NAME.pub` in the folder of keys. `openssl` reads all of them.
