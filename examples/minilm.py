@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 
 import layerzero as lz
 
-BATCH, ANSWERS, MAX_KILLS = 32, 3, 3
+BATCH, ANSWERS, MAX_KILLS, PLAN_ROUNDS = 32, 3, 3, 8
 Vectors = NDArray[np.float32]
 
 
@@ -128,6 +129,18 @@ def libraries(reports: list[lz.SelectionReport]) -> str:
     return "\n".join(f"{b['name']}: {', '.join(map(' '.join, b['versions'].items()))}" for b in rows)
 
 
+def show_as_plan(encoder: SentenceEncoder, texts: list[str], vectors: Vectors, show: Callable[..., None]) -> None:
+    """The same model once more, its calls recorded and then run as one message to each worker in turn."""
+    plan = encoder.forward = lz.plan(encoder.forward)
+    for _ in range(PLAN_ROUNDS):
+        start_s = time.perf_counter()
+        planned = encoder.encode(texts)
+        seconds = time.perf_counter() - start_s
+    show(f"{len(texts)} texts in {seconds:.2f} s as a plan; largest difference: {np.abs(planned - vectors).max():.1e}")
+    show(str(plan.explain()), "", sep="\n")
+    encoder.forward = plan.__wrapped__  # as calls again: each has a report
+
+
 def main() -> None:
     text = Path(__file__).with_name("sentences.txt").read_text()
     sentences, queries = (block.splitlines() for block in text.split("\n\n"))
@@ -140,6 +153,7 @@ def main() -> None:
         seconds = time.perf_counter() - start_s
         show(f"{len(vectors)} texts in {seconds:.2f} s, {len(vectors) / seconds:.0f} a second, {moment}")
     show("", call_table(encoder.reports), "", libraries(encoder.reports), "", sep="\n")
+    show_as_plan(encoder, sentences + queries, vectors, show)
     best = nearest(vectors, len(sentences))
     for query, vector, row in zip(queries, vectors[len(sentences) :], best, strict=True):
         found = (f"{vectors[i] @ vector:.2f}  {sentences[i]}" for i in row)

@@ -149,7 +149,9 @@ class ExecutionPlan:
 
     def _variant(self, args: Any, kwargs: Any) -> Variant:
         policy = overlay.current()
-        key = (_key((args, kwargs)), None if policy is None else policy.text, _grad_mode())
+        owner = getattr(self._function, "__self__", self._function)
+        mode = (_grad_mode(), getattr(owner, "training", None))  # of a module of torch
+        key = (_key((args, kwargs)), None if policy is None else policy.text, mode)
         with self._lock:
             variant = self._variants.get(key)
             if variant is None:

@@ -111,6 +111,6 @@ def _placed(ref: Ref, variables: Sequence[Ref]) -> Ref:
     if ref.flags > len(variables):
         raise ProtocolError(f"a chain has {len(variables)} variables, and names number {ref.flags}")
     home = variables[ref.flags - 1]
-    if ref.offset + ref.nbytes > home.nbytes:
+    if ref.offset + ref.nbytes > home.nbytes or home.offset + home.nbytes >= 1 << 64:
         raise ProtocolError(f"bytes {ref.offset}+{ref.nbytes} are outside a variable of {home.nbytes}")
     return Ref(home.arena, 0, home.offset + ref.offset, ref.nbytes)
