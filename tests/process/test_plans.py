@@ -198,6 +198,20 @@ def takes_out(x: Any) -> Any:
     return lz.silu(np.exp(y))
 
 
+def clips_what_it_took(x: Any) -> Any:
+    y = np.asarray(lz.silu(x))
+    return np.clip(y, -1e9, 1e9, out=y)  # changes nothing, with these numbers
+
+
+STATE = np.zeros((4, 6), np.float32)
+
+
+def keeps_state(x: Any) -> Any:
+    y = lz.matmul(STATE, W) + lz.silu(x)
+    STATE[0] = y[0]
+    return y
+
+
 def counts(x: Any, calls: list[int] = []) -> Any:  # noqa: B006  # that is the point
     calls.append(1)
     return lz.silu(x) * len(calls)
@@ -205,6 +219,10 @@ def counts(x: Any, calls: list[int] = []) -> Any:  # noqa: B006  # that is the p
 
 def draws(x: Any) -> Any:
     return lz.silu(x) + np.random.default_rng().standard_normal(x.shape).astype(np.float32)
+
+
+def makes_a_mask(x: Any) -> Any:
+    return lz.silu(x) * np.tri(4, 6, dtype=np.float32)
 
 
 def has_no_call(x: Any) -> Any:
@@ -217,8 +235,11 @@ def has_no_call(x: Any) -> Any:
         (branches, "takes its bool"),
         (prints, "takes its str"),
         (takes_out, "uses another array after that"),
+        (clips_what_it_took, "output array is read-only"),
+        (keeps_state, "does not return it"),
         (counts, "its arguments were others"),
         (draws, "other numbers at each run"),
+        (makes_a_mask, "makes a float32[4, 6] anew at each run"),
         (has_no_call, "makes no lz call"),
     ],
 )
@@ -235,6 +256,16 @@ def test_a_function_that_cannot_be_a_plan_runs_as_ever_and_says_why(
         assert "test_plans.py:" in plan.explain().problem
         for x in (X + 5, X - 5):
             agree(plan(x), silu(x) if x.sum() > 0 else silu(-x))
+
+
+def test_arrays_that_a_function_makes_itself_are_kept_when_that_is_wanted(site: Site) -> None:
+    """What they are made of is its maker's word; a result that is one of them is new each time."""
+    plan = settled(lz.plan(lambda x: (makes_a_mask(x), np.ones(3)), bake_constants=True), X)
+    for seed in range(5):
+        got, ones = plan(some(seed))
+        agree(got, silu(some(seed)) * np.tri(4, 6))
+        agree(ones, np.ones(3))
+        ones += 1
 
 
 def test_an_argument_that_shares_memory_with_another_makes_no_plan(site: Site) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 from layerzero.client.plans.recording import CONSTANT, MAX_CONSTANT_BYTES, Recording, Step, Use, Value, digest
 from layerzero.client.plans.traced import map_leaves
 
-NEW = "new"
+KEPT, NEW = "kept", "new"
 
 
-def difference(one: Recording, other: Recording) -> str:
-    """What differs first, in words for a person; "" for nothing."""
+def difference(one: Recording, other: Recording, *, bakes_constants: bool) -> str:
+    """What differs first, in words for a person; "" for nothing. Without `bakes_constants` an array that the function
+    makes anew, and not of its arguments, counts as different: what it is made of may change, and none would see it."""
     if len(one.steps) != len(other.steps):
         return f"it made {len(one.steps)} steps in one run and {len(other.steps)} in the next"
     for first, second in zip(one.steps, other.steps, strict=True):
@@ -22,9 +23,15 @@ def difference(one: Recording, other: Recording) -> str:
         return "its arrays are others"
     for value, again in zip(one.values, other.values, strict=True):
         if _shape_of(value) != _shape_of(again):
-            return f"array {value.number} is {_shape_of(value)[0]} in one run and {_shape_of(again)[0]} in the next"
-        if value.storage.origin == CONSTANT and constant_kind(value, again) is None:
-            return f"the {_shape_of(value)[0]} that it does not get as an argument has other numbers at each run"
+            return f"array {value.number} is {_named(value)} in one run and {_named(again)} in the next"
+        kind = constant_kind(value, again) if value.storage.origin == CONSTANT else KEPT
+        if kind is None:
+            return f"the {_named(value)} that it does not get as an argument has other numbers at each run"
+        if kind == NEW and not bakes_constants and not _is_scalar(value):
+            return (
+                f"it makes a {_named(value)} anew at each run, and not of its arguments: make it once, outside, "
+                "or pass bake_constants=True if what it is made of never changes"
+            )
     return "" if same_leaves(one.output, other.output) else "its result is made otherwise"
 
 
@@ -34,9 +41,14 @@ def constant_kind(value: Value, again: Value) -> str | None:
     if value.obj is again.obj or (
         value.array is not None and again.array is not None and value.array.address == again.array.address != 0
     ):
-        return "kept"
+        return KEPT
     nbytes = getattr(value.obj, "nbytes", 0)
     return NEW if nbytes <= MAX_CONSTANT_BYTES and digest(value) == digest(again) else None
+
+
+def _is_scalar(value: Value) -> bool:
+    """A number in NumPy's clothes, such as numpy.float32(2): as numbers of Python it is part of the program."""
+    return value.array is None and not getattr(value.obj, "shape", (0,))
 
 
 def _between(one: Step, other: Step) -> str:
@@ -86,6 +98,11 @@ def _is_equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except Exception:  # an object that cannot be compared is another one
         return False
+
+
+def _named(value: Value) -> str:
+    """Its dtype and shape."""
+    return str(value.array.spec) if value.array is not None else f"{value.obj.dtype}{list(value.obj.shape)}"
 
 
 def _shape_of(value: Value) -> tuple[Any, ...]:

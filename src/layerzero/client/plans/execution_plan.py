@@ -56,9 +56,9 @@ class Variant:
 class ExecutionPlan:
     """A function that runs as a plan where it can. Made by lz.plan."""
 
-    def __init__(self, function: Callable[..., Any], warmup: int) -> None:
+    def __init__(self, function: Callable[..., Any], warmup: int, bake_constants: bool) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._function, self._warmup = function, warmup
+        self._function, self._warmup, self._bakes = function, warmup, bake_constants
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
         self._misses: Counter[str] = Counter()
@@ -176,7 +176,7 @@ class ExecutionPlan:
         self._misses["recorded"] += 1
         problem = made.problem
         if not problem and variant.recording is not None:
-            problem = difference(variant.recording, made)
+            problem = difference(variant.recording, made, bakes_constants=self._bakes)
         variant.recordings += 1
         variant.phase = WARM
         if problem:
@@ -233,7 +233,7 @@ class ExecutionPlan:
             variant.frozen = None  # a call failed, and it was not the caller's: the next run has a plan of its own
 
 
-def plan(function: Callable[..., Any], *, warmup: int = 1) -> ExecutionPlan:
+def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool = False) -> ExecutionPlan:
     """A function, or a model, whose lz calls are recorded once and afterwards run as one.
 
     The first runs with arguments of a kind (shapes, dtypes, plain values, policy) execute the function as usual and
@@ -244,9 +244,11 @@ def plan(function: Callable[..., Any], *, warmup: int = 1) -> ExecutionPlan:
 
     What the function does beside its arrays (printing, counting, lists that it fills) happens only while it is
     recorded. Arrays that it has of its own, such as weights, may be changed in place, and are seen; after they were
-    replaced by other arrays call `reset`.
+    replaced by other arrays, or numbers that it reads beside its arguments have changed, call `reset`.
 
     warmup: how many runs must agree with the first one; at least 1.
+    bake_constants: arrays that the function makes anew at each run, and not of its arguments (a mask by numpy.tril,
+    say), are kept as they were when it was recorded; without it such a function is run as ever.
     Raises InvalidArgument for what cannot be called, and what the function's calls raise.
     """
     if not callable(function):
@@ -255,7 +257,7 @@ def plan(function: Callable[..., Any], *, warmup: int = 1) -> ExecutionPlan:
         raise InvalidArgument(f"{function.__name__} is a coroutine or generator; plan the functions that it calls")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
         raise InvalidArgument(f"warmup is {warmup!r}; allowed: 1 or more")
-    return ExecutionPlan(function, warmup)
+    return ExecutionPlan(function, warmup, bake_constants)
 
 
 def _writes_outside(program: Program) -> bool:

@@ -101,8 +101,9 @@ class FunctionRecorder:
         self.made = Recording()
         self._session = session
         self._known: dict[int, Value] = {}  # by id of the array object
-        self._taken: set[int] = set()  # ids of arrays that the function has got itself
-        self._late: set[int] = set()  # constants that came after such a one
+        self._taken: dict[int, Any] = {}  # arrays that the function has got itself, by the id of the view that it has
+        self._lent: list[Any] = []  # keeps those ids
+        self._given: set[int] = set()  # those of them that it returned
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The function's result. Raises what it raises."""
@@ -114,9 +115,11 @@ class FunctionRecorder:
             running.handler.reset(tokens[0])
             running.tracer.reset(tokens[1])
         self.made.output = map_leaves(value, self._note_output)
+        if not self.made.problem and self._taken.keys() - self._given:
+            self._fail("has a result's array itself (numpy.asarray or the like), and does not return it")
         if not self.made.problem and not any(step.request is not None for step in self.made.steps):
             self.made.problem = "the function makes no lz call"
-        return map_leaves(value, array_of)
+        return map_leaves(value, lambda leaf: self._taken.get(id(leaf), array_of(leaf)))
 
     # --- what Traced arrays tell
 
@@ -135,8 +138,9 @@ class FunctionRecorder:
     def escape(self, what: str) -> None:
         self._fail(f"{what}, which only its own run can know")
 
-    def take_out(self, array: Any) -> None:
-        self._taken.add(id(array))
+    def take_out(self, lent: Any, array: Any) -> None:
+        self._taken[id(lent)] = array
+        self._lent.append(lent)
 
     # --- calls of lz ops
 
@@ -181,16 +185,14 @@ class FunctionRecorder:
 
         where = _caller()
         if self._taken and not self.made.problem:
-            # What the function made of such an array itself would look like a constant.
             map_leaves((tuple(args), dict(kwargs)), self._refuse_late)
         used = map_leaves((tuple(args), dict(kwargs)), note) if not self.made.problem else ((), {})
         return Step(len(self.made.steps), name, where, used[0], used[1], tuple(reads))
 
     def _refuse_late(self, leaf: Any) -> Any:
-        if is_array(leaf) and id(leaf) not in self._known:
-            self._fail(
-                "has the array of a result itself (numpy.asarray or the like), and uses another array after that"
-            )
+        """An array that is not one of ours may have been made of one that the function has itself."""
+        if is_array(leaf) and id(leaf) not in self._taken:
+            self._fail("has a result's array itself (numpy.asarray or the like), and uses another array after that")
         return leaf
 
     def _note_result(self, step: Step, got: Any) -> Any:
@@ -238,7 +240,10 @@ class FunctionRecorder:
     def _note_output(self, leaf: Any) -> Any:
         if self.made.problem:
             return leaf
-        if isinstance(leaf, Traced) or id(leaf) in self._taken:
+        if id(leaf) in self._taken:
+            self._given.add(id(leaf))
+            return Use(self._known[id(self._taken[id(leaf)])].number)
+        if isinstance(leaf, Traced):
             return Use(self._known[id(array_of(leaf))].number)
         if is_array(leaf):
             if self._taken:
@@ -249,7 +254,7 @@ class FunctionRecorder:
 
     def _value_of(self, leaf: Any) -> Value | None:
         """The value of an array, a constant where it was not seen before; None for what is none."""
-        array = array_of(leaf)
+        array = self._taken.get(id(leaf), array_of(leaf))
         if not is_array(array):
             return None
         value = self._known.get(id(array))

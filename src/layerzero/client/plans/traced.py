@@ -29,8 +29,8 @@ class Recorder(Protocol):
     def escape(self, what: str) -> None:
         """Numbers of an array became known to the function."""
 
-    def take_out(self, array: Any) -> None:
-        """The function has this array itself, and what it does with it is not seen."""
+    def take_out(self, lent: Any, array: Any) -> None:
+        """The function has this array itself, by the view `lent`, and what it does with it is not seen."""
 
 
 class Traced:
@@ -68,8 +68,10 @@ class Traced:
 
         found = numpy.asarray(self._array, dtype) if not copy else numpy.array(self._array, dtype)
         self._recorder.record(_Given(found), (self,), {})
-        self._recorder.take_out(found)
-        return found
+        lent = found.view()
+        lent.flags.writeable = False  # what would be written there would not be seen
+        self._recorder.take_out(lent, found)
+        return lent
 
     def __len__(self) -> int:
         return len(self._array)
