@@ -78,7 +78,8 @@ OTHERS = (
     Variable(
         "DISABLE",
         "",
-        "1: `layerzero.torch`, `layerzero.transformers` and `layerzero.diffusers` leave programs as they are",
+        "1: `layerzero.torch`, `layerzero.transformers`, `layerzero.diffusers` and `layerzero.engines` leave programs "
+        "as they are",
         "client",
     ),
     Variable("TRANSFORMERS", "", "1: importing `layerzero.transformers` puts it in SDPA's place", "client"),

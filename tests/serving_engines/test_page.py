@@ -1,0 +1,42 @@
+"""docs/engines.md: its examples run, and name what there is."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import flashinfer
+import pytest
+import torch
+from tests.serving_engines import flashinfer_kernels as kernels
+
+import layerzero.engines.flashinfer as ours
+
+PAGE = (Path(__file__).parents[2] / "docs/engines.md").read_text(encoding="utf-8")
+
+
+def test_example_of_flashinfer_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reader has flashinfer, two tensors and a GPU."""
+    kernels.replace(monkeypatch)
+    ours.clear()
+    block = re.search(
+        r"^## flashinfer\n\n```python\n(.*?)^```\n\n```text\n.*?\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
+    )
+    assert block is not None
+    exec(block[1], {"flashinfer": flashinfer, "x": torch.randn(3, 64), "weight": torch.ones(64)})
+    rows = {line.rstrip() for line in capsys.readouterr().out.splitlines()[1:]}
+    assert rows == set(block[2].splitlines())
+
+
+def test_kinds_are_all_there() -> None:
+    """Nothing is claimed that there is not."""
+    table = PAGE.partition("| kind | API | op |")[2].partition("\n\n")[0]
+    named = dict(re.findall(r"^\| (\w+) \| `([\w.]+)`", table, re.MULTILINE))
+    assert {kind: one.api for kind, one in ours.KINDS.items()}.keys() == named.keys()
+    assert all(ours.KINDS[kind].api.endswith(f".{api}") for kind, api in named.items())
+
+
+def test_version_is_the_one_that_was_tried() -> None:
+    """The page names it."""
+    assert f"| flashinfer | {version('flashinfer-python')} |" in PAGE
