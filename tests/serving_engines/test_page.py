@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from importlib.metadata import version
 from pathlib import Path
 
 import flashinfer
 import pytest
+import tomllib
 import torch
 from tests.serving_engines import flashinfer_kernels as kernels
+from tests.serving_engines import signatures
 
 import layerzero.engines.flashinfer as ours
+from layerzero.engines import vllm
+from layerzero.ipc.vocabulary import variables
 
-PAGE = (Path(__file__).parents[2] / "docs/engines.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
 
 
 def test_example_of_flashinfer_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +43,20 @@ def test_kinds_are_all_there() -> None:
     assert all(ours.KINDS[kind].api.endswith(f".{api}") for kind, api in named.items())
 
 
-def test_version_is_the_one_that_was_tried() -> None:
-    """The page names it."""
+def test_versions_are_those_that_were_tried() -> None:
+    """The page names them."""
     assert f"| flashinfer | {version('flashinfer-python')} |" in PAGE
+    assert f"| vLLM | {signatures.recorded('vllm')['version']} |" in PAGE
+
+
+def test_backends_and_variables_are_all_there() -> None:
+    """Nothing is claimed that there is not."""
+    assert set(re.findall(r"^\| `(\w*LAYERZERO)` \| \w+ \|$", PAGE, re.MULTILINE)) == set(vllm.BACKENDS)
+    named = set(re.findall(r"`LAYERZERO_(ENGINE_\w+)=", PAGE))
+    assert named == {one.name for one in variables.OTHERS if one.name.startswith("ENGINE_")}
+
+
+def test_plugins_are_those_of_the_package() -> None:
+    """An entry point that leads nowhere is an error in an engine's log, at best."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    assert pkgutil.resolve_name(declared["vllm.general_plugins"]["layerzero"]) is vllm.register

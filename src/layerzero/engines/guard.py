@@ -56,7 +56,10 @@ class Guard:
                 self.runner.count(layer, what)
                 return result
         except HandedOver as why:
-            self.runner.count(layer, what, f"handed to {self.runner.framework}: {why}")
+            reason = str(why)
+            if not reason.startswith("error ") and self._is_first(what, reason):  # errors are said by the runner
+                self.runner.log.info("%s is computed by %s: %s", what, self.runner.framework, reason)
+            self.runner.count(layer, what, f"handed to {self.runner.framework}: {reason}")
             return theirs()
         except Exception as error:  # whatever it is, an engine's request does not fail of it
             name = type(error).__name__

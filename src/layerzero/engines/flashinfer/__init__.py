@@ -7,7 +7,7 @@ print(layerzero.engines.flashinfer.report())
 
 from __future__ import annotations
 
-from layerzero.engines.flashinfer.applying import Switch, disable, enable
+from layerzero.engines.flashinfer.applying import Switch, disable, enable, is_enabled
 from layerzero.engines.flashinfer.definitions import KINDS
 from layerzero.engines.flashinfer.running import runner
 from layerzero.torch.tally import Report
@@ -23,4 +23,4 @@ def clear() -> None:
     runner.tally.clear()
 
 
-__all__ = ["KINDS", "Report", "Switch", "clear", "disable", "enable", "report"]
+__all__ = ["KINDS", "Report", "Switch", "clear", "disable", "enable", "is_enabled", "report"]

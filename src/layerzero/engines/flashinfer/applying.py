@@ -285,6 +285,11 @@ def disable() -> None:
         _enabled.remove()
 
 
+def is_enabled() -> bool:
+    """Whether calls are taken over."""
+    return _enabled is not None
+
+
 def prefix_of(name: str) -> str:
     """The kind of a definition, by its name; "" where it is none of KINDS."""
     found = (prefix for prefix in KINDS if name == prefix or name.startswith(f"{prefix}_"))
