@@ -15,7 +15,7 @@ from tests.serving_engines import flashinfer_kernels as kernels
 from tests.serving_engines import signatures
 
 import layerzero.engines.flashinfer as ours
-from layerzero.engines import vllm
+from layerzero.engines import sglang, vllm
 from layerzero.ipc.vocabulary import variables
 
 ROOT = Path(__file__).parents[2]
@@ -47,11 +47,13 @@ def test_versions_are_those_that_were_tried() -> None:
     """The page names them."""
     assert f"| flashinfer | {version('flashinfer-python')} |" in PAGE
     assert f"| vLLM | {signatures.recorded('vllm')['version']} |" in PAGE
+    assert f"| SGLang | {signatures.recorded('sglang')['version']} |" in PAGE
 
 
 def test_backends_and_variables_are_all_there() -> None:
     """Nothing is claimed that there is not."""
     assert set(re.findall(r"^\| `(\w*LAYERZERO)` \| \w+ \|$", PAGE, re.MULTILINE)) == set(vllm.BACKENDS)
+    assert dict(re.findall(r"^\| `(layerzero_\w*)` \| (\w+) \|$", PAGE, re.MULTILINE)) == sglang.BACKENDS
     named = set(re.findall(r"`LAYERZERO_(ENGINE_\w+)=", PAGE))
     assert named == {one.name for one in variables.OTHERS if one.name.startswith("ENGINE_")}
 
@@ -60,3 +62,4 @@ def test_plugins_are_those_of_the_package() -> None:
     """An entry point that leads nowhere is an error in an engine's log, at best."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     assert pkgutil.resolve_name(declared["vllm.general_plugins"]["layerzero"]) is vllm.register
+    assert pkgutil.resolve_name(declared["sglang.srt.plugins"]["layerzero"]) is sglang.register
