@@ -3,6 +3,7 @@ those that are not ours."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import logging
@@ -30,6 +31,7 @@ from layerzero.engines import flashinfer as ours
 from layerzero.engines import guard
 from layerzero.engines.flashinfer import applying, definitions
 from layerzero.torch import running
+from layerzero.torch.running import HandedOver
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -190,6 +192,39 @@ def test_heads_before_slots(cls: type) -> None:
     assert ours.report().served == 1
 
 
+@pytest.mark.parametrize("kind", ["single_decode", "single_prefill"])
+def test_heads_before_keys(kind: str) -> None:
+    """HND of one sequence."""
+    q, k, v = random(3, 4, 16), random(2, 7, 16), random(2, 7, 16)
+    decode, prefill = flashinfer.single_decode_with_kv_cache, flashinfer.single_prefill_with_kv_cache
+    function, given = (decode, q[0]) if kind == "single_decode" else (prefill, q)
+    expected = function(given, k, v, kv_layout="HND", sm_scale=0.2)
+    with ours.enable([kind]):
+        function = getattr(flashinfer, function.__name__)
+        function(given, k, v, kv_layout="HND", sm_scale=0.2)
+        check(function(given, k, v, kv_layout="HND", sm_scale=0.2), expected)
+    assert ours.report().served == 1
+
+
+def test_rope_of_neighbours() -> None:
+    """is_neox=False pairs them, and elements after the table's stay as they are."""
+    x, positions = random(6, 32), torch.tensor([0, 8, 3, 3, 1, 2])
+    table = torch.cat((random(9, 4).cos(), random(9, 4).sin()), -1)
+    arguments = (positions, x, x[:, :16].contiguous(), 16, table, False)
+    expected = flashinfer.apply_rope_with_cos_sin_cache(*arguments)
+    with ours.enable():
+        flashinfer.apply_rope_with_cos_sin_cache(*arguments)
+        check(flashinfer.apply_rope_with_cos_sin_cache(*arguments), expected)
+    assert ours.report().served == 1
+
+
+def test_an_argument_that_we_do_not_know_is_flashinfers() -> None:
+    """A later release may add one to any function."""
+    for kind in ours.KINDS.values():
+        with pytest.raises(HandedOver, match="argument gain"):
+            kind.serve(collections.defaultdict(lambda: torch.ones(2, 2), gain=2.0))
+
+
 ASKED: dict[str, tuple[type | None, dict[str, Any], dict[str, Any]]] = {
     "argument logits_soft_cap": (None, {}, {"logits_soft_cap": 3.0}),
     "argument window_left": (None, {}, {"window_left": 2}),
@@ -200,6 +235,7 @@ ASKED: dict[str, tuple[type | None, dict[str, Any], dict[str, Any]]] = {
     "plan with window_left": (Paged, {"window_left": 3}, {}),
     "plan with pos_encoding_mode": (Decode, {"pos_encoding_mode": "ROPE_LLAMA"}, {}),
     "plan with custom_mask_buf": (Paged, {"custom_mask_buf": torch.ones(4)}, {}),
+    "padded queries": (Paged, {"qo_indptr_last": 5}, {}),
     "plan with o_data_type": (Paged, {"cached_o_data_type": torch.float16}, {}),
 }
 

@@ -15,7 +15,7 @@ from tests.serving_engines import vllm_stand_in as vllm
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.engines import guard
+from layerzero.engines import flashinfer, guard
 from layerzero.engines import vllm as ours
 from layerzero.torch import running
 
@@ -222,6 +222,16 @@ def test_plugin_registers_names_and_may_be_called_again() -> None:
         assert vllm.AttentionBackendEnum[name].value == path
         assert backend(name).get_name() == name
         assert issubclass(backend(name).get_impl_cls(), (vllm.FlashAttentionImpl, vllm.TritonAttentionImpl))
+
+
+def test_plugin_enables_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, where the variable says so."""
+    monkeypatch.setenv("LAYERZERO_ENGINE_FLASHINFER", "1")
+    ours.register()
+    ours.register()
+    assert flashinfer.is_enabled()
+    flashinfer.disable()
+    assert not flashinfer.is_enabled()
 
 
 def test_a_share_that_is_none_stops_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ class Kind(NamedTuple):
 
 def rmsnorm(call: Arguments) -> Sequence[Tensor]:
     x, weight = call["input"], call["weight"]
+    _check_arguments(call, "input", "weight", "eps")
     _check(x, weight)
     return (runner.call("rms_norm", x, tuple(weight.shape), weight, call["eps"]),)
 
@@ -40,6 +41,7 @@ def rmsnorm(call: Arguments) -> Sequence[Tensor]:
 def fused_add_rmsnorm(call: Arguments) -> Sequence[Tensor]:
     """The norm is of the sum as it is stored, rounded to the dtype."""
     x, residual, weight = call["input"], call["residual"], call["weight"]
+    _check_arguments(call, "input", "residual", "weight", "eps")
     _check(x, residual, weight)
     if x.shape != residual.shape:
         raise HandedOver("shapes")
@@ -49,6 +51,7 @@ def fused_add_rmsnorm(call: Arguments) -> Sequence[Tensor]:
 
 def silu_and_mul(call: Arguments) -> Sequence[Tensor]:
     x = call["input"]
+    _check_arguments(call, "input")
     _check(x)
     gate, up = x.chunk(2, -1)
     if gate.shape != up.shape:
@@ -59,6 +62,7 @@ def silu_and_mul(call: Arguments) -> Sequence[Tensor]:
 def rope(call: Arguments) -> Sequence[Tensor]:
     """In float32, as flashinfer computes it, whose tables are of that dtype."""
     tables, positions = call["cos_sin_cache"], call["positions"]
+    _check_arguments(call, "positions", "query", "key", "head_size", "cos_sin_cache", "is_neox")
     _check(call["query"], call["key"])
     cos, sin = tables[positions.long()].float().chunk(2, -1)
     made = []
@@ -70,13 +74,13 @@ def rope(call: Arguments) -> Sequence[Tensor]:
 
 
 def single_decode(call: Arguments) -> Sequence[Tensor]:
-    _check_attention(call, "q", "k", "v", "kv_layout", "sm_scale")
+    _check_arguments(call, "q", "k", "v", "kv_layout", "sm_scale")
     q, (k, v) = call["q"], _heads_last(call, call["kv_layout"])
     return (_attention(q[None], k, v, False, call["sm_scale"])[0],)
 
 
 def single_prefill(call: Arguments) -> Sequence[Tensor]:
-    _check_attention(call, "q", "k", "v", "kv_layout", "sm_scale", "causal", "o_dtype")
+    _check_arguments(call, "q", "k", "v", "kv_layout", "sm_scale", "causal", "o_dtype")
     q, (k, v) = call["q"], _heads_last(call, call["kv_layout"])
     if call["o_dtype"] not in (None, q.dtype):
         raise HandedOver("argument o_dtype")
@@ -85,7 +89,7 @@ def single_prefill(call: Arguments) -> Sequence[Tensor]:
 
 def batch_decode(call: Arguments) -> Sequence[Tensor]:
     wrapper, q = call["self"], call["q"]
-    _check_attention(call, "self", "q", "paged_kv_cache")
+    _check_arguments(call, "self", "q", "paged_kv_cache")
     k, v = _paged(call["paged_kv_cache"], wrapper)
     _check(q, k, v)
     _check_plan(wrapper, "_window_right", "_user_block_tables")
@@ -99,7 +103,7 @@ def batch_decode(call: Arguments) -> Sequence[Tensor]:
 
 def batch_prefill_paged(call: Arguments) -> Sequence[Tensor]:
     wrapper, q = call["self"], call["q"]
-    _check_attention(call, "self", "q", "paged_kv_cache")
+    _check_arguments(call, "self", "q", "paged_kv_cache")
     caches = _paged(call["paged_kv_cache"], wrapper)
     _check(q, *caches)
     _check_plan(wrapper)
@@ -110,7 +114,7 @@ def batch_prefill_paged(call: Arguments) -> Sequence[Tensor]:
 
 def batch_prefill_ragged(call: Arguments) -> Sequence[Tensor]:
     wrapper, q, k, v = call["self"], call["q"], call["k"], call["v"]
-    _check_attention(call, "self", "q", "k", "v")
+    _check_arguments(call, "self", "q", "k", "v")
     _check(q, k, v)
     _check_plan(wrapper)
     if _planned(wrapper, "_kv_layout") != "NHD":
@@ -141,7 +145,7 @@ def _check(*tensors: Tensor) -> None:
         raise HandedOver("devices")
 
 
-def _check_attention(call: Arguments, *served: str) -> None:
+def _check_arguments(call: Arguments, *served: str) -> None:
     """Raises HandedOver for what is asked for besides the arguments that are served."""
     for name, value in call.items():
         if name in served or name in _INERT or name in _MOOT or value is None or value is False:
@@ -226,6 +230,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
 
 
 def _varlen(wrapper: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    if getattr(wrapper, "_qo_indptr_last", q.shape[0]) != q.shape[0]:
+        raise HandedOver("padded queries")
     starts_q = _planned(wrapper, "_qo_indptr_buf").to(q.device, torch.int32)
     causal, scale = bool(_planned(wrapper, "_causal")), _planned(wrapper, "_sm_scale")
     options: dict[str, Any] = {"is_causal": causal, "scale": scale, "causal_alignment": "bottom_right"}
