@@ -422,6 +422,33 @@ def test_anothers_solutions_are_not_replaced() -> None:
         ours.enable()
 
 
+def test_another_trace_apply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: a solution that cannot read a call's arguments would have to raise into the engine."""
+    monkeypatch.setattr(trace_apply.apply, "_make_wrapper", lambda **options: None)
+    with pytest.raises(lz.InvalidArgument, match=r"install flashinfer-python 0\.7"):
+        ours.enable()
+    assert not ours.is_enabled()
+
+
+def test_what_fails_while_a_definition_is_learned_does_not_reach_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """flashinfer's functions are all back, and it is said."""
+    before, broken = flashinfer.rmsnorm, RuntimeError("a bug")
+
+    def fail(solutions: dict[str, Any]) -> int:
+        raise broken
+
+    x, weight = random(3, 32), random(32)
+    expected = before(x, weight)
+    ours.enable()
+    monkeypatch.setattr(trace_apply, "enable_apply", fail)
+    check(flashinfer.rmsnorm(x, weight), expected)
+    assert flashinfer.rmsnorm is before
+    assert not ours.is_enabled()
+    assert "all calls are left to flashinfer" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

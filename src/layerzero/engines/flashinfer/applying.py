@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -61,11 +62,14 @@ _WRAPPER, _APPLY = "wrapper", f"{trace_apply.__name__}.apply"
 _signature = functools.lru_cache(maxsize=None)(inspect.signature)
 
 
-def _is_known(wrapped: Function) -> bool:
-    """Whether a function that trace_apply has wrapped keeps a call's arguments where `_Call.under_way` reads them."""
-    code = wrapped.__code__
-    has_arguments = {"args", "kwargs"} <= set(code.co_varnames) and "original" in code.co_freevars
-    return code.co_name == _WRAPPER and wrapped.__globals__["__name__"] == _APPLY and has_arguments
+def _is_known() -> bool:
+    """Whether trace_apply's wrapper keeps a call's arguments where `_Call.under_way` reads them."""
+    made = getattr(getattr(trace_apply, "apply", None), "_make_wrapper", None)
+    codes = [one for one in made.__code__.co_consts if isinstance(one, types.CodeType)] if made else []
+    return any(
+        code.co_name == _WRAPPER and {"args", "kwargs"} <= set(code.co_varnames) and "original" in code.co_freevars
+        for code in codes
+    )
 
 
 class _Thread(threading.local):
@@ -99,9 +103,6 @@ class Switch:
             self._take_out_recorders()
             if self._names:
                 trace_apply.enable_apply({name: self._solution(name) for name in self._names})
-                if not all(_is_known(one.found()) for one in self._recorders if one.is_in(self._names)):
-                    problem = f"install flashinfer-python 0.7: trace_apply of {flashinfer.__version__} is another"
-                    raise lz.InvalidArgument(problem)
             for recorder in self._recorders:
                 recorder.routed = recorder.found()
                 recorder.original = recorder.unwrapped()
@@ -123,10 +124,10 @@ class Switch:
         counted."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        call = _Call(recorder.original, args, kwargs)
-        arguments = {name: value for name, value in call.bound().items() if name != "self"}
         try:
-            name = call.original.fi_trace(**arguments)["name"]  # type: ignore[attr-defined]
+            arguments = _Call(recorder.original, args, kwargs).bound()
+            arguments.pop("self", None)
+            name = recorder.original.fi_trace(**arguments)["name"]  # type: ignore[attr-defined]
         except Exception:  # of flashinfer, whose call has succeeded
             runner.log.warning("%s is left to flashinfer: it tells no definition", recorder.prefix, exc_info=True)
             recorder.is_learning = False
@@ -140,7 +141,11 @@ class Switch:
                 return
             runner.count(recorder.prefix, name, "left to flashinfer: first call")
             self._names.add(name)
-            self.put_in()
+            try:
+                self.put_in()
+            except Exception:  # of flashinfer: an engine's request does not fail of it
+                runner.log.warning("all calls are left to flashinfer: trace_apply failed", exc_info=True)
+                self.remove()
 
     def definitions(self) -> tuple[str, ...]:
         """Names of the definitions that are served."""
@@ -211,10 +216,6 @@ class _Recorder:
 
         self.function = function
 
-    def is_in(self, names: Iterable[str]) -> bool:
-        """Whether one of these definitions is of its kind."""
-        return any(prefix_of(name) == self.prefix for name in names)
-
     def found(self) -> Function:
         """What is in its place now."""
         return getattr(self.owner, self.attribute)
@@ -263,6 +264,8 @@ def enable(
         if name not in KINDS and (name in wanted or not prefix_of(name)):
             raise lz.InvalidArgument(f"name kinds of {', '.join(KINDS)}: {name!r} is none, nor a definition of one")
     guard = Guard(runner, shadow, share)
+    if not _is_known():
+        raise lz.InvalidArgument(f"install flashinfer-python 0.7: trace_apply of {flashinfer.__version__} is another")
     with _enabling:
         if _enabled is not None or trace_apply.is_enabled():
             raise lz.InvalidArgument(
