@@ -176,6 +176,17 @@ def test_other_pools_are_sglangs() -> None:
     assert outcomes() == {"handed to SGLang: pool SWAKVPool": 1}
 
 
+def test_pools_of_another_layout_are_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of heads first (SGLANG_USE_HND_KVCACHE), and others."""
+    program = Program((9, 4), (1, 1))
+    program.keys, program.values = (
+        one.view(10, 4, KV_HEADS, SIZE).transpose(1, 2) for one in (program.keys, program.values)
+    )
+    monkeypatch.setattr(sglang.TorchNativeAttnBackend, "_attend", lambda self, *args: "theirs")
+    assert program.run("layerzero_triton")[0] == "theirs"
+    assert outcomes() == {"handed to SGLang: layout of the pool": 1}
+
+
 @pytest.mark.parametrize("queries", [(1, 1), (3, 4)])
 def test_errors_do_not_reach_sglang(queries: tuple[int, int]) -> None:
     """By then the new keys are in the pool; the wrapped backend puts the same there."""

@@ -110,9 +110,8 @@ def _wrapper(cls: Any) -> Any:
         call = Call(q, k, v, layer, forward_batch, save_kv_cache)
         return _forward(self, functools.partial(cls.forward_extend, self), _extend, call, others)
 
-    made = type(
-        f"LayerZero{cls.__name__}", (cls,), {"forward_decode": forward_decode, "forward_extend": forward_extend}
-    )
+    members = {"forward_decode": forward_decode, "forward_extend": forward_extend, "__module__": __name__}
+    made = type(f"LayerZero{cls.__name__}", (cls,), members)
     made.__doc__ = f"{cls.__name__} of SGLang, its attention served by LayerZero."
     return made
 
@@ -159,9 +158,12 @@ def _stored(pools: Pools, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (tokens, Hq, D), and all keys and values as blocks of one slot: (slots, 1, Hk, D). Those of this call are
     put where they belong first; the wrapped backend, where it has to, puts the same there again."""
     layer = call.layer
+    keys, values = pools.kv.get_kv_buffer(layer.layer_id)
+    shape = (layer.tp_k_head_num, layer.qk_head_dim)
+    if keys.shape[1:] != shape or values.shape[1:] != (shape[0], layer.v_head_dim):
+        raise HandedOver("layout of the pool")
     if call.save_kv_cache:
         pools.kv.set_kv_buffer(layer, KVWriteLoc.for_batch(call.batch), call.k, call.v)
-    keys, values = pools.kv.get_kv_buffer(layer.layer_id)
     return call.q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), keys.unsqueeze(1), values.unsqueeze(1)
 
 
