@@ -27,6 +27,7 @@ NOT_RUN = {
     "docs/adding-a-backend.md": "it is the example's provider: test_docs.py compares them, test_third_party.py runs it",
     "docs/joined.md": "it needs another container: tests/containers",
     "docs/diffusers.md": "the program needs Diffusers: tests/diffusion_models",
+    "docs/engines.md": "the program needs flashinfer: tests/serving_engines",
     "docs/transformers.md": "the program needs Transformers: tests/transformer_models",
     "docs/torch.md": "the program needs torch itself: tests/frameworks",
     "docs/matrix.md": "it is a test for pytest: test_matrix_pytest.py runs such",

@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "torch": ({""}, {"torch"}),
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
+    "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
 }
 # Files and folders that may import more than their package. "" is `layerzero` itself.
 EXTRA: dict[str, set[str]] = {

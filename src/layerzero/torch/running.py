@@ -36,7 +36,7 @@ class Runner:
     def __init__(self, framework: str) -> None:
         self.framework = framework
         self.tally = Tally()
-        self._log = logging.getLogger(f"layerzero.{framework.lower()}")
+        self.log = logging.getLogger(f"layerzero.{framework.lower()}")
         self._warned: set[str] = set()
 
     def call(self, name: str, *args: Any, **options: Any) -> Tensor:
@@ -68,7 +68,7 @@ class Runner:
         except lz.LayerZeroError as error:
             if error.code not in self._warned:
                 self._warned.add(error.code)
-                self._log.warning("%s is computed by %s: %s", name, self.framework, str(error).partition("\n")[0])
+                self.log.warning("%s is computed by %s: %s", name, self.framework, str(error).partition("\n")[0])
             raise HandedOver(f"error {error.code}") from error
 
     def count(self, layer: object, what: str, outcome: str = SERVED) -> None:

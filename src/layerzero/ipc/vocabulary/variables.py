@@ -78,10 +78,19 @@ OTHERS = (
     Variable(
         "DISABLE",
         "",
-        "1: `layerzero.torch`, `layerzero.transformers` and `layerzero.diffusers` leave programs as they are",
+        "1: `layerzero.torch`, `layerzero.transformers`, `layerzero.diffusers` and `layerzero.engines` leave programs "
+        "as they are",
         "client",
     ),
     Variable("TRANSFORMERS", "", "1: importing `layerzero.transformers` puts it in SDPA's place", "client"),
+    Variable(
+        "ENGINE_FLASHINFER",
+        "",
+        "1: the plugins of vLLM and SGLang call `layerzero.engines.flashinfer.enable()`",
+        "client",
+    ),
+    Variable("ENGINE_SHADOW", "", "1: in vLLM and SGLang both compute, the engine's result is used", "client"),
+    Variable("ENGINE_SHARE", "1", "0 to 1: the share of calls that is taken over in vLLM and SGLang", "client"),
     Variable("TRACEBACK", "", "true: `lz` shows where an error comes from", "`lz`"),
     Variable("WORKER_GRAPH_MIB", "256", "MiB of GPU memory for a worker's CUDA graphs; 0: none", "workers"),
     Variable("WORKER_CONFINED", "1", "0: a worker may trace and signal other processes of its user", "workers"),
