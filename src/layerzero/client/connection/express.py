@@ -63,7 +63,7 @@ class Lost(NamedTuple):
     call: int
 
 
-Send: TypeAlias = Callable[["Lane", int, int, bytes, float], object]
+Send: TypeAlias = Callable[["Lane", int, int, bytes, float, int], object]
 
 
 class Lane:
@@ -112,21 +112,21 @@ class Lane:
             self.turn.release()
 
     def run_chain(
-        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, send: Send | None
+        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, send: Send | None, expected_ns: int
     ) -> Ran | Stopped | None:
         """As `run`, of a chain; where it did not run to its end, how far it came. `send` puts it on the page in C, and
-        waits for a while."""
+        waits for a while; `expected_ns`: what the worker took for it before."""
         if not self.turn.acquire(blocking=False):
             return None
         try:
-            end = self._carry(lease, body, timeout_s, hold, send)
+            end = self._carry(lease, body, timeout_s, hold, send, expected_ns)
             # While nobody else can put a call there.
             return end if end is None or isinstance(end, Ran) else Stopped(*self.page.step_of(self.calls), end)
         finally:
             self.turn.release()
 
     def _carry(
-        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, send: Send | None = None
+        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, send: Send | None = None, expected_ns: int = 0
     ) -> Ran | Lost | LayerZeroError | None:
         """As `run`; its caller has the turn."""
         if self._link.lost is not None or self.is_ended or not self.holds(lease) or not self._is_free():
@@ -134,7 +134,7 @@ class Lane:
         call = self.calls = self.calls + 1
         self.open_call = (call, hold)
         if send is not None:
-            send(self, call, lease.plan, body, timeout_s)
+            send(self, call, lease.plan, body, timeout_s, expected_ns)
             return self._ran(call) or self.resume(call, lease, timeout_s)
         self.page.put_call(call, lease.plan, body)
         lane.ring(self.doorbell)

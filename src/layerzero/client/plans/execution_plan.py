@@ -7,10 +7,9 @@ import inspect
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from layerzero.client.arrays.recognition import describe
 from layerzero.client.connection import overlay
 from layerzero.client.facade import default_session, running
 from layerzero.client.plans.comparing import difference
@@ -35,7 +34,7 @@ from layerzero.ipc.wording import counted
 COLD, WARM, FROZEN, CALLS = "COLD", "WARM", "FROZEN", "CALLS"
 """Phases of a plan: never run; recorded, perhaps more than once; laid out; not to be frozen, its function runs."""
 MAX_VARIANTS = 64  # of one function; the one that was not used for longest goes
-_PLAIN = (str, bytes, int, float, bool, complex, type(None))
+_PLAIN = frozenset((str, bytes, int, float, bool, complex, type(None)))
 
 
 class Variant:
@@ -59,6 +58,7 @@ class ExecutionPlan:
     def __init__(self, function: Callable[..., Any], warmup: int, bake_constants: bool) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function, self._warmup, self._bakes = function, warmup, bake_constants
+        self._owner = getattr(function, "__self__", function)
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._lock = threading.Lock()
         self._misses: Counter[str] = Counter()
@@ -68,13 +68,14 @@ class ExecutionPlan:
         if running.handler.get() is not None or overlay.baked.get() is not None:  # lz.dry_run, lz.compile: they ask
             return self._function(*args, **kwargs)
         session = default_session.session()
-        variant = self._variant(args, kwargs)
+        arrays: list[Any] = []
+        variant = self._variant(args, kwargs, arrays)
         if not variant.lock.acquire(blocking=False):
             self._misses["another thread was in it"] += 1
             return self._function(*args, **kwargs)
         try:
             variant.runs += 1
-            return self._run(session, variant, args, kwargs)
+            return self._run(session, variant, args, kwargs, arrays)
         finally:
             variant.lock.release()
 
@@ -134,7 +135,7 @@ class ExecutionPlan:
     def debug(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Step, tuple[Any, ...]]]:
         """Run the frozen plan of such arguments step by step, each as a call of its own: an iterator of steps and
         their results, which may be looked at, and changed. Raises InvalidArgument where there is no such plan."""
-        variant = self._variant(args, kwargs)
+        variant = self._variant(args, kwargs, [])
         if variant.frozen is None:
             raise InvalidArgument(f"run it until it is FROZEN first: this plan is {variant.phase}; {variant.problem}")
         with variant.lock:
@@ -147,13 +148,14 @@ class ExecutionPlan:
 
     # --- its life
 
-    def _variant(self, args: Any, kwargs: Any) -> Variant:
+    def _variant(self, args: Any, kwargs: Any, arrays: list[Any]) -> Variant:
         policy = overlay.current()
-        owner = getattr(self._function, "__self__", self._function)
-        mode = (_grad_mode(), getattr(owner, "training", None))  # of a module of torch
-        key = (_key((args, kwargs)), None if policy is None else policy.text, mode)
+        mode = getattr(self._owner, "training", None)  # of a module of torch
+        key = (_key((args, kwargs), arrays), None if policy is None else policy.text, _grad_mode(), mode)
         with self._lock:
             variant = self._variants.get(key)
+            if variant is self._latest and variant is not None:
+                return variant
             if variant is None:
                 variant = self._variants[key] = Variant(_label((args, kwargs)))
                 if len(self._variants) > MAX_VARIANTS:
@@ -163,12 +165,12 @@ class ExecutionPlan:
             self._latest = variant
         return variant
 
-    def _run(self, session: Session, variant: Variant, args: Any, kwargs: Any) -> Any:
+    def _run(self, session: Session, variant: Variant, args: Any, kwargs: Any, arrays: list[Any]) -> Any:
         if variant.phase == CALLS:
             self._misses[variant.problem] += 1
             return self._function(*args, **kwargs)
         if variant.phase == FROZEN:
-            return self._replay(session, variant, args, kwargs)
+            return self._replay(session, variant, arrays)
         return self._record(session, variant, args, kwargs)
 
     def _record(self, session: Session, variant: Variant, args: Any, kwargs: Any) -> Any:
@@ -202,15 +204,16 @@ class ExecutionPlan:
             return
         self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
 
-    def _replay(self, session: Session, variant: Variant, args: Any, kwargs: Any) -> Any:
+    def _replay(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
         frozen = variant.frozen
         assert variant.program is not None
         if frozen is None or frozen.is_spoilt or frozen.session is not session or frozen.link is not session.link:
             frozen = variant.frozen = FrozenPlan(session, variant.program)
-        inputs = _arrays_of((args, kwargs))
         value = frozen.run(inputs)
         variant.replays += 1
-        if not variant.is_checked and all(segment.is_linked for segment in frozen.segments):
+        if variant.is_checked:
+            return value
+        if all(segment.is_linked for segment in frozen.segments):
             variant.is_checked = True
             for segment in frozen.segments:
                 segment.is_held = True
@@ -266,31 +269,39 @@ def _writes_outside(program: Program) -> bool:
 
 def _arrays_of(given: Any) -> list[Any]:
     found: list[Any] = []
-
-    def note(leaf: Any) -> None:
-        if is_array(leaf):
-            found.append(leaf)
-
-    map_leaves(given, note)
+    _key(given, found)
     return found
 
 
-def _key(value: Any) -> Any:
-    """Equal for arguments that share a plan."""
-    if isinstance(value, _PLAIN):
-        return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
-    if isinstance(value, Mapping):
-        return (dict, tuple((name, _key(item)) for name, item in value.items()))
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(_key, value))
+def _key(value: Any, arrays: list[Any]) -> Any:
+    """Equal for arguments that share a plan; `arrays` takes the arrays in order. Each run makes one."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return (kind, *[_key(item, arrays) for item in value])
+    if kind is dict:
+        return (kind, *[(name, _key(item, arrays)) for name, item in value.items()])
+    if kind in _PLAIN:
+        return (kind, repr(value) if kind is float or kind is complex else value)
     if is_array(value):
-        try:
-            array = describe(value)
-        except LayerZeroError:
-            return (type(value), str(value.dtype), tuple(value.shape))
-        is_dense = array.spec.is_contiguous and not array.needs_copy
-        return (array.kind, array.device, array.spec, is_dense, array.requires_grad)
-    return (type(value), id(value))
+        arrays.append(value)
+        return _array_key(value)
+    if isinstance(value, (list, tuple, dict)):  # of a class of its own
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return (kind, *[(name, _key(item, arrays)) for name, item in items])
+    return (kind, repr(value) if kind is slice else id(value))
+
+
+def _array_key(array: Any) -> Any:
+    if type(array).__module__ == "numpy":
+        return (type(array), array.dtype, array.shape, getattr(array, "strides", ()), array.flags.aligned)
+    return (type(array), array.dtype, array.shape, _strides_of(array), array.device, array.requires_grad)
+
+
+def _strides_of(array: Any) -> Any:
+    try:
+        return array.stride() if callable(array.stride) else ()
+    except (AttributeError, RuntimeError):  # a layout of torch without strides, a subclass of NumPy's
+        return getattr(array, "strides", ())
 
 
 def _label(given: tuple[Any, Any]) -> str:

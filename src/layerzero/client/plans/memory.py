@@ -82,7 +82,10 @@ class Memory:
         for value, start in copies:
             place = Place(self.arena, self.offset + start, value.storage.nbytes)
             self.constants[value.storage.number] = Constant(value, place, self._rule(value))
-        self._outputs = {s.number: s.nbytes for s in made}
+        storages = program.recording.storages
+        outputs = {s.number: s.nbytes for s in made}
+        # Of each variable, in order: its storage, the argument that it is, and the bytes of an output.
+        self._lent = [(n, storages[n].made_by, outputs.get(n)) for n in self.variables]
 
     @property
     def nbytes(self) -> int:
@@ -127,26 +130,25 @@ class Memory:
     def lend(self, inputs: Sequence[Any]) -> tuple[list[Place], dict[int, memoryview], int]:
         """For one run: where each variable lies, the memory of outputs by storage, and how many bytes were copied.
         Raises OutOfMemory."""
-        places: dict[int, Place] = {}
+        places: list[Place] = []
         fresh: dict[int, memoryview] = {}
         copied = 0
-        for number, variable in self.variables.items():
-            nbytes = self._outputs.get(number)
-            if nbytes is not None:
-                view, arena, offset = arenas.pool.allocate(nbytes)
-                fresh[number] = view
-                places[variable] = Place(arena, offset, nbytes)
+        for number, argument, output_bytes in self._lent:
+            if output_bytes is not None:
+                fresh[number], arena, offset = arenas.pool.allocate(output_bytes)
+                places.append(Place(arena, offset, output_bytes))
                 continue
-            given = describe(inputs[self._program.recording.storages[number].made_by])
-            found = arenas.pool.find(given.address, given.spec.span_bytes)
+            given = describe(inputs[argument])
+            nbytes = given.spec.span_bytes
+            found = arenas.pool.find(given.address, nbytes)
             if found is not None:
-                places[variable] = Place(found[0], found[1], given.spec.span_bytes)
+                places.append(Place(found[0], found[1], nbytes))
             else:
                 at, size = self.copied[number]
                 copy_into(given, self.block[at : at + size])
                 copied += size
-                places[variable] = Place(self.arena, self.offset + at, size)
-        return [places[n] for n in range(len(places))], fresh, copied
+                places.append(Place(self.arena, self.offset + at, size))
+        return places, fresh, copied
 
 
 def array_at(arena: Arena, offset: int, spec: TensorSpec, like: Array) -> Any:

@@ -439,13 +439,13 @@ static PyObject *Repeats_run(Repeats *self, PyObject *const *given, Py_ssize_t c
 }
 
 /* A call of which nothing is known here, such as a chain, onto a lane whose turn the caller has; until it is over, or has to be
-   looked at. */
+   looked at. `expected_ns`: what the worker took for it before. */
 static PyObject *Repeats_exchange(Repeats *self, PyObject *args) {
     Line *line;
-    unsigned long long call, plan, timeout_ns;
+    unsigned long long call, plan, timeout_ns, expected_ns;
     const char *body;
     Py_ssize_t nbytes;
-    if (!PyArg_ParseTuple(args, "O!KKy#K", line_type, &line, &call, &plan, &body, &nbytes, &timeout_ns)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!KKy#KK", line_type, &line, &call, &plan, &body, &nbytes, &timeout_ns, &expected_ns)) return NULL;
     if (nbytes > MAX_CALL_BYTES) {
         PyErr_SetString(PyExc_ValueError, "it is too long for a lane");
         return NULL;
@@ -454,7 +454,7 @@ static PyObject *Repeats_exchange(Repeats *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     memcpy((char *)page + CALL_BODY, body, (size_t)nbytes);
     put_call(page, (int)line->doorbell, call, plan, (uint64_t)nbytes, spin_ns != 0);
-    seen_ns = await_end(page, (int)line->answer, (int)line->control, call, spin_ns, now_ns() + timeout_ns);
+    seen_ns = await_expected(page, (int)line->answer, (int)line->control, call, expected_ns, spin_ns, now_ns() + timeout_ns);
     Py_END_ALLOW_THREADS
     if (spin_ns) note_watch(&line->watch, seen_ns);
     Py_RETURN_NONE;
@@ -485,7 +485,7 @@ static PyObject *Repeats_forget_arenas(Repeats *self, PyObject *unused) {
 
 static PyMethodDef repeats_methods[] = {
     {"run", (PyCFunction)(void (*)(void))Repeats_run, METH_FASTCALL, "run(request, start_ns): the result, or `miss`"},
-    {"exchange", (PyCFunction)Repeats_exchange, METH_VARARGS, "exchange(line, call, plan, body, timeout_ns)"},
+    {"exchange", (PyCFunction)Repeats_exchange, METH_VARARGS, "exchange(line, call, plan, body, timeout_ns, expected_ns)"},
     {"key", (PyCFunction)Repeats_key, METH_O, "key(request): bytes, or None"},
     {"learn", (PyCFunction)(void (*)(void))Repeats_learn, METH_VARARGS | METH_KEYWORDS, "learn(tensor=..., ...)"},
     {"forget_arenas", (PyCFunction)Repeats_forget_arenas, METH_NOARGS, "forget_arenas(): they have other numbers"},

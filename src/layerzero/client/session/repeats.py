@@ -201,13 +201,14 @@ class Repeats:
             "scratch_offset": offset,
         }
 
-    def _exchange(self, lane: Lane, call: int, plan: int, body: bytes, timeout_s: float) -> None:
-        """A call onto a lane, whose turn the caller has, until it is over or has to be looked at."""
+    def _exchange(self, lane: Lane, call: int, plan: int, body: bytes, timeout_s: float, expected_ns: int) -> None:
+        """A call onto a lane, whose turn the caller has, until it is over or has to be looked at. `expected_ns`: what
+        the worker took for it before."""
         assert self._compiled is not None
         if lane.line is None:
             page, answer = lane.page.address, lane.answer.fileno()
             lane.line = library.Line(page=page, doorbell=lane.doorbell, answer=answer, control=self._link.hang_up_fd)
-        self._compiled.exchange(lane.line, call, plan, body, int(timeout_s * 1e9))
+        self._compiled.exchange(lane.line, call, plan, body, int(timeout_s * 1e9), expected_ns)
 
     def _scratch(self, lane: Lane) -> tuple[memoryview, arenas.Arena, int]:
         """The lane's memory for inputs. After a call that did not end well on the lane it gets other memory: it may lie
