@@ -349,6 +349,29 @@ def test_slots_are_shared_by_what_is_not_needed_at_once(site: Site) -> None:
     assert plan.show().startswith("flowchart TD")
 
 
+def test_a_plan_prefers_the_backend_that_is_fastest_for_the_whole(site: Site) -> None:
+    """Each call's own best crosses to another worker three times here; every candidate gives the right numbers."""
+    site.set_policy("rules:\n- prefer: [beta.matmul]\n  bonus: 100\n")
+    wait_until(lambda: lz.explain(lz.matmul, X, W).backend == "beta")
+    plan = lz.plan(block)
+    seen = set()
+
+    def is_chosen() -> bool:
+        agree(plan(X), expected(X))
+        seen.add(tuple(t.kernel_id.partition(".")[0] for t in plan.timings() if t.how == "chain"))
+        return " for all (" in plan.explain().choice
+
+    wait_until(is_chosen)
+    assert seen >= {("alpha", "beta", "alpha"), ("alpha",) * 3, ("beta",) * 3}
+    choices = plan._latest.choices  # type: ignore[union-attr]
+    own, *others = choices.candidates  # type: ignore[union-attr]
+    assert [one.backend for one in (own, *others)] == ["", "alpha", "beta"]
+    best = min(others, key=lambda one: one.us)
+    assert choices.chosen is (best if best.us < 0.97 * own.us else own)  # type: ignore[union-attr]
+    settled(plan, X, messages=1 if choices.chosen is best else 3)  # type: ignore[union-attr]
+    agree(plan(some(1)), expected(some(1)))
+
+
 # --- what goes wrong on the way
 
 

@@ -172,7 +172,7 @@ def survey() -> dict[str, Any]:
     ops: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for op, work in WORKS.items():
-        for name in [n for n in rows if n not in left_out and op in rows[n]["ops"]]:
+        for name in [n for n in rows if n not in left_out and set(work.ops) <= set(rows[n]["ops"])]:
             try:
                 found = [work.run(*work.arguments(n), backend=name, timeout_s=60.0) for n in range(SURVEYS)]
             except lz.NoBackend:

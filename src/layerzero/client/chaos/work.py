@@ -25,13 +25,18 @@ WORDS = 4096
 @dataclass(frozen=True, slots=True)
 class Work:
     """`inputs` makes a call's arguments of its nonce; `run` does the call, with submit=True as a future where that can
-    be; `expect` says what must come of it."""
+    be; `expect` says what must come of it. `parts`: the ops that it calls, where it is more than one."""
 
     op: str
     inputs: Callable[[np.random.Generator], tuple[Any, ...]]
     run: Callable[..., Any]
     expect: Callable[..., Any]
     can_submit: bool = True
+    parts: tuple[str, ...] = ()
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return self.parts or (self.op,)
 
     def arguments(self, nonce: int) -> tuple[Any, ...]:
         return self.inputs(np.random.default_rng(nonce))
@@ -128,6 +133,26 @@ def _tokenize(numbers: list[int], **options: Any) -> Any:
     return lz.tokenize(" ".join(f"w{n}" for n in numbers), tokenizer(), **options)
 
 
+def _block(x: Any, **options: Any) -> Any:
+    """Calls that feed each other, and a step of the caller's own between them."""
+    y = lz.silu(lz.silu(x, **options), **options)
+    y += x
+    return lz.softmax(y, -1, **options)
+
+
+@cache
+def _plan() -> lz.ExecutionPlan:
+    return lz.plan(_block)
+
+
+def _planned(x: F32, **options: Any) -> Any:
+    return _plan()(x, **options)
+
+
+def _expected_of_plan(x: F32) -> F64:
+    return _softmax(_silu(_silu(x).astype(np.float32)) + x)
+
+
 def _op(name: str, **fixed: Any) -> Callable[..., Any]:
     def run(*args: Any, submit: bool = False, **options: Any) -> Any:
         op = getattr(lz, name)
@@ -151,6 +176,7 @@ WORKS: dict[str, Work] = {
             _op("attention"),
             _attention,
         ),
+        Work("plan", _rows, _planned, _expected_of_plan, can_submit=False, parts=("silu", "softmax")),
         Work("tokenize", _numbers, _tokenize, lambda numbers: numbers, can_submit=False),
     )
 }

@@ -6,12 +6,14 @@ import functools
 import inspect
 import sys
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from layerzero.client.connection import overlay
 from layerzero.client.facade import default_session, running
+from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.frozen import FrozenPlan
 from layerzero.client.plans.passes import Program, prepare
@@ -48,6 +50,7 @@ class Variant:
         self.recording: Recording | None = None
         self.program: Program | None = None
         self.frozen: FrozenPlan | None = None
+        self.choices: Choices | None = None
         self.is_checked = False  # chains against calls
         self.lock = threading.Lock()
 
@@ -197,6 +200,7 @@ class ExecutionPlan:
         variant.program = prepare(variant.recording, made)
         variant.recording = None
         variant.frozen = FrozenPlan(session, variant.program)
+        variant.choices = Choices(variant.program)
         variant.phase = FROZEN
         if _writes_outside(variant.program):
             variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
@@ -208,12 +212,17 @@ class ExecutionPlan:
         frozen = variant.frozen
         assert variant.program is not None
         if frozen is None or frozen.is_spoilt or frozen.session is not session or frozen.link is not session.link:
-            frozen = variant.frozen = FrozenPlan(session, variant.program)
+            wish = None if variant.choices is None else variant.choices.wish()
+            frozen = variant.frozen = FrozenPlan(session, variant.program, wish)
+        start_ns = time.perf_counter_ns()
         value = frozen.run(inputs)
         variant.replays += 1
         if variant.is_checked:
+            assert variant.choices is not None
+            if not variant.choices.is_done:
+                variant.choices.note(frozen, time.perf_counter_ns() - start_ns)
             return value
-        if all(segment.is_linked for segment in frozen.segments):
+        if frozen.is_linked:
             variant.is_checked = True
             for segment in frozen.segments:
                 segment.is_held = True

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from layerzero.client.connection.overlay import Overlay, Scope
 from layerzero.client.connection.record import kernel_of
 from layerzero.client.plans.layout import lay_out
 from layerzero.client.plans.memory import Memory, Place, array_at, array_on
@@ -28,8 +29,8 @@ _BY_OPERATOR = {
 class FrozenPlan:
     """Of one program and one connection. For one thread at a time."""
 
-    def __init__(self, session: Session, program: Program) -> None:
-        """Raises OutOfMemory."""
+    def __init__(self, session: Session, program: Program, wish: Overlay | None = None) -> None:
+        """`wish`: as of `prefer`. Raises OutOfMemory."""
         self.session, self.program = session, program
         self.link = session.link
         self.layout = lay_out(program)
@@ -41,19 +42,38 @@ class FrozenPlan:
         self._static: dict[int, Any] = {}
         self._needed = self._find_needed()
         self.items = self._make_items()
+        self._scope: Scope | None = None
+        self.prefer(wish)
 
     @property
     def segments(self) -> list[Segment]:
         return [item for item in self.items if isinstance(item, Segment)]
 
+    @property
+    def is_linked(self) -> bool:
+        """Whether all its calls have leases."""
+        return all(segment.is_linked for segment in self.segments)
+
+    def prefer(self, wish: Overlay | None) -> None:
+        """From the next run on its calls ask this of selection, besides what their caller asks."""
+        self._scope = None if wish is None else Scope(wish)
+        if self._scope is not None:
+            self._scope.end()  # until a run
+        for segment in self.segments:
+            segment.unlink()
+            segment.gave_up = False
+
     def run(self, inputs: Sequence[Any]) -> Any:
         """The function's result. `inputs`: the arrays of its arguments, in order. Raises what its steps raise: a worker
         may still write to the memory of a plan that was interrupted, which is not used again."""
+        scope = self._scope
+        if scope is not None:
+            scope.__enter__()
         try:
             frame = _Frame(self, inputs)
             for item in self.items:
                 if isinstance(item, Segment):
-                    item.run(frame.places, (self.memory.block, frame.fresh))
+                    item.run(frame.places, (self.memory.block, frame.fresh, inputs))
                 else:
                     frame.run_here(item)
             self.copied_bytes = frame.copied_bytes
@@ -61,6 +81,9 @@ class FrozenPlan:
         except BaseException:
             self.is_spoilt = True
             raise
+        finally:
+            if scope is not None:
+                scope.end()
 
     def debug(self, inputs: Sequence[Any]) -> Any:
         """A generator that runs step by step, each as a call of its own, and gives each step and its results."""

@@ -44,7 +44,7 @@ class Timing:
 @dataclass(frozen=True)
 class PlanExplanation:
     """What became of a plan. `messages`: how many submissions one run makes for its chained steps, 0 before all leases
-    are there; `passes`: what was changed, a line each."""
+    are there; `passes`: what was changed, a line each; `choice`: which backend its calls prefer together, and times."""
 
     phase: str
     arguments: str
@@ -57,6 +57,7 @@ class PlanExplanation:
     copied_bytes: int
     passes: tuple[str, ...]
     notes: tuple[str, ...]
+    choice: str
     counters: Mapping[str, Any]
 
     def __str__(self) -> str:
@@ -68,7 +69,7 @@ class PlanExplanation:
             lines.append(f"  {counted(self.steps, 'lz call')} {sent}, {counted(self.own_steps, 'step')} of own code")
             lines.append(f"  slots: {self.peak_bytes} bytes, {self.sum_bytes} without sharing")
             lines.append(f"  copied in the last run: {self.copied_bytes} bytes")
-        lines += [f"  {line}" for line in (*self.passes, *self.notes)]
+        lines += [f"  {line}" for line in (*self.passes, *self.notes, self.choice) if line]
         lines.append(f"  {self.counters['replays']} of {counted(self.counters['runs'], 'run')} replayed")
         lines += [f"    {counted(count, 'run')} not: {why}" for why, count in self.counters["misses"].items()]
         return "\n".join(lines)
@@ -85,13 +86,14 @@ def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanati
     if program is not None and frozen is not None:
         lz_steps = sum(step.request is not None for step in program.steps)
         own = sum(not isinstance(item, Segment) and item.request is None for item in frozen.items)
-        if all(segment.is_linked for segment in frozen.segments):
+        if frozen.is_linked:
             messages = sum(segment.messages for segment in frozen.segments)
         peak, total, copied = frozen.layout.peak_bytes, frozen.layout.sum_bytes, frozen.copied_bytes
         passes = tuple(program.done)
         rules = sorted({(one.rule, one.place.nbytes) for one in frozen.memory.constants.values()})
         notes = tuple(f"constant of {nbytes} bytes: {rule}" for rule, nbytes in rules[:4])
-    facts = (lz_steps, own, messages, peak, total, copied, passes, notes, counters)
+    choice = "" if variant.choices is None else str(variant.choices)
+    facts = (lz_steps, own, messages, peak, total, copied, passes, notes, choice, counters)
     return PlanExplanation(variant.phase, variant.label, variant.problem, *facts)
 
 
