@@ -61,7 +61,7 @@ class FrozenPlan:
             self._scope.end()  # until a run
         for segment in self.segments:
             segment.unlink()
-            segment.gave_up = False
+            segment.rests = 0
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """The function's result. `inputs`: the arrays of its arguments, in order. Raises what its steps raise: a worker

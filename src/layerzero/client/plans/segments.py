@@ -34,7 +34,7 @@ from layerzero.ipc.transport.chains import (
 from layerzero.ipc.transport.wire import NO_ARENA, REF, REF_BYTES, Ref
 
 MAX_CHAIN_US = 100_000.0  # by the times of the recorded calls: others wait for their turn meanwhile
-MAX_DECLINED = 3  # chains in a row; then the segment's steps go one by one
+MAX_DECLINED, RESTS = 3, 100  # chains in a row; then the segment's steps go one by one for so many runs
 STEP_TABLE_BYTES = 16 + 8 * 16  # at most, of a step without its references
 CHAINED, CALLED, OWN = "chain", "call", "here"
 Ended: TypeAlias = tuple[Lane, Lease, "Lost | LayerZeroError"]
@@ -81,7 +81,7 @@ class Segment:
     timings: dict[int, StepRun]
     chains: list[_Chain] = field(default_factory=list)
     is_linked: bool = False
-    gave_up: bool = False
+    rests: int = 0  # runs until chains are tried again
     is_held: bool = False  # all steps go one by one for now
 
     @property
@@ -91,7 +91,9 @@ class Segment:
 
     def run(self, places: Sequence[Place], hold: Any) -> None:
         """`places`: where variables lie in this run. Raises what a call of a step raises."""
-        if not self.is_linked and not self.gave_up:
+        if self.rests:
+            self.rests -= 1
+        elif not self.is_linked:
             self._link()
         at, ends = 0, iter(() if self.is_held else self.chains)
         chain = next(ends, None)
@@ -108,39 +110,44 @@ class Segment:
     # --- one message for many
 
     def _link(self) -> None:
-        """Find the leases of all steps; nothing changes where one of them has none."""
-        leases: list[tuple[Lane, Lease]] = []
-        routes: list[Route] = []
+        """Find the leases of all steps; nothing changes where one of them has none. A step that policy wants in this
+        process has none ever."""
+        found: list[tuple[Route, Lane, Lease] | None] = []
         policy = overlay.current()
         for step in self.steps:
             specs = tuple(self._spec(arg) for arg in step.args)
             assert step.request is not None
             request = replace(step.request, args=step.args)
             route = self.session.routes.find(self.session.link, request, specs, None, policy)
-            place = None if route.here is not None else self.session.lanes.of(route)
-            if place is None:
+            place = self.session.lanes.of(route)
+            if place is None and route.here is None:
                 return
-            leases.append(place)
-            routes.append(route)
+            found.append(None if place is None or route.here is not None else (route, *place))
         at, self.chains, room = 0, [], self.table_at
         while at < len(self.steps):
-            count = self._extent(leases, at)
-            chain, used = self._chain(at, routes[at : at + count], leases[at : at + count], room)
-            self.chains.append(chain)
-            room += used
+            count = self._extent(found, at)
+            its = [one for one in found[at : at + count] if one is not None]
+            if its:
+                chain, used = self._chain(at, its, room)
+                self.chains.append(chain)
+                room += used
             at += count
         self.is_linked = True
 
-    def _extent(self, leases: list[tuple[Lane, Lease]], first: int) -> int:
-        """How many steps from this one on may be one chain."""
-        lane, lease = leases[first]
+    def _extent(self, found: list[tuple[Route, Lane, Lease] | None], first: int) -> int:
+        """How many steps from this one on may be one chain, or one that is none."""
+        begin = found[first]
+        if begin is None:
+            return 1
+        _, lane, lease = begin
         us, nbytes, variables = 0.0, 0, set[int]()
-        for count, (step, (other, its)) in enumerate(zip(self.steps[first:], leases[first:], strict=True)):
+        for count, (step, one) in enumerate(zip(self.steps[first:], found[first:], strict=True)):
             us += step.kernel_us
             nbytes += self.table_bytes(step)
             variables |= {r.variable for r in self._reaches(step) if r is not None and r.variable is not None}
             is_full = count == MAX_STEPS or nbytes > MAX_TABLE_BYTES or len(variables) > MAX_VARIABLES
-            if other is not lane or its.epoch != lease.epoch or is_full or (count and us > MAX_CHAIN_US):
+            is_other = one is None or one[1] is not lane or one[2].epoch != lease.epoch
+            if count and (is_other or is_full or us > MAX_CHAIN_US):
                 return count
         return len(self.steps) - first
 
@@ -149,23 +156,20 @@ class Segment:
         """At most so many does a step take of its chain's table."""
         return STEP_TABLE_BYTES + REF_BYTES * (len(step.args) + len(step.made))
 
-    def _chain(
-        self, first: int, routes: list[Route], leases: list[tuple[Lane, Lease]], table_at: int
-    ) -> tuple[_Chain, int]:
+    def _chain(self, first: int, found: list[tuple[Route, Lane, Lease]], table_at: int) -> tuple[_Chain, int]:
         numbers: dict[int, int] = {}
         rows = []
-        for step, (_, lease) in zip(self.steps[first : first + len(leases)], leases, strict=True):
+        for step, (_, _, lease) in zip(self.steps[first : first + len(found)], found, strict=True):
             refs = tuple(self._ref(reach, numbers) for reach in self._reaches(step))
             rows.append(ChainStep(lease.plan, refs, lease.values))
         table, memory = pack_table(rows), self.memory
         memory.block[table_at : table_at + len(table)] = table
         where = Ref(self.session.arena_registry[memory.arena], 0, memory.offset + table_at, len(table))
-        lane = leases[0][0]
-        its = [lease for _, lease in leases]
-        lease = replace(its[0], plan=CHAIN, values=b"")
+        routes, lane, leases = [one[0] for one in found], found[0][1], [one[2] for one in found]
+        lease = replace(leases[0], plan=CHAIN, values=b"")
         head = pack_chain_call(where, digest_of(table))
-        note = f"the last of {len(its)} calls that crossed as one"
-        return _Chain(first, lane, routes, its, head, list(numbers), lease, note), len(table)
+        note = f"the last of {len(leases)} calls that crossed as one"
+        return _Chain(first, lane, routes, leases, head, list(numbers), lease, note), len(table)
 
     def _ref(self, reach: Reach | None, numbers: dict[int, int]) -> Ref:
         """`numbers` are the chain's own of the plan's variables."""
@@ -195,8 +199,8 @@ class Segment:
             return chain.first + len(chain.leases)
         if end is None:  # it was declined, or another thread is on the lane: none of its steps has run
             chain.declined += 1
-            self.gave_up = chain.declined >= MAX_DECLINED
-            if self.gave_up:
+            if chain.declined >= MAX_DECLINED:
+                self.rests = RESTS
                 self.unlink()
             self.call(chain.first, places)
             return chain.first + 1
