@@ -159,6 +159,24 @@ def test_what_a_function_computes_itself_is_part_of_its_plan(site: Site) -> None
     assert got["part"].base is not None or np.shares_memory(got["part"], got["all"])
 
 
+def test_scalars_and_empty_arrays_are_part_of_a_plan(site: Site) -> None:
+    """They have no memory of their own that a worker could be told of."""
+
+    def function(x: Any, t: Any) -> Any:
+        total, none = lz.silu(x.sum()), lz.silu(x[:0])
+        return lz.silu(x * total), lz.silu(t) + total, none, lz.silu(x.max() * lz.silu(x[0]))
+
+    plan = lz.plan(function)
+    for seed in range(12):
+        x, t = some(seed) / 8, np.float32(seed)
+        got = plan(x, t)
+        total = silu(x.sum())
+        for one, other in zip(got, (silu(x * total), silu(t) + total, x[:0], silu(x.max() * silu(x[0]))), strict=True):
+            agree(one, other)
+            assert one.shape == other.shape
+    assert plan.phase == "FROZEN", plan.explain()
+
+
 def test_in_place_changes_of_weights_are_seen(site: Site) -> None:
     """A plan holds the array, not the numbers that it had."""
     w, shared = W.copy(), lz.share(W.copy())
@@ -431,6 +449,28 @@ def test_policy_is_followed_as_by_calls(site: Site) -> None:
         return {t.kernel_id for t in plan.timings()} == {"beta.silu", "beta.matmul"}
 
     wait_until(has_moved)
+
+
+def test_a_step_that_policy_wants_in_this_process_runs_here(new_site: Callable[..., Site]) -> None:
+    """The others cross as before; the whole is right, before the probe in this interpreter has passed and after."""
+    made = new_site()
+    made.set_policy("backend_isolation: {alpha: in_process}\nrules:\n- prefer: [beta.matmul]\n")
+    made.start().connect()
+    made.wait_ready("alpha", "beta")
+
+    def function(x: Any) -> Any:
+        return lz.silu(lz.matmul(lz.matmul(x, W), W))
+
+    plan = lz.plan(function)
+    how: set[tuple[str, ...]] = set()
+
+    def is_there() -> bool:
+        agree(plan(X), silu(X @ W @ W))
+        how.add(tuple(t.how for t in plan.timings()))
+        return ("chain", "chain", "call") in how
+
+    wait_until(is_there)
+    assert {t.kernel_id for t in plan.timings()} == {"beta.matmul", "alpha.silu"}
 
 
 def test_threads_do_not_share_a_run(site: Site) -> None:

@@ -105,7 +105,7 @@ def _may_be_chained(program: Program, step: Step) -> bool:
 def _is_in_reach(program: Program, value: Value) -> bool:
     """Whether a worker can be told where this array lies in each run."""
     array, home = value.array, value.storage
-    if array is None or array.needs_copy or not array.nbytes:
+    if array is None or array.needs_copy or not array.nbytes or not home.nbytes:  # NumPy's scalars have no memory
         return False
     if home.origin == CONSTANT:
         is_shared = arenas.pool.find(array.address, array.spec.span_bytes) is not None
