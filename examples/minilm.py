@@ -131,6 +131,7 @@ def libraries(reports: list[lz.SelectionReport]) -> str:
 
 def show_as_plan(encoder: SentenceEncoder, texts: list[str], vectors: Vectors, show: Callable[..., None]) -> None:
     """The same model once more, its calls recorded and then run as one message to each worker in turn."""
+    reports = encoder.reports  # calls of a plan that is replayed have none
     plan = encoder.forward = lz.plan(encoder.forward)
     for _ in range(PLAN_ROUNDS):
         start_s = time.perf_counter()
@@ -138,7 +139,7 @@ def show_as_plan(encoder: SentenceEncoder, texts: list[str], vectors: Vectors, s
         seconds = time.perf_counter() - start_s
     show(f"{len(texts)} texts in {seconds:.2f} s as a plan; largest difference: {np.abs(planned - vectors).max():.1e}")
     show(str(plan.explain()), "", sep="\n")
-    encoder.forward = plan.__wrapped__  # as calls again: each has a report
+    encoder.forward, encoder.reports = plan.__wrapped__, reports  # as calls again
 
 
 def main() -> None:
