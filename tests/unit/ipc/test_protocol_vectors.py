@@ -15,7 +15,7 @@ import pytest
 
 from layerzero.ipc.errors import BY_CODE, ProtocolError, from_wire
 from layerzero.ipc.shm.timeline_words import TimelinePoint
-from layerzero.ipc.transport import wire
+from layerzero.ipc.transport import chains, wire
 from layerzero.ipc.transport.messages import MESSAGES, decode, encode
 
 PATH = Path(__file__).parents[2] / "samples" / "protocol_vectors.json"
@@ -85,6 +85,22 @@ def test_error_vector_holds_both_ways(vector: dict[str, Any]) -> None:
     assert (type(error), error.retry) == (BY_CODE[vector["code"]], vector["retry"])
     assert (error.message, error.facts) == (vector["message"], plain(vector["facts"]))
     assert msgpack.packb(error.to_wire()).hex() == vector["hex"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["chains"], ids=names(VECTORS["chains"]))
+def test_chain_vector_holds_both_ways(vector: dict[str, Any]) -> None:
+    """A table, and the call on a lane that names it."""
+    steps = [
+        chains.ChainStep(step["plan"], tuple(wire.Ref(*ref) for ref in step["refs"]), plain(step["values"]))
+        for step in vector["steps"]
+    ]
+    table = bytes.fromhex(vector["table"])
+    assert chains.pack_table(steps) == table
+    assert chains.unpack_table(table) == steps
+    at, variables = wire.Ref(*vector["at"]), tuple(wire.Ref(*ref) for ref in vector["variables"])
+    call = bytes.fromhex(vector["call"])
+    assert chains.pack_chain_call(at, chains.digest_of(table), variables) == call
+    assert chains.unpack_chain_call(call) == (at, chains.digest_of(table), variables)
 
 
 @pytest.mark.parametrize("vector", VECTORS["refused"], ids=names(VECTORS["refused"]))
