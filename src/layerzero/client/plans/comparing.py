@@ -48,7 +48,7 @@ def constant_kind(value: Value, again: Value) -> str | None:
 
 def _is_scalar(value: Value) -> bool:
     """A number in NumPy's clothes, such as numpy.float32(2): as numbers of Python it is part of the program."""
-    return value.array is None and not getattr(value.obj, "shape", (0,))
+    return not value.storage.nbytes and not value.obj.shape
 
 
 def _between(one: Step, other: Step) -> str:

@@ -16,7 +16,7 @@ from layerzero.client.facade import default_session, running
 from layerzero.client.plans.choices import Choices
 from layerzero.client.plans.comparing import difference
 from layerzero.client.plans.frozen import FrozenPlan
-from layerzero.client.plans.passes import Program, prepare
+from layerzero.client.plans.passes import FIXED, Program, prepare
 from layerzero.client.plans.recording import Recording, Step, is_array, record
 from layerzero.client.plans.showing import (
     PlanExplanation,
@@ -74,7 +74,7 @@ class ExecutionPlan:
         arrays: list[Any] = []
         variant = self._variant(args, kwargs, arrays)
         if not variant.lock.acquire(blocking=False):
-            self._misses["another thread was in it"] += 1
+            self._miss("another thread was in it")
             return self._function(*args, **kwargs)
         try:
             variant.runs += 1
@@ -139,10 +139,14 @@ class ExecutionPlan:
         """Run the frozen plan of such arguments step by step, each as a call of its own: an iterator of steps and
         their results, which may be looked at, and changed. Raises InvalidArgument where there is no such plan."""
         variant = self._variant(args, kwargs, [])
-        if variant.frozen is None:
+        if variant.phase != FROZEN:
             raise InvalidArgument(f"run it until it is FROZEN first: this plan is {variant.phase}; {variant.problem}")
         with variant.lock:
-            yield from variant.frozen.debug(_arrays_of((args, kwargs)))
+            yield from self._frozen(default_session.session(), variant).debug(_arrays_of((args, kwargs)))
+
+    def _miss(self, why: str) -> None:
+        with self._lock:
+            self._misses[why] += 1
 
     def _seen(self) -> Variant:
         if self._latest is None:
@@ -170,7 +174,7 @@ class ExecutionPlan:
 
     def _run(self, session: Session, variant: Variant, args: Any, kwargs: Any, arrays: list[Any]) -> Any:
         if variant.phase == CALLS:
-            self._misses[variant.problem] += 1
+            self._miss(variant.problem)
             return self._function(*args, **kwargs)
         if variant.phase == FROZEN:
             return self._replay(session, variant, arrays)
@@ -178,7 +182,7 @@ class ExecutionPlan:
 
     def _record(self, session: Session, variant: Variant, args: Any, kwargs: Any) -> Any:
         value, made = record(session, self._function, args, kwargs)
-        self._misses["recorded"] += 1
+        self._miss("recorded")
         problem = made.problem
         if not problem and variant.recording is not None:
             problem = difference(variant.recording, made, bakes_constants=self._bakes)
@@ -199,21 +203,28 @@ class ExecutionPlan:
         assert variant.recording is not None
         variant.program = prepare(variant.recording, made)
         variant.recording = None
+        made.let_go({number for number, home in variant.program.homes.items() if home == FIXED})
         variant.frozen = FrozenPlan(session, variant.program)
         variant.choices = Choices(variant.program)
         variant.phase = FROZEN
-        if _writes_outside(variant.program):
+        if made.writes_outside:
             variant.program.done.append("not checked against the function: it writes to arrays of its caller's")
             variant.is_checked = True
             return
         self._check(session, variant, _arrays_of((args, kwargs)), expected, "the function")
 
-    def _replay(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
+    @staticmethod
+    def _frozen(session: Session, variant: Variant) -> FrozenPlan:
+        """Of this very connection, and with memory that nobody else may write to."""
         frozen = variant.frozen
         assert variant.program is not None
         if frozen is None or frozen.is_spoilt or frozen.session is not session or frozen.link is not session.link:
             wish = None if variant.choices is None else variant.choices.wish()
             frozen = variant.frozen = FrozenPlan(session, variant.program, wish)
+        return frozen
+
+    def _replay(self, session: Session, variant: Variant, inputs: list[Any]) -> Any:
+        frozen = self._frozen(session, variant)
         start_ns = time.perf_counter_ns()
         value = frozen.run(inputs)
         variant.replays += 1
@@ -255,8 +266,9 @@ def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool 
     that looks at numbers of its arrays, or does something else at each run, is run as ever; `explain()` says why.
 
     What the function does beside its arrays (printing, counting, lists that it fills) happens only while it is
-    recorded. Arrays that it has of its own, such as weights, may be changed in place, and are seen; after they were
-    replaced by other arrays, or numbers that it reads beside its arguments have changed, call `reset`.
+    recorded, and twice in a run that cannot be recorded to its end. Arrays that it has of its own, such as weights, may
+    be changed in place, and are seen; after they were replaced by other arrays, or numbers that it reads beside its
+    arguments have changed, call `reset`.
 
     warmup: how many runs must agree with the first one; at least 1.
     bake_constants: arrays that the function makes anew at each run, and not of its arguments (a mask by numpy.tril,
@@ -270,10 +282,6 @@ def plan(function: Callable[..., Any], *, warmup: int = 1, bake_constants: bool 
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
         raise InvalidArgument(f"warmup is {warmup!r}; allowed: 1 or more")
     return ExecutionPlan(function, warmup, bake_constants)
-
-
-def _writes_outside(program: Program) -> bool:
-    return any(storage.origin != "step" for step in program.steps for storage in step.writes)
 
 
 def _arrays_of(given: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,20 @@ class Recording:
     constants: list[int] = field(default_factory=list)
     output: Any = None
     problem: str = ""
+
+    @property
+    def writes_outside(self) -> bool:
+        """Whether it writes to arrays that are not its own results."""
+        return any(storage.origin != STEP for step in self.steps for storage in step.writes)
+
+    def let_go(self, kept: Collection[int]) -> None:
+        """Keep the arrays of these storages alone; of the others what is known of them."""
+        for value in self.values:
+            if value.storage.number not in kept:
+                value.obj = _empty_like(value.obj)
+                if value.array is not None:
+                    known = value.array
+                    value.array = Array(known.kind, known.spec, 0, value.obj, None, needs_copy=known.needs_copy)
 
 
 class FunctionRecorder:
@@ -215,9 +229,7 @@ class FunctionRecorder:
             self._fail(f"has more than {MAX_STEPS} steps; plan its parts one by one")
         if self.made.problem:
             return result
-        step.result = map_leaves(
-            result, lambda leaf: Use(self._known[id(leaf._array)].number) if leaf is not None else None
-        )
+        step.result = map_leaves(result, self._use_of)
         step.made, step.fresh = tuple(made), tuple(fresh)
         for storage in step.writes:
             storage.writers.append(step.number)
@@ -300,14 +312,18 @@ class FunctionRecorder:
 def record(
     session: Session, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Recording]:
-    """Run a function once: its result, and what it did. Raises what it raises; where that may come of the recording
-    itself (TypeError, AttributeError and the like of a library that does not take a Traced), it is run as it is."""
+    """Run a function once: its result, and what it did. Raises what it raises. Where that may come of the recording
+    itself (TypeError, AttributeError and the like of a library that does not take a Traced), it is run as it is, unless
+    it has written to arrays of its caller's by then, which a second run would do again."""
     recorder = FunctionRecorder(session)
     try:
         return recorder.run(function, args, kwargs), recorder.made
     except LayerZeroError:
         raise
     except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as exc:
+        if recorder.made.writes_outside:
+            exc.add_note("lz.plan was recording the function, and arrays are written already: call it without lz.plan")
+            raise
         recorder.made.problem = f"cannot be recorded: {type(exc).__name__}: {exc}"[:300]
     return function(*args, **kwargs), recorder.made
 
@@ -317,6 +333,14 @@ def is_array(value: Any) -> bool:
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         return True
     return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
+def _empty_like(obj: Any) -> Any:
+    """An array of the same library and dtype, with no numbers."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return torch.empty(0, dtype=obj.dtype)
+    return sys.modules["numpy"].empty(0, obj.dtype)
 
 
 def _extent(obj: Any, array: Array | None) -> tuple[int, int]:

@@ -234,9 +234,7 @@ class Segment:
 
     # --- one by one
 
-    def call(
-        self, number: int, places: Sequence[Place], after: tuple[Lane, Lease, Lost | LayerZeroError] | None = None
-    ) -> None:
+    def call(self, number: int, places: Sequence[Place], after: Ended | None = None) -> None:
         """Run a step as a call. `after`: it was in a chain that ended so."""
         step = self.steps[number]
         assert step.request is not None

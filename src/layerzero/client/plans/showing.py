@@ -43,8 +43,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """What became of a plan. `messages`: how many submissions one run makes for its chained steps, 0 before all leases
-    are there; `passes`: what was changed, a line each; `choice`: which backend its calls prefer together, and times."""
+    """What became of a plan. `messages`: how many submissions one run makes for its chained steps, 0 while they go
+    one by one, and `waits_for` says why; `passes`: what was changed, a line each; `choice`: which backend its calls
+    prefer together, and times."""
 
     phase: str
     arguments: str
@@ -52,6 +53,7 @@ class PlanExplanation:
     steps: int
     own_steps: int
     messages: int
+    waits_for: str
     peak_bytes: int
     sum_bytes: int
     copied_bytes: int
@@ -65,7 +67,7 @@ class PlanExplanation:
         if self.problem:
             lines.append(f"  runs as calls, for {self.problem}")
         if self.steps:
-            sent = f"in {counted(self.messages, 'message')}" if self.messages else "one by one until leases are there"
+            sent = f"in {counted(self.messages, 'message')}" if self.messages else f"one by one {self.waits_for}"
             lines.append(f"  {counted(self.steps, 'lz call')} {sent}, {counted(self.own_steps, 'step')} of own code")
             lines.append(f"  slots: {self.peak_bytes} bytes, {self.sum_bytes} without sharing")
             lines.append(f"  copied in the last run: {self.copied_bytes} bytes")
@@ -93,7 +95,10 @@ def explain_plan(variant: Variant, counters: Mapping[str, Any]) -> PlanExplanati
         rules = sorted({(one.rule, one.place.nbytes) for one in frozen.memory.constants.values()})
         notes = tuple(f"constant of {nbytes} bytes: {rule}" for rule, nbytes in rules[:4])
     choice = "" if variant.choices is None else str(variant.choices)
-    facts = (lz_steps, own, messages, peak, total, copied, passes, notes, choice, counters)
+    waits_for = "until leases are there"
+    if frozen is not None and any(segment.rests for segment in frozen.segments):
+        waits_for = "for some runs: their worker declined them together, or other threads had its lane"
+    facts = (lz_steps, own, messages, waits_for, peak, total, copied, passes, notes, choice, counters)
     return PlanExplanation(variant.phase, variant.label, variant.problem, *facts)
 
 
