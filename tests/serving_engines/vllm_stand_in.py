@@ -45,7 +45,7 @@ class _Impl:
         self.dcp_world_size = self.pcp_world_size = 1
 
     def _forward(self: Any, query: Tensor, kv_cache: Tensor, meta: Any, output: Tensor) -> Tensor:
-        called.append(type(self).__mro__[1].__name__)
+        called.append(type(self).__bases__[-1].__name__)
         if meta is None:
             return output.fill_(0)
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)

@@ -65,6 +65,26 @@ class Call(NamedTuple):
     output_block_scale: Tensor | None
 
 
+class ServedAttention:
+    """Before a backend's AttentionImpl among the bases of a class: its forward is the one that is wrapped."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """`output`, filled."""
+        call = Call(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        return forward(self, super().forward, call)  # type: ignore[misc]  # of the class behind it
+
+
 _guard = of_environment(runner)
 
 

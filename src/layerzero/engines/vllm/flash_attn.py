@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
-from layerzero.engines.vllm import attention
+from layerzero.engines.vllm.attention import ServedAttention
 
 
-class LayerZeroImpl(FlashAttentionImpl):
+class LayerZeroImpl(ServedAttention, FlashAttentionImpl):
     """Attention of a layer."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        call = attention.Call(
-            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-        )
-        return attention.forward(self, super().forward, call)
 
 
 class LayerZeroBackend(FlashAttentionBackend):
