@@ -2,65 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.backends.toy import COUNT, RAISE, fault
-from tests.process.harness import Site, is_running, wait_until
+from tests.process.harness import Site, wait_until
+from tests.process.planned import W, X, agree, block, expected, settled, silu, some, two_ready
 
 import layerzero as lz
 from layerzero.client.connection.arena import pool
 
-X = np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6)
-W = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 6)
-
-
-def silu(a: Any) -> Any:
-    return a / (1 + np.exp(-a))
-
-
-def block(x: Any) -> Any:
-    return lz.silu(lz.matmul(lz.silu(x), W))
-
-
-def expected(x: Any) -> Any:
-    return silu(silu(x) @ W)
-
-
-def some(seed: int, *shape: int) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape or (4, 6)).astype(np.float32)
-
-
-def agree(got: Any, wanted: Any) -> None:
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
-
 
 @pytest.fixture
 def site(new_site: Callable[..., Site]) -> Site:
-    """alpha is first, beta second, and both are up."""
-    made = new_site()
-    made.connect()
-    made.wait_ready("alpha", "beta")
-    return made
-
-
-def settled(plan: lz.ExecutionPlan, *args: Any, messages: int = 1) -> lz.ExecutionPlan:
-    """Run until the plan crosses in so many messages."""
-
-    def is_there() -> bool:
-        plan(*args)
-        assert plan.phase in ("WARM", "FROZEN"), plan.explain()
-        return plan.explain().messages == messages and all(t.how != "call" for t in plan.timings())
-
-    wait_until(is_there)
-    return plan
+    return two_ready(new_site)
 
 
 # --- its life
@@ -428,157 +386,3 @@ def test_a_plan_prefers_the_backend_that_is_fastest_for_the_whole(site: Site) ->
     assert choices.chosen is (best if best.us < 0.97 * own.us else own)  # type: ignore[union-attr]
     settled(plan, X, messages=1 if choices.chosen is best else 3)  # type: ignore[union-attr]
     agree(plan(some(1)), expected(some(1)))
-
-
-# --- what goes wrong on the way
-
-
-@pytest.mark.parametrize("step", [0, 1, 2])
-@pytest.mark.parametrize("action", ["kill", "exit0", "raise"])
-def test_a_worker_lost_in_any_step_costs_one_attempt_and_no_result(
-    new_site: Callable[..., Site], step: int, action: str
-) -> None:
-    """What ended before the step is whole; the step itself goes to the next backend, with the attempt counted."""
-    nth = 301 + step  # of the worker's kernels: that of the first one is its probe's
-    site = new_site(failpoints=f"faulty:executing={action}@{nth}", standby=0, backoff_s=600, backoff_max_s=600)
-    site.add_backend("faulty", ndim=2)
-    site.connect()
-    site.wait_ready("faulty", "beta")
-    plan, wanted = lz.plan(lambda x: lz.silu(lz.silu(lz.silu(x)))), silu(silu(silu(X)))
-    settled(plan, X)
-    for _ in range(nth):
-        agree(plan(X), wanted)
-        runs = plan.timings()
-        if any(run.attempts for run in runs):
-            break
-    else:
-        pytest.fail("the failpoint was never passed")
-    at = next(n for n, run in enumerate(runs) if run.attempts)
-    assert [run.how for run in runs[:at]] == ["chain"] * at
-    assert runs[at].how == "call"
-    served = runs[at].kernel_id.partition(".")[0]  # one that raises lives, and is tried once more by the broker
-    assert served in (("faulty",) if action == "raise" else ("alpha", "beta"))
-    for seed in range(10):
-        agree(plan(some(seed)), silu(silu(silu(some(seed)))))
-
-
-def test_a_worker_killed_between_runs_is_no_matter(site: Site) -> None:
-    """The next run goes as calls where it has to, and as one message again."""
-    plan = settled(lz.plan(block), X)
-    pid = next(b["pid"] for b in lz.status()["backends"] if b["name"] == "alpha")
-    os.kill(pid, signal.SIGKILL)
-    for seed in range(5):
-        agree(plan(some(seed)), expected(some(seed)))
-    wait_until(lambda: not is_running(pid))
-    settled(plan, X)
-
-
-def test_policy_is_followed_as_by_calls(site: Site) -> None:
-    """Both that of a scope, which is another plan, and that of the file, which ends leases."""
-    plan = settled(lz.plan(block), X)
-    with lz.prefer("beta"):
-        agree(plan(X), expected(X))
-        settled(plan, X)
-        assert {t.kernel_id for t in plan.timings()} == {"beta.silu", "beta.matmul"}
-    plan(X)
-    assert {t.kernel_id for t in plan.timings()} == {"alpha.silu", "alpha.matmul"}
-    site.set_policy("avoid_kernels: [alpha.*]\n")
-
-    def has_moved() -> bool:
-        agree(plan(X), expected(X))
-        return {t.kernel_id for t in plan.timings()} == {"beta.silu", "beta.matmul"}
-
-    wait_until(has_moved)
-
-
-def test_a_step_that_policy_wants_in_this_process_runs_here(new_site: Callable[..., Site]) -> None:
-    """The others cross as before; the whole is right, before the probe in this interpreter has passed and after."""
-    made = new_site()
-    made.set_policy("backend_isolation: {alpha: in_process}\nrules:\n- prefer: [beta.matmul]\n")
-    made.start().connect()
-    made.wait_ready("alpha", "beta")
-
-    def function(x: Any) -> Any:
-        return lz.silu(lz.matmul(lz.matmul(x, W), W))
-
-    plan = lz.plan(function)
-    how: set[tuple[str, ...]] = set()
-
-    def is_there() -> bool:
-        agree(plan(X), silu(X @ W @ W))
-        how.add(tuple(t.how for t in plan.timings()))
-        return ("chain", "chain", "call") in how
-
-    wait_until(is_there)
-    assert {t.kernel_id for t in plan.timings()} == {"beta.matmul", "alpha.silu"}
-
-
-def test_threads_do_not_share_a_run(site: Site) -> None:
-    """A plan's memory is for one run at a time; the others are calls."""
-    plan = settled(lz.plan(block), X)
-    wrong: list[int] = []
-
-    def work(first: int) -> None:
-        for seed in range(first, first + 40):
-            if not np.allclose(plan(some(seed)), expected(some(seed)), rtol=1e-4, atol=1e-5):
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_a_forked_child_has_a_plan_of_its_own(site: Site) -> None:
-    """Parent and child use no memory together."""
-    plan = settled(lz.plan(block), X)
-    pid = os.fork()
-    if not pid:
-        code = 1
-        with contextlib.suppress(BaseException):
-            good = all(np.allclose(plan(some(seed)), expected(some(seed)), rtol=1e-4, atol=1e-5) for seed in range(10))
-            code = 0 if good else 2
-        os._exit(code)
-    for seed in range(50):
-        agree(plan(some(seed)), expected(some(seed)))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_another_connection_makes_the_plan_anew(site: Site) -> None:
-    """Nothing of the old connection's lanes and memory is used."""
-    plan = settled(lz.plan(block), X)
-    lz.disconnect()
-    site.connect()
-    for seed in range(5):
-        agree(plan(some(seed)), expected(some(seed)))
-    settled(plan, X)
-
-
-def test_a_plan_gives_its_memory_back(site: Site) -> None:
-    """Slots, tables and copies go with it."""
-    slots = []
-    for _ in range(3):
-        settled(lz.plan(lambda x: lz.silu(block(x))), X)
-        gc.collect()
-        lz.session().repeats.clear()
-        slots.append(pool.stats()["slots"])
-    assert slots[2] <= slots[1]
-
-
-def test_a_plan_is_looked_at_step_by_step(site: Site) -> None:
-    """The results may be seen, and changed, before the next step reads them."""
-    plan = settled(lz.plan(block), X)
-    seen = [(step.name, results[0].copy()) for step, results in plan.debug(X)]
-    assert [name for name, _ in seen] == ["silu", "matmul", "silu"]
-    agree(seen[0][1], silu(X))
-    agree(seen[2][1], expected(X))
-    with pytest.raises(lz.InvalidArgument, match="FROZEN first"):
-        list(plan.debug(some(0, 3, 6)))
-
-
-def test_a_dry_run_of_a_plan_shows_its_functions_calls(site: Site) -> None:
-    """Tools that ask what a function would do are told so."""
-    plan = settled(lz.plan(block), X)
-    assert [call.op for call in lz.dry_run(plan, X).calls] == ["silu", "matmul", "silu"]
