@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.ipc.vocabulary.numerics import difference, gather, scatter, tolerance, unpack
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 from layerzero.workers import boot
 from layerzero.workers.certify.cases import Case, cases
@@ -41,6 +41,7 @@ INDICES = {  # the dtypes of tensors that have their own
     "append_kv": {"slots": "int64"},
     "quantize": {"scale": "float32"},
     "dequantize": {"scale": "float32"},
+    "attention_backward": {"lse": "float32"},
 }
 Verdict = tuple[str, str]  # a case, and what is wrong with it; "" when nothing is
 
@@ -79,7 +80,7 @@ def on_random(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
             try:
                 bound, outputs = bind(bench, loaded, op, kernel, case)
                 bench.run(bound)
-                yield f"{dtype}, {case.name}", judged(bench, outputs, case)
+                yield f"{dtype}, {case.name}", judged(bench, op, outputs, case)
             except Exception as exc:
                 yield f"{dtype}, {case.name}", f"raised {type(exc).__name__}: {exc}"[:500]
 
@@ -110,7 +111,7 @@ def on_replay(loaded: Loaded, op: str, kernel: Claims) -> Iterator[Verdict]:
             outputs = placed(bench, op, other)[1]  # the same specs, so the same places
             bench.driver.launch_graph(graph, bench.stream)
             bench.driver.synchronize_stream(bench.stream)
-            yield case.name, judged(bench, outputs, other)
+            yield case.name, judged(bench, op, outputs, other)
         except Exception as exc:
             yield case.name, f"raised {type(exc).__name__}: {exc}"[:500]
 
@@ -126,8 +127,17 @@ def pairs(op: str, kernel: Claims) -> Iterator[tuple[Case, Case]]:
             for values, kind in zip(problem.inputs, problem.kinds, strict=False)
         ]
         other = Problem(op, f"{problem.name}, other numbers", problem.attrs, tuple(inputs), problem.kinds)
+        if op == "attention_backward":  # whose result and log-sum-exp follow from the rest
+            grad, q, k, v, _, _, mask = inputs
+            inputs = [grad, q, k, v, *forward(problem.attrs, [q, k, v, mask]), mask]
+            other = Problem(op, other.name, problem.attrs, tuple(inputs), problem.kinds)
         both = (cases(op, kernel, [one], dtype) for one in (problem, other))
         yield next(zip(*both, strict=False))
+
+
+def forward(attrs: dict[str, Any], inputs: Sequence[Values | None]) -> tuple[Values, ...]:
+    """What attention_forward gives."""
+    return Problem("attention_forward", "", attrs, tuple(inputs)).solutions("float")
 
 
 def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
@@ -150,14 +160,17 @@ def random_problems(op: str, kernel: Claims) -> Iterator[Problem]:
     for number in range(RANDOM_PROBLEMS):
         attrs: dict[str, Any] = {}
         inputs: Sequence[Values | None]
-        if op == "attention":
+        if op in ATTENTION_OPS:
             group, kv_heads, dim = rng.choice((1, 1, 2, 4)), rng.choice((1, 2)), rng.choice(dims)
-            queries, keys = extent(), extent()
+            group = group if kernel.get("supports_gqa") else 1
+            queries, keys = (rng.choice(EXTENTS if op == "attention" else FEWER) for _ in "qk")
             is_causal = bool(number % 2)
             alignment = rng.choice(kernel["causal_alignments"]) if is_causal and queries != keys else "top_left"
             attrs = {"is_causal": is_causal, "scale": dim**-0.5, "causal_alignment": alignment, "layout": "BHSD"}
             q = numbers(1, group * kv_heads, queries, dim)
             inputs = [q, *(numbers(1, kv_heads, keys, dim) for _ in "kv"), None]
+            if op == "attention_backward":
+                inputs = [numbers(*q.shape), *inputs[:3], *forward(attrs, inputs), None]
         elif op == "attention_varlen":
             group, kv_heads, dim = rng.choice(((1, 2, rng.choice(dims)), (4, 1, dims[0]), (2, 2, dims[0])))
             counts = [[rng.choice((0, *FEWER)) for _ in range(2)] for _ in "qk"]
@@ -226,7 +239,7 @@ def bind(bench: GpuBench, loaded: Loaded, op: str, kernel: Claims, case: Case) -
     return loaded.kernels[kernel_id](call, inputs, outputs), outputs
 
 
-def judged(bench: GpuBench, outputs: Sequence[Block], case: Case) -> str:
+def judged(bench: GpuBench, op: str, outputs: Sequence[Block], case: Case) -> str:
     """What is wrong with the results; "" when nothing is."""
     for block, expected in zip(outputs, case.expected, strict=True):
         spec, memory = block.spec, bench.content(block)
@@ -235,7 +248,9 @@ def judged(bench: GpuBench, outputs: Sequence[Block], case: Case) -> str:
         scatter(data, spec, memoryview(untouched))
         if untouched != memory:
             return "wrote between the elements of its output"
-        error, allowed = difference(unpack(data, spec.dtype), expected, spec.dtype), tolerance(spec.dtype)
+        error = difference(unpack(data, spec.dtype), expected, spec.dtype)
+        first = case.inputs[0]
+        allowed = tolerance(first.dtype if first and op in ATTENTION_OPS else spec.dtype, op, spec.dtype)
         if not error <= allowed:
             return f"error {error:.3g}, allowed {allowed:g}"
     return ""

@@ -23,7 +23,6 @@ HERE = "this process"
 BY_FORMULA = "layerzero.torch.attention"
 BY_TORCH = "aten::scaled_dot_product_attention"
 LSE_HERE = "the log-sum-exp is computed in this process: no kernel gives it"
-NO_GPU_KERNEL = "no kernel for a GPU's tensors yet"
 
 
 class _Thread(threading.local):
@@ -48,9 +47,8 @@ def attention_forward(
     """lz.attention_forward. Where no kernel gives the log-sum-exp, one of attention serves, and it is computed here.
     `options`: is_causal, scale, enable_gqa, layout, causal_alignment. Raises what lz.attention raises."""
     pinned: Any = {"backend": backend, "timeout_s": timeout_s}
-    if q.device.type == "cpu":
-        with contextlib.suppress(lz.NoBackend):
-            return lz.attention_forward(q, k, v, attn_mask, **options, **pinned)
+    with contextlib.suppress(lz.NoBackend):
+        return lz.attention_forward(q, k, v, attn_mask, **options, **pinned)
     out = lz.attention(q, k, v, attn_mask, **options, **pinned)
     scores = _scores(q, k, attn_mask, **_of_scores(options))
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
@@ -75,21 +73,18 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """lz.attention_backward, and where that fails the formula. Raises InvalidArgument."""
     report = None
-    if q.device.type == "cpu":
-        try:
-            found = lz.attention_backward(
-                grad_out, q, k, v, output, lse, attn_mask, **options, backend=backend, timeout_s=timeout_s
-            )
-        except lz.InvalidArgument:
-            raise
-        except lz.LayerZeroError as error:
-            thread.why = f"{error.code}: {str(error).partition(chr(10))[0]:.160}"
-            report = getattr(error, "report", None)
-        else:
-            thread.why = ""
-            return found
+    try:
+        found = lz.attention_backward(
+            grad_out, q, k, v, output, lse, attn_mask, **options, backend=backend, timeout_s=timeout_s
+        )
+    except lz.InvalidArgument:
+        raise
+    except lz.LayerZeroError as error:
+        thread.why = f"{error.code}: {str(error).partition(chr(10))[0]:.160}"
+        report = getattr(error, "report", None)
     else:
-        thread.why = NO_GPU_KERNEL
+        thread.why = ""
+        return found
     _tell("attention_backward", BY_FORMULA, f"computed in this process: {thread.why}", report)
     made = gradients(grad_out, q, k, v, attn_mask, ("q", "k", "v"), **options)
     return made["q"], made["k"], made["v"]

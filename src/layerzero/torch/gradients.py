@@ -16,6 +16,7 @@ import layerzero as lz
 from layerzero.torch import attention as by_formula
 
 aten = torch.ops.aten
+NOT_KEPT = "the log-sum-exp was not kept, under torch.func"
 OTHERS = "gradients of a float mask, or gradients that are differentiated once more"
 
 
@@ -176,7 +177,7 @@ def attention(grad: Tensor, call: Call) -> Gradients:
     lse = call["lse"]
     if lse is None or "attn_mask" in call.needs or torch.is_grad_enabled():
         found = by_formula.gradients(grad, *tensors, mask, call.needs, **options)
-        by_formula.thread.why = by_formula.NO_GPU_KERNEL if lse is None else OTHERS
+        by_formula.thread.why = NOT_KEPT if lse is None else OTHERS
         return dict(found)
     pinned = {"backend": call["backend"], "timeout_s": call["timeout_s"]}
     dq, dk, dv = torch.ops.layerzero.attention_backward(grad, *tensors, call["out"], lse, mask, **options, **pinned)

@@ -188,7 +188,7 @@ def _function(
         # Levels of torch.func that lie outside build a graph of their own, for which this one's forward has no_grad.
         with torch.enable_grad() if _is_functorch() else contextlib.nullcontext():
             with _AutoDispatchBelowAutograd():
-                if entry.with_gradients and not _is_functorch() and args[0].device.type == "cpu":
+                if entry.with_gradients and not _is_functorch():
                     out, also = _in_place_of(entry, given, options)
                 else:
                     out = op(*args, **options)

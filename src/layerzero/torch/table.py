@@ -28,7 +28,7 @@ class OpEntry:
     tensors stay as they are; `batch` is None where vmap is refused by name.
 
     `results`: how many; of several there is no form with `out`. `runs`: what is called in place of the lz function.
-    `with_gradients` names the op of this table that runs in place of this one where gradients are wanted, on the CPU:
+    `with_gradients` names the op of this table that runs in place of this one where gradients are wanted:
     its second result is saved, too, as `also_saved`. `by_torch` computes calls that kernels do not, with torch's own
     gradients; None is its answer to others."""
 

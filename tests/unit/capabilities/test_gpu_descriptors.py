@@ -42,6 +42,11 @@ def call(op: str, kernel: KernelCapability, device: DeviceSpec) -> SelectionCont
 
     inputs: dict[str, tuple[TensorSpec | None, ...]] = {
         "attention": (*[dense(2, 16, 256, head_dim)] * 3, None),
+        "attention_forward": (*[dense(2, 16, 256, head_dim)] * 3, None),
+        "attention_backward": (
+            *[dense(2, 16, 256, head_dim)] * 5,
+            *(TensorSpec.contiguous("float32", (2, 16, 256)), None),
+        ),
         "matmul": (dense(64, 128), dense(128, 64)),
         "linear": (dense(64, 128), dense(256, 128), None),
         "softmax": (dense(64, 128),),

@@ -31,7 +31,7 @@ def attention_forward(
 
     Arguments and out as attention. With s = scale q k^T + mask, lse[i] = log(sum_j exp(s[i, j])), natural, float32 of
     shape (batch, heads, seq_q) in either layout, without the leading dimensions that q lacks; -inf for a row that sees
-    nothing, whose out is 0. Both are new, of the kind of q. On the CPU; attention_backward takes them.
+    nothing, whose out is 0. Both are new, of the kind of q; attention_backward takes them.
     Source: Dao et al. 2022, algorithm 1 (there L = m + log l).
     """
     args = (q, k, v, attn_mask)
@@ -63,7 +63,7 @@ def attention_backward(
     these q, k, v and attn_mask, which are arguments as there; kernels may compute both anew. With
     p = exp(scale q k^T + mask - lse): grad_v = p^T grad_out, ds = p (grad_out v^T - sum(grad_out output)),
     grad_q = scale ds k, grad_k = scale ds^T q. Rows that see nothing add nothing; heads that share keys are summed.
-    Half precision is summed in float32. On the CPU. Source: Dao et al. 2022, B.2.
+    Half precision is summed in float32. Source: Dao et al. 2022, B.2.
     """
     args = (grad_out, q, k, v, output, lse, attn_mask)
     params = _params(is_causal, scale, enable_gqa, layout, causal_alignment)
