@@ -43,6 +43,8 @@ def gpu_site(store: Path, *names: str, isolation: str = "subprocess", **settings
         append = {"dtypes": [*DTYPES, "float8_e4m3fn"], "index_dtypes": ["int32", "int64"]}
         ops["append_kv"] = [{**kernel, **append, "kernel_id": f"{name}.append_kv"}]
         ops["attention"] = [{**attention, "kernel_id": f"{name}.attention"}]
+        ops["attention_forward"] = [{**attention, "kernel_id": f"{name}.attention_forward"}]
+        ops["attention_backward"] = [{**attention, "kernel_id": f"{name}.attention_backward"}]
         descriptor = {
             "schema_version": "1.0",
             "backend": name,

@@ -14,6 +14,7 @@ from typing import Any
 from layerzero.ipc.cuda import driver
 from layerzero.workers.provider import Call, Loaded
 from layerzero.workers.providers._torch_cuda import TorchCuda
+from layerzero.workers.providers._torch_cuda_gradients import Gradients
 from layerzero.workers.providers._torch_ops import Run, TorchOps
 from layerzero.workers.providers.torch_cuda import append_kv
 
@@ -73,6 +74,12 @@ def load() -> Loaded:
     builders = {
         **{"silu": ops.silu, "matmul": ops.matmul, "gelu": gelu, "layer_norm": layer_norm, "attention": attention},
         "append_kv": lambda views, call: append_kv(torch, views),
+    }
+    builders |= {
+        op: build
+        for name, build in Gradients(torch, gpu).builders().items()
+        for op in (name.removesuffix(".efficient_deterministic").removesuffix(".efficient"),)
+        if "." not in op
     }
     return Loaded(
         versions={"torch": torch.__version__},
