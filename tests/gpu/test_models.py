@@ -21,7 +21,7 @@ lzt = pytest.importorskip("layerzero.torch")
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """One backend, whose calls are lifted when they repeat: silu, gelu, layer_norm, matmul, attention, its gradients."""
+    """One backend, whose calls are lifted when they repeat: silu, gelu, layer_norm, matmul, attention, gradients."""
     site = gpu_site(tmp_path_factory.mktemp("store"), "one", isolation="lifted")
     try:
         yield site.start()

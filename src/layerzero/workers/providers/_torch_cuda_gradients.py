@@ -29,6 +29,7 @@ class _Rule(NamedTuple):
 
 
 Forward = Callable[..., tuple[Any, Any]]  # q, k, v, rule -> out, lse
+Given = Callable[[Any, int], Callable[[], Any]]  # a tensor and a width -> how it is read
 Backward = Callable[..., Sequence[Any]]  # grad_out, q, k, v, out, lse, rule -> the gradients of q, k, v
 
 
@@ -41,10 +42,11 @@ class Gradients:
     def builders(self) -> Mapping[str, Builder]:
         found: dict[str, Builder] = {}
         for name in ("flash", "efficient", "cudnn"):
-            found[f"attention_forward.{name}"] = self._forwards(getattr(self, f"{name}_forward"))
-            backward = getattr(self, f"{name}_backward")
-            found[f"attention_backward.{name}"] = self._backwards(backward)
-            found[f"attention_backward.{name}_deterministic"] = self._backwards(backward, is_deterministic=True)
+            forward, backward = getattr(self, f"{name}_forward"), getattr(self, f"{name}_backward")
+            given = self._dense if name == "efficient" else self._given
+            found[f"attention_forward.{name}"] = self._forwards(forward, given)
+            found[f"attention_backward.{name}"] = self._backwards(backward, given)
+            found[f"attention_backward.{name}_deterministic"] = self._backwards(backward, given, is_deterministic=True)
         return found
 
     def flash_forward(self, q: Any, k: Any, v: Any, rule: _Rule) -> tuple[Any, Any]:
@@ -99,14 +101,14 @@ class Gradients:
         )
         return [grads[:, :, : of.shape[2]] for grads, of in zip(found, (q, k, v), strict=True)]
 
-    def _forwards(self, forward: Forward) -> Builder:
+    def _forwards(self, forward: Forward, given: Given) -> Builder:
         def build(views: Sequence[Any], call: Call) -> Run:
             q, k, v, mask = views
             if _is_empty(q, k, v):
                 return lambda targets: _nothing(targets, k)
             hidden = _hidden(q, k, call)
             width = max(q.shape[3], v.shape[3])
-            inputs = [self._given(tensor, width) for tensor in (q[:, :, hidden:], k, v)]
+            inputs = [given(tensor, width) for tensor in (q[:, :, hidden:], k, v)]
 
             def run(targets: Any) -> None:
                 out, lse = targets
@@ -124,19 +126,20 @@ class Gradients:
 
         return build
 
-    def _backwards(self, backward: Backward, *, is_deterministic: bool = False) -> Builder:
+    def _backwards(self, backward: Backward, given: Given, *, is_deterministic: bool = False) -> Builder:
         def build(views: Sequence[Any], call: Call) -> Run:
             grad_out, q, k, v, output, lse, mask = views
             if _is_empty(q, k, v):
                 return _zeros
             hidden = _hidden(q, k, call)
             width = max(q.shape[3], v.shape[3])
-            grad, queries, out = (self._given(tensor[:, :, hidden:], width) for tensor in (grad_out, q, output))
-            keys, values = (self._given(tensor, width) for tensor in (k, v))
+            grad, queries, out = (given(tensor[:, :, hidden:], width) for tensor in (grad_out, q, output))
+            keys, values = (given(tensor, width) for tensor in (k, v))
 
             def run(targets: Any) -> None:
                 rows = lse[:, :, hidden:]
-                rows = rows.masked_fill(rows == -math.inf, 0.0)  # the weights there are exp(-inf - 0) = 0
+                if mask is not None:  # the weights of a row that sees nothing are exp(-inf - 0) = 0
+                    rows = rows.masked_fill(rows == -math.inf, 0.0)
                 rule = self._rule(q, k, mask, call)
                 with self._determinism(is_deterministic):
                     found = backward(grad(), queries(), keys(), values(), out(), rows, rule)
@@ -155,7 +158,7 @@ class Gradients:
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         is_filled = torch.utils.deterministic.fill_uninitialized_memory
         torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(is_wanted, warn_only=True)
+        torch.use_deterministic_algorithms(is_wanted)
         try:
             yield
         finally:
@@ -191,6 +194,18 @@ class Gradients:
         sums do."""
         if all(n == 1 or stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             return self.gpu.aligned(tensor, width)
+        return self._copied(tensor, width)
+
+    def _dense(self, tensor: Any, width: int) -> Callable[[], Any]:
+        """For torch's efficient kernels, which are wrong in half precision, backward, where there are gaps between rows
+        (2.11), and ask for the stride of a single row, too."""
+        ranks = tensor.transpose(1, 2) if tensor.stride(1) < tensor.stride(2) else tensor
+        whole = self.torch.empty(ranks.shape, device="meta")
+        is_dense = ranks.stride() == whole.stride() and tensor.shape[3] == width
+        return self.gpu.aligned(tensor, width) if is_dense else self._copied(tensor, width)
+
+    def _copied(self, tensor: Any, width: int) -> Callable[[], Any]:
+        """One head_dim for all: zeros that are added to it change nothing."""
         pad, missing = self.torch.nn.functional.pad, width - tensor.shape[3]
         return lambda: pad(tensor.clone(memory_format=self.torch.contiguous_format), (0, missing))
 
