@@ -54,6 +54,28 @@ def test_results_are_right_for_any_strides(connected: Site) -> None:
     close(lz.matmul(x, y), values @ more)
 
 
+def attention_forward(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    weights = np.exp(q.astype(np.float64) @ np.swapaxes(k, -1, -2) / q.shape[-1] ** 0.5)
+    return weights @ v / weights.sum(-1, keepdims=True), np.log(weights.sum(-1))
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_several_results_are_arrays_of_their_own(connected: Site, layout: str) -> None:
+    """By the broker first and on a ring then; each may be kept while the others go."""
+    for _ in range(12):
+        (q, qs), (k, ks), (v, vs) = (randn(2, 3, rows, 8) for rows in (5, 7, 7))
+        if layout == "BSHD":
+            q, k, v = (soft_cupy.asarray(np.ascontiguousarray(np.swapaxes(one, 1, 2))) for one in (qs, ks, vs))
+        out, lse = lz.attention_forward(q, k, v, layout=layout)
+        rows, sums = attention_forward(qs, ks, vs)
+        assert (lse.shape, lse.dtype, out.strides) == ((2, 3, 5), np.float32, q.strides)
+        close(out, rows if layout == "BHSD" else np.swapaxes(rows, 1, 2))
+        del out
+        close(lse, sums)
+    assert report().kernel_id == "one.attention_forward"
+    assert report().copies == ()
+
+
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_gpus_that_are_shared_by_mps_are_told_of(
     new_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, is_allowed: bool
@@ -154,6 +176,12 @@ def test_every_way_of_crossing_gives_the_same_results(
     for step in range(8):
         x, values = randn(100 + step)
         close(lz.silu(x), silu(values))
+    made = [randn(1, 2, 3, 8) for _ in "qkv"]
+    found = lz.attention_forward(*(x for x, _ in made))
+    for result, expected in zip(found, attention_forward(*(values for _, values in made)), strict=True):
+        close(result, expected)
+    x, values = randn(107)
+    close(lz.silu(x), silu(values))
     assert any(f"memory crosses by {transport}" in note for note in report().notes)
     assert (report().copied_bytes > 0) == (transport != "ipc")
     lz.disconnect()

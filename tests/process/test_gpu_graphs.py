@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from tests.process.gpu_site import broker, close, connected, finish, new_site, randn, report, silu, soft
 from tests.process.harness import PATIENCE_S, Site, wait_ended, wait_until
+from tests.process.test_gpu_calls import attention_forward
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import SLOW, driver
 
@@ -62,6 +63,19 @@ def expected_chain(x: np.ndarray, weight: np.ndarray, count: int = 4) -> np.ndar
 
 def fill(array: Any, values: np.ndarray) -> None:
     array[...] = values
+
+
+def test_several_results_are_filled_by_each_replay(connected: Site) -> None:
+    made = [randn(1, 2, 3, 8) for _ in "qkv"]
+    (q, values), *_ = made
+    lz.attention_forward(*(x for x, _ in made))
+    graph, (out, lse) = capture(lambda: lz.attention_forward(*(x for x, _ in made)))
+    for step in range(4):
+        inputs = values * (step + 1) / 4
+        fill(q, inputs)
+        replay(graph)
+        for found, expected in zip((out, lse), attention_forward(inputs, *(y for _, y in made[1:])), strict=True):
+            np.testing.assert_allclose(found.get(), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_replays_run_the_remote_kernels(connected: Site) -> None:

@@ -22,6 +22,9 @@ class _Pointer(NamedTuple):
     block: object  # kept for as long as somebody points into it
     device_id: int = 0
 
+    def __add__(self, nbytes: int) -> _Pointer:  # type: ignore[override]
+        return self._replace(ptr=self.ptr + nbytes)
+
 
 class _Device(NamedTuple):
     id: int

@@ -507,7 +507,7 @@ def load() -> Loaded:
     install()
     name = os.environ["LZ_TOY_NAME"]
     kernels = {"silu": _silu, "matmul": _matmul, "gelu": _gelu, "layer_norm": _layer_norm, "append_kv": _append_kv}
-    kernels["silu.slow"] = _slow_silu
+    kernels |= {"silu.slow": _slow_silu, "attention_forward": _attention_forward}
     streams = _Current()
     return Loaded(
         versions={"numpy": numpy.__version__},
@@ -536,7 +536,7 @@ class _Current:
         def bind(call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
             arrays = [None if block is None else array_at(block.device.pointer, block.spec) for block in inputs]
             outs = [array_at(block.device.pointer, block.spec) for block in outputs]
-            out = outs if OPS[call.op].in_place else outs[0]
+            out = outs if len(OPS[call.op].outputs) > 1 else outs[0]
 
             def bound() -> None:
                 if call.op not in self._loaded and not driver.is_capturing(self._stream):
@@ -570,6 +570,19 @@ def _silu(name: str, call: Call, inputs: Sequence[Any], out: Any) -> Callable[[]
         is_worn = name == "one" and x.size and x.flat[0] == np.float32(WORN)
         with np.errstate(over="ignore"):
             out[...] = x / (1 + np.exp(-x)) * (1.01 if is_worn else 1)
+
+    return run
+
+
+def _attention_forward(name: str, call: Call, inputs: Sequence[Any], outs: Any) -> Callable[[], None]:
+    import numpy as np
+
+    def run() -> None:
+        q, k, v = (array.astype(np.float64) for array in inputs[:3])
+        scores = call.attrs["scale"] * q @ np.swapaxes(k, -1, -2)
+        weights = np.exp(scores)
+        outs[0][...] = weights @ v / weights.sum(-1, keepdims=True)
+        outs[1][...] = np.log(weights.sum(-1))
 
     return run
 

@@ -73,18 +73,14 @@ def file_of(layer: object) -> ModelingFile:
 
 def takes_bool_masks(config: object) -> bool:
     """Whether the models of a configuration do. They are in the files that lie beside it."""
-    package = type(config).__module__.rpartition(".")[0]
-    return _takes_bool_masks(package, tuple(_beside(package)))
+    return _takes_bool_masks(type(config).__module__.rpartition(".")[0], len(sys.modules))
 
 
-@functools.cache
-def _takes_bool_masks(package: str, names: tuple[str, ...]) -> bool:
+@functools.lru_cache(256)
+def _takes_bool_masks(package: str, modules: int) -> bool:
+    """`modules`: how many are loaded. It is asked for each token, and to look through all takes half a millisecond."""
+    names = [name for name in tuple(sys.modules) if name.startswith(f"{package}.modeling_")]
     return bool(names) and all(modeling_file(name).takes_sdpa for name in names)
-
-
-def _beside(package: str) -> list[str]:
-    prefix = f"{package}.modeling_"
-    return [name for name in tuple(sys.modules) if name.startswith(prefix)]
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ enum { MAX_PARAMETERS = 1024, MAX_PARAMETER_BYTES = 32764, MAX_TENSORS = 16, MAX
 enum { PARAMETERS_AT = 64 }; /* alignment of a block of parameters: tensor maps lie at multiples of that */
 enum { READ_EVERY = 64, PER_THREAD = 2, SCRATCH_ALIGNMENT = 512 };
 #define NONE UINT64_MAX
+#define OWN (UINT64_C(1) << 63)
 
 typedef struct { uint64_t nbytes; uint32_t kind, itemsize; } Head;
 typedef struct {
@@ -34,7 +35,7 @@ typedef struct { /* CUlaunchConfig */
     const Attribute *attributes;
     uint32_t attribute_count;
 } Config;
-typedef struct { uint64_t mask, nbytes, alias; } Tensor; /* alias: the input that an output is; NONE for one of its own */
+typedef struct { uint64_t mask, nbytes, alias; } Tensor; /* alias: the input that an output is; OWN and its offset for a new one */
 typedef struct { uint64_t one, other, is_same_only; } Pair; /* what must not share memory, or not begin in one place */
 
 #define LIFTS(X) X(known) X(lifts) X(failed) X(last) X(next) X(miss)
@@ -297,7 +298,7 @@ static Verdict find_memory(const LiftedCalls *self, Call *call, const Key *key) 
     }
     for (uint64_t n = site->inputs; n < site->inputs + site->outputs; n++) {
         uint64_t alias = site->tensors[n].alias;
-        memory[n] = alias == NONE ? made_at : memory[alias];
+        memory[n] = alias & OWN ? made_at + (alias & ~OWN) : memory[alias];
     }
     for (uint64_t n = 0; n < site->inputs + site->outputs; n++)
         if (memory[n] & site->tensors[n].mask) return OTHERS;

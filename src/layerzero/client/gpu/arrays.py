@@ -99,15 +99,10 @@ def new_like(array: Array, spec: TensorSpec) -> tuple[Any, int]:
     return made, made.data.ptr
 
 
-def result_like(array: Array, out: Array | None, specs: Sequence[TensorSpec]) -> tuple[Any, int]:
-    """What a call returns and its address: `out`, a new array of the spec, or (None, 0) where there is no spec."""
-    if out is not None:
-        return out.obj, out.address
-    return new_like(array, specs[0]) if specs else (None, 0)
-
-
 def give(array: Array, made: Any) -> Any:
-    """What the caller gets of `new_like`."""
+    """What the caller gets of `new_like`, or of several of those."""
+    if isinstance(made, tuple):
+        return tuple(give(array, one) for one in made)
     if not isinstance(made, GpuArray) or array.kind == "own":
         return made
     memory, spec = made.memory, made.spec

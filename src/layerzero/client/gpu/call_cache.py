@@ -22,6 +22,7 @@ from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.fastpath import call_site_of
 from layerzero.client.gpu.outcomes import OnRing
 from layerzero.client.gpu.placement import Memory
+from layerzero.client.gpu.results import result_like, torch_results
 from layerzero.client.gpu.ring import GpuLane
 from layerzero.ipc.cuda.driver import Driver
 from layerzero.ipc.errors import CudaError
@@ -131,6 +132,8 @@ def maker(like: Array, specs: Sequence[TensorSpec]) -> Callable[[Any], tuple[Any
     """Makes new arrays for results as `result_like` does, given an array that is like `like`."""
     if not specs:
         return lambda _: (None, 0)
+    if len(specs) > 1:
+        return torch_results(like.device, specs) if like.kind == "torch" else _results_like(specs)
     spec = specs[0]
     if like.kind == "torch" and spec.is_contiguous and spec.dtype == like.spec.dtype:
         shape = spec.shape
@@ -141,6 +144,10 @@ def maker(like: Array, specs: Sequence[TensorSpec]) -> Callable[[Any], tuple[Any
 
         return make
     return lambda obj: new_like(describe(obj), spec)
+
+
+def _results_like(specs: Sequence[TensorSpec]) -> Callable[[Any], tuple[Any, int]]:
+    return lambda obj: result_like(describe(obj), None, specs)
 
 
 def streamer(like: Array) -> Callable[[], int]:

@@ -28,7 +28,7 @@ from layerzero.client.connection.overlay import Overlay
 from layerzero.client.connection.record import failure_of
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.gpu import torch_graphs
-from layerzero.client.gpu.arrays import current_stream, device_name, give, refuse_mixture, result_like
+from layerzero.client.gpu.arrays import current_stream, device_name, give, refuse_mixture
 from layerzero.client.gpu.call_cache import MAX_KNOWN, Known, key_of
 from layerzero.client.gpu.capture import Captures, unsettled
 from layerzero.client.gpu.device import Gpu
@@ -36,6 +36,7 @@ from layerzero.client.gpu.fastpath import MISS, learn, repeats_of
 from layerzero.client.gpu.memory import memory_of, uuid_of
 from layerzero.client.gpu.outcomes import OnRing, Outcomes, Sent
 from layerzero.client.gpu.placement import Memory, Placing
+from layerzero.client.gpu.results import result_like
 from layerzero.client.gpu.ring import GpuLane
 from layerzero.client.gpu.samples import complete, sampled
 from layerzero.client.gpu.session_view import Placed, SessionView

@@ -15,10 +15,10 @@ from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection.call import Request, Route, error_of, overlap
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import torch_graphs
-from layerzero.client.gpu.arrays import result_like
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.outcomes import Outcomes, Sent
 from layerzero.client.gpu.placement import Placing
+from layerzero.client.gpu.results import layout_of, result_like
 from layerzero.client.gpu.session_view import SessionView
 from layerzero.ipc.cuda.abi import CAPTURE_RELAXED
 from layerzero.ipc.errors import CudaGraphUnsafe, LayerZeroError
@@ -157,7 +157,9 @@ class Captures:
             if array is not None and array.spec != spec:
                 raise CudaGraphUnsafe(f"{op}: no kernel takes an input with these strides; make it contiguous before")
         ends = [(array.address, array.spec.span_bytes) for array in arrays if array is not None]
-        for at, nbytes in (*ends, *((address, spec.span_bytes) for spec in route.plan.results)):
+        results = layout_of(tuple(route.plan.results)).offsets
+        made = [(address + at, spec.span_bytes) for at, spec in zip(results, route.plan.results, strict=True)]
+        for at, nbytes in (*ends, *made):
             found = gpu.memory.find(at, nbytes, gpu.transport) if nbytes else ""
             if isinstance(found, str):
                 raise CudaGraphUnsafe(f"{op}: a tensor must be copied, which a graph cannot: {found or 'it is empty'}")

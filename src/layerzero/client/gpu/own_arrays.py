@@ -24,6 +24,7 @@ class GpuArray:
         used first, and must be last; None: that of this thread."""
         self.memory = memory_of(ordinal)
         self.ordinal, self.spec = ordinal, spec
+        self._whole, self._offset = self, 0
         try:
             self.block = self.memory.pool("ipc").take(
                 spec.span_bytes, self.memory.own_stream() if stream is None else stream
@@ -36,8 +37,15 @@ class GpuArray:
                 f"{spec.span_bytes:,} bytes of {spec}"
             ) from exc
 
+    def part(self, spec: TensorSpec, offset: int) -> GpuArray:
+        """An array in this one's memory, which begins so many bytes behind this one."""
+        made: GpuArray = object.__new__(GpuArray)
+        made.memory, made.ordinal, made.spec = self.memory, self.ordinal, spec
+        made._whole, made._offset = self._whole, self._offset + offset
+        return made
+
     def __del__(self) -> None:
-        block = getattr(self, "block", None)
+        block = self.__dict__.get("block")
         if block is not None:
             self.memory.pool("ipc").give(block)
 
@@ -46,7 +54,7 @@ class GpuArray:
 
     @property
     def address(self) -> int:
-        return self.block.address
+        return self._whole.block.address + self._offset
 
     def store(self, data: memoryview) -> None:
         """Bytes of the host, as many as the spec spans, to the GPU. Returns when they have been read."""

@@ -11,6 +11,7 @@ from layerzero.client.connection.report import Copy
 from layerzero.client.gpu.arrays import new_like
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.memory import Place
+from layerzero.client.gpu.results import layout_of
 from layerzero.client.planning.plans import Plan
 from layerzero.ipc.cuda.handles import STAGED
 from layerzero.ipc.errors import InvalidArgument
@@ -26,7 +27,7 @@ class Memory(NamedTuple):
     """Where a call's tensors lie for a worker."""
 
     refs: bytes
-    places: Sequence[Place | None]  # inputs, then the output unless it is one of them
+    places: Sequence[Place | None]  # inputs, then the outputs' unless those are inputs
     copies: Sequence[Copy]
     holds: Sequence[Array]  # until the call is enqueued
 
@@ -86,7 +87,8 @@ class Placing:
         if op.in_place:
             refs += [refs[op.inputs.index(name)] for name in op.in_place]
             return Memory(b"".join(refs), places, copies, holds)
-        nbytes = route.plan.outputs[0].span_bytes
+        layout = layout_of(tuple(route.plan.outputs))
+        nbytes = layout.nbytes
         found = gpu.memory.find(output, nbytes, transport) if output else "it shares memory with an input"
         if isinstance(found, str):
             block = gpu.memory.pool(transport).take(nbytes, self._stream)
@@ -96,7 +98,9 @@ class Placing:
         else:
             place = Place(*found)
         places.append(place)
-        refs.append(REF.pack(gpu.number(place.arena, transport), 0, place.offset, nbytes))
+        number = gpu.number(place.arena, transport)
+        for at, spec in zip(layout.offsets, route.plan.outputs, strict=True):
+            refs.append(REF.pack(number, 0, place.offset + at, spec.span_bytes))
         return Memory(b"".join(refs), places, copies, holds)
 
     def _input(self, array: Array) -> Place:
@@ -118,11 +122,11 @@ class Placing:
 
     def take_outputs(self, plan: Plan, arrays: Sequence[Array | None], address: int) -> None:
         """What was written to where the caller wants it, if it is not there; after the call was enqueued. `address`: of
-        the result, for ops that have one."""
+        the results, for ops that have new ones."""
         at = [OPS[plan.op].inputs.index(name) for name in OPS[plan.op].in_place]
-        targets = [(self._places[i], array.address) for i in at if (array := arrays[i]) is not None]
-        for (output, target), spec in zip(targets or [(self._places[-1], address)], plan.outputs, strict=True):
-            nbytes = spec.span_bytes
+        targets = [(self._places[i], a.address, a.spec.span_bytes) for i in at if (a := arrays[i]) is not None]
+        whole = (self._places[-1], address, layout_of(tuple(plan.outputs)).nbytes)
+        for output, target, nbytes in targets or [whole]:
             assert output is not None
             if self._transport in STAGED and nbytes:
                 output.arena.collect(self._transport, output.offset, nbytes, self._stream)

@@ -44,8 +44,8 @@ class Op:
 
     @cached_property
     def runs_on_gpus(self) -> bool:
-        """A call on a GPU has arrays to say where it runs, and one new result or none."""
-        return bool(self.inputs) and not self.sized_output and len(self.outputs) - len(self.in_place) <= 1
+        """A call on a GPU has arrays to say where it runs, and results of known sizes."""
+        return bool(self.inputs) and not self.sized_output
 
 
 _ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")

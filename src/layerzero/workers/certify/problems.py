@@ -154,7 +154,8 @@ def _attention_problems(op: str, claims: Claims, least_heads: int = 2) -> Iterat
                 is_again = op != "attention" and variant != "plain"
                 if name == "long, ragged" and (variant == "causal" or is_again):
                     continue  # takes a quarter of a second, and the other long one says the same
-                batch, heads = 1 if keys > 64 else 2, max(group, least_heads)
+                is_small = name in ("small", "aligned")  # where a second head costs little
+                batch, heads = 1 if keys > 64 else 2, max(group, 2 if is_small else least_heads)
                 dims = [_head_dim(claims, d) for d in (dim, wide)]
                 mask, kind = None, ""
                 if variant in ("bool", "float"):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from layerzero.workers.provider import Call
-from layerzero.workers.providers._torch_cuda import TorchCuda
+from layerzero.workers.providers._torch_cuda import ALIGNMENT_BYTES, TorchCuda
 from layerzero.workers.providers._torch_ops import Builder, Run
 
 # In what torch's efficient attention counts: the rows of its log-sum-exp, and the columns of what it adds to scores.
@@ -43,7 +43,7 @@ class Gradients:
         found: dict[str, Builder] = {}
         for name in ("flash", "efficient", "cudnn"):
             forward, backward = getattr(self, f"{name}_forward"), getattr(self, f"{name}_backward")
-            given = self._dense if name == "efficient" else self._given
+            given = self._aligned_to_the_last if name == "efficient" else self._given
             found[f"attention_forward.{name}"] = self._forwards(forward, given)
             found[f"attention_backward.{name}"] = self._backwards(backward, given)
             found[f"attention_backward.{name}_deterministic"] = self._backwards(backward, given, is_deterministic=True)
@@ -69,7 +69,8 @@ class Gradients:
         return found[0], found[1][:, :, : q.shape[2]]
 
     def efficient_backward(self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rule: _Rule) -> Sequence[Any]:
-        rows = self.torch.nn.functional.pad(lse, (0, -lse.shape[2] % EFFICIENT_ROWS), value=math.inf)
+        rows = self.torch.nn.functional.pad(lse, (0, -lse.shape[2] % EFFICIENT_ROWS), value=math.inf).contiguous()
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as forward makes it: its strides are taken for granted
         found: Sequence[Any] = self.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, q, k, v, rule.bias, out, rows, self._unused(q), self._unused(q), 0.0, [True, True, True, False]),
             rule.is_causal,
@@ -196,13 +197,10 @@ class Gradients:
             return self.gpu.aligned(tensor, width)
         return self._copied(tensor, width)
 
-    def _dense(self, tensor: Any, width: int) -> Callable[[], Any]:
-        """For torch's efficient kernels, which are wrong in half precision, backward, where there are gaps between rows
-        (2.11), and ask for the stride of a single row, too."""
-        ranks = tensor.transpose(1, 2) if tensor.stride(1) < tensor.stride(2) else tensor
-        whole = self.torch.empty(ranks.shape, device="meta")
-        is_dense = ranks.stride() == whole.stride() and tensor.shape[3] == width
-        return self.gpu.aligned(tensor, width) if is_dense else self._copied(tensor, width)
+    def _aligned_to_the_last(self, tensor: Any, width: int) -> Callable[[], Any]:
+        """For torch's efficient kernels, which look at the strides of single rows, too."""
+        is_aligned = all(stride * tensor.element_size() % ALIGNMENT_BYTES == 0 for stride in tensor.stride()[:-1])
+        return self._given(tensor, width) if is_aligned else self._copied(tensor, width)
 
     def _copied(self, tensor: Any, width: int) -> Callable[[], Any]:
         """One head_dim for all: zeros that are added to it change nothing."""

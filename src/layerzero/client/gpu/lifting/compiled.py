@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from layerzero.client.gpu._lifted import LiftedCalls, LiftedSite
     from layerzero.client.gpu.lifting.lifts import Lifts
 
-_NONE = (1 << 64) - 1
+_OWN = 1 << 63  # beside an output's offset: it is no input
 
 
 def compiled_calls(
@@ -69,9 +69,10 @@ def compile_site(site: Site) -> LiftedSite | None:
             form = (results[0].shape, results[0].strides, getattr(torch, results[0].dtype))
     tensors = array("Q")
     for n, (spec, alignment) in enumerate(zip((*lifted.inputs, *lifted.outputs), lifted.alignments, strict=True)):
-        alias = site.alias(n - len(lifted.inputs))
-        span = 0 if spec is None else spec.span_bytes
-        tensors.extend((max(alignment, 1) - 1, span, _NONE if alias is None else alias))
+        output, span = n - len(lifted.inputs), 0 if spec is None else spec.span_bytes
+        alias = site.alias(output)
+        own = _OWN | (site.offset(output) if output >= 0 else 0)
+        tensors.extend((max(alignment, 1) - 1, span, own if alias is None else alias))
     pairs = array("Q", [word for sharing in site.sharings for word in map(int, sharing)])
     made: LiftedSite = lifted_library.lifted.LiftedSite(
         site=site,

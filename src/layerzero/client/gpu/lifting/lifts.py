@@ -31,6 +31,7 @@ from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, re
 from layerzero.client.gpu.lifting.prefetch import Prefetch
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
 from layerzero.client.gpu.lifting.sites import Asked, Caller, Leave, Site
+from layerzero.client.gpu.results import layout_of
 from layerzero.client.gpu.session_view import Placed, SessionView
 from layerzero.ipc.cuda import abi
 from layerzero.ipc.cuda.streams import stream_key
@@ -154,7 +155,9 @@ class Lifts:
         results = call.route.plan.results
         if self._is_unknown or self._is_closing or call.like.kind not in ("torch", "cupy"):
             return False
-        if (results and not results[0].numel) or any(array is not None and array.needs_copy for array in call.arrays):
+        if any(not spec.numel for spec in results) or any(
+            array is not None and array.needs_copy for array in call.arrays
+        ):
             return False
         if self._compiled is not None and call.like.kind not in self._learned:
             learn(self._compiled, call.like)
@@ -190,7 +193,9 @@ class Lifts:
     def _begin(self, key: Key, call: Placed) -> None:
         plan, op = call.route.plan, OPS[call.request.op]
         inputs = [0 if array is None else alignment_class(array.address) for array in call.arrays]
-        outputs = [inputs[op.inputs.index(name)] for name in op.in_place] or [alignment_class(call.address)]
+        outputs = [inputs[op.inputs.index(name)] for name in op.in_place] or [
+            alignment_class(call.address + at) for at in layout_of(tuple(plan.outputs)).offsets
+        ]
         caller = Caller.of(call.like, call.gpu, plan.results)
         asked = Asked(key, call.route, call.gpu, caller, call.out is not None, inputs + outputs, call.request.backend)
         with self._lock:

@@ -15,6 +15,7 @@ from layerzero.client.gpu.lifting.keys import Key
 from layerzero.client.gpu.lifting.lifted_library import why_not
 from layerzero.client.gpu.lifting.loaded import LoadedLift
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
+from layerzero.client.gpu.results import layout_of
 from layerzero.ipc.cuda.driver import Driver
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted
@@ -99,6 +100,7 @@ class Site:
     sharings: tuple[Sharing, ...] = ()
     compiled: LiftedSite | None = None  # for the C
     _aliases: Mapping[int, int] = field(default_factory=dict)
+    _offsets: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, asked: Asked, loaded: LoadedLift, leave: Leave, rooms: ScratchRooms) -> Site:
@@ -111,6 +113,7 @@ class Site:
         decision = _decision(asked.route, lifted, leave.backend)
         site = cls(asked, loaded, leave.number, leave.epoch, rooms, decision, _note(asked, lifted))
         site.sharings, site._aliases = _sharings(lifted, asked.has_out), lifted.aliases()
+        site._offsets = layout_of(tuple(lifted.outputs)).offsets
         return site
 
     @property
@@ -125,10 +128,14 @@ class Site:
         """The input that an output is; None for one of its own."""
         return self._aliases.get(output)
 
+    def offset(self, output: int) -> int:
+        """Where a result begins, from the address of the first, in bytes."""
+        return self._offsets[output]
+
     def memory(self, inputs: Sequence[int], result: int) -> list[int]:
-        """Where the tensors are. `result`: the address of the one that is no input."""
-        outputs = range(len(self.loaded.lifted.outputs))
-        return [*inputs, *(result if n not in self._aliases else inputs[self._aliases[n]] for n in outputs)]
+        """Where the tensors are. `result`: the address of those that are no inputs."""
+        own, aliases = self._offsets, self._aliases
+        return [*inputs, *(result + at if n not in aliases else inputs[aliases[n]] for n, at in enumerate(own))]
 
     def may_lie(self, memory: Sequence[int]) -> bool:
         """Whether the lifted call works on memory there."""
