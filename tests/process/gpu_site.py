@@ -52,17 +52,18 @@ def gpu_site(
         if needs_jit:
             kernel |= {"needs_jit": True, "compiled_for": ["dtypes"]}
         ops = {op: [{**kernel, "kernel_id": f"{name}.{op}", "is_cuda_graph_safe": op != "layer_norm"}] for op in OPS}
-        rows = {
-            "min_ndim": 4,
-            "max_ndim": 4,
-            "requires_layouts": ["BHSD", "BSHD"],
-            "masked_rows": "zero",
-            "lse_base": "e",
-        }
-        ops["attention_forward"] = [
-            {**kernel, **rows, "kernel_id": f"{name}.attention_forward", "is_cuda_graph_safe": True}
-            | {"causal_alignments": ["top_left"], "supports_empty": False}
-        ]
+        if provider == "soft_gpu.py":
+            attention = {
+                "min_ndim": 4,
+                "max_ndim": 4,
+                "requires_layouts": ["BHSD", "BSHD"],
+                "causal_alignments": ["top_left"],
+                "masked_rows": "zero",
+                "lse_base": "e",
+                "supports_empty": False,
+                "is_cuda_graph_safe": True,
+            }
+            ops["attention_forward"] = [{**kernel, **attention, "kernel_id": f"{name}.attention_forward"}]
         if slow_silu:
             ops["silu"].append({**kernel, "kernel_id": f"{name}.silu.slow", "priority": 80 - rank})
         head = {"schema_version": "1.0", "backend": name, "backend_version": "1", "platform": "cuda"}

@@ -179,6 +179,8 @@ def test_a_length_that_was_to_be_expected_needs_neither_broker_nor_worker(lifted
     """A decoder of eight layers: after some tokens the first call of a new length is launched at once, though the
     broker does not run."""
     site = lifted_site()
+    del site.environ["LAYERZERO_BACKEND_ISOLATION"]  # it would go before the file
+    site.set_policy("backend_isolation: lifted\n")
     session = site.connect()
     lengths = itertools.count(33)
 

@@ -7,8 +7,9 @@ Only calls with a new key are noted, so this costs the others nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from layerzero.client.gpu.lifting.sites import Asked
@@ -24,11 +25,13 @@ Step = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # what is added to s
 
 class Ahead(NamedTuple):
     """What to ask the broker for: calls number `first` and the next after that of `base`. `grows`: what each adds to
-    shape and strides of each tensor."""
+    shape and strides of each tensor. `reached`: the number of the newest that was made; None once the calls grow no
+    longer like this."""
 
     base: Asked
     grows: list[list[list[int]] | None]
     first: int
+    reached: Callable[[], int | None]
 
     def name(self, n: int) -> Hashable:
         """Of call number `n`, as `name_of` has it."""
@@ -102,7 +105,11 @@ class Growth:
                 None if spec is None else [list(part) for part in more]
                 for spec, more in zip(family.specs, family.step, strict=True)
             ]
-            return Ahead(family.base, grows, first - family.base_place)
+            reached = partial(self._reached, _name(asked), family, family.base_place)
+            return Ahead(family.base, grows, first - family.base_place, reached)
+
+    def _reached(self, name: Hashable, family: _Family, base_place: int) -> int | None:
+        return family.place - base_place if self._families.get(name) is family else None
 
 
 def name_of(asked: Asked) -> Hashable:

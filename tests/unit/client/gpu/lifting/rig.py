@@ -20,10 +20,11 @@ from layerzero.client.connection import arena
 from layerzero.client.connection.call import Request, Route, describe_all
 from layerzero.client.connection.record import report_of
 from layerzero.client.connection.report import SelectionReport
-from layerzero.client.gpu.arrays import current_stream, result_like
+from layerzero.client.gpu.arrays import current_stream
 from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.gpu.lifting.lifts import Lifts
 from layerzero.client.gpu.memory import memory_of
+from layerzero.client.gpu.results import result_like
 from layerzero.client.gpu.session_view import Placed
 from layerzero.client.planning import plans, token_plans
 from layerzero.ipc.cuda.streams import ClientOrder
