@@ -37,28 +37,32 @@ def used():
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 at = {"at first": used()}
-lz.connect()
+own = {"silu": lambda: torch.nn.functional.silu(x),
+       "attention": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)}
 calls = {"silu": lambda: lz.silu(x, backend="torch-cuda"),
          "attention": lambda: lz.attention(q, k, v, is_causal=True, backend="cudnn")}
 said = {}
-for name, call in calls.items():
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = call()
+def torchs():
+    for name, call in own.items():
+        call()
         torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-        path = lz.last_report().path
-        if len(times) == 1:
-            said[name] = {"path": path, "ms": times}
-    at[name] = used()
+        at["torch's " + name] = used()
+def ours():
+    lz.connect()
+    for name, call in calls.items():
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            result = call()
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+            path = lz.last_report().path
+            if len(times) == 1:
+                said[name] = {"path": path, "ms": times}
+        at[name] = used()
+for part in (ours, torchs) if sys.argv[1] == "ours first" else (torchs, ours):
+    part()
 said["workers"] = [b["name"] for b in lz.status()["backends"] if b["pid"]]
-own = {"silu": lambda: torch.nn.functional.silu(x),
-       "attention": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)}
-for name, call in own.items():
-    call()
-    torch.cuda.synchronize()
-    at["torch's " + name] = used()
 said["bytes"] = at
 print(json.dumps(said))
 """
@@ -153,7 +157,8 @@ def new_process(_: int) -> Iterator[list[str]]:
     with own_broker():
         lz.status()
         for _ in range(5):
-            found.append(run(NEW_PROCESS))
+            found.append(run(NEW_PROCESS, "ours first"))
+        after = [run(NEW_PROCESS, "torch's first") for _ in range(3)]
     for name in ("silu", "attention"):
         ms = statistics.median(one[name]["ms"][0] for one in found)
         paths = {one[name]["path"] for one in found}
@@ -166,16 +171,20 @@ def new_process(_: int) -> Iterator[list[str]]:
             told,
             f"at most 60 ms: {verdict(ms <= 60)}",
         ]
-    steps = list(found[0]["bytes"])
-    mib = {step: statistics.median(one["bytes"][step] for one in found) / (1 << 20) for step in steps}
-    grown = {step: mib[step] - mib[before] for before, step in itertools.pairwise(steps)}
-    ours = grown["silu"] + grown["attention"]
-    yield [
-        "GPU memory of the system beyond the caller's own, two kernels lifted",
-        f"{ours:.0f} MiB",
-        "; ".join(f"{step} {grew:+.0f}" for step, grew in grown.items()),
-        f"at most 64 MiB: {verdict(ours <= 64)}",
-    ]
+    for told, runs, limit in (
+        ("in a program that has called both by torch", after, 64),
+        ("in a program that has called nothing of torch's", found, None),
+    ):
+        steps = list(runs[0]["bytes"])
+        mib = {step: statistics.median(one["bytes"][step] for one in runs) / (1 << 20) for step in steps}
+        grown = {step: mib[step] - mib[before] for before, step in itertools.pairwise(steps)}
+        ours = grown["silu"] + grown["attention"]
+        yield [
+            f"GPU memory of the system, two kernels lifted, {told}",
+            f"{ours:.0f} MiB",
+            "; ".join(f"{step} {grew:+.0f}" for step, grew in grown.items()),
+            "" if limit is None else f"at most {limit} MiB: {verdict(ours <= limit)}",
+        ]
 
 
 def run(code: str, *arguments: str) -> dict[str, Any]:

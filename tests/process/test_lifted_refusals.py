@@ -178,9 +178,7 @@ def test_shapes_that_a_route_grows_into_are_ready_before_they_come(lifted_site: 
 def test_a_length_that_was_to_be_expected_needs_neither_broker_nor_worker(lifted_site: LiftedSites) -> None:
     """A decoder of eight layers: after some tokens the first call of a new length is launched at once, though the
     broker does not run."""
-    site = lifted_site()
-    del site.environ["LAYERZERO_BACKEND_ISOLATION"]  # it would go before the file
-    site.set_policy("backend_isolation: lifted\n")
+    site = policy_site(lifted_site, "backend_isolation: lifted\n")
     session = site.connect()
     lengths = itertools.count(33)
 
