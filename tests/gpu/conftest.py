@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tests.gpu.peer import PATIENCE_S, Peer
 from layerzero.ipc.cuda import driver as cuda
 from layerzero.ipc.errors import CudaError
 
+os.environ.setdefault("LZ_TEST_FORKS", "0")  # a process that others fork from has no GPU
 _never = threading.Event()
 
 
