@@ -299,12 +299,18 @@ def shutdown(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def provider(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What a client needs to run a backend in its own process."""
+    """What a client needs to run a backend in its own process. `versions`: of its environment, once that was probed."""
     name = params.get("backend")
     manifest = server.launcher.manifests.get(name) if isinstance(name, str) else None
     if manifest is None:
         raise _unknown_backend(server, name)
-    return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
+    record = server.launcher.record(str(name))
+    versions = {} if record is None else dict(record.versions)
+    return {
+        "provider": manifest.provider_target,
+        "descriptor": str(manifest.descriptor_path),
+        "versions": versions,
+    }
 
 
 def shadow(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
@@ -360,7 +366,7 @@ def sample(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 
 def lift(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
     """Whether the asking client may launch a route's calls itself (docs/lifting.md). `state`: "ready", with what to
-    `get_lifted`, "pending", "later", or "refused" with a reason.
+    `get_lifted`, "here", "pending", "later", or "refused" with a reason.
 
     route: the number of one of its routes; alignments: in bytes, of the address of each input and output.
     """

@@ -35,7 +35,7 @@ def price_of(
         us += plan_us
         why.append(f"plans each length anew: {plan_us:g} us more a call, since a decoder's lengths grow")
     if spec.device and staying:
-        may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) in ("lifted", "auto")
+        may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) != "subprocess"
         if not may_be_lifted or (verdict.kernel_id, context.perf_key()) in staying:
             us += 2 * SWITCH_US
             why.append(f"is not lifted: {2 * SWITCH_US:g} us more, in which the GPU changes to its worker and back")
