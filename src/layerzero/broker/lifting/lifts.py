@@ -27,6 +27,7 @@ from layerzero.broker.lifting.imported import ImportedCalls
 from layerzero.broker.lifting.known import Known, asked_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.store import Entry, LiftStore
+from layerzero.broker.lifting.switches import Switches
 from layerzero.broker.processes.imported import ImportedBackend
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.broker.storage.perf_rows import Identity
@@ -86,6 +87,7 @@ class Lifts:
         those that did not come with LayerZero, and are not the operator's own. `rest_s`: as in the settings."""
         self._state, self._identities, self._links, self._pages = state, identities, links, pages
         self.store = store
+        self.switches = Switches(store.folder.parent / "gpus" / "switches.json", state.engine)
         self._imports = state.engine.lifted = ImportedCalls(state, imported, store, self._what)
         self._outsiders = frozenset(outsiders)
         self._handle, self._rest_s = handle, rest_s
@@ -440,6 +442,7 @@ class Lifts:
                 del self._asked[number]
         self._spare(now_s)
         self._retry(now_s)
+        self.switches.look(self._pages.uuids())
         engine = self._state.engine
         if self._seen == (engine.epoch, engine.policy.hash):
             return
@@ -490,6 +493,7 @@ class Lifts:
 
     def close(self) -> None:
         self._proofs.close()
+        self.switches.close()
 
 
 def _is_digest(text: str) -> bool:

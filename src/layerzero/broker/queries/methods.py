@@ -98,7 +98,12 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
         "users": [] if server.users is None else server.users.facts(),
         "more_clients": max(len(state.clients) - MAX_CLIENTS_SHOWN, 0),
         "devices": [
-            {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}
+            {
+                "type": spec.device_type,
+                "name": spec.device_name,
+                "uuid": spec.device_uuid,
+                **(server.lifts.switches.facts(spec.device_uuid) if spec.device_uuid else {}),
+            }
             for spec in state.engine.devices.values()
         ],
         "backends": backends,
