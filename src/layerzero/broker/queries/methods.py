@@ -102,9 +102,9 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
                 "type": spec.device_type,
                 "name": spec.device_name,
                 "uuid": spec.device_uuid,
-                **(server.lifts.switches.facts(spec.device_uuid) if spec.device_uuid else {}),
+                **(server.lifts.switches.facts(key) if key else {}),
             }
-            for spec in state.engine.devices.values()
+            for key, spec in state.engine.devices.items()
         ],
         "backends": backends,
         "selection": server.state.engine.facts(),
