@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from layerzero.broker.lifting.switches import LEAST_US, MOST_US, figure
+from layerzero.broker.lifting.switches import MOST_US, figure
 from layerzero.ipc.cuda import driver as cuda
 
 
@@ -28,7 +28,7 @@ def test_change_between_processes_is_measured_in_bounded_time(driver: cuda.Drive
     first, second = found
     assert isinstance(first, float), first
     assert isinstance(second, float), second
-    assert LEAST_US <= first <= MOST_US
+    assert 0 <= first <= MOST_US
     if not driver.has_mps(0):
         assert 10 < first < 2000, found
         assert 0.4 < first / second < 2.5, found

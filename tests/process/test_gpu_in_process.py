@@ -131,6 +131,17 @@ def test_order_is_that_of_the_callers_streams(new_site: Make) -> None:
     assert problems == []
 
 
+def test_what_is_written_in_place_is_the_callers_memory(new_site: Make) -> None:
+    new_site()
+    (key, a), (value, b) = randn(2, 2, 4), randn(2, 2, 5)
+    (k_cache, c), (v_cache, d) = randn(3, 4, 2, 4), randn(3, 4, 2, 5)
+    slots = soft_cupy.asarray(np.array([7, 2], np.int64))
+    here(lambda: lz.append_kv(key, value, k_cache, v_cache, slots))
+    for cache, was, rows in ((k_cache, c, a), (v_cache, d, b)):
+        was[1, 3], was[0, 2] = rows
+        close(cache, was)
+
+
 def test_caller_waits_for_nothing(new_site: Make) -> None:
     site = new_site()
     x, a = randn(SLOW)
@@ -239,9 +250,7 @@ def test_kernel_that_raises_here_goes_to_a_worker(new_site: Make) -> None:
 def test_policy_that_changes_its_mind_is_followed(new_site: Make, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("backend_isolation: {one: in_process, '*': subprocess}\n")
-    site = gpu_site(tmp_path / "unused", "one")  # for its settings alone
-    site.stop()
-    site = new_site(policy=policy, isolation="")
+    new_site(policy=policy, isolation="")
     x, a = randn(8, 8)
     close(here(lambda: lz.silu(x)), silu(a))
     policy.write_text("backend_isolation: subprocess\n")

@@ -46,9 +46,9 @@ def price_of(
             both_us = 2 * (SWITCH_US if switch_us is None else switch_us)
             whence = "by default, not measured here" if switch_us is None else "measured on this GPU"
             us += both_us
-            why.append(
-                f"is not lifted: {both_us:g} us more, in which the GPU changes to its worker and back ({whence})"
-            )
+            if both_us:
+                text = f"is not lifted: {both_us:g} us more, in which the GPU changes to its worker and back"
+                why.append(f"{text} ({whence})")
     return Price(us, tuple(why))
 
 

@@ -87,7 +87,7 @@ def test_nothing_is_measured_while_all_is_lifted(tmp_path: Path, machine: Machin
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (b'{"us": -3}', "-3 us were measured, which is no such time; allowed: 1 to 5000"),
+        (b'{"us": -30}', "-30 us were measured, which is no such time; allowed: 0 to 5000"),
         (b'{"us": 1e9}', "1e+09 us were measured"),
         (b'{"us": NaN}', "nan us were measured"),
         (b'{"us": "many"}', "it says no figure"),
@@ -112,7 +112,7 @@ def test_what_is_no_such_time_is_refused_and_said(tmp_path: Path, machine: Machi
     assert why in facts["switch"]
 
 
-@pytest.mark.parametrize("kept", ["", "{", "[]", f'{{"{GPU} 580.1": -1}}', f'{{"{GPU} 580.1": "x"}}', " " * 70_000])
+@pytest.mark.parametrize("kept", ["", "{", "[]", f'{{"{GPU} 580.1": -90}}', f'{{"{GPU} 580.1": "x"}}', " " * 70_000])
 def test_damaged_file_is_measured_anew(tmp_path: Path, machine: Machine, kept: str) -> None:
     path, engine = tmp_path / "switches.json", Engine()
     path.write_text(kept)
@@ -120,6 +120,13 @@ def test_damaged_file_is_measured_anew(tmp_path: Path, machine: Machine, kept: s
     assert engine.switches == {}
     settle(found)
     assert json.loads(path.read_text()) == {f"{GPU} 580.1": 143.5}
+
+
+def test_noise_below_zero_is_zero(tmp_path: Path, machine: Machine) -> None:
+    """By MPS a GPU does not change."""
+    machine.said, engine = b'{"us": -0.8}', Engine()
+    settle(of(tmp_path / "switches.json", engine))
+    assert engine.switches == {GPU: 0.0}
 
 
 def test_file_that_cannot_be_written_costs_nothing_but_the_next_broker(tmp_path: Path, machine: Machine) -> None:
