@@ -179,11 +179,14 @@ def test_graph_of_the_application_holds_its_kernels_as_nodes(site: Site) -> None
         gc.collect()
         for _ in range(8):  # as other calls' memory would
             lz.matmul(lz.silu(x + 1), w).fill_(float("nan"))
-    new = randn(67, 256)
-    with pytest.raises(lz.CudaGraphUnsafe, match="outside of the capture"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    new, other = randn(67, 256), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(other):
+        with pytest.raises(lz.CudaGraphUnsafe, match="outside of the capture"):
             lz.silu(new)
+        doubled = new * 2
+    other.replay()
     torch.cuda.synchronize()
+    assert torch.equal(doubled, new * 2), "the capture is whole"
     close(lz.silu(x), F.silu(x))
 
 
