@@ -52,7 +52,7 @@ def gpu_site(
         if needs_jit:
             kernel |= {"needs_jit": True, "compiled_for": ["dtypes"]}
         ops = {op: [{**kernel, "kernel_id": f"{name}.{op}", "is_cuda_graph_safe": op != "layer_norm"}] for op in OPS}
-        if provider == "soft_gpu.py":
+        if provider != "soft_lifted.py":
             attention = {
                 "min_ndim": 4,
                 "max_ndim": 4,

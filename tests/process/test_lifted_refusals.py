@@ -13,6 +13,7 @@ from tests.process.gpu_site import close, gelu, randn, report, silu, slow, soft
 from tests.process.harness import Site, wait_until
 from tests.process.invariants import check_settled
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store, refused, rows
+from tests.process.test_cli import lz as lz_command
 
 import layerzero as lz
 from layerzero.ipc.lifting.form import alignment_class
@@ -63,6 +64,23 @@ def test_a_kernel_that_must_not_be_lifted_stays_in_its_worker(
     close(lz.matmul(y, y), more @ more)
     check_settled(site)
     assert (site.backend("one")["restarts"], site.backend("one")["failed"]) == (0, 0)
+
+
+def test_what_stays_in_its_worker_has_the_switch_measured(lifted_site: LiftedSites) -> None:
+    """On this GPU nobody can, and `lz status` says so."""
+    site = lifted_site(wrong={"silu": "stateful"}).start()
+    site.connect()
+    x, _ = randn(31)
+
+    def told() -> str:
+        lz.silu(x)
+        return next(d["switch"] for d in lz.status()["devices"] if d["type"] == "cuda")
+
+    assert told() == "default; not measured yet"
+    wait_until(lambda: told() not in ("default; not measured yet", "measured"))
+    assert site.events("gpu.switch_unknown")
+    line = next(line for line in lz_command(site, "status").stdout.splitlines() if "GPU switch" in line)
+    assert "150 us (default; " in line
 
 
 def test_what_no_graph_may_hold_is_not_captured(lifted_site: LiftedSites) -> None:

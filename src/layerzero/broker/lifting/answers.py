@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from layerzero.broker.lifting.known import Known
 from layerzero.ipc.errors import ProtocolError
@@ -40,3 +41,8 @@ def bytes_of(fd: int) -> bytes:
         raise ProtocolError(f"a specimen of {nbytes} bytes; allowed: {MAX_BYTES}")
     memory.check_memfd(fd, nbytes)
     return os.pread(fd, nbytes, 0)
+
+
+def refused(reason: LiftReason, detail: str) -> dict[str, Any]:
+    """What a client is told whose calls stay in their worker."""
+    return {"state": "refused", "reason": reason.value, "detail": detail}

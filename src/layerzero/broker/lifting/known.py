@@ -33,6 +33,8 @@ class Known:
     entry: Entry | None = None
     like: bytes = b""  # the packed form of a neighbour that was proved: one like it needs no proof of its own
     granted: CallSpec | None = None  # what a client was given leave for
+    granted_here: CallSpec | None = None  # and to run its provider in its own process
+    was_here: bool = False  # some client has had that
     codes: tuple[str, ...] = ()  # digests of the machine code that it needs, once it was granted
     suspect_until_s: float = 0.0
     retry_at_s: float = math.inf  # when a refusal that a busy machine may be to blame for is forgotten
@@ -47,6 +49,8 @@ class Known:
     def facts(self, *, is_pending: bool) -> dict[str, Any]:
         """For `lz status`."""
         state = "asked" if self.entry is None else "lifted" if self.entry.form else "refused"
+        if self.was_here:
+            state = "in process"
         return {
             "kernel_id": self.kernel_id,
             "backend": self.backend,

@@ -20,12 +20,14 @@ from layerzero.broker.core.worker_fsm import WorkerState
 from layerzero.broker.io.peers import Peer
 from layerzero.broker.io.timeline_pages import TimelinePages
 from layerzero.broker.io.worker_links import WorkerLinks
-from layerzero.broker.lifting.answers import bytes_of, reason_of, specimen_of
+from layerzero.broker.lifting import here
+from layerzero.broker.lifting.answers import bytes_of, reason_of, refused, specimen_of
 from layerzero.broker.lifting.grown import grown
 from layerzero.broker.lifting.imported import ImportedCalls
 from layerzero.broker.lifting.known import Known, asked_of
 from layerzero.broker.lifting.proofs import Proofs
 from layerzero.broker.lifting.store import Entry, LiftStore
+from layerzero.broker.lifting.switches import Switches
 from layerzero.broker.processes.imported import ImportedBackend
 from layerzero.broker.selection.signature import CallSpec, Verdict
 from layerzero.broker.storage.perf_rows import Identity
@@ -45,9 +47,11 @@ from layerzero.ipc.transport.messages import GetLifted, Lift, Lifted, LiftedGive
 SUSPECT_S = 600.0  # how long what a client launched last is isolated when it ends without a word
 MAX_KNOWN = 4096
 MAX_AHEAD, MAX_FIRST = 64, 1 << 20  # calls of one question, and how far ahead they begin
+_LIFTED = ("lifted", "auto")  # values of backend_isolation
 _WORKER_IS_GONE = (Reason.BACKEND_RESTARTING, Reason.BACKEND_DISABLED, Reason.LIFTED_ONLY)
 WORKER_S = 60.0  # a worker that has not answered by then has other things to do
 RETRY_S, MAX_RETRIES = 30.0, 4  # when what came too late is tried again, doubling; how often
+_SUSPECT = "a process that had just launched it ended without a word"
 _BUSY = frozenset({LiftReason.WORKER_FAILED, LiftReason.PROOF_LATE, LiftReason.TOO_LARGE})  # of the machine, perhaps
 # What another try may end in another way: it is not kept.
 _PASSING = frozenset(
@@ -83,6 +87,7 @@ class Lifts:
         those that did not come with LayerZero, and are not the operator's own. `rest_s`: as in the settings."""
         self._state, self._identities, self._links, self._pages = state, identities, links, pages
         self.store = store
+        self.switches = Switches(store.folder.parent / "gpus" / "switches.json", state.engine)
         self._imports = state.engine.lifted = ImportedCalls(state, imported, store, self._what)
         self._outsiders = frozenset(outsiders)
         self._handle, self._rest_s = handle, rest_s
@@ -99,11 +104,14 @@ class Lifts:
     # --- what clients ask ------------------------------------------------------------------------------
 
     def ask(self, identity: bytes, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Whether a route's calls are lifted, for tensors of these alignments. Starts what is missing. Raises
-        InvalidArgument."""
+        """Whether a route's calls are lifted, for tensors of these alignments, or run by their provider in the client's
+        process, where it can do that (`here`). Starts what is missing. Raises InvalidArgument."""
         client, route, alignments = asked_of(self._state.clients.get(identity), params)
         spec, signature = route.signature.spec, route.signature
         best = self._best(spec, signature.context, alignments)
+        policy = self._state.engine.policy_for(spec)
+        if params.get("here") is True and best is not None and here.is_wanted(policy, best):
+            return self._answer_here(client, route, best, alignments)
         refusal = self._refusal(spec, best)
         if best is None or refusal is not None:
             return refusal or {"state": "later"}
@@ -165,7 +173,7 @@ class Lifts:
 
     def _answer(self, client: Client, known: Known, spec: CallSpec) -> dict[str, Any]:
         if known.suspect_until_s > time.monotonic():
-            return _refused(LiftReason.FAULTED, "a process that had just launched it ended without a word")
+            return refused(LiftReason.FAULTED, _SUSPECT)
         if known.number in self._asked:
             return {"state": "pending"}
         if known.entry is None:
@@ -180,6 +188,19 @@ class Lifts:
         self._by_digest[digest] = known.entry.form
         epoch = held.page.lift_epoch
         return {"state": "ready", "number": known.number, "backend": known.backend, "digest": digest, "epoch": epoch}
+
+    def _answer_here(self, client: Client, route: Route, best: Verdict, alignments: list[int]) -> dict[str, Any]:
+        """Leave to run the kernel's provider in the caller's process, as long as the page has the epoch."""
+        spec = route.signature.spec
+        refusal, held = self._refusal(spec, best, here.VALUES), self._pages.get(client.number, spec.device)
+        if refusal is not None or held is None:
+            return {**(refusal or {"state": "later"}), "here": True, "backend": best.backend}
+        known = self._find(spec, best, alignments)
+        if known.suspect_until_s > time.monotonic():
+            return {**refused(LiftReason.FAULTED, _SUSPECT), "here": True, "backend": best.backend}
+        known.granted_here, known.was_here = spec, True
+        here.note_grant(route, best.kernel_id, time.monotonic())
+        return here.leave(known.number, self._state.engine.kernel(best.kernel_id), best.backend, held.page.lift_epoch)
 
     def _best(self, spec: CallSpec, context: SelectionContext, alignments: Sequence[int]) -> Verdict | None:
         """What serves the call, counting backends whose worker is just not running, has died too often, or never was
@@ -200,26 +221,29 @@ class Lifts:
         ranked = self._state.engine.rank(spec, context, self._state.unavailable, time.monotonic())
         return not any({reason.code for reason in v.reasons} <= {Reason.BACKEND_RESTARTING} for v in ranked)
 
-    def _refusal(self, spec: CallSpec, best: Verdict | None) -> dict[str, Any] | None:
+    def _refusal(
+        self, spec: CallSpec, best: Verdict | None, allowed: Collection[str] = _LIFTED
+    ) -> dict[str, Any] | None:
+        """Why this kernel stays in its worker; "later" where that may change by itself."""
         engine = self._state.engine
         policy = engine.policy_for(spec)
         if not spec.device:
-            return _refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
+            return refused(LiftReason.NOT_ALLOWED, "it runs on the CPU")
         if best is None or best.backend not in self._identities:
             return {"state": "later"}
         if self._state.workers[best.backend].is_joined:
-            return _refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
+            return refused(LiftReason.NOT_ALLOWED, f"the worker of {best.backend} is self-registered")
         isolation = policy.isolation(best.backend, best.kernel_id)
         named = policy.isolation_key(best.backend, best.kernel_id)
-        if isolation not in ("lifted", "auto"):
+        if isolation not in allowed:
             text = f"policy: backend_isolation is {isolation} for {best.backend if named == '*' else named}"
-            return _refused(LiftReason.NOT_ALLOWED, text)
+            return refused(LiftReason.NOT_ALLOWED, text)
         is_outside = best.backend in self._outsiders and not best.is_lifted_only  # an import is its operator's leave
         if is_outside and named == "*":
             text = f"{best.backend} comes from outside; its code runs here only if backend_isolation names it"
-            return _refused(LiftReason.NOT_ALLOWED, text)
+            return refused(LiftReason.NOT_ALLOWED, text)
         if fault := self.store.fault_of(self._what(spec, best.kernel_id, best.backend)):
-            return _refused(LiftReason.FAULTED, fault)
+            return refused(LiftReason.FAULTED, fault)
         is_doubtful = best.transforms or best.is_on_trial or best.is_last_resort
         if is_doubtful or policy.shadow_rate or engine.policy.tune_budget:
             return {"state": "later"}
@@ -315,7 +339,7 @@ class Lifts:
             raise InvalidArgument("lift_fault needs `numbers`, a list of whole numbers")
         if identity not in self._state.clients:
             return {"kernels": []}
-        found = [known for known in self._known.values() if known.number in numbers and known.entry is not None]
+        found = [one for one in self._known.values() if one.number in numbers and (one.entry or one.was_here)]
         for known in found:
             self.store.note_fault(known.what, "a process that had just launched it lost its GPU; lz cache forgive")
             log("lifted.faulted", kernel=known.kernel_id, number=known.number)
@@ -418,6 +442,7 @@ class Lifts:
                 del self._asked[number]
         self._spare(now_s)
         self._retry(now_s)
+        self.switches.look(self._pages.uuids())
         engine = self._state.engine
         if self._seen == (engine.epoch, engine.policy.hash):
             return
@@ -426,13 +451,13 @@ class Lifts:
             self.take_back()
             return
         for known in self._known.values():
-            spec = known.granted
-            if spec is None:
-                continue
-            best = self._best(spec, engine.context(spec), known.alignments)  # the policy may be another
-            if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best) is not None:
-                self.take_back()
-                return
+            for spec, allowed in ((known.granted, _LIFTED), (known.granted_here, here.VALUES)):
+                if spec is None:
+                    continue
+                best = self._best(spec, engine.context(spec), known.alignments)  # the policy may be another
+                if best is None or best.kernel_id != known.kernel_id or self._refusal(spec, best, allowed) is not None:
+                    self.take_back()
+                    return
 
     def _retry(self, now_s: float) -> None:
         """Who was refused since the machine was busy may ask again."""
@@ -444,7 +469,7 @@ class Lifts:
 
     def _spare(self, now_s: float) -> None:
         """Workers that nobody has called for long, as clients do without them, give their memory back."""
-        lifted = {known.backend for known in self._known.values() if known.granted is not None}
+        lifted = {known.backend for known in self._known.values() if known.granted or known.granted_here}
         lifted -= {known.backend for known in self._asked.values()}
         for backend in lifted:
             worker = self._state.workers[backend]
@@ -458,7 +483,7 @@ class Lifts:
     def take_back(self) -> None:
         """All leave ends. Clients ask again."""
         for known in self._known.values():
-            known.granted = None
+            known.granted = known.granted_here = None
         self._ahead.clear()
         self._pages.bump_lift_epochs()
 
@@ -468,10 +493,7 @@ class Lifts:
 
     def close(self) -> None:
         self._proofs.close()
-
-
-def _refused(reason: LiftReason, detail: str) -> dict[str, Any]:
-    return {"state": "refused", "reason": reason.value, "detail": detail}
+        self.switches.close()
 
 
 def _is_digest(text: str) -> bool:

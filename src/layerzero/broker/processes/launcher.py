@@ -225,12 +225,16 @@ class Launcher:
         """The probes that are known without running one, by backend; of imported ones, where they were exported."""
         found = {name: one.exported.record for name, one in self.imported.items() if self.stand_in(name)}
         for backend in self.manifests.keys() - self.joined:
-            with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
-                env = self._plan(backend)
-                record = probe.cached_probe(env, self.manifests[backend]) if env.is_built else None
-                if record is not None:
-                    found[backend] = record
+            if (record := self.record(backend)) is not None:
+                found[backend] = record
         return found
+
+    def record(self, backend: str) -> ProbeRecord | None:
+        """The probe of a backend that is built here, if it is known without running one."""
+        with suppress(EnvError, ConfigError):  # no lock for this platform, say; `unusable` tells
+            env = self._plan(backend)
+            return probe.cached_probe(env, self.manifests[backend]) if env.is_built else None
+        return None
 
     def probe(self, backend: str) -> ProbeRecord:
         """What the environment's probe has shown; runs it where that is not known. It may have failed.

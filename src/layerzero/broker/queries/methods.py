@@ -98,8 +98,13 @@ def status(server: BrokerView, _: Mapping[str, Any]) -> Steps:
         "users": [] if server.users is None else server.users.facts(),
         "more_clients": max(len(state.clients) - MAX_CLIENTS_SHOWN, 0),
         "devices": [
-            {"type": spec.device_type, "name": spec.device_name, "uuid": spec.device_uuid}
-            for spec in state.engine.devices.values()
+            {
+                "type": spec.device_type,
+                "name": spec.device_name,
+                "uuid": spec.device_uuid,
+                **(server.lifts.switches.facts(key) if key else {}),
+            }
+            for key, spec in state.engine.devices.items()
         ],
         "backends": backends,
         "selection": server.state.engine.facts(),
@@ -299,12 +304,18 @@ def shutdown(server: BrokerView, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def provider(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What a client needs to run a backend in its own process."""
+    """What a client needs to run a backend in its own process. `versions`: of its environment, once that was probed."""
     name = params.get("backend")
     manifest = server.launcher.manifests.get(name) if isinstance(name, str) else None
     if manifest is None:
         raise _unknown_backend(server, name)
-    return {"provider": manifest.provider_target, "descriptor": str(manifest.descriptor_path)}
+    record = server.launcher.record(str(name))
+    versions = {} if record is None else dict(record.versions)
+    return {
+        "provider": manifest.provider_target,
+        "descriptor": str(manifest.descriptor_path),
+        "versions": versions,
+    }
 
 
 def shadow(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
@@ -360,7 +371,7 @@ def sample(server: BrokerView, params: Mapping[str, Any]) -> dict[str, Any]:
 
 def lift(server: BrokerView, params: Mapping[str, Any], client: bytes = b"") -> dict[str, Any]:
     """Whether the asking client may launch a route's calls itself (docs/lifting.md). `state`: "ready", with what to
-    `get_lifted`, "pending", "later", or "refused" with a reason.
+    `get_lifted`, "here", "pending", "later", or "refused" with a reason.
 
     route: the number of one of its routes; alignments: in bytes, of the address of each input and output.
     """

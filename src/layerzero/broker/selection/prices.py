@@ -14,7 +14,8 @@ from layerzero.capabilities.descriptor import KernelCapability
 # Times that differ by less are equal: the rest is noise, and priority decides. A GPU's are told by its own clock.
 TIE_SHARE, TIE_US = 0.02, 3.0
 GPU_TIE_SHARE, GPU_TIE_US = 0.005, 0.25
-SWITCH_US = 150.0  # in which a GPU changes from one process to another (H200, driver 580: docs/gpu.md)
+# In which a GPU changes from one process to another, until that is measured (H200, driver 580: docs/gpu.md)
+SWITCH_US = 150.0
 LAYERS = 32  # of a model: so many calls have each length in common
 
 
@@ -26,19 +27,28 @@ class Price(NamedTuple):
 
 
 def price_of(
-    verdict: Verdict, spec: CallSpec, context: SelectionContext, policy: Policy, staying: Set[tuple[str, str]]
+    verdict: Verdict,
+    spec: CallSpec,
+    context: SelectionContext,
+    policy: Policy,
+    staying: Set[tuple[str, str]],
+    switch_us: float | None = None,
 ) -> Price:
     """`staying`: kernels and perf keys of calls that cannot be lifted. Where all are lifted, or none, the GPU's change
-    of processes is the same for each kernel."""
+    of processes is the same for each kernel. `switch_us`: of one change, None where it was not measured."""
     us, why = 0.0, list[str]()
     if spec.device and (plan_us := new_length_us(verdict.kernel, context)):
         us += plan_us
         why.append(f"plans each length anew: {plan_us:g} us more a call, since a decoder's lengths grow")
     if spec.device and staying:
-        may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) in ("lifted", "auto")
+        may_be_lifted = policy.isolation(verdict.backend, verdict.kernel_id) != "subprocess"
         if not may_be_lifted or (verdict.kernel_id, context.perf_key()) in staying:
-            us += 2 * SWITCH_US
-            why.append(f"is not lifted: {2 * SWITCH_US:g} us more, in which the GPU changes to its worker and back")
+            both_us = 2 * (SWITCH_US if switch_us is None else switch_us)
+            whence = "by default, not measured here" if switch_us is None else "measured on this GPU"
+            us += both_us
+            if both_us:
+                text = f"is not lifted: {both_us:g} us more, in which the GPU changes to its worker and back"
+                why.append(f"{text} ({whence})")
     return Price(us, tuple(why))
 
 

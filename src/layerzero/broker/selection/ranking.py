@@ -120,6 +120,7 @@ class Engine:
         self.lifted: LiftedKernels | None = None
         self.free_memory_bytes: dict[str, int | None] = {}  # by Route.device
         self._staying: set[tuple[str, str]] = set()  # kernel and perf key of calls that cannot be lifted
+        self.switches: dict[str, float] = {}  # by GPU: microseconds in which it changes to another process, if measured
         self.epoch = 0
         self.hits = self.misses = 0  # of the validity cache
         self._kernels: dict[str, list[tuple[str, KernelCapability]]] = {}
@@ -186,6 +187,16 @@ class Engine:
         if (kernel_id, cell.key) not in self._staying:
             self._staying.add((kernel_id, cell.key))
             self.epoch += 1
+
+    @property
+    def has_staying(self) -> bool:
+        """Whether some calls are known to stay in a worker on a GPU."""
+        return bool(self._staying)
+
+    def note_switch(self, device: str, us: float) -> None:
+        """What the GPU's change from one process to another takes."""
+        self.switches[device] = us
+        self.epoch += 1
 
     def note_free_memory(self, nbytes: int | None, device: str = "") -> None:
         """The bytes free on a device. None: not known, and no candidate is refused for its memory."""
@@ -329,7 +340,8 @@ class Engine:
             elif verdict.kernel_id == chosen:
                 verdict.terms["table"] = policy.weights.table
             verdicts.append(verdict)
-        prices = {v.kernel_id: price_of(v, spec, context, policy, self._staying) for v in verdicts}
+        switch_us = self.switches.get(spec.device)
+        prices = {v.kernel_id: price_of(v, spec, context, policy, self._staying, switch_us) for v in verdicts}
         verdicts = [with_price(verdict, prices[verdict.kernel_id]) for verdict in verdicts]
         costs_us = {v.kernel_id: v.measured_us + prices[v.kernel_id].us for v in verdicts if v.measured_us}
         fastest_us = min((costs_us[v.kernel_id] for v in verdicts if v.is_accepted and v.measured_us), default=None)

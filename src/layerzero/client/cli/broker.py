@@ -234,6 +234,8 @@ def _print_head(answer: Mapping[str, Any], where: Endpoints) -> None:
         "store": broker["store"],
         "logs": f"{where.log}; lz logs [BACKEND]",
     }
+    if switches := [d for d in devices if "switch_us" in d]:
+        rows["GPU switch"] = ", ".join(f"{d['switch_us']:,.0f} us ({d['switch']})" for d in switches)
     if answer.get("lifted"):
         states = Counter(row["state"] for row in answer["lifted"])
         told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))

@@ -57,6 +57,14 @@ class Runner(Protocol):
     ) -> tuple[int, bytes]: ...
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why calls do not run in this process. `is_final`: and never will."""
+
+    why: str
+    is_final: bool
+
+
 @dataclass(slots=True, eq=False)
 class Here:
     """A grant to run a route's calls in this process, while it lasts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from layerzero.client.connection.call import Submitted
@@ -106,6 +107,14 @@ def explanation(op: str, answer: Mapping[str, Any]) -> SelectionReport:
         path=BROKER if best else None,
         candidates=candidates,
     )
+
+
+def with_refusal(candidate: Candidate, refusals: Mapping[str, str]) -> Candidate:
+    """With a note of why it stays out of this process, if it does. `refusals`: by backend or kernel."""
+    why = refusals.get(candidate.kernel_id, refusals.get(candidate.backend))
+    if why is None:
+        return candidate
+    return replace(candidate, notes=(*candidate.notes, f"does not run in this process: {why}"))
 
 
 def _attempt(value: Any) -> Attempt:

@@ -212,8 +212,9 @@ class Outcomes:
         )
         report = report_of(record)
         assert report is not None
-        why = enqueued.route.not_lifted
-        return replace(report, notes=(*report.notes, f"not lifted: {why}")) if why else report
+        out, why = enqueued.route.stays_out, enqueued.route.not_lifted
+        said = (*((out,) if out else ()), *((f"not lifted: {why}",) if why else ()))
+        return replace(report, notes=(*report.notes, *said)) if said else report
 
     def _wait_taken(self, enqueued: Enqueued, lane: GpuLane) -> None:
         while True:

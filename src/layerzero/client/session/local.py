@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from layerzero.client.connection.call import Here, Route, Submitted, microseconds
+from layerzero.client.connection.call import Here, Refusal, Route, Submitted, microseconds
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import IN_PROCESS, Attempt
 from layerzero.client.connection.routes import Routes
-from layerzero.client.session.in_process import Grant, Lane, Place, Refusal, is_abi_failure
+from layerzero.client.planning.plans import Plan
+from layerzero.client.session.in_process import Grant, Lane, Place, is_abi_failure
+from layerzero.client.session.on_gpu import GpuRunner
+from layerzero.ipc.cuda.driver import Context
 from layerzero.ipc.errors import BackendError, Busy, InvalidArgument, OutputTooSmall, ProtocolError, RunInProcess
 from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.wire import Header, Kind
@@ -30,7 +33,7 @@ class Local:
         self._routes = routes
         self._ask = ask  # the broker
         self._lane = Lane()
-        self._providers: dict[str, tuple[str, str]] = {}  # backend -> provider, descriptor
+        self._providers: dict[str, dict[str, Any]] = {}  # backend -> provider, descriptor, versions
 
     def refusals(self) -> dict[str, str]:
         """Backends (and single kernels) that policy wants in this process and that cannot run here, with the reason."""
@@ -44,12 +47,8 @@ class Local:
             copies = bool(error.facts["copies_inputs"]), bool(error.facts["copies_outputs"])
         except (KeyError, TypeError, ValueError) as exc:
             raise ProtocolError(f"not a grant: {error.facts!r:.200}") from exc
-        if backend not in self._providers:
-            answer = self._ask("provider", backend=backend)
-            self._providers[backend] = answer["provider"], answer["descriptor"]
-        plan = route.plan
-        call = Call(plan.op, kernel_id, plan.inputs, plan.outputs, plan.attrs)
-        runner = self._lane.runner(Grant(backend, *self._providers[backend]), call)
+        given = self._provider(backend)
+        runner = self._lane.runner(Grant(backend, given["provider"], given["descriptor"]), _call(route.plan, kernel_id))
         if isinstance(runner, Refusal):
             route.worker_until_s = time.monotonic() + (RETRY_HERE_S if runner.is_final else lease_s)
             route.stays_out = f"{backend} does not run in this process: {runner.why}"
@@ -64,6 +63,45 @@ class Local:
             lane=IN_PROCESS,
         )
         route.here = Here(runner, decision, time.monotonic() + lease_s)
+
+    # --- on a GPU: client/gpu/lifting/here.py
+
+    def on_gpu(self, backend: str, kernel_id: str, plan: Plan, context: Context) -> GpuRunner | Refusal:
+        """What runs a signature's calls here, in the GPU's context. Starts the backend's probe on that GPU the first
+        time; never waits for it."""
+        given = self._provider(backend)
+        if not given.get("versions"):
+            del self._providers[backend]
+            return Refusal("the probe of its own environment has not ended yet", False)
+        versions = tuple(sorted(given["versions"].items()))
+        call = _call(plan, kernel_id)
+        found = self._lane.find(Grant(backend, given["provider"], given["descriptor"], context.gpu, versions), call)
+        return found if isinstance(found, Refusal) else GpuRunner(call, *found, context)
+
+    def is_settled(self, backend: str, gpu: str) -> bool:
+        """Whether it is known if the backend runs here."""
+        return self._lane.is_settled(backend, gpu)
+
+    def note_ran(self, route: Route, kernel_id: str, kernel_ns: int) -> None:
+        """The GPU's time of a run."""
+        self._tell(route, messages.RanHere(kernel_id=kernel_id, kernel_ns=kernel_ns))
+
+    def note_failed(self, route: Route, backend: str, kernel_id: str, exc: Exception, gpu: str) -> str:
+        """A kernel failed here: the broker is told, and this says what is to be said of it. What other calls would
+        share keeps the backend out for good."""
+        error = _error(exc)
+        self._tell(route, messages.RanHere(kernel_id=kernel_id, error=error.to_wire()))
+        if not is_abi_failure(exc):
+            return f"{backend} does not run in this process for {RETRY_HERE_S:g} s: {kernel_id} failed: {error.message}"
+        self._lane.refuse(backend, f"a call of {kernel_id} failed here: {error.message}", gpu)
+        return f"{backend} does not run in this process: a call of {kernel_id} failed here: {error.message}"
+
+    def _provider(self, backend: str) -> dict[str, Any]:
+        if backend not in self._providers:
+            self._providers[backend] = self._ask("provider", backend=backend)
+        return self._providers[backend]
+
+    # --- on the CPU
 
     def run(
         self, submitted: Submitted, here: Here, inputs: Sequence[Place | None], outputs: Sequence[Place]
@@ -93,7 +131,7 @@ class Local:
     def _fail(self, route: Route, decision: messages.Decision, exc: Exception) -> Attempt:
         """The kernel failed in this process: the broker is told."""
         backend, kernel_id = decision.backend, decision.kernel_id
-        error = BackendError(f"{type(exc).__name__}: {exc}"[:2000])
+        error = _error(exc)
         route.here, route.worker_until_s = None, time.monotonic() + RETRY_HERE_S
         route.stays_out = f"{backend} does not run in this process for {RETRY_HERE_S:g} s: a call failed here"
         if is_abi_failure(exc):
@@ -108,3 +146,11 @@ class Local:
             self._link.send(wire.pack(Kind.RAN_HERE, route=route.number, body=messages.encode(ran)))
         except Busy:  # thousands of messages are on their way: one time more or less
             return
+
+
+def _call(plan: Plan, kernel_id: str) -> Call:
+    return Call(plan.op, kernel_id, plan.inputs, plan.outputs, plan.attrs)
+
+
+def _error(exc: Exception) -> BackendError:
+    return BackendError(f"{type(exc).__name__}: {exc}"[:2000])

@@ -30,7 +30,15 @@ from layerzero.client.connection.call import (
 )
 from layerzero.client.connection.express import Lane, Lease, Lost, Ran
 from layerzero.client.connection.link import Link, Pending
-from layerzero.client.connection.record import Record, attempts_of, explanation, failure, report_of, waited
+from layerzero.client.connection.record import (
+    Record,
+    attempts_of,
+    explanation,
+    failure,
+    report_of,
+    waited,
+    with_refusal,
+)
 from layerzero.client.connection.report import Attempt, Copy, SelectionReport
 from layerzero.client.connection.routes import Routes, route_message
 from layerzero.client.gpu.arrays import device_of, gpu_name, named_device
@@ -343,7 +351,11 @@ class Session:
 
     def explain_route(self, op: str, body: bytes) -> SelectionReport:
         """As `explain`, for what `route_body` made."""
-        return explanation(op, self.ask("explain", route=body))
+        found = explanation(op, self.ask("explain", route=body))
+        why = self.refusals()
+        if not why:
+            return found
+        return replace(found, candidates=tuple(with_refusal(one, why) for one in found.candidates))
 
     def ask(self, method: str, *, within_s: float = math.inf, **params: Any) -> Any:
         """A request to the broker: status, explain, reset, shutdown. Returns plain values. Raises Busy when there is no

@@ -141,7 +141,7 @@ def _try_backend(backend: str, served: Sequence[str], isolation: str, gpu: str) 
         where = "in this process" if is_here else f"in process {report.worker_pid}"
         where += f" on {call.device} ({gpu})" if gpu else ""
         detail = f"{report.kernel_id} answered {where}; isolation: {isolation}"
-        if isolation == "in_process" and not is_here:
+        if isolation == "in_process" and not is_here and not gpu:  # a GPU's calls of tools are of its worker
             detail += "".join(f"; {note}" for note in report.notes)
             return Check(name, False, detail, f"lz env probe {backend}, or backend_isolation: {backend}: auto")
         return Check(name, True, detail)

@@ -47,7 +47,7 @@ class TorchCuda:
         torch.set_grad_enabled(False)
         torch.cuda.init()
         self.torch = torch
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[tuple[int, int], Any] = {}  # by GPU: the default stream has one handle on all
 
     def view(self, block: Block) -> Any:
         """The block's memory as a tensor, without a copy."""
@@ -64,9 +64,11 @@ class TorchCuda:
 
     def on_stream(self, stream: int) -> AbstractContextManager[None]:
         """Inside, torch enqueues on this stream (a CUDA handle)."""
-        if stream not in self._streams:
-            self._streams[stream] = self.torch.cuda.ExternalStream(stream)
-        context: AbstractContextManager[None] = self.torch.cuda.stream(self._streams[stream])
+        device = self.torch.cuda.current_device()
+        found = self._streams.get((device, stream))
+        if found is None:
+            found = self._streams[device, stream] = self.torch.cuda.ExternalStream(stream, device=device)
+        context: AbstractContextManager[None] = self.torch.cuda.stream(found)
         return context
 
     def binds(self, builders: Mapping[str, Builder]) -> dict[str, Bind]:

@@ -91,6 +91,7 @@ class Rig:
             get=lambda backend, generation: peer if (backend, generation) == ("alpha", peer.generation) else None,
         )
         pages: Any = SimpleNamespace(
+            uuids=set,
             get=lambda client, gpu: SimpleNamespace(page=SimpleNamespace(lift_epoch=1 + self.bumps)),
             bump_lift_epochs=self.bump,
             last_lifted=lambda client: self.last,

@@ -75,6 +75,22 @@ def test_what_is_planned_anew_and_not_lifted_pays_for_both(engine: Engine) -> No
     assert any("is not lifted: 300 us more" in note for note in cudnn.notes)
 
 
+def test_change_of_processes_costs_what_was_measured(engine: Engine) -> None:
+    """The note says whence the figure is."""
+    spec = call(1, 700)
+    engine.note_staying("torch-cuda.attention.cudnn", engine.cell(engine.context(spec)))
+
+    def note() -> str:
+        cudnn = next(v for v in ranked(engine, spec) if v.kernel_id == "torch-cuda.attention.cudnn")
+        return next(note for note in cudnn.notes if "is not lifted" in note)
+
+    assert note().endswith(
+        "300 us more, in which the GPU changes to its worker and back (by default, not measured here)"
+    )
+    engine.note_switch(spec.device, 42.5)
+    assert note().endswith("85 us more, in which the GPU changes to its worker and back (measured on this GPU)")
+
+
 @pytest.mark.parametrize("spec", [call(700, 700), call(1, 700, has_mask=True)], ids=["prompt", "static cache"])
 def test_lengths_that_stay_have_no_such_price(engine: Engine, spec: CallSpec) -> None:
     first = ranked(engine, spec)[0]

@@ -26,6 +26,7 @@ from layerzero.client.gpu.lifting.background import Background
 from layerzero.client.gpu.lifting.compiled import compile_site, compiled_calls
 from layerzero.client.gpu.lifting.faults import Faults
 from layerzero.client.gpu.lifting.growth import Growth
+from layerzero.client.gpu.lifting.here import LOOK_S, RETRY_S, Here, HereSite
 from layerzero.client.gpu.lifting.keys import Key, addresses_of, key_of
 from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, relaxed
 from layerzero.client.gpu.lifting.prefetch import Prefetch
@@ -34,7 +35,7 @@ from layerzero.client.gpu.lifting.sites import Asked, Caller, Leave, Site
 from layerzero.client.gpu.results import layout_of
 from layerzero.client.gpu.session_view import Placed, SessionView
 from layerzero.ipc.cuda import abi
-from layerzero.ipc.cuda.streams import stream_key
+from layerzero.ipc.cuda.streams import PER_THREAD, stream_key
 from layerzero.ipc.errors import (
     BackendError,
     BrokerLost,
@@ -54,6 +55,7 @@ MAX_KNOWN = 4096
 PENDING_S = 0.05
 ALONE_S = 120.0  # so long a call waits for the proof of an imported kernel when no worker can serve it
 MAX_LATER_CALLS = 64  # until a call is asked for again that had too little evidence
+NO_LEAVE = "no leave yet: its environment is being probed, it has failed of late, or calls are sampled"
 LOAD_FAILED, NOT_LAUNCHED = "LOAD_FAILED", "NOT_LAUNCHED"  # beside LiftReason: found here
 
 
@@ -63,7 +65,7 @@ class Lifts:
 
     def __init__(self, session: SessionView, link: Link, calls: GpuCalls) -> None:
         self._session, self._calls = session, calls
-        self.known: dict[Key, Site | int] = {}
+        self.known: dict[Key, Site | HereSite | int] = {}
         self._asked: dict[Key, Asked] = {}
         self._rooms: dict[str, ScratchRooms] = {}
         self._lock = threading.Lock()
@@ -72,6 +74,7 @@ class Lifts:
         self._growth = Growth()
         self._prefetch = Prefetch(session.ask)
         self._faults = Faults(session.ask, lambda: link.forks == arena.forks and link.is_alive)
+        self._here = Here(session, self._faults, self._stop_here)
         self._learned: set[str] = set()  # kinds of arrays
         self._is_unknown = False  # to the broker
         self._is_closing = False
@@ -134,7 +137,7 @@ class Lifts:
         """There may be more evidence by now for a call that was not lifted."""
         self._ask_again(key, self.known.pop(key, None))
 
-    def renew(self, key: Key, site: Site) -> None:
+    def renew(self, key: Key, site: Site | HereSite) -> None:
         """What was allowed in an earlier epoch is allowed no longer."""
         if self.known.get(key) is site:
             self._ask_again(key, self.known.pop(key, None))
@@ -185,10 +188,10 @@ class Lifts:
         inputs = [0 if array is None else array.address for array in call.arrays]
         return self._launch(site, site.memory(inputs, call.address), call.stream, call.start_ns)
 
-    def _held(self, key: Key) -> Site | None:
+    def _held(self, key: Key) -> Site | HereSite | None:
         """The call that may be launched now."""
         site = self.known.get(key)
-        return site if isinstance(site, Site) and site.gpu.order.page.lift_epoch == site.epoch else None
+        return site if site and not isinstance(site, int) and site.gpu.order.page.lift_epoch == site.epoch else None
 
     def _begin(self, key: Key, call: Placed) -> None:
         plan, op = call.route.plan, OPS[call.request.op]
@@ -237,7 +240,9 @@ class Lifts:
         """In how many seconds to ask again; None: not of its own accord."""
         again_s = None
         try:
-            if not (self._is_closing or self._is_unknown):
+            if asked.is_probed is not None and not asked.is_probed() and not self._is_closing:
+                again_s = LOOK_S
+            elif not (self._is_closing or self._is_unknown):
                 again_s = self._ask_once(asked)
         finally:
             asked.is_waiting = again_s is not None
@@ -246,7 +251,7 @@ class Lifts:
     def _ask_once(self, asked: Asked) -> float | None:
         epoch = asked.gpu.order.page.lift_epoch  # what is answered may change before it is here
         try:
-            answer = self._session.ask("lift", route=asked.route.number, alignments=asked.alignments)
+            answer = self._question(asked, here=time.monotonic() >= asked.not_here_until_s)
         except InvalidArgument:  # a broker of an earlier version
             self._is_unknown = True
             return None
@@ -266,16 +271,30 @@ class Lifts:
             self._refuse(asked, f"{LOAD_FAILED}: {type(exc).__name__}: {exc}"[:500], epoch)
         return None
 
+    def _question(self, asked: Asked, *, here: bool) -> Mapping[str, Any]:
+        """`here`: whether its provider may be able to run it in this process."""
+        answer = self._session.ask("lift", route=asked.route.number, alignments=asked.alignments, here=here)
+        if here and answer["state"] != "here" and not answer.get("here"):
+            asked.route.stays_out = ""  # nobody wants it here
+        return answer  # type: ignore[no-any-return]
+
     def _take(self, asked: Asked, answer: Mapping[str, Any], asked_in: int) -> float | None:
         state, gpu = answer["state"], asked.gpu
         asked.is_alone = asked.is_alone or answer.get("alone") is True
         if state == "pending":
             return PENDING_S
         if state == "later":
+            if answer.get("here"):
+                asked.route.stays_out = f"{answer['backend']} does not run in this process: {NO_LEAVE}"
             self._remember(asked, asked.later_calls)
             asked.later_calls = min(2 * asked.later_calls, MAX_LATER_CALLS)
         elif state == "refused":
-            self._refuse(asked, f"{answer['reason']}: {answer['detail']}", asked_in)
+            why = f"{answer['reason']}: {answer['detail']}"
+            self._refuse(asked, "" if answer.get("here") else why, asked_in)
+            if answer.get("here"):
+                asked.route.stays_out = f"{answer['backend']} does not run in this process: {why}"
+        elif state == "here":
+            return self._take_here(asked, answer, asked_in)
         elif state == "ready":
             leave = Leave.of(answer)
             if gpu.order.page.lift_epoch != leave.epoch:
@@ -284,6 +303,34 @@ class Lifts:
         else:
             raise ValueError(f"the broker answers {state!r:.40}")
         return None
+
+    def _take_here(self, asked: Asked, answer: Mapping[str, Any], asked_in: int) -> float | None:
+        """Its provider may run it in this process; where that cannot, it may be lifted."""
+        asked.is_probed = None
+        site = self._here.site(asked, answer)
+        if isinstance(site, HereSite):
+            if asked.gpu.order.page.lift_epoch != site.epoch:
+                return PENDING_S
+            asked.route.not_lifted = asked.route.stays_out = ""
+            self._faults.watch(asked.gpu)
+            self._remember(asked, site)
+            return None
+        asked.route.stays_out = site.why
+        again_s = self._take(asked, self._question(asked, here=False), asked_in)
+        if site.is_final:
+            return again_s
+        asked.is_probed = partial(self._session.local.is_settled, str(answer["backend"]), asked.gpu.uuid)
+        return LOOK_S
+
+    def _stop_here(self, asked: Asked) -> None:
+        """Its provider has failed in this process."""
+        asked.not_here_until_s = time.monotonic() + RETRY_S
+        with self._lock:
+            self.known.pop(asked.key, None)
+            if asked.is_waiting:
+                return
+            asked.is_waiting = True
+        self._background.put(asked.gpu.memory.context.driver, partial(self._ask, asked), RETRY_S)
 
     def _hold(self, asked: Asked, loaded: LoadedLift, leave: Leave) -> None:
         """Launch these calls from now on, as long as the page has the epoch."""
@@ -316,7 +363,7 @@ class Lifts:
         asked.is_waiting = False
         return True
 
-    def _remember(self, asked: Asked, found: Site | int) -> None:
+    def _remember(self, asked: Asked, found: Site | HereSite | int) -> None:
         with self._lock:
             if self._asked.get(asked.key) is asked:
                 self.known[asked.key] = found
@@ -329,10 +376,19 @@ class Lifts:
 
     # --- launching, in Python. The GPU's context is current.
 
-    def _launch(self, site: Site, memory: Sequence[int], stream: int, start_ns: int) -> bool:
-        """False: nothing was enqueued, and the call goes the ordinary way."""
+    def _launch(self, site: Site | HereSite, memory: Sequence[int], stream: int, start_ns: int) -> bool:
+        """False: nothing of it is to be waited for, and the call goes the ordinary way."""
         if not site.may_lie(memory):
             return False
+        if isinstance(site, HereSite):
+            if stream == PER_THREAD:  # what a library keeps for a stream is one thread's
+                return False
+            is_captured = site.driver.is_capturing(stream)
+            if is_captured and not (site.is_graph_safe and site.runner.has_run):
+                return False
+            if not self._note(site, stream, is_captured=is_captured):
+                return False
+            return self._here.run(site, memory, stream, start_ns, is_captured=is_captured)
         (offsets, nbytes), rooms, key = site.loaded.scratch, site.rooms, stream_key(stream)
         is_captured, base, lent = site.driver.is_capturing(stream), 0, None
         try:
@@ -362,7 +418,7 @@ class Lifts:
         self._session.last.record = site.record(start_ns, time.perf_counter_ns())
         return True
 
-    def _note(self, site: Site, stream: int, *, is_captured: bool) -> bool:
+    def _note(self, site: Site | HereSite, stream: int, *, is_captured: bool) -> bool:
         """Whether it may be launched now. The page says so before it is."""
         gpu = site.gpu
         with gpu.lock:

@@ -84,6 +84,8 @@ class Asked:
     is_waiting: bool = False  # for the broker's answer, or to ask again
     is_alone: bool = False  # no worker can serve it: who calls waits for the answer
     later_calls: int = FIRST_LATER_CALLS  # until it is asked for again, if there is too little evidence by now
+    is_probed: Callable[[], bool] | None = None  # before that there is nothing to ask again
+    not_here_until_s: float = 0.0  # its provider has failed in this process
 
 
 @dataclass(eq=False, slots=True)
@@ -110,9 +112,9 @@ class Site:
             raise ProtocolError(f"a lifted {lifted.op} of other tensors than those of the call was given")
         if any(need and has % need for need, has in zip(lifted.alignments, asked.alignments, strict=True)):
             raise ProtocolError(f"{lifted.alignments} as alignments were given; the call has {asked.alignments}")
-        decision = _decision(asked.route, lifted, leave.backend)
+        decision = told_of(asked.route, lifted.kernel_id, leave.backend, 0, LIFTED, (False, False))
         site = cls(asked, loaded, leave.number, leave.epoch, rooms, decision, _note(asked, lifted))
-        site.sharings, site._aliases = _sharings(lifted, asked.has_out), lifted.aliases()
+        site.sharings, site._aliases = sharings_of(lifted.op, lifted.inputs, asked.has_out), lifted.aliases()
         site._offsets = layout_of(tuple(lifted.outputs)).offsets
         return site
 
@@ -142,12 +144,7 @@ class Site:
         lifted = self.loaded.lifted
         if any(need and at % need for at, need in zip(memory, lifted.alignments, strict=True)):
             return False
-        spans = [0 if spec is None else spec.span_bytes for spec in (*lifted.inputs, *lifted.outputs)]
-        for one, other, is_same_only in self.sharings:
-            at, its = memory[one], memory[other]
-            if at == its if is_same_only else at < its + spans[other] and its < at + spans[one]:
-                return False
-        return True
+        return may_share(self.sharings, (*lifted.inputs, *lifted.outputs), memory)
 
     def launch(self, memory: Sequence[int], scratch: Sequence[int], stream: int) -> None:
         """Raises CudaError. Needs the GPU's context to be current."""
@@ -159,37 +156,41 @@ class Site:
         return (self.asked.route.plan, (), start_ns, end_ns, 0, (), self.decision, (), self.note)
 
 
-def _sharings(lifted: Lifted, has_out: bool) -> tuple[Sharing, ...]:
-    op, count = OPS[lifted.op], len(lifted.inputs)
-    given = [n for n, spec in enumerate(lifted.inputs) if spec is not None and spec.span_bytes]
+def sharings_of(name: str, inputs: Sequence[TensorSpec | None], has_out: bool) -> tuple[Sharing, ...]:
+    """Of a call of the op with this name; `has_out`: the caller says where its result goes."""
+    op, count = OPS[name], len(inputs)
+    given = [n for n, spec in enumerate(inputs) if spec is not None and spec.span_bytes]
     if op.in_place:
         written = [op.inputs.index(name) for name in op.in_place]
         return tuple(Sharing(at, n, n in written) for at in written for n in given if n != at and at in given)
     return tuple(Sharing(count, n, False) for n in given) if has_out else ()
 
 
-def _decision(route: Route, lifted: Lifted, backend: str) -> messages.Decision:
-    """With what was said of the route's other kernels, if anything was."""
+def may_share(sharings: Sequence[Sharing], specs: Sequence[TensorSpec | None], memory: Sequence[int]) -> bool:
+    """Whether tensors at these addresses share no memory that they must not share."""
+    spans = [0 if spec is None else spec.span_bytes for spec in specs]
+    for one, other, is_same_only in sharings:
+        at, its = memory[one], memory[other]
+        if at == its if is_same_only else at < its + spans[other] and its < at + spans[one]:
+            return False
+    return True
+
+
+def told_of(
+    route: Route, kernel_id: str, backend: str, pid: int, lane: str, copies: tuple[bool, bool]
+) -> messages.Decision:
+    """What serves a route's calls in this process, with what was said of its other kernels, if anything was. `copies`:
+    whether the kernel copies inputs and outputs."""
     told = list(route.decisions.values())[-1:]
-    if told:
-        return replace(
-            told[0],
-            kernel_id=lifted.kernel_id,
-            backend=backend,
-            worker_pid=0,
-            copies_inputs=False,
-            copies_outputs=False,
-            lane=LIFTED,
-        )
-    return messages.Decision(
-        kernel_id=lifted.kernel_id,
-        backend=backend,
-        worker_pid=0,
-        copies_inputs=False,
-        copies_outputs=False,
-        candidates=[],
-        lane=LIFTED,
-    )
+    facts: dict[str, Any] = {
+        "kernel_id": kernel_id,
+        "backend": backend,
+        "worker_pid": pid,
+        "copies_inputs": copies[0],
+        "copies_outputs": copies[1],
+        "lane": lane,
+    }
+    return replace(told[0], **facts) if told else messages.Decision(**facts, candidates=[])
 
 
 def _note(asked: Asked, lifted: Lifted) -> str:
@@ -197,6 +198,7 @@ def _note(asked: Asked, lifted: Lifted) -> str:
     first, *more = [_short(step.name) for step in lifted.steps if hasattr(step, "name")] or [""]
     names = f"{first} and {counted(len(more), 'more kernel')}" if more else first
     path = f"; calls are made by the Python alone: {why_not}" if why_not else ""
+    path += f"; {asked.route.stays_out}" if asked.route.stays_out else ""
     kernels = f" ({names})" if names else ""
     return (
         f"lifted: {lifted.kernel_id} of {versions or 'an unknown version'}{kernels} ran in this process, on its own "
