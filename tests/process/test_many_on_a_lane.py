@@ -202,6 +202,24 @@ def test_a_call_that_takes_too_long_costs_its_worker_and_not_those_behind_it(new
     assert gone["pid"] == pid
 
 
+def test_a_call_that_waited_for_long_has_its_own_time_when_it_has_begun(new_site: Callable[..., Site]) -> None:
+    """It is claimed when its time on the lane is all but over: its worker is not killed for that."""
+    site = settled_site(new_site, timeout_s=4)
+    pid, inputs, futures = paused(2)
+    more = submitted(1, bad(PAUSE, "alpha"))[1]  # put some moments later
+    with pytest.raises(TimeoutError):
+        futures[1].result(timeout=3.7)
+    os.kill(pid, signal.SIGCONT)
+    futures[0].result()
+    check(inputs[1:], futures[1:])
+    wait_until(lambda: is_paused(pid))
+    with pytest.raises(TimeoutError):
+        more[0].result(timeout=1)
+    os.kill(pid, signal.SIGCONT)
+    more[0].result()
+    assert site.events("worker.exited") == []
+
+
 # --- one call gives up
 
 

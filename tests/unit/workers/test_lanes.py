@@ -144,3 +144,25 @@ def test_who_rings_for_what_it_has_not_put_is_not_listened_to(table: Table, numb
     assert lanes.watch() is None
     assert not lanes.are_doorbells([(one.doorbell, select.POLLIN)])
     assert list(lanes.claimed([(one.doorbell, select.POLLIN)])) == []
+
+
+def test_full_lanes_take_turns() -> None:
+    """One call of each, however many one of them has."""
+    lanes, ends = Lanes(select.poll()), []
+    for number in (1, 2):
+        page, doorbell = create_memfd("page", lane.PAGE_BYTES), lane.create_doorbell(counts=True)
+        ringing, hearing = lane.create_answer_bell()
+        client = lane.Page(page)
+        lanes.open(number, number, [page, doorbell, ringing.detach()])
+        for call in range(1, 4 * number):
+            client.put_call(call, 7, b"")
+        lane.ring(doorbell, 4 * number - 1)
+        ends.append((client, hearing))
+    events = [(one.doorbell, select.POLLIN) for one in lanes._lanes.values()]
+    rounds = [[(one.number, claimed[0]) for one, claimed in lanes.claimed(events)] for _ in range(5)]
+    assert rounds == [[(1, 1), (2, 1)], [(1, 2), (2, 2)], [(1, 3), (2, 3)], [(2, 4)], [(2, 5)]]
+    for number in (1, 2):
+        lanes.close(number)
+    for client, hearing in ends:
+        client.close()
+        hearing.close()

@@ -67,13 +67,16 @@ class Lost(NamedTuple):
 
 
 class Receipt(Protocol):
-    """A call that is on a lane: its number, until when it may take, and how it ended: (status, kernel ns, what the
-    worker says), None while it has not. No status that there is: the end makes no sense."""
+    """A call that is on a lane: its number, until when it may take on the monotonic clock, whether others were before
+    it when it was put, and how it ended: (status, kernel ns, what the worker says), None while it has not. A status
+    that is none: the end makes no sense."""
 
     @property
     def call(self) -> int: ...
     @property
     def due_ns(self) -> int: ...
+    @property
+    def is_behind(self) -> bool: ...
     def end(self) -> tuple[int, int, bytes] | None: ...
 
 
@@ -167,7 +170,7 @@ class Lane:
     def resume(
         self, receipt: Receipt, lease: Lease, timeout_s: float, expected_ns: int = 0
     ) -> Ran | Lost | LayerZeroError | None:
-        """What `run` returns of a call that is on the lane."""
+        """What `run` returns of a call that is on the lane. `timeout_s`: how long it may take once it has begun."""
         try:
             return self._wait(receipt, lease.route, timeout_s, expected_ns)
         except BaseException:  # an interrupt, most of all
@@ -187,7 +190,8 @@ class Lane:
     def _wait(
         self, receipt: Receipt, route: int, timeout_s: float, expected_ns: int
     ) -> Ran | Lost | LayerZeroError | None:
-        due_s, is_reported, left_s = time.monotonic() + timeout_s, False, timeout_s
+        due_s, is_reported, is_behind = receipt.due_ns / 1e9, False, receipt.is_behind
+        left_s = due_s - time.monotonic()
         while True:
             if self._link.lost is None and not self.is_closed:
                 self._wait_for(receipt, left_s, expected_ns)
@@ -204,6 +208,9 @@ class Lane:
                 continue
             if not is_spoilt and self._withdraw(receipt):  # other calls come first: at the broker that is no fault
                 return None
+            if is_behind and not is_spoilt:  # it has begun, nobody knows when
+                is_behind, left_s, due_s = False, timeout_s, time.monotonic() + timeout_s
+                continue
             # Memory that was lent to a worker whose end makes no sense is not given to anyone before it is dead.
             if is_reported:
                 self._link.check_alive()
@@ -234,6 +241,7 @@ class _Receipt:
     call: int
     due_ns: int
     hold: Any
+    is_behind: bool = False
     ended: tuple[int, int, bytes] | None = None
 
     def end(self) -> tuple[int, int, bytes] | None:

@@ -16,6 +16,7 @@ typedef struct {
     ReceiptFields its;
     uint64_t call, due_ns, status, kernel_ns;
     int has_ended; /* and that was read, so that its place is free */
+    char is_behind; /* others were before it when it was put */
 } Receipt;
 enum { RECEIPT_FIELDS = sizeof(ReceiptFields) / sizeof(PyObject *) };
 
@@ -105,6 +106,7 @@ static int put(Line *line, Receipt *receipt, uint64_t plan, const char *body, ui
         Py_INCREF((PyObject *)line);
         Py_INCREF((PyObject *)receipt);
         receipt->its.line = (PyObject *)line, receipt->call = line->calls = call, receipt->due_ns = now_ns() + timeout_ns;
+        receipt->is_behind = load64(page + DONE) + 1 < call;
         *place = receipt;
         memcpy((char *)at + REFS_AT, body, nbytes);
         store64(at + PLAN, plan);
@@ -198,6 +200,7 @@ static PyMemberDef receipt_members[] = {
     {"key", T_OBJECT, offsetof(Receipt, its) + offsetof(ReceiptFields, key), READONLY, NULL},
     {"call", T_ULONGLONG, offsetof(Receipt, call), READONLY, NULL},
     {"due_ns", T_ULONGLONG, offsetof(Receipt, due_ns), READONLY, NULL},
+    {"is_behind", T_BOOL, offsetof(Receipt, is_behind), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 LIFE(Receipt, RECEIPT_FIELDS)

@@ -26,6 +26,7 @@ class Receipt:
     key: bytes | None
     call: int
     due_ns: int
+    is_behind: bool
     def end(self) -> tuple[int, int, bytes] | None: ...
 
 class Line:

@@ -108,8 +108,9 @@ static uint64_t wanted_call(Bells *bells, uint64_t call, uint64_t others) {
     uint64_t page = bells->page, last = load64(page + CALL), done = load64(page + DONE);
     if (others) return others < call ? others : call;
     if (last <= call || last - call > DEPTH || !done) return call;
-    uint64_t each_ns = load64(place_of(page, done) + KERNEL_NS) + BESIDE_NS, ahead = (last - call) / 2;
-    return call + (ahead < TOGETHER_NS / each_ns ? ahead : TOGETHER_NS / each_ns);
+    uint64_t kernel_ns = load64(place_of(page, done) + KERNEL_NS), ahead = (last - call) / 2;
+    uint64_t together = kernel_ns < TOGETHER_NS ? TOGETHER_NS / (kernel_ns + BESIDE_NS) : 0;
+    return call + (ahead < together ? ahead : together);
 }
 
 /* Until the call is over, or somebody else must look what became of it: who is interrupted, hung up on or out of time. While

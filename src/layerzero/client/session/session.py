@@ -222,7 +222,7 @@ class Session:
     def _look(self, receipt: Any) -> Any:
         """What became of a call on a lane: as `take`."""
         lane, lease = receipt.site.lane, receipt.site.lease
-        end = lane.resume(receipt, lease, max(receipt.due_ns - time.monotonic_ns(), 0) / 1e9)
+        end = lane.resume(receipt, lease, lane.default_s)
         if isinstance(end, Ran):
             return self.repeats.take(receipt, 0.0)
         self.repeats.leave(receipt.key)

@@ -105,7 +105,7 @@ def test_a_call_that_its_caller_gave_up_keeps_its_place(ends: tuple[Lane, Worker
     ours, worker = ends
     worker.hang_up_next()
     with pytest.raises(BrokerLost):
-        ours.run(LEASE, b"first", 60.0, None)
+        ours.run(LEASE, b"first", 0.05, None)
     assert worker.page.get_call(1) == (7, b"first")
     os.read(worker.hang_up, 1)
     assert ours.run(LEASE, b"second", 0.0, None) is None
@@ -116,7 +116,7 @@ def test_a_call_that_its_caller_gave_up_keeps_its_place(ends: tuple[Lane, Worker
         worker.end(call, lane.DECLINED)
     worker.hang_up_next()
     with pytest.raises(BrokerLost):
-        ours.run(LEASE, b"third", 60.0, None)
+        ours.run(LEASE, b"third", 0.05, None)
     assert worker.page.get_call(worker.page.calls) == (7, b"third")
 
 
@@ -287,3 +287,13 @@ def test_a_wait_ends_with_the_lane(full: Full) -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert ours.line.put(7, b"", None, 1) is None
+
+
+@pytest.mark.parametrize("kernel_ns", [0, (1 << 64) - 4000, (1 << 64) - 1])
+def test_a_worker_may_name_any_time_for_a_call(full: Full, kernel_ns: int) -> None:
+    """From it the client reckons how many ends it can wait for at once."""
+    _, worker, made, receipts = full
+    worker.page.put_end(1, lane.OK, 7, kernel_ns)
+    made.wait(receipts[1], 0.01, 0)  # type: ignore[misc]
+    assert receipts[1].end() is None
+    assert receipts[0].end() == (lane.OK, kernel_ns, b"")
