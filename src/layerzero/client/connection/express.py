@@ -71,12 +71,10 @@ class Receipt(Protocol):
     it when it was put, and how it ended: (status, kernel ns, what the worker says), None while it has not. A status
     that is none: the end makes no sense."""
 
-    @property
-    def call(self) -> int: ...
-    @property
-    def due_ns(self) -> int: ...
-    @property
-    def is_behind(self) -> bool: ...
+    call: int
+    due_ns: int
+    is_behind: bool
+
     def end(self) -> tuple[int, int, bytes] | None: ...
 
 
@@ -182,6 +180,14 @@ class Lane:
         assert self.line is not None
         return self.line.withdraw(receipt)
 
+    def gives_time(self, receipt: Receipt, timeout_s: float) -> bool:
+        """Whether a call whose time on the lane is up, and that was behind others, has time of its own from now on: the
+        worker has begun with it, nobody knows when."""
+        if not receipt.is_behind or self._withdraw(receipt):
+            return False
+        receipt.is_behind, receipt.due_ns = False, time.monotonic_ns() + int(1e9 * timeout_s)
+        return True
+
     def is_under_way(self, receipt: Receipt) -> bool:
         """Whether nothing has happened that `resume` would have to look at."""
         has_ended = receipt.end() is not None or self.page.is_ended
@@ -190,7 +196,7 @@ class Lane:
     def _wait(
         self, receipt: Receipt, route: int, timeout_s: float, expected_ns: int
     ) -> Ran | Lost | LayerZeroError | None:
-        due_s, is_reported, is_behind = receipt.due_ns / 1e9, False, receipt.is_behind
+        due_s, is_reported = receipt.due_ns / 1e9, False
         left_s = due_s - time.monotonic()
         while True:
             if self._link.lost is None and not self.is_closed:
@@ -208,8 +214,8 @@ class Lane:
                 continue
             if not is_spoilt and self._withdraw(receipt):  # other calls come first: at the broker that is no fault
                 return None
-            if is_behind and not is_spoilt:  # it has begun, nobody knows when
-                is_behind, left_s, due_s = False, timeout_s, time.monotonic() + timeout_s
+            if not is_spoilt and self.gives_time(receipt, timeout_s):
+                due_s, left_s = receipt.due_ns / 1e9, timeout_s
                 continue
             # Memory that was lent to a worker whose end makes no sense is not given to anyone before it is dead.
             if is_reported:

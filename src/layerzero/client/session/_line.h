@@ -199,8 +199,8 @@ static PyMemberDef receipt_members[] = {
     {"start_ns", T_OBJECT, offsetof(Receipt, its) + offsetof(ReceiptFields, start_ns), READONLY, NULL},
     {"key", T_OBJECT, offsetof(Receipt, its) + offsetof(ReceiptFields, key), READONLY, NULL},
     {"call", T_ULONGLONG, offsetof(Receipt, call), READONLY, NULL},
-    {"due_ns", T_ULONGLONG, offsetof(Receipt, due_ns), READONLY, NULL},
-    {"is_behind", T_BOOL, offsetof(Receipt, is_behind), READONLY, NULL},
+    {"due_ns", T_ULONGLONG, offsetof(Receipt, due_ns), 0, NULL},
+    {"is_behind", T_BOOL, offsetof(Receipt, is_behind), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 LIFE(Receipt, RECEIPT_FIELDS)

@@ -208,7 +208,8 @@ class Session:
             if result is not MISS:
                 return result
             now_s = time.monotonic()
-            if not lane.is_under_way(receipt) or 1e9 * now_s >= receipt.due_ns:
+            is_late = 1e9 * now_s >= receipt.due_ns
+            if not lane.is_under_way(receipt) or (is_late and not lane.gives_time(receipt, lane.default_s)):
                 return self._look(receipt)
             if now_s >= until_s:
                 return MISS
