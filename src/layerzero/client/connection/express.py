@@ -265,7 +265,7 @@ class _Line:
 
     def __init__(self, page: lane.Page, doorbell: int, answer: int) -> None:
         self._page, self._doorbell, self._answer = page, doorbell, socket.socket(fileno=answer)
-        self._turn = threading.Lock()
+        self._turn, self._hears = threading.Lock(), threading.Lock()
         self._calls = 0
         self._open: _Receipt | None = None
         self.poll = select.poll()
@@ -298,6 +298,10 @@ class _Line:
 
     def wait(self, receipt: Any, left_s: float, _: int) -> None:
         due_s, answer = time.monotonic() + left_s, self._answer.fileno()
+        with self._hears:  # whoever had it before is leaving: its call has ended
+            self._hear(receipt, due_s, answer)
+
+    def _hear(self, receipt: _Receipt, due_s: float, answer: int) -> None:
         while receipt.end() is None and not self._page.is_ended:
             left_s = due_s - time.monotonic()
             if left_s <= 0 or any(fd != answer for fd, _ in self.poll.poll(1e3 * left_s)):

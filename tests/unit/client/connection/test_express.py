@@ -297,3 +297,26 @@ def test_a_worker_may_name_any_time_for_a_call(full: Full, kernel_ns: int) -> No
     made.wait(receipts[1], 0.01, 0)  # type: ignore[misc]
     assert receipts[1].end() is None
     assert receipts[0].end() == (lane.OK, kernel_ns, b"")
+
+
+def test_without_c_threads_take_turns_on_a_lane() -> None:
+    """The next one may put its call while the one before is about to hear that its own has ended."""
+    worker = Worker()
+    ours = Lane(worker, 1)  # type: ignore[arg-type]
+    found: list[object] = []
+
+    def ride() -> None:
+        for _ in range(200):
+            found.append(ours.run(LEASE, b"", 60.0, None))
+
+    threads = [threading.Thread(target=ride) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if lane.take(worker.doorbell):
+            worker.end_if_awaited(worker.page.done + 1)
+    assert len(found) == 800
+    assert {type(one) for one in found} <= {Ran, type(None)}
+    assert sum(isinstance(one, Ran) for one in found) == worker.page.done
+    ours.close()
+    worker.close()
