@@ -74,6 +74,7 @@ static void Line_dealloc(Line *self) {
 static int read_end(Receipt *receipt) {
     if (receipt->has_ended) return 1;
     Line *line = (Line *)receipt->its.line;
+    if (!line) return 0; /* it is being collected */
     uint64_t page = line->bells.page, at = place_of(page, receipt->call), found = load64(at + END_AT);
     if (found < receipt->call && load64(page + DONE) < receipt->call) return 0;
     if (found != receipt->call && load64(at + END_AT) != receipt->call) return -1; /* else it was written just now */

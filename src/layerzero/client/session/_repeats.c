@@ -338,7 +338,7 @@ static void wait_long(Repeats *self, Receipt *receipt, Watch *watch, uint64_t ri
     if (spin_ns && expected_ns > EARLY_NS + LEAST_SLEEP_NS) sleep_before(&line->bells, expected_ns);
     seen_ns = wait_for(&line->bells, receipt->call, spin_ns, due);
     Py_END_ALLOW_THREADS
-    if (spin_ns) note_watch(watch, seen_ns);
+    if (spin_ns && seen_ns != NOT_WATCHED) note_watch(watch, seen_ns);
 }
 
 /* What the caller gets, and what its report will be made of. */

@@ -20,7 +20,7 @@ enum { HEAD_BYTES = 4096, PLACE_BYTES = 3200, NUMBER = 0, PLAN = 8, CALL_BYTES =
 enum { STATUS = END_AT + 8, KERNEL_NS = END_AT + 16, WORD_BYTES = END_AT + 24, SAID_AT = END_AT + 128 };
 enum { MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0, DECLINED = 2, DEPTH = 64 };
 enum { LOOKS = 64, MAX_MISSED = 63 };
-static const uint64_t LOOK_AGAIN_NS = 1000000, LONG_NS = 1000000000, MARGIN = 4, SLACK_NS = 20000, NO_PLAN = UINT64_MAX;
+static const uint64_t LOOK_AGAIN_NS = 1000000, LONG_NS = 1000000000, MARGIN = 4, SLACK_NS = 20000, NO_PLAN = UINT64_MAX, NOT_WATCHED = UINT64_MAX;
 static const uint64_t EARLY_NS = 120000, LEAST_SLEEP_NS = 30000; /* sleeping takes longer than asked */
 static const uint64_t TOGETHER_NS = 100000, BESIDE_NS = 4000; /* so long may an end wait for later ones to be told with it; of each call */
 
@@ -158,7 +158,7 @@ static void resign(Bells *bells) {
     pthread_mutex_unlock(&bells->lock);
 }
 
-/* As `lead`, with others. `spin_ns`: only who leads watches. */
+/* As `lead`, with others; NOT_WATCHED for who did not lead from the start: only such a one watches, for `spin_ns`. */
 static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
     Waiter me = {NULL, call, SLEEPS};
     uint64_t now = now_ns(), slice = LOOK_AGAIN_NS, waits;
@@ -188,12 +188,12 @@ static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t
                 break;
             }
         pthread_mutex_unlock(&bells->lock);
-        if (me.word != LEAD) return 0;
+        if (me.word != LEAD) return NOT_WATCHED;
         spin_ns = 0;
     }
     uint64_t seen_ns = lead(bells, call, spin_ns, due);
     resign(bells);
-    return seen_ns;
+    return leads ? seen_ns : NOT_WATCHED;
 }
 
 /* Before a call is waited for that is expected to take so long. Nobody rings, nor needs to, unless the other side hangs up. */
