@@ -9,7 +9,10 @@ setup(
         Extension(
             f"layerzero.client.{folder}.{name}",
             [f"{CLIENT}/{folder}/{name}.c"],
-            depends=[f"{CLIENT}/gpu/_call_key.h", f"{CLIENT}/session/_blocks.h", f"{CLIENT}/session/_waiting.h"],
+            depends=[
+                f"{CLIENT}/gpu/_call_key.h",
+                *(f"{CLIENT}/session/_{part}.h" for part in ("blocks", "line", "waiting")),
+            ],
             py_limited_api=True,
             optional=True,  # without a C compiler the same steps run in Python, and reports say so
         )

@@ -1,10 +1,12 @@
 """What a dispatch costs, beside its floor and a peer measured in the same run. Writes results/dispatch.md.
 
-    python bench/dispatch.py [--quick] [--repeats]
+    python bench/dispatch.py [--quick] [--repeats] [--many]
 
 With `--repeats` the rows of repeated small calls alone, nothing saved: a median of each of many short rounds, in turns
 with two processes of Python that ring each other by eventfds; the least of these medians and the middle one, since
 other processes make rounds longer, never shorter.
+
+With `--many` the rows of many calls at once alone, nothing saved.
 
 Floors: three Python processes that echo over pyzmq and do nothing else; the same op in process, in the backend's own
 environment, on as many threads. Peer: multiprocessing.Pipe, which copies. Rounds alternate between ours and the floor;
@@ -128,10 +130,14 @@ def echo_rate(sock: zmq.Socket[bytes], count: int) -> float:
 
 
 def null_rate(count: int) -> float:
+    return submit_rate(count, lz.null)
+
+
+def submit_rate(count: int, op: Callable[..., Any], *args: Any) -> float:
     futures: deque[Any] = deque()
     start = time.perf_counter()
     for _ in range(count):
-        futures.append(lz.submit(lz.null))
+        futures.append(lz.submit(op, *args))
         if len(futures) >= IN_FLIGHT:
             futures.popleft().result()
     while futures:
@@ -412,6 +418,83 @@ def all_repeated_rows(quick: bool) -> Iterator[Row]:
         yield from repeated_rows(rounds, "both may look before they sleep", (0, 4, 25))
 
 
+# --- many calls at once, beside a bare stack with as many in flight
+
+THREADS = 8
+
+
+def thread_rate(count: int, threads: int, call: Callable[[], Any]) -> float:
+    """Calls a second of so many threads together, each of which waits for its own."""
+    ready = threading.Barrier(threads + 1)
+
+    def work() -> None:
+        call()
+        ready.wait()
+        for _ in range(count // threads):
+            call()
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for one in workers:
+        one.start()
+    ready.wait()
+    start = time.perf_counter()
+    for one in workers:
+        one.join()
+    return count / (time.perf_counter() - start)
+
+
+def many_rows(quick: bool, how: str) -> Iterator[Row]:
+    """Rounds in turns; a ratio is the middle one of the rounds' ratios."""
+    rounds, count = (5, 4000) if quick else (15, 12_000)
+    x = np.linspace(-3, 3, 4, dtype=np.float32)
+
+    def silu() -> None:
+        lz.silu(x, backend="torch")
+
+    with tempfile.TemporaryDirectory(prefix="lz-bench-") as folder, echo_stack(Path(folder)) as sock:
+        for call in (lz.null, silu):
+            p50_us(call, 200)
+        wait_quiet()
+        for call in (lz.null, silu):
+            p50_us(call, 200)
+        assert lz.last_report().path == "express"
+        rows = [
+            (
+                echo_rate(sock, count),
+                submit_rate(count, lz.null),
+                submit_rate(count, "silu", x),
+                *(thread_rate(count, threads, call) for call in (lz.null, silu) for threads in (1, THREADS)),
+            )
+            for _ in range(rounds)
+        ]
+    middle = [statistics.median(column) for column in zip(*rows, strict=True)]
+    for name, at, limit in (("null op", 1, 4), ("silu of 4 floats", 2, 0)):
+        ratio = statistics.median(row[at] / row[0] for row in rows)
+        yield Row(
+            f"{name}, {IN_FLIGHT} in flight by lz.submit, {how}, rate",
+            f"{middle[at]:,.0f} /s",
+            f"{middle[0]:,.0f} /s",
+            "",
+            f"{ratio:.2f} (at least {limit}: {verdict(ratio >= limit)})" if limit else f"{ratio:.2f}",
+        )
+    for name, at in (("null op", 3), ("silu of 4 floats", 5)):
+        ratio = statistics.median(row[at + 1] / row[at] for row in rows)
+        yield Row(
+            f"{name}, {THREADS} threads; one has {middle[at]:,.0f} /s; {how}, rate",
+            f"{middle[at + 1]:,.0f} /s",
+            f"{middle[0]:,.0f} /s",
+            "",
+            f"{ratio:.2f} of one thread (at least 1.5: {verdict(ratio >= 1.5)})",
+        )
+
+
+def all_many_rows(quick: bool) -> Iterator[Row]:
+    with own_broker():
+        yield from many_rows(quick, "both may look")
+    with own_broker(LAYERZERO_SPIN_US="0"):
+        yield from many_rows(quick, "both sides sleep")
+
+
 # --- the run
 
 
@@ -484,6 +567,7 @@ def measure(quick: bool) -> tuple[list[Row], dict[str, Any]]:
     with own_broker():
         rows.append(express_row(quick))
     rows.extend(all_repeated_rows(quick))
+    rows.extend(all_many_rows(quick))
     rounds = 3 if quick else 15
     with own_broker(OMP_NUM_THREADS="1"):
         rows.extend(large_rows(rounds, "1 thread"))
@@ -503,9 +587,13 @@ HEADINGS = ("figure", "LayerZero", "floor", "multiprocessing.Pipe", "ratio to fl
 def main() -> None:
     made = parser(__doc__, "a tenth of the calls")
     made.add_argument("--repeats", action="store_true", help="repeated small calls alone, nothing saved")
+    made.add_argument("--many", action="store_true", help="many calls at once alone, nothing saved")
     args = made.parse_args()
     if args.repeats:
         finish("dispatch", "Repeated small calls", {}, HEADINGS, list(all_repeated_rows(args.quick)), is_quick=True)
+        return
+    if args.many:
+        finish("dispatch", "Many calls at once", {}, HEADINGS, list(all_many_rows(args.quick)), is_quick=True)
         return
     rows, versions = measure(args.quick)
     finish("dispatch", "Cost of a dispatch", versions, HEADINGS, rows, is_quick=args.quick)

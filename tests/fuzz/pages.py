@@ -21,13 +21,13 @@ from layerzero.ipc.vocabulary.worker_codes import lane_of
 TYPED = (ProtocolError,)
 _LANE, _RING, _ORDER, _CONTROL = range(4)
 _WORDS = {  # places in which there is something
-    _LANE: (0, 8, 128, 136, 144, 256, 2048, 2056, 2064, 2072, 2080, 2176),
+    _LANE: (0, 8, 128, 136, 256, 264, 4096, 4104, 4112, 4224, 5248, 5256, 5264, 5272, 5280, 5376, 4096 + 63 * 3200),
     _RING: (0, 8, 128, 256, 264, 384, 392, 400, 4096, 8192, 8192 + 512, 8192 + 511 * 512),
     _ORDER: (0, 128, 256, 512, 1024, 64 * 512 - 256, 64 * 512, 64 * 512 + 4 * 4095, 64 * 512 + 4 * 4096, 65_536),
     _CONTROL: (0, 8),
 }
 _SIZES = {
-    _LANE: memory.PAGE_BYTES,
+    _LANE: lane.PAGE_BYTES,
     _RING: ring_words.PAGE_BYTES,
     _ORDER: timeline_words.PAGE_BYTES,
     _CONTROL: memory.PAGE_BYTES,
@@ -69,8 +69,9 @@ def _read_lane(fd: int, call: int) -> None:
     ends.add(1, [os.dup(fd)])  # owns it from here on
     try:
         page = lane.Page(fd)
-        _, _, refs = page.get_call()
-        assert len(refs) <= lane.MAX_CALL_BYTES
+        found = page.get_call(call)
+        assert found is None or len(found[1]) <= lane.MAX_CALL_BYTES
+        page.step_of(call)
         leases = Leases()
         for seen in ends.seen():
             assert leases.lanes.get(seen.lane) is None

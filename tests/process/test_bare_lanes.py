@@ -40,7 +40,7 @@ class Bare:
         self.lease: messages.Lease | None = None
         for _ in range(3):
             assert self.execute() == wire.Kind.DONE
-        self.fd = memory.create_memfd("page", memory.PAGE_BYTES)
+        self.fd = memory.create_memfd("page", lane.PAGE_BYTES)
         self.page, self.bells = lane.Page(self.fd), [-1, -1]
 
     def execute(self, flags: int = 0, aux: int = 0) -> int:
@@ -197,14 +197,47 @@ def test_a_worker_is_not_held_up_by_a_doorbell_that_is_silent_again(bare: Bare) 
     assert bare.lease is not None
     bare.open(bare.lease.lane)
     assert bare.ride(1, bare.lease.plan) == lane.OK
-    spoil(bare)
+    for bell in bare.bells:
+        os.set_blocking(bell, True)
+    call = 2
     for step in range(2000):
+        bare.page.put_call(call, bare.lease.plan, REFS)
         lane.ring(bare.bells[0])
         end_ns = time.perf_counter_ns() + step % 100 * 500  # as long as a worker may take to wake up
         while time.perf_counter_ns() < end_ns:
             pass
-        lane.take(bare.bells[0])
+        call += not lane.take(bare.bells[0])  # the worker has it
         lz.silu(X, backend="alpha")
+
+
+def test_a_worker_does_not_listen_to_who_rings_for_nothing(bare: Bare) -> None:
+    """It would be awake for as long as there are rings to take, and more than 2**63 are there."""
+    assert bare.lease is not None
+    bare.open(bare.lease.lane)
+    assert bare.ride(1, bare.lease.plan) == lane.OK
+    spoil(bare)
+    bare.page.put_call(3, bare.lease.plan, REFS)  # not the next one
+    for _ in range(100):
+        lz.silu(X, backend="alpha")
+    assert bare.page.done == 1
+
+
+def test_many_calls_on_a_lane_end_in_order_and_beside_others(bare: Bare) -> None:
+    """As many as the page has places, rung for at once; one of them was withdrawn, others are no calls."""
+    assert bare.lease is not None
+    bare.open(bare.lease.lane)
+    foreign = wire.pack_refs([wire.Ref(1, 0, 0, 16), wire.Ref(2, 0, 64, 16)])
+    for call in range(1, lane.DEPTH + 1):
+        bare.page.put_call(call, bare.lease.plan, foreign if call == 7 else REFS)
+    bare.page.withdraw(5)
+    lane.ring(bare.bells[0], lane.DEPTH)
+    lz.silu(X, backend="alpha")
+    wait_until(lambda: bare.page.done == lane.DEPTH)
+    found = [bare.page.get_end(call) for call in range(1, lane.DEPTH + 1)]
+    statuses = [end[0] for end in found if end is not None]
+    assert len(statuses) == lane.DEPTH
+    assert [call for call, status in enumerate(statuses, 1) if status == lane.DECLINED] == [5, 7]
+    assert not lane.take(bare.bells[0])
 
 
 def test_a_broker_is_not_held_up_by_bells_that_nobody_hears(connected: Site, bare: Bare) -> None:

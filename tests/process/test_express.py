@@ -322,7 +322,7 @@ def test_the_brokers_death_ends_a_call_on_a_lane(new_site: Callable[..., Site], 
 
 def _in_lane_call(site: Site) -> bool:
     """The session's lane has a call that nobody waits to claim."""
-    return any(lane.calls > lane.page.done for lane in list(lz.session().lanes.by_number.values()))
+    return any(lane.page.calls > lane.page.done for lane in list(lz.session().lanes.by_number.values()))
 
 
 @BY_BOTH

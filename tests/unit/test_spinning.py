@@ -12,7 +12,7 @@ import pytest
 from layerzero.ipc import spinning
 from layerzero.ipc.errors import ConfigError
 from layerzero.ipc.shm import lane
-from layerzero.ipc.shm.memory import PAGE_BYTES, create_memfd
+from layerzero.ipc.shm.memory import create_memfd
 
 
 def test_the_limit_is_a_number_of_microseconds() -> None:
@@ -66,13 +66,13 @@ def test_with_a_limit_of_nothing_nobody_looks() -> None:
 
 
 def test_a_call_that_comes_is_seen_without_a_ring() -> None:
-    fd = create_memfd("page", PAGE_BYTES)
+    fd = create_memfd("page", lane.PAGE_BYTES)
     ours, theirs = lane.Page(fd), lane.Page(fd)
-    assert ours.await_call(0, 1000) is None
+    assert ours.await_call(1, 1000) is None
     thread = threading.Thread(target=theirs.put_call, args=(1, 7, b"refs"))
     thread.start()
-    assert ours.await_call(0, 60_000_000_000) is not None
+    assert ours.await_call(1, 60_000_000_000) is not None
     thread.join()
-    assert ours.get_call() == (1, 7, b"refs")
-    assert not ours.is_watched
+    assert ours.get_call(1) == (7, b"refs")
+    assert ours.is_awaited(1)
     os.close(fd)

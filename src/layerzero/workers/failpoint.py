@@ -198,7 +198,7 @@ class _LanePage(lane.Page):
         if not spoiler:
             super().put_end(call, status, plan, kernel_ns, said)
         elif spoiler == "stale":
-            super().put_end(call + STALE_BY, status)
+            self._put_end(call, call + STALE_BY, status, 0, 0, b"")
         elif spoiler != "silent":
             super().put_end(call, NO_STATUS)
 

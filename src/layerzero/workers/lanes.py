@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import select
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm import lane
@@ -15,10 +17,12 @@ from layerzero.ipc.spinning import Spin
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
 from layerzero.workers.provider import Bound, Call
 
-MAX_READY = 64  # calls of a lane that need no second look
+MAX_READY = 4 * lane.DEPTH  # calls of a lane that need no second look
 MAX_CHAINS = 64
 MAX_TAKES = 64  # tries to take a ring that must come at once
 _fence = threading.Lock()
+
+Claimed: TypeAlias = tuple[int, int, bytes]  # a call: its number, plan, references
 
 
 @dataclass(eq=False)
@@ -35,15 +39,26 @@ class Lane:
     ready: dict[tuple[int, bytes], Bound] = field(default_factory=dict)
     neighbours: dict[tuple[int, bytes], Call] = field(default_factory=dict)
     chains: dict[bytes, tuple[Bound, ...]] = field(default_factory=dict)
-    last_call: int = 0
+    last_call: int = 0  # that was claimed
+
+    def claim(self) -> Claimed | None:
+        """(number, plan, references) of the next call; None when its client has taken it back. Raises ProtocolError for
+        a ring without a call."""
+        if not lane.take(self.doorbell):
+            return None
+        call = self.last_call + 1
+        found = self.page.get_call(call)
+        if found is None:
+            raise ProtocolError(f"the client of lane {self.number} rings for call {call}, which it has not put")
+        self.last_call = call
+        return call, *found
 
     def end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
         """Tell the client how its call ended."""
-        self.last_call = call
         self.page.put_end(call, status, plan, kernel_ns, said)
-        with _fence:  # a locked instruction: the end is on the page before it is asked who sees it there
+        with _fence:  # a locked instruction: the end is on the page before it is asked who waits for it
             pass
-        if not self.page.is_watched:
+        if self.page.is_awaited(call):
             lane.ring_back(self.answer)
 
     def remember(self, plan: int, refs: bytes, bound: Bound) -> None:
@@ -104,8 +119,8 @@ class Lanes:
         gone = self._lanes.pop(number, None)
         self._plans.pop(number, None)
         if gone is not None:
-            self._poll.unregister(gone.doorbell)
-            del self._by_doorbell[gone.doorbell]
+            if self._by_doorbell.pop(gone.doorbell, None) is not None:
+                self._poll.unregister(gone.doorbell)
             self._latest = None
             gone.page.close()
             os.close(gone.doorbell)
@@ -135,13 +150,23 @@ class Lanes:
         for one in self._lanes.values():
             one.forget()
 
-    def claimed(self, events: Iterable[tuple[int, int]]) -> Iterator[Lane]:
+    def claimed(self, events: Iterable[tuple[int, int]]) -> Iterator[tuple[Lane, Claimed]]:
         """Lanes, among what `poll` returned, with a call that this worker has claimed."""
         for fd, _ in events:
             found = self._by_doorbell.get(fd)
-            if found is not None and lane.take(fd):  # else its client has withdrawn the call
+            if found is not None and (call := self._claim(found)) is not None:
                 self._latest = found
-                yield found
+                yield found, call
+
+    def _claim(self, one: Lane) -> Claimed | None:
+        """Who rings for nothing could keep a worker awake for ever: it is not listened to any more."""
+        try:
+            return one.claim()
+        except ProtocolError as exc:
+            print(exc, file=sys.stderr)
+            self._poll.unregister(one.doorbell)
+            del self._by_doorbell[one.doorbell]
+            return None
 
     def are_doorbells(self, events: Iterable[tuple[int, int]]) -> bool:
         """Whether `poll` returned nothing else."""
@@ -150,19 +175,24 @@ class Lanes:
                 return False
         return True
 
-    def watch(self) -> Lane | None:
+    def watch(self) -> tuple[Lane, Claimed] | None:
         """The lane that had the last call, if it has the next one soon: it is claimed then, and nobody slept."""
         found, self._latest = self._latest, None
         if found is None:
             return None
-        within_ns = self._spin.next_ns()
-        if not within_ns:
-            return None
-        took_ns = found.page.await_call(found.last_call, within_ns)
-        self._spin.note(took_ns)
-        if took_ns is not None:
-            for _ in range(MAX_TAKES):
-                if lane.take(found.doorbell):
-                    self._latest = found
-                    return found
+        if not found.page.has_call(found.last_call + 1):
+            within_ns = self._spin.next_ns()
+            if not within_ns:
+                return None
+            took_ns = found.page.await_call(found.last_call + 1, within_ns)
+            self._spin.note(took_ns)
+            if took_ns is None:
+                return None
+        for _ in range(MAX_TAKES):
+            if found.doorbell not in self._by_doorbell:
+                break
+            call = self._claim(found)
+            if call is not None:
+                self._latest = found
+                return found, call
         return None

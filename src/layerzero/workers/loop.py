@@ -39,7 +39,7 @@ from layerzero.workers import boot
 from layerzero.workers.arenas import Arena, map_arena
 from layerzero.workers.boot import BootConfig, import_provider
 from layerzero.workers.chains import run_chain, short_error
-from layerzero.workers.lanes import Lane, Lanes
+from layerzero.workers.lanes import Claimed, Lane, Lanes
 from layerzero.workers.prepared import neighbour, read_call, read_neighbours
 from layerzero.workers.provider import Bind, Block, Bound, Call, Loaded
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from layerzero.workers.gpu.lifting.modules import Modules
     from layerzero.workers.gpu.serving import GpuServing
 
-MAX_BOUND = 64  # sets of blocks kept bound per signature
+MAX_BOUND = 256  # sets of blocks kept bound per signature
 CONTROL_TIMEOUT_S = 10.0
 FINISH_PAUSE_S = 0.001
 HWM = 4096
@@ -192,10 +192,10 @@ class _Loop:
         was read or sent, so that what comes can be polled for."""
         poll, lanes = self._poll.poll, self._lanes
         while True:
-            one = lanes.watch()
-            if one is not None:
-                self._serve_lane(one)
-            events = poll() if one is None else poll(0)
+            seen = lanes.watch()
+            if seen is not None:
+                self._serve_lane(*seen)
+            events = poll() if seen is None else poll(0)
             if not lanes.are_doorbells(events) or self._lifts:
                 return events
             self._serve_lanes(events)
@@ -317,11 +317,11 @@ class _Loop:
 
     def _serve_lanes(self, events: list[tuple[int, int]]) -> None:
         """One call of each lane that has one."""
-        for one in self._lanes.claimed(events):
-            self._serve_lane(one)
+        for one, claimed in self._lanes.claimed(events):
+            self._serve_lane(one, claimed)
 
-    def _serve_lane(self, one: Lane) -> None:
-        call, plan, body = one.page.get_call()
+    def _serve_lane(self, one: Lane, claimed: Claimed) -> None:
+        call, plan, body = claimed
         if plan == CHAIN:
             run_chain(one, call, body, self._page, self._bound_on, self._chain_table)
             return

@@ -92,7 +92,7 @@ def test_an_error_of_any_length_travels_in_short(worker: Worker) -> None:
 
 def ride(worker: Worker, references: bytes) -> None:
     """The same call on an express lane."""
-    fd, doorbell = memory.create_memfd("page", memory.PAGE_BYTES), lane.create_doorbell()
+    fd, doorbell = memory.create_memfd("page", lane.PAGE_BYTES), lane.create_doorbell(counts=True)
     ringing, hearing = lane.create_answer_bell()
     page, poll = lane.Page(fd), select.poll()
     poll.register(hearing, select.POLLIN)
@@ -117,7 +117,7 @@ class Rider:
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.calls = worker, 0
-        self.fd, self.doorbell = memory.create_memfd("page", memory.PAGE_BYTES), lane.create_doorbell()
+        self.fd, self.doorbell = memory.create_memfd("page", lane.PAGE_BYTES), lane.create_doorbell(counts=True)
         self.ringing, self.hearing = lane.create_answer_bell()
         self.page = lane.Page(self.fd)
         worker.tell(messages.MapLane(client=1, lane=1, gpu=""), self.fd, self.doorbell, self.ringing.fileno())

@@ -127,8 +127,8 @@ class LanePages:
             ring = Ring(fd)
             self._ends[number] = _RingEnd(ring, fd, lane.create_doorbell())
             return
-        memory.check_memfd(fd, memory.PAGE_BYTES)
-        page, doorbell = lane.Page(fd), lane.create_doorbell()
+        memory.check_memfd(fd, lane.PAGE_BYTES)
+        page, doorbell = lane.Page(fd), lane.create_doorbell(counts=True)
         try:
             ringing, hearing = lane.create_answer_bell()
         except BaseException:

@@ -1,7 +1,8 @@
 """The express lane: calls of a settled route go straight to the worker, past the broker, while its lease holds.
 
-One call is on a lane at a time; others go through the broker meanwhile. Whatever does not end well here is brought to
-the broker, which knows what became of the worker, tries the next kernel and says so in the report.
+Calls of several threads, and several of one, may be on it, as many as it has places; others go through the broker
+meanwhile. Whatever does not end well here is brought to the broker, which knows what became of the worker, tries the
+next kernel and says so in the report.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from layerzero.client.connection.arena import Arena
+from layerzero.client.connection import arena, retained
 from layerzero.client.connection.link import GRACE_S, Link
 from layerzero.ipc.errors import BackendError, LayerZeroError, ProtocolError, from_wire
 from layerzero.ipc.shm import lane, memory
@@ -23,6 +24,8 @@ from layerzero.ipc.transport import messages, wire
 from layerzero.ipc.transport.plain import unpack_body
 from layerzero.ipc.transport.wire import Kind
 from layerzero.ipc.vocabulary.neighbours import Neighbourhood
+
+SPOILT_MS = 2  # between looks at a worker that is about to be killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,39 +66,73 @@ class Lost(NamedTuple):
     call: int
 
 
-Send: TypeAlias = Callable[["Lane", int, int, bytes, float, int], object]
+class Receipt(Protocol):
+    """A call that is on a lane: its number, until when it may take on the monotonic clock, whether others were before
+    it when it was put, and how it ended: (status, kernel ns, what the worker says), None while it has not. A status
+    that is none: the end makes no sense."""
+
+    call: int
+    due_ns: int
+    is_behind: bool
+
+    def end(self) -> tuple[int, int, bytes] | None: ...
+
+
+class Line(Protocol):
+    """What is done to a lane's page and bells: here, or in client/session/_repeats.c."""
+
+    def put(self, plan: int, body: bytes, hold: Any, timeout_ns: int, /) -> Receipt | None:
+        """A call, whose memory `hold` keeps until it has ended; None when there is no room."""
+
+    def withdraw(self, receipt: Any, /) -> bool:
+        """Whether the worker has not got this call, nor will get it."""
+
+    def close(self) -> list[Any]:
+        """Nothing is put there from now on. What keeps the memory of calls that have not ended."""
+
+
+Wait: TypeAlias = Callable[[Any, float, int], object]
+MakeLine: TypeAlias = Callable[[lane.Page, int, int], Line]
 
 
 class Lane:
     """This process's end of a lane to one start of a worker."""
 
-    def __init__(self, link: Link, number: int) -> None:
-        """Raises OutOfMemory, and OSError when the process has no file descriptors left."""
+    def __init__(self, link: Link, number: int, make: MakeLine | None = None, wait: Wait | None = None) -> None:
+        """`make` makes the line of a page and the two bells, and `wait` waits for one of its receipts so many seconds,
+        of which the worker is expected to take so many ns; without them one call is on the lane at a time. Raises
+        OutOfMemory, and OSError when the process has no file descriptors left."""
         self.number = number
         self.default_s = link.welcome.timeout_s
         self._link = link
-        self.turn = threading.Lock()
-        self.calls = 0
-        self.open_call: tuple[int, Any] | None = None  # that the worker may still write for, and its memory
+        self._chain = threading.Lock()  # one is on the lane at a time: its steps are told in one word
         self.is_closed = False
-        self.scratch: tuple[memoryview, Arena, int] | None = None  # for inputs; whoever has the turn may use it
-        self.line: Any = None  # what client/session/_repeats.c has of it
-        fd = memory.create_memfd("lz-lane", memory.PAGE_BYTES)
+        self._forks = arena.forks
+        fd = memory.create_memfd("lz-lane", lane.PAGE_BYTES)
         try:
             self.page = lane.Page(fd)
             bells = link.add_lane(number, fd)
         finally:
             os.close(fd)
         self.is_open = bool(bells)
+        self.line: Line | None = None
         if bells:
-            self.doorbell, self.answer = bells[0], socket.socket(fileno=bells[1])
-            self._poll = select.poll()
-            self._poll.register(self.answer, select.POLLIN)
-            link.watch_hang_up(self._poll)
+            self._hang_up = select.poll()
+            link.watch_hang_up(self._hang_up)
+            if make is None or wait is None:
+                line = _Line(self.page, *bells)
+                link.watch_hang_up(line.poll)
+                make, wait = lambda *_: line, line.wait
+            self.line, self._wait_for = make(self.page, *bells), wait
 
     @property
     def is_ended(self) -> bool:
         return self.is_closed or not self.is_open or self.page.is_ended
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether it is of the process that this one was forked from."""
+        return self._forks != arena.forks
 
     def holds(self, lease: Lease) -> bool:
         return self.page.epoch == lease.epoch
@@ -103,117 +140,176 @@ class Lane:
     def run(self, lease: Lease, refs: bytes, timeout_s: float, hold: Any) -> Ran | Lost | LayerZeroError | None:
         """Run a call whose memory `hold` keeps. None: it was not run here, and the broker takes it; an error: it failed
         here. Raises BrokerLost, and Cancelled when the session is closed meanwhile."""
-        body = refs + lease.values
-        if len(body) > lane.MAX_CALL_BYTES or not self.turn.acquire(blocking=False):
-            return None
-        try:
-            return self._carry(lease, body, timeout_s, hold)
-        finally:
-            self.turn.release()
+        receipt = self._put(lease, refs + lease.values, timeout_s, hold)
+        return None if receipt is None else self.resume(receipt, lease, timeout_s)
 
     def run_chain(
-        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, send: Send | None, expected_ns: int
+        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, expected_ns: int
     ) -> Ran | Stopped | None:
-        """As `run`, of a chain; where it did not run to its end, how far it came. `send` puts it on the page in C, and
-        waits for a while; `expected_ns`: what the worker took for it before."""
-        if not self.turn.acquire(blocking=False):
+        """As `run`, of a chain; where it did not run to its end, how far it came. `expected_ns`: what the worker took
+        for it before."""
+        if not self._chain.acquire(blocking=False):
             return None
         try:
-            end = self._carry(lease, body, timeout_s, hold, send, expected_ns)
-            # While nobody else can put a call there.
-            return end if end is None or isinstance(end, Ran) else Stopped(*self.page.step_of(self.calls), end)
+            receipt = self._put(lease, body, timeout_s, hold)
+            if receipt is None:
+                return None
+            end = self.resume(receipt, lease, timeout_s, expected_ns)
+            return end if end is None or isinstance(end, Ran) else Stopped(*self.page.step_of(receipt.call), end)
         finally:
-            self.turn.release()
+            self._chain.release()
 
-    def _carry(
-        self, lease: Lease, body: bytes, timeout_s: float, hold: Any, send: Send | None = None, expected_ns: int = 0
-    ) -> Ran | Lost | LayerZeroError | None:
-        """As `run`; its caller has the turn."""
-        if self._link.lost is not None or self.is_ended or not self.holds(lease) or not self._is_free():
+    def _put(self, lease: Lease, body: bytes, timeout_s: float, hold: Any) -> Receipt | None:
+        if len(body) > lane.MAX_CALL_BYTES or self._link.lost is not None or self.is_ended or not self.holds(lease):
             return None
-        call = self.calls = self.calls + 1
-        self.open_call = (call, hold)
-        if send is not None:
-            send(self, call, lease.plan, body, timeout_s, expected_ns)
-            return self._ran(call) or self.resume(call, lease, timeout_s)
-        self.page.put_call(call, lease.plan, body)
-        lane.ring(self.doorbell)
-        return self.resume(call, lease, timeout_s, looks_first=False)
+        assert self.line is not None
+        return self.line.put(lease.plan, body, hold, int(1e9 * timeout_s))
 
     def resume(
-        self, call: int, lease: Lease, timeout_s: float, *, looks_first: bool = True
+        self, receipt: Receipt, lease: Lease, timeout_s: float, expected_ns: int = 0
     ) -> Ran | Lost | LayerZeroError | None:
-        """What `run` returns of a call that is on the lane, whose turn the caller has. `open_call` is that call.
-        `looks_first`: its ring may have been heard."""
+        """What `run` returns of a call that is on the lane. `timeout_s`: how long it may take once it has begun."""
         try:
-            end = self._wait(call, lease.route, timeout_s, looks_first=looks_first)
+            return self._wait(receipt, lease.route, timeout_s, expected_ns)
         except BaseException:  # an interrupt, most of all
-            if lane.take(self.doorbell):  # the worker never saw it
-                self.open_call = None
+            self._withdraw(receipt)
             raise
-        self.open_call = None
-        return end
 
-    def _ran(self, call: int) -> Ran | None:
-        """None for a call that has not ended well, or not yet."""
-        try:
-            end = self.page.get_end(call)
-        except ProtocolError:  # `resume` makes it known
-            return None
-        if end is None or end[0] != lane.OK:
-            return None
-        self.open_call = None
-        return Ran(call, end[1], end[2])
+    def _withdraw(self, receipt: Receipt) -> bool:
+        """Whether the worker has not got the call, nor will get it."""
+        assert self.line is not None
+        return self.line.withdraw(receipt)
 
-    def _is_free(self) -> bool:
-        """A call that its caller gave up has ended, too."""
-        if self.open_call is not None and (self.page.done >= self.open_call[0] or self.page.is_ended):
-            self.open_call = None
-        return self.open_call is None
+    def gives_time(self, receipt: Receipt, timeout_s: float) -> bool:
+        """Whether a call whose time on the lane is up, and that was behind others, has time of its own from now on: the
+        worker has begun with it, nobody knows when."""
+        if not receipt.is_behind or self._withdraw(receipt):
+            return False
+        receipt.is_behind, receipt.due_ns = False, time.monotonic_ns() + int(1e9 * timeout_s)
+        return True
+
+    def is_under_way(self, receipt: Receipt) -> bool:
+        """Whether nothing has happened that `resume` would have to look at."""
+        has_ended = receipt.end() is not None or self.page.is_ended
+        return not (has_ended or self.is_closed or self._link.lost is not None or self._hang_up.poll(0))
 
     def _wait(
-        self, call: int, route: int, timeout_s: float, *, looks_first: bool
+        self, receipt: Receipt, route: int, timeout_s: float, expected_ns: int
     ) -> Ran | Lost | LayerZeroError | None:
-        due_s, is_reported, answer = time.monotonic() + timeout_s, False, self.answer.fileno()
+        due_s, is_reported = receipt.due_ns / 1e9, False
+        left_s = due_s - time.monotonic()
         while True:
-            left_s = 0.0 if looks_first else max(due_s - time.monotonic(), 0)
-            hung_up = [fd for fd, _ in self._poll.poll(1e3 * left_s) if fd != answer]
-            looks_first = False
-            lane.hear(self.answer)
-            is_spoilt = False
-            try:
-                end = self.page.get_end(call)
-            except ProtocolError:  # memory that such a worker was lent is not given to anyone before it is dead
-                end, is_spoilt = None, True
-            if end is not None:
-                return _outcome(call, *end)
+            if self._link.lost is None and not self.is_closed:
+                self._wait_for(receipt, left_s, expected_ns)
+            expected_ns, end = 0, receipt.end()
+            is_spoilt = end is not None and end[0] > lane.DECLINED
+            if end is not None and not is_spoilt:
+                return _outcome(receipt.call, *end)
             if self.page.is_ended:
-                return Lost(call)
-            if hung_up:
-                raise self._link.gone(self.open_call)
-            if time.monotonic() < due_s and (is_reported or not is_spoilt):
+                return self._lost_place(receipt) if self._withdraw(receipt) else Lost(receipt.call)
+            if self._link.lost is not None or self.is_closed or self._hang_up.poll(SPOILT_MS if is_reported else 0):
+                raise self._link.gone(receipt)
+            left_s = due_s - time.monotonic()
+            if left_s > 0 and (is_reported or not is_spoilt):
                 continue
-            if not is_spoilt and lane.take(self.doorbell):  # other calls come first: at the broker that is no fault
+            if not is_spoilt and self._withdraw(receipt):  # other calls come first: at the broker that is no fault
                 return None
+            if not is_spoilt and self.gives_time(receipt, timeout_s):
+                due_s, left_s = receipt.due_ns / 1e9, timeout_s
+                continue
+            # Memory that was lent to a worker whose end makes no sense is not given to anyone before it is dead.
             if is_reported:
                 self._link.check_alive()
-            report = wire.pack(Kind.OVERDUE, route=route, seq=call, aux=self.number, time=int(timeout_s * 1e6))
+            report = wire.pack(Kind.OVERDUE, route=route, seq=receipt.call, aux=self.number, time=int(timeout_s * 1e6))
             self._link.send(report)
-            due_s, is_reported = time.monotonic() + GRACE_S, True
+            due_s, left_s, is_reported = time.monotonic() + GRACE_S, GRACE_S, True
+
+    def _lost_place(self, receipt: Receipt) -> BackendError:
+        return BackendError(f"the worker was gone before it took the call, the {receipt.call}. of its lane")
 
     def close(self) -> None:
-        """Waits for the call that is on the lane; the link must have been closed, or the lane have ended."""
-        with self.turn:
-            self.abandon()
+        """Who waits here is told so; the link must have been closed, or the lane have ended. What a worker may still
+        write to is kept."""
+        if not self.is_closed and self.line is not None:
+            self.is_closed = True
+            for receipt in self.line.close():
+                retained.quarantine(receipt, is_broker_dead=False)
+        self.is_closed = True
 
     def abandon(self) -> None:
-        """As `close`, in a forked child, where nobody is on the lane although it may look so."""
-        if not self.is_closed:
-            self.is_closed = True  # the page stays mapped while a thread looks at it
-            self.scratch = None
-            if self.is_open:
-                os.close(self.doorbell)
-                self.answer.close()
+        """As `close`, in a forked child, where nobody waits although it may look so."""
+        self.is_closed = True
+
+
+@dataclass(slots=True)
+class _Receipt:
+    page: lane.Page
+    call: int
+    due_ns: int
+    hold: Any
+    is_behind: bool = False
+    ended: tuple[int, int, bytes] | None = None
+
+    def end(self) -> tuple[int, int, bytes] | None:
+        """Read once: then its place is free."""
+        if self.ended is None:
+            try:
+                self.ended = self.page.get_end(self.call)
+            except ProtocolError:
+                return lane.NO_PLAN, 0, b""
+        return self.ended
+
+
+class _Line:
+    """A line that was not compiled. One call is on it at a time, and `poll` wakes its thread."""
+
+    def __init__(self, page: lane.Page, doorbell: int, answer: int) -> None:
+        self._page, self._doorbell, self._answer = page, doorbell, socket.socket(fileno=answer)
+        self._turn, self._hears = threading.Lock(), threading.Lock()
+        self._calls = 0
+        self._open: _Receipt | None = None
+        self.poll = select.poll()
+        self.poll.register(self._answer, select.POLLIN)
+
+    def __del__(self) -> None:
+        os.close(self._doorbell)
+        self._answer.close()
+
+    def put(self, plan: int, body: bytes, hold: Any, timeout_ns: int, /) -> _Receipt | None:
+        with self._turn:
+            if self._is_taken():
+                return None
+            self._calls += 1
+            made = self._open = _Receipt(self._page, self._calls, time.monotonic_ns() + timeout_ns, hold)
+            self._page.put_call(made.call, plan, body)
+        lane.ring(self._doorbell)
+        return made
+
+    def _is_taken(self) -> bool:
+        """A call that its caller gave up may not have ended."""
+        return self._open is not None and (self._open.end() is None or self._open.ended is None)
+
+    def withdraw(self, receipt: Any, /) -> bool:
+        if not lane.take(self._doorbell):
+            return False
+        self._page.withdraw(receipt.call)
+        lane.ring(self._doorbell)
+        return True
+
+    def wait(self, receipt: Any, left_s: float, _: int) -> None:
+        due_s, answer = time.monotonic() + left_s, self._answer.fileno()
+        with self._hears:  # whoever had it before is leaving: its call has ended
+            self._hear(receipt, due_s, answer)
+
+    def _hear(self, receipt: _Receipt, due_s: float, answer: int) -> None:
+        while receipt.end() is None and not self._page.is_ended:
+            left_s = due_s - time.monotonic()
+            if left_s <= 0 or any(fd != answer for fd, _ in self.poll.poll(1e3 * left_s)):
+                return
+            lane.hear(self._answer)
+
+    def close(self) -> list[_Receipt]:
+        return [self._open] if self._open is not None and self._is_taken() else []
 
 
 def _outcome(call: int, status: int, kernel_ns: int, said: bytes) -> Ran | LayerZeroError | None:

@@ -11,10 +11,12 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 from layerzero.client.connection.call import Request, Submitted
+from layerzero.client.connection.express import Receipt
 from layerzero.client.connection.record import Record
 from layerzero.client.connection.report import SelectionReport
 from layerzero.client.facade.default_session import session
 from layerzero.client.gpu.arrays import is_on_gpu
+from layerzero.client.gpu.fastpath import MISS
 from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import InvalidArgument, LayerZeroError, OutputTooSmall
@@ -71,7 +73,7 @@ def send(request: Request) -> Future:
         value = owner.run(request)
         record = owner.last_record
         return Future(owner, request.op, value=value, record=record)
-    return Future(owner, request.op, owner.submit(request))
+    return Future(owner, request.op, owner.send(request))
 
 
 class Future:
@@ -81,7 +83,7 @@ class Future:
         self,
         owner: Session,
         op: str,
-        submitted: Submitted | None = None,
+        submitted: Submitted | Receipt | None = None,
         *,
         value: Any = None,
         record: Record | SelectionReport | Enqueued | None = None,
@@ -98,13 +100,24 @@ class Future:
     def done(self) -> bool:
         """True when `result()` would not wait."""
         submitted = self._submitted
-        if submitted is not None and not submitted.pending.is_done:
-            submitted.link.read_nowait()
-        return submitted is None or submitted.pending.is_done
+        if submitted is None:
+            return True
+        if isinstance(submitted, Submitted):
+            if not submitted.pending.is_done:
+                submitted.link.read_nowait()
+            return submitted.pending.is_done
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread waits for it
+        try:
+            return self._submitted is not submitted or self._take(-math.inf)
+        finally:
+            self._lock.release()
 
     def __repr__(self) -> str:
         if self._submitted is not None:
-            state = "answered" if self._submitted.pending.is_done else "running"
+            submitted = self._submitted
+            is_here = submitted.pending.is_done if isinstance(submitted, Submitted) else submitted.end() is not None
+            state = "answered" if is_here else "running"
         elif isinstance(self._error, LayerZeroError):
             state = f"failed, {self._error.code}"
         else:
@@ -126,21 +139,38 @@ class Future:
         if not self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
             raise self._too_early(timeout)
         try:
-            submitted = self._submitted
-            if submitted is not None:
-                if not self._session.await_answer(submitted, until_s):
-                    raise self._too_early(timeout)
-                try:
-                    self._value = self._session.finish(submitted)
-                except Exception as exc:
-                    self._error = exc
-                self._record = self._session.last_record
-                self._submitted = None
+            if self._submitted is not None and not self._take(until_s):
+                raise self._too_early(timeout)
         finally:
             self._lock.release()
         if self._error is not None:
             raise self._error
         return self._value
+
+    def _take(self, until_s: float) -> bool:
+        """Whether the call has ended by then: its value or its error is here."""
+        submitted, owner = self._submitted, self._session
+        try:
+            if not isinstance(submitted, Submitted):
+                value = owner.take(submitted, until_s)
+                if value is MISS:
+                    return False
+                if isinstance(value, Submitted):
+                    self._submitted = submitted = value
+                else:
+                    self._value = value
+        except Exception as exc:
+            self._error = exc
+        if self._error is None and isinstance(submitted, Submitted):
+            if not owner.await_answer(submitted, until_s):
+                return False
+            try:
+                self._value = owner.finish(submitted)
+            except Exception as exc:
+                self._error = exc
+        self._record = owner.last_record
+        self._submitted = None
+        return True
 
     def _too_early(self, timeout: float | None) -> TimeoutError:
         return TimeoutError(f"{self._op} is still running after {timeout:g} s; ask again, or wait longer")

@@ -191,8 +191,7 @@ class Segment:
             arena, offset, nbytes = places[number]
             body += REF.pack(self.session.arena_registry[arena], 0, offset, nbytes)
         start_ns = time.perf_counter_ns()
-        send, limit_s = self.session.repeats.send, chain.lane.default_s
-        end = chain.lane.run_chain(chain.lease, body, limit_s, hold, send, chain.usual_ns)
+        end = chain.lane.run_chain(chain.lease, body, chain.lane.default_s, hold, chain.usual_ns)
         if isinstance(end, Ran):
             chain.declined = 0
             self._note_ran(chain, end, start_ns)
@@ -245,7 +244,8 @@ class Segment:
                 value = self.session.run(request)
             else:
                 lane, lease, end = after
-                value = self.session.leave_lane(request, time.perf_counter_ns(), lane, lease, end)
+                left = self.session.leave_lane(request, time.perf_counter_ns(), lane, lease, end)
+                value = self.session.wait(left)
         except LayerZeroError as exc:
             exc.add_note(f"in step {step.number} of a plan, {step.name} at {step.where}")
             raise

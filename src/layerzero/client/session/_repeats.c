@@ -1,9 +1,9 @@
 /* Calls on the CPU that are made again, in C: the way of Session.run over an express lane, for the plain case.
 
-   Whatever is not plain is left to the Python, before the call is on the lane: `miss`. A call that is on the lane and does
-   not end well there, or not soon, ends in Python, too: Lane.resume, then Session.leave_lane. What comes off the page is the
-   worker's: each word is read once, and checked before it is used. Layouts are those of ipc/shm/lane.py and
-   ipc/transport/wire.py: LAYOUT lets Python compare them. The interpreter's lock is let go of while the worker works. */
+   Whatever is not plain is left to the Python, before the call is on the lane: `miss`. A call that is on the lane is a Receipt; one
+   that does not end well there, or not soon, ends in Python, too: Session.resume. What comes off the page is the worker's: each word
+   is read once, and checked before it is used. Layouts are those of ipc/shm/lane.py and ipc/transport/wire.py: LAYOUT lets Python
+   compare them. The interpreter's lock guards a lane's calls; it is let go of while the worker works, and to ring. */
 
 #define PACKAGE "layerzero.client.session."
 #define APPEND_ARRAY append_ndarray
@@ -11,9 +11,9 @@
 #include "../gpu/_call_key.h"
 #include "_blocks.h"
 #include "_waiting.h"
+#include "_line.h"
 
 #include <stdlib.h>
-#include <structmember.h>
 
 enum { REF_BYTES = 24 };                               /* ipc/transport/wire.py */
 enum { NOTHING, PLACED, COPIED };                      /* how an input crosses; the last two are what its key says of it, too */
@@ -22,11 +22,9 @@ static const uint64_t NO_ARENA = 0xFFFFFFFF, ASK_AGAIN_NS = 10000000;
 
 /* --- what is known, in tables as in ../gpu/_fastpath.c */
 
-#define REPEATS(X) X(known) X(session) X(last) X(pool) X(arenas) X(slabs) X(may_spin) X(ran) X(miss)
-#define SITE(X) \
-    X(lane) X(link) X(lease) X(route) X(plan) X(decision) X(copies) X(note) X(wrap) X(scratch) X(acquire) X(release) X(values) X(inputs)
-#define NAMES(X) \
-    X(lease) X(needs_digest) X(here) X(stays_out) X(lost) X(is_closed) X(open_call) X(calls) X(index) X(record) X(resume) X(leave_lane)
+#define REPEATS(X) X(known) X(session) X(last) X(pool) X(arenas) X(slabs) X(may_spin) X(miss)
+#define SITE(X) X(lane) X(line) X(link) X(lease) X(route) X(plan) X(decision) X(copies) X(note) X(wrap) X(values) X(inputs)
+#define NAMES(X) X(lease) X(needs_digest) X(here) X(stays_out) X(lost) X(index) X(record) X(resume)
 
 NAMES(NAME)
 static const char *const repeats_names[] = {REPEATS(TEXT) KEY_TYPES(TEXT)}, *const site_names[] = {SITE(TEXT)};
@@ -59,42 +57,18 @@ typedef union {
 typedef struct {
     PyObject_HEAD
     CallSiteFields its;
-    uint64_t page, epoch, number, doorbell, answer, control, timeout_ns, result, result_bytes, scratch_at, scratch_bytes, scratch_arena,
-        scratch_offset;
+    uint64_t epoch, number, timeout_ns, result, result_bytes, copied_bytes;
     Watch watch;
 } CallSite;
-static const char *const site_numbers[] = {"page", "epoch", "number", "doorbell", "answer", "control", "timeout_ns", "result", "result_bytes",
-                                           "scratch_at", "scratch_bytes", "scratch_arena", "scratch_offset"};
+static const char *const site_numbers[] = {"epoch", "number", "timeout_ns", "result", "result_bytes", "copied_bytes"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
 static const char *const repeats_numbers[] = {"spin_ns"};
 
-/* One lane, for `exchange`. */
-typedef struct {
-    PyObject_HEAD
-    uint64_t page, doorbell, answer, control;
-    Watch watch;
-} Line;
-static const char *const line_numbers[] = {"page", "doorbell", "answer", "control"};
-static PyTypeObject *line_type;
-
-static PyObject *Line_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Line *self = (Line *)make(type);
-    (void)args;
-    if (!self) return NULL;
-    if (!kwargs) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
-    if (!kwargs || take_numbers(kwargs, line_numbers, 4, &self->page) < 0) Py_CLEAR(self);
-    return (PyObject *)self;
-}
-
-static void Line_dealloc(Line *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
-static PyType_Slot Line_slots[] = {{Py_tp_new, Line_new}, {Py_tp_dealloc, Line_dealloc}, {0, NULL}};
-static PyType_Spec Line_spec = {PACKAGE "_repeats.Line", sizeof(Line), 0, Py_TPFLAGS_DEFAULT, Line_slots};
-
+static PyMemberDef site_members[] = {
+    {"lane", T_OBJECT, offsetof(CallSite, its) + offsetof(CallSiteFields, lane), READONLY, NULL},
+    {"lease", T_OBJECT, offsetof(CallSite, its) + offsetof(CallSiteFields, lease), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
 static PyObject *Repeats_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Repeats *self = (Repeats *)make(type);
     (void)args;
@@ -112,7 +86,7 @@ static PyObject *CallSite_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (!self) return NULL;
     if (!kwargs) PyErr_SetString(PyExc_TypeError, "keyword arguments are needed");
     if (!kwargs || take_all(kwargs, site_names, SITE_FIELDS, self->its.of) < 0 ||
-        take_numbers(kwargs, site_numbers, SITE_NUMBERS, &self->page) < 0)
+        take_numbers(kwargs, site_numbers, SITE_NUMBERS, &self->epoch) < 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -135,17 +109,16 @@ static void Repeats_dealloc(Repeats *self) {
 /* One call on its way. All but `request`, `start_ns` and `args` are its own references. */
 typedef struct {
     Parts parts;
-    PyObject *request, *start_ns, *key, *end;
+    PyObject *request, *start_ns, *key;
     CallSite *site;
-    Block *block;
-    uint64_t kernel_ns;
+    Receipt *receipt;
     int count;
     uint64_t addresses[KEY_ADDRESSES];
     Arena places[KEY_ADDRESSES]; /* the arena that each lies in; of address 0 for none */
 } Call;
 
 static void drop(Call *call) {
-    PyObject *mine[] = {call->key, call->end, (PyObject *)call->site, (PyObject *)call->block};
+    PyObject *mine[] = {call->key, (PyObject *)call->site, (PyObject *)call->receipt};
     for (size_t n = 0; n < sizeof mine / sizeof *mine; n++) Py_XDECREF(mine[n]);
     drop_parts(&call->parts);
 }
@@ -246,7 +219,7 @@ static Verdict find(Repeats *self, Call *call) {
     return is_current ? PLAIN : OTHERS;
 }
 
-/* --- its references and inputs, while the lane is its own */
+/* --- its references, and inputs that are copied */
 
 typedef struct { uint32_t arena, unused; uint64_t offset, nbytes; } Ref;
 _Static_assert(sizeof(Ref) == REF_BYTES, "as REF of ipc/transport/wire.py");
@@ -259,11 +232,24 @@ static int fits(Arena arena, uint64_t address, uint64_t nbytes) {
     return arena.number && address - arena.address <= arena.nbytes && nbytes <= arena.nbytes - (address - arena.address);
 }
 
-/* References of everything, onto the page; inputs that lie nowhere else into the scratch memory of the lane. */
-static Verdict write_call(Repeats *self, Call *call, uint64_t *nbytes) {
+/* Memory for `nbytes`, in an arena that the worker can be told of. */
+static Verdict take_memory(Repeats *self, uint64_t nbytes, PyObject **kept, Ref *ref, char **at) {
+    Block *block = take_block((Slabs *)self->its.slabs, nbytes);
+    if (!block) return FAILED;
+    *kept = (PyObject *)block, *at = block->slot.at;
+    if (see_arenas(self) != PLAIN) return FAILED; /* it may be in one that is new */
+    Arena arena = arena_of(self, (uint64_t)*at);
+    if (!fits(arena, (uint64_t)*at, nbytes)) return OTHERS;
+    *ref = ref_in(arena, (uint64_t)*at, nbytes);
+    return PLAIN;
+}
+
+/* References of everything, and inputs that lie in no arena into a block of their own. */
+static Verdict write_call(Repeats *self, Call *call, char *body, uint64_t *nbytes) {
     CallSite *site = call->site;
+    Receipt *receipt = call->receipt;
     const uint64_t *inputs; /* pairs: how it crosses, bytes */
-    char *inputs_bytes, *values;
+    char *inputs_bytes, *values, *copies = NULL, *result;
     Py_ssize_t inputs_size, values_size;
     if (PyBytes_AsStringAndSize(site->its.inputs, &inputs_bytes, &inputs_size) < 0 ||
         PyBytes_AsStringAndSize(site->its.values, &values, &values_size) < 0)
@@ -271,9 +257,11 @@ static Verdict write_call(Repeats *self, Call *call, uint64_t *nbytes) {
     inputs = (const uint64_t *)inputs_bytes;
     int count = (int)(inputs_size / 16);
     if (count + 1 != call->count) return OTHERS; /* the last address is that of `out` */
-    Ref refs[KEY_ADDRESSES];
+    Ref refs[KEY_ADDRESSES + 1], copied = {0, 0, 0, 0};
     uint64_t out = call->addresses[count], used = 0;
     int found = count;
+    Verdict verdict = site->copied_bytes ? take_memory(self, site->copied_bytes, &receipt->its.inputs, &copied, &copies) : PLAIN;
+    if (verdict != PLAIN) return verdict;
     for (int n = 0; n < count; n++) {
         uint64_t address = call->addresses[n], size = inputs[2 * n + 1];
         if (inputs[2 * n] == NOTHING) {
@@ -285,9 +273,9 @@ static Verdict write_call(Repeats *self, Call *call, uint64_t *nbytes) {
             if (!fits(call->places[n], address, size)) return OTHERS;
             refs[n] = ref_in(call->places[n], address, size);
         } else {
-            if (used > site->scratch_bytes || size > site->scratch_bytes - used) return OTHERS;
-            memcpy((char *)site->scratch_at + used, (const void *)address, size);
-            refs[n] = (Ref){(uint32_t)site->scratch_arena, 0, site->scratch_offset + used, size};
+            if (used > site->copied_bytes || size > site->copied_bytes - used) return OTHERS;
+            memcpy(copies + used, (const void *)address, size);
+            refs[n] = (Ref){copied.arena, 0, copied.offset + used, size};
             used += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         }
     }
@@ -295,17 +283,13 @@ static Verdict write_call(Repeats *self, Call *call, uint64_t *nbytes) {
         if (!out || !fits(call->places[count], out, site->result_bytes)) return OTHERS;
         refs[found++] = ref_in(call->places[count], out, site->result_bytes);
     } else if (site->result == FRESH) {
-        if (!(call->block = take_block((Slabs *)self->its.slabs, site->result_bytes))) return FAILED;
-        if (see_arenas(self) != PLAIN) return FAILED; /* it may be in one that is new */
-        uint64_t at = (uint64_t)call->block->slot.at;
-        Arena arena = arena_of(self, at);
-        if (!fits(arena, at, site->result_bytes)) return OTHERS;
-        refs[found++] = ref_in(arena, at, site->result_bytes);
+        verdict = take_memory(self, site->result_bytes, &receipt->its.block, &refs[found++], &result);
+        if (verdict != PLAIN) return verdict;
     }
     *nbytes = (uint64_t)found * REF_BYTES + (uint64_t)values_size;
     if (*nbytes > MAX_CALL_BYTES) return OTHERS;
-    memcpy((char *)site->page + CALL_BODY, refs, (size_t)found * REF_BYTES);
-    memcpy((char *)site->page + CALL_BODY + (size_t)found * REF_BYTES, values, (size_t)values_size);
+    memcpy(body, refs, (size_t)found * REF_BYTES);
+    memcpy(body + (size_t)found * REF_BYTES, values, (size_t)values_size);
     return PLAIN;
 }
 
@@ -324,98 +308,75 @@ static uint64_t spin_of(Repeats *self, Watch *watch) {
     return self->may_spin ? wanted : 0;
 }
 
-/* --- the call on the lane, whose turn it has */
-
-/* Somebody in Python finds out what became of it, and may be interrupted: its memory is kept until that is known. */
-static Verdict resume(Repeats *self, Call *call, PyObject *number, uint64_t due_ns) {
-    const CallSiteFields *its = &call->site->its;
-    PyObject *block = call->block ? (PyObject *)call->block : Py_None;
-    PyObject *open = Py_BuildValue("(O(OOOO))", number, call->parts.args, call->parts.out, block, its->scratch);
-    int is_held = open && PyObject_SetAttr(its->lane, s_open_call, open) == 0;
-    Py_XDECREF(open);
-    if (!is_held) return FAILED;
-    uint64_t now = now_ns();
-    PyObject *left_s = PyFloat_FromDouble(now < due_ns ? (double)(due_ns - now) / 1e9 : 0);
-    if (left_s) call->end = PyObject_CallMethodObjArgs(its->lane, s_resume, number, its->lease, left_s, NULL);
-    Py_XDECREF(left_s);
-    if (!call->end) return FAILED;
-    int has_run = PyObject_IsInstance(call->end, self->its.ran);
-    if (has_run <= 0) return has_run < 0 ? FAILED : OTHERS;
-    call->kernel_ns = PyLong_AsUnsignedLongLong(PyTuple_GetItem(call->end, 1));
-    return PyErr_Occurred() ? FAILED : PLAIN;
-}
+/* --- the call on the lane */
 
 static Verdict carry(Repeats *self, Call *call) {
     CallSite *site = call->site;
-    const CallSiteFields *its = &site->its;
-    uint64_t page = site->page, nbytes = 0;
-    int is_linked = is_none(its->link, s_lost), is_closed = has(its->lane, s_is_closed), is_free = is_none(its->lane, s_open_call);
-    if (PyErr_Occurred()) return FAILED;
-    if (!is_linked || is_closed || !is_free || load64(page + EPOCH) != site->epoch || load64(page + IS_ENDED)) return OTHERS;
-    Verdict verdict = write_call(self, call, &nbytes);
+    Line *line = (Line *)site->its.line;
+    uint64_t page = line->bells.page, nbytes = 0;
+    char body[MAX_CALL_BYTES];
+    int is_linked = is_none(site->its.link, s_lost);
+    if (is_linked <= 0) return is_linked < 0 ? FAILED : OTHERS;
+    Receipt *receipt = call->receipt = (Receipt *)make(receipt_type);
+    if (!receipt) return FAILED;
+    PyObject *kept[] = {(PyObject *)site, call->request, call->start_ns, call->key, call->parts.args, call->parts.out};
+    for (size_t n = 0; n < sizeof kept / sizeof *kept; n++) Py_INCREF(kept[n]);
+    receipt->its.site = kept[0], receipt->its.request = kept[1], receipt->its.start_ns = kept[2];
+    receipt->its.key = kept[3], receipt->its.args = kept[4], receipt->its.out = kept[5];
+    Verdict verdict = write_call(self, call, body, &nbytes);
     if (verdict != PLAIN) return verdict;
-    uint64_t spin_ns = spin_of(self, &site->watch);
-    PyObject *before = PyObject_GetAttr(its->lane, s_calls), *number = NULL;
-    uint64_t call_number = before ? PyLong_AsUnsignedLongLong(before) + 1 : 0;
-    Py_XDECREF(before);
-    if (!PyErr_Occurred()) number = PyLong_FromUnsignedLongLong(call_number);
-    if (!number || PyObject_SetAttr(its->lane, s_calls, number) < 0) {
-        Py_XDECREF(number);
-        return FAILED;
-    }
-    uint64_t seen_ns;
-    uint64_t due_ns = now_ns() + site->timeout_ns;
-    Py_BEGIN_ALLOW_THREADS
-    put_call(page, (int)site->doorbell, call_number, site->number, nbytes, spin_ns != 0);
-    seen_ns = await_end(page, (int)site->answer, (int)site->control, call_number, spin_ns, due_ns);
-    Py_END_ALLOW_THREADS
-    if (spin_ns) note_watch(&site->watch, seen_ns);
-    uint64_t done = load64(page + DONE), status = load64(page + STATUS);
-    call->kernel_ns = load64(page + KERNEL_NS);
-    if (done != call_number || status != OK || load64(page + WORD_BYTES) > MAX_WORD_BYTES) verdict = resume(self, call, number, due_ns);
-    Py_DECREF(number);
-    return verdict;
+    if (load64(page + EPOCH) != site->epoch) return OTHERS;
+    return put(line, receipt, site->number, body, nbytes, site->timeout_ns) ? PLAIN : OTHERS;
 }
 
-/* UNKNOWN: it did not take the lane. OTHERS: it did, and `end` says what it ended in. */
-static Verdict carry_alone(Repeats *self, Call *call) {
-    PyObject *type, *value, *trace, *released;
-    int is_mine = is_true(PyObject_CallFunctionObjArgs(call->site->its.acquire, Py_False, NULL));
-    if (is_mine <= 0) return is_mine < 0 ? FAILED : UNKNOWN;
-    Verdict verdict = carry(self, call);
-    PyErr_Fetch(&type, &value, &trace);
-    released = PyObject_CallNoArgs(call->site->its.release);
-    Py_XDECREF(released);
-    PyErr_Restore(type, value, trace);
-    return verdict == OTHERS && !call->end ? UNKNOWN : verdict;
+/* Until the receipt's call is over, or it is `due`, or somebody must look. `rings`: that the worker has not been told of yet. */
+static void wait_long(Repeats *self, Receipt *receipt, Watch *watch, uint64_t rings, uint64_t expected_ns, uint64_t due) {
+    Line *line = (Line *)receipt->its.line;
+    uint64_t spin_ns = spin_of(self, watch), seen_ns;
+    Py_BEGIN_ALLOW_THREADS
+    if (rings) ring(line->bells.doorbell, rings);
+    if (spin_ns && expected_ns > EARLY_NS + LEAST_SLEEP_NS) sleep_before(&line->bells, expected_ns);
+    seen_ns = wait_for(&line->bells, receipt->call, spin_ns, due);
+    Py_END_ALLOW_THREADS
+    if (spin_ns && seen_ns != NOT_WATCHED) note_watch(watch, seen_ns);
 }
 
 /* What the caller gets, and what its report will be made of. */
-static PyObject *finish(Repeats *self, Call *call) {
-    const CallSiteFields *its = &call->site->its;
-    PyObject *result = call->site->result == PLACED ? call->parts.out : Py_None, *note = NULL, *record = NULL;
-    if (call->block)
-        result = PyObject_CallFunctionObjArgs(its->wrap, call->block, NULL);
+static PyObject *finish(Repeats *self, Receipt *receipt) {
+    const CallSite *site = (CallSite *)receipt->its.site;
+    const CallSiteFields *its = &site->its;
+    PyObject *result = site->result == PLACED ? receipt->its.out : Py_None, *note = NULL, *record = NULL;
+    if (receipt->its.block)
+        result = PyObject_CallFunctionObjArgs(its->wrap, receipt->its.block, NULL);
     else
         Py_INCREF(result);
     if (!result) return NULL;
     if (PyObject_IsTrue(its->note)) Py_INCREF(note = its->note);
     else note = PyObject_GetAttr(its->route, s_stays_out);
     if (note)
-        record = Py_BuildValue("(OOOKK()O()O)", its->plan, its->copies, call->start_ns, (unsigned long long)now_ns(),
-                               (unsigned long long)call->kernel_ns, its->decision, note);
+        record = Py_BuildValue("(OOOKK()O()O)", its->plan, its->copies, receipt->its.start_ns, (unsigned long long)now_ns(),
+                               (unsigned long long)receipt->kernel_ns, its->decision, note);
     if (!record || PyObject_SetAttr(self->its.last, s_record, record) < 0) Py_CLEAR(result);
     Py_XDECREF(record);
     Py_XDECREF(note);
     return result;
 }
 
-/* After a call that did not run on the lane: the next one of its kind is looked at anew, and gets other scratch memory. */
-static PyObject *leave_lane(Repeats *self, Call *call) {
-    const CallSiteFields *its = &call->site->its;
-    if (PyDict_DelItem(self->its.known, call->key) < 0) PyErr_Clear();
-    return PyObject_CallMethodObjArgs(self->its.session, s_leave_lane, call->request, call->start_ns, its->lane, its->lease, call->end,
-                                      NULL);
+/* The result of a call that has ended well; else somebody in Python finds out what became of it, and may be interrupted. */
+static PyObject *settle(Repeats *self, Receipt *receipt) {
+    if (read_end(receipt) > 0 && receipt->status == OK) return finish(self, receipt);
+    return PyObject_CallMethodObjArgs(self->its.session, s_resume, (PyObject *)receipt, NULL);
+}
+
+static PyObject *missed(Repeats *self) {
+    Py_INCREF(self->its.miss);
+    return self->its.miss;
+}
+
+/* Onto its lane, if it may: PLAIN. */
+static Verdict begin(Repeats *self, Call *call) {
+    Verdict verdict = PyDict_Size(self->its.known) ? find(self, call) : UNKNOWN;
+    return verdict == PLAIN ? carry(self, call) : verdict;
 }
 
 static PyObject *Repeats_run(Repeats *self, PyObject *const *given, Py_ssize_t count) {
@@ -425,38 +386,71 @@ static PyObject *Repeats_run(Repeats *self, PyObject *const *given, Py_ssize_t c
     }
     Call call = {.request = given[0], .start_ns = given[1]};
     PyObject *result = NULL;
-    Verdict verdict = PyDict_Size(self->its.known) ? find(self, &call) : UNKNOWN;
-    if (verdict == OTHERS) verdict = UNKNOWN;
-    if (verdict == PLAIN) verdict = carry_alone(self, &call);
-    if (verdict == PLAIN) result = finish(self, &call);
-    if (verdict == OTHERS) result = leave_lane(self, &call);
-    if (verdict == UNKNOWN) {
-        result = self->its.miss;
-        Py_INCREF(result);
+    Verdict verdict = begin(self, &call);
+    if (verdict == PLAIN) {
+        wait_long(self, call.receipt, &call.site->watch, 1, 0, call.receipt->due_ns);
+        result = settle(self, call.receipt);
+    } else if (verdict != FAILED) {
+        result = missed(self);
     }
     drop(&call);
     return result;
 }
 
-/* A call of which nothing is known here, such as a chain, onto a lane whose turn the caller has; until it is over, or has to be
-   looked at. `expected_ns`: what the worker took for it before. */
-static PyObject *Repeats_exchange(Repeats *self, PyObject *args) {
-    Line *line;
-    unsigned long long call, plan, timeout_ns, expected_ns;
-    const char *body;
-    Py_ssize_t nbytes;
-    if (!PyArg_ParseTuple(args, "O!KKy#KK", line_type, &line, &call, &plan, &body, &nbytes, &timeout_ns, &expected_ns)) return NULL;
-    if (nbytes > MAX_CALL_BYTES) {
-        PyErr_SetString(PyExc_ValueError, "it is too long for a lane");
+static PyObject *Repeats_submit(Repeats *self, PyObject *const *given, Py_ssize_t count) {
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "submit(request, start_ns)");
         return NULL;
     }
-    uint64_t page = line->page, spin_ns = spin_of(self, &line->watch), seen_ns;
-    Py_BEGIN_ALLOW_THREADS
-    memcpy((char *)page + CALL_BODY, body, (size_t)nbytes);
-    put_call(page, (int)line->doorbell, call, plan, (uint64_t)nbytes, spin_ns != 0);
-    seen_ns = await_expected(page, (int)line->answer, (int)line->control, call, expected_ns, spin_ns, now_ns() + timeout_ns);
-    Py_END_ALLOW_THREADS
-    if (spin_ns) note_watch(&line->watch, seen_ns);
+    Call call = {.request = given[0], .start_ns = given[1]};
+    PyObject *result = NULL;
+    Verdict verdict = begin(self, &call);
+    if (verdict == PLAIN) {
+        Line *line = (Line *)call.receipt->its.line;
+        Py_BEGIN_ALLOW_THREADS
+        ring(line->bells.doorbell, 1);
+        Py_END_ALLOW_THREADS
+        Py_INCREF((PyObject *)call.receipt);
+        result = (PyObject *)call.receipt;
+    } else if (verdict != FAILED) {
+        result = missed(self);
+    }
+    drop(&call);
+    return result;
+}
+
+static Receipt *receipt_of(PyObject *given) {
+    if (Py_TYPE(given) == receipt_type) return (Receipt *)given;
+    PyErr_SetString(PyExc_TypeError, "a receipt is needed");
+    return NULL;
+}
+
+/* The result of a submitted call; `miss` where it has not ended well, or not in that time, or somebody must look. */
+static PyObject *Repeats_take(Repeats *self, PyObject *const *given, Py_ssize_t count) {
+    Receipt *receipt = count == 2 ? receipt_of(given[0]) : NULL;
+    double left_s = receipt ? PyFloat_AsDouble(given[1]) : -1;
+    if (!receipt && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "take(receipt, left_s)");
+    if (PyErr_Occurred()) return NULL;
+    int has_ended = read_end(receipt);
+    if (!has_ended && left_s > 0 && !((Line *)receipt->its.line)->bells.is_closed) {
+        uint64_t now = now_ns(), due = left_s < 1e9 ? now + (uint64_t)(left_s * 1e9) : receipt->due_ns;
+        wait_long(self, receipt, &((Line *)receipt->its.line)->watch, 0, 0, due < receipt->due_ns ? due : receipt->due_ns);
+        has_ended = read_end(receipt);
+    }
+    return has_ended > 0 && receipt->status == OK && receipt->its.site ? finish(self, receipt) : missed(self);
+}
+
+/* As `take`, of any call: without its result. `expected_ns`: what the worker took for it before. */
+static PyObject *Repeats_await(Repeats *self, PyObject *args) {
+    PyObject *given;
+    double left_s;
+    unsigned long long expected_ns;
+    if (!PyArg_ParseTuple(args, "OdK", &given, &left_s, &expected_ns)) return NULL;
+    Receipt *receipt = receipt_of(given);
+    if (!receipt) return NULL;
+    Line *line = (Line *)receipt->its.line;
+    if (!receipt->has_ended && left_s > 0 && !line->bells.is_closed)
+        wait_long(self, receipt, &line->watch, 0, expected_ns, now_ns() + (uint64_t)((left_s < 1e9 ? left_s : 1e9) * 1e9));
     Py_RETURN_NONE;
 }
 
@@ -485,7 +479,9 @@ static PyObject *Repeats_forget_arenas(Repeats *self, PyObject *unused) {
 
 static PyMethodDef repeats_methods[] = {
     {"run", (PyCFunction)(void (*)(void))Repeats_run, METH_FASTCALL, "run(request, start_ns): the result, or `miss`"},
-    {"exchange", (PyCFunction)Repeats_exchange, METH_VARARGS, "exchange(line, call, plan, body, timeout_ns, expected_ns)"},
+    {"submit", (PyCFunction)(void (*)(void))Repeats_submit, METH_FASTCALL, "submit(request, start_ns): a receipt, or `miss`"},
+    {"take", (PyCFunction)(void (*)(void))Repeats_take, METH_FASTCALL, "take(receipt, left_s): the result, or `miss`"},
+    {"wait", (PyCFunction)Repeats_await, METH_VARARGS, "wait(receipt, left_s, expected_ns)"},
     {"key", (PyCFunction)Repeats_key, METH_O, "key(request): bytes, or None"},
     {"learn", (PyCFunction)(void (*)(void))Repeats_learn, METH_VARARGS | METH_KEYWORDS, "learn(tensor=..., ...)"},
     {"forget_arenas", (PyCFunction)Repeats_forget_arenas, METH_NOARGS, "forget_arenas(): they have other numbers"},
@@ -493,7 +489,7 @@ static PyMethodDef repeats_methods[] = {
 };
 
 SLOTS_OF("_repeats", Repeats, {Py_tp_methods, repeats_methods},)
-SLOTS_OF("_repeats", CallSite, )
+SLOTS_OF("_repeats", CallSite, {Py_tp_members, site_members},)
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_repeats", "Calls on the CPU that are made again.", -1, NULL};
 
@@ -512,12 +508,13 @@ PyMODINIT_FUNC PyInit__repeats(void) {
     if (!made) return NULL;
     KEY_NAMES(INTERN)
     NAMES(INTERN)
-    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiK)", EPOCH, IS_ENDED, CALL, PLAN, CALL_BYTES, WATCHES, CALL_BODY, DONE, STATUS,
-                                     KERNEL_NS, WORD_BYTES, MAX_CALL_BYTES, MAX_WORD_BYTES, OK, REF_BYTES, ALIGNMENT,
+    PyObject *layout = Py_BuildValue("(iiiiiiiiiiiiiiiiiiK)", EPOCH, IS_ENDED, CALL, WAITS, DONE, HEAD_BYTES, PLACE_BYTES, NUMBER, PLAN,
+                                     CALL_BYTES, REFS_AT, END_AT, MAX_CALL_BYTES, MAX_WORD_BYTES, OK, DEPTH, REF_BYTES, ALIGNMENT,
                                      (unsigned long long)NO_ARENA);
     if (!layout || PyModule_AddObjectRef(made, "LAYOUT", layout) < 0 || add_type(made, "Slabs", &Slabs_spec, NULL) < 0 ||
         add_type(made, "Block", &Block_spec, &block_type) < 0 || add_type(made, "Repeats", &Repeats_spec, NULL) < 0 ||
-        add_type(made, "CallSite", &CallSite_spec, NULL) < 0 || add_type(made, "Line", &Line_spec, &line_type) < 0)
+        add_type(made, "CallSite", &CallSite_spec, NULL) < 0 || add_type(made, "Line", &Line_spec, &line_type) < 0 ||
+        add_type(made, "Receipt", &Receipt_spec, &receipt_type) < 0)
         Py_CLEAR(made);
     Py_XDECREF(layout);
     return made;

@@ -1,21 +1,50 @@
-/* The client's side of a lane's page, and the wait for a call's end: watched for as long as that usually takes, then slept for. Each
-   word is read once. As ipc/shm/lane.py and ipc/spinning.py have it; after _call_key.h, whose loads it uses. */
+/* A lane of the client's: calls that it has put there, and threads that wait for their ends. As ipc/shm/lane.py and
+   ipc/spinning.py have it; after _call_key.h, whose loads it uses.
 
+   One of the threads that wait leads: it watches the page, then sleeps until a bell rings, and wakes the others when their calls are
+   over. Who leads no longer hands that over. Each word of the page is read once. */
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { EPOCH = 0, IS_ENDED = 8, CALL = 128, PLAN = 136, CALL_BYTES = 144, WATCHES = 152, CALL_BODY = 256 }; /* bytes; ipc/shm/lane.py */
-enum { DONE = 2048, STATUS = 2056, KERNEL_NS = 2064, WORD_BYTES = 2072, MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0 };
-enum { LOOKS = 64, MAX_RINGS = 64, MAX_MISSED = 63 };
-static const uint64_t LOOK_AGAIN_NS = 1000000, MARGIN = 4, SLACK_NS = 20000;
+enum { EPOCH = 0, IS_ENDED = 8, CALL = 128, WAITS = 136, DONE = 256 }; /* bytes of the page; ipc/shm/lane.py */
+enum { HEAD_BYTES = 4096, PLACE_BYTES = 3200, NUMBER = 0, PLAN = 8, CALL_BYTES = 16, REFS_AT = 128, END_AT = 1152 };
+enum { STATUS = END_AT + 8, KERNEL_NS = END_AT + 16, WORD_BYTES = END_AT + 24, SAID_AT = END_AT + 128 };
+enum { MAX_CALL_BYTES = 1024, MAX_WORD_BYTES = 1792, OK = 0, DECLINED = 2, DEPTH = 64 };
+enum { LOOKS = 64, MAX_MISSED = 63 };
+static const uint64_t LOOK_AGAIN_NS = 1000000, LONG_NS = 1000000000, MARGIN = 4, SLACK_NS = 20000, NO_PLAN = UINT64_MAX, NOT_WATCHED = UINT64_MAX;
 static const uint64_t EARLY_NS = 120000, LEAST_SLEEP_NS = 30000; /* sleeping takes longer than asked */
+static const uint64_t TOGETHER_NS = 100000, BESIDE_NS = 4000; /* so long may an end wait for later ones to be told with it; of each call */
 
 typedef struct {
     uint64_t usual_ns; /* until a call is seen to be over that is watched */
     uint32_t missed, skipped; /* calls that are not watched for after watching was in vain; those of them so far */
 } Watch;
+
+enum { SLEEPS, LOOK, LEAD };
+typedef struct Waiter {
+    struct Waiter *next;
+    uint64_t call;
+    uint32_t word; /* what it is woken for */
+} Waiter;
+
+/* What threads of a lane share while they wait; under its lock. */
+typedef struct {
+    pthread_mutex_t lock;
+    Waiter *waiters; /* but the one that leads */
+    int is_led;
+    uint64_t page;
+    int doorbell, answer, control;
+    int is_closed;
+} Bells;
 
 static uint64_t now_ns(void) {
     struct timespec now;
@@ -25,18 +54,23 @@ static uint64_t now_ns(void) {
 
 static void store64(uint64_t at, uint64_t value) { __atomic_store_n((uint64_t *)at, value, __ATOMIC_RELEASE); }
 
-/* The call's number last: the worker may watch for it. */
-static void put_call(uint64_t page, int doorbell, uint64_t call, uint64_t plan, uint64_t nbytes, int watches) {
-    uint64_t one = 1;
-    store64(page + PLAN, plan);
-    store64(page + CALL_BYTES, nbytes);
-    store64(page + WATCHES, (uint64_t)watches);
-    store64(page + CALL, call);
-    if (write(doorbell, &one, 8) < 0) { /* it is rung already */
-    }
+static uint64_t place_of(uint64_t page, uint64_t call) { return page + HEAD_BYTES + (call - 1) % DEPTH * PLACE_BYTES; }
+
+static int is_over(uint64_t page, uint64_t call) {
+    return load64(page + DONE) >= call || load64(place_of(page, call) + END_AT) >= call || load64(page + IS_ENDED);
 }
 
-static int is_over(uint64_t page, uint64_t call) { return load64(page + DONE) >= call || load64(page + IS_ENDED); }
+/* Take a ring back. Never waits. */
+static int take_ring(int doorbell) {
+    uint64_t rings;
+    struct iovec one = {&rings, 8};
+    return preadv2(doorbell, &one, 1, -1, RWF_NOWAIT) == 8;
+}
+
+static void ring(int doorbell, uint64_t times) {
+    if (write(doorbell, &times, 8) < 0) { /* nobody listened 2**64 times */
+    }
+}
 
 static void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -46,50 +80,128 @@ static void relax(void) {
 #endif
 }
 
+static void wake(Waiter *waiter, uint32_t word) {
+    __atomic_store_n(&waiter->word, word, __ATOMIC_RELEASE);
+    syscall(SYS_futex, &waiter->word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+/* Wake those whose calls are over. The least call of the others; 0 when there are none. */
+static uint64_t wake_others(Bells *bells) {
+    uint64_t least = 0;
+    pthread_mutex_lock(&bells->lock);
+    for (Waiter **at = &bells->waiters; *at;) {
+        Waiter *one = *at;
+        if (bells->is_closed || is_over(bells->page, one->call)) {
+            *at = one->next;
+            wake(one, LOOK);
+        } else {
+            if (!least || one->call < least) least = one->call;
+            at = &one->next;
+        }
+    }
+    pthread_mutex_unlock(&bells->lock);
+    return least;
+}
+
+/* The call whose end the worker is to ring for. Where short calls follow a lone waiter's, it is told of some of them at once. */
+static uint64_t wanted_call(Bells *bells, uint64_t call, uint64_t others) {
+    uint64_t page = bells->page, last = load64(page + CALL), done = load64(page + DONE);
+    if (others) return others < call ? others : call;
+    if (last <= call || last - call > DEPTH || !done) return call;
+    uint64_t kernel_ns = load64(place_of(page, done) + KERNEL_NS), ahead = (last - call) / 2;
+    uint64_t together = kernel_ns < TOGETHER_NS ? TOGETHER_NS / (kernel_ns + BESIDE_NS) : 0;
+    return call + (ahead < together ? ahead : together);
+}
+
 /* Until the call is over, or somebody else must look what became of it: who is interrupted, hung up on or out of time. While
    it watches the page nobody needs to ring. That it watches no longer the worker may not see at once: it looks again soon.
    How long it watched until it was over; 0 when it slept. */
-static uint64_t await_end(uint64_t page, int answer, int control, uint64_t call, uint64_t spin_ns, uint64_t due) {
-    uint64_t start = now_ns(), now = start;
+static uint64_t lead(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
+    uint64_t start = now_ns(), now = start, page = bells->page, done = 0, others;
     while (now - start < spin_ns) {
         for (int n = 0; n < LOOKS; n++) {
             if (is_over(page, call)) return now_ns() - start + 1;
             relax();
         }
+        if (load64(page + DONE) != done && __atomic_load_n(&bells->waiters, __ATOMIC_ACQUIRE)) done = load64(page + DONE), wake_others(bells);
         now = now_ns();
     }
-    if (spin_ns) {
-        store64(page + WATCHES, 0);
+    for (int is_first = 1; (now = now_ns()) < due; is_first = 0) {
+        others = wake_others(bells);
+        store64(page + WAITS, is_first ? wanted_call(bells, call, others) : others && others < call ? others : call);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    }
-    uint64_t again = spin_ns ? now + LOOK_AGAIN_NS : due;
-    for (int rings = 0; rings < MAX_RINGS && !is_over(page, call) && (now = now_ns()) < due;) {
-        struct pollfd bells[2] = {{answer, POLLIN, 0}, {control, POLLRDHUP, 0}};
-        uint64_t until = again > now && again < due ? again : due;
-        uint64_t left_ms = (until - now) / 1000000 + 1;
+        others = wake_others(bells); /* one may have come, or a call have ended, before the worker could see that */
+        if (others && others < load64(page + WAITS)) store64(page + WAITS, others);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        if (is_over(page, call) || __atomic_load_n(&bells->is_closed, __ATOMIC_ACQUIRE)) break;
+        struct pollfd both[2] = {{bells->answer, POLLIN, 0}, {bells->control, POLLRDHUP, 0}};
+        uint64_t most = is_first ? LOOK_AGAIN_NS : LONG_NS, left = due - now < most ? due - now : most;
         char rung;
-        if (poll(bells, 2, left_ms < 1000000 ? (int)left_ms : 1000000) < 0) return 0;
-        if (bells[0].revents & POLLIN) {
-            rings++;
-            if (recv(answer, &rung, 1, MSG_DONTWAIT) < 0) { /* the page says what is so */
-            }
+        if (poll(both, 2, (int)((left + 999999) / 1000000)) < 0) break;
+        if (both[0].revents & POLLIN && recv(bells->answer, &rung, 1, MSG_DONTWAIT) < 0) { /* the page says what is so */
         }
-        if (bells[1].revents || bells[0].revents & ~POLLIN) return 0;
+        if (both[1].revents || both[0].revents & ~POLLIN) break;
     }
+    store64(page + WAITS, 0);
     return 0;
 }
 
-/* As await_end, of a call that is expected to take so long: it is watched for only from shortly before. Until then nobody rings, nor
-   needs to, unless the other side hangs up. */
-static uint64_t await_expected(uint64_t page, int answer, int control, uint64_t call, uint64_t expected_ns, uint64_t spin_ns,
-                               uint64_t due) {
-    if (spin_ns && expected_ns > EARLY_NS + LEAST_SLEEP_NS) {
-        struct pollfd hang_up = {control, POLLRDHUP, 0};
-        uint64_t left_ns = expected_ns - EARLY_NS;
-        struct timespec left = {(time_t)(left_ns / 1000000000), (long)(left_ns % 1000000000)};
-        if (ppoll(&hang_up, 1, &left, NULL)) return 0; /* or a signal */
+static void resign(Bells *bells) {
+    wake_others(bells);
+    pthread_mutex_lock(&bells->lock);
+    Waiter *next = bells->waiters;
+    bells->is_led = next != NULL;
+    if (next) {
+        bells->waiters = next->next;
+        wake(next, LEAD);
     }
-    return await_end(page, answer, control, call, spin_ns, due);
+    pthread_mutex_unlock(&bells->lock);
+}
+
+/* As `lead`, with others; NOT_WATCHED for who did not lead from the start: only such a one watches, for `spin_ns`. */
+static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t due) {
+    Waiter me = {NULL, call, SLEEPS};
+    uint64_t now = now_ns(), slice = LOOK_AGAIN_NS, waits;
+    if (is_over(bells->page, call)) return spin_ns != 0;
+    pthread_mutex_lock(&bells->lock);
+    int leads = !bells->is_led;
+    bells->is_led = 1;
+    if (!leads) {
+        me.next = bells->waiters;
+        bells->waiters = &me;
+        waits = load64(bells->page + WAITS);
+        if (waits && call < waits) store64(bells->page + WAITS, call);
+    }
+    pthread_mutex_unlock(&bells->lock);
+    if (!leads) {
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        while (!__atomic_load_n(&me.word, __ATOMIC_ACQUIRE) && !is_over(bells->page, call) && now < due) {
+            uint64_t left = due - now < slice ? due - now : slice;
+            struct timespec time = {(time_t)(left / 1000000000), (long)(left % 1000000000)};
+            if (syscall(SYS_futex, &me.word, FUTEX_WAIT_PRIVATE, SLEEPS, &time, NULL, 0) < 0 && errno == EINTR) break;
+            now = now_ns(), slice = LONG_NS;
+        }
+        pthread_mutex_lock(&bells->lock);
+        for (Waiter **at = &bells->waiters; *at; at = &(*at)->next)
+            if (*at == &me) {
+                *at = me.next;
+                break;
+            }
+        pthread_mutex_unlock(&bells->lock);
+        if (me.word != LEAD) return NOT_WATCHED;
+        spin_ns = 0;
+    }
+    uint64_t seen_ns = lead(bells, call, spin_ns, due);
+    resign(bells);
+    return leads ? seen_ns : NOT_WATCHED;
+}
+
+/* Before a call is waited for that is expected to take so long. Nobody rings, nor needs to, unless the other side hangs up. */
+static void sleep_before(Bells *bells, uint64_t expected_ns) {
+    struct pollfd hang_up = {bells->control, POLLRDHUP, 0};
+    uint64_t left_ns = expected_ns - EARLY_NS;
+    struct timespec left = {(time_t)(left_ns / 1000000000), (long)(left_ns % 1000000000)};
+    ppoll(&hang_up, 1, &left, NULL); /* or a signal */
 }
 
 /* How long a call is to be watched for, within `most`. Where the last ones were not over in that time, it is tried again after

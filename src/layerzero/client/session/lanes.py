@@ -8,6 +8,7 @@ from layerzero.client.connection.call import Route, Submitted
 from layerzero.client.connection.express import Lane, Lease, Lost
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import EXPRESS, Attempt
+from layerzero.client.session.repeats import Repeats
 from layerzero.client.session.shadow import NEVER, Shadow
 from layerzero.ipc.errors import LayerZeroError, OutOfMemory
 
@@ -15,8 +16,9 @@ from layerzero.ipc.errors import LayerZeroError, OutOfMemory
 class Lanes:
     """Threads may share it."""
 
-    def __init__(self, link: Link, shadow: Shadow) -> None:
+    def __init__(self, link: Link, shadow: Shadow, repeats: Repeats) -> None:
         self._link = link
+        self._repeats = repeats
         self._shadow = shadow
         self._lock = threading.RLock()
         self.by_number: dict[int, Lane] = {}
@@ -38,7 +40,7 @@ class Lanes:
             lane = self.by_number.get(number)
             if lane is None:
                 try:
-                    lane = Lane(self._link, number)
+                    lane = Lane(self._link, number, self._repeats.make_line, self._repeats.wait)
                 except (OSError, OutOfMemory):
                     return None
                 self.by_number[number] = lane
@@ -47,14 +49,12 @@ class Lanes:
     def leave(self, submitted: Submitted, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None) -> None:
         """What the broker, or the report, is to be told of a call that did not end well on a lane."""
         submitted.near = lease.route if lease.values else 0
-        if isinstance(end, Lost):
+        if lane.is_ended:  # others may be on it, who find that out for themselves
             submitted.route.lease = None
-            submitted.after_lane, submitted.after_call = lane.number, end.call & 0xFFFF_FFFF
             self.by_number.pop(lane.number, None)
-            lane.close()
-            return
-        lane.scratch = None
-        if end is not None:
+        if isinstance(end, Lost):
+            submitted.after_lane, submitted.after_call = lane.number, end.call & 0xFFFF_FFFF
+        elif end is not None:
             made = lease.decision
             attempt = Attempt(
                 made.backend, made.kernel_id, end.code, end.message, phase=EXPRESS, worker_pid=made.worker_pid
@@ -62,7 +62,7 @@ class Lanes:
             submitted.prior = (attempt,)
 
     def close(self) -> None:
-        """Waits for the calls on them; the link must have been closed."""
+        """The link must have been closed."""
         for lane in list(self.by_number.values()):
             lane.close()
         self.by_number.clear()

@@ -22,7 +22,7 @@ from layerzero.client.connection import arena as arenas
 from layerzero.client.connection import overlay
 from layerzero.client.connection.arena_registry import ArenaRegistry
 from layerzero.client.connection.call import Submitted
-from layerzero.client.connection.express import Lane, Lease, Ran, Send
+from layerzero.client.connection.express import Lane, Lease, Line, Wait
 from layerzero.client.connection.link import Link
 from layerzero.client.gpu import fastpath_library
 from layerzero.client.gpu.fastpath import MISS
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from layerzero.client.session.session import Session
 
 MAX_KNOWN = 1024
-SCRATCH_BYTES = 64 << 10  # of each lane, for the inputs of a call; calls with more of them go the longer way
+MAX_COPIED_BYTES = 64 << 10  # of the inputs of a call; calls with more of them go the longer way
 NOTHING, PLACED, FRESH = 0, 1, 2  # results
 COPIED = 2  # of an input: there is nothing of it in an arena
 LAYOUT = (*lane_page.LAYOUT, REF_BYTES, ALIGNMENT, NO_ARENA)
@@ -68,7 +68,10 @@ class Repeats:
         self._kinds: set[str] = set()
         self._compiled = None
         self.run: Callable[[Request, int], Any] = _miss
-        self.send: Send | None = None  # for calls that nothing is known of here
+        self.submit: Callable[[Request, int], Any] = _miss
+        self.take: Callable[[Any, float], Any] = _take_nothing
+        self.make_line: Callable[[lane_page.Page, int, int], Line] | None = None
+        self.wait: Wait | None = None  # for a call on such a line
         if library is None:
             return
         limit_ns, nothing = spinning.limit_ns(os.environ), type(None)
@@ -83,7 +86,6 @@ class Repeats:
             arenas=self._arenas,
             slabs=self._slabs,
             may_spin=_never if cores is None else cores.are_free,
-            ran=Ran,
             miss=MISS,
             policy=overlay.current,
             baked=overlay.baked,
@@ -96,12 +98,18 @@ class Repeats:
             is_grad_enabled=nothing,
             spin_ns=limit_ns,
         )
-        self.run, self.send = self._compiled.run, self._exchange
+        self.run, self.submit, self.take = self._compiled.run, self._compiled.submit, self._compiled.take
+        self.make_line, self.wait = self._make_line, self._compiled.wait
         registry.on_change = self._compiled.forget_arenas
 
     def clear(self) -> None:
         """Free the memory that is kept for results."""
         self._slabs.clear()
+
+    def leave(self, key: bytes) -> None:
+        """Look at the call with this key anew; the memory that is kept may not have been lent to its worker."""
+        self._known.pop(key, None)
+        self.clear()
 
     def forget(self) -> None:
         """Every call is looked at anew."""
@@ -165,14 +173,11 @@ class Repeats:
             result, wrap = FRESH, _wrapper(next(a for a in arrays), plan.results[0])
             if wrap is None:
                 return None
-        if copied_bytes > SCRATCH_BYTES:
+        if copied_bytes > MAX_COPIED_BYTES:
             return None
-        scratch, at, number, offset = None, 0, 0, 0
-        if copied_bytes:
-            scratch, arena, offset = self._scratch(lane)
-            at, number = arena.address + offset, self._registry[arena]
         return {
             "lane": lane,
+            "line": lane.line,
             "link": submitted.link,
             "lease": lease,
             "route": route,
@@ -181,41 +186,19 @@ class Repeats:
             "copies": tuple(submitted.copies),
             "note": lease.note,
             "wrap": wrap,
-            "scratch": scratch,
-            "acquire": lane.turn.acquire,
-            "release": lane.turn.release,
             "values": lease.values,
             "inputs": array("Q", inputs).tobytes(),
-            "page": lane.page.address,
             "epoch": lease.epoch,
             "number": lease.plan,
-            "doorbell": lane.doorbell,
-            "answer": lane.answer.fileno(),
-            "control": submitted.link.hang_up_fd,
             "timeout_ns": int(lane.default_s * 1e9),
             "result": result,
             "result_bytes": plan.outputs[0].span_bytes if plan.outputs else 0,
-            "scratch_at": at,
-            "scratch_bytes": SCRATCH_BYTES if scratch else 0,
-            "scratch_arena": number,
-            "scratch_offset": offset,
+            "copied_bytes": copied_bytes,
         }
 
-    def _exchange(self, lane: Lane, call: int, plan: int, body: bytes, timeout_s: float, expected_ns: int) -> None:
-        """A call onto a lane, whose turn the caller has, until it is over or has to be looked at. `expected_ns`: what
-        the worker took for it before."""
-        assert self._compiled is not None
-        if lane.line is None:
-            page, answer = lane.page.address, lane.answer.fileno()
-            lane.line = library.Line(page=page, doorbell=lane.doorbell, answer=answer, control=self._link.hang_up_fd)
-        self._compiled.exchange(lane.line, call, plan, body, int(timeout_s * 1e9), expected_ns)
-
-    def _scratch(self, lane: Lane) -> tuple[memoryview, arenas.Arena, int]:
-        """The lane's memory for inputs. After a call that did not end well on the lane it gets other memory: it may lie
-        in an arena that the worker has not been lent."""
-        if lane.scratch is None:
-            lane.scratch = self._pool.allocate(SCRATCH_BYTES)
-        return lane.scratch
+    def _make_line(self, page: lane_page.Page, doorbell: int, answer: int) -> Line:
+        line: Line = library.Line(page, page.address, doorbell, answer, self._link.hang_up_fd)
+        return line
 
     def _allocate(self, nbytes: int) -> tuple[memoryview, arenas.Arena, int]:
         """As the pool does, in an arena that the broker knows."""
@@ -233,6 +216,10 @@ _KINDS = ("numpy", "torch")
 
 
 def _miss(request: Request, start_ns: int) -> Any:
+    return MISS
+
+
+def _take_nothing(receipt: Any, left_s: float) -> Any:
     return MISS
 
 

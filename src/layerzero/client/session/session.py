@@ -28,7 +28,7 @@ from layerzero.client.connection.call import (
     microseconds,
     seconds,
 )
-from layerzero.client.connection.express import Lane, Lease, Lost, Ran
+from layerzero.client.connection.express import Lane, Lease, Lost, Ran, Receipt
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.record import (
     Record,
@@ -54,6 +54,7 @@ from layerzero.client.session.repeats import Repeats
 from layerzero.client.session.shadow import Shadow
 from layerzero.ipc.errors import (
     AdaptationRequired,
+    BrokerLost,
     Busy,
     DigestRequired,
     LayerZeroError,
@@ -92,9 +93,9 @@ class Session:
         routes = Routes(self.ask, self.shadow.follow_decision)
         link = Link(self.path, self._package, routes.note_decision, routes.note_lease, self._key)
         self.routes = routes
-        self.lanes = Lanes(link, self.shadow)
         self.arena_registry = ArenaRegistry(link)
         self.repeats = Repeats(self, link, self.arena_registry, self.last)
+        self.lanes = Lanes(link, self.shadow, self.repeats)
         self.local = Local(link, routes, self.ask)
         self.gpus = GpuCalls(self, link)
         self.lifts = Lifts(self, link, self.gpus)
@@ -189,15 +190,61 @@ class Session:
             self.lanes.leave(submitted, lane, lease, end)
         return self.wait(self._start(submitted))
 
+    def send(self, request: Request) -> Submitted | Receipt:
+        """Send a call: by its lane, of which the next step is `take`, or as `submit`."""
+        start_ns = time.perf_counter_ns()
+        if not self.link or self.shadow.is_on:  # of this very process
+            return self.submit(request)
+        receipt = self.repeats.submit(request, start_ns)
+        if receipt is not MISS:
+            return receipt  # type: ignore[no-any-return]
+        submitted = prepare(self, request, (), *describe_all(request), start_ns)
+        place = None if submitted.pending.is_done else self.lanes.of(submitted.route)
+        if place is not None:
+            self.repeats.remember(submitted, *place)
+            receipt = self.repeats.submit(request, start_ns)
+            if receipt is not MISS:
+                return receipt  # type: ignore[no-any-return]
+        return self._start(submitted)
+
+    def take(self, receipt: Any, until_s: float = math.inf) -> Any:
+        """The result of a call that is on a lane. MISS: it has not ended at `until_s`; a Submitted: it goes on by the
+        broker, and is to be waited for."""
+        lane = receipt.site.lane
+        while not lane.is_inherited:
+            result = self.repeats.take(receipt, until_s - time.monotonic())
+            if result is not MISS:
+                return result
+            now_s = time.monotonic()
+            is_late = 1e9 * now_s >= receipt.due_ns
+            if not lane.is_under_way(receipt) or (is_late and not lane.gives_time(receipt, lane.default_s)):
+                return self._look(receipt)
+            if now_s >= until_s:
+                return MISS
+        raise BrokerLost("the call was submitted before this process was forked; its answer goes to the parent")
+
+    def resume(self, receipt: Any) -> Any:
+        """The result of a call that was put on a lane in C and did not end well there, or not soon."""
+        found = self._look(receipt)
+        return self.wait(found) if isinstance(found, Submitted) else found
+
+    def _look(self, receipt: Any) -> Any:
+        """What became of a call on a lane: as `take`."""
+        lane, lease = receipt.site.lane, receipt.site.lease
+        end = lane.resume(receipt, lease, lane.default_s)
+        if isinstance(end, Ran):
+            return self.repeats.take(receipt, 0.0)
+        self.repeats.leave(receipt.key)
+        return self.leave_lane(receipt.request, receipt.start_ns, lane, lease, end)
+
     def leave_lane(
         self, request: Request, start_ns: int, lane: Lane, lease: Lease, end: Lost | LayerZeroError | None
-    ) -> Any:
-        """As the end of `run`, for a call that was put on a lane in C and did not end well there."""
-        self.repeats.clear()  # the worker may not have been lent where that lies
+    ) -> Submitted:
+        """Bring a call to the broker that did not end well on a lane."""
         submitted = prepare(self, request, (), *describe_all(request), start_ns)
         if not submitted.pending.is_done:
             self.lanes.leave(submitted, lane, lease, end)
-        return self.wait(self._start(submitted))
+        return self._start(submitted)
 
     def run_apart(self, request: Request) -> tuple[Any, SelectionReport]:
         """A call of a tool, waited for also on a GPU. Its result and report; there `kernel_us` is that of an earlier

@@ -1,10 +1,12 @@
-"""The express lane of one client and one worker: a page of words and two bells. docs/protocol.md has the layout.
+"""The express lane of one client and one worker: a page of words with places for calls, and two bells. docs/protocol.md
+has the layout.
 
-One call is on a lane at a time. The client writes it into its half of the page and rings the doorbell; the worker takes
-the ring, runs the call, writes its end into the other half and rings the answer bell. Taking the ring is what claims a
-call: an eventfd is emptied by exactly one reader, so that a client that empties its own doorbell has withdrawn its
-call, and one that finds it empty knows that the worker has it. The broker writes only its own line: the epoch, with
-which it takes all leases of the lane back at once, and the end.
+Calls are numbered, and up to DEPTH of them are on a lane. The client writes a call into its place and rings the
+doorbell, which counts; the worker takes one ring, runs the next call, writes its end into the same place and rings the
+answer bell if the client sleeps until then. Taking a ring is what claims a call: as many calls are unclaimed, the last
+ones, as there are rings to take. So a client that takes rings has taken its latest calls back, one for each, and one
+that finds no ring knows that the worker has the call. The broker writes only its own line: the epoch, with which it
+takes all leases of the lane back at once, and the end.
 
 The broker makes the bells, and what it and the worker do with them never waits, whatever a client does to them. That
 an eventfd does not block is a property of the open file, which any holder can take away: so the worker reads it with a
@@ -29,20 +31,26 @@ MAX_CALL_BYTES = 1024  # references of a call
 MAX_WORD_BYTES = 1792  # of a worker's answer
 OK, RAISED, DECLINED = range(3)  # a declined call was not run: it must go through the broker
 
+DEPTH = 64  # calls on a lane
+
 # Words of eight bytes. Each line of 128 bytes has one writer.
 _EPOCH, _IS_ENDED = 0, 1  # broker
-_CALL, _PLAN, _CALL_BYTES, _WATCHES = 16, 17, 18, 19  # client; the references follow
-_DONE, _STATUS, _KERNEL_NS, _WORD_BYTES, _DONE_PLAN, _STEP = range(256, 262)  # worker; what it says follows
-_CALL_BODY, _WORD_BODY = 32 * 8, 272 * 8
+_CALL, _WAITS = 16, 17  # client: the last call that was put, and the one whose end it sleeps for
+_DONE, _STEP = 32, 33  # worker: the last call that ended
+_HEAD_BYTES, _PLACE_BYTES = 4096, 3200  # before the places, and of each
+_NUMBER, _PLAN, _CALL_BYTES = range(3)  # of a place, client; the references follow
+_END_AT, _REFS_AT, _SAID_AT = 1152, 128, 1280  # worker: number, status, kernel ns, bytes it says, plan; what it says
+PAGE_BYTES = 53 * 4096  # the head and DEPTH places
 _LOW, _NOT_RUNNING = 0xFFFF_FFFF, 1 << 31  # in the word of the step, whose upper half is the call's number
+NO_PLAN = (1 << 64) - 1  # of a call that was withdrawn: it is declined
 LAYOUT = (
-    *[8 * word for word in (_EPOCH, _IS_ENDED, _CALL, _PLAN, _CALL_BYTES, _WATCHES)],
-    _CALL_BODY,
-    *[8 * word for word in (_DONE, _STATUS, _KERNEL_NS, _WORD_BYTES)],
-    *(MAX_CALL_BYTES, MAX_WORD_BYTES, OK),
+    *[8 * word for word in (_EPOCH, _IS_ENDED, _CALL, _WAITS, _DONE)],
+    *(_HEAD_BYTES, _PLACE_BYTES, 8 * _NUMBER, 8 * _PLAN, 8 * _CALL_BYTES, _REFS_AT, _END_AT),
+    *(MAX_CALL_BYTES, MAX_WORD_BYTES, OK, DEPTH),
 )
 """For client/session/_repeats.c."""
 _HEAD, _END = struct.Struct("@3Q"), struct.Struct("@4Q")  # native, so that each word is read whole
+assert _HEAD_BYTES + DEPTH * _PLACE_BYTES <= PAGE_BYTES
 
 
 _LOOKS = range(32)  # before the clock is asked
@@ -51,9 +59,10 @@ _RING_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)  # enums are slow
 _HEAR_FLAGS = int(socket.MSG_DONTWAIT)
 
 
-def create_doorbell() -> int:
-    """Raises OSError: EOPNOTSUPP before Linux 5.8, where taking a ring might wait."""
-    doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+def create_doorbell(*, counts: bool = False) -> int:
+    """`counts`: each ring is taken by itself, as those of a lane; else all at once. Raises OSError: EOPNOTSUPP before
+    Linux 5.8, where taking a ring might wait."""
+    doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | (os.EFD_SEMAPHORE if counts else 0))
     try:
         take(doorbell)
     except BaseException:
@@ -62,14 +71,14 @@ def create_doorbell() -> int:
     return doorbell
 
 
-def ring(doorbell: int) -> None:
+def ring(doorbell: int, times: int = 1) -> None:
     """For its client alone: this waits for whoever has filled the doorbell and made it blocking."""
     with suppress(BlockingIOError):  # it has been rung 2**64 times and nobody listened
-        os.eventfd_write(doorbell, 1)
+        os.eventfd_write(doorbell, times)
 
 
 def take(doorbell: int) -> bool:
-    """Whether it had been rung; it is silent again afterwards. Never waits."""
+    """Whether it had been rung; one ring less is there afterwards, or none where they are not counted. Never waits."""
     try:
         os.preadv(doorbell, _COUNT, -1, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -104,7 +113,7 @@ class Page:
     """The mapped page. Each method is for the side that its name says; words are read and written whole."""
 
     def __init__(self, fd: int) -> None:
-        self._map = memory.map_fd(fd, memory.PAGE_BYTES, writable=True)
+        self._map = memory.map_fd(fd, PAGE_BYTES, writable=True)
         self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("Q")
 
@@ -133,52 +142,75 @@ class Page:
 
     # --- client
 
-    def put_call(self, call: int, plan: int, refs: bytes) -> None:
-        """`call` counts from 1."""
-        words = self._words
-        self._bytes[_CALL_BODY : _CALL_BODY + len(refs)] = refs
-        words[_PLAN], words[_CALL_BYTES], words[_WATCHES], words[_CALL] = plan, len(refs), 0, call
+    def put_call(self, call: int, plan: int, refs: bytes, *, waits: bool = True) -> None:
+        """`call` counts from 1; its place must be free. `waits`: the client will sleep until it has ended."""
+        words, at = self._words, _place(call)
+        self._bytes[at + _REFS_AT : at + _REFS_AT + len(refs)] = refs
+        place = at // 8
+        words[place + _PLAN], words[place + _CALL_BYTES], words[place + _NUMBER] = plan, len(refs), call
+        if waits:
+            words[_WAITS] = call
+        words[_CALL] = call
+
+    def withdraw(self, call: int) -> None:
+        """The worker has not claimed it, nor can it now: it will be declined."""
+        self._words[_place(call) // 8 + _PLAN] = NO_PLAN
 
     def get_end(self, call: int) -> tuple[int, int, bytes] | None:
         """(status, kernel_ns, what the worker says) of this call; None while it has not ended. Raises ProtocolError."""
-        done, status, kernel_ns, nbytes = _END.unpack_from(self._map, 8 * _DONE)
-        if done < call:
+        at = _place(call)
+        done, status, kernel_ns, nbytes = _END.unpack_from(self._map, at + _END_AT)
+        if done < call and self._words[_DONE] < call:
             return None
-        if done > call or nbytes > MAX_WORD_BYTES or status > DECLINED:
+        if done != call:  # it may have been written just now
+            done, status, kernel_ns, nbytes = _END.unpack_from(self._map, at + _END_AT)
+        if done != call or nbytes > MAX_WORD_BYTES or status > DECLINED:
             raise ProtocolError(f"call {call} of the lane ends as {done}, with status {status} and {nbytes} bytes")
-        return status, kernel_ns, self._map[_WORD_BODY : _WORD_BODY + nbytes]
+        return status, kernel_ns, self._map[at + _SAID_AT : at + _SAID_AT + nbytes]
 
     # --- worker
 
-    def get_call(self) -> tuple[int, int, bytes]:
-        """(call, plan, references), as far as the client wrote them; the caller checks them."""
-        call, plan, nbytes = _HEAD.unpack_from(self._map, 8 * _CALL)
+    def get_call(self, call: int) -> tuple[int, bytes] | None:
+        """(plan, references), as far as the client wrote them; the caller checks them. None when the client has not put
+        this call, although it rang for it."""
+        at = _place(call)
+        number, plan, nbytes = _HEAD.unpack_from(self._map, at)
+        if number != call:
+            return None
         nbytes = min(nbytes, MAX_CALL_BYTES)
-        return call, plan, self._map[_CALL_BODY : _CALL_BODY + nbytes]
+        return plan, self._map[at + _REFS_AT : at + _REFS_AT + nbytes]
 
-    def await_call(self, last: int, within_ns: int) -> int | None:
-        """Look until the client has put another call than the `last` one, not for longer than that. How long that took:
-        its ring is there, or comes at once; None: there is no call."""
+    def has_call(self, call: int) -> bool:
+        """Whether the client has put it, whose ring is there then, or comes at once."""
+        return self._words[_CALL] >= call
+
+    def await_call(self, call: int, within_ns: int) -> int | None:
+        """Look until the client has put this call, not for longer than that. How long that took; None: there is no
+        such call."""
         words, start_ns = self._words, time.perf_counter_ns()
         while True:
             for _ in _LOOKS:
-                if words[_CALL] != last:
+                if words[_CALL] >= call:
                     return time.perf_counter_ns() - start_ns
             if time.perf_counter_ns() - start_ns >= within_ns:
                 return None
 
     def put_end(self, call: int, status: int, plan: int = 0, kernel_ns: int = 0, said: bytes = b"") -> None:
-        words = self._words
-        if said:
-            self._bytes[_WORD_BODY : _WORD_BODY + len(said)] = said
-        words[_STATUS], words[_KERNEL_NS], words[_WORD_BYTES] = status, kernel_ns, len(said)
-        words[_DONE_PLAN], words[_DONE] = plan, call
+        self._put_end(call, call, status, plan, kernel_ns, said)
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether the client sees the end of its call without a ring. To be asked after it was put, with a barrier
-        between."""
-        return self._words[_WATCHES] == 1
+    def _put_end(self, call: int, number: int, status: int, plan: int, kernel_ns: int, said: bytes) -> None:
+        words, at = self._words, _place(call)
+        if said:
+            self._bytes[at + _SAID_AT : at + _SAID_AT + len(said)] = said
+        end = (at + _END_AT) // 8
+        words[end + 1], words[end + 2], words[end + 3], words[end + 4] = status, kernel_ns, len(said), plan
+        words[end] = number
+        words[_DONE] = call
+
+    def is_awaited(self, call: int) -> bool:
+        """Whether the client sleeps until this call has ended, or slept for an earlier one. To be asked after the end
+        was put, with a barrier between."""
+        return 0 < self._words[_WAITS] <= call
 
     def put_step(self, call: int, step: int, *, is_running: bool = True) -> None:
         """Which step of this call, a chain (ipc/transport/chains.py), is run now or else made ready, from 0 on."""
@@ -195,6 +227,11 @@ class Page:
         return word & _LOW & ~_NOT_RUNNING, not word & _NOT_RUNNING
 
     @property
+    def calls(self) -> int:
+        """The last call that was put."""
+        return self._words[_CALL]
+
+    @property
     def done(self) -> int:
         """The last call that ended."""
         return self._words[_DONE]
@@ -202,9 +239,16 @@ class Page:
     def last_time(self) -> tuple[int, int, int]:
         """(call, plan, kernel_ns) of the last call; plan is 0 unless it ran to its end."""
         words = self._words
-        return words[_DONE], words[_DONE_PLAN] if words[_STATUS] == OK else 0, words[_KERNEL_NS]
+        done = words[_DONE]
+        number, status, kernel_ns, _, plan = words[(at := (_place(done) + _END_AT) // 8) : at + 5]
+        return done, plan if number == done and status == OK else 0, kernel_ns
 
     def close(self) -> None:
         self._words.release()
         self._bytes.release()
         self._map.close()
+
+
+def _place(call: int) -> int:
+    """Where its place begins."""
+    return _HEAD_BYTES + (call - 1) % DEPTH * _PLACE_BYTES

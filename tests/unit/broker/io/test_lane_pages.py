@@ -9,7 +9,7 @@ import pytest
 
 from layerzero.broker.io.lane_pages import LanePages
 from layerzero.ipc.errors import ProtocolError
-from layerzero.ipc.shm import memory, ring
+from layerzero.ipc.shm import lane, memory, ring
 from layerzero.ipc.shm.ring import SLOTS, Ring
 from layerzero.ipc.shm.timeline_page import TimelinePage, TimelinePoint, create_page
 
@@ -19,7 +19,7 @@ CPU, GPU = 1, 2
 @pytest.fixture
 def ends() -> Iterator[LanePages]:
     found = LanePages()
-    found.add(CPU, [memory.create_memfd("lane", memory.PAGE_BYTES)])
+    found.add(CPU, [memory.create_memfd("lane", lane.PAGE_BYTES)])
     found.add(GPU, [ring.create_page()], is_ring=True)
     yield found
     found.close()

@@ -15,7 +15,7 @@ from layerzero.ipc.transport.messages import AddLane, Hello, LaneAdded, Welcome
 
 
 @pytest.mark.parametrize("lacking", ["map_fd", "create_doorbell", "create_answer_bell"])
-@pytest.mark.parametrize(("gpu", "nbytes"), [("", memory.PAGE_BYTES), ("GPU-1", ring_words.PAGE_BYTES)])
+@pytest.mark.parametrize(("gpu", "nbytes"), [("", lane.PAGE_BYTES), ("GPU-1", ring_words.PAGE_BYTES)])
 def test_a_lane_that_cannot_be_opened_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, gpu: str, nbytes: int, lacking: str
 ) -> None:

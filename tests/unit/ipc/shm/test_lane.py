@@ -18,7 +18,7 @@ from layerzero.ipc.vocabulary.worker_codes import lane_of, mark
 @pytest.fixture
 def ends() -> Iterator[tuple[lane.Page, lane.Page]]:
     """The same page, mapped twice."""
-    fd = memory.create_memfd("lane", memory.PAGE_BYTES)
+    fd = memory.create_memfd("lane", lane.PAGE_BYTES)
     ends = lane.Page(fd), lane.Page(fd)
     os.close(fd)
     yield ends
@@ -33,11 +33,12 @@ def test_a_call_and_its_end_cross_the_page(ends: tuple[lane.Page, lane.Page]) ->
     assert len(refs) == lane.MAX_CALL_BYTES
     client.put_call(1, 7, refs)
     assert client.get_end(1) is None
-    assert worker.get_call() == (1, 7, refs)
+    assert worker.get_call(1) == (7, refs)
+    assert worker.get_call(2) is None
     worker.put_end(1, lane.OK, 7, 1234, said)
     assert client.get_end(1) == (lane.OK, 1234, said)
-    assert worker.get_call() == (1, 7, refs)
-    assert (client.done, client.last_time()) == (1, (1, 7, 1234))
+    assert worker.get_call(1) == (7, refs)
+    assert (client.calls, client.done, client.last_time()) == (1, 1, (1, 7, 1234))
     assert (client.epoch, client.is_ended) == (0, False)
 
 
@@ -49,15 +50,42 @@ def test_an_end_before_this_call_is_none(ends: tuple[lane.Page, lane.Page]) -> N
     assert client.get_end(2) is None
 
 
-@pytest.mark.parametrize(("call", "status", "nbytes"), [(3, lane.OK, 0), (2, 99, 0), (2, lane.OK, 1 << 63)])
+def test_calls_have_places_of_their_own(ends: tuple[lane.Page, lane.Page]) -> None:
+    """At the largest sizes, and as many as there are; the next one takes the first one's."""
+    client, worker = ends
+    said = {call: bytes([call]) * lane.MAX_WORD_BYTES for call in range(1, lane.DEPTH + 1)}
+    refs = {call: bytes([255 - call]) * lane.MAX_CALL_BYTES for call in said}
+    for call in said:
+        client.put_call(call, call, refs[call], waits=False)
+    for call in said:
+        assert client.get_end(call) is None
+        worker.put_end(call, lane.OK, call, call, said[call])
+    for call in said:
+        assert worker.get_call(call) == (call, refs[call])
+        assert client.get_end(call) == (lane.OK, call, said[call])
+    client.put_call(lane.DEPTH + 1, 7, b"")
+    assert worker.get_call(1) is None
+    assert client.get_end(lane.DEPTH + 1) is None
+    assert client.get_end(2) is not None
+
+
+def test_a_withdrawn_call_has_a_plan_that_nobody_allows(ends: tuple[lane.Page, lane.Page]) -> None:
+    """Its number is not given again."""
+    client, worker = ends
+    client.put_call(1, 7, b"refs")
+    client.withdraw(1)
+    assert worker.get_call(1) == (lane.NO_PLAN, b"refs")
+
+
+@pytest.mark.parametrize(("call", "status", "nbytes"), [(3, lane.OK, 0), (2, 99, 0), (2, lane.OK, 1 << 63), (1, 0, 0)])
 def test_ends_that_make_no_sense_are_refused(
     ends: tuple[lane.Page, lane.Page], call: int, status: int, nbytes: int
 ) -> None:
     """A worker may write anything; sizes are checked before bytes are read."""
     client, worker = ends
     client.put_call(2, 7, b"")
-    worker.put_end(call, status)
-    worker._words[259] = nbytes
+    worker._put_end(2, call, status, 0, 0, b"")
+    worker._words[(4096 + 3200 + 1152) // 8 + 3] = nbytes
     with pytest.raises(ProtocolError, match=r"call 2 of the lane ends as"):
         client.get_end(2)
 
@@ -66,8 +94,10 @@ def test_a_call_that_claims_too_many_bytes_reads_none_of_the_workers(ends: tuple
     """A client may write anything, too; its references are checked after they were cut."""
     client, worker = ends
     client.put_call(1, 7, b"")
-    client._words[18] = 1 << 62
-    assert len(worker.get_call()[2]) == lane.MAX_CALL_BYTES
+    client._words[4096 // 8 + 2] = 1 << 62
+    found = worker.get_call(1)
+    assert found is not None
+    assert len(found[1]) == lane.MAX_CALL_BYTES
 
 
 def test_a_time_counts_only_for_a_call_that_ran(ends: tuple[lane.Page, lane.Page]) -> None:
@@ -84,6 +114,15 @@ def test_a_ring_is_taken_once() -> None:
     lane.ring(bell)
     assert lane.take(bell)
     assert not lane.take(bell)
+    os.close(bell)
+
+
+def test_rings_of_a_lane_are_taken_one_by_one() -> None:
+    """Each claims a call, or takes one back."""
+    bell = lane.create_doorbell(counts=True)
+    lane.ring(bell)
+    lane.ring(bell, 2)
+    assert [lane.take(bell) for _ in range(4)] == [True, True, True, False]
     os.close(bell)
 
 
