@@ -69,7 +69,7 @@ def prepare(
     here, plan, arena_registry = route.here, route.plan, session.arena_registry
     if here is not None and time.monotonic() >= here.until_s:
         here = None
-    copies: list[Copy] = []
+    copies: list[Copy] = [] if request.copies is None else request.copies
     blocks: list[memoryview] = []
     refs: list[bytes] = []  # for a worker
     places: list[Place | None] = []  # for a kernel in this process, which reaches memory outside arenas too
