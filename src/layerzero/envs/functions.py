@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import platformdirs
@@ -59,7 +60,7 @@ class Declared:
                 raise InvalidArgument(f"lz.env: {text!r:.200} is no requirement such as 'numpy<2'") from exc
         return cls(name, tuple(sorted(set(requires))), python)
 
-    @property
+    @cached_property
     def backend(self) -> str:
         """The name of its backend: of the manifest, too."""
         content = json.dumps([self.requires, self.python])

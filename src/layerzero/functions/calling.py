@@ -18,7 +18,7 @@ from layerzero.client.planning.plans import Plan
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, RemoteError
 from layerzero.ipc.functions import frames, values
-from layerzero.ipc.functions.frames import Code, Frame, Payload
+from layerzero.ipc.functions.frames import Frame, Payload
 from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -27,7 +27,7 @@ MAX_LENT = len(FUNCTION_INPUTS) - 1
 LIBRARIES = ("numpy", "torch")
 BYTES = TensorSpec.contiguous("uint8", (0,))
 _TAIL = (None,) * MAX_LENT
-_log = logging.getLogger("layerzero.functions")
+_log, _root_logger = logging.getLogger("layerzero.functions"), logging.getLogger()
 
 
 def plan(*inputs: TensorSpec | None, **attrs: Any) -> Plan:
@@ -70,14 +70,14 @@ class _Lent:
 class Arguments:
     """The arguments of a call, encoded once; `keep` holds them while they are lent."""
 
-    def __init__(self, code: Code, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises InvalidArgument with the place of what cannot go to another environment."""
+    def __init__(self, code: list[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """`code`: of frames.Code. Raises InvalidArgument with the place of what cannot go to another environment."""
         self.copies: list[Copy] = []
         self.uncopied_bytes = 0
         self.keep = (args, kwargs)
         self._payload, self._lent = Payload(), _Lent()
-        level = logging.getLogger().getEffectiveLevel()
-        tree = [frames.CALL, code.to_tree(), self._tree(list(args), "args"), self._tree(dict(kwargs), "kwargs"), level]
+        named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
+        tree = [frames.CALL, code, self._tree(list(args), "args"), named, _root_logger.level]
         self.lent = self._lent.close()
         self.frame = Frame(tree, self._payload)
 
@@ -152,8 +152,9 @@ class Exchange:
             keep = None
             return self._read(outputs[0], noted, timeout_s)
 
-        args = (block, *lent)
-        return Request(FUNCTION, args, {}, plan, None, self._backend, timeout_s, (room,), finish, copies=noted)
+        made = Request(FUNCTION, (block, *lent), {}, plan, None, self._backend, timeout_s, (room,), finish)
+        made.copies, made.is_watched = noted, True
+        return made
 
     def _read(self, memory: memoryview, copies: list[Copy], timeout_s: float | None) -> Answer:
         try:

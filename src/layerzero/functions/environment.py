@@ -23,10 +23,15 @@ class FunctionEnv:
     """An environment that functions run in: packages and a Python. Made by `lz.env`; nothing is built by that."""
 
     def __init__(self, name: str, requires: Sequence[str], python: str) -> None:
-        from layerzero.envs.functions import Declared, default_store
+        from layerzero.envs.functions import Declared
 
         self._declared: Declared = Declared.of(name, requires, python)
-        self._store = default_store(os.environ)
+
+    @property
+    def _store(self) -> Path:
+        from layerzero.envs.functions import default_store
+
+        return default_store(os.environ)
 
     @property
     def name(self) -> str:

@@ -104,7 +104,9 @@ class Isolated(Generic[P, R]):
     def __init__(self, function: Callable[P, R], where: FunctionEnv, options: Options) -> None:
         self._code: Code = reference(function)
         self._function, self._env, self._options = function, where, options
+        self._tree = self._code.to_tree()
         self._signature = inspect.signature(function)
+        self._count = len(self._signature.parameters)
         self._room = MIN_ROOM
         self._last = threading.local()
         functools.update_wrapper(self, function)
@@ -160,7 +162,7 @@ class Isolated(Generic[P, R]):
         """Where such a call would run, and what it would copy. Runs nothing. Raises InvalidArgument for arguments that
         cannot go there."""
         self._bind(args, kwargs)
-        given = Arguments(self._code, args, kwargs)
+        given = Arguments(self._tree, args, kwargs)
         state, command = "", ""
         try:
             told = default_session.session().ask("health", backend=self._env.backend)
@@ -184,10 +186,11 @@ class Isolated(Generic[P, R]):
 
     def last_report(self) -> FunctionReport:
         """Of this thread's last call of this function. Raises InvalidArgument before the first one."""
-        found: FunctionReport | None = getattr(self._last, "report", None)
-        if found is None:
+        call: Call | None = getattr(self._last, "call", None)
+        if call is None:
             raise InvalidArgument(f"{self._label}: call it first; this thread has not yet")
-        return found
+        assert call.report is not None
+        return call.report
 
     def _bind(self, args: Any, kwargs: Any) -> None:
         try:
@@ -196,9 +199,9 @@ class Isolated(Generic[P, R]):
             raise InvalidArgument(f"{self._label}: {exc}") from None
 
     def _start(self, args: Any, kwargs: Any) -> Call:
-        if kwargs or len(args) != len(self._signature.parameters):
+        if kwargs or len(args) != self._count:
             self._bind(args, kwargs)
-        return Call(self, Arguments(self._code, args, kwargs), args, kwargs, self._options)
+        return Call(self, Arguments(self._tree, args, kwargs), args, kwargs, self._options)
 
 
 class Call:
@@ -208,8 +211,9 @@ class Call:
         self, owner: Isolated[Any, Any], given: Arguments | None, args: Any, kwargs: Any, options: Options
     ) -> None:
         self.owner, self.given, self.args, self.kwargs, self.options = owner, given, args, kwargs, options
-        self.report: FunctionReport | None = None
-        self._start_ns = time.perf_counter_ns()
+        self._start_ns, self._ended_ns = time.perf_counter_ns(), 0
+        self._served_by, self._uncopied_bytes = "", 0
+        self._record: Any = None
         self._session: Session = default_session.session()
         self._failures: list[str] = []
         self._attempts = 0
@@ -314,20 +318,33 @@ class Call:
         return value
 
     def _note(self, served_by: str) -> None:
-        owner, given = self.owner, self.given
-        selection = self._session.last_report() if served_by == owner._env.backend else None
-        self.report = FunctionReport(
+        """It has ended: what a report is made of, without the arguments."""
+        given = self.given
+        self._ended_ns, self._served_by = time.perf_counter_ns(), served_by
+        self._uncopied_bytes = 0 if given is None else given.uncopied_bytes
+        if served_by == self.owner._env.backend:
+            self._record = self._session.last_record
+        self.given, self.args, self.kwargs, self._exchange = None, (), {}, None
+        self.owner._last.call = self
+
+    @property
+    def report(self) -> FunctionReport | None:
+        """None until it has ended."""
+        if not self._ended_ns:
+            return None
+        owner = self.owner
+        selection = self._session.report_of(self._record)
+        return FunctionReport(
             owner._label,
             owner._env.name,
-            served_by,
+            self._served_by,
             self._attempts,
             tuple(self._failures),
             () if selection is None else selection.copies,
-            0 if given is None else given.uncopied_bytes,
-            (time.perf_counter_ns() - self._start_ns) / 1e3,
+            self._uncopied_bytes,
+            (self._ended_ns - self._start_ns) / 1e3,
             selection,
         )
-        owner._last.report = self.report
 
 
 class FunctionFuture:

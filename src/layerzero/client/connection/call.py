@@ -41,6 +41,7 @@ class Request:
     finish: Callable[[list[memoryview], bytes], Any] | None = None  # what to make of those for the caller
     is_rigid: bool = False  # copies did not help before: the broker must not ask for any
     copies: list[Copy] | None = None  # what was copied before; what is copied later is added
+    is_watched: bool = False  # on an express lane, in C, although nothing of it is known there
     is_apart: bool = False  # on a GPU: nobody but its maker hears of its failure, and it goes by the broker
 
     def shape_specs(self, specs: tuple[TensorSpec | None, ...]) -> tuple[TensorSpec | None, ...]:

@@ -100,14 +100,16 @@ class Lane:
     def holds(self, lease: Lease) -> bool:
         return self.page.epoch == lease.epoch
 
-    def run(self, lease: Lease, refs: bytes, timeout_s: float, hold: Any) -> Ran | Lost | LayerZeroError | None:
+    def run(
+        self, lease: Lease, refs: bytes, timeout_s: float, hold: Any, send: Send | None = None
+    ) -> Ran | Lost | LayerZeroError | None:
         """Run a call whose memory `hold` keeps. None: it was not run here, and the broker takes it; an error: it failed
-        here. Raises BrokerLost, and Cancelled when the session is closed meanwhile."""
+        here. `send`: as of `run_chain`. Raises BrokerLost, and Cancelled when the session is closed meanwhile."""
         body = refs + lease.values
         if len(body) > lane.MAX_CALL_BYTES or not self.turn.acquire(blocking=False):
             return None
         try:
-            return self._carry(lease, body, timeout_s, hold)
+            return self._carry(lease, body, timeout_s, hold, send)
         finally:
             self.turn.release()
 

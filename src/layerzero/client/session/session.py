@@ -171,7 +171,8 @@ class Session:
         place = None if submitted.pending.is_done else self.lanes.of(submitted.route)
         if place is not None:
             lane, lease = place
-            end = lane.run(lease, submitted.refs, seconds(request, lane.default_s), submitted.pending.hold)
+            send = self.repeats.send if request.is_watched else None
+            end = lane.run(lease, submitted.refs, seconds(request, lane.default_s), submitted.pending.hold, send)
             if isinstance(end, Ran):
                 self.repeats.remember(submitted, lane, lease)
                 submitted.pending.finish()
