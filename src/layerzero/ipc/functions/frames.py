@@ -47,7 +47,7 @@ class Code:
         """Raises ProtocolError."""
         kinds = (str, str, str, str, str, bool)
         if type(tree) is not list or len(tree) != 6 or any(type(v) is not k for v, k in zip(tree, kinds, strict=True)):
-            raise ProtocolError(f"no reference to a function: {tree!r:.200}")
+            raise ProtocolError("no reference to a function")
         return cls(*tree)
 
 
@@ -127,7 +127,9 @@ def read_array(
     """Library, spec and memory of an array; `memories`: the payload first, then what was lent. Raises ProtocolError,
     InvalidArgument for a spec that breaks the rules."""
     if len(node) != 6 or node[0] not in libraries or type(node[4]) is not int or type(node[5]) is not int:
-        raise ProtocolError(f"no array: {node!r:.200}")
+        raise ProtocolError("an array without library, spec or place")
+    if any(type(dims) is not list or any(type(n) is not int for n in dims) for dims in node[2:4]):
+        raise ProtocolError("an array whose shape or strides are no integers")
     library, position, offset = node[0], node[4], node[5]
     spec = TensorSpec.from_wire(node[1:4])
     memory = memories[position + 1] if IN_FRAME <= position < len(memories) - 1 else None

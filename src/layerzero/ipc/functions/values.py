@@ -171,7 +171,7 @@ class _Decoder:
         if kind in _SCALARS:
             return tree
         if kind is not list or not tree or type(tree[0]) is not int or not 0 <= tree[0] <= INTEGER:
-            raise _At(ProtocolError(f"no value begins like this: {tree!r:.100}"))
+            raise _At(ProtocolError(f"{kind.__name__} that is no value, or has no tag"))
         if depth >= MAX_DEPTH:
             raise _At(ProtocolError(f"nested more than {MAX_DEPTH} deep"))
         self._count += len(tree)
@@ -220,6 +220,8 @@ class _Decoder:
 
     def _enum(self, tree: list[Any], depth: int) -> Any:
         cls = self._class(tree, 5)
+        if type(tree[3]) is not str:
+            raise _At(ProtocolError("no member is named"))
         value = self.value(tree[4], depth + 1)
         if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
             raise _At(InvalidArgument(f"{tree[1]}.{tree[2]} is no enum here"))
@@ -227,16 +229,18 @@ class _Decoder:
             member = cls(value)
         except Exception as exc:
             raise _At(
-                InvalidArgument(f"{tree[2]} has no member {tree[3]!r:.60} of this value here: {exc!s:.200}")
+                InvalidArgument(f"{tree[2]} has no member {tree[3]:.60} of this value here: {exc!s:.200}")
             ) from None
         if (member.name or "") != tree[3]:
-            raise _At(InvalidArgument(f"{tree[2]}.{tree[3]!s:.60} is called {member.name} here"))
+            raise _At(InvalidArgument(f"{tree[2]}.{tree[3]:.60} is called {member.name} here"))
         return member
 
     def _dataclass(self, tree: list[Any], depth: int) -> Any:
         cls = self._class(tree, 4)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise _At(InvalidArgument(f"{tree[1]}.{tree[2]} is no dataclass here"))
+        if type(tree[3]) is not list or any(type(name) is not str for name in tree[3]):
+            raise _At(ProtocolError("no fields are named"))
         names = [field.name for field in dataclasses.fields(cls)]
         if names != tree[3] or len(tree) != 4 + len(names):
             raise _At(InvalidArgument(f"{tree[2]} has the fields {names} here, and {tree[3]!r:.300} on the other side"))
