@@ -46,7 +46,7 @@ def resolve(module: str, name: str) -> Any:
 
 
 def put(value: Any) -> list[Any] | None:
-    return value.node if type(value) is _Array else None
+    return [*value.node] if type(value) is _Array else None
 
 
 def run(data: bytes) -> None:

@@ -128,8 +128,10 @@ def read_array(
     InvalidArgument for a spec that breaks the rules."""
     if len(node) != 6 or node[0] not in libraries or type(node[4]) is not int or type(node[5]) is not int:
         raise ProtocolError("an array without library, spec or place")
-    if any(type(dims) is not list or any(type(n) is not int for n in dims) for dims in node[2:4]):
-        raise ProtocolError("an array whose shape or strides are no integers")
+    if type(node[1]) is not str or any(
+        type(dims) is not list or any(type(n) is not int for n in dims) for dims in node[2:4]
+    ):
+        raise ProtocolError("an array without a dtype, or whose shape or strides are no integers")
     library, position, offset = node[0], node[4], node[5]
     spec = TensorSpec.from_wire(node[1:4])
     memory = memories[position + 1] if IN_FRAME <= position < len(memories) - 1 else None

@@ -26,7 +26,7 @@ _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _SCALARS = _PLAIN | {int}
 
 Put = Callable[[Any], "list[Any] | None"]
-"""What stands for an array behind its tag; None for what is no array. Raises InvalidArgument for one that cannot go."""
+"""What stands for an array behind its tag, in a list of its own; None for what is no array. Raises InvalidArgument for one that cannot go."""
 Get = Callable[[list[Any]], Any]
 """The array that this stands for. Raises ProtocolError, and InvalidArgument where it cannot be had here."""
 Resolve = Callable[[str, str], Any]
@@ -95,7 +95,8 @@ class _Encoder:
         if node is None:
             hint = "; pass its .item()" if hasattr(value, "item") and hasattr(value, "dtype") else ""
             raise _At(InvalidArgument(f"{described(value)} cannot go to another environment{hint}; allowed: {ALLOWED}"))
-        return [ARRAY, *node]
+        node.insert(0, ARRAY)
+        return node
 
     def _note(self, count: int) -> None:
         self._count += count

@@ -49,7 +49,7 @@ class Array:
 
 
 def put(value: Any) -> list[Any] | None:
-    return value.node if isinstance(value, Array) else None
+    return [*value.node] if isinstance(value, Array) else None
 
 
 def resolve(module: str, name: str) -> Any:
