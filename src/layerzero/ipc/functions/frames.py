@@ -128,9 +128,8 @@ def read_array(
     InvalidArgument for a spec that breaks the rules."""
     if len(node) != 6 or node[0] not in libraries or type(node[4]) is not int or type(node[5]) is not int:
         raise ProtocolError("an array without library, spec or place")
-    if type(node[1]) is not str or any(
-        type(dims) is not list or any(type(n) is not int for n in dims) for dims in node[2:4]
-    ):
+    dims = node[2:4]  # as deep as a peer made them, and from_wire shows what is wrong
+    if type(node[1]) is not str or any(type(one) is not list or any(type(n) is not int for n in one) for one in dims):
         raise ProtocolError("an array without a dtype, or whose shape or strides are no integers")
     library, position, offset = node[0], node[4], node[5]
     spec = TensorSpec.from_wire(node[1:4])

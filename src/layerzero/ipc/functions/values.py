@@ -26,7 +26,8 @@ _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _SCALARS = _PLAIN | {int}
 
 Put = Callable[[Any], "list[Any] | None"]
-"""What stands for an array behind its tag, in a list of its own; None for what is no array. Raises InvalidArgument for one that cannot go."""
+"""What stands for an array behind its tag, in a list of its own; None for what is no array. Raises
+InvalidArgument for one that cannot go."""
 Get = Callable[[list[Any]], Any]
 """The array that this stands for. Raises ProtocolError, and InvalidArgument where it cannot be had here."""
 Resolve = Callable[[str, str], Any]
