@@ -65,7 +65,7 @@ def test_arrays_of_all_kinds_cross_both_ways(site: Site, dtype: str) -> None:
     """Dense ones, views with gaps, transposed, reversed, empty and 0-dimensional ones."""
     base = np.arange(24).reshape(4, 6).astype(dtype)
     shared = lz.share(base)
-    for array in (base, shared, shared[::2, 1:4], shared.T, base[::-1], base[:0], base[1, 2].reshape(())):
+    for array in (base, shared, shared[::2, 1:4], shared.T, base[::-1], base[:0], np.array(base[1, 2])):
         for echo in (fn.old_echo, fn.new_echo):
             found, seen = echo(array)
             assert (found.dtype, found.shape) == (array.dtype, array.shape)
