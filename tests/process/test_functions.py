@@ -239,6 +239,18 @@ if __name__ == "__main__":
 """
 
 
+def run_script(site: Site, folder: Path) -> subprocess.CompletedProcess[str]:
+    with site.environment():
+        return subprocess.run(
+            [sys.executable, "script.py", str(site.folder)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
 def test_a_script_is_imported_and_its_main_part_is_not_run(site: Site, tmp_path: Path) -> None:
     """Of a file that has changed since, and of another folder's helper of the same name, the worker takes the new."""
     for folder, value, factor in (("one", 7, 1), ("two", 8, 1), ("one", 9, 2)):
@@ -246,15 +258,7 @@ def test_a_script_is_imported_and_its_main_part_is_not_run(site: Site, tmp_path:
         place.mkdir(exist_ok=True)
         (place / "helper.py").write_text(f"VALUE = {value}\n")
         (place / "script.py").write_text(SCRIPT % factor)
-        with site.environment():
-            answer = subprocess.run(
-                [sys.executable, "script.py", str(site.folder)],
-                cwd=place,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+        answer = run_script(site, place)
         assert answer.stdout == f"__lz_main__ {value * factor}\n", answer.stderr
 
 
@@ -268,6 +272,15 @@ def test_a_file_that_has_changed_since_its_import_is_refused(tmp_path: Path, mon
     file.write_text(file.read_text().replace("return 1", "return 2"))
     with pytest.raises(lz.InvalidArgument, match=r"lz_changing.py has changed .* start the program again"):
         lz_changing.f()
+
+
+def test_a_module_that_imports_what_is_not_there_says_what_to_do(site: Site, tmp_path: Path) -> None:
+    """NumPy, which the caller has."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("import sys", "import sys, numpy", 1) % 1)
+    answer = run_script(site, tmp_path)
+    assert "raised ModuleNotFoundError: No module named 'numpy'" in answer.stderr
+    assert "import there only what that has, or in functions" in answer.stderr
+    assert "importlib" not in answer.stderr
 
 
 def test_a_killed_worker_leaves_other_functions_calls_alone(tmp_path: Path) -> None:

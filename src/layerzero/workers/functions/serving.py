@@ -90,10 +90,11 @@ class Functions:
     def _refused(self, exc: ProtocolError | InvalidArgument) -> Frame:
         return Frame([frames.REFUSED, isinstance(exc, InvalidArgument), exc.message[:MAX_TEXT], self._output.take()])
 
-    def _raised(self, exc: BaseException, hides: int) -> Frame:
+    def _raised(self, exc: BaseException, file: str, *, is_import: bool = False) -> Frame:
+        """`file`: of the function; what is above it in the traceback is ours."""
         tb = exc.__traceback__
-        for _ in range(hides):  # our own frames
-            tb = tb.tb_next if tb is not None else None
+        while tb is not None and tb.tb_frame.f_code.co_filename != file:
+            tb = tb.tb_next
         text = "".join(traceback.format_exception(type(exc), exc, tb))
         if len(text) > MAX_TEXT:
             text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
@@ -101,6 +102,8 @@ class Functions:
             message = str(exc)
         except Exception as other:
             message = f"(its text cannot be had: {type(other).__name__})"
+        if is_import and isinstance(exc, ImportError):
+            message += "; its module is imported in this environment: import there only what that has, or in functions"
         module = type(exc).__module__
         kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
         return Frame([frames.RAISED, kind, message[:MAX_TEXT], text, self._output.take()])
@@ -117,7 +120,7 @@ class Functions:
         except InvalidArgument:
             raise
         except BaseException as exc:  # whatever a module raises when it is imported
-            return self._raised(exc, 0)
+            return self._raised(exc, code.file, is_import=True)
         return Frame([frames.LOADED, self._output.take()])
 
     def _call(self, code: Code, args: Any, kwargs: Any, memories: list[memoryview | None]) -> Frame:
@@ -126,7 +129,7 @@ class Functions:
         except InvalidArgument:
             raise
         except BaseException as exc:
-            return self._raised(exc, 0)
+            return self._raised(exc, code.file, is_import=True)
 
         def get(node: list[Any]) -> Any:
             return self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
@@ -138,7 +141,7 @@ class Functions:
         try:
             result = function(*given, **named)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
-            return self._raised(exc, 1)
+            return self._raised(exc, code.file)
         del given, named
         return self._returned(result, _label(code))
 
