@@ -193,6 +193,13 @@ def test_what_is_wrong_with_a_call_is_said_before_it_is_sent() -> None:
         fn.echo.options(nap=1)
 
 
+def test_a_plan_refuses_to_record_one() -> None:
+    """Its result would be taken for a constant."""
+    planned = lz.plan(lambda x: (fn.echo(1), x))
+    with pytest.raises(lz.InvalidArgument, match="call it outside of the plan"):
+        planned(np.zeros(4, np.float32))
+
+
 def test_an_explanation_runs_nothing(tmp_path: Path) -> None:
     told = fn.never_ends.explain(str(tmp_path / "runs"))
     assert (told.backend, told.command) == (fn.PLAIN.backend, "")

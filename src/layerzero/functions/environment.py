@@ -96,7 +96,7 @@ class FunctionEnv:
             return error
         if not state["ok"]:
             text = f"environment {self.name} cannot serve: {state['detail']}\nlz status {self.backend} shows more"
-            return EnvError(text, env=self.backend, cause=str(state["detail"]), repair=f"lz reset {self.backend}")
+            return EnvError(text, env=self.backend, cause=str(state["detail"]), repair=f"lz restart {self.backend}")
         return error
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from layerzero.client.connection.report import Copy, SelectionReport
 from layerzero.client.facade import default_session
 from layerzero.client.facade.running import Future as Sent
+from layerzero.client.facade.running import handler
 from layerzero.client.session.session import Session
 from layerzero.functions.calling import MIN_ROOM, Answer, Arguments, Exchange
 from layerzero.functions.code import reference
@@ -38,7 +39,7 @@ R = TypeVar("R")
 MAX_OPEN = 32  # of a map
 
 # What ends a call for good, whoever else could run the function: it has run, or it cannot be called like that.
-_FINAL = (RemoteError, NotConnected)
+_FINAL = (RemoteError, InvalidArgument, NotConnected)
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,9 @@ class Call:
         self._served_by, self._uncopied_bytes = "", 0
         self._record: Any = None
         self._session: Session = default_session.session()
+        if handler.get() is not None:  # of lz.plan, lz.dry_run, lz.compile: a result would be taken for a constant
+            text = f"{owner._label} runs in another environment, which plans cannot record; call it outside of the plan"
+            raise InvalidArgument(text)
         self._failures: list[str] = []
         self._attempts = 0
         self._sent: Sent | None = None
@@ -235,24 +239,17 @@ class Call:
         while True:
             try:
                 answer = self._answer(timeout)
+                error = answer.error
             except TimeoutError:
                 raise
             except LayerZeroError as exc:
                 error = self._understood(exc)
-                self._failures.append(f"{owner._env.name}: {error.code}: {error.message.partition(chr(10))[0]}")
-                if self._may_repeat(error):
-                    continue
-                return self._fall_back(error)
-            if answer.error is None:
+            if error is None:
                 self._note(owner._env.backend)
                 return answer.value
-            self._failures.append(
-                f"{owner._env.name}: {answer.error.code}: {answer.error.message.partition(chr(10))[0]}"
-            )
-            if isinstance(answer.error, BackendError):
-                return self._fall_back(answer.error)
-            self._note("")
-            raise answer.error
+            self._failures.append(f"{owner._env.name}: {error.code}: {error.message.partition(chr(10))[0]}")
+            if not self._may_repeat(error):
+                return self._fall_back(error)
 
     def _answer(self, timeout: float | None) -> Answer:
         sent = self._sent

@@ -51,11 +51,14 @@ class Modules:
         self._path = list(sys.path)
         self._roots: dict[str, _Root] = {}
         self._root = ""
+        self._last: tuple[Code | None, Any] = (None, None)
         sys.dont_write_bytecode = True
 
     def function(self, code: Code) -> Any:
         """The function of a reference; its module is imported where that is needed. Raises InvalidArgument; what the
         module raises when it is imported is raised as it is."""
+        if code is self._last[0]:
+            return self._last[1]
         module = self._module(code)
         target: Any = module
         for part in code.qualname.split("."):
@@ -64,6 +67,7 @@ class Modules:
             raise InvalidArgument(
                 f"{code.file} defines no function {code.qualname}; define it at the top of the module"
             )
+        self._last = (code, target)
         return target
 
     def named(self, module: str, qualname: str) -> Any:

@@ -23,6 +23,8 @@ MAX_KEPT = 1024
 KEPT_S = 600.0
 MAX_TEXT = 16_000  # of a message or a traceback
 LIBRARIES = ("numpy", "torch")
+_NO_KWARGS = [values.DICT]
+_NOTHING = Frame([frames.RETURNED, None, []])
 
 
 class Arrays(Protocol):
@@ -43,6 +45,7 @@ class Functions:
         self._modules, self._output = Modules(), Output()
         self._kept: OrderedDict[int, tuple[float, Frame]] = OrderedDict()
         self._tokens = 0
+        self._code: tuple[list[Any], Code] | None = None  # of the last call
 
     def bind(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
         """As provider.Bind."""
@@ -82,10 +85,15 @@ class Functions:
                     return self._load(Code.from_tree(code))
                 case [frames.CALL, code, args, kwargs, int(level)]:
                     self._output.level(level)
-                    return self._call(Code.from_tree(code), args, kwargs, [payload, *lent])
+                    return self._call(self._known(code), args, kwargs, [payload, *lent])
         except (ProtocolError, InvalidArgument) as exc:
             return self._refused(exc)
         return self._refused(ProtocolError(f"no call begins with {head[0]}"))
+
+    def _known(self, tree: Any) -> Code:
+        if self._code is None or self._code[0] != tree:
+            self._code = (tree, Code.from_tree(tree))
+        return self._code[1]
 
     def _refused(self, exc: ProtocolError | InvalidArgument) -> Frame:
         return Frame([frames.REFUSED, isinstance(exc, InvalidArgument), exc.message[:MAX_TEXT], self._output.take()])
@@ -130,32 +138,34 @@ class Functions:
             raise
         except BaseException as exc:
             return self._raised(exc, code.file, is_import=True)
-
-        def get(node: list[Any]) -> Any:
-            return self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
-
-        given = values.decode(args, get, self._modules.named, "args")
-        named = values.decode(kwargs, get, self._modules.named, "kwargs")
-        if type(given) is not list or type(named) is not dict or any(type(key) is not str for key in named):
-            raise ProtocolError("arguments are a list and a dict")
+        given, named = self._arguments(args, kwargs, memories)
         try:
             result = function(*given, **named)
         except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
             return self._raised(exc, code.file)
         del given, named
-        return self._returned(result, _label(code))
+        return self._returned(result, code)
 
-    def _returned(self, result: Any, label: str) -> Frame:
+    def _arguments(self, args: Any, kwargs: Any, memories: list[memoryview | None]) -> tuple[list[Any], dict[str, Any]]:
+        def get(node: list[Any]) -> Any:
+            return self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
+
+        given = values.decode(args, get, self._modules.named, "args")
+        named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs")
+        if type(given) is not list or type(named) is not dict or any(type(key) is not str for key in named):
+            raise ProtocolError("arguments are a list and a dict")
+        return given, named
+
+    def _returned(self, result: Any, code: Code) -> Frame:
+        if result is None:
+            output = self._output.take()
+            return Frame([frames.RETURNED, None, output]) if output else _NOTHING
         payload = Payload()
         try:
             tree = values.encode(result, lambda value: self._arrays.put(value, payload), "result")
         except InvalidArgument as exc:
-            raise InvalidArgument(f"{label} has run, and {exc.message}") from exc
+            raise InvalidArgument(f"{code.module}.{code.qualname} has run, and {exc.message}") from exc
         return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
-
-
-def _label(code: Code) -> str:
-    return f"{code.module}.{code.qualname}"
 
 
 def _renamed(tree: Any) -> Any:
