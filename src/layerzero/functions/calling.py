@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import CPU, ML_DTYPES, Array, describe
@@ -15,6 +15,7 @@ from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.call import Request, why_copied
 from layerzero.client.connection.report import Copy
 from layerzero.client.planning.plans import Plan
+from layerzero.client.session.preparation import BYTES
 from layerzero.client.session.session import Session
 from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, RemoteError
 from layerzero.ipc.functions import frames, values
@@ -25,8 +26,9 @@ from layerzero.ipc.vocabulary.tensors import TensorSpec
 MIN_ROOM = 4096  # bytes for an answer
 MAX_LENT = len(FUNCTION_INPUTS) - 1
 LIBRARIES = ("numpy", "torch")
-BYTES = TensorSpec.contiguous("uint8", (0,))
 _TAIL = (None,) * MAX_LENT
+Place: TypeAlias = tuple[Arena, int, int]
+"""Arena, offset and bytes."""
 _log, _root_logger = logging.getLogger("layerzero.functions"), logging.getLogger()
 
 
@@ -58,13 +60,15 @@ class _Lent:
         self.nodes.append((node, position, offset))
         return node
 
-    def close(self) -> tuple[memoryview | None, ...]:
+    def close(self) -> tuple[Place | None, ...]:
         """What to lend. Each range begins at a multiple of the alignment."""
+        if not self.ranges:
+            return _TAIL
         starts = [low // frames.ALIGNMENT * frames.ALIGNMENT for _, low, _ in self.ranges]
         for node, position, offset in self.nodes:
             node[-1] = offset - starts[position]
-        views = [arena.view[start:high] for start, (arena, _, high) in zip(starts, self.ranges, strict=True)]
-        return (*views, *_TAIL[len(views) :])
+        places = [(arena, start, high - start) for start, (arena, _, high) in zip(starts, self.ranges, strict=True)]
+        return (*places, *_TAIL[len(places) :])
 
 
 class Arguments:
@@ -135,7 +139,7 @@ class Exchange:
     def request(
         self,
         frame: Frame,
-        lent: tuple[memoryview | None, ...] = _TAIL,
+        lent: tuple[Place | None, ...] = _TAIL,
         *,
         room: int = MIN_ROOM,
         timeout_s: float | None = None,
@@ -143,17 +147,17 @@ class Exchange:
         keep: Any = None,
     ) -> Request:
         """What a session sends. Its result is an Answer."""
-        block, _, _ = arenas.pool.allocate(frame.nbytes)
+        block, arena, offset = arenas.pool.allocate(frame.nbytes)
         frame.write(block)
+        held = [block, keep]
         noted = [] if copies is None else copies
 
         def finish(outputs: list[memoryview], _: bytes) -> Answer:
-            nonlocal keep
-            keep = None
+            held.clear()  # nobody reads it any more
             return self._read(outputs[0], noted, timeout_s)
 
-        made = Request(FUNCTION, (block, *lent), {}, plan, None, self._backend, timeout_s, (room,), finish)
-        made.copies, made.is_watched = noted, True
+        made = Request(FUNCTION, (), {}, plan, None, self._backend, timeout_s, (room,), finish)
+        made.copies, made.places = noted, ((arena, offset, frame.nbytes), *lent)
         return made
 
     def _read(self, memory: memoryview, copies: list[Copy], timeout_s: float | None) -> Answer:
