@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.envs import numpy_functions as fn
-from tests.envs.harness import STORE
 from tests.process.harness import ROOT, Site
 
 import layerzero as lz
@@ -28,9 +27,15 @@ def run(site: Site, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
+def own_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose environments of functions nobody else sees; their wheels come from the installer's cache."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def site(own_store: Path) -> Iterator[Site]:
     """A broker that starts after the environments were built."""
-    one = Site(STORE)
+    one = Site(own_store)
     with one.environment():
         fn.OLD.build(quiet=True)
         fn.NEW.build(quiet=True)
@@ -41,9 +46,9 @@ def site() -> Iterator[Site]:
 
 
 @pytest.mark.timeout(600)  # it may have to download two NumPys
-def test_the_example_has_two_numpys_and_two_protobufs(tmp_path: Path) -> None:
+def test_the_example_has_two_numpys_and_two_protobufs(own_store: Path) -> None:
     """As a newcomer runs it."""
-    site = Site(STORE)
+    site = Site(own_store)
     try:
         answer = run(site, str(EXAMPLE), "--build")
     finally:

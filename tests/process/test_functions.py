@@ -225,9 +225,8 @@ def test_a_warm_up_imports_the_module_and_calls_nothing(capfd: pytest.CaptureFix
 
 def test_other_clients_and_the_status_see_the_environment_as_a_backend(site: Site) -> None:
     fn.echo(1)
-    row = site.backend(fn.PLAIN.backend)
-    assert row["state"] == "ready"
-    assert row["ops"] == ["function"]
+    wait_until(lambda: site.backend(fn.PLAIN.backend)["state"] == "ready")
+    assert site.backend(fn.PLAIN.backend)["ops"] == ["function"]
 
 
 SCRIPT = """

@@ -6,17 +6,13 @@ A declaration is named by what it asks for, so that two programs may call differ
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import platformdirs
-from packaging.requirements import InvalidRequirement, Requirement
 
 from layerzero.envs import manifest as manifests
 from layerzero.envs.build import store as locks
@@ -24,50 +20,12 @@ from layerzero.envs.build.build import Env, ensure, find
 from layerzero.envs.build.lock import lock as write_lock
 from layerzero.envs.build.lock import read_lock
 from layerzero.envs.build.progress import Progress
+from layerzero.envs.declared import Declared
 from layerzero.envs.manifest import EnvManifest
 from layerzero.envs.probe.probe import DEFAULT_TIMEOUT_S, probe_cached
-from layerzero.ipc.errors import ConfigError, EnvError, InvalidArgument
+from layerzero.ipc.errors import ConfigError, EnvError
 
 VARIABLE = "LAYERZERO_FUNCTIONS"  # workers/providers/functions.py reads it
-NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
-PYTHON = re.compile(r"3\.[1-9][0-9]")
-DIGITS = 8
-
-
-@dataclass(frozen=True)
-class Declared:
-    """What is asked for. `python`: "3.11"."""
-
-    name: str
-    requires: tuple[str, ...]
-    python: str
-
-    @classmethod
-    def of(cls, name: str, requires: Sequence[str], python: str) -> Declared:
-        """Raises InvalidArgument."""
-        if not NAME.fullmatch(name):
-            raise InvalidArgument(f"lz.env: name is {name!r:.80}; allowed: {NAME.pattern}")
-        if isinstance(requires, str):
-            raise InvalidArgument(f"lz.env: requires is one text; pass a list: requires=[{requires!r:.200}]")
-        if not isinstance(python, str) or not PYTHON.fullmatch(python):
-            text = f"lz.env: python is {python!r:.80}; allowed: a version such as '3.11', from 3.10 on"
-            raise InvalidArgument(f"{text}; an interpreter of yours cannot be used yet")
-        for text in requires:
-            try:
-                if Requirement(text).url is not None:
-                    raise InvalidArgument(f"lz.env: {text!r:.200} names a URL; locks name versions: pass NAME==VERSION")
-            except (InvalidRequirement, TypeError) as exc:
-                raise InvalidArgument(f"lz.env: {text!r:.200} is no requirement such as 'numpy<2'") from exc
-        return cls(name, tuple(sorted(set(requires))), python)
-
-    @cached_property
-    def backend(self) -> str:
-        """The name of its backend: of the manifest, too."""
-        content = json.dumps([self.requires, self.python])
-        return f"{self.name}.{hashlib.sha256(content.encode()).hexdigest()[:DIGITS]}"
-
-    def path(self, store: Path) -> Path:
-        return folder(store) / f"{self.backend}.toml"
 
 
 def default_store(environ: Mapping[str, str]) -> Path:
@@ -77,6 +35,10 @@ def default_store(environ: Mapping[str, str]) -> Path:
 
 def folder(store: Path) -> Path:
     return store.absolute() / "functions"
+
+
+def manifest_path(declared: Declared, store: Path) -> Path:
+    return folder(store) / f"{declared.backend}.toml"
 
 
 def folders(store: Path, named: Sequence[Path] = ()) -> tuple[Path, ...]:
@@ -93,7 +55,7 @@ def is_ours(manifest: EnvManifest) -> bool:
 
 def declare(declared: Declared, store: Path) -> EnvManifest:
     """Write manifest and descriptor where they are not there yet. Raises ConfigError."""
-    path = declared.path(store)
+    path = manifest_path(declared, store)
     if not path.is_file():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +68,7 @@ def declare(declared: Declared, store: Path) -> EnvManifest:
 
 def built(declared: Declared, store: Path) -> Env | None:
     """The environment where it is built."""
-    path = declared.path(store)
+    path = manifest_path(declared, store)
     if not path.is_file():
         return None
     try:

@@ -7,12 +7,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from layerzero.envs.declared import Declared
 from layerzero.ipc.errors import ConfigError, EnvError, InvalidArgument, LayerZeroError
-
-if TYPE_CHECKING:  # they load pydantic and packaging, which a program may do without until it builds or calls
-    from layerzero.envs.functions import Declared
 
 HERE = f"3.{sys.version_info[1]}"  # this interpreter's Python
 SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # PEP 723's own expression
@@ -23,9 +21,7 @@ class FunctionEnv:
     """An environment that functions run in: packages and a Python. Made by `lz.env`; nothing is built by that."""
 
     def __init__(self, name: str, requires: Sequence[str], python: str) -> None:
-        from layerzero.envs.functions import Declared
-
-        self._declared: Declared = Declared.of(name, requires, python)
+        self._declared = Declared.of(name, requires, python)
 
     @property
     def _store(self) -> Path:

@@ -8,6 +8,7 @@ import pytest
 
 import layerzero as lz
 from layerzero.envs import functions, manifest
+from layerzero.envs.declared import Declared
 from layerzero.functions.environment import HERE
 
 
@@ -41,7 +42,7 @@ def test_what_is_wrong_is_said_at_once(options: dict[str, object], text: str) ->
 
 
 def test_what_is_declared_is_a_manifest_that_brokers_and_commands_read(tmp_path: Path) -> None:
-    declared = functions.Declared.of("np", ['numpy<2; python_version > "3.8"'], "3.11")
+    declared = Declared.of("np", ['numpy<2; python_version > "3.8"'], "3.11")
     written = functions.declare(declared, tmp_path)
     assert written.variants["cpu"].requirements == declared.requires
     assert functions.is_ours(written)
