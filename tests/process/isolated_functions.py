@@ -68,6 +68,11 @@ def text_of(size: int) -> str:
 
 
 @lz.isolated(PLAIN)
+def keyword(size: int = 0, *, path: str) -> str:
+    return path * size
+
+
+@lz.isolated(PLAIN)
 def stray() -> Any:
     return {"of": [object()]}
 

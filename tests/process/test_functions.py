@@ -189,6 +189,10 @@ def test_futures_maps_and_asyncio() -> None:
 def test_what_is_wrong_with_a_call_is_said_before_it_is_sent() -> None:
     with pytest.raises(lz.InvalidArgument, match="too many positional arguments"):
         fn.text_of(1, 2)  # type: ignore[call-arg]
+    with pytest.raises(lz.InvalidArgument, match="missing a required argument: 'size'"):
+        fn.text_of()  # type: ignore[call-arg]
+    with pytest.raises(lz.InvalidArgument, match=r"missing a required .*argument: 'path'"):
+        fn.keyword(1)  # type: ignore[call-arg]
     with pytest.raises(lz.InvalidArgument, match="no option nap"):
         fn.echo.options(nap=1)
 
@@ -278,6 +282,8 @@ def test_a_file_that_has_changed_since_its_import_is_refused(tmp_path: Path, mon
     file.write_text(file.read_text().replace("return 1", "return 2"))
     with pytest.raises(lz.InvalidArgument, match=r"lz_changing.py has changed .* start the program again"):
         lz_changing.f()
+    with pytest.raises(lz.InvalidArgument, match="has changed"):
+        lz_changing.f.options(timeout_s=9)()
 
 
 def test_a_module_that_imports_what_is_not_there_says_what_to_do(site: Site, tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ def reference(function: Callable[..., Any]) -> Code:
         raise InvalidArgument(f"{text}; put it into a module and import that")
     file = Path(path).resolve()
     is_main = function.__module__ == "__main__"
+    spec = getattr(module, "__spec__", None)
+    if is_main and spec is not None and spec.parent:
+        text = f"lz.isolated: {name} is of a package's module that was started with python -m"
+        raise InvalidArgument(f"{text}; move it to a module that this one imports")
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as exc:

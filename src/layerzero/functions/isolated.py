@@ -102,12 +102,16 @@ class FunctionExplanation:
 class Isolated(Generic[P, R]):
     """A function that runs in an environment: called as ever. Threads may share it."""
 
-    def __init__(self, function: Callable[P, R], where: FunctionEnv, options: Options) -> None:
-        self._code: Code = reference(function)
+    def __init__(self, function: Callable[P, R], where: FunctionEnv, options: Options, code: Code) -> None:
+        self._code = code  # as the file was when the function was decorated
         self._function, self._env, self._options = function, where, options
         self._tree = self._code.to_tree()
         self._signature = inspect.signature(function)
-        self._count = len(self._signature.parameters)
+        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
+        is_plain = all(
+            kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
+        )
+        self._count = len(kinds) if is_plain else -1  # so many arguments fit without a look
         self._room = MIN_ROOM
         self._last = threading.local()
         functools.update_wrapper(self, function)
@@ -157,7 +161,7 @@ class Isolated(Generic[P, R]):
 
     def options(self, **changes: Any) -> Isolated[P, R]:
         """The same function with other options: timeout_s, fallback, idempotent. Raises InvalidArgument."""
-        return Isolated(self._function, self._env, _options(replace, self._options, **changes))
+        return Isolated(self._function, self._env, _options(replace, self._options, **changes), self._code)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> FunctionExplanation:
         """Where such a call would run, and what it would copy. Runs nothing. Raises InvalidArgument for arguments that
@@ -405,7 +409,7 @@ def isolated(
     options = _options(Options, timeout_s=timeout_s, fallback=fallback, idempotent=idempotent)
 
     def decorate(function: Callable[P, R]) -> Isolated[P, R]:
-        return Isolated(function, _env_of(where, function), options)
+        return Isolated(function, _env_of(where, function), options, reference(function))
 
     if callable(where) and not isinstance(where, FunctionEnv):
         raise InvalidArgument("lz.isolated: name the environment: @lz.isolated(lz.env(...)) or @lz.isolated([...])")
