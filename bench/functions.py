@@ -85,6 +85,7 @@ def main() -> None:
         shared = lz.share(plain)
         calls: dict[str, Callable[[], Any]] = {
             "null": null,
+            "64 bytes, shared": lambda: take(shared[:8]),
             "1 MiB, shared": lambda: take(shared),
             "1 MiB, in ordinary memory": lambda: take(plain),
             "1 MiB there and back, shared": lambda: give(shared),
@@ -110,6 +111,7 @@ def main() -> None:
     rows = []
     for name, peer in (
         ("null", "null"),
+        ("64 bytes, shared", "null"),
         ("1 MiB, shared", "1 MiB"),
         ("1 MiB, in ordinary memory", "1 MiB"),
         ("1 MiB there and back, shared", "1 MiB"),

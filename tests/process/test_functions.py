@@ -303,3 +303,24 @@ def test_a_killed_worker_leaves_other_functions_calls_alone(tmp_path: Path) -> N
         first.result()
     assert [other.result() for other in others] == list(range(5))
     wait_until(lambda: fn.echo(1) == 1)
+
+
+def test_one_that_dies_too_often_is_disabled_and_the_fallback_serves(store: Path, tmp_path: Path) -> None:
+    """As any backend: the error says why, until when, and what to run. A broker of its own, started afterwards."""
+    lz.disconnect()
+    own = Site(store, restart_budget=1, backoff_s=0.01)
+    try:
+        with own.environment():
+            own.start().connect()
+            for _ in range(2):
+                with pytest.raises(lz.BackendError):
+                    fn.dies_always(str(tmp_path / "runs"))
+            with pytest.raises(lz.EnvError) as disabled:
+                fn.dies_always(str(tmp_path / "runs"))
+            assert "BACKEND_DISABLED" in disabled.value.message
+            assert disabled.value.message.startswith(f"run: lz restart {fn.PLAIN.backend}\n")
+            assert fn.note_run(str(tmp_path / "runs")) == 3
+            assert fn.echo.options(fallback=fn.here)(1) == ("here", (1,))
+            lz.disconnect()
+    finally:
+        own.stop()

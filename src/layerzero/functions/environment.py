@@ -91,8 +91,10 @@ class FunctionEnv:
         except LayerZeroError:
             return error
         if not state["ok"]:
-            text = f"environment {self.name} cannot serve: {state['detail']}\nlz status {self.backend} shows more"
-            return EnvError(text, env=self.backend, cause=str(state["detail"]), repair=f"lz restart {self.backend}")
+            cause, _, told = str(state["detail"]).partition("; repair: ")
+            repair = told or f"lz restart {self.backend}"
+            text = f"run: {repair}\nenvironment {self.name} cannot serve: {cause}"
+            return EnvError(text, env=self.backend, cause=cause, repair=repair)
         return error
 
     def __repr__(self) -> str:
