@@ -16,6 +16,8 @@ import layerzero as lz
 PLAIN = lz.env("plain")
 UNBUILT = lz.env("unbuilt", requires=["packaging==24.0"])
 
+LATE, LATER = lz.env("late"), lz.env("later")
+
 
 class Colour(enum.Enum):
     RED = 1
@@ -118,3 +120,11 @@ def here(*args: Any) -> tuple[str, tuple[Any, ...]]:
 @lz.isolated(PLAIN)
 def elsewhere(*args: Any) -> tuple[str, list[Any]]:
     return "elsewhere", list(args)
+
+
+@lz.isolated(LATE)
+def late() -> None: ...
+
+
+@lz.isolated(LATER)
+def later() -> None: ...

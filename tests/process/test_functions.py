@@ -10,13 +10,22 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from tests.process import forks
 from tests.process import isolated_functions as fn
 from tests.process.harness import ROOT, Site, wait_until
 
 import layerzero as lz
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One in which no other test's broker looks for backends."""
+    forks.start_server()
+    return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +330,27 @@ def test_one_that_dies_too_often_is_disabled_and_the_fallback_serves(store: Path
             assert disabled.value.message.startswith(f"run: lz restart {fn.PLAIN.backend}\n")
             assert fn.note_run(str(tmp_path / "runs")) == 3
             assert fn.echo.options(fallback=fn.here)(1) == ("here", (1,))
+            lz.disconnect()
+    finally:
+        own.stop()
+
+
+def test_one_that_was_built_behind_the_brokers_back_says_how_the_broker_learns_of_it(store: Path) -> None:
+    """A declaration that it has read, and one that it has not."""
+    with mock.patch.dict(os.environ, LAYERZERO_STORE=str(store)):
+        fn.LATE.explain_failure(lz.NoBackend(""), None)  # what a call does, which declares it
+    own = Site(store)
+    try:
+        with own.environment():
+            own.start().connect()
+            fn.LATE.build(quiet=True)
+            fn.LATER.build(quiet=True)
+            with pytest.raises(lz.EnvError, match=rf"^run: lz restart {fn.LATE.backend}\n"):
+                fn.late()
+            lz.session().ask("reset", backend=fn.LATE.backend)  # lz restart
+            fn.late()
+            with pytest.raises(lz.EnvError, match=r"^run: lz down, then start the program again\n"):
+                fn.later()
             lz.disconnect()
     finally:
         own.stop()

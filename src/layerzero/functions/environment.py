@@ -92,7 +92,9 @@ class FunctionEnv:
             return error
         if not state["ok"]:
             cause, _, told = str(state["detail"]).partition("; repair: ")
-            repair = told or f"lz restart {self.backend}"
+            is_late = "NOT_INSTALLED" in cause  # it was built since the broker has looked
+            repair = f"lz restart {self.backend}" if is_late or not told else told
+            cause = "it was built after the broker had looked for it" if is_late else cause
             text = f"run: {repair}\nenvironment {self.name} cannot serve: {cause}"
             return EnvError(text, env=self.backend, cause=cause, repair=repair)
         return error
