@@ -295,6 +295,18 @@ def test_a_file_that_has_changed_since_its_import_is_refused(tmp_path: Path, mon
         lz_changing.f.options(timeout_s=9)()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_files_of_other_users_are_refused(site: Site, tmp_path: Path, *, is_folder: bool) -> None:
+    """They may call a broker; their code is not to run as its user."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT % 1)
+    os.chown(tmp_path if is_folder else script, 12345, -1)
+    answer = run_script(site, tmp_path)
+    assert "belongs to user 12345, and the worker is user 0" in answer.stderr
+    assert answer.stdout == ""
+
+
 def test_a_module_that_imports_what_is_not_there_says_what_to_do(site: Site, tmp_path: Path) -> None:
     """NumPy, which the caller has."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("import sys", "import sys, numpy", 1) % 1)
