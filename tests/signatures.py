@@ -8,6 +8,7 @@ from typing import Any
 
 from layerzero.client.planning import attention_plans, plans, token_plans
 from layerzero.client.planning.plans import Plan
+from layerzero.functions import calling
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
@@ -172,6 +173,11 @@ def _sized(
     return Plan(op, specs, {**DIGEST, **attrs}, results, ())
 
 
+def _function(rng: Random) -> Plan:
+    some = [None if rng.random() < 0.5 else calling.BYTES for _ in range(calling.MAX_LENT)]
+    return calling.plan(calling.BYTES, *some)
+
+
 _MAKERS: dict[str, Callable[[Random], Plan]] = {
     "attention": _attention,
     "attention_forward": _attention_forward,
@@ -203,5 +209,6 @@ _MAKERS: dict[str, Callable[[Random], Plan]] = {
         "detokenize", ("uint8", "int32", "int64"), (("uint8", (0,)), ("int64", (0,))), skip_special_tokens=True
     ),
     "null": lambda rng: plans.plan_null(),
+    "function": _function,
 }
 assert _MAKERS.keys() == OPS.keys()

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
         detokenize as detokenize,
         tokenize as tokenize,
     )
+    from layerzero.functions.environment import env as env
+    from layerzero.functions.isolated import isolated as isolated
     from layerzero.client.facade.policy import (
         avoid as avoid,
         configure as configure,
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
         NoTransport as NoTransport,
         OutOfMemory as OutOfMemory,
         Poison as Poison,
+        RemoteError as RemoteError,
         VersionMismatch as VersionMismatch,
         WorkerUnreachable as WorkerUnreachable,
     )
@@ -127,10 +130,12 @@ _HOME = {
     "layerzero.client.tools.tune": "tune",
     "layerzero.client.tools.tune_report": "TuneReport",
     "layerzero.client.tools.warmup": "WarmupReport warmup",
+    "layerzero.functions.environment": "env",
+    "layerzero.functions.isolated": "isolated",
     "layerzero.ipc.errors": (
         "BackendError BrokerLost Busy Cancelled ConfigError CudaError CudaGraphUnsafe DeadlineExceeded EnvError "
         "InvalidArgument LayerZeroError NoBackend NoTransport NotAllowed NotConnected OutOfMemory Poison "
-        "VersionMismatch WorkerUnreachable"
+        "RemoteError VersionMismatch WorkerUnreachable"
     ),
     "layerzero.ipc.vocabulary.tensors": "TensorSpec",
 }

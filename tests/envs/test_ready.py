@@ -7,7 +7,7 @@ from tests.envs.harness import ON_CPU
 
 import layerzero as lz
 from layerzero.client.tools import ready
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 
 
 @pytest.mark.timeout(900)  # all environments are probed, where nobody has done so before
@@ -22,7 +22,7 @@ def test_every_backend_of_a_cpu_installation_answers() -> None:
 
 
 @pytest.mark.usefixtures("installation")
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", PUBLIC_OPS)
 def test_every_op_has_a_small_call_that_a_real_kernel_serves(op: str) -> None:
     """A backend may serve this op alone; its call must not fail for want of a dtype, or of indices that exist."""
     calls = ready.small_calls(op)

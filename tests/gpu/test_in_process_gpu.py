@@ -25,7 +25,7 @@ import layerzero as lz
 pytest.importorskip("torch")
 from tests.gpu.test_calls import F, close, randn, report, torch
 
-SLEEP_CYCLES = 200_000_000  # some 0.1 s
+SLEEP_CYCLES = 1_000_000_000  # some 0.5 s
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.process.harness import ROOT, Site, wait_ended
 from layerzero.client.cli import calls
 from layerzero.client.facade import api
 from layerzero.client.tools import inputs
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 DONE, FAILED, USAGE, NO_BROKER = 0, 1, 2, 3
@@ -382,11 +382,11 @@ def test_help_documents_the_exit_codes(site: Site) -> None:
         assert code in text
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name not in calls.TEXT_OPS])
+@pytest.mark.parametrize("name", [name for name in PUBLIC_OPS if name not in calls.TEXT_OPS])
 def test_words_become_the_tensor_arguments_of_every_op(name: str) -> None:
     """The command line reads op signatures; a new op must not fall out of it."""
     function = api.function_of(name)
-    assert len(inputs.tensor_names(function)) == len(OPS[name].inputs)
+    assert len(inputs.tensor_names(function)) == len(PUBLIC_OPS[name].inputs)
     known = {*inputs.tensor_names(function), *calls.scalar_names(function), *calls.CALL_OPTIONS}
     assert set(inspect.signature(function).parameters) <= known
 

@@ -19,7 +19,7 @@ from layerzero.client.planning.plans import Plan
 from layerzero.ipc.errors import LayerZeroError, from_wire
 from layerzero.ipc.shm import memory
 from layerzero.ipc.transport import control, messages, wire
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
@@ -69,7 +69,7 @@ def offered(sock: socket.socket, nbytes: int = 1 << 20) -> None:
     control.receive(sock, messages.ArenaAdded)
 
 
-@pytest.mark.parametrize("op", [op.name for op in OPS.values() if op.inputs and op.name != "embedding"])
+@pytest.mark.parametrize("op", [op.name for op in PUBLIC_OPS.values() if op.inputs and op.name != "embedding"])
 def test_tensors_that_do_not_belong_together_reach_no_worker(connected: Site, op: str) -> None:
     """Every such call is INVALID_ARGUMENT; workers are as they were, and the client's other calls are served."""
     np.testing.assert_allclose(lz.silu(np.zeros(4, np.float32)), 0)

@@ -28,6 +28,8 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "client": ({"ipc"}, {"ml_dtypes", "numpy", "rich", "zmq"}),
     # What users of layerzero could have written themselves.
     "torch": ({""}, {"torch"}),
+    # Functions of users, in environments that it builds and calls that it makes of arrays' memory.
+    "functions": ({"client", "envs", "ipc"}, {"packaging"}),
     "transformers": ({"", "ipc", "torch"}, {"tokenizers", "torch", "transformers"}),
     "diffusers": ({"", "torch"}, {"diffusers", "torch"}),
     "engines": ({"", "ipc", "torch"}, {"flashinfer", "sglang", "torch", "vllm"}),
@@ -99,7 +101,7 @@ PURE_THIRD_PARTY = {"msgpack", "pydantic"}
 BANNED_MODULES = {"cloudpickle", "dill", "imp", "joblib", "jsonpickle", "marshal", "pickle", "shelve"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput"}
 LOADS_CODE = {"import_module", "spec_from_file_location", "exec_module"}
-MAY_LOAD_CODE = {"__init__.py", "envs/matrix/runner.py", "workers/boot.py"}
+MAY_LOAD_CODE = {"__init__.py", "envs/matrix/runner.py", "workers/boot.py", "workers/functions/code.py"}
 
 DRIVER_FUNCTION = re.compile(r"libcuda\.so.*|cu[A-Z][a-z]\w*")
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from layerzero.capabilities.compile_unit import Facet
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.errors import ConfigError
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE
 
 SCHEMA_VERSION = "1.0"
@@ -31,6 +31,7 @@ QuantDtype = Literal["int8", "fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4"]
 Granularity = Literal["per_tensor", "per_channel", "per_head", "blockwise"]
 # Ops whose inputs are text and ids; their kernels declare tokenizer formats and no tensor dtypes.
 TOKENIZER_OPS = frozenset({"tokenize", "detokenize"})
+PLAIN_OPS = frozenset({"null", FUNCTION})  # whose kernels declare nothing about tensors
 
 
 class DescriptorError(ConfigError):
@@ -196,7 +197,7 @@ class Capability(BaseModel):
             for kernel in kernels:
                 if op in TOKENIZER_OPS:
                     missing = [] if kernel.tokenizer_formats else ["tokenizer_formats"]
-                elif op == "null":
+                elif op in PLAIN_OPS:
                     missing = []
                 else:
                     missing = [] if kernel.dtypes else ["dtypes"]

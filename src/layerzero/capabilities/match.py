@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from layerzero.capabilities.context import SelectionContext, has_dense_rows
-from layerzero.capabilities.descriptor import TOKENIZER_OPS, KernelCapability
+from layerzero.capabilities.descriptor import PLAIN_OPS, TOKENIZER_OPS, KernelCapability
 from layerzero.capabilities.reasons import Reason
 from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, Heads
 from layerzero.ipc.vocabulary.tensors import FLOAT_DTYPES, ITEMSIZE
@@ -45,7 +45,7 @@ def findings(context: SelectionContext, kernel: KernelCapability) -> Found:
     yield from _conditions(context, kernel)
     if op in TOKENIZER_OPS:
         yield from _tokenizer(context, kernel)
-    elif op != "null":
+    elif op not in PLAIN_OPS:
         yield from _tensors(context, kernel)
         yield from _data(context, kernel)
     if context.heads is not None:

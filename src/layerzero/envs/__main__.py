@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from layerzero.envs import signing
+from layerzero.envs import functions, signing
 from layerzero.envs.build.build import Env, command, find
 from layerzero.envs.build.installers import pick
 from layerzero.envs.build.lock import is_in_a_package
@@ -164,6 +164,9 @@ def build(
         show_plans(chosen, variant.value, store, tool, overlay, wheelhouse, jobs, as_json=as_json)
         return
     with showing_progress() as progress:
+        for manifest in filter(functions.is_ours, chosen):
+            with failing_cleanly():
+                functions.lock_where_missing(manifest, progress)
         built = ensure_all(
             chosen,
             store=store,

@@ -214,6 +214,22 @@ class NoTransport(LayerZeroError):
     retry = OTHER_BACKEND
 
 
+class RemoteError(LayerZeroError):
+    """A function raised in its own environment (lz.isolated). Facts: `type`, the name of what it raised, `message`,
+    `traceback` as text, `env`."""
+
+    code = "REMOTE_EXCEPTION"
+
+    @property
+    def type(self) -> str:
+        """Such as "ValueError", or "package.module.Error"."""
+        return str(self.facts.get("type", ""))
+
+    @property
+    def traceback(self) -> str:
+        return str(self.facts.get("traceback", ""))
+
+
 class ConfigError(LayerZeroError, ValueError):
     """A setting, manifest, lock or descriptor is wrong; the message names file, key, value and what is allowed."""
 

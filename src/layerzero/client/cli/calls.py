@@ -27,7 +27,7 @@ from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import unknown_name
 from layerzero.ipc.vocabulary.numerics import unpack
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 from layerzero.ipc.vocabulary.tensors import ITEMSIZE, TensorSpec
 
 ALIASES = {"f16": "float16", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "f32": "float32"}
@@ -43,9 +43,9 @@ TEXT_OPS = frozenset({"tokenize", "detokenize"})
 
 def find_op(name: str) -> Callable[..., Any]:
     """The public function of an op. Raises InvalidArgument with the nearest name."""
-    if name in OPS:
+    if name in PUBLIC_OPS:
         return function_of(name)
-    raise InvalidArgument(unknown_name("op", name, OPS))
+    raise InvalidArgument(unknown_name("op", name, PUBLIC_OPS))
 
 
 def parse_spec(text: str) -> TensorSpec | None:

@@ -16,7 +16,7 @@ from layerzero.client.tools import tune as tuning
 from layerzero.client.tools.calls import Call, all_default_calls, default_calls
 from layerzero.client.tools.solve import solve_calls, with_extents
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 
 INTERRUPTED = 130  # as shells say it
 REDRAW_S = 0.1
@@ -84,7 +84,7 @@ def parse_calls(
     all of them. Raises InvalidArgument."""
     for word in words[:1]:
         find_op(word)
-    are_ops = all(word in OPS for word in words)
+    are_ops = all(word in PUBLIC_OPS for word in words)
     if are_ops and (params or tokenizer):
         raise InvalidArgument("--param and --tokenizer belong to one call: lz tune OP ARG... --param NAME=VALUE")
     if not words:

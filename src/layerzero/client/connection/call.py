@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from layerzero.client.arrays.copies import copy_into
 from layerzero.client.arrays.recognition import ACCEPTED, Array, describe
 from layerzero.client.arrays.wrapping import wrap
+from layerzero.client.connection.arena import Arena
 from layerzero.client.connection.express import Lease
 from layerzero.client.connection.link import Link, Pending
 from layerzero.client.connection.overlay import Overlay
@@ -40,11 +41,14 @@ class Request:
     output_bytes: tuple[int, ...] | None = None  # ops with sized outputs: how much to allocate for each
     finish: Callable[[list[memoryview], bytes], Any] | None = None  # what to make of those for the caller
     is_rigid: bool = False  # copies did not help before: the broker must not ask for any
+    copies: list[Copy] | None = None  # what was copied before; what is copied later is added
+    # Of a function: arena, offset and bytes of each input, in place of `args`. Nobody but its maker calls again.
+    places: tuple[tuple[Arena, int, int] | None, ...] | None = None
     is_apart: bool = False  # on a GPU: nobody but its maker hears of its failure, and it goes by the broker
 
     def shape_specs(self, specs: tuple[TensorSpec | None, ...]) -> tuple[TensorSpec | None, ...]:
         """What settles the plan: for ops with sized outputs without the lengths, which travel with each call."""
-        if self.output_bytes is None:
+        if self.output_bytes is None or self.places is not None:  # these have none
             return specs
         return tuple(None if s is None else TensorSpec.contiguous(s.dtype, (0, *s.shape[1:])) for s in specs)
 

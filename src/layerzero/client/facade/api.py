@@ -14,7 +14,7 @@ from layerzero.client.facade import attention_ops, ops, text_ops
 from layerzero.client.facade.default_session import session
 from layerzero.client.facade.running import Future, handler, send
 from layerzero.ipc.errors import InvalidArgument
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import PUBLIC_OPS
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def submit(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
 
 
 def function_of(op: str) -> Callable[..., Any]:
-    """The function of one of OPS."""
+    """The function of one of PUBLIC_OPS."""
     module = next((one for one in (text_ops, attention_ops) if hasattr(one, op)), ops)
     function: Callable[..., Any] = getattr(module, op)
     return function
@@ -94,7 +94,7 @@ _HOMES = frozenset(module.__name__ for module in (ops, attention_ops, text_ops))
 def _with_handler(
     handle: Callable[[Request], Any], op: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    function = (function_of(op) if op in OPS else None) if isinstance(op, str) else op
+    function = (function_of(op) if op in PUBLIC_OPS else None) if isinstance(op, str) else op
     if function is None or getattr(function, "__module__", None) not in _HOMES:
         raise _no_op(op)
     token = handler.set(handle)
@@ -108,9 +108,9 @@ def _no_op(op: object) -> InvalidArgument:
     """The error for what is no op of ours, with the one that is meant: by its name, or by what torch calls it."""
     name = op if isinstance(op, str) else str(getattr(op, "__name__", ""))
     shown = f"the function {name}" if name and not isinstance(op, str) else repr(op)
-    meant = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name.lower(), OPS, n=1)), None)
+    meant = _ELSEWHERE.get(name) or next(iter(difflib.get_close_matches(name.lower(), PUBLIC_OPS, n=1)), None)
     hint = f"did you mean lz.{meant}? " if meant else ""
-    return InvalidArgument(f"{shown} is not an op; {hint}Ops: {', '.join(OPS)}; pass the name, or lz.NAME")
+    return InvalidArgument(f"{shown} is not an op; {hint}Ops: {', '.join(PUBLIC_OPS)}; pass the name, or lz.NAME")
 
 
 _ELSEWHERE = {"scaled_dot_product_attention": "attention", "bmm": "matmul", "mm": "matmul", "dot": "matmul"}

@@ -49,7 +49,7 @@ from layerzero.client.gpu.outcomes import Enqueued
 from layerzero.client.planning.plans import Plan
 from layerzero.client.session.lanes import Lanes
 from layerzero.client.session.local import Local
-from layerzero.client.session.preparation import prepare
+from layerzero.client.session.preparation import prepare, prepare_placed
 from layerzero.client.session.repeats import Repeats
 from layerzero.client.session.shadow import Shadow
 from layerzero.ipc.errors import (
@@ -167,6 +167,8 @@ class Session:
     def run(self, request: Request) -> Any:
         """Run one op and return its result. Raises what client/facade/ops.py documents."""
         start_ns = time.perf_counter_ns()
+        if request.places is not None:
+            return self._run_prepared(prepare_placed(self, request, start_ns), start_ns)
         if self.link and not self.shadow.is_on:  # of this very process
             result = self.lifts.run_again(request, start_ns)
             if result is MISS:
@@ -176,7 +178,10 @@ class Session:
         arrays, out = describe_all(request)
         if device_of(request.op, arrays, out) != CPU:
             return self.gpus.run(request, arrays, out, start_ns)
-        submitted = prepare(self, request, (), arrays, out, start_ns)
+        return self._run_prepared(prepare(self, request, (), arrays, out, start_ns), start_ns)
+
+    def _run_prepared(self, submitted: Submitted, start_ns: int) -> Any:
+        request = submitted.request
         place = None if submitted.pending.is_done else self.lanes.of(submitted.route)
         if place is not None:
             lane, lease = place
@@ -260,6 +265,8 @@ class Session:
     def submit(self, request: Request, prior: tuple[Attempt, ...] = ()) -> Submitted:
         """Send a call; `finish` takes its answer after `Link.wait`. `prior`: attempts that failed in this process."""
         start_ns = time.perf_counter_ns()
+        if request.places is not None:
+            return self._start(prepare_placed(self, request, start_ns))
         return self._start(prepare(self, request, prior, *describe_all(request), start_ns))
 
     def _start(self, submitted: Submitted) -> Submitted:
@@ -280,7 +287,7 @@ class Session:
         flags, body = 0, submitted.refs
         if route.needs_digest:
             flags, body = wire.pack_call(body, digest=submitted.digest())
-        if not submitted.prior and time.monotonic() >= route.worker_until_s:
+        if not submitted.prior and submitted.request.places is None and time.monotonic() >= route.worker_until_s:
             flags, route.stays_out = flags | wire.MAY_RUN_HERE, ""
         time_us = 0 if timeout_s is None else microseconds(timeout_s)
         number, lane, call = route.number, submitted.after_lane, submitted.after_call
@@ -303,7 +310,8 @@ class Session:
             error, outcome = error_of(pending.body)
             if isinstance(error, AdaptationRequired):
                 return self.wait(self.submit(self._adapt(submitted, error), submitted.prior))
-            if isinstance(error, WorkerUnreachable) and not submitted.writes_to_caller:
+            may_repeat = not submitted.writes_to_caller and submitted.request.places is None
+            if isinstance(error, WorkerUnreachable) and may_repeat:
                 return self.wait(self.submit(submitted.request, (*submitted.prior, *attempts_of(outcome))))
             if isinstance(error, RunInProcess):
                 self.local.take_grant(submitted.route, error, outcome)

@@ -18,7 +18,7 @@ from layerzero.client.tools.compiling import compile_ahead
 from layerzero.client.tools.inputs import random_inputs, tensor_names
 from layerzero.ipc.errors import InvalidArgument
 from layerzero.ipc.names import unknown_name
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import OPS, PUBLIC_OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 
@@ -211,9 +211,9 @@ def on_gpu(call: Call, ordinal: int, dtype: str) -> Call:
 def _name(op: str | Callable[..., Any]) -> str:
     """An op's name, checked. Raises InvalidArgument."""
     name = op if isinstance(op, str) else str(getattr(op, "__name__", op))
-    if name in OPS and (isinstance(op, str) or op is api.function_of(name)):
+    if name in PUBLIC_OPS and (isinstance(op, str) or op is api.function_of(name)):
         return name
-    raise InvalidArgument(unknown_name("op", name, OPS))
+    raise InvalidArgument(unknown_name("op", name, PUBLIC_OPS))
 
 
 def _bind(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: str | None) -> Call:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from layerzero.client.gpu.memory import ordinal_of
 from layerzero.client.tools.calls import DEFAULTS, Call, on_gpu
 from layerzero.client.tools.inputs import plain_inputs
 from layerzero.ipc.errors import BrokerLost, InvalidArgument, LayerZeroError, NotConnected
-from layerzero.ipc.vocabulary.ops import OPS
+from layerzero.ipc.vocabulary.ops import FUNCTION, OPS
 
 # The smallest file that every release of tokenizers reads.
 TOKENIZER = (
@@ -106,7 +106,7 @@ def readiness_check(
     tried: dict[str, Check] = {}
     if starts_workers:
         rows = {row["name"]: row for row in api.status()["backends"]}
-        usable = [name for name in answer["backends"] if not rows[name]["unavailable"]]  # `checks` has why, of others
+        usable = [name for name in answer["backends"] if _is_tried(rows[name])]  # `checks` has why, of others
         gpus = answer["gpus"]
         tried = {name: _try_backend(name, rows[name]["ops"], answer["isolation"][name], gpus[name]) for name in usable}
         answer = default_session.session().ask(
@@ -117,6 +117,12 @@ def readiness_check(
     checks += [check for name, check in tried.items() if f"environment {name}" not in unfit]
     checks += [_is_warm(call) for call in calls]
     return ReadinessReport(tuple(checks))
+
+
+def _is_tried(row: Mapping[str, Any]) -> bool:
+    """Of lz.status(). What functions do in an environment of theirs is nothing that anybody could try; its probe asks
+    whether it answers."""
+    return not row["unavailable"] and row["ops"] != [FUNCTION]
 
 
 def _try_backend(backend: str, served: Sequence[str], isolation: str, gpu: str) -> Check:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from layerzero.envs import functions
 from layerzero.envs.cli import additions
 from layerzero.envs.cli.options import STORE, Folders, Json, StoreDir
 from layerzero.envs.cli.rows import failing_cleanly, out
@@ -30,7 +31,11 @@ def add(
 
 
 def remove(ctx: typer.Context, name: str, store: StoreDir = STORE, as_json: Json = False) -> None:
-    """Take back what `lz env add` has allowed."""
+    """Take back what `lz env add` has allowed, or forget an environment of functions (lz.env)."""
+    if functions.remove(name, store):
+        told = f"{name}: no longer declared; lz env gc removes its environment"
+        typer.echo(json.dumps({"schema": 1, "removed": [name]}, indent=1) if as_json else told)
+        return
     known = site(ctx, store, None)
     with failing_cleanly():
         additions.remove(name, known)

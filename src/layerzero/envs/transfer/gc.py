@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerzero.envs import functions
 from layerzero.envs.build import overlay, stage, store
 from layerzero.envs.build.build import RECORD, built_with, plan
 from layerzero.envs.manifest import EnvManifest, discover
@@ -39,6 +40,7 @@ def collect(
     builders left, verdicts, what the matrix has not used for long. `undecided`: names whose manifests cannot be read
     now, which is no reason to throw their environments away. `dry_run`: only say what that would be."""
     root = root.absolute()
+    folders = functions.folders(root, folders)
     found, problems = discover(folders)
     current: set[str] = set()
     undecided = {*undecided, *(problem.name for problem in problems)}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from layerzero.envs import functions
 from layerzero.envs import manifest as manifests
 from layerzero.envs.manifest import EnvManifest, Problem, Source
 from layerzero.envs.trust.allowed import Allowed, kept, record_path
@@ -105,8 +106,9 @@ def places(backends: Path) -> tuple[dict[str, Place], list[Problem]]:
 def discover(
     folders: Sequence[Path], *, backends: Path, store: Path, allowed: Mapping[str, Allowed]
 ) -> tuple[dict[str, EnvManifest], list[Problem]]:
-    """All manifests: those of `folders` (manifest.discover) and then those from outside, which have a `source`."""
-    found, problems = manifests.discover(folders)
+    """All manifests: those of `folders` (manifest.discover), those of functions' environments, and then those from
+    outside, which have a `source`."""
+    found, problems = manifests.discover(functions.folders(store, folders))
     outside, doubles = places(backends)
     problems += doubles
     for name, place in sorted(outside.items()):

@@ -48,3 +48,17 @@ def _check_plain(value: Any) -> None:
             return
         level = deeper
     raise ProtocolError(f"a value is nested more than {MAX_DEPTH} deep")
+
+
+def pack_tree(value: Any) -> bytes:
+    """msgpack of a tree (ipc/functions/values.py). Text may hold lone surrogates."""
+    packed: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
+    return packed
+
+
+def unpack_tree(data: bytes | memoryview) -> Any:
+    """What `pack_tree` packed, unchecked but for its form: scalars, in lists. Raises ProtocolError."""
+    try:
+        return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=True)
+    except Exception as exc:  # as above
+        raise ProtocolError(f"not msgpack: {type(exc).__name__}: {exc}"[:500]) from exc

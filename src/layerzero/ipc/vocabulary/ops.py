@@ -48,6 +48,9 @@ class Op:
         return bool(self.inputs) and not self.sized_output
 
 
+FUNCTION = "function"
+FUNCTION_INPUTS = ("frame", *(f"m{n}" for n in range(8)))
+
 _ATTENTION_ATTRS = ("is_causal", "scale", "causal_alignment", "layout")
 
 OPS: dict[str, Op] = {
@@ -156,8 +159,13 @@ OPS: dict[str, Op] = {
         ),
         # does nothing: measures dispatch
         Op("null", (), ()),
+        # A call of a user's function in an environment of its own (docs/functions.md). frame and answer: what
+        # ipc/functions/frames.py writes; m0 to m7: memory that arrays of the frame lie in. All uint8, as long as the
+        # bytes that each call gives. The kernel returns {"sizes": [bytes of the answer]}.
+        Op("function", FUNCTION_INPUTS, ("answer",), optional=frozenset(FUNCTION_INPUTS[1:]), sized_output=True),
     )
 }
+PUBLIC_OPS = {name: op for name, op in OPS.items() if name != FUNCTION}  # with a function, a page and kernels of ours
 
 
 # Ops on views (B,H,S,D) with a causal rule and a mask.

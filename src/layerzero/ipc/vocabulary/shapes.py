@@ -400,6 +400,14 @@ def _detokenize(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
     return (("uint8", (0,)), ("int64", (0,)))
 
 
+def _function(op: str, inputs: _Inputs, attrs: _Attrs) -> tuple[Output, ...]:
+    _required(inputs, 1)
+    for name, spec in zip(OPS[op].inputs, inputs, strict=True):
+        if spec is not None and spec != TensorSpec.contiguous("uint8", (0,)):
+            refuse(op, f"{name} is {spec}", "uint8[0]: calls say how long it is")
+    return (("uint8", (0,)),)
+
+
 def _texts(op: str, inputs: _Inputs, attrs: _Attrs, dtypes: Sequence[str]) -> None:
     """As long as the bytes that each call gives: their extents are 0."""
     for name, spec, dtype in zip(OPS[op].inputs, _required(inputs, 3), dtypes, strict=True):
@@ -431,4 +439,5 @@ _SHAPES: dict[str, Callable[[str, _Inputs, _Attrs], tuple[Output, ...]]] = {
     "tokenize": _tokenize,
     "detokenize": _detokenize,
     "null": lambda op, inputs, attrs: (),
+    "function": _function,
 }

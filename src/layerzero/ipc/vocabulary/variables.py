@@ -95,6 +95,7 @@ OTHERS = (
     Variable("WORKER_GRAPH_MIB", "256", "MiB of GPU memory for a worker's CUDA graphs; 0: none", "workers"),
     Variable("WORKER_CONFINED", "1", "0: a worker may trace and signal other processes of its user", "workers"),
     Variable("CUPTI", "", "path of libcupti, by which workers see machine code; else it is looked for", "workers"),
+    Variable("FUNCTIONS", "", "the backend of an environment of functions; its manifest sets it", "workers"),
     Variable("HUB_KERNELS", "", "where kernels of the HF Kernel Hub lie; `lz env build` sets it", "workers"),
     Variable("WORKER_CACHE", "a temporary folder", "where a joined worker's compilers keep what they make", "agent"),
     Variable("BACKEND", "", "the backend of an image", "containers/Dockerfile"),

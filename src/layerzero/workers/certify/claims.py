@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, OPS, heads
+from layerzero.ipc.vocabulary.ops import ATTENTION_OPS, FUNCTION, OPS, heads
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Claims = Mapping[str, Any]  # one kernel of a descriptor
@@ -31,11 +31,11 @@ def admits(
     given = {name: spec for name, spec in zip(OPS[op].inputs, inputs, strict=True) if spec is not None}
     if not _admits_arguments(op, claims, given, attrs):
         return False
+    if op in ("null", FUNCTION):
+        return True
     if OPS[op].sized_output:
         is_readable = attrs["tokenizer_format"] in claims.get("tokenizer_formats", ())
         return is_readable and (not attrs.get("return_offsets") or claims.get("supports_offsets", False))
-    if op == "null":
-        return True
     if not all(_admits_tensor(op, claims, name, spec) for name, spec in given.items()):
         return False
     needs_dense_out = claims.get("requires_contiguous") and not claims.get("copies_outputs")

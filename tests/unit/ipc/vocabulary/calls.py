@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 Change = dict[str, Any]
@@ -100,6 +101,7 @@ CALLS: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[str, ...]]] 
         ("uint8 0", "int64 0"),
     ),
     "null": ({}, {}, ()),
+    "function": ({"frame": "uint8 0", "m0": "uint8 0", **dict.fromkeys(OPS["function"].inputs[2:])}, {}, ("uint8 0",)),
 }
 
 

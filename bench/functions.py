@@ -1,0 +1,153 @@
+"""What a call of a function in an environment of its own costs, beside its floor and a peer in the same run. Writes
+results/functions.md.
+
+    python bench/functions.py [--quick]
+
+Floor: a process that echoes pickles over multiprocessing.Pipe. Peer: loky's executor, where it is installed; neither
+has another environment. Rounds alternate between all; a figure is the least of the rounds' medians and, behind it, the
+middle one, since other processes make rounds longer, never shorter.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+import layerzero as lz
+
+ENV = lz.env("bench", requires=["numpy==1.26.4"], python="3.11")
+NULL_US, MIB_RATIO = 40.0, 1.05
+FLOATS = 1 << 17  # float64: 1 MiB
+IN_FLIGHT = 64
+
+
+@lz.isolated(ENV)
+def null() -> None: ...
+
+
+@lz.isolated(ENV)
+def take(array: Any) -> None: ...
+
+
+@lz.isolated(ENV)
+def give(array: Any) -> Any:
+    return array
+
+
+def same(value: Any = None) -> Any:
+    return value
+
+
+def echo(connection: Connection) -> None:
+    while True:
+        connection.send(connection.recv())
+
+
+def figure(rounds: list[float]) -> str:
+    return f"{min(rounds):,.0f} ({statistics.median(rounds):,.0f})"
+
+
+def main() -> None:
+    from common import at_most, finish, own_broker, p50_us, parser, verdict  # what these functions' environment lacks
+
+    args = parser(__doc__, "few and short rounds").parse_args()
+    rounds, count = (3, 50) if args.quick else (15, 300)
+    ENV.build()
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=echo, args=(theirs,), daemon=True)
+    child.start()
+
+    def piped(value: Any) -> Any:
+        ours.send(value)
+        return ours.recv()
+
+    loky: Callable[[Any], Any] | None = None
+    if find_spec("loky") is not None:
+        from loky import get_reusable_executor
+
+        executor = get_reusable_executor(max_workers=1)
+
+        def loky(value: Any) -> Any:
+            return executor.submit(same, value).result()
+
+    plain = np.zeros(FLOATS)
+    with own_broker():
+        start = time.monotonic()
+        null.warmup()
+        first_s = time.monotonic() - start
+        shared = lz.share(plain)
+        calls: dict[str, Callable[[], Any]] = {
+            "null": null,
+            "64 bytes, shared": lambda: take(shared[:8]),
+            "1 MiB, shared": lambda: take(shared),
+            "1 MiB, in ordinary memory": lambda: take(plain),
+            "1 MiB there and back, shared": lambda: give(shared),
+            "pipe null": lambda: piped(None),
+            "pipe 1 MiB": lambda: piped(plain),
+        }
+        if loky is not None:
+            run = loky
+            calls |= {"loky null": lambda: run(None), "loky 1 MiB": lambda: run(plain)}
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                call()
+                found[name].append(p50_us(call, count if "null" in name else count // 3))
+        rates = []
+        for _ in range(rounds):
+            start = time.monotonic()
+            for future in [null.submit() for _ in range(IN_FLIGHT)]:
+                future.result()
+            rates.append(IN_FLIGHT / (time.monotonic() - start))
+    child.terminate()
+    null_us, mib = min(found["null"]), min(found["1 MiB, shared"])
+    rows = []
+    for name, peer in (
+        ("null", "null"),
+        ("64 bytes, shared", "null"),
+        ("1 MiB, shared", "1 MiB"),
+        ("1 MiB, in ordinary memory", "1 MiB"),
+        ("1 MiB there and back, shared", "1 MiB"),
+    ):
+        aim = f"at most {NULL_US:g}: {verdict(null_us <= NULL_US)}" if name == "null" else ""
+        if name == "1 MiB, shared":
+            aim = f"of null: {at_most(mib / null_us, MIB_RATIO)}"
+        beside = figure(found[f"loky {peer}"]) if loky is not None else "not installed"
+        rows.append((f"{name}, us", figure(found[name]), figure(found[f"pipe {peer}"]), beside, aim))
+    rows.append(
+        (
+            f"{IN_FLIGHT} in flight, calls a second",
+            f"{max(rates):,.0f}",
+            "",
+            "",
+            "100,000: " + verdict(max(rates) >= 1e5),
+        )
+    )
+    rows.append(
+        (
+            "start of a built environment to its first answer, s",
+            f"{first_s:.2f}",
+            "",
+            "",
+            "0.3: " + verdict(first_s <= 0.3),
+        )
+    )
+    versions = {"bench": {"numpy": "1.26.4"}}
+    notes = (
+        "In brackets the middle of the rounds' medians; before it, the least. The machine was shared with other work, "
+        "so that figures vary by a factor of two and more between runs.",
+        "The pipe and loky copy the array there and back, and have no other environment; take() sends it one way.",
+    )
+    headings = ("what", "lz.isolated", "multiprocessing.Pipe", "loky", "aim")
+    finish("functions", "Functions in environments of their own", versions, headings, rows, notes, is_quick=args.quick)
+
+
+if __name__ == "__main__":
+    main()

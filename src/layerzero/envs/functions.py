@@ -1,0 +1,161 @@
+"""Environments of functions (docs/functions.md): backends whose manifest, descriptor and lock are written by `lz.env`,
+into a folder of the store that brokers and `lz env` look into as well.
+
+A declaration is named by what it asks for, so that two programs may call different ones alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import platformdirs
+
+from layerzero.envs import manifest as manifests
+from layerzero.envs.build import store as locks
+from layerzero.envs.build.build import Env, ensure, find
+from layerzero.envs.build.lock import lock as write_lock
+from layerzero.envs.build.lock import read_lock
+from layerzero.envs.build.progress import Progress
+from layerzero.envs.declared import Declared
+from layerzero.envs.manifest import EnvManifest
+from layerzero.envs.probe.probe import DEFAULT_TIMEOUT_S, probe_cached
+from layerzero.ipc.errors import ConfigError, EnvError
+
+VARIABLE = "LAYERZERO_FUNCTIONS"  # workers/providers/functions.py reads it
+
+
+def default_store(environ: Mapping[str, str]) -> Path:
+    """As `lz env` and brokers without a configuration file find it."""
+    return Path(environ.get("LAYERZERO_STORE") or platformdirs.user_cache_path("layerzero")).absolute()
+
+
+def folder(store: Path) -> Path:
+    return store.absolute() / "functions"
+
+
+def manifest_path(declared: Declared, store: Path) -> Path:
+    return folder(store) / f"{declared.backend}.toml"
+
+
+def folders(store: Path, named: Sequence[Path] = ()) -> tuple[Path, ...]:
+    """Those that were `named`, and this one where there is one."""
+    ours = folder(store)
+    is_known = any(path.absolute() == ours for path in named)
+    return (*named, ours) if ours.is_dir() and not is_known else tuple(named)
+
+
+def is_ours(manifest: EnvManifest) -> bool:
+    """Whether a declaration wrote this manifest."""
+    return manifest.provider == "functions"
+
+
+def declare(declared: Declared, store: Path) -> EnvManifest:
+    """Write manifest and descriptor where they are not there yet. Raises ConfigError."""
+    path = manifest_path(declared, store)
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path.with_suffix(".json"), json.dumps(_descriptor(declared), indent=1) + "\n")
+            _write(path, _manifest(declared))
+        except OSError as exc:
+            raise ConfigError(f"{path} cannot be written: {exc.strerror or exc}; set LAYERZERO_STORE") from exc
+    return manifests.load(path)
+
+
+def built(declared: Declared, store: Path) -> Env | None:
+    """The environment where it is built."""
+    path = manifest_path(declared, store)
+    if not path.is_file():
+        return None
+    try:
+        env = find(manifests.load(path), store=store.absolute())
+    except (EnvError, ConfigError):
+        return None
+    return env if env.is_built else None
+
+
+def lock_where_missing(manifest: EnvManifest, progress: Progress) -> None:
+    """Resolve a declaration that has no lock yet. Raises EnvError with what the resolver says."""
+    for variant in manifest.variants:
+        try:
+            read_lock(manifest, variant)
+        except EnvError:
+            progress.phase(manifest.name, "resolving")
+            write_lock(manifest, variant)
+
+
+def build(declared: Declared, store: Path, progress: Progress, *, force: bool = False) -> Env:
+    """Lock, build and probe what is missing. Raises EnvError, ConfigError."""
+    manifest = declare(declared, store)
+    lock_where_missing(manifest, progress)
+    env = ensure(manifest, store=store.absolute(), progress=progress, force=force)
+    record = probe_cached(env, manifest, timeout_s=DEFAULT_TIMEOUT_S)
+    if not record.ok:
+        text = (
+            f"environment {env.name} is built, and its probe failed: {record.cause}\nto repair it run: {record.repair}"
+        )
+        raise EnvError(text, env=env.name, cause=record.cause, repair=record.repair)
+    return env
+
+
+def remove(name: str, store: Path) -> bool:
+    """Forget a declaration, by the name of its backend: `lz env gc` removes its environment. Whether there was one."""
+    ours = folder(store)
+    path = ours / f"{name}.toml"
+    if not re.fullmatch(manifests.NAME_PATTERN, name) or not path.is_file():
+        return False
+    with locks.locked(ours / name):
+        for one in (path, path.with_suffix(".json"), *ours.glob(f"{name}.cpu*.txt")):
+            one.unlink(missing_ok=True)
+    return True
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def _manifest(declared: Declared) -> str:
+    asked = ", ".join(declared.requires) or "nothing but Python"
+    lines = [
+        "# Written by lz.env; its name ends in a hash of what it asks for.",
+        f"summary = {_text(f'functions: {asked}'[:200])}",
+        'provider = "functions"',
+        f"descriptor = {_text(f'{declared.backend}.json')}",
+        f"python = {_text(declared.python)}",
+        "",
+        "[env]",
+        f"{VARIABLE} = {_text(declared.backend)}",
+        "",
+        "[variants.cpu]",
+        "requirements = [" + ", ".join(map(_text, declared.requires)) + "]",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _descriptor(declared: Declared) -> dict[str, object]:
+    kernel = {
+        "kernel_id": f"{declared.backend}.call",
+        "priority": 50,
+        "source": "layerzero.workers.providers.functions",
+        "optional_args": [f"m{n}" for n in range(8)],
+        "copies_outputs": True,
+        "deterministic": False,
+        "rng": "global",
+    }
+    return {
+        "schema_version": "1.0",
+        "backend": declared.backend,
+        "backend_version": "0",
+        "platform": "cpu",
+        "ops": {"function": [kernel]},
+    }

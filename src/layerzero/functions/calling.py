@@ -1,0 +1,280 @@
+"""One call of a function: arguments into a frame in shared memory, the answer out of one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from layerzero.client.arrays.copies import copy_into
+from layerzero.client.arrays.recognition import CPU, ML_DTYPES, Array, describe
+from layerzero.client.arrays.wrapping import wrap
+from layerzero.client.connection import arena as arenas
+from layerzero.client.connection.arena import Arena
+from layerzero.client.connection.call import Request, why_copied
+from layerzero.client.connection.report import Copy
+from layerzero.client.planning.plans import Plan
+from layerzero.client.session.preparation import BYTES
+from layerzero.client.session.session import Session
+from layerzero.ipc.errors import BackendError, InvalidArgument, LayerZeroError, ProtocolError, RemoteError
+from layerzero.ipc.functions import frames, values
+from layerzero.ipc.functions.frames import Frame, Payload
+from layerzero.ipc.vocabulary.ops import FUNCTION, FUNCTION_INPUTS
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+MIN_ROOM = 4096  # bytes for an answer
+MAX_LENT = len(FUNCTION_INPUTS) - 1
+LIBRARIES = ("numpy", "torch")
+_TAIL = (None,) * MAX_LENT
+Place: TypeAlias = tuple[Arena, int, int]
+"""Arena, offset and bytes."""
+_log, _root_logger = logging.getLogger("layerzero.functions"), logging.getLogger()
+
+
+def plan(*inputs: TensorSpec | None, **attrs: Any) -> Plan:
+    """What the broker is told of calls: the same of all that lend memory of as many arenas."""
+    return Plan(FUNCTION, inputs, attrs, (BYTES,), ())
+
+
+class _Lent:
+    """Memory that a call lends beside its frame: of each arena, the range that its arrays lie in."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[Arena, int, int]] = []
+        self.nodes: list[tuple[list[Any], int, int]] = []  # of arrays, to be told where in the range they are
+
+    def add(self, library: str, spec: TensorSpec, arena: Arena, offset: int) -> list[Any] | None:
+        """None where there is no room for one more arena."""
+        end = offset + spec.span_bytes
+        for position, (known, low, high) in enumerate(self.ranges):
+            if known is arena:
+                self.ranges[position] = (arena, min(low, offset), max(high, end))
+                break
+        else:
+            position = len(self.ranges)
+            if position == MAX_LENT:
+                return None
+            self.ranges.append((arena, offset, end))
+        node = frames.array_node(library, spec, position, 0)
+        self.nodes.append((node, position, offset))
+        return node
+
+    def close(self) -> tuple[Place | None, ...]:
+        """What to lend. Each range begins at a multiple of the alignment."""
+        if not self.ranges:
+            return _TAIL
+        starts = [low // frames.ALIGNMENT * frames.ALIGNMENT for _, low, _ in self.ranges]
+        for node, position, offset in self.nodes:
+            node[-1] = offset - starts[position]
+        places = [(arena, start, high - start) for start, (arena, _, high) in zip(starts, self.ranges, strict=True)]
+        return (*places, *_TAIL[len(places) :])
+
+
+class Arguments:
+    """The arguments of a call, encoded once; `keep` holds them while they are lent."""
+
+    def __init__(self, code: list[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """`code`: of frames.Code. Raises InvalidArgument with the place of what cannot go to another environment."""
+        self.copies: list[Copy] = []
+        self.uncopied_bytes = 0
+        self.keep = (args, kwargs)
+        self._payload, self._lent = Payload(), _Lent()
+        named = self._tree(dict(kwargs), "kwargs") if kwargs else [values.DICT]
+        tree = [frames.CALL, code, self._tree(list(args), "args"), named, _root_logger.level]
+        self.lent = self._lent.close()
+        self.frame = Frame(tree, self._payload)
+
+    def _tree(self, value: Any, root: str) -> Any:
+        return values.encode(value, self._put, root)
+
+    def _put(self, value: Any) -> list[Any] | None:
+        array = _array(value)
+        if array is None:
+            return None
+        library, place = array.kind, None
+        if not array.needs_copy:
+            place = arenas.pool.find(array.address, array.spec.span_bytes)
+            node = None if place is None else self._lent.add(library, array.spec, *place)
+            if node is not None:
+                self.uncopied_bytes += array.nbytes
+                return node
+        spec = TensorSpec.contiguous(array.spec.dtype, array.spec.shape)
+        offset = self._payload.add(array.nbytes, lambda target: copy_into(array, target))
+        if array.nbytes:
+            why = why_copied(array, False) if place is None else f"a call lends memory of at most {MAX_LENT} arenas"
+            self.copies.append(Copy("an argument", array.nbytes, "client", why))
+        return frames.array_node(library, spec, frames.IN_FRAME, offset)
+
+
+def _array(value: Any) -> Array | None:
+    """A NumPy array or a torch tensor of the CPU; None for what is neither. Raises InvalidArgument for others of
+    theirs."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    is_numpy = numpy is not None and isinstance(value, numpy.ndarray)
+    if not is_numpy and not (torch is not None and isinstance(value, torch.Tensor)):
+        return None
+    array = describe(value)
+    if array.device != CPU:
+        raise InvalidArgument("an array in a GPU's memory; functions take arrays of the CPU: pass value.cpu()")
+    if array.requires_grad and torch is not None and torch.is_grad_enabled():
+        raise InvalidArgument("a tensor that requires gradients, which end here; pass value.detach()")
+    return array
+
+
+class Answer:
+    """What came back: `value`, or an error to raise."""
+
+    def __init__(self, value: Any = None, error: LayerZeroError | None = None) -> None:
+        self.value, self.error = value, error
+
+
+class Exchange:
+    """One frame to an environment, and its answer. `room` for it is a guess; a larger one is fetched."""
+
+    def __init__(self, session: Session, backend: str, label: str, env: str) -> None:
+        self._session, self._backend, self._label, self._env = session, backend, label, env
+        self.answer_bytes = 0
+
+    def request(
+        self,
+        frame: Frame,
+        lent: tuple[Place | None, ...] = _TAIL,
+        *,
+        room: int = MIN_ROOM,
+        timeout_s: float | None = None,
+        copies: list[Copy] | None = None,
+        keep: Any = None,
+    ) -> Request:
+        """What a session sends. Its result is an Answer."""
+        block, arena, offset = arenas.pool.allocate(frame.nbytes)
+        frame.write(block)
+        held = [block, keep]
+        noted = [] if copies is None else copies
+
+        def finish(outputs: list[memoryview], _: bytes) -> Answer:
+            held.clear()  # nobody reads it any more
+            return self._read(outputs[0], noted, timeout_s)
+
+        made = Request(FUNCTION, (), {}, plan, None, self._backend, timeout_s, (room,), finish)
+        made.copies, made.places = noted, ((arena, offset, frame.nbytes), *lent)
+        return made
+
+    def _read(self, memory: memoryview, copies: list[Copy], timeout_s: float | None) -> Answer:
+        try:
+            head, payload = frames.read(memory)
+            match head:
+                case [frames.RETURNED, tree, list(output)]:
+                    self._show(output)
+                    value = values.decode(tree, _opener(memory, payload, copies), resolve, "result")
+                    self.answer_bytes = len(memory) if len(payload) or len(memory) > MIN_ROOM else MIN_ROOM
+                    return Answer(value)
+                case [frames.RAISED, str(kind), str(message), str(trace), list(output)]:
+                    self._show(output)
+                    return Answer(error=self._remote(kind, message, trace))
+                case [frames.REFUSED, bool(is_argument), str(message), list(output)]:
+                    self._show(output)
+                    text = f"{self._label} in {self._env}: {message}"
+                    return Answer(
+                        error=InvalidArgument(text) if is_argument else BackendError(text, backend=self._backend)
+                    )
+                case [frames.KEPT, int(token), int(nbytes)] if token >= 0 and 0 < nbytes < 1 << 46:
+                    self.answer_bytes = nbytes
+                    frame = Frame([frames.FETCH, token])
+                    found = self._session.run(self.request(frame, room=nbytes, timeout_s=timeout_s, copies=copies))
+                    assert isinstance(found, Answer)
+                    return found
+                case [frames.LOADED, list(output)]:
+                    self._show(output)
+                    return Answer()
+        except ProtocolError as exc:
+            text = f"{self._label} in {self._env}: its worker's answer breaks the protocol: {exc.message}"
+            return Answer(error=BackendError(text, backend=self._backend))
+        except InvalidArgument as exc:
+            text = f"{self._label} in {self._env} has run, and its result cannot be read here: {exc.message}"
+            return Answer(error=InvalidArgument(text))
+        return Answer(error=BackendError(f"{self._label}: no answer begins with {head[0]}", backend=self._backend))
+
+    def _remote(self, kind: str, message: str, trace: str) -> RemoteError:
+        text = f"{self._label} in {self._env} raised {kind}: {message}\n{trace.rstrip()}"
+        return RemoteError(text, type=kind, message=message, traceback=trace, env=self._env)
+
+    def _show(self, output: list[Any]) -> None:
+        """What the function printed and logged, with a label. Others say what they like: nothing of it is trusted."""
+        for item in _joined(output):
+            match item:
+                case [0 | 1 as kind, str(text)]:
+                    stream = sys.stdout if kind == 0 else sys.stderr
+                    lines = text.splitlines(keepends=True)
+                    stream.write("".join(f"[{self._env}] {line}" if line.strip() else line for line in lines))
+                case [2, str(name), int(level), str(text)]:
+                    logging.getLogger(name[:200]).log(level, "[%s] %s", self._env, text)
+                case _:
+                    _log.warning("%s: output that cannot be shown: %.100r", self._env, item)
+
+
+def _joined(output: list[Any]) -> list[Any]:
+    """What was written in pieces, as `print` does, is one text."""
+    found: list[Any] = []
+    for item in output:
+        match item:
+            case [0 | 1 as kind, str(text)] if found and found[-1][0] == kind:
+                found[-1][1] += text
+            case [0 | 1 as kind, str(text)]:
+                found.append([kind, text])
+            case _:
+                found.append(item if isinstance(item, list) and item else [None, item])
+    return found
+
+
+def _opener(memory: memoryview, payload: memoryview, copies: list[Copy]) -> Callable[[list[Any]], Any]:
+    """Arrays of a result: views of the whole answer `memory`, whose slot is free again after the last of them."""
+    start = len(memory) - len(payload)
+    wholes: dict[str, Any] = {}
+
+    def get(node: list[Any]) -> Any:
+        library, spec, part = frames.read_array(node, [payload], LIBRARIES)
+        if library not in sys.modules:
+            raise InvalidArgument(f"it has an array of {library}, which this process has not imported")
+        if not spec.is_contiguous:
+            raise ProtocolError(f"{spec} has gaps")
+        if spec.numel:
+            copies.append(Copy("result", len(part), "worker", "a function's result lies in its own memory"))
+        if library not in wholes:
+            wholes[library] = _whole(library, memory)
+        first = start + node[-1]
+        return _array_on(library, wholes[library][first : first + len(part)], spec)
+
+    return get
+
+
+def _whole(library: str, memory: memoryview) -> Any:
+    like = sys.modules[library].empty(0)
+    return wrap(memory, TensorSpec.contiguous("uint8", (len(memory),)), describe(like))[0]
+
+
+def _array_on(library: str, flat: Any, spec: TensorSpec) -> Any:
+    """Bytes of an array as that."""
+    module = sys.modules[library]
+    name = spec.dtype
+    if library == "numpy" and name in ML_DTYPES and "ml_dtypes" not in sys.modules:
+        raise InvalidArgument(f"NumPy has no {name} of its own; import ml_dtypes")
+    dtype = getattr(sys.modules["ml_dtypes"] if library == "numpy" and name in ML_DTYPES else module, name, None)
+    if dtype is None:
+        if (library, name) != ("numpy", "bool"):  # NumPy 1 has no numpy.bool
+            raise InvalidArgument(f"{library} has no {name} in this process")
+        dtype = "?"
+    if not spec.numel:
+        return module.empty(spec.shape, dtype=dtype)
+    return flat.view(dtype).reshape(spec.shape)
+
+
+def resolve(module: str, qualname: str) -> Any:
+    """A class of a result: of a module that this process has imported, since an answer must not import anything. Raises
+    InvalidArgument."""
+    found: Any = sys.modules.get(module)
+    if found is None:
+        raise InvalidArgument(f"it has a {module}.{qualname}, and this process has not imported {module}")
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -1,0 +1,220 @@
+"""lz.env: an environment for functions, by what it requires."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from layerzero.envs.declared import Declared
+from layerzero.ipc.errors import ConfigError, EnvError, InvalidArgument, LayerZeroError
+
+HERE = f"3.{sys.version_info[1]}"  # this interpreter's Python
+SCRIPT = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # PEP 723's own expression
+MAX_FILE_BYTES = 1 << 20
+
+
+class FunctionEnv:
+    """An environment that functions run in: packages and a Python. Made by `lz.env`; nothing is built by that."""
+
+    def __init__(self, name: str, requires: Sequence[str], python: str) -> None:
+        self._declared = Declared.of(name, requires, python)
+
+    @property
+    def _store(self) -> Path:
+        from layerzero.envs.functions import default_store
+
+        return default_store(os.environ)
+
+    @property
+    def name(self) -> str:
+        return self._declared.name
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return self._declared.requires
+
+    @property
+    def python(self) -> str:
+        return self._declared.python
+
+    @property
+    def backend(self) -> str:
+        """What `lz status`, `lz logs`, `lz env` and policies call it: the name, and a hash of what is required."""
+        return self._declared.backend
+
+    @property
+    def is_built(self) -> bool:
+        from layerzero.envs import functions
+
+        return functions.built(self._declared, self._store) is not None
+
+    @property
+    def build_command(self) -> str:
+        return f"lz env build {self.backend}"
+
+    def build(self, *, quiet: bool = False, force: bool = False) -> FunctionEnv:
+        """Resolve, lock, build and probe it where that has not been done; says on stderr what it does, unless `quiet`.
+        Cheap when nothing is to do. `force` builds again.
+
+        A broker that runs already does not know a new environment: call this before `lz.connect()`.
+        Raises EnvError with what the resolver or the installer said, ConfigError.
+        """
+        from layerzero.envs import functions
+        from layerzero.envs.build.progress import Lines, Quiet
+
+        functions.build(self._declared, self._store, Quiet() if quiet else Lines(), force=force)
+        return self
+
+    def explain_failure(self, error: LayerZeroError, ask: Any) -> LayerZeroError:
+        """Why a call did not come to this environment: not built, unknown to the broker, or `error`. `ask`: of the
+        session."""
+        from layerzero.envs import functions
+
+        if not self.is_built:
+            functions.declare(self._declared, self._store)
+            text = (
+                f"run: {self.build_command}\nenvironment {self.name} is not built ({', '.join(self.requires) or HERE})"
+            )
+            return EnvError(text, env=self.backend, cause="not built", repair=self.build_command)
+        try:
+            state = ask("health", backend=self.backend)
+        except InvalidArgument:
+            text = (
+                "run: lz down, then start the program again\n"
+                f"the broker does not know environment {self.name} ({self.backend}): built after its start"
+            )
+            return EnvError(text, env=self.backend, cause="unknown to the broker", repair="lz down")
+        except LayerZeroError:
+            return error
+        if not state["ok"]:
+            cause, _, told = str(state["detail"]).partition("; repair: ")
+            is_late = "NOT_INSTALLED" in cause  # it was built since the broker has looked
+            repair = f"lz restart {self.backend}" if is_late or not told else told
+            cause = "it was built after the broker had looked for it" if is_late else cause
+            text = f"run: {repair}\nenvironment {self.name} cannot serve: {cause}"
+            return EnvError(text, env=self.backend, cause=cause, repair=repair)
+        return error
+
+    def __repr__(self) -> str:
+        asked = ", ".join(self.requires) or "no packages"
+        return f"<lz.env {self.backend}: Python {self.python}, {asked}>"
+
+
+class Environments:
+    """`lz.env(...)`, and environments from files."""
+
+    def __call__(
+        self, name: str, *, requires: Sequence[str] = (), python: str | None = None, build: str | None = None
+    ) -> FunctionEnv:
+        """An environment with these packages. Nothing is built, unless `build="now"`: a call into one that is not
+        built is an error that says the command.
+
+        name: for people, [a-z0-9_-]. requires: requirements such as "numpy<2"; wheels alone are installed. python: such
+        as "3.11"; this interpreter's when left out. Raises InvalidArgument, and with build="now" EnvError.
+        """
+        found = FunctionEnv(name, requires, HERE if python is None else python)
+        if build is None:
+            return found
+        if build != "now":
+            raise InvalidArgument(f'lz.env: build is {build!r:.80}; allowed: "now", or leave it out')
+        return found.build()
+
+    def from_requirements(
+        self, path: str | os.PathLike[str], name: str | None = None, *, python: str | None = None
+    ) -> FunctionEnv:
+        """From a requirements file: its requirements, one a line. Options (-r, -e, --hash ...) are refused: the lock
+        has hashes of its own."""
+        file, requires = Path(path), []
+        for number, line in enumerate(_read(file).splitlines(), start=1):
+            text = re.sub(r"(^|\s)#.*$", "", line).strip()
+            if text.startswith("-") or text.endswith("\\") or " --" in text:
+                raise ConfigError(f"{file}:{number}: {text!r:.80} is an option; allowed: requirements, one a line")
+            if text:
+                requires.append(text)
+        return self(name or _name(file.stem), requires=requires, python=python)
+
+    def from_pyproject(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        *,
+        extras: Sequence[str] = (),
+        python: str | None = None,
+    ) -> FunctionEnv:
+        """From the `dependencies` of a pyproject.toml, and those of its optional `extras`; the project itself is not
+        installed."""
+        file = Path(path)
+        file = file / "pyproject.toml" if file.is_dir() else file
+        project = _toml(_read(file), str(file)).get("project")
+        if not isinstance(project, dict):
+            raise ConfigError(f"{file}: has no table [project]; name the requirements with lz.env(requires=...)")
+        requires = list(_texts(project.get("dependencies", []), f"{file}: project.dependencies"))
+        optional = project.get("optional-dependencies", {})
+        for extra in extras:
+            if extra not in optional:
+                raise ConfigError(
+                    f"{file}: project.optional-dependencies has no {extra!r}; it has: {', '.join(optional)}"
+                )
+            requires += _texts(optional[extra], f"{file}: project.optional-dependencies.{extra}")
+        return self(name or _name(str(project.get("name", file.parent.name))), requires=requires, python=python)
+
+    def from_script(
+        self, path: str | os.PathLike[str], name: str | None = None, *, python: str | None = None
+    ) -> FunctionEnv:
+        """From the inline metadata of a script (PEP 723): its `dependencies`. `requires-python` is compared with the
+        Python that is used."""
+        file = Path(path)
+        blocks = [match.group("content") for match in SCRIPT.finditer(_read(file))]
+        if len(blocks) != 1:
+            raise ConfigError(f"{file}: has {len(blocks)} blocks '# /// script'; allowed: one (PEP 723)")
+        text = "".join(line[2:] if line.startswith("# ") else line[1:] for line in blocks[0].splitlines(keepends=True))
+        data = _toml(text, str(file))
+        wanted, chosen = data.get("requires-python"), HERE if python is None else python
+        if wanted is not None:
+            from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+            try:
+                is_fit = SpecifierSet(wanted).contains(f"{chosen}.99")
+            except (InvalidSpecifier, TypeError) as exc:
+                raise ConfigError(f"{file}: requires-python is {wanted!r:.80}; allowed: such as '>=3.11'") from exc
+            if not is_fit:
+                raise ConfigError(
+                    f"{file}: requires-python is {wanted}, and Python {chosen} would be used; pass python="
+                )
+        requires = _texts(data.get("dependencies", []), f"{file}: dependencies")
+        return self(name or _name(file.stem), requires=requires, python=python)
+
+
+env = Environments()
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{file}: larger than {MAX_FILE_BYTES:,} bytes, the most that such a file may have")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{file}: cannot be read: {exc}") from exc
+
+
+def _toml(text: str, where: str) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{where}: cannot be read as TOML: {exc}") from exc
+
+
+def _texts(value: object, where: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{where}: must be a list of texts")
+    return value
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:40] or "script"

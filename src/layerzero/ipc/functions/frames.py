@@ -1,0 +1,143 @@
+"""Frames: a call of a function, and its answer, as bytes in shared memory.
+
+    u32 magic | u32 bytes of the head | head: msgpack of a tree | zeros up to a multiple of 64 | payload
+
+The head refers to the payload by offsets, and to memory that was lent beside the frame by its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero.ipc.errors import ProtocolError
+from layerzero.ipc.transport.plain import pack_tree, unpack_tree
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+MAGIC = 0x31464C5A  # "ZLF1"
+HEAD_AT = 8
+ALIGNMENT = 64
+MAX_HEAD_BYTES = 256 << 20
+IN_FRAME = -1  # as the position of memory: the frame's own payload
+# What a frame asks for, and what an answer says: the first item of the head.
+CALL, LOAD, FETCH, PING = range(4)
+RETURNED, RAISED, REFUSED, KEPT, LOADED, PONG = range(6)
+
+Write = Callable[[memoryview], object]
+
+
+@dataclass(frozen=True)
+class Code:
+    """A function by reference: what the worker imports, and the hash that its file must have. `root` goes onto
+    sys.path; `is_main`: it is the caller's `__main__`."""
+
+    module: str
+    qualname: str
+    file: str
+    sha256: str
+    root: str
+    is_main: bool
+
+    def to_tree(self) -> list[Any]:
+        return [self.module, self.qualname, self.file, self.sha256, self.root, self.is_main]
+
+    @classmethod
+    def from_tree(cls, tree: Any) -> Code:
+        """Raises ProtocolError."""
+        kinds = (str, str, str, str, str, bool)
+        if type(tree) is not list or len(tree) != 6 or any(type(v) is not k for v, k in zip(tree, kinds, strict=True)):
+            raise ProtocolError("no reference to a function")
+        return cls(*tree)
+
+
+class Payload:
+    """The parts of a frame beside its head, each at a multiple of ALIGNMENT; written by their `Write`s."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, int, Write]] = []
+        self.nbytes = 0
+
+    def add(self, nbytes: int, write: Write) -> int:
+        """The offset of a new part."""
+        offset = self.nbytes
+        self.parts.append((offset, nbytes, write))
+        self.nbytes = _aligned(offset + nbytes)
+        return offset
+
+
+class Frame:
+    """A frame that can be written."""
+
+    def __init__(self, head: list[Any], payload: Payload | None = None) -> None:
+        self._head = pack_tree(head)
+        self._payload = payload
+        self._start = HEAD_AT + len(self._head)
+        self.nbytes = self._start
+        if payload is not None and payload.parts:
+            self._start = _aligned(self._start)
+            self.nbytes = self._start + payload.nbytes
+
+    def write(self, target: memoryview) -> None:
+        """Into at least `nbytes` bytes."""
+        head = self._head
+        end = HEAD_AT + len(head)
+        target[:end] = MAGIC.to_bytes(4, "little") + len(head).to_bytes(4, "little") + head
+        if self._payload is not None:
+            for offset, nbytes, write in self._payload.parts:
+                start = self._start + offset
+                write(target[start : start + nbytes])
+
+    def __bytes__(self) -> bytes:
+        memory = bytearray(self.nbytes)
+        self.write(memoryview(memory))
+        return bytes(memory)
+
+
+def ping() -> Frame:
+    return Frame([PING])
+
+
+def pong() -> Frame:
+    return Frame([PONG])
+
+
+def read(memory: memoryview) -> tuple[list[Any], memoryview]:
+    """Head and payload of a frame that another process wrote. The head is a copy: a list that begins with a number.
+    Raises ProtocolError."""
+    if len(memory) < HEAD_AT or int.from_bytes(memory[:4], "little") != MAGIC:
+        raise ProtocolError("no frame of a function call")
+    size = int.from_bytes(memory[4:HEAD_AT], "little")
+    if size > min(len(memory) - HEAD_AT, MAX_HEAD_BYTES):
+        raise ProtocolError(f"a head of {size} bytes in a frame of {len(memory)}")
+    head = unpack_tree(bytes(memory[HEAD_AT : HEAD_AT + size]))
+    if type(head) is not list or not head or type(head[0]) is not int:
+        raise ProtocolError("a frame's head is no list that begins with a number")
+    return head, memory[_aligned(HEAD_AT + size) :]
+
+
+def array_node(library: str, spec: TensorSpec, position: int, offset: int) -> list[Any]:
+    """What stands for an array in a tree."""
+    return [library, *spec.to_wire(), position, offset]
+
+
+def read_array(
+    node: list[Any], memories: list[memoryview | None], libraries: tuple[str, ...]
+) -> tuple[str, TensorSpec, memoryview]:
+    """Library, spec and memory of an array; `memories`: the payload first, then what was lent. Raises ProtocolError,
+    InvalidArgument for a spec that breaks the rules."""
+    if len(node) != 6 or node[0] not in libraries or type(node[4]) is not int or type(node[5]) is not int:
+        raise ProtocolError("an array without library, spec or place")
+    dims = node[2:4]  # as deep as a peer made them, and from_wire shows what is wrong
+    if type(node[1]) is not str or any(type(one) is not list or any(type(n) is not int for n in one) for one in dims):
+        raise ProtocolError("an array without a dtype, or whose shape or strides are no integers")
+    library, position, offset = node[0], node[4], node[5]
+    spec = TensorSpec.from_wire(node[1:4])
+    memory = memories[position + 1] if IN_FRAME <= position < len(memories) - 1 else None
+    if memory is None or offset < 0 or offset % spec.itemsize or offset + spec.span_bytes > len(memory):
+        raise ProtocolError(f"{spec} at {offset} is outside of its memory {position}")
+    return library, spec, memory[offset : offset + spec.span_bytes]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,185 @@
+"""Users' modules in a worker: loaded from files whose hash the caller names, and nothing else of the caller's.
+
+Functions of different programs may have helper modules of one name: what was imported from below a root is set aside
+while functions of another root run, and imported anew once a function's file has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass, field
+from types import CodeType, ModuleType
+from typing import Any
+
+from layerzero.ipc.errors import InvalidArgument
+from layerzero.ipc.functions.frames import Code
+
+MAIN = "__lz_main__"  # what the caller's __main__ is called here, so that its `if __name__ == "__main__"` is not run
+MAX_FILE_BYTES = 64 << 20
+
+
+class _Checked(importlib.machinery.SourceFileLoader):
+    """Runs the very bytes that were hashed, and reads or writes no bytecode."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_data(self, path: str) -> bytes:
+        return self._source if path == self.path else super().get_data(path)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._source, self.path)
+
+
+@dataclass
+class _Root:
+    """What was imported from below a root: functions' modules with the hashes of their files, and all others."""
+
+    loaded: dict[str, tuple[Code, ModuleType]] = field(default_factory=dict)
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+
+
+class Modules:
+    """The modules of all functions that were called here."""
+
+    def __init__(self) -> None:
+        self._path = list(sys.path)
+        self._roots: dict[str, _Root] = {}
+        self._root = ""
+        self._last: tuple[Code | None, Any] = (None, None)
+        sys.dont_write_bytecode = True
+
+    def function(self, code: Code) -> Any:
+        """The function of a reference; its module is imported where that is needed. Raises InvalidArgument; what the
+        module raises when it is imported is raised as it is."""
+        if code is self._last[0]:
+            return self._last[1]
+        module = self._module(code)
+        target: Any = module
+        for part in code.qualname.split("."):
+            target = getattr(target, part, None)
+        if not callable(target):
+            raise InvalidArgument(
+                f"{code.file} defines no function {code.qualname}; define it at the top of the module"
+            )
+        self._last = (code, target)
+        return target
+
+    def named(self, module: str, qualname: str) -> Any:
+        """A class of an argument. Raises InvalidArgument."""
+        try:
+            found: Any = sys.modules.get(self._own_name(module)) or importlib.import_module(module)
+        except Exception as exc:
+            raise InvalidArgument(f"{module} cannot be imported in this environment: {exc!s:.300}") from exc
+        for part in qualname.split("."):
+            found = getattr(found, part, None)
+        return found
+
+    def _own_name(self, module: str) -> str:
+        return MAIN if module == "__main__" else module
+
+    def _module(self, code: Code) -> ModuleType:
+        self._enter(code.root)
+        root = self._roots[code.root]
+        name = self._own_name(code.module)
+        known = root.loaded.get(name)
+        if known is not None and known[0].sha256 == code.sha256 and known[0].file == code.file:
+            return known[1]
+        source = _read(code)
+        if known is not None:  # the file has changed: so may have its helpers
+            self._drop_modules()
+            root.loaded.clear()
+        taken = sys.modules.get(name)
+        where = getattr(taken, "__file__", None)
+        if taken is not None and not (where and _same(where, code.file)):
+            raise InvalidArgument(
+                f"the name {name} is taken in this environment by {where or 'a built-in module'}; rename {code.file}"
+            )
+        parent = name.rpartition(".")[0]
+        if parent:
+            importlib.import_module(parent)
+        module = self._load(name, code.file, source)
+        root.loaded[name] = (code, module)
+        return module
+
+    def _load(self, name: str, path: str, source: bytes) -> ModuleType:
+        loader = _Checked(name, path, source)
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        before = sys.modules.get(name)
+        sys.modules[name] = module
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            if before is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = before
+            raise
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+        return module
+
+    def _enter(self, root: str) -> None:
+        if root == self._root:
+            return
+        if self._root:
+            self._roots[self._root].modules = self._drop_modules()
+        self._root = root
+        sys.path[:] = [*self._path, root]  # last: a user's file never goes before what the environment has
+        importlib.invalidate_caches()
+        sys.modules.update(self._roots.setdefault(root, _Root()).modules)
+
+    def _drop_modules(self) -> dict[str, ModuleType]:
+        """Take the modules from below the present root out of sys.modules."""
+        found = {name: module for name, module in list(sys.modules.items()) if self._is_users(module)}
+        for name in found:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        return found
+
+    def _is_users(self, module: ModuleType) -> bool:
+        where = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ()) or ()), None)
+        if not isinstance(where, str) or not where.startswith(self._root + os.sep):
+            return False
+        ours = [sys.prefix, *(path for path in self._path if path)]
+        return not any(where.startswith(path + os.sep) for path in ours if path != self._root)
+
+
+def _read(code: Code) -> bytes:
+    """The file's bytes, which have the hash."""
+    try:
+        if os.stat(code.file).st_size > MAX_FILE_BYTES:
+            raise InvalidArgument(
+                f"{code.file} is larger than {MAX_FILE_BYTES:,} bytes, the most that a module may have"
+            )
+        with open(code.file, "rb") as file:
+            _demand_own(code.file, os.fstat(file.fileno()).st_uid)
+            _demand_own(code.root, os.stat(code.root).st_uid)
+            source = file.read()
+    except OSError as exc:
+        text = f"{code.file} cannot be read by the worker: {exc.strerror}; functions are imported from their files"
+        raise InvalidArgument(text) from exc
+    found = hashlib.sha256(source).hexdigest()
+    if found != code.sha256:
+        text = f"{code.file} has changed since your program imported it; start the program again"
+        raise InvalidArgument(text, expected=code.sha256, found=found)
+    return source
+
+
+def _demand_own(path: str, uid: int) -> None:
+    """Others who may call a broker must not have their code run as its user."""
+    if uid not in (0, os.geteuid()):
+        text = f"{path} belongs to user {uid}, and the worker is user {os.geteuid()}"
+        raise InvalidArgument(f"{text}; functions are taken from its own files and root's alone")
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

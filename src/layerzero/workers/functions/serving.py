@@ -1,0 +1,179 @@
+"""Calls of functions as a worker serves them: a frame in, an answer out.
+
+A function runs once for each frame. What its answer does not fit into is kept, and fetched by another frame.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.functions import frames, values
+from layerzero.ipc.functions.frames import Code, Frame, Payload
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+from layerzero.workers.functions.code import MAIN, Modules
+from layerzero.workers.functions.output import Output
+from layerzero.workers.provider import Block, Bound, Call
+
+MAX_KEPT = 1024
+KEPT_S = 600.0
+MAX_TEXT = 16_000  # of a message or a traceback
+LIBRARIES = ("numpy", "torch")
+_NO_KWARGS = [values.DICT]
+_NOTHING = Frame([frames.RETURNED, None, []])
+
+
+class Arrays(Protocol):
+    """The array libraries of this environment."""
+
+    def open(self, library: str, spec: TensorSpec, memory: memoryview) -> Any:
+        """A read-only array on memory. Raises InvalidArgument where there is no such library."""
+
+    def put(self, value: Any, payload: Payload) -> list[Any] | None:
+        """What stands for an array, whose elements the payload will have; None for what is no array."""
+
+
+class Functions:
+    """The kernel `function`."""
+
+    def __init__(self, arrays: Arrays, name: str) -> None:
+        self._arrays, self._name = arrays, name
+        self._modules, self._output = Modules(), Output()
+        self._kept: OrderedDict[int, tuple[float, Frame]] = OrderedDict()
+        self._tokens = 0
+        self._code: tuple[list[Any], Code] | None = None  # of the last call
+
+    def bind(self, call: Call, inputs: Sequence[Block | None], outputs: Sequence[Block]) -> Bound:
+        """As provider.Bind."""
+        memories = [None if b is None else b.host[: b.spec.span_bytes] for b in inputs]
+        frame, lent, answer = memories[0], memories[1:], outputs[0].host[: outputs[0].spec.span_bytes]
+        assert frame is not None
+
+        def bound() -> dict[str, list[int]]:
+            made = self._fit(self._serve(frame, lent), len(answer))
+            made.write(answer)
+            return {"sizes": [made.nbytes]}
+
+        return bound
+
+    def _fit(self, made: Frame, room: int) -> Frame:
+        if made.nbytes <= room:
+            return made
+        now_s = time.monotonic()
+        self._tokens += 1
+        self._kept[self._tokens] = (now_s, made)
+        while len(self._kept) > MAX_KEPT or next(iter(self._kept.values()))[0] < now_s - KEPT_S:
+            self._kept.popitem(last=False)
+        notice = Frame([frames.KEPT, self._tokens, made.nbytes])
+        if notice.nbytes > room:
+            raise InvalidArgument(f"an answer has room for {room} bytes; allowed: at least {notice.nbytes}")
+        return notice
+
+    def _serve(self, frame: memoryview, lent: list[memoryview | None]) -> Frame:
+        try:
+            head, payload = frames.read(frame)
+            match head:
+                case [frames.PING]:
+                    return frames.pong()
+                case [frames.FETCH, int(token)]:
+                    return self._fetch(token)
+                case [frames.LOAD, code]:
+                    return self._load(Code.from_tree(code))
+                case [frames.CALL, code, args, kwargs, int(level)]:
+                    self._output.level(level)
+                    return self._call(self._known(code), args, kwargs, [payload, *lent])
+        except (ProtocolError, InvalidArgument) as exc:
+            return self._refused(exc)
+        return self._refused(ProtocolError(f"no call begins with {head[0]}"))
+
+    def _known(self, tree: Any) -> Code:
+        if self._code is None or self._code[0] != tree:
+            self._code = (tree, Code.from_tree(tree))
+        return self._code[1]
+
+    def _refused(self, exc: ProtocolError | InvalidArgument) -> Frame:
+        return Frame([frames.REFUSED, isinstance(exc, InvalidArgument), exc.message[:MAX_TEXT], self._output.take()])
+
+    def _raised(self, exc: BaseException, file: str, *, is_import: bool = False) -> Frame:
+        """`file`: of the function; what is above it in the traceback is ours."""
+        tb = exc.__traceback__
+        while tb is not None and tb.tb_frame.f_code.co_filename != file:
+            tb = tb.tb_next
+        text = "".join(traceback.format_exception(type(exc), exc, tb))
+        if len(text) > MAX_TEXT:
+            text = f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
+        try:
+            message = str(exc)
+        except Exception as other:
+            message = f"(its text cannot be had: {type(other).__name__})"
+        if is_import and isinstance(exc, ImportError):
+            message += "; its module is imported in this environment: import there only what that has, or in functions"
+        module = type(exc).__module__
+        kind = f"{'' if module == 'builtins' else module + '.'}{type(exc).__qualname__}"
+        return Frame([frames.RAISED, kind, message[:MAX_TEXT], text, self._output.take()])
+
+    def _fetch(self, token: int) -> Frame:
+        kept = self._kept.pop(token, None)
+        if kept is None:
+            raise ProtocolError(f"no answer {token} is kept: it was fetched, or {KEPT_S:g} s are over")
+        return kept[1]
+
+    def _load(self, code: Code) -> Frame:
+        try:
+            self._modules.function(code)
+        except InvalidArgument:
+            raise
+        except BaseException as exc:  # whatever a module raises when it is imported
+            return self._raised(exc, code.file, is_import=True)
+        return Frame([frames.LOADED, self._output.take()])
+
+    def _call(self, code: Code, args: Any, kwargs: Any, memories: list[memoryview | None]) -> Frame:
+        try:
+            function = self._modules.function(code)
+        except InvalidArgument:
+            raise
+        except BaseException as exc:
+            return self._raised(exc, code.file, is_import=True)
+        given, named = self._arguments(args, kwargs, memories)
+        try:
+            result = function(*given, **named)
+        except BaseException as exc:  # SystemExit and Rust's panics too: this call's outcome, not the worker's
+            return self._raised(exc, code.file)
+        del given, named
+        return self._returned(result, code)
+
+    def _arguments(self, args: Any, kwargs: Any, memories: list[memoryview | None]) -> tuple[list[Any], dict[str, Any]]:
+        def get(node: list[Any]) -> Any:
+            return self._arrays.open(*frames.read_array(node, memories, LIBRARIES))
+
+        given = values.decode(args, get, self._modules.named, "args")
+        named = {} if kwargs == _NO_KWARGS else values.decode(kwargs, get, self._modules.named, "kwargs")
+        if type(given) is not list or type(named) is not dict or any(type(key) is not str for key in named):
+            raise ProtocolError("arguments are a list and a dict")
+        return given, named
+
+    def _returned(self, result: Any, code: Code) -> Frame:
+        if result is None:
+            output = self._output.take()
+            return Frame([frames.RETURNED, None, output]) if output else _NOTHING
+        payload = Payload()
+        try:
+            tree = values.encode(result, lambda value: self._arrays.put(value, payload), "result")
+        except InvalidArgument as exc:
+            raise InvalidArgument(f"{code.module}.{code.qualname} has run, and {exc.message}") from exc
+        return Frame([frames.RETURNED, _renamed(tree), self._output.take()], payload)
+
+
+def _renamed(tree: Any) -> Any:
+    """Classes of the caller's __main__ by the name that they have there."""
+    if type(tree) is list and tree:
+        if tree[0] in (values.ENUM, values.DATACLASS) and tree[1] == MAIN:
+            tree[1] = "__main__"
+        if tree[0] != values.ARRAY:
+            for item in tree:
+                _renamed(item)
+    return tree

@@ -1,0 +1,56 @@
+"""`layerzero` as users' modules find it in a worker: `lz.env` and `lz.isolated` do nothing there, and nothing else is
+there to be called."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+from layerzero.ipc.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Declared:
+    """An environment that is declared in a module which a worker imports."""
+
+    def __init__(self, name: str = "", **_: Any) -> None:
+        self.name = name
+
+    def build(self, *_: Any, **__: Any) -> Declared:
+        """Nothing: this is a worker of it, or of another one."""
+        return self
+
+
+class _Env:
+    def __call__(self, name: str = "", **options: Any) -> Declared:
+        return Declared(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("from_"):
+            raise AttributeError(name)
+        return lambda *_, **__: Declared()
+
+
+def isolated(*_: Any, **__: Any) -> Any:
+    """The function as it is: this is where it runs."""
+    return _same
+
+
+def _same(function: T) -> T:
+    return function
+
+
+def install() -> None:
+    """Raises ConfigError in a process that has the real package."""
+    package = sys.modules["layerzero"]
+    if hasattr(package, "_HOME"):
+        raise ConfigError("functions run in a worker of their environment; take their backend out of in-process policy")
+    package.env, package.isolated, package.__getattr__ = _Env(), isolated, _missing  # type: ignore[attr-defined,method-assign]
+
+
+def _missing(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    text = f"layerzero has no {name} in a worker, where functions run; only lz.env and lz.isolated are there"
+    raise AttributeError(text)

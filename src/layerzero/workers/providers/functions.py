@@ -1,0 +1,126 @@
+"""Users' functions in an environment of their own (docs/functions.md). NumPy and torch are imported when an array of
+theirs comes, or when a function has done so."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import sys
+import warnings
+from typing import Any
+
+from layerzero.ipc.errors import ConfigError, InvalidArgument
+from layerzero.ipc.functions import frames
+from layerzero.ipc.functions.frames import Payload
+from layerzero.ipc.vocabulary.tensors import ITEMSIZE, MAX_NDIM, TensorSpec
+from layerzero.workers.functions import stand_in
+from layerzero.workers.functions.serving import Functions
+from layerzero.workers.provider import Loaded
+
+BACKEND = "LAYERZERO_FUNCTIONS"  # the name of this environment, in its manifest
+
+
+def load() -> Loaded:
+    name = os.environ.get(BACKEND, "")
+    if not name:
+        raise ConfigError(f"{BACKEND} is not set; declare the environment with lz.env, which writes its manifest")
+    stand_in.install()
+    versions = {"python": platform.python_version()}
+    for dist in importlib.metadata.distributions():
+        versions.setdefault(str(dist.metadata["Name"]).lower(), dist.version)
+        if len(versions) >= 64:
+            break
+    return Loaded(versions=versions, kernels={f"{name}.call": Functions(_Arrays(), name).bind})
+
+
+class _Arrays:
+    def open(self, library: str, spec: TensorSpec, memory: memoryview) -> Any:
+        try:
+            return _to_torch(spec, memory) if library == "torch" else _to_numpy(spec, memory)
+        except ImportError as exc:
+            kind = "a torch tensor" if library == "torch" else "a NumPy array"
+            hint = f"add {library} to its requires" if exc.name == library else str(exc)
+            raise InvalidArgument(f"{kind}, and this environment cannot open one: {hint}") from exc
+
+    def put(self, value: Any, payload: Payload) -> list[Any] | None:
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if numpy is not None and type(value) is numpy.ndarray:
+            return _from_numpy(numpy, value, payload)
+        if torch is not None and isinstance(value, torch.Tensor):
+            return _from_torch(torch, value, payload)
+        return None
+
+
+def _to_numpy(spec: TensorSpec, memory: memoryview) -> Any:
+    import numpy
+
+    dtype = _ml_dtype(spec.dtype) if spec.dtype not in _NUMPY else numpy.dtype(spec.dtype)
+    strides = tuple(stride * spec.itemsize for stride in spec.strides)
+    if not spec.numel:
+        return numpy.empty(spec.shape, dtype)
+    raw = numpy.frombuffer(memory, numpy.uint8)  # frombuffer knows no dtype of ml_dtypes in old NumPys
+    return numpy.ndarray(spec.shape, dtype, raw, 0, strides)
+
+
+_NUMPY = frozenset(name for name in ITEMSIZE if not name.startswith(("bfloat", "float8", "float4")))
+
+
+def _ml_dtype(name: str) -> Any:
+    import ml_dtypes
+    import numpy
+
+    found = getattr(ml_dtypes, name, None)
+    if found is None:
+        raise InvalidArgument(f"ml_dtypes of this environment has no {name}")
+    return numpy.dtype(found)
+
+
+def _to_torch(spec: TensorSpec, memory: memoryview) -> Any:
+    import torch
+
+    dtype = getattr(torch, spec.dtype, None)
+    if dtype is None:
+        raise InvalidArgument(f"torch {torch.__version__} of this environment has no {spec.dtype}")
+    if not spec.numel:
+        return torch.empty(spec.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it cannot be written: docs/functions.md says so
+        flat = torch.frombuffer(memory, dtype=dtype)
+    return flat.as_strided(spec.shape, spec.strides)
+
+
+def _from_numpy(numpy: Any, value: Any, payload: Payload) -> list[Any]:
+    name = value.dtype.name
+    if name not in ITEMSIZE or not value.dtype.isnative:
+        raise InvalidArgument(f"a NumPy array of {value.dtype}; allowed: {', '.join(ITEMSIZE)}, of native byte order")
+    spec = _spec(name, value.shape)
+    dense = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+
+    def write(target: memoryview) -> None:
+        if dense.nbytes:
+            target[:] = memoryview(dense)
+
+    return frames.array_node("numpy", spec, frames.IN_FRAME, payload.add(dense.nbytes, write))
+
+
+def _from_torch(torch: Any, value: Any, payload: Payload) -> list[Any]:
+    name = str(value.dtype).removeprefix("torch.")
+    if name not in ITEMSIZE or value.device.type != "cpu" or value.layout is not torch.strided:
+        text = f"a {value.layout} tensor of {name} on {value.device}"
+        raise InvalidArgument(f"{text}; allowed: dense ones of the CPU, of {', '.join(ITEMSIZE)}")
+    dense = value.detach().resolve_conj().resolve_neg().contiguous()
+    nbytes = dense.numel() * dense.element_size()
+
+    def write(target: memoryview) -> None:
+        if nbytes:
+            target[:] = memoryview((ctypes.c_char * nbytes).from_address(dense.data_ptr())).cast("B")
+
+    return frames.array_node("torch", _spec(name, tuple(dense.shape)), frames.IN_FRAME, payload.add(nbytes, write))
+
+
+def _spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    if len(shape) > MAX_NDIM:
+        raise InvalidArgument(f"an array of {len(shape)} dimensions; allowed: at most {MAX_NDIM}; reshape it")
+    return TensorSpec.contiguous(dtype, tuple(shape))

@@ -1,0 +1,29 @@
+"""Functions for tests/envs/test_functions.py, in a module of their own: workers import it by its file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import layerzero as lz
+
+OLD = lz.env("numpy-old", requires=["numpy==1.26.4"], python="3.11")
+NEW = lz.env("numpy-new", requires=["numpy>=2.2,<3"], python="3.11")
+
+
+def echo(value: Any) -> tuple[Any, list[Any]]:
+    return value, [str(value.dtype), list(value.shape), value.flags.writeable]
+
+
+old_echo, new_echo = lz.isolated(OLD)(echo), lz.isolated(NEW)(echo)
+
+
+@lz.isolated(NEW)
+def total(values: Any) -> float:
+    if isinstance(values, dict):
+        values = list(values.values())
+    return sum(map(total, values)) if isinstance(values, list) else float(values.sum())
+
+
+@lz.isolated(NEW)
+def overwrite(array: Any) -> None:
+    array[0] = 1

@@ -1,0 +1,132 @@
+"""Functions in real environments: two NumPys and two protobufs in one program, arrays that are lent, conflicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.envs import numpy_functions as fn
+from tests.process.harness import ROOT, Site
+
+import layerzero as lz
+
+EXAMPLE = ROOT / "examples" / "functions.py"
+
+
+def run(site: Site, *argv: str) -> subprocess.CompletedProcess[str]:
+    with site.environment():
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path}
+        return subprocess.run([sys.executable, *argv], env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def own_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose environments of functions nobody else sees; their wheels come from the installer's cache."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def site(own_store: Path) -> Iterator[Site]:
+    """A broker that starts after the environments were built."""
+    one = Site(own_store)
+    with one.environment():
+        fn.OLD.build(quiet=True)
+        fn.NEW.build(quiet=True)
+        one.start().connect()
+        yield one
+        lz.disconnect()
+    one.stop()
+
+
+@pytest.mark.timeout(600)  # it may have to download two NumPys
+def test_the_example_has_two_numpys_and_two_protobufs(own_store: Path) -> None:
+    """As a newcomer runs it."""
+    site = Site(own_store)
+    try:
+        answer = run(site, str(EXAMPLE), "--build")
+    finally:
+        site.stop()
+    assert answer.returncode == 0, answer.stderr
+    said = answer.stdout
+    assert "Versions(numpy='1.26.4', protobuf='3.20.3')" in said
+    assert "Versions(numpy='2." in said
+    assert "protobuf='6." in said
+    assert "the same message True" in said
+    assert "1,048,576 bytes of arrays uncopied" in said
+
+
+DTYPES = ["bool", "uint8", "int16", "uint32", "int64", "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_of_all_kinds_cross_both_ways(site: Site, dtype: str) -> None:
+    """Dense ones, views with gaps, transposed, reversed, empty and 0-dimensional ones."""
+    base = np.arange(24).reshape(4, 6).astype(dtype)
+    shared = lz.share(base)
+    for array in (base, shared, shared[::2, 1:4], shared.T, base[::-1], base[:0], np.array(base[1, 2])):
+        for echo in (fn.old_echo, fn.new_echo):
+            found, seen = echo(array)
+            assert (found.dtype, found.shape) == (array.dtype, array.shape)
+            np.testing.assert_array_equal(found, array)
+            assert seen == [str(array.dtype), list(array.shape), array.size == 0]
+
+
+def test_shared_arrays_are_lent_and_others_copied_and_the_report_says_so(site: Site) -> None:
+    shared, own = lz.share(np.ones(1000)), np.ones(500)
+    assert fn.total([shared, {"x": own}, shared[10:20]]) == 1510
+    report = fn.total.last_report()
+    assert report.uncopied_bytes == 8 * 1010
+    assert [(copy.nbytes, copy.where) for copy in report.copies] == [(4000, "client")]
+    assert lz.last_report().copies == report.copies
+    first = fn.old_echo(shared)[0]
+    assert fn.total([first]) == 1000  # a result lies in shared memory already
+    assert fn.total.last_report().copies == ()
+
+
+def test_results_live_as_long_as_someone_has_them(site: Site) -> None:
+    """Their memory is not given to later calls, whatever part of the result is kept."""
+    kept = [fn.old_echo(np.full(2000, n, np.int64))[0][5:7] for n in range(50)]
+    assert [part.tolist() for part in kept] == [[n, n] for n in range(50)]
+
+
+def test_what_is_lent_cannot_be_written(site: Site) -> None:
+    shared = lz.share(np.zeros(4))
+    with pytest.raises(lz.RemoteError, match="read-only"):
+        fn.overwrite(shared)
+    assert shared.tolist() == [0, 0, 0, 0]
+
+
+def test_contradictions_are_told_by_the_resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERZERO_STORE", str(tmp_path))
+    wrong = lz.env("wrong", requires=["numpy<2", "numpy>=2"])
+    with pytest.raises(lz.EnvError, match="does not resolve") as refused:
+        wrong.build(quiet=True)
+    assert "numpy<2" in refused.value.facts["cause"]
+    assert "numpy>=2" in refused.value.facts["cause"]
+    assert not wrong.is_built
+
+
+def test_commands_list_build_and_forget_an_environment(tmp_path: Path) -> None:
+    """From the error of a call on, without Python."""
+    site = Site(tmp_path)
+    try:
+        with site.environment():
+            plain = lz.env("plain")
+            plain.explain_failure(lz.NoBackend(""), None)  # what a call does, which declares it
+        assert run(site, "-m", "layerzero", "env", "build", plain.backend).returncode == 0
+        rows = json.loads(run(site, "-m", "layerzero", "env", "list", "--json").stdout)["environments"]
+        assert next(row for row in rows if row["name"] == plain.backend)["state"] == "built"
+        kept = json.loads(run(site, "-m", "layerzero", "env", "gc", "--dry-run", "--json").stdout)["removed"]
+        assert [row for row in kept if plain.backend in row["path"]] == []
+        assert run(site, "-m", "layerzero", "env", "remove", plain.backend).returncode == 0
+        gone = json.loads(run(site, "-m", "layerzero", "env", "gc", "--json").stdout)["removed"]
+        assert [row for row in gone if plain.backend in row["path"]]
+    finally:
+        site.stop()

@@ -1,0 +1,114 @@
+"""Frames of function calls: whatever they say, a value comes out that can go back, or a typed error; no array lies
+outside of the memory that was lent."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+from typing import Any
+
+from tests.fuzz import values as mutations
+
+from layerzero.ipc.errors import InvalidArgument, ProtocolError
+from layerzero.ipc.functions import frames, values
+from layerzero.ipc.functions.frames import Code, Frame, Payload
+from layerzero.ipc.transport.plain import pack_tree
+from layerzero.ipc.vocabulary.tensors import TensorSpec
+
+TYPED = (ProtocolError, InvalidArgument)
+LENT = memoryview(bytes(256))
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = "b"
+
+
+@dataclasses.dataclass
+class Pair:
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class _Array:
+    """An array as it was opened."""
+
+    node: list[Any]
+
+
+def resolve(module: str, name: str) -> Any:
+    found = {"Colour": Colour, "Pair": Pair, "run": run}.get(name)
+    if module != __name__ or found is None:
+        raise InvalidArgument(f"no {name}")
+    return found
+
+
+def put(value: Any) -> list[Any] | None:
+    return [*value.node] if type(value) is _Array else None
+
+
+def run(data: bytes) -> None:
+    head, payload = frames.read(memoryview(data))
+
+    def get(node: list[Any]) -> _Array:
+        library, spec, memory = frames.read_array(node, [payload, LENT, None], ("numpy", "torch"))
+        assert library in ("numpy", "torch")
+        assert len(memory) == spec.span_bytes
+        return _Array([library, *spec.to_wire(), *node[4:]])
+
+    for tree in head[1:]:
+        if head[0] == frames.CALL and type(tree) is list and len(tree) == 6 and type(tree[0]) is str:
+            assert Code.from_tree(tree).to_tree() == tree
+            continue
+        value = values.decode(tree, get, resolve, "value")
+        again = values.encode(value, put, "value")  # what has come can go
+        assert repr(values.decode(again, get, resolve, "value")) == repr(value)
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes | None:
+    """One value of the head."""
+    size = int.from_bytes(data[4:8], "little")
+    head = mutations.mutated(data[8 : 8 + size], rng)
+    if head is None:
+        return None
+    start = -(-(8 + size) // frames.ALIGNMENT) * frames.ALIGNMENT
+    room = -(8 + len(head)) % frames.ALIGNMENT
+    return data[:4] + len(head).to_bytes(4, "little") + head + bytes(room) + data[start:]
+
+
+def seeds() -> dict[str, bytes]:
+    code = Code("shop.sales", "total", "/srv/shop/sales.py", "0" * 64, "/srv", is_main=False).to_tree()
+    payload = Payload()
+    offset = payload.add(24, lambda target: target.__setitem__(slice(None), bytes(range(24))))
+    here = _Array(frames.array_node("numpy", TensorSpec.contiguous("float32", (2, 3)), frames.IN_FRAME, offset))
+    lent = _Array(frames.array_node("torch", TensorSpec("int16", (4, 2), (16, 1)), 0, 8))
+    value = [None, True, -1, 2.5, "a\ud800", b"b", (1, [2]), {3: {None: 1 << 70}}, Colour.BLUE, Pair(1, [Pair(2, 3)])]
+
+    outside = frames.array_node("numpy", TensorSpec.contiguous("int8", (9,)), 0, 250)
+
+    def tree(value: Any) -> Any:
+        return values.encode(value, put, "value")
+
+    return {
+        "call": bytes(Frame([frames.CALL, code, tree(value), tree({"x": lent}), 30])),
+        "arrays": bytes(Frame([frames.CALL, code, tree([here, lent, here]), tree({}), 30], payload)),
+        "load": bytes(Frame([frames.LOAD, code])),
+        "fetch": bytes(Frame([frames.FETCH, 7])),
+        "returned": bytes(Frame([frames.RETURNED, tree({"y": [here]}), []], payload)),
+        "raised": bytes(Frame([frames.RAISED, "ValueError", "no", "Traceback", []])),
+        "kept": bytes(Frame([frames.KEPT, 3, 1 << 20])),
+        "no function": bytes(Frame([frames.RETURNED, [values.ENUM, __name__, "run", "RED", 1], []])),
+        "deep": bytes(Frame([frames.RETURNED, _deep(80), []])),
+        "long head": frames.MAGIC.to_bytes(4, "little") + b"\xff" * 8,
+        "outside": bytes(Frame([frames.RETURNED, [values.ARRAY, *outside], []])),
+        "text": pack_tree("no frame"),
+    }
+
+
+def _deep(depth: int) -> Any:
+    tree: Any = [values.LIST]
+    for _ in range(depth):
+        tree = [values.LIST, tree]
+    return tree

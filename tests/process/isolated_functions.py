@@ -1,0 +1,130 @@
+"""Functions for tests/process/test_functions.py, in a module of their own: workers import it by its file."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import layerzero as lz
+
+PLAIN = lz.env("plain")
+UNBUILT = lz.env("unbuilt", requires=["packaging==24.0"])
+
+LATE, LATER = lz.env("late"), lz.env("later")
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = (2, "b")
+
+
+@dataclass(frozen=True)
+class Box:
+    name: str
+    size: tuple[int, int]
+    inner: list[Box] = field(default_factory=list)
+
+
+@lz.isolated(PLAIN)
+def echo(value: Any = None) -> Any:
+    return value
+
+
+@lz.isolated(PLAIN)
+def place() -> tuple[int, str, str, bool]:
+    return os.getpid(), __name__, sys.prefix, hasattr(lz, "connect")
+
+
+@lz.isolated(PLAIN)
+def grow(box: Box, colour: Colour) -> Box:
+    return Box(f"{box.name} {colour.name}", (box.size[0] + 1, box.size[1]), [box])
+
+
+@lz.isolated(PLAIN)
+def fail(text: str) -> None:
+    raise LookupError(f"no {text}")
+
+
+@lz.isolated(PLAIN)
+def leave(code: int) -> None:
+    sys.exit(code)
+
+
+@lz.isolated(PLAIN)
+def talk() -> None:
+    print("one", "two")
+    print("three", file=sys.stderr)
+    logging.getLogger("shop.sales").warning("sold %d", 3)
+    logging.getLogger("shop.sales").debug("nobody wants to hear this")
+
+
+@lz.isolated(PLAIN)
+def text_of(size: int) -> str:
+    return "x" * size
+
+
+@lz.isolated(PLAIN)
+def keyword(size: int = 0, *, path: str) -> str:
+    return path * size
+
+
+@lz.isolated(PLAIN)
+def stray() -> Any:
+    return {"of": [object()]}
+
+
+def note_run(path: str) -> int:
+    """A line for each time that it runs, and how many there are by now."""
+    with Path(path).open("a+") as file:
+        file.write(f"{os.getpid()}\n")
+        file.seek(0)
+        return len(file.readlines())
+
+
+@lz.isolated(PLAIN)
+def dies_at_first(path: str) -> int:
+    runs = note_run(path)
+    if runs == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return runs
+
+
+@lz.isolated(PLAIN)
+def dies_always(path: str) -> int:
+    note_run(path)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+@lz.isolated(PLAIN)
+def never_ends(path: str) -> None:
+    note_run(path)
+    while True:
+        signal.pause()
+
+
+@lz.isolated(UNBUILT)
+def unbuilt() -> None: ...
+
+
+def here(*args: Any) -> tuple[str, tuple[Any, ...]]:
+    return "here", args
+
+
+@lz.isolated(PLAIN)
+def elsewhere(*args: Any) -> tuple[str, list[Any]]:
+    return "elsewhere", list(args)
+
+
+@lz.isolated(LATE)
+def late() -> None: ...
+
+
+@lz.isolated(LATER)
+def later() -> None: ...

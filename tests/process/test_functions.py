@@ -1,0 +1,368 @@
+"""Functions in an environment of their own, through a real broker: values, errors, deaths, deadlines, output."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from tests.process import forks
+from tests.process import isolated_functions as fn
+from tests.process.harness import ROOT, Site, wait_until
+
+import layerzero as lz
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One in which no other test's broker looks for backends."""
+    forks.start_server()
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def site(store: Path) -> Iterator[Site]:
+    """A broker that knows the environment `plain`, and this process as its client."""
+    one = Site(store, restart_budget=100, backoff_s=0.01)
+    with one.environment():
+        fn.PLAIN.build(quiet=True)
+        one.start().connect()
+        yield one
+        lz.disconnect()
+    one.stop()
+
+
+pytestmark = pytest.mark.usefixtures("site")
+
+
+def test_a_function_runs_in_the_interpreter_of_its_environment() -> None:
+    """Its module is imported there by its name and file; of layerzero it finds what it was decorated with."""
+    pid, name, prefix, has_client = fn.place()
+    assert pid not in (os.getpid(), os.getppid())
+    assert name == "tests.process.isolated_functions"
+    assert Path(prefix).name.startswith(f"{fn.PLAIN.backend}-")
+    assert not has_client
+    assert fn.place.local()[0] == os.getpid()
+
+
+def test_values_come_back_as_they_went() -> None:
+    """Types and values, sizes from nothing to far beyond what a first answer has room for."""
+    value: dict[Any, Any] = {
+        "plain": [None, True, 1, 2.5, "ä\ud800", b"\0\xff", (), [], {}],
+        3: (float("inf"), -(1 << 63), 1 << 64, -(1 << 500)),
+        None: fn.Colour.BLUE,
+        b"key": {True: [[["deep"]]]},
+        2.5: fn.Box("b", (1, 2), [fn.Box("c", (3, 4))]),
+        "long": "y" * 300_000,
+    }
+    found = fn.echo(value)
+    assert repr(found) == repr(value)
+    assert found[2.5] == value[2.5]
+    assert found[None] is fn.Colour.BLUE
+    assert fn.grow(fn.Box("b", (1, 2)), fn.Colour.RED) == fn.Box("b RED", (2, 2), [fn.Box("b", (1, 2))])
+    for size in (0, 1, 5_000, 3_000_000, 10):  # the second and third come in two trips
+        assert fn.text_of(size) == "x" * size
+
+
+@pytest.mark.parametrize(
+    ("value", "where", "what"),
+    [
+        (object(), "args[0]", "object"),
+        ({"x": [1, (2, {3})]}, "args[0]['x'][1][1]", "set"),
+        ([fn.Box("a", (1, 2), [fn.Box("b", lambda: None)])], "args[0][0].inner[0].size", "function"),  # type: ignore[arg-type, list-item]
+        ({(1, 2): 3}, "args[0]", "a key is tuple"),
+        (np.float32(1), "args[0]", "numpy.float32 cannot go to another environment; pass its .item()"),
+        (np.array(["a"]), "args[0]", "<U1"),
+    ],
+)
+def test_what_cannot_cross_is_refused_with_its_place(value: object, where: str, what: str) -> None:
+    with pytest.raises(lz.InvalidArgument) as refused:
+        fn.echo(value)
+    assert refused.value.message.startswith(f"{where}: ")
+    assert what in refused.value.message
+
+
+def test_a_circle_is_refused() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(lz.InvalidArgument, match="in a circle"):
+        fn.echo(circle)
+
+
+def test_a_result_that_cannot_cross_says_that_the_function_has_run() -> None:
+    with pytest.raises(lz.InvalidArgument, match=r"stray has run, and result\['of'\]\[0\]: object cannot go"):
+        fn.stray()
+
+
+def test_arrays_need_their_library_there() -> None:
+    """This environment has no NumPy: the error says where, and what to do."""
+    with pytest.raises(lz.InvalidArgument, match=r"args\[0\]\[1\]: a NumPy array, .* add numpy to its requires"):
+        fn.echo([1, np.zeros(3)])
+
+
+def test_an_exception_keeps_its_type_message_and_traceback() -> None:
+    with pytest.raises(lz.RemoteError) as raised:
+        fn.fail("bread")
+    error = raised.value
+    assert (error.type, error.facts["message"], error.facts["env"]) == ("LookupError", "no bread", "plain")
+    assert 'raise LookupError(f"no {text}")' in error.traceback
+    assert "serving.py" not in error.traceback
+    with pytest.raises(lz.RemoteError) as left:
+        fn.leave(3)
+    assert left.value.type == "SystemExit"
+    assert fn.echo(1) == 1
+
+
+def test_output_reaches_the_caller_with_a_label(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        fn.talk()
+    out, err = capfd.readouterr()
+    assert out == "[plain] one two\n"
+    assert "[plain] three\n" in err
+    assert [(r.name, r.getMessage()) for r in caplog.records] == [("shop.sales", "[plain] sold 3")]
+
+
+def test_a_death_is_an_error_that_says_so_and_the_next_call_is_served(tmp_path: Path) -> None:
+    """Nobody runs it twice unasked."""
+    notes = str(tmp_path / "runs")
+    with pytest.raises(lz.BackendError) as died:
+        fn.dies_at_first(notes)
+    assert "may have run in part" in died.value.message
+    assert "idempotent=True" in died.value.message
+    assert fn.note_run(notes) == 2
+    assert fn.dies_at_first.last_report().attempts == 1
+    assert fn.echo(5) == 5
+
+
+def test_an_idempotent_call_runs_once_more_and_the_report_says_it(tmp_path: Path) -> None:
+    again = fn.dies_at_first.options(idempotent=True)
+    assert again(str(tmp_path / "runs")) == 2
+    report = again.last_report()
+    assert (report.attempts, len(report.failures), report.served_by) == (2, 1, fn.PLAIN.backend)
+    assert "BACKEND_ERROR" in report.failures[0]
+    with pytest.raises(lz.BackendError):
+        fn.dies_always.options(idempotent=True)(str(tmp_path / "always"))
+    assert fn.note_run(str(tmp_path / "always")) == 3
+
+
+def test_a_deadline_ends_the_worker_and_the_caller_hears_of_it(tmp_path: Path) -> None:
+    pid = fn.place()[0]
+    with pytest.raises(lz.DeadlineExceeded):
+        fn.never_ends.options(timeout_s=0.3)(str(tmp_path / "runs"))
+    assert fn.place()[0] != pid
+    assert fn.note_run(str(tmp_path / "runs")) == 2  # not again
+
+
+@pytest.mark.parametrize("fallback", [fn.here, fn.elsewhere])
+def test_a_fallback_takes_the_arguments_and_the_report_names_it(fallback: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "runs")
+    safe = fn.dies_always.options(fallback=fallback)
+    assert safe(path) == (fallback.__name__, (path,) if fallback is fn.here else [path])
+    report = safe.last_report()
+    assert report.served_by == f"fallback {fallback.__qualname__}"
+    assert "BACKEND_ERROR" in report.failures[0]
+    assert safe.options(fallback=fallback).submit(path).result()[0] == fallback.__name__
+
+
+def test_what_a_function_raises_is_no_case_for_the_fallback() -> None:
+    with pytest.raises(lz.RemoteError):
+        fn.fail.options(fallback=fn.here)("bread")
+
+
+def test_futures_maps_and_asyncio() -> None:
+    futures = [fn.echo.submit(n) for n in range(40)]
+    assert [future.result(30) for future in futures] == list(range(40))
+    report = futures[0].report
+    assert report is not None
+    assert report.served_by == fn.PLAIN.backend
+    assert list(fn.echo.map(range(70))) == list(range(70))
+
+    async def both() -> list[Any]:
+        return list(await asyncio.gather(fn.echo.submit("a"), fn.echo.submit("b")))
+
+    assert asyncio.run(both()) == ["a", "b"]
+    with pytest.raises(lz.RemoteError):
+        fn.fail.submit("x").result()
+
+
+def test_what_is_wrong_with_a_call_is_said_before_it_is_sent() -> None:
+    with pytest.raises(lz.InvalidArgument, match="too many positional arguments"):
+        fn.text_of(1, 2)  # type: ignore[call-arg]
+    with pytest.raises(lz.InvalidArgument, match="missing a required argument: 'size'"):
+        fn.text_of()  # type: ignore[call-arg]
+    with pytest.raises(lz.InvalidArgument, match=r"missing a required .*argument: 'path'"):
+        fn.keyword(1)  # type: ignore[call-arg]
+    with pytest.raises(lz.InvalidArgument, match="no option nap"):
+        fn.echo.options(nap=1)
+
+
+def test_a_plan_refuses_to_record_one() -> None:
+    """Its result would be taken for a constant."""
+    planned = lz.plan(lambda x: (fn.echo(1), x))
+    with pytest.raises(lz.InvalidArgument, match="call it outside of the plan"):
+        planned(np.zeros(4, np.float32))
+
+
+def test_an_explanation_runs_nothing(tmp_path: Path) -> None:
+    told = fn.never_ends.explain(str(tmp_path / "runs"))
+    assert (told.backend, told.command) == (fn.PLAIN.backend, "")
+    assert not (tmp_path / "runs").exists()
+    missing = fn.unbuilt.explain()
+    assert (missing.state, missing.command) == (
+        "its environment is not built",
+        f"lz env build {fn.UNBUILT.backend}",
+    )
+
+
+def test_an_environment_that_is_not_built_is_an_error_with_the_command() -> None:
+    with pytest.raises(lz.EnvError) as missing:
+        fn.unbuilt()
+    assert missing.value.message.splitlines()[0] == f"run: lz env build {fn.UNBUILT.backend}"
+    assert missing.value.facts["repair"] == f"lz env build {fn.UNBUILT.backend}"
+
+
+def test_a_warm_up_imports_the_module_and_calls_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fn.talk.warmup() > 0
+    assert capfd.readouterr().out == ""
+
+
+def test_other_clients_and_the_status_see_the_environment_as_a_backend(site: Site) -> None:
+    fn.echo(1)
+    wait_until(lambda: site.backend(fn.PLAIN.backend)["state"] == "ready")
+    assert site.backend(fn.PLAIN.backend)["ops"] == ["function"]
+
+
+SCRIPT = """
+import sys
+import layerzero as lz
+ENV = lz.env("plain")
+
+@lz.isolated(ENV)
+def which(n):
+    import helper
+    return __name__, helper.VALUE * n
+
+if __name__ == "__main__":
+    lz.connect(runtime_dir=sys.argv[1])
+    print(*which(%d))
+"""
+
+
+def run_script(site: Site, folder: Path) -> subprocess.CompletedProcess[str]:
+    with site.environment():
+        return subprocess.run(
+            [sys.executable, "script.py", str(site.folder)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+def test_a_script_is_imported_and_its_main_part_is_not_run(site: Site, tmp_path: Path) -> None:
+    """Of a file that has changed since, and of another folder's helper of the same name, the worker takes the new."""
+    for folder, value, factor in (("one", 7, 1), ("two", 8, 1), ("one", 9, 2)):
+        place = tmp_path / folder
+        place.mkdir(exist_ok=True)
+        (place / "helper.py").write_text(f"VALUE = {value}\n")
+        (place / "script.py").write_text(SCRIPT % factor)
+        answer = run_script(site, place)
+        assert answer.stdout == f"__lz_main__ {value * factor}\n", answer.stderr
+
+
+def test_a_file_that_has_changed_since_its_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs there is what was imported here."""
+    file = tmp_path / "lz_changing.py"
+    file.write_text("import layerzero as lz\n@lz.isolated(lz.env('plain'))\ndef f(): return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import lz_changing  # type: ignore[import-not-found]
+
+    file.write_text(file.read_text().replace("return 1", "return 2"))
+    with pytest.raises(lz.InvalidArgument, match=r"lz_changing.py has changed .* start the program again"):
+        lz_changing.f()
+    with pytest.raises(lz.InvalidArgument, match="has changed"):
+        lz_changing.f.options(timeout_s=9)()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_files_of_other_users_are_refused(site: Site, tmp_path: Path, *, is_folder: bool) -> None:
+    """They may call a broker; their code is not to run as its user."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT % 1)
+    os.chown(tmp_path if is_folder else script, 12345, -1)
+    answer = run_script(site, tmp_path)
+    assert "belongs to user 12345, and the worker is user 0" in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_a_module_that_imports_what_is_not_there_says_what_to_do(site: Site, tmp_path: Path) -> None:
+    """NumPy, which the caller has."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("import sys", "import sys, numpy", 1) % 1)
+    answer = run_script(site, tmp_path)
+    assert "raised ModuleNotFoundError: No module named 'numpy'" in answer.stderr
+    assert "import there only what that has, or in functions" in answer.stderr
+    assert "importlib" not in answer.stderr
+
+
+def test_a_killed_worker_leaves_other_functions_calls_alone(tmp_path: Path) -> None:
+    """Calls behind the one that died were not begun: they are served by the next worker."""
+    first = fn.dies_at_first.submit(str(tmp_path / "runs"))
+    others = [fn.echo.submit(n) for n in range(5)]
+    with pytest.raises(lz.BackendError):
+        first.result()
+    assert [other.result() for other in others] == list(range(5))
+    wait_until(lambda: fn.echo(1) == 1)
+
+
+def test_one_that_dies_too_often_is_disabled_and_the_fallback_serves(store: Path, tmp_path: Path) -> None:
+    """As any backend: the error says why, until when, and what to run. A broker of its own, started afterwards."""
+    lz.disconnect()
+    own = Site(store, restart_budget=1, backoff_s=0.01)
+    try:
+        with own.environment():
+            own.start().connect()
+            for _ in range(2):
+                with pytest.raises(lz.BackendError):
+                    fn.dies_always(str(tmp_path / "runs"))
+            with pytest.raises(lz.EnvError) as disabled:
+                fn.dies_always(str(tmp_path / "runs"))
+            assert "BACKEND_DISABLED" in disabled.value.message
+            assert disabled.value.message.startswith(f"run: lz restart {fn.PLAIN.backend}\n")
+            assert fn.note_run(str(tmp_path / "runs")) == 3
+            assert fn.echo.options(fallback=fn.here)(1) == ("here", (1,))
+            lz.disconnect()
+    finally:
+        own.stop()
+
+
+def test_one_that_was_built_behind_the_brokers_back_says_how_the_broker_learns_of_it(store: Path) -> None:
+    """A declaration that it has read, and one that it has not."""
+    with mock.patch.dict(os.environ, LAYERZERO_STORE=str(store)):
+        fn.LATE.explain_failure(lz.NoBackend(""), None)  # what a call does, which declares it
+    own = Site(store)
+    try:
+        with own.environment():
+            own.start().connect()
+            fn.LATE.build(quiet=True)
+            fn.LATER.build(quiet=True)
+            with pytest.raises(lz.EnvError, match=rf"^run: lz restart {fn.LATE.backend}\n"):
+                fn.late()
+            lz.session().ask("reset", backend=fn.LATE.backend)  # lz restart
+            fn.late()
+            with pytest.raises(lz.EnvError, match=r"^run: lz down, then start the program again\n"):
+                fn.later()
+            lz.disconnect()
+    finally:
+        own.stop()

@@ -1,0 +1,100 @@
+"""lz.isolated: which functions it takes, and why not the others. Nothing runs here."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import layerzero as lz
+from layerzero.functions.code import reference
+
+PLAIN = lz.env("plain")
+
+
+def plain(x: int, *, y: int = 0) -> int:
+    """It adds."""
+    return x + y
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def coroutine() -> None: ...
+
+
+class Class:
+    def method(self) -> None: ...
+
+
+def test_a_function_goes_by_name_file_and_hash() -> None:
+    code = reference(plain)
+    file = Path(__file__)
+    assert (code.module, code.qualname, code.file) == (__name__, "plain", str(file))
+    assert code.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert not code.is_main
+    assert file.relative_to(code.root).with_suffix("").as_posix().replace("/", ".") == __name__
+
+
+def test_it_stays_a_function_with_its_name() -> None:
+    found = lz.isolated(PLAIN)(plain)
+    assert (found.__name__, found.__doc__, found.local(1, y=2)) == ("plain", "It adds.", 3)
+    assert found.env is PLAIN
+    assert lz.isolated(["numpy<2"])(plain).env.name == "plain"
+
+
+def made() -> Any:
+    inner = 1
+    return lambda: inner
+
+
+def nested() -> Any:
+    def inside() -> None: ...
+
+    return inside
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda: 1, "a lambda has no name"),
+        (made(), "a lambda has no name"),
+        (nested(), "defined inside of a function"),
+        (generator, "is a generator function"),
+        (coroutine, "is a coroutine function"),
+        (Class, "is a class"),
+        (Class.method, "is a method"),
+        (functools.partial(plain, 1), "is no function"),
+        (len, "is no function"),
+    ],
+)
+def test_what_no_other_process_can_import_is_refused(function: Any, text: str) -> None:
+    with pytest.raises(lz.InvalidArgument, match=text):
+        lz.isolated(PLAIN)(function)
+
+
+def test_a_function_of_no_file_is_refused() -> None:
+    """Of a notebook, say."""
+    namespace: dict[str, Any] = {"__name__": "nowhere"}
+    exec("def f(): pass", namespace)
+    with pytest.raises(lz.InvalidArgument, match=r"is of no \.py file .* put it into a module"):
+        lz.isolated(PLAIN)(namespace["f"])
+
+
+def test_the_environment_must_be_named() -> None:
+    with pytest.raises(lz.InvalidArgument, match="name the environment"):
+        lz.isolated(plain)  # type: ignore[arg-type]
+    with pytest.raises(lz.InvalidArgument, match=r"allowed: what lz\.env gives"):
+        lz.isolated(3)(plain)  # type: ignore[arg-type]
+    with pytest.raises(lz.InvalidArgument, match="fallback is 3"):
+        lz.isolated(PLAIN, fallback=3)  # type: ignore[arg-type]
+
+
+def test_a_call_without_a_session_says_so() -> None:
+    with pytest.raises(lz.NotConnected, match=r"lz\.connect\(\)"):
+        lz.isolated(PLAIN)(plain)(1)
