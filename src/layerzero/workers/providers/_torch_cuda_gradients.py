@@ -157,6 +157,9 @@ class Gradients:
         """As torch.use_deterministic_algorithms, for a while."""
         torch = self.torch
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if before == (is_wanted, False):
+            yield
+            return
         is_filled = torch.utils.deterministic.fill_uninitialized_memory
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(is_wanted)
