@@ -132,7 +132,7 @@ def test_inputs_do_not_fall_back_to_the_cpu_where_the_gpu_has_no_room(
 
     monkeypatch.setattr(soft_gpu.driver, "allocate", full)
     with pytest.raises(lz.OutOfMemory, match="free memory on cuda:0, for instance by torch"):
-        random_inputs("silu", {"input": TensorSpec.contiguous("float32", (1 << 26,))}, seed=0, device=0)
+        random_inputs("silu", {"input": TensorSpec.contiguous("float32", (1 << 23,))}, seed=0, device=0)
 
 
 def test_a_process_without_a_library_calls_on_the_gpu_all_the_same(

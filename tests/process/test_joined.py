@@ -20,7 +20,7 @@ from tests.process.join_site import Agent, can_unshare
 import layerzero as lz
 from layerzero.client.connection import arena, start
 from layerzero.client.tools import ready as lz_ready
-from layerzero.ipc.transport import control, messages, secret
+from layerzero.ipc.transport import control, messages, secret, wire
 
 SILENCE_S = 1.0
 SERVED = np.linspace(-3, 3, 8, dtype=np.float32)
@@ -265,7 +265,9 @@ def test_a_agent_that_is_gone_before_its_welcome_costs_nothing(new_site: Callabl
     os.kill(pid, signal.SIGSTOP)
     try:
         with control.connect(site.endpoints.control, timeout_s=10) as sock:
-            control.send(sock, messages.Hello(protocols=[1], role="agent", package="", pid=1, backend="alpha"))
+            control.send(
+                sock, messages.Hello(protocols=[wire.PROTOCOL], role="agent", package="", pid=1, backend="alpha")
+            )
     finally:
         os.kill(pid, signal.SIGCONT)
     lz.connect(runtime_dir=site.folder, start=False)
@@ -386,7 +388,7 @@ def test_other_users_connect_where_the_broker_allows_it(
         key = key if {knows} else bytes(len(key))
         os.setuid({uid})
         sock = control.connect(Path({str(site.endpoints.control)!r}), timeout_s=10)
-        hello = messages.Hello(protocols=[1], role="agent", package="", pid=1, backend="alpha")
+        hello = messages.Hello(protocols=[wire.PROTOCOL], role="agent", package="", pid=1, backend="alpha")
         try:
             print(greet(sock, hello, key)[0].number)
         except NotAllowed as exc:

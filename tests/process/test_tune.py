@@ -223,7 +223,7 @@ def test_the_command_refuses_with_a_reason(broker: Site, words: tuple[str, ...],
 def test_ctrl_c_prints_what_was_measured(new_site: Callable[..., Site]) -> None:
     """And says so by its exit code."""
     site = new_site()
-    site.add_backend("slow", priority=90, provider=waiting(0.3))
+    site.add_backend("slow", priority=90, provider=waiting(0.1))
     site.start()
     with subprocess.Popen(
         **command(site, ("tune", "silu", "4x8:float32", "--budget", "600", "--json")), stdout=subprocess.PIPE

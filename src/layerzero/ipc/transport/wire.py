@@ -14,7 +14,7 @@ from typing import NamedTuple
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.shm.timeline_words import TimelinePoint
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 HEADER = struct.Struct("<HBBIQIIQ")
 HEADER_BYTES = HEADER.size

@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.broker_ends import BrokerEnds, open_descriptors
 
 from layerzero.ipc.shm import lane, memory, ring_words
-from layerzero.ipc.transport import control
+from layerzero.ipc.transport import control, wire
 from layerzero.ipc.transport.messages import AddLane, Hello, LaneAdded, Welcome
 
 
@@ -27,7 +27,7 @@ def test_a_lane_that_cannot_be_opened_leaves_no_descriptor(
     end = BrokerEnds()
     before = open_descriptors()
     sock = end.connect()
-    control.send(sock, Hello(protocols=[1], role="client", package="0", pid=1))
+    control.send(sock, Hello(protocols=[wire.PROTOCOL], role="client", package="0", pid=1))
     end.point()
     control.receive(sock, Welcome)
     fd = memory.create_memfd("page", nbytes)

@@ -15,7 +15,7 @@ import pytest
 import zmq
 from tests.fuzz.broker_ends import BrokerEnds
 
-from layerzero.ipc.transport import control, sockets
+from layerzero.ipc.transport import control, sockets, wire
 from layerzero.ipc.transport.messages import AddArena, AddLane, Hello, Message, RetireArena, Welcome
 
 LINGER_S = 30
@@ -53,7 +53,7 @@ def nested(reader: socket.socket) -> socket.socket:
 
 def client(end: BrokerEnds) -> socket.socket:
     sock = end.connect()
-    control.send(sock, Hello(protocols=[1], role="client", package="0", pid=1))
+    control.send(sock, Hello(protocols=[wire.PROTOCOL], role="client", package="0", pid=1))
     end.point()
     control.receive(sock, Welcome)
     return sock
@@ -67,7 +67,7 @@ def client(end: BrokerEnds) -> socket.socket:
         (AddLane(lane=1), 1),
         (AddLane(lane=1), 3),
         (RetireArena(arena=1), 1),
-        (Hello(protocols=[1], role="client", package="0", pid=1), 5),
+        (Hello(protocols=[wire.PROTOCOL], role="client", package="0", pid=1), 5),
         (None, 253),
     ],
 )

@@ -93,5 +93,5 @@ def test_references_that_are_not_there_are_refused_with_both_counts() -> None:
 def test_a_frame_that_is_no_frame_is_refused_with_what_it_has() -> None:
     with pytest.raises(ProtocolError, match=r"frame of 31 bytes is shorter than a header \(32\)"):
         wire.unpack(wire.pack(Kind.STOP)[:31])
-    with pytest.raises(ProtocolError, match="frame has protocol 258; this side speaks 1"):
-        wire.unpack(b"\2\1" + wire.pack(Kind.STOP)[2:])
+    with pytest.raises(ProtocolError, match=f"frame has protocol 259; this side speaks {wire.PROTOCOL}"):
+        wire.unpack(b"\3\1" + wire.pack(Kind.STOP)[2:])
