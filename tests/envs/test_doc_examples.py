@@ -28,6 +28,7 @@ NOT_RUN = {
     "docs/joined.md": "it needs another container: tests/containers",
     "docs/diffusers.md": "the program needs Diffusers: tests/diffusion_models",
     "docs/engines.md": "the program needs flashinfer: tests/serving_engines",
+    "docs/functions.md": "it needs an environment of its own: test_functions.py runs examples/functions.py",
     "docs/transformers.md": "the program needs Transformers: tests/transformer_models",
     "docs/torch.md": "the program needs torch itself: tests/frameworks",
     "docs/matrix.md": "it is a test for pytest: test_matrix_pytest.py runs such",

@@ -21,6 +21,7 @@ from tests.soft_gpu import soft_cupy, soft_gpu
 import layerzero as lz
 from layerzero.broker.selection import dispatch_table
 from layerzero.client.arrays.recognition import describe
+from layerzero.client.gpu.own_arrays import GpuArray
 from layerzero.client.tools.calls import calls_of
 from layerzero.client.tools.dry_run import find_attention
 from layerzero.client.tools.inputs import random_inputs
@@ -588,3 +589,17 @@ def test_background_tuning_measures_every_kernel_on_the_gpu(new_site: Callable[.
     assert session.shadow.counts["tuned"] >= 3
     assert not session.shadow.counts["failed"], session.shadow.last_error
     assert lz.last_report().kernel_id == "one.silu.slow"
+
+
+def test_memory_of_an_array_of_ours_is_taken_again_once_nobody_has_it(soft: None) -> None:
+    """At once, not when Python looks for circles: the next call is at the same place, and repeats."""
+    made = GpuArray(0, SPEC)
+    address = made.address
+    part = made.part(SPEC, 0)
+    del made
+    assert part.address == address
+    others = [GpuArray(0, SPEC) for _ in range(2)]
+    assert address not in [one.address for one in others]
+    del part
+    others = [GpuArray(0, SPEC) for _ in range(4)]
+    assert address in [one.address for one in others]

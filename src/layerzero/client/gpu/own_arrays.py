@@ -24,7 +24,8 @@ class GpuArray:
         used first, and must be last; None: that of this thread."""
         self.memory = memory_of(ordinal)
         self.ordinal, self.spec = ordinal, spec
-        self._whole, self._offset = self, 0
+        self._whole: GpuArray | None = None  # of a part
+        self._offset = 0
         try:
             self.block = self.memory.pool("ipc").take(
                 spec.span_bytes, self.memory.own_stream() if stream is None else stream
@@ -41,7 +42,7 @@ class GpuArray:
         """An array in this one's memory, which begins so many bytes behind this one."""
         made: GpuArray = object.__new__(GpuArray)
         made.memory, made.ordinal, made.spec = self.memory, self.ordinal, spec
-        made._whole, made._offset = self._whole, self._offset + offset
+        made._whole, made._offset = self, offset
         return made
 
     def __del__(self) -> None:
@@ -54,7 +55,7 @@ class GpuArray:
 
     @property
     def address(self) -> int:
-        return self._whole.block.address + self._offset
+        return self.block.address if self._whole is None else self._whole.address + self._offset
 
     def store(self, data: memoryview) -> None:
         """Bytes of the host, as many as the spec spans, to the GPU. Returns when they have been read."""
