@@ -388,7 +388,7 @@ def test_other_users_connect_where_the_broker_allows_it(
         key = key if {knows} else bytes(len(key))
         os.setuid({uid})
         sock = control.connect(Path({str(site.endpoints.control)!r}), timeout_s=10)
-        hello = messages.Hello(protocols=[wire.PROTOCOL], role="agent", package="", pid=1, backend="alpha")
+        hello = messages.Hello(protocols=[{wire.PROTOCOL}], role="agent", package="", pid=1, backend="alpha")
         try:
             print(greet(sock, hello, key)[0].number)
         except NotAllowed as exc:

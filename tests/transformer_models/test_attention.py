@@ -46,11 +46,11 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_kept(side: str) -> None:
-    """What stands where the text is padded makes no difference."""
+    """What stands where the text is padded makes no difference. Two calls may be served by two kernels, so bits may."""
     ours, batch = model("llama"), comparing.padded(side)
     other = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7)}
     seen = batch["attention_mask"].bool()
-    assert torch.equal(comparing.logits(ours, batch)[seen], comparing.logits(ours, other)[seen])
+    close(comparing.logits(ours, other)[seen], comparing.logits(ours, batch)[seen])
 
 
 def test_without_a_mask_function_padding_is_dropped_in_silence() -> None:
