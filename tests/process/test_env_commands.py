@@ -72,6 +72,16 @@ def test_list_and_lock_refuse_such_a_descriptor_too(mistaken: tuple[Site, str]) 
     assert (locked.returncode, said in locked.stderr) == (FAILED, True)
 
 
+def test_the_environment_of_a_program_is_locked_as_the_head_of_its_lock_says(site: Site, tmp_path: Path) -> None:
+    """It serves nothing. Without an index nothing comes of it here but its resolution."""
+    manifest = 'summary = "a program"\nprovider = "null"\ndescriptor = "null"\npython = "3.11"\n'
+    (tmp_path / "program.toml").write_text(f'{manifest}[variants.cpu]\nrequirements = ["no-such-package"]\n')
+    said = lz(site, "env", "lock", "program", "--manifests", str(tmp_path), PIP_NO_INDEX="1")
+    assert said.returncode == FAILED
+    assert "no-such-package" in said.stderr
+    assert "its manifest says" not in said.stderr
+
+
 def test_the_broker_says_that_the_descriptor_was_refused(mistaken: tuple[Site, str]) -> None:
     """A backend that is built, and of which calls and `lz doctor` say that nothing is called so."""
     site, said = mistaken

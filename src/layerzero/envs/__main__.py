@@ -228,7 +228,7 @@ def lock(
 ) -> None:
     """Resolve requirements afresh and write the locks. Needs uv; downloads metadata only, and kernels of the hub."""
     rows: list[dict[str, Any]] = []
-    chosen, refused = choose(names, manifests, python)
+    chosen, refused = choose(names, manifests, python, takes_programs=True)
     fail_on(refused)
     repository = _repository(chosen, refused, hub_folder)
     with failing_cleanly():

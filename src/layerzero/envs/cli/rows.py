@@ -44,6 +44,9 @@ out = Console()
 err = Console(stderr=True)
 
 
+NOTHING = "null"  # the descriptor of environments that serve nothing
+
+
 class Chosen(NamedTuple):
     """The manifests that a command is for, and rows of the report for those whose descriptors no broker would take."""
 
@@ -52,10 +55,15 @@ class Chosen(NamedTuple):
 
 
 def choose(
-    names: list[str] | None, folders: list[Path] | None, python: str | None = None, site: Site | None = None
+    names: list[str] | None,
+    folders: list[Path] | None,
+    python: str | None = None,
+    site: Site | None = None,
+    *,
+    takes_programs: bool = False,
 ) -> Chosen:
     """The manifests of those names, or all that may be built; for another Python than their first choice. With `site`
-    those from outside, too."""
+    those from outside, too; with `takes_programs` those of programs, which serve nothing."""
     found, problems = discover(folders or ()) if site is None else site.discover()
     for problem in problems:
         err.print(f"disabled: {problem.message}", style="yellow", markup=False, soft_wrap=True)
@@ -64,6 +72,8 @@ def choose(
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(found))}", param_hint="NAME")
     wanted = {name: found[name] for name in names or (n for n, one in found.items() if one.is_allowed)}
     errors = read_all(found)[1]
+    if takes_programs:
+        errors = {name: error for name, error in errors.items() if found[name].descriptor != NOTHING}
     refused = [refused_row(errors[name], one) for name, one in wanted.items() if name in errors]
     chosen = [one for name, one in wanted.items() if name not in errors]
     if python is None:
