@@ -115,7 +115,10 @@ def test_worker_killed_in_mid_run_leaves_the_vectors_the_same(encoder: SentenceE
         moved = [report for report in encoder.reports if len(report.attempts) > 1]
         if moved:
             break
-    assert [(r.op, r.attempts[0].exit_signal, r.attempts[1].outcome) for r in moved] == [("linear", 9, None)]
+    [(first, second)] = [report.attempts for report in moved]
+    assert ([report.op for report in moved], second.outcome) == (["linear"], None)
+    # The signal is told of the call that it ran; the one that it did not come to was in no worker.
+    assert first.exit_signal == 9 or "gone before it took the call" in first.detail
 
 
 def test_demo_shows_the_fallback_and_the_same_answers(site: Site) -> None:
