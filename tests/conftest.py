@@ -17,7 +17,7 @@ from tests.process import forks
 from tests.process.harness import PREFIX, Site, arena_files, open_files, processes, wait_until
 
 import layerzero as lz
-from layerzero.client.connection import arena
+from layerzero.client.connection import arena, retained
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a background job: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -176,12 +176,14 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     gc.freeze()  # what was imported so far need not be looked at again by each gc.collect() below
     files, slots, others = open_files(), arena.pool.stats()["slots"], other_arenas()
+    kept = len(retained._quarantine)
     yield
     if request.node.stash[FAILED]:  # its traceback keeps all sorts of things
         return
     wait_until(lambda: gc.collect() >= 0 and arena.pool.stats()["slots"] <= slots)
     wait_until(lambda: not open_files() - files)
-    assert other_arenas() <= others
+    # What a worker may still write to is kept for good, where a session ends before its worker has said that it is done.
+    assert other_arenas() <= others or len(retained._quarantine) > kept
     strays = processes(Path(tempfile.gettempdir()) / PREFIX)
     known = [processes(site.folder) for site in Site.live] if strays else []
     strays = {pid: command for pid, command in strays.items() if not any(pid in site for site in known)}
