@@ -182,7 +182,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     wait_until(lambda: gc.collect() >= 0 and arena.pool.stats()["slots"] <= slots)
     wait_until(lambda: not open_files() - files)
-    # What a worker may still write to is kept for good, where a session ends before its worker has said that it is done.
+    # What a worker may still write to is kept for good: where a session ends before its worker says that it is done.
     assert other_arenas() <= others or len(retained._quarantine) > kept
     strays = processes(Path(tempfile.gettempdir()) / PREFIX)
     known = [processes(site.folder) for site in Site.live] if strays else []
