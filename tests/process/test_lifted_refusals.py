@@ -209,7 +209,7 @@ def test_a_length_that_was_to_be_expected_needs_neither_broker_nor_worker(lifted
         return paths[0] == "lifted"
 
     wait_until(is_lifted_at_once)
-    wait_until(lambda: len(session.lifts._prefetch._kept) >= 32)
+    wait_until(lambda: sum(getattr(held, "is_ahead", False) for held in list(session.lifts.known.values())) >= 32)
     assert site.broker_pid is not None
     os.kill(site.broker_pid, signal.SIGSTOP)
     try:

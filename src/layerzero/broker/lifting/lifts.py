@@ -374,7 +374,7 @@ class Lifts:
             specimen = specimen_of(known, data)
             if not known.like:
                 self._proofs.start(known.number, known.spec.device, data)
-            elif specimen.lifted.is_like(LiftedCall.unpack(known.like)):
+            elif specimen.lifted.is_like(LiftedCall.unpack(known.like)) and self.store.has(specimen.lifted.codes):
                 self._keep(known, specimen)
             else:
                 known.like = b""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class LiftStore:
         except ProtocolError as exc:
             self._drop(path, str(exc))
             return None
-        if not all(self.code_path(code).is_file() for code in codes):
+        if not self.has(codes):
             self._drop(path, "machine code that it needs is gone")
             return None
         self._touch(path, *(self.code_path(code) for code in codes))
@@ -106,6 +106,10 @@ class LiftStore:
     def code_path(self, name: str) -> Path:
         """Where machine code of this digest lies, or would."""
         return self._code / name
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether there is machine code of each of these digests. It is not looked at."""
+        return all(self.code_path(name).is_file() for name in names)
 
     def code(self, name: str) -> bytes | None:
         """Machine code by its digest; None where there is none that holds."""

@@ -42,7 +42,7 @@ typedef struct { uint64_t one, other, is_same_only; } Pair; /* what must not sha
 #define SITE(X) \
     X(site) X(gpu) X(streams) X(seen_failures) X(scratch) X(stream_of) X(device) X(empty) X(form) X(make) X(program) X(tensors) \
     X(pairs) X(pieces) X(plan) X(decision) X(note)
-#define NAMES(X) X(compiled) X(record) X(look) X(run_otherwise) X(count_down) X(renew) X(fail)
+#define NAMES(X) X(compiled) X(record) X(look) X(run_otherwise) X(count_down) X(renew) X(fail) X(arrive)
 NAMES(NAME)
 static PyObject *nothing, *zero; /* () and 0 */
 
@@ -70,7 +70,7 @@ typedef union {
 typedef struct {
     PyObject_HEAD
     LiftedSiteFields its;
-    uint64_t order, epoch, number, context, inputs, outputs, scratch_bytes;
+    uint64_t order, epoch, number, context, inputs, outputs, scratch_bytes, is_ahead; /* is_ahead: no call was made here yet */
     uint64_t get_current, is_capturing, launch, fill_8, fill_16, fill_32, copy; /* addresses of functions of the driver */
     const uint8_t *program;
     const Tensor *tensors;
@@ -78,7 +78,7 @@ typedef struct {
     const uint64_t *pieces;
     size_t program_bytes, pair_count, piece_count;
 } LiftedSite;
-static const char *const site_numbers[] = {"order",  "epoch",  "number",  "context", "inputs", "outputs", "scratch_bytes", "get_current", "is_capturing",
+static const char *const site_numbers[] = {"order",  "epoch",  "number",  "context", "inputs", "outputs", "scratch_bytes", "is_ahead", "get_current", "is_capturing",
                                            "launch", "fill_8", "fill_16", "fill_32", "copy"};
 enum { SITE_NUMBERS = sizeof site_numbers / sizeof *site_numbers };
 
@@ -394,7 +394,9 @@ static Verdict finish(const LiftedCalls *self, const Call *call) {
     int is_noted = record && PyObject_SetAttr(self->its.last, s_record, record) == 0;
     Py_XDECREF(end_ns);
     Py_XDECREF(record);
-    return is_noted ? PLAIN : FAILED;
+    if (!is_noted || !call->site->is_ahead) return is_noted ? PLAIN : FAILED;
+    call->site->is_ahead = 0;
+    return told(PyObject_CallMethodObjArgs(self->its.lifts, s_arrive, its->site, NULL), PLAIN);
 }
 
 static PyObject *LiftedCalls_run(LiftedCalls *self, PyObject *const *given, Py_ssize_t count) {

@@ -16,8 +16,8 @@ SEEDS = (1, 2)  # of the inputs that a kernel is tried on
 
 @dataclass(frozen=True)
 class Specimen:
-    """`codes`: modules by digest. `trials`: by seed of ipc/lifting/trial.py, the digest of each output's bytes; none of
-    a call that is to be compared with a neighbour's and not tried."""
+    """`codes`: modules by digest. `trials`: by seed of ipc/lifting/trial.py, the digest of each output's bytes. Neither
+    is there of a call that was not tried and is to be compared with a neighbour's, whose machine code is known."""
 
     lifted: Lifted
     codes: Mapping[str, bytes]
@@ -34,9 +34,9 @@ class Specimen:
         try:
             lifted, codes, trials = Lifted.unpack(value["lifted"]), value["codes"], value["trials"]
             found = {digest(_code(code)): code for code in codes}
-            if set(found) != set(lifted.codes):
-                raise ValueError("the machine code is not what the steps name")
             known = unpack_trials(trials)
+            if set(found) != (set(lifted.codes) if known else set()):
+                raise ValueError("the machine code is not what the steps name, or was not tried")
             if any(len(digests) != len(lifted.outputs) for digests in known.values()):
                 raise ValueError("each trial has a digest for each output")
         except (KeyError, TypeError, ValueError, AttributeError) as exc:

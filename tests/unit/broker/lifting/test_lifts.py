@@ -163,6 +163,51 @@ def test_a_call_is_lifted_proved_kept_and_granted(rig: Rig) -> None:
     assert [row["state"] for row in rig.lifts.facts()] == ["lifted"]
 
 
+def ahead(rig: Rig, n: int) -> tuple[dict[str, Any], Lifted]:
+    """What the client is told of the call that has n elements more, and what that is when it is lifted."""
+    params = {"route": 2, "alignments": [16, 16], "grows": [[[1], [0]]] * 2, "first": n, "count": 1}
+    asking = rig.lifts.ask_ahead(CLIENT, params)
+    while True:
+        try:
+            next(asking)
+        except StopIteration as end:
+            spec = TensorSpec.contiguous("float32", (4 + n,))
+            return end.value["calls"][0], replace(LIFTED, inputs=(spec,), outputs=(spec,))
+
+
+def test_a_neighbour_that_is_like_it_is_neither_tried_nor_sent_with_its_machine_code(rig: Rig) -> None:
+    message = rig.asked()
+    rig.say(message.number, specimen())
+    rig.prove(message.number)
+    said, neighbour = ahead(rig, 1)
+    assert said == {"state": "pending"}
+    assert rig.told[-1].seeds == []
+    rig.say(rig.told[-1].number, specimen(neighbour, {}, {}))
+    assert not rig.proofs.asked
+    said, _ = ahead(rig, 1)
+    assert (said["state"], said["digest"]) == ("ready", digest(neighbour.pack()))
+
+
+@pytest.mark.parametrize("why", ["it is not alike", "the machine code is gone"])
+def test_a_neighbour_that_is_not_is_lifted_and_tried_as_a_whole(rig: Rig, why: str) -> None:
+    message = rig.asked()
+    rig.say(message.number, specimen())
+    rig.prove(message.number)
+    _, neighbour = ahead(rig, 1)
+    if why == "it is not alike":
+        neighbour = replace(neighbour, steps=(replace(KERNEL, name="another"),))
+    else:
+        rig.store.code_path(digest(CODE)).unlink()
+    rig.say(rig.told[-1].number, specimen(neighbour, {}, {}))
+    number = rig.told[-1].number
+    assert rig.told[-1].seeds == list(SEEDS)
+    assert ahead(rig, 1)[0] == {"state": "pending"}
+    rig.say(number, specimen(neighbour))
+    rig.prove(number)
+    assert ahead(rig, 1)[0]["state"] == "ready"
+    assert rig.store.code(digest(CODE)) == CODE
+
+
 # --- workers
 
 
@@ -187,6 +232,7 @@ WRONG: dict[str, Callable[[], bytes]] = {
     "one trial": lambda: specimen(trials={SEEDS[0]: ("aa",)}),
     "trials of its own": lambda: specimen(trials={5: ("aa",), 6: ("aa",)}),
     "other code": lambda: specimen(codes={digest(b"x"): b"x"}),
+    "code that was not tried": lambda: specimen(trials={}),
     "code that nobody needs": lambda: specimen(codes={digest(CODE): CODE, digest(b"x"): b"x"}),
     "an address behind the end": lambda: with_patch(patches=[[0, [0, 0, 17]]]),
     "an address before the start": lambda: with_patch(patches=[[0, [0, 0, -1]]]),

@@ -99,6 +99,7 @@ def compile_site(site: Site) -> LiftedSite | None:
         inputs=len(lifted.inputs),
         outputs=len(lifted.outputs),
         scratch_bytes=loaded.scratch.nbytes,
+        is_ahead=site.is_ahead,
         **functions,
     )
     return made

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from layerzero.client.connection.call import Route
+from layerzero.client.gpu.lifting.keys import further
 from layerzero.client.gpu.lifting.sites import Asked
+from layerzero.ipc.errors import LayerZeroError
 from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 WINDOW = 64  # calls that are asked for at once
@@ -26,31 +29,43 @@ Step = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # what is added to s
 class Ahead(NamedTuple):
     """What to ask the broker for: calls number `first` and the next after that of `base`. `grows`: what each adds to
     shape and strides of each tensor. `reached`: the number of the newest that was made; None once the calls grow no
-    longer like this."""
+    longer like this. `last`: the newest when this was made, the one before it, and the number of the newest."""
 
     base: Asked
     grows: list[list[list[int]] | None]
     first: int
     reached: Callable[[], int | None]
+    last: tuple[Asked, Asked, int]
 
-    def name(self, n: int) -> Hashable:
-        """Of call number `n`, as `name_of` has it."""
-        specs = [
-            None if spec is None or more is None else _further(spec, more, n)
-            for spec, more in zip(_specs(self.base), self.grows, strict=True)
-        ]
-        return _name(self.base), tuple(specs)
+    def call(self, n: int) -> Asked | None:
+        """Call number `n`, as its maker will ask for it; None where that does not follow from those that were made."""
+        newest, before, at = self.last
+        count, its, was = n - at, newest.given, before.given
+        if its is None or was is None:
+            return None
+        key = further(newest.key, before.key, count, len(its.specs) + 1)
+        try:
+            specs = tuple(map(partial(_further, count), its.specs, was.specs))
+            given = its._replace(specs=specs, out=_further(count, its.out, was.out))
+            plan = given.plan()
+        except (LayerZeroError, ValueError):
+            return None
+        if key is None or plan.attrs != newest.route.plan.attrs:
+            return None
+        caller = newest.caller.with_results(plan.results)
+        route = Route(0, plan, overlay=newest.route.overlay)
+        return Asked(key, route, newest.gpu, caller, newest.has_out, newest.alignments, newest.pinned, given=given)
 
 
 @dataclass(eq=False)
 class _Family:
     """Calls that differ in extents alone. Places are counted from where the present step began."""
 
-    specs: tuple[TensorSpec | None, ...]
+    newest: Asked
+    before: Asked | None = None
     step: Step = ()
     place: int = 0  # of the newest call
     base: Asked | None = None  # one that is lifted
-    base_place: int = 0
     asked_to: int = 0
 
 
@@ -59,37 +74,31 @@ class Growth:
 
     def __init__(self) -> None:
         self._families: dict[Hashable, _Family] = {}
-        self._places: dict[int, int] = {}  # of routes, in their families
         self._lock = threading.Lock()
 
     def note(self, asked: Asked) -> None:
         """A call that is new."""
-        specs = _specs(asked)
         with self._lock:
             name = _name(asked)
             family = self._families.get(name)
             if family is None:
                 if len(self._families) >= MAX_FAMILIES:
                     self._families.clear()
-                    self._places.clear()
-                self._families[name] = _Family(specs)
+                self._families[name] = _Family(asked)
                 return
-            step = _difference(family.specs, specs)
+            step = _difference(_specs(family.newest), _specs(asked))
             if step != family.step:
-                self._families[name] = family = _Family(specs, step)
-            family.specs = specs
+                self._families[name] = family = _Family(family.newest, step=step)
+            family.newest, family.before = asked, family.newest
             family.place += 1
-            if len(self._places) > MAX_FAMILIES * WINDOW:
-                self._places.clear()
-            self._places[asked.route.number] = family.place
+            asked.place = family.place
 
     def note_lifted(self, asked: Asked) -> None:
         """The broker lets this process launch it."""
         with self._lock:
-            family, place = self._families.get(_name(asked)), self._places.get(asked.route.number)
-            if family is None or place is None or place > family.place or not _is_reached(family, asked, place):
-                return
-            family.base, family.base_place = asked, place
+            family = self._families.get(_name(asked))
+            if family is not None and 0 < asked.place <= family.place and _is_reached(family, asked):
+                family.base = asked
 
     def due(self, asked: Asked) -> Ahead | None:
         """The next calls of this call's family, if it grows and they were not asked for yet."""
@@ -103,24 +112,23 @@ class Growth:
             family.asked_to = first + WINDOW - 1
             grows = [
                 None if spec is None else [list(part) for part in more]
-                for spec, more in zip(family.specs, family.step, strict=True)
+                for spec, more in zip(_specs(family.newest), family.step, strict=True)
             ]
-            reached = partial(self._reached, _name(asked), family, family.base_place)
-            return Ahead(family.base, grows, first - family.base_place, reached)
+            base, before = family.base, family.before
+            assert before is not None
+            reached = partial(self._reached, _name(asked), family, base.place)
+            return Ahead(base, grows, first - base.place, reached, (family.newest, before, family.place - base.place))
 
     def _reached(self, name: Hashable, family: _Family, base_place: int) -> int | None:
         return family.place - base_place if self._families.get(name) is family else None
 
 
-def name_of(asked: Asked) -> Hashable:
-    """Equal for calls that one lifted call serves."""
-    return _name(asked), _specs(asked)
-
-
-def _further(spec: TensorSpec, more: list[list[int]], n: int) -> TensorSpec:
+def _further(count: int, spec: TensorSpec | None, before: TensorSpec | None) -> TensorSpec | None:
+    if spec is None or before is None or spec == before:
+        return spec
     shape, strides = (
-        tuple(a + n * d for a, d in zip(part, step, strict=True))
-        for part, step in zip((spec.shape, spec.strides), more, strict=True)
+        tuple(a + count * (a - b) for a, b in zip(part, old, strict=True))
+        for part, old in zip((spec.shape, spec.strides), (before.shape, before.strides), strict=True)
     )
     return TensorSpec(spec.dtype, shape, strides)
 
@@ -154,9 +162,9 @@ def _flat(step: Step) -> list[tuple[int, ...]]:
     return [part for more in step for part in more]
 
 
-def _is_reached(family: _Family, asked: Asked, place: int) -> bool:
+def _is_reached(family: _Family, asked: Asked) -> bool:
     """Whether the family's newest call is as many steps further as the places say."""
-    count = family.place - place
+    count = family.place - asked.place
     return all(
         old is None
         or new is None
@@ -164,5 +172,5 @@ def _is_reached(family: _Family, asked: Asked, place: int) -> bool:
             tuple(a + count * d for a, d in zip(old.shape, more[0], strict=True)) == new.shape
             and tuple(a + count * d for a, d in zip(old.strides, more[1], strict=True)) == new.strides
         )
-        for old, new, more in zip(_specs(asked), family.specs, family.step, strict=True)
+        for old, new, more in zip(_specs(asked), _specs(family.newest), family.step, strict=True)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from typing import Any
 
@@ -33,6 +34,74 @@ def key_of(request: Request) -> tuple[Any, ...] | None:
             return None
         key.append(part)
     return tuple(key)
+
+
+def further(key: Key, older: Key, count: int, arrays: int) -> Key | None:
+    """The key of the call that comes `count` steps after the one of `key`, where `older` came a step before it. What
+    grows are extents of arrays, of which there are `arrays`, left out ones included; None where anything else differs.
+    Both as of `key_of`, or of _call_key.h."""
+    if isinstance(key, tuple) and isinstance(older, tuple):
+        values = len(key) - arrays
+        if len(key) != len(older) or key[:values] != older[:values]:
+            return None
+        parts = [_further_part(a, b, count) for a, b in zip(key[values:], older[values:], strict=True)]
+        return None if False in parts else (*key[:values], *parts)
+    if not (isinstance(key, bytes) and isinstance(older, bytes)) or len(key) != len(older):
+        return None
+    places = _extents(key, arrays)
+    if places is None or places != _extents(older, arrays):
+        return None
+    made, rest = bytearray(key), bytearray(older)
+    for at in places:
+        (number,), (before,) = _NUMBER.unpack_from(key, at), _NUMBER.unpack_from(older, at)
+        _NUMBER.pack_into(made, at, number + count * (number - before))
+        _NUMBER.pack_into(rest, at, number)
+    return bytes(made) if rest == key else None
+
+
+_NUMBER = struct.Struct("@q")
+
+
+def _further_part(part: Any, older: Any, count: int) -> Any:
+    """Of an array; False where more than extents differs."""
+    if part == older:
+        return part
+    if part is None or older is None or len(part) != len(older):
+        return False
+    made = []
+    for one, before in zip(part, older, strict=True):
+        if isinstance(one, tuple) and isinstance(before, tuple) and len(one) == len(before):
+            made.append(tuple(a + count * (a - b) for a, b in zip(one, before, strict=True)))
+        elif one == before:
+            made.append(one)
+        else:
+            return False
+    return tuple(made)
+
+
+def _extents(key: bytes, arrays: int) -> list[int] | None:
+    """Where the numbers of shapes and strides lie in a key; None for one that is written otherwise."""
+    places, at = list[int](), 0
+    for _ in range(arrays):
+        tag = key[at : at + 1]
+        if tag == b"n":
+            at += 1
+        elif tag in (b"X", b"Y"):  # append_looked
+            ndim = int.from_bytes(key[at + 2 : at + 4], sys.byteorder)
+            at += 16
+            places += range(at, at + 16 * ndim, 8)
+            at += 16 * ndim
+        elif tag in (b"P", b"G", b"C"):  # tag and alignment, then tags of one byte with numbers of eight
+            at += 2 + 9
+            for _ in range(2):
+                (ndim,) = _NUMBER.unpack_from(key, at + 1)
+                at += 9
+                places += range(at + 1, at + 1 + 9 * ndim, 9)
+                at += 9 * ndim
+            at += 9
+        else:
+            return None
+    return places
 
 
 def addresses_of(request: Request) -> list[int]:

@@ -13,12 +13,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from layerzero.client.arrays.recognition import Array
 from layerzero.client.connection import arena
 from layerzero.client.connection.call import Request
 from layerzero.client.connection.link import Link
 from layerzero.client.connection.report import LIFTED, Attempt, Candidate, SelectionReport
-from layerzero.client.gpu.arrays import new_like
 from layerzero.client.gpu.calls import READ_EVERY, GpuCalls
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.fastpath import MISS, learn
@@ -31,7 +29,7 @@ from layerzero.client.gpu.lifting.keys import Key, addresses_of, key_of
 from layerzero.client.gpu.lifting.loaded import LoadedLift, fetch_from, load, relaxed
 from layerzero.client.gpu.lifting.prefetch import Prefetch
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
-from layerzero.client.gpu.lifting.sites import Asked, Caller, Leave, Site
+from layerzero.client.gpu.lifting.sites import Asked, Caller, Given, Leave, Site, lent_by_torch
 from layerzero.client.gpu.results import layout_of
 from layerzero.client.gpu.session_view import Placed, SessionView
 from layerzero.ipc.cuda import abi
@@ -47,9 +45,7 @@ from layerzero.ipc.errors import (
     NotConnected,
 )
 from layerzero.ipc.lifting.form import Copy, Fill, alignment_class
-from layerzero.ipc.lifting.program import SCRATCH_STEP
 from layerzero.ipc.vocabulary.ops import OPS
-from layerzero.ipc.vocabulary.tensors import TensorSpec
 
 MAX_KNOWN = 4096
 PENDING_S = 0.05
@@ -72,7 +68,7 @@ class Lifts:
         self._fetch = fetch_from(link)
         self._background = Background()
         self._growth = Growth()
-        self._prefetch = Prefetch(session.ask)
+        self._prefetch = Prefetch(session.ask, self._hold_ahead)
         self._faults = Faults(session.ask, lambda: link.forks == arena.forks and link.is_alive)
         self._here = Here(session, self._faults, self._stop_here)
         self._learned: set[str] = set()  # kinds of arrays
@@ -169,6 +165,9 @@ class Lifts:
         if key is None:
             return False
         asked = self._asked.get(key)
+        if asked is not None and asked.is_ahead and self._held(key) is None:  # its leave has ended
+            del self._asked[key]
+            asked = None
         if asked is None:
             self._begin(key, call)
         elif asked.refused_at not in (None, asked.gpu.order.page.lift_epoch):
@@ -200,7 +199,8 @@ class Lifts:
             alignment_class(call.address + at) for at in layout_of(tuple(plan.outputs)).offsets
         ]
         caller = Caller.of(call.like, call.gpu, plan.results)
-        asked = Asked(key, call.route, call.gpu, caller, call.out is not None, inputs + outputs, call.request.backend)
+        has_out, backend = call.out is not None, call.request.backend
+        asked = Asked(key, call.route, call.gpu, caller, has_out, inputs + outputs, backend, given=Given.of(call))
         with self._lock:
             if len(self._asked) >= MAX_KNOWN:
                 self._asked.clear()
@@ -209,8 +209,6 @@ class Lifts:
                 return  # another thread's
         asked.is_waiting = True
         self._growth.note(asked)
-        if self._is_prefetched(asked):
-            return
         again_s = 0.0 if call.route.is_armed else self._ask(asked)
         if asked.is_alone and again_s is not None:
             again_s = self._ask_patiently(asked)
@@ -230,8 +228,12 @@ class Lifts:
         asked = self._asked.get(key)
         if asked is None or was is None:
             return
+        if asked.is_ahead:  # the broker does not know its route: the next call tells it
+            self._asked.pop(key, None)
+            return
         with self._lock:
             if asked.is_waiting:
+                asked.is_overtaken = True
                 return
             asked.is_waiting, asked.refused_at = True, None
         self._background.put(asked.gpu.memory.context.driver, partial(self._ask, asked))
@@ -245,7 +247,10 @@ class Lifts:
             elif not (self._is_closing or self._is_unknown):
                 again_s = self._ask_once(asked)
         finally:
-            asked.is_waiting = again_s is not None
+            with self._lock:
+                if asked.is_overtaken:
+                    asked.is_overtaken, again_s = False, again_s or 0.0
+                asked.is_waiting = again_s is not None
         return again_s
 
     def _ask_once(self, asked: Asked) -> float | None:
@@ -328,40 +333,53 @@ class Lifts:
         with self._lock:
             self.known.pop(asked.key, None)
             if asked.is_waiting:
+                asked.is_overtaken = True
                 return
             asked.is_waiting = True
         self._background.put(asked.gpu.memory.context.driver, partial(self._ask, asked), RETRY_S)
 
     def _hold(self, asked: Asked, loaded: LoadedLift, leave: Leave) -> None:
         """Launch these calls from now on, as long as the page has the epoch."""
-        gpu = asked.gpu
-        with self._lock:
-            rooms = self._rooms.get(gpu.uuid)
-            if rooms is None:
-                rooms = self._rooms[gpu.uuid] = ScratchRooms(gpu.memory)
-        site = Site.of(asked, loaded, leave, rooms)
-        if self._compiled is not None:
-            site.compiled = compile_site(site)
+        site = self._site(asked, loaded, leave)
         asked.route.not_lifted = ""
-        self._faults.watch(gpu)
+        self._faults.watch(asked.gpu)
         self._remember(asked, site)
         self._growth.note_lifted(asked)
+        self._look_ahead(asked)
+
+    def _site(self, asked: Asked, loaded: LoadedLift, leave: Leave, *, is_ahead: bool = False) -> Site:
+        with self._lock:
+            rooms = self._rooms.get(asked.gpu.uuid)
+            if rooms is None:
+                rooms = self._rooms[asked.gpu.uuid] = ScratchRooms(asked.gpu.memory)
+        site = Site.of(asked, loaded, leave, rooms)
+        site.is_ahead = is_ahead
+        if self._compiled is not None:
+            site.compiled = compile_site(site)
+        return site
+
+    def _look_ahead(self, asked: Asked) -> None:
+        """Where calls grow, the next ones are held before they come."""
         ahead = self._growth.due(asked)
         if ahead is not None:
-            fetch = partial(load, gpu.memory, fetch=self._fetch)
-            self._background.put(gpu.memory.context.driver, self._prefetch.work(ahead, fetch))
+            fetch = partial(load, asked.gpu.memory, fetch=self._fetch)
+            self._background.put(asked.gpu.memory.context.driver, self._prefetch.work(ahead, fetch))
 
-    def _is_prefetched(self, asked: Asked) -> bool:
-        """Whether it was lifted and loaded before it came; then it is launched from now on."""
-        found = self._prefetch.take(asked)
-        if found is None or found.leave.epoch != asked.gpu.order.page.lift_epoch:
-            return False
-        try:
-            self._hold(asked, found.loaded, found.leave)
-        except LayerZeroError:  # of another call than this: the broker is asked
-            return False
-        asked.is_waiting = False
-        return True
+    def _hold_ahead(self, asked: Asked, loaded: LoadedLift, leave: Leave) -> None:
+        """As `_hold`, of a call that was not made yet."""
+        if leave.epoch != asked.gpu.order.page.lift_epoch:
+            return
+        site = self._site(asked, loaded, leave, is_ahead=True)
+        with self._lock:
+            if len(self._asked) < MAX_KNOWN and self._asked.setdefault(asked.key, asked) is asked:
+                self.known[asked.key] = site
+
+    def arrive(self, site: Site) -> None:
+        """The first call of those that are launched at this site, which was held ahead, has been made."""
+        if site.is_ahead:
+            site.is_ahead = False
+            self._growth.note(site.asked)
+            self._look_ahead(site.asked)
 
     def _remember(self, asked: Asked, found: Site | HereSite | int) -> None:
         with self._lock:
@@ -395,7 +413,7 @@ class Lifts:
             if nbytes and not is_captured:
                 base = rooms.take(key, stream, nbytes)
             elif nbytes and site.asked.caller.kind == "torch":  # of the graph's own memory, as torch's own kernels have
-                lent, base = _lent_by_torch(site, nbytes)
+                lent, base = lent_by_torch(site, nbytes)
             elif nbytes:
                 base = rooms.captured(site.driver.capture_id(stream), stream, nbytes)
         except CudaError as exc:
@@ -416,6 +434,7 @@ class Lifts:
             raise self._failure(site, failed, is_captured=is_captured) from failed
         del lent  # its allocator has it back, for what the stream does later
         self._session.last.record = site.record(start_ns, time.perf_counter_ns())
+        self.arrive(site)
         return True
 
     def _note(self, site: Site | HereSite, stream: int, *, is_captured: bool) -> bool:
@@ -478,10 +497,3 @@ class Lifts:
         self._asked.clear()
         for rooms in self._rooms.values():
             rooms.close()
-
-
-def _lent_by_torch(site: Site, nbytes: int) -> tuple[Any, int]:
-    spec = TensorSpec.contiguous("uint8", (nbytes + SCRATCH_STEP,))
-    like = Array("torch", spec, 0, None, None, device=site.asked.caller.device)
-    made, address = new_like(like, spec)
-    return made, -(-address // SCRATCH_STEP) * SCRATCH_STEP

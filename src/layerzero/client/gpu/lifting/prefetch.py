@@ -1,51 +1,33 @@
-"""Calls that are lifted and loaded before they are made: those that a growing call leads to.
+"""Calls that are lifted, loaded and held before they are made: those that a growing call leads to.
 
-Loading one is a millisecond of Python, and the program's own thread waits for the interpreter meanwhile, more than once
-a call. So there is a pause after each, and only what comes soonest is asked for.
+That is a millisecond of Python for each, and the program's own thread waits for the interpreter meanwhile, more than
+once a call. So there is a pause after each, and only what comes soonest is asked for.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from layerzero.client.gpu.lifting.growth import WINDOW, Ahead, name_of
+from layerzero.client.gpu.lifting.growth import WINDOW, Ahead
 from layerzero.client.gpu.lifting.loaded import LoadedLift
 from layerzero.client.gpu.lifting.sites import Asked, Leave
 from layerzero.ipc.errors import LayerZeroError
 
-MAX_KEPT = 1024
 SOONEST = 16  # that are asked for again while they are not ready
 PAUSE_S, WITHIN_S = 0.02, 20.0  # between questions after calls that are not ready, at least; how long they are asked
-REST = 2.0  # times as long as a load has taken, after it
-
-
-class Prefetched(NamedTuple):
-    """A call that waits to be made."""
-
-    leave: Leave
-    loaded: LoadedLift
+REST = 2.0  # times as long as one has taken, after it
 
 
 class Prefetch:
-    """Of one connection. Threads may share it. `ask` asks the broker."""
+    """Of one connection. `ask` asks the broker, and `hold` has a call launched from now on."""
 
-    def __init__(self, ask: Callable[..., Mapping[str, Any]]) -> None:
-        self._ask = ask
-        self._kept: dict[Hashable, Prefetched] = {}
-        self._lock = threading.Lock()
-
-    def take(self, asked: Asked) -> Prefetched | None:
-        """What was loaded for a call that is made now for the first time."""
-        if not self._kept:
-            return None
-        with self._lock:
-            return self._kept.pop(name_of(asked), None)
+    def __init__(self, ask: Callable[..., Mapping[str, Any]], hold: Callable[[Asked, LoadedLift, Leave], None]) -> None:
+        self._ask, self._hold = ask, hold
 
     def work(self, ahead: Ahead, load: Callable[[str], LoadedLift]) -> Callable[[], float | None]:
-        """Asks for the calls that come next, loads those that are ready, and says in how many seconds to be called
+        """Asks for the calls that come next, holds those that are ready, and says in how many seconds to be called
         again for the others; None: never."""
         left = list(range(ahead.first, ahead.first + WINDOW))
         until_s, at_once = time.monotonic() + WITHIN_S, WINDOW  # all are asked for once, which has them lifted
@@ -80,10 +62,8 @@ class Prefetch:
         for n, one in answers.items():
             if one["state"] == "ready" and n > (ahead.reached() or 0):
                 start_s = time.monotonic()
-                found = Prefetched(Leave.of(one), load(str(one["digest"])))
-                with self._lock:
-                    if len(self._kept) >= MAX_KEPT:
-                        self._kept.clear()
-                    self._kept[ahead.name(n)] = found
+                asked = ahead.call(n)
+                if asked is not None:
+                    self._hold(asked, load(str(one["digest"])), Leave.of(one))
                 time.sleep(REST * (time.monotonic() - start_s))
         return [n for n, one in answers.items() if one["state"] == "pending"]

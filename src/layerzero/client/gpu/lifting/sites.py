@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.client.arrays.recognition import Array
+from layerzero.client.arrays.recognition import Kind as ArrayKind
 from layerzero.client.connection.call import Route
 from layerzero.client.connection.report import LIFTED
+from layerzero.client.gpu.arrays import new_like
 from layerzero.client.gpu.call_cache import context_watcher, maker, streamer
 from layerzero.client.gpu.device import Gpu
 from layerzero.client.gpu.lifting.keys import Key
@@ -16,9 +18,12 @@ from layerzero.client.gpu.lifting.lifted_library import why_not
 from layerzero.client.gpu.lifting.loaded import LoadedLift
 from layerzero.client.gpu.lifting.scratch import ScratchRooms
 from layerzero.client.gpu.results import layout_of
+from layerzero.client.gpu.session_view import Placed
+from layerzero.client.planning.plans import Plan, plan_out
 from layerzero.ipc.cuda.driver import Driver
 from layerzero.ipc.errors import ProtocolError
 from layerzero.ipc.lifting.form import Lifted
+from layerzero.ipc.lifting.program import SCRATCH_STEP
 from layerzero.ipc.transport import messages
 from layerzero.ipc.vocabulary.ops import OPS
 from layerzero.ipc.vocabulary.tensors import TensorSpec
@@ -34,7 +39,7 @@ class Caller(NamedTuple):
     """How arrays of the caller's library are dealt with, without one of them. `make`: a new array for a result, like an
     argument, and its address; None where the op gives none."""
 
-    kind: str
+    kind: ArrayKind
     device: int  # ordinal
     dtype: str
     stream: Callable[[], int]
@@ -45,6 +50,11 @@ class Caller(NamedTuple):
     def of(cls, like: Array, gpu: Gpu, results: Sequence[TensorSpec]) -> Caller:
         make = maker(like, results) if results else None
         return cls(like.kind, like.device, like.spec.dtype, streamer(like), context_watcher(like, gpu), make)
+
+    def with_results(self, results: Sequence[TensorSpec]) -> Caller:
+        """The same for a call with other results."""
+        like = Array(self.kind, TensorSpec.contiguous(self.dtype, (1,)), 0, None, None, device=self.device)
+        return self._replace(make=maker(like, results) if results else None)
 
 
 class Leave(NamedTuple):
@@ -69,6 +79,25 @@ class Sharing(NamedTuple):
     is_same_only: bool
 
 
+class Given(NamedTuple):
+    """What a call's plan was made of: the specs of the caller's arrays, of `out` if there was one, and the values."""
+
+    specs: tuple[TensorSpec | None, ...]
+    out: TensorSpec | None
+    params: Mapping[str, Any]
+    planner: Callable[..., Plan]
+
+    @classmethod
+    def of(cls, call: Placed) -> Given:
+        request, specs = call.request, tuple(None if array is None else array.spec for array in call.arrays)
+        return cls(specs, None if call.out is None else call.out.spec, request.params, request.planner)
+
+    def plan(self) -> Plan:
+        """Raises LayerZeroError for what is no call."""
+        made = self.planner(*self.specs, **self.params)
+        return made if self.out is None else plan_out(made, self.out)
+
+
 @dataclass(eq=False, slots=True)
 class Asked:
     """A call whose lifting the broker was asked for. `alignments`: of each input and each output, in bytes."""
@@ -82,10 +111,18 @@ class Asked:
     pinned: str | None = None  # the backend that the caller insists on
     refused_at: int | None = None  # the epoch; it is asked for again in another one
     is_waiting: bool = False  # for the broker's answer, or to ask again
+    is_overtaken: bool = False  # meanwhile what was answered has come to its end: it is asked for again
     is_alone: bool = False  # no worker can serve it: who calls waits for the answer
     later_calls: int = FIRST_LATER_CALLS  # until it is asked for again, if there is too little evidence by now
     is_probed: Callable[[], bool] | None = None  # before that there is nothing to ask again
     not_here_until_s: float = 0.0  # its provider has failed in this process
+    given: Given | None = None
+    place: int = 0  # among the calls that grow as it does (client/gpu/lifting/growth.py)
+
+    @property
+    def is_ahead(self) -> bool:
+        """It was not asked for by a call: the broker does not know its route."""
+        return not self.route.number
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +138,7 @@ class Site:
     note: str
     sharings: tuple[Sharing, ...] = ()
     compiled: LiftedSite | None = None  # for the C
+    is_ahead: bool = False  # no such call was made yet
     _aliases: Mapping[int, int] = field(default_factory=dict)
     _offsets: tuple[int, ...] = ()
 
@@ -154,6 +192,14 @@ class Site:
     def record(self, start_ns: int, end_ns: int) -> tuple[Any, ...]:
         """What a report is made of (client/connection/record.py)."""
         return (self.asked.route.plan, (), start_ns, end_ns, 0, (), self.decision, (), self.note)
+
+
+def lent_by_torch(site: Site, nbytes: int) -> tuple[Any, int]:
+    """Scratch for a graph, from where its other memory is: the tensor that keeps it, and the address."""
+    spec = TensorSpec.contiguous("uint8", (nbytes + SCRATCH_STEP,))
+    like = Array("torch", spec, 0, None, None, device=site.asked.caller.device)
+    made, address = new_like(like, spec)
+    return made, -(-address // SCRATCH_STEP) * SCRATCH_STEP
 
 
 def sharings_of(name: str, inputs: Sequence[TensorSpec | None], has_out: bool) -> tuple[Sharing, ...]:

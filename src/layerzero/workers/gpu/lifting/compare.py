@@ -172,7 +172,8 @@ class _Comparison:
         words = [int.from_bytes(block[at : at + _WORD], "little") for block in blocks]
         spots = [self._spot(capture, word) for capture, word in zip(self._captures, words, strict=True)]
         if all(spot is _Stray.NOWHERE for spot in spots):
-            padding |= {at + n for n in range(_WORD) if _differs(blocks, at + n)}
+            if any(word != words[0] for word in words):
+                padding |= {at + n for n in range(_WORD) if _differs(blocks, at + n)}
             return None
         address = self._agreed(spots, words, 0)
         if address is not None:

@@ -27,7 +27,8 @@ _OTHER = b"\xa3"  # what outputs hold before the second run
 
 @dataclass(frozen=True)
 class Request:
-    """What to lift. `alignments` and `seeds` as in messages.Lift; without seeds it is not run for a proof."""
+    """What to lift. `alignments` and `seeds` as in messages.Lift; without seeds it is to be compared with a neighbour
+    that was proved: it is not run, where it can be captured so, and its machine code is left out."""
 
     call: Call
     bind: Bind
@@ -105,14 +106,21 @@ class _Lifting:
 
     def specimen(self) -> Specimen:
         self._demand_room()
-        first = self._bound(is_reversed=False)
-        captures = [self._capture(*first), self._capture(*self._bound(is_reversed=True))]
-        steps, scratch = compare(captures, self._find, self._code_of)
-        lifted = written_directly(self._lifted(steps, scratch))
+        if not self._request.seeds:
+            try:  # a run waits until the GPU is done with other processes, which takes longer than all the rest
+                lifted, _ = self._compared(runs=False)
+            except CannotLift:  # a library that prepares something at the first call of a shape
+                lifted, _ = self._compared(runs=True)
+            return Specimen(lifted, {}, {})
+        lifted, (memory, bound) = self._compared(runs=True)
         codes = {code: self._lifter.modules.image(code) for code in lifted.codes}
-        memory, bound = first
-        trials = {seed: self._try(memory, bound, seed) for seed in self._request.seeds}
-        return Specimen(lifted, codes, trials)
+        return Specimen(lifted, codes, {seed: self._try(memory, bound, seed) for seed in self._request.seeds})
+
+    def _compared(self, *, runs: bool) -> tuple[Lifted, tuple[TrialMemory, Bound]]:
+        """What two captures show, and the kernel on the first's memory. `runs`: it is run there before."""
+        first = self._bound(is_reversed=False, runs=runs)
+        captures = [self._capture(*first), self._capture(*self._bound(is_reversed=True, runs=runs))]
+        return written_directly(self._lifted(*compare(captures, self._find, self._code_of))), first
 
     def _lifted(self, steps: tuple[Step, ...], scratch: tuple[int, ...]) -> Lifted:
         call = self._request.call
@@ -136,17 +144,19 @@ class _Lifting:
         if needed > free // 2:
             raise CannotLift(LiftReason.TOO_LARGE, f"trying it takes {needed:,} bytes; {free:,} of the GPU are free")
 
-    def _bound(self, *, is_reversed: bool) -> tuple[TrialMemory, Bound]:
-        """The kernel on new memory, after a first run there."""
+    def _bound(self, *, is_reversed: bool, runs: bool) -> tuple[TrialMemory, Bound]:
+        """The kernel on new memory, after a first run there, if it `runs`."""
         call, alignments = self._request.call, self._request.alignments
         memory = TrialMemory.make(self._context, call, alignments, is_reversed=is_reversed)
         self._stack.callback(self._driver.free, memory.base)
-        self._fill_inputs(memory, next(iter(self._request.seeds), 1))
+        if runs:
+            self._fill_inputs(memory, next(iter(self._request.seeds), 1))
         try:
             with self._enqueued():
                 bound = self._request.bind(call, memory.inputs, memory.outputs)
                 self._stack.callback(_release, bound)
-                bound()
+                if runs:
+                    bound()
         except Exception as exc:  # whatever a library raises
             _pass_on(exc)
             raise CannotLift(LiftReason.NOT_CAPTURABLE, f"its first run failed: {_said(exc)}") from exc

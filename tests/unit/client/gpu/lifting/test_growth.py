@@ -21,7 +21,7 @@ def decode(keys: int, number: int | None = None, *, heads: int = 8, strided: boo
     plan = SimpleNamespace(op="attention", inputs=(q, held, held, None), outputs=(q,), attrs=attrs)
     route = SimpleNamespace(number=keys if number is None else number, plan=plan, overlay="")
     asked = {"route": route, "alignments": [256, 256, 256, 0, 256], "gpu": SimpleNamespace(uuid="GPU-1")}
-    return SimpleNamespace(**{**asked, "has_out": False, "pinned": None, **other})
+    return SimpleNamespace(**{**asked, "has_out": False, "pinned": None, "place": 0, **other})
 
 
 def grown(spec: TensorSpec, more: Any, n: int) -> TensorSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +157,31 @@ def test_what_it_is_not_told_is_named() -> None:
         lifted_library.lifted.LiftedSite(gpu=None)
     with pytest.raises(TypeError, match="colour"):
         make().learn(colour=1)
+
+
+@given(requests, st.integers(-3, 3), st.integers(0, 300), st.data())
+@pytest.mark.parametrize("by", ["C", "Python"])
+def test_keys_of_calls_that_follow_are_those_that_they_have(
+    by: str, one: Request, step: int, count: int, data: st.DataObject
+) -> None:
+    """Whatever grows of shapes and strides; and nothing follows where anything else is different."""
+    steps = [data.draw(st.integers(0, 3)) for _ in range(16)]
+
+    def further(n: int) -> Request:
+        def move(array: Any) -> Any:
+            if array is None:
+                return None
+            shape, strides = (
+                tuple(a + n * step * by for a, by in zip(part, steps[at:], strict=False))
+                for at, part in ((0, array.shape), (7, array.strides))
+            )
+            return Array(array.data.ptr, array.data.device_id, shape, strides, array.dtype)
+
+        return request(*map(move, one.args), op=one.op, out=move(one.out), backend=one.backend, params=one.params)
+
+    calls = make()
+    key = keys.key_of if by == "Python" else calls.key
+    arrays = len(one.args) + 1
+    assert keys.further(key(further(1)), key(one), count, arrays) == key(further(1 + count))
+    for other in (replace(one, op="other"), replace(one, params={**one.params, "d": 1})):
+        assert keys.further(key(other), key(one), count, arrays) is None

@@ -197,6 +197,31 @@ def test_specimen_has_steps_code_and_what_came_of_the_inputs(rig: Rig) -> None:
     assert isinstance(lifted.steps[1], Kernel)
 
 
+def test_what_is_compared_with_a_neighbour_is_captured_and_not_run(rig: Rig) -> None:
+    """A run waits for the GPU, which other processes have; and their machine code is known."""
+    whole, calls = rig.lift(), list[bool]()
+    rig.kernel = lambda: calls.append(rig.stream in rig.driver.captures)
+    specimen = rig.lift(seeds=())
+    assert (specimen.lifted, specimen.codes, specimen.trials) == (whole.lifted, {}, {})
+    assert calls == [True, True]
+    assert rig.driver.mapped == rig.before
+
+
+def test_library_that_prepares_something_at_a_shapes_first_call_is_run_before(rig: Rig) -> None:
+    whole, has_run = rig.lift(), list[bool]()
+
+    def prepare() -> None:
+        if rig.stream not in rig.driver.captures:
+            has_run.append(True)
+        elif not has_run:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    rig.kernel = prepare
+    assert rig.lift(seeds=()).lifted == whole.lifted
+    assert has_run == [True, True]
+    assert rig.driver.mapped == rig.before
+
+
 def test_nothing_stays_of_it(rig: Rig) -> None:
     """A Bound lets go of what its captures took before its memory goes."""
     rig.lift()
