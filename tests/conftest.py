@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.example_counts import examples
 from tests.process import forks
-from tests.process.harness import PREFIX, Site, arena_files, open_files, processes, wait_until
+from tests.process.harness import PREFIX, Site, open_files, other_arenas, processes, wait_until
 
 import layerzero as lz
-from layerzero.client.connection import arena, retained
+from layerzero.client.connection import arena
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a background job: children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -165,25 +165,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-def other_arenas() -> int:
-    """Files of arenas that are not the pool's, as tests of units may have left: each has its own, and mmap's copy."""
-    return arena_files() - 2 * arena.pool.stats()["arenas"]
-
-
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """After the test: no process, descriptor, arena or slot that was not there before."""
     gc.collect()
     gc.freeze()  # what was imported so far need not be looked at again by each gc.collect() below
     files, slots, others = open_files(), arena.pool.stats()["slots"], other_arenas()
-    kept = len(retained._quarantine)
     yield
     if request.node.stash[FAILED]:  # its traceback keeps all sorts of things
         return
     wait_until(lambda: gc.collect() >= 0 and arena.pool.stats()["slots"] <= slots)
     wait_until(lambda: not open_files() - files)
-    # What a worker may still write to is kept for good: where a session ends before its worker says that it is done.
-    assert other_arenas() <= others or len(retained._quarantine) > kept
+    wait_until(lambda: gc.collect() >= 0 and other_arenas() <= others)
     strays = processes(Path(tempfile.gettempdir()) / PREFIX)
     known = [processes(site.folder) for site in Site.live] if strays else []
     strays = {pid: command for pid, command in strays.items() if not any(pid in site for site in known)}

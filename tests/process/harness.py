@@ -24,7 +24,7 @@ from tests.backends.toy import FEW
 from tests.process import forks
 
 import layerzero as lz
-from layerzero.client.connection import retained, start
+from layerzero.client.connection import arena, retained, start
 from layerzero.ipc.transport import control, messages, wire
 
 T = TypeVar("T")
@@ -105,6 +105,12 @@ def arena_files() -> int:
         with contextlib.suppress(FileNotFoundError):
             names.append(os.readlink(entry))
     return names.count("/memfd:layerzero (deleted)")
+
+
+def other_arenas() -> int:
+    """Files of arenas that are not the pool's, as tests of units may have left: each has its own, and mmap's copy."""
+    of_pool = 2 * arena.pool.stats()["arenas"]  # first: it closes those that nobody needs
+    return arena_files() - of_pool
 
 
 def bare_client(site: Site, context: zmq.Context[Any]) -> tuple[socket.socket, zmq.Socket[bytes]]:

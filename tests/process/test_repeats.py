@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.backends.toy import HANG, KILL, fault
 from tests.process.harness import Site, wait_until
 
 import layerzero as lz
+from layerzero.client.connection import arena
 from layerzero.client.connection.arena import pool
 from layerzero.client.session import repeats
 
@@ -160,6 +162,21 @@ def test_many_calls_take_no_more_memory(connected: Site) -> None:
     assert pool.stats()["slots"] == slots
     assert len(gc.get_objects()) < count + 200
     assert known() < 20
+
+
+def test_arenas_that_have_closed_are_not_kept(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until another call, which may never come. The broker has not heard of this one."""
+    monkeypatch.setattr(arena, "MAX_IDLE_BYTES", 0)
+    monkeypatch.setattr(arena, "KEPT_IDLE_BYTES", 0)
+    monkeypatch.setattr(pool, "_bound_bytes", 0)
+    x = lz.empty(1 << 23)
+    found = pool.find(x.ctypes.data, x.nbytes)
+    assert found is not None
+    its = weakref.ref(found[0])
+    settle()
+    del x, found
+    pool.allocate(64)  # which closes those that nobody needs
+    assert its() is None
 
 
 def test_a_worker_that_dies_with_a_call_on_shared_memory_costs_one_attempt(connected: Site) -> None:

@@ -42,7 +42,7 @@ typedef union {
 typedef struct {
     PyObject_HEAD
     RepeatsFields its;
-    PyObject *index; /* the pool's, of which `table` was made */
+    PyObject *addresses; /* the pool's list of them, of which `table` was made; arenas that go are not kept */
     Arena *table;
     Py_ssize_t arenas;
     uint64_t spin_ns; /* at most */
@@ -92,7 +92,7 @@ static PyObject *CallSite_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 }
 
 static void Repeats_forget(Repeats *self) {
-    Py_CLEAR(self->index);
+    Py_CLEAR(self->addresses);
     free(self->table);
     self->table = NULL, self->arenas = 0;
 }
@@ -149,14 +149,10 @@ static Verdict append_ndarray(const KeyTypes *types, Key *key, PyObject *array) 
 
 /* The arenas as they are now, in the order of their addresses. */
 static Verdict see_arenas(Repeats *self) {
-    PyObject *index = PyObject_GetAttr(self->its.pool, s_index);
-    if (!index) return FAILED;
-    if (index == self->index) {
-        Py_DECREF(index);
-        return PLAIN;
-    }
-    Py_DECREF(index);
-    PyObject *found = PyObject_CallNoArgs(self->its.arenas); /* (index, bytes) */
+    PyObject *index = PyObject_GetAttr(self->its.pool, s_index), *addresses = index ? PyTuple_GetItem(index, 0) : NULL;
+    Py_XDECREF(index);
+    if (!addresses || addresses == self->addresses) return addresses ? PLAIN : FAILED;
+    PyObject *found = PyObject_CallNoArgs(self->its.arenas); /* (addresses, bytes) */
     char *bytes;
     Py_ssize_t nbytes;
     if (!found) return FAILED;
@@ -166,8 +162,8 @@ static Verdict see_arenas(Repeats *self) {
         memcpy(table, bytes, (size_t)nbytes);
         Repeats_forget(self);
         self->table = table, self->arenas = nbytes / (Py_ssize_t)sizeof *table;
-        self->index = PyTuple_GetItem(found, 0);
-        Py_INCREF(self->index);
+        self->addresses = PyTuple_GetItem(found, 0);
+        Py_INCREF(self->addresses);
     }
     Py_DECREF(found);
     if (!table && !PyErr_Occurred()) PyErr_NoMemory();

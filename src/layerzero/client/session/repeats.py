@@ -207,9 +207,9 @@ class Repeats:
         return found
 
     def _arenas(self) -> tuple[Any, bytes]:
-        index = self._pool.index
-        rows = [number for a in index[1] for number in (a.address, a.nbytes, self._registry.get(a, 0))]
-        return index, array("Q", rows).tobytes()
+        addresses, found = self._pool.index
+        rows = [number for a in found for number in (a.address, a.nbytes, self._registry.get(a, 0))]
+        return addresses, array("Q", rows).tobytes()
 
 
 _KINDS = ("numpy", "torch")
