@@ -65,7 +65,7 @@ class _Family:
     before: Asked | None = None
     step: Step = ()
     place: int = 0  # of the newest call
-    base: Asked | None = None  # one that is lifted
+    base: Asked | None = None  # one that is lifted, and whose route the broker knows
     asked_to: int = 0
 
 
@@ -88,7 +88,9 @@ class Growth:
                 return
             step = _difference(_specs(family.newest), _specs(asked))
             if step != family.step:
-                self._families[name] = family = _Family(family.newest, step=step)
+                first = family.newest
+                self._families[name] = family = _Family(first, step=step, base=first if first.is_lifted else None)
+                first.place = 0
             family.newest, family.before = asked, family.newest
             family.place += 1
             asked.place = family.place
@@ -96,8 +98,9 @@ class Growth:
     def note_lifted(self, asked: Asked) -> None:
         """The broker lets this process launch it."""
         with self._lock:
+            asked.is_lifted = True
             family = self._families.get(_name(asked))
-            if family is not None and 0 < asked.place <= family.place and _is_reached(family, asked):
+            if family is not None and family.step and asked.place <= family.place and _is_reached(family, asked):
                 family.base = asked
 
     def due(self, asked: Asked) -> Ahead | None:

@@ -48,7 +48,6 @@ from layerzero.ipc.lifting.form import Copy, Fill, alignment_class
 from layerzero.ipc.vocabulary.ops import OPS
 
 MAX_KNOWN = 4096
-PENDING_S = 0.05
 ALONE_S = 120.0  # so long a call waits for the proof of an imported kernel when no worker can serve it
 MAX_LATER_CALLS = 64  # until a call is asked for again that had too little evidence
 NO_LEAVE = "no leave yet: its environment is being probed, it has failed of late, or calls are sampled"
@@ -209,6 +208,7 @@ class Lifts:
                 return  # another thread's
         asked.is_waiting = True
         self._growth.note(asked)
+        self._look_ahead(asked)
         again_s = 0.0 if call.route.is_armed else self._ask(asked)
         if asked.is_alone and again_s is not None:
             again_s = self._ask_patiently(asked)
@@ -261,11 +261,11 @@ class Lifts:
             self._is_unknown = True
             return None
         except (Busy, NotConnected, BrokerLost, Cancelled) as exc:
-            return PENDING_S if isinstance(exc, Busy) else None
+            return asked.pause() if isinstance(exc, Busy) else None
         try:
             return self._take(asked, answer, epoch)
         except Busy:
-            return PENDING_S
+            return asked.pause()
         except (NotConnected, BrokerLost, Cancelled):
             return None
         except CudaError as exc:
@@ -287,7 +287,7 @@ class Lifts:
         state, gpu = answer["state"], asked.gpu
         asked.is_alone = asked.is_alone or answer.get("alone") is True
         if state == "pending":
-            return PENDING_S
+            return asked.pause()
         if state == "later":
             if answer.get("here"):
                 asked.route.stays_out = f"{answer['backend']} does not run in this process: {NO_LEAVE}"
@@ -303,7 +303,7 @@ class Lifts:
         elif state == "ready":
             leave = Leave.of(answer)
             if gpu.order.page.lift_epoch != leave.epoch:
-                return PENDING_S  # it has changed since
+                return asked.pause()  # it has changed since
             self._hold(asked, load(gpu.memory, str(answer["digest"]), self._fetch), leave)
         else:
             raise ValueError(f"the broker answers {state!r:.40}")
@@ -315,7 +315,7 @@ class Lifts:
         site = self._here.site(asked, answer)
         if isinstance(site, HereSite):
             if asked.gpu.order.page.lift_epoch != site.epoch:
-                return PENDING_S
+                return asked.pause()
             asked.route.not_lifted = asked.route.stays_out = ""
             self._faults.watch(asked.gpu)
             self._remember(asked, site)

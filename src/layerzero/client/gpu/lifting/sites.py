@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from layerzero.client.gpu._lifted import LiftedSite
 
 FIRST_LATER_CALLS = 4
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.004, 0.064
 
 
 class Caller(NamedTuple):
@@ -118,11 +119,18 @@ class Asked:
     not_here_until_s: float = 0.0  # its provider has failed in this process
     given: Given | None = None
     place: int = 0  # among the calls that grow as it does (client/gpu/lifting/growth.py)
+    is_lifted: bool = False  # the broker has given leave for it at some time
+    pause_s: float = FIRST_PAUSE_S  # before it is asked for again while it is pending
 
     @property
     def is_ahead(self) -> bool:
         """It was not asked for by a call: the broker does not know its route."""
         return not self.route.number
+
+    def pause(self) -> float:
+        """In how many seconds to ask again: a like call's neighbour is lifted in a few ms, a proof takes seconds."""
+        now_s, self.pause_s = self.pause_s, min(2 * self.pause_s, MAX_PAUSE_S)
+        return now_s
 
 
 @dataclass(eq=False, slots=True)

@@ -21,7 +21,7 @@ def decode(keys: int, number: int | None = None, *, heads: int = 8, strided: boo
     plan = SimpleNamespace(op="attention", inputs=(q, held, held, None), outputs=(q,), attrs=attrs)
     route = SimpleNamespace(number=keys if number is None else number, plan=plan, overlay="")
     asked = {"route": route, "alignments": [256, 256, 256, 0, 256], "gpu": SimpleNamespace(uuid="GPU-1")}
-    return SimpleNamespace(**{**asked, "has_out": False, "pinned": None, "place": 0, **other})
+    return SimpleNamespace(**{**asked, "has_out": False, "pinned": None, "place": 0, "is_lifted": False, **other})
 
 
 def grown(spec: TensorSpec, more: Any, n: int) -> TensorSpec:
@@ -48,6 +48,20 @@ def test_the_next_calls_follow_from_the_last_ones(by: int, strided: bool) -> Non
     assert ahead.grows[3] is None, "it is left out"
     assert ahead.grows[0] == [[0] * 4, [0] * 4]
     assert growth.due(calls[4]) is None, "once is enough"
+
+
+def test_what_was_lifted_before_the_growth_began_is_its_base() -> None:
+    """A program that has called with one length for long: two more are enough."""
+    growth = Growth()
+    first, second, third = (decode(n) for n in (100, 101, 102))
+    growth.note(first)
+    growth.note_lifted(first)
+    growth.note(second)
+    assert growth.due(second) is None
+    growth.note(third)
+    ahead = growth.due(third)
+    assert ahead is not None
+    assert (ahead.base, ahead.first) == (first, 3)
 
 
 def test_more_is_asked_for_before_the_last_was_used() -> None:

@@ -396,7 +396,7 @@ def grow(rig: Rig) -> None:
     for n in range(20, 24):
         x, values = randn(n)
         close(rig.settle(lambda x=x: rig.silu(x)), silu(values))
-    wait_until(lambda: held_ahead(rig) == WINDOW - 1)
+    wait_until(lambda: held_ahead(rig) >= WINDOW - 2)
 
 
 def held_ahead(rig: Rig) -> int:
@@ -417,7 +417,7 @@ def test_calls_that_follow_are_held_before_they_are_made(rig: Rig, into: str) ->
 
     for n in range(20, 24):
         rig.settle(lambda n=n: run(n))
-    wait_until(lambda: held_ahead(rig) == WINDOW - 1)
+    wait_until(lambda: held_ahead(rig) >= WINDOW - 2)
     asked = rig.broker.count()
     for n in range(24, 24 + 3 * WINDOW):
         wait_until(lambda: held_ahead(rig) >= 8)
