@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tests.process.harness import PATIENCE_S, Site, is_paused, wait_ended, wait_
 from tests.process.test_express import X, bad, settle, settled_site, silu
 
 import layerzero as lz
+from layerzero.client.connection.arena import pool
 from layerzero.ipc.shm import lane
 
 MANY = 40  # more than enough, fewer than there are places
@@ -238,12 +240,15 @@ def test_a_call_whose_time_is_up_leaves_the_lane_to_the_others(connected: Site) 
 
 
 def test_an_interrupted_call_leaves_the_lane_to_the_others(connected: Site) -> None:
-    """It is withdrawn; those before and behind it run."""
+    """It is withdrawn, and its memory is free at once; those before and behind it run."""
+    x = lz.share(X)
     pid, inputs, futures = paused(MANY)
     main = threading.main_thread().ident
     assert main is not None
     page = next(iter(lz.session().lanes.by_number.values())).page
     before = page.calls
+    gc.collect()
+    slots = pool.stats()["slots"]
     with ThreadPoolExecutor(1) as thread:
 
         def interrupt() -> None:
@@ -252,8 +257,11 @@ def test_an_interrupted_call_leaves_the_lane_to_the_others(connected: Site) -> N
 
         done = thread.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            lz.silu(X)
+            lz.silu(x, timeout_s=PATIENCE_S)
         done.result()
+    del x
+    gc.collect()
+    assert pool.stats()["slots"] == slots - 1
     more, behind = submitted(3)
     os.kill(pid, signal.SIGCONT)
     assert all(report.path == "express" for report in check(inputs[1:] + more, futures[1:] + behind))

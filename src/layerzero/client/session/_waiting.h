@@ -196,10 +196,13 @@ static uint64_t wait_for(Bells *bells, uint64_t call, uint64_t spin_ns, uint64_t
     return leads ? seen_ns : NOT_WATCHED;
 }
 
-/* Before a call is waited for that is expected to take so long. Nobody rings, nor needs to, unless the other side hangs up. */
-static void sleep_before(Bells *bells, uint64_t expected_ns) {
+/* Before a call is waited for, until it is `due`, that is expected to take so long by what its worker said. Nobody rings, nor needs to,
+   unless the other side hangs up. */
+static void sleep_before(Bells *bells, uint64_t expected_ns, uint64_t due) {
     struct pollfd hang_up = {bells->control, POLLRDHUP, 0};
-    uint64_t left_ns = expected_ns - EARLY_NS;
+    uint64_t now = now_ns(), left_ns = expected_ns - EARLY_NS;
+    if (now >= due) return;
+    if (left_ns > due - now) left_ns = due - now;
     struct timespec left = {(time_t)(left_ns / 1000000000), (long)(left_ns % 1000000000)};
     ppoll(&hang_up, 1, &left, NULL); /* or a signal */
 }
