@@ -311,12 +311,15 @@ def test_the_brokers_death_ends_a_call_on_a_lane(new_site: Callable[..., Site], 
     site = settled_site(new_site)
     pid = site.broker_pid
     assert pid is not None
+    session = lz.session()
     with ThreadPoolExecutor(1) as thread:
+        thread.submit(call, X).result()
         hanging = thread.submit(lz.silu, bad(HANG, "alpha"), timeout_s=timeout_s)
         wait_until(lambda: _in_lane_call(site))
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(lz.BrokerLost):
             hanging.result(PATIENCE_S)
+        assert thread.submit(session.last_report).result() is None, "not that of an earlier call"
     wait_ended(pid)
 
 

@@ -304,6 +304,7 @@ def test_closing_the_session_cancels_the_calls_that_have_not_ended(new_site: Cal
         for one in (*waiting, *futures[3:]):
             with pytest.raises(lz.Cancelled):
                 one.result(PATIENCE_S)
+    assert [future.report for future in futures[1:]] == [None] * (MANY - 1), "not those of earlier calls"
 
 
 def test_a_client_that_is_killed_with_many_calls_harms_nobody(new_site: Callable[..., Site]) -> None:
