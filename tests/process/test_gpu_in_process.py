@@ -13,10 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.gpu_site import close, finish, gelu, gpu_site, held, randn, report, silu, slow, soft
+from tests.process.gpu_site import (
+    attention_forward,
+    close,
+    finish,
+    gelu,
+    gpu_site,
+    held,
+    randn,
+    report,
+    silu,
+    slow,
+    soft,
+)
 from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store
-from tests.process.test_gpu_calls import attention_forward
 from tests.soft_gpu import soft_cupy
 from tests.soft_gpu.soft_gpu import ILLEGAL, RAISE, SLOW, driver
 
@@ -316,7 +327,6 @@ def test_auto_goes_on_with_lifted_calls_where_the_library_does_not_fit(lifted_si
 FAULT = f"""
 import json, os, sys
 os.environ.update(LZ_SOFT_ROOT={str(ROOT)!r}, LZ_TOY_NAME="one")
-from tests.process.test_gpu_calls import attention_forward
 from tests.soft_gpu import soft_cupy
 soft_cupy.install()
 lz.connect(runtime_dir=sys.argv[1])
