@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import GATE, driver
+from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_numpy import GATE
 
 import layerzero as lz
 from layerzero.client.gpu import memory
@@ -30,7 +31,7 @@ def gpu_site(
     isolation: str = "subprocess",
     slow_silu: bool = False,
     needs_jit: bool = False,
-    provider: str = "soft_gpu.py",
+    provider: str = "soft_provider.py",
     variables: Mapping[str, str] = MappingProxyType({}),
     **settings: object,
 ) -> Site:
@@ -70,7 +71,7 @@ def gpu_site(
         (site.manifests / f"{name}.json").write_text(json.dumps({**head, "ops": ops}))
         manifest = f'summary = "test"\nprovider = "{name}.py"\ndescriptor = "{name}.json"\ninterpreter = "host"\n'
         # A driver opens the memory of others from the kernel; the one of the tests opens their descriptors.
-        environ = {"LZ_TOY_NAME": name, "LAYERZERO_WORKER_CONFINED": "0", **variables}
+        environ = {"LZ_TOY_NAME": name, "LZ_SOFT_ROOT": str(ROOT), "LAYERZERO_WORKER_CONFINED": "0", **variables}
         env = "".join(f"{key} = {json.dumps(value)}\n" for key, value in environ.items())
         (site.manifests / f"{name}.toml").write_text(f"{manifest}[env]\n{env}")
     site.environ["LAYERZERO_MANIFEST_DIRS"] = str(site.manifests)

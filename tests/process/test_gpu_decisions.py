@@ -15,7 +15,7 @@ from tests.process.gpu_site import SOFT, broker, close, connected, finish, held,
 from tests.process.harness import BACKENDS, PATIENCE_S, ROOT, Site
 from tests.process.test_cli import USAGE, Finished, data
 from tests.process.test_cli import lz as lz_command
-from tests.soft_gpu import soft_cupy, soft_gpu
+from tests.soft_gpu import soft_cupy, soft_gpu, soft_numpy
 
 import layerzero as lz
 from layerzero.broker.selection import dispatch_table
@@ -215,7 +215,7 @@ def test_every_kernel_is_measured_with_the_gpus_own_times(new_site: Callable[...
     site.connect()
     x, _ = randn(8, 16)
     [call] = lz.tune("silu", x, budget_s=6.0).calls
-    slow_us = 1e6 * soft_gpu.SLOW_SILU_S
+    slow_us = 1e6 * soft_numpy.SLOW_SILU_S
     assert (call.label, call.previous) == ("silu(8x16:float32) on cuda:0", "one.silu.slow")
     assert sorted(k.kernel_id for k in call.kernels) == ["one.silu", "one.silu.slow", "two.silu", "two.silu.slow"]
     for kernel in call.kernels:
@@ -255,7 +255,7 @@ def test_a_kernel_that_fails_on_the_gpu_is_a_line_of_the_report(new_site: Callab
     site = new_site("one", "two")
     site.connect()
     x, values = randn(8, 16)
-    for eps, code in ((soft_gpu.RAISE, "BACKEND_ERROR"), (soft_gpu.ILLEGAL, "BACKEND_ERROR")):
+    for eps, code in ((soft_numpy.RAISE, "BACKEND_ERROR"), (soft_numpy.ILLEGAL, "BACKEND_ERROR")):
         [call] = lz.tune("layer_norm", x, (16,), eps=eps, budget_s=1.0).calls
         assert call.fastest is not None
         assert call.fastest.kernel_id == "two.layer_norm"
@@ -274,7 +274,7 @@ def test_measuring_leaves_what_failed_before_it_to_the_callers_next_call(new_sit
     finish()
     with held(site):  # until the call has been answered: its worker dies of it
         slow(x)
-        lz.layer_norm(x, (16,), eps=soft_gpu.ILLEGAL)
+        lz.layer_norm(x, (16,), eps=soft_numpy.ILLEGAL)
     finish()
     report = lz.warmup("silu", x)
     assert not report.ok
@@ -290,7 +290,7 @@ def test_a_warm_up_runs_on_the_gpu_until_its_times_are_known(new_site: Callable[
     likely = lz.warmup("silu", x)
     assert likely.ok
     assert [run.kernel_id for run in likely.runs] == ["one.silu.slow", "two.silu.slow"]
-    assert all(run.later_us is not None and run.later_us >= 1e6 * soft_gpu.SLOW_SILU_S for run in likely.runs)
+    assert all(run.later_us is not None and run.later_us >= 1e6 * soft_numpy.SLOW_SILU_S for run in likely.runs)
     every = lz.warmup("silu", x, every=True)
     assert {run.kernel_id for run in every.runs} == {"one.silu", "one.silu.slow", "two.silu", "two.silu.slow"}
     assert all(c.measured_us is not None for c in lz.explain("silu", x).candidates if c.accepted)

@@ -28,7 +28,8 @@ from tests.process.gpu_site import (
 )
 from tests.process.harness import PATIENCE_S, Site, wait_ended, wait_until
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import ILLEGAL, RAISE, SLOW, STUCK, driver
+from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_numpy import ILLEGAL, RAISE, SLOW, STUCK
 
 import layerzero as lz
 from layerzero.client.gpu import device

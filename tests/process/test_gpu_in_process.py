@@ -29,7 +29,8 @@ from tests.process.gpu_site import (
 from tests.process.harness import PATIENCE_S, ROOT, Site, wait_until
 from tests.process.lifted_site import LiftedSites, kernels, lift, lifted_site, lifted_store
 from tests.soft_gpu import soft_cupy
-from tests.soft_gpu.soft_gpu import ILLEGAL, RAISE, SLOW, driver
+from tests.soft_gpu.soft_gpu import driver
+from tests.soft_gpu.soft_numpy import ILLEGAL, RAISE, SLOW
 
 import layerzero as lz
 
@@ -45,10 +46,8 @@ def new_site(store: Path, soft: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("LZ_TOY_NAME", "one")
 
     def make(*names: str, isolation: str = "one=in_process;*=subprocess", **settings: Any) -> Site:
-        variables = {"LZ_SOFT_ROOT": str(ROOT), "LZ_SOFT_VERSION": "1", "LZ_SOFT_WRONG": ""}
-        site = gpu_site(
-            store, *(names or ("one",)), isolation=isolation, provider="soft_here.py", variables=variables, **settings
-        )
+        variables = {"LZ_SOFT_VERSION": "1", "LZ_SOFT_WRONG": ""}
+        site = gpu_site(store, *(names or ("one",)), isolation=isolation, variables=variables, **settings)
         made.append(site)
         site.start().connect()
         return site

@@ -10,7 +10,7 @@ import pytest
 from tests.process.gpu_site import broker, close, connected, finish, gelu, held, new_site, randn, silu, slow, soft
 from tests.process.harness import PATIENCE_S, Site, wait_until
 from tests.process.test_gpu_graphs import capture, replay
-from tests.soft_gpu import soft_cupy, soft_gpu
+from tests.soft_gpu import soft_cupy, soft_gpu, soft_numpy
 
 import layerzero as lz
 
@@ -41,7 +41,7 @@ def test_calls_on_a_gpu_are_compared_with_a_reference_there(
     session = new_site("one", "two").connect()
     checks = told(session, monkeypatch)
     x, values = randn(8, 16)
-    worn = np.full((8, 16), soft_gpu.WORN, np.float32)
+    worn = np.full((8, 16), soft_numpy.WORN, np.float32)
     lz.silu(x)  # the first call after the rate was set is not sampled
     for count, array in enumerate((x, x, soft_cupy.asarray(worn)), 1):
         lz.silu(array)
@@ -83,7 +83,7 @@ def test_what_is_compared_is_what_the_call_had_and_made(connected: Site, monkeyp
 def test_a_sampled_call_is_not_waited_for(connected: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copies are work of its stream like all the rest."""
     session = lz.session()
-    x, values = randn(soft_gpu.SLOW)
+    x, values = randn(soft_numpy.SLOW)
     slow(x)
     finish()
     told(session, monkeypatch)
@@ -119,11 +119,11 @@ def test_a_reference_that_fails_is_counted_and_raised_by_nobody(
     """The application did not make that call."""
     session = new_site("one", "two").connect()
     x, values = randn(8, 16)
-    lz.layer_norm(x, (16,), eps=soft_gpu.RAISE, backend="two")
+    lz.layer_norm(x, (16,), eps=soft_numpy.RAISE, backend="two")
     session.shadow.references = ("one",)
     session.shadow.rate = 1.0
     for _ in range(3):
-        lz.layer_norm(x, (16,), eps=soft_gpu.RAISE, backend="two")
+        lz.layer_norm(x, (16,), eps=soft_numpy.RAISE, backend="two")
     wait_until(lambda: session.shadow.counts["failed"] >= 1)
     assert "the toy raises" in session.shadow.last_error
     close(lz.silu(x), silu(values))
